@@ -13,7 +13,7 @@ from sparkforge.core.errors import ProcessError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call
 from sparkforge.core.program import exit_code
-from sparkforge.serve.devices.embedded import prepare_environment
+from sparkforge.serve.devices.in_environment import prepare_environment
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m validate", description=__doc__, allow_abbrev=False)
     parser.add_argument("--profile", required=True, help=f"one of {', '.join(PROFILES)}")
     parser.add_argument("--stack", help="the stack of pins.toml that is installed (default: the profile's)")
+    parser.add_argument("--foreign", action="store_true", help="an environment of yours: other versions only warn")
     parser.add_argument("--facts", type=Path, metavar="FILE.json", help="rehearse on a recorded sheet")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there too")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model directory")
@@ -57,6 +58,7 @@ def validate(arguments: argparse.Namespace) -> ValidationReport:
         arguments.profile,
         Options(
             stack=arguments.stack,
+            foreign=arguments.foreign,
             model=arguments.model,
             host=arguments.host,
             port=arguments.port,

@@ -20,6 +20,7 @@ GROUPS = (
     machine.READINGS,
     gpu.SMI_READINGS,
     gpu.STATE_READINGS,
+    gpu.MEMORY_READINGS,
     gpu.CUDA_READINGS,
     software.READINGS,
     patches.READINGS,
@@ -83,7 +84,7 @@ def run(profile: str, options: Options) -> ValidationReport:
 
     Deep facts are gathered only if `options.deep` and a check of the profile needs one.
     """
-    chosen = named(profile)
+    chosen = named(profile).foreign() if options.foreign else named(profile)
     needs = {need.partition(".")[0] for name in chosen.severities for need in CHECKS[name].needs}
     target = Target(options, options.stack or chosen.stack)
     start = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparkforge.core.errors import UsageError
 
@@ -22,6 +22,23 @@ class Profile:
         """Every check of the profile, and whether it is required."""
         return {**dict.fromkeys(self.required, True), **dict.fromkeys(self.advised, False)}
 
+    def foreign(self) -> Profile:
+        """Return the profile for an environment that its user made: what compares it with our locks only warns."""
+        kept = tuple(check for check in self.required if check not in PINNED)
+        return replace(self, required=kept, advised=(*self.advised, *set(self.required).intersection(PINNED)))
+
+
+# Checks that compare the environment with pins, locks and patches.
+PINNED = (
+    "python-version",
+    "vllm-version",
+    "torch-version",
+    "torch-cpu-build",
+    "torch-companions",
+    "flashinfer-version",
+    "cudnn-version",
+    "patches-intact",
+)
 
 SPARK = Profile(
     "spark",
@@ -82,7 +99,31 @@ EMBEDDED = Profile(
     ),
     advised=("shared-memory", "remove-ipc", "unknown-environment", "offline-hub"),
 )
-PROFILES = {profile.name: profile for profile in (SPARK, EMBEDDED)}
+GPU = Profile(
+    "gpu",
+    "gpt-oss on one NVIDIA GPU with memory of its own, without Docker",
+    "spark",
+    required=(
+        "gpu-supported",
+        "driver-version",
+        "cuda-version",
+        "gpu-memory",
+        "disk-space",
+        "port-free",
+        "python-version",
+        "python-optimize",
+        "vllm-version",
+        "torch-version",
+        "patches-intact",
+        "unknown-environment",
+        "spark-mxfp4-plugin",
+        "numerics",
+        "model-files",
+        "model-format",
+    ),
+    advised=("gpu-clock", "flashinfer-version", "cudnn-version", "shared-memory", "remove-ipc", "offline-hub"),
+)
+PROFILES = {profile.name: profile for profile in (SPARK, EMBEDDED, GPU)}
 
 
 def named(name: str) -> Profile:

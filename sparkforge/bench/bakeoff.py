@@ -35,7 +35,7 @@ from sparkforge.core.files import locked, write_atomic, write_json
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import CONTEXT, flag_value
 from sparkforge.image import compose as docker_compose
-from sparkforge.image.devices import EMBEDDED, stack_of
+from sparkforge.image.devices import CONTAINERS, EMBEDDED, stack_of
 from sparkforge.serve import launch, logs, profiles, record
 from sparkforge.serve import settings as server_settings
 from sparkforge.serve.command_line import served_name
@@ -129,9 +129,10 @@ def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
 
     Raises UsageError, InputError, EngineError.
     """
-    if plan.device == EMBEDDED:
+    if plan.device not in CONTAINERS:
         model_id = served_name(paths.typed(plan.model).absolute()) if plan.model else server_settings.TINY_ID
-        return stack_of(plan.device, plan.stack), model_id, embedded.vllm_arguments(plan.variables)
+        reader = embedded.vllm_arguments if plan.device == EMBEDDED else server_settings.arguments
+        return stack_of(plan.device, plan.stack), model_id, reader(plan.variables)
     service = docker_compose.resolve(container.variables(plan))
     inside = server_settings.read(service.environment)
     return service.stack, inside.model_id, inside.arguments
@@ -193,7 +194,7 @@ def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder
         score = None if reasons else mean_throughput(results)
         standing = Standing(name=plan.profile, score=score, results=results, why="; ".join(reasons))
     if server is None:
-        _keep_log(folder, in_container=plan.device != EMBEDDED)
+        _keep_log(folder, in_container=plan.device in CONTAINERS)
     elif not _end(server, folder):
         why = f"{plan.profile} gets no standing: what was measured may be of another server"
         fix = "run the same command again"

@@ -55,13 +55,13 @@ def validate(
     Runs in the environment that would serve. Exit code 0 means that the server may start.
     """
     from sparkforge.serve import command_line, profiles, settings
-    from sparkforge.serve.devices import embedded
+    from sparkforge.serve.devices import in_environment
     from validate.profiles import named
 
     stack = stack or named(profile).stack
     number = whole_number("--port", port)
-    interpreter = Path(caller_path(python)) if python else embedded.prepare_environment(Steps(1)).python
-    directory = Path(caller_path(model)) if model else embedded.write_tiny(interpreter)
+    interpreter = Path(caller_path(python)) if python else in_environment.prepare_environment(Steps(1)).python
+    directory = Path(caller_path(model)) if model else in_environment.write_tiny(interpreter)
     serve_profile = profiles.named(settings.DEFAULTS[profile][0], stack=stack)
     report = paths.state() / "validation.json"
     command: list[str | Path] = [interpreter, "-m", "validate", "--profile", profile, "--stack", stack]

@@ -29,7 +29,7 @@ class ServeOptions:
     """What a command that starts a server, or has one started, asks its user: options on the command line."""
 
     device: str = option(
-        "auto, embedded (vLLM's CPU build), docker, or docker-cpu (the container without a GPU)", "auto"
+        "auto, embedded (vLLM's CPU build), gpu (its CUDA build, without Docker), docker, or docker-cpu", "auto"
     )
     model: str = option(
         "folder, or repository that is on this machine; default: gpt-oss-120b, without a GPU a tiny one [MODEL]"
@@ -45,6 +45,7 @@ class ServeOptions:
     )
     allow_hosts: str = option("more names for the Host header, with commas: spark.local,localhost:9000")
     stack: str = option("a stack of pins.toml; default: the device's")
+    python: str = option("interpreter of an environment of yours that has vLLM, in place of the locked one")
     vllm_flags: Sequence[str] = option("vLLM's own flags, as in: -- --max-num-seqs 4", ())
 
 
@@ -67,8 +68,11 @@ def planned(options: ServeOptions) -> StartPlan:
     choice = choose(options.device)
     flags = passable(options.vllm_flags, relative_to=None if choice.container else caller_path("."))
     say(f"device: {choice.device}, because {choice.why}")
+    if options.python and choice.container:
+        raise UsageError("--python has no meaning here", "a container has its own", "./inv up --device gpu --python …")
     return StartPlan(
         choice.device,
+        python=caller_path(options.python) if options.python else "",
         model=model,
         profile=options.profile,
         stack=options.stack,
@@ -101,7 +105,8 @@ def up(_ctx: Context, options: UpOptions) -> None:
     The steps are environment, model, validation, server and first answers. MODEL, PORT, TP and MAX_MODEL_LEN are taken
     from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
-    from sparkforge.image.devices import DOCKER
+    from sparkforge.image.devices import DOCKER, GPU
+    from sparkforge.plan import capabilities
     from sparkforge.serve import failure, profiles, screen
     from sparkforge.serve.devices.choose import device_for
     from sparkforge.serve.devices.device import start
@@ -110,8 +115,11 @@ def up(_ctx: Context, options: UpOptions) -> None:
     with failure.remembered():
         use_bundle(caller_path(options.offline))
         plan = planned(options)
+        profile = options.profile
+        if plan.device == GPU and options.quantization:
+            profile = profile or capabilities.find(os.environ)[1].profile
         profile, flags = profiles.with_quantization(
-            options.quantization, options.profile, plan.flags, gpu=plan.device == DOCKER, stack=plan.stack
+            options.quantization, profile, plan.flags, gpu=plan.device == DOCKER, stack=plan.stack
         )
         plan = replace(plan, profile=profile, flags=flags, profiled=options.profiler)
         server = start(device_for(plan, build_image))

@@ -35,7 +35,7 @@ def install(
     It writes and enables the unit sparkforge.service, which runs `./inv up`. The same command again changes it.
     """
     from sparkforge.core import paths
-    from sparkforge.image.devices import EMBEDDED, stack_of
+    from sparkforge.image.devices import CONTAINERS, stack_of
     from sparkforge.models import local
     from sparkforge.serve import service
     from sparkforge.serve.devices.choose import device_for
@@ -60,11 +60,12 @@ def install(
         "api-key-file": plan.key_file or "",
         "allow-hosts": ",".join(plan.hosts),
         "stack": plan.stack,
+        "python": plan.python,
     }
     arguments = tuple(f"--{name}={value}" for name, value in stated.items() if value)
     wanted = ServiceUnit(
         arguments=(*arguments, *(("--", *plan.flags) if plan.flags else ())),
-        container=plan.device != EMBEDDED,
+        container=plan.device in CONTAINERS,
         places=tuple(dict.fromkeys([paths.state(), *([Path(plan.model)] if plan.model else [])])),
     )
     service.install(wanted, system=system, account=user, now=now, show=show)

@@ -19,7 +19,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call, run_unchecked
 from sparkforge.environments import Environment
 from sparkforge.pins import locks
-from sparkforge.serve.devices.embedded import prepare_environment
+from sparkforge.serve.devices.in_environment import prepare_environment
 
 LINT, UNIT = Environment("lint"), Environment("unit")
 WORKERS = 2  # one serves while the other compiles (tests/conftest.py); on 2 cores a third one saves a tenth of the time

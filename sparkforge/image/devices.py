@@ -5,8 +5,9 @@ from __future__ import annotations
 from sparkforge import pins
 from sparkforge.core.errors import UsageError
 
-# What serves: vLLM's CPU build in an environment, or a container with or without a GPU.
-AUTO, EMBEDDED, DOCKER, DOCKER_CPU = "auto", "embedded", "docker", "docker-cpu"
+# What serves: vLLM's CPU build or its CUDA build in an environment, or a container with or without a GPU.
+AUTO, EMBEDDED, GPU, DOCKER, DOCKER_CPU = "auto", "embedded", "gpu", "docker", "docker-cpu"
+CONTAINERS = (DOCKER, DOCKER_CPU)
 CPU, CUDA = "cpu", "cuda"  # what an image is built for: `device` of [stacks.NAME.image], tables of deploy/trim.toml
 OCI_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -20,11 +21,20 @@ def stack_of(device: str, stack: str = "") -> str:
         served = ", ".join(name for name in table.stacks if name in table.environments)
         why = f"it serves from an environment of pins.toml, and only {served} has one: there is no CPU build of {stack}"
         raise UsageError(f"the device {device} cannot serve the stack {stack}", why, fix)
+    if device == GPU and stack != table.default:
+        why = f"it serves from the environment {GPU} of pins.toml, which has the stack {table.default}"
+        raise UsageError(f"the device {device} cannot serve the stack {stack}", why, fix)
     if device == DOCKER_CPU and table.image(stack).device != CPU:
         raise UsageError(f"the device {device} cannot serve the stack {stack}", "its image needs a GPU", fix)
     if device == DOCKER:
         table.image(stack)
     return stack
+
+
+def environment_of(device: str, stack: str = "") -> str:
+    """Return the name of the environment from which `embedded` or `gpu` serves. Raises as `stack_of`."""
+    stack = stack_of(device, stack)
+    return GPU if device == GPU else stack
 
 
 def build_command(stack: str) -> str:

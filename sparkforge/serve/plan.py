@@ -16,8 +16,9 @@ class StartPlan:
     name. An empty `profile` or `stack` is the device's default. `host` is an IP address, empty for loopback. `key_file`
     has the API key that clients must send, `hosts` further names for the Host header. `flags` are vLLM's own and win
     over the profile's. `variables` are the environment, with --context as MAX_MODEL_LEN. `image` is the id of a
-    container's image, empty for the one that Compose names. A `profiled` server can be asked for traces. A `trial` ends
-    with this process, unless it is a container, and is never recorded as known good.
+    container's image, empty for the one that Compose names. `python` is the interpreter of an environment that the user
+    made. A `profiled` server can be asked for traces. A `trial` ends with this process, unless it is a container, and
+    is never recorded as known good.
     """
 
     device: str
@@ -33,6 +34,7 @@ class StartPlan:
     flags: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     image: str = ""
+    python: str = ""
     profiled: bool = False
     trial: bool = False
 

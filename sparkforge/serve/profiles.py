@@ -32,7 +32,7 @@ class ServeProfile(Record):
 
     about: str = ""
     extends: str = ""
-    device: Literal["", "embedded"] = ""  # empty: containers; what extends a profile is for its device
+    device: Literal["", "embedded", "gpu"] = ""  # empty: a Spark; what extends a profile is for its device
     flags: dict[Flag, Setting] = Field(default_factory=dict)
     environment: dict[str, Setting] = Field(default_factory=dict)
 

@@ -14,7 +14,6 @@ from sparkforge.models import local
 from sparkforge.plan import thresholds
 from sparkforge.serve import access, limits, profiler, profiles
 from sparkforge.serve.health import RUN
-from validate.profiles import PROFILES
 
 STRICT, WARN, OFF = "strict", "warn", "off"
 EXIT, HOLD = "exit", "hold"  # what a container does that its validator refuses
@@ -62,7 +61,7 @@ def _one_of(env: Mapping[str, str], variable: str, values: tuple[str, ...]) -> s
 
 def read(env: Mapping[str, str]) -> Settings:
     """Read the SPARKFORGE_ variables. Raises UsageError for a value that has no meaning, here or on a CPU."""
-    profile = _one_of(env, "SPARKFORGE_PROFILE", ("spark", *PROFILES))
+    profile = _one_of(env, "SPARKFORGE_PROFILE", tuple(DEFAULTS))
     serve_profile, model = DEFAULTS[profile]
     model, traces = env.get("SPARKFORGE_MODEL") or model, env.get(profiler.VARIABLE) or ""
     if traces and not traces.startswith("/"):

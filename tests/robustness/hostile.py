@@ -33,7 +33,7 @@ from sparkforge.core import paths
 from sparkforge.core.openai import Endpoint
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import limits
-from sparkforge.serve.devices import embedded
+from sparkforge.serve.devices import embedded, in_environment
 from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.settings import TINY_ID
 
@@ -328,7 +328,7 @@ def server(unbounded: bool) -> Iterator[tuple[str, int, int]]:
     python = Path(sys.executable)
     if unbounded:
         os.environ[limits.VARIABLE] = ",".join(f"{name}=0" for name in limits.LIMITS)
-    described = embedded.Embedded(StartPlan(EMBEDDED, port=port), python, embedded.write_tiny(python)).launch()
+    described = embedded.Embedded(StartPlan(EMBEDDED, port=port), python, in_environment.write_tiny(python)).launch()
     log = Path(tempfile.mkdtemp(prefix="sparkforge-hostile-")) / "server.log"
     environment = {**os.environ, **described.environment, "PYTHONPATH": str(paths.ROOT)}
     with log.open("wb") as output:

@@ -6,7 +6,7 @@ from packaging.version import Version
 
 from sparkforge.core.gpus import GpuState
 from sparkforge.core.memory import in_gib as gib
-from sparkforge.plan import devices, thresholds
+from sparkforge.plan import capabilities, devices, thresholds
 from sparkforge.plan.budget import HOST_WORKING_BYTES, most_tokens, share_lines
 from sparkforge.plan.devices import GIB
 from validate.checks import serving
@@ -90,6 +90,49 @@ def _gpu_capability(view: View) -> CheckResult:
     if smi != cuda:
         return failed(f"nvidia-smi says {smi}, CUDA says {cuda}", "sudo reboot   # driver and libraries differ")
     return judged(cuda == "12.1", f"compute capability {cuda}, wanted 12.1")
+
+
+@CHECKS.add(
+    "gpu-supported",
+    "nvidia-smi and CUDA name the same compute capability, and there are kernels for it.",
+    needs=("gpu.name", "gpu.compute_capability", "cuda.compute_capability"),
+    fix="./inv up --device embedded",
+    about=("`sparkforge/plan/capabilities.toml` says what serves on each compute capability, and what of it was run."),
+)
+def _gpu_supported(view: View) -> CheckResult:
+    smi, cuda = view.text("gpu.compute_capability"), view.text("cuda.compute_capability")
+    if smi != cuda:
+        return failed(f"nvidia-smi says {smi}, CUDA says {cuda}", "sudo reboot   # driver and libraries differ")
+    known = capabilities.load()
+    if cuda not in known:
+        return failed(f"{view.text('gpu.name')} has {cuda}; there are kernels for {', '.join(known)}")
+    return passed(f"{view.text('gpu.name')}, {cuda}: {known[cuda].experts} ({known[cuda].shown})")
+
+
+@CHECKS.add(
+    "gpu-memory",
+    "The GPU's free memory covers vLLM's share, and the share covers the weights.",
+    needs=(
+        "gpu.name",
+        "gpu.memory_total_mib",
+        "gpu.memory_free_mib",
+        "serve.gpu_memory_utilization",
+        "model.weight_bytes",
+    ),
+    fix="nvidia-smi   # shows which processes hold it; end them, or lower --gpu-memory-utilization",
+    about=(
+        "vLLM refuses to start if less than its share of the GPU's memory is free. The share must hold the weights and "
+        "3.5 GiB to work in (`devices.toml`)."
+    ),
+)
+def _gpu_memory(view: View) -> CheckResult:
+    total, free = view.number("gpu.memory_total_mib") * 2**20, view.number("gpu.memory_free_mib") * 2**20
+    share, weights = view.number("serve.gpu_memory_utilization"), view.number("model.weight_bytes")
+    wanted, needed = share * total, weights + devices.table()["spark"].runtime.value * GIB
+    evidence = f"{gib(free)} of {gib(total)} free, vLLM takes {gib(wanted)}, {gib(needed)} needed"
+    if wanted < needed:
+        return failed(f"{evidence} (weights {gib(weights)})", "raise --gpu-memory-utilization, or a larger GPU")
+    return judged(free >= wanted, evidence)
 
 
 @CHECKS.add(

@@ -84,6 +84,16 @@ def _smi(field: str) -> Reading:
     return Reading(names[field], f"nvidia-smi --query-gpu={field}", lambda target: nvidia_smi(target)[0][field])
 
 
+def _memory(kind: str) -> Reading:
+    """Return the reading of a GPU's `total` or `free` memory in MiB; none on a GB10, which reports [N/A]."""
+
+    def read(target: Target) -> float | None:
+        """Raises ProbeError."""
+        return gpus.number(gpus.query(f"memory.{kind}", units=False, env=target.options.environ)[0][f"memory.{kind}"])
+
+    return Reading(f"gpu.memory_{kind}_mib", f"nvidia-smi --query-gpu=memory.{kind}", read)
+
+
 def _cuda(name: str, key: str, function: str) -> Reading:
     def read(target: Target) -> object:
         """Raises ProbeError where CUDA has no device, or no such answer for it."""
@@ -98,6 +108,7 @@ SMI_READINGS = (
     *(_smi(field) for field in SMI_FIELDS),
     Reading("gpu.count", "nvidia-smi --query-gpu=name", lambda target: len(nvidia_smi(target))),
 )
+MEMORY_READINGS = (_memory("total"), _memory("free"))
 STATE_READINGS = (
     Reading(
         "gpu.state",

@@ -55,10 +55,12 @@ def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
 class Options:
     """What the caller wants validated. Unset values are read from `serve_args`, then from vLLM's defaults.
 
-    `stack` is the table of pins.toml whose versions are expected; unset, the profile's.
+    `stack` is the table of pins.toml whose versions are expected; unset, the profile's. A `foreign` environment is one
+    that its user made.
     """
 
     stack: str | None = None
+    foreign: bool = False
     model: Path | None = None
     host: str | None = None
     port: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkforge.core.console import Steps
-from sparkforge.core.errors import SparkforgeError, UsageError
-from sparkforge.image.devices import AUTO, DOCKER, DOCKER_CPU, EMBEDDED
+from sparkforge.core.errors import RefusalError, SparkforgeError, UsageError
+from sparkforge.image.devices import AUTO, CONTAINERS, DOCKER, DOCKER_CPU, EMBEDDED, GPU
+from sparkforge.plan import capabilities
 from sparkforge.serve.devices.device import Device
 from sparkforge.serve.plan import StartPlan
 
-NAMES = (AUTO, EMBEDDED, DOCKER, DOCKER_CPU)
+NAMES = (AUTO, EMBEDDED, GPU, DOCKER, DOCKER_CPU)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 PRODUCT = Path("/sys/class/dmi/id/product_name")  # "NVIDIA_DGX_Spark" and the like; by public reports, not seen by us
 
@@ -29,19 +31,19 @@ class Choice:
     @property
     def container(self) -> bool:
         """Whether it serves in a container."""
-        return self.device in {DOCKER, DOCKER_CPU}
+        return self.device in CONTAINERS
 
 
 def choose(name: str) -> Choice:
     """Return the device of that name; `auto` looks at the machine. Raises UsageError for an unknown name."""
-    if name in {EMBEDDED, DOCKER, DOCKER_CPU}:
+    if name in NAMES and name != AUTO:
         return Choice(name, "you asked for it")
     if name != AUTO:
         raise UsageError(f"unknown device {name!r}", f"the devices are {', '.join(NAMES)}", "./inv up --device auto")
-    if platform.machine() != "aarch64":
-        return Choice(EMBEDDED, f"this machine is {platform.machine()}, a Spark is aarch64; vLLM's CPU build serves")
     if not NVIDIA_DRIVER.exists():
         return Choice(EMBEDDED, "no NVIDIA driver is loaded; vLLM's CPU build serves")
+    if platform.machine() != "aarch64":
+        return _without_docker(f"this machine is {platform.machine()}, and the image is for a Spark, which is aarch64")
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
     product = ""
@@ -52,9 +54,18 @@ def choose(name: str) -> Choice:
             docker_engine = engine.read(client)
             docker_engine.require_gpu()
     except SparkforgeError as error:
-        return Choice(EMBEDDED, f"{error.what} ({error.fix}); until then vLLM's CPU build serves")
+        return _without_docker(f"{error.what} ({error.fix})")
     product = product or "an aarch64 machine with an NVIDIA driver"
     return Choice(DOCKER, f"this is {product} and Docker {docker_engine.version} has the GPU by {docker_engine.gpu}")
+
+
+def _without_docker(reason: str) -> Choice:
+    """Return `gpu` if this machine's GPU can serve from an environment, else `embedded`."""
+    try:
+        name, _ = capabilities.find(os.environ)
+    except RefusalError as error:
+        return Choice(EMBEDDED, f"{reason}; {error.why}; vLLM's CPU build serves")
+    return Choice(GPU, f"{reason}; {name} is free, and vLLM's CUDA build serves on it")
 
 
 def device_for(plan: StartPlan, build: Callable[[str, Steps], None]) -> Device:
@@ -63,6 +74,10 @@ def device_for(plan: StartPlan, build: Callable[[str, Steps], None]) -> Device:
         from sparkforge.serve.devices.embedded import Embedded  # noqa: PLC0415 - only one of them is loaded
 
         return Embedded(plan)
+    if plan.device == GPU:
+        from sparkforge.serve.devices.gpu import Gpu  # noqa: PLC0415
+
+        return Gpu(plan)
     from sparkforge.serve.devices.container import Container  # noqa: PLC0415 - the Docker SDK takes half a second
 
     return Container(plan, build)

@@ -16,7 +16,7 @@ from sparkforge.environments import Environment
 from sparkforge.serve import launch, proof
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.devices.device import Device
-from sparkforge.serve.devices.embedded import prepare_environment, write_tiny
+from sparkforge.serve.devices.in_environment import prepare_environment, write_tiny
 from sparkforge.serve.launch import Launch
 from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server

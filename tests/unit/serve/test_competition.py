@@ -14,7 +14,7 @@ from sparkforge.image import devices
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import local
 from sparkforge.serve import entrypoint, launch, screen, settings
-from sparkforge.serve.devices import container, embedded
+from sparkforge.serve.devices import container, embedded, in_environment
 from sparkforge.serve.devices import device as start
 from sparkforge.serve.plan import StartPlan
 
@@ -82,7 +82,7 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, tp, refused):
 def started(monkeypatch, tmp_path):
     """What `./inv up` would start; nothing is started."""
     calls = []
-    monkeypatch.setattr(embedded, "prepare_environment", lambda *_: None)
+    monkeypatch.setattr(in_environment, "prepare_environment", lambda *_: None)
 
     def run(device):
         calls.append(device.plan)

@@ -12,7 +12,7 @@ from sparkforge.core import errors
 from sparkforge.core.paths import ROOT
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import known_good, launch, record
-from sparkforge.serve.devices import choose, device, embedded
+from sparkforge.serve.devices import choose, device, embedded, in_environment
 from sparkforge.serve.known_good import KnownGood
 from sparkforge.serve.plan import StartPlan
 
@@ -183,7 +183,7 @@ def test_a_start_that_does_not_prove_itself_leaves_the_record(state):
 def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, tmp_path, state):
     (tmp_path / "key").write_text("sesame")
     (tmp_path / "key").chmod(0o600)
-    monkeypatch.setattr(embedded.environments, "stamp", lambda _environment: INPUTS)
+    monkeypatch.setattr(in_environment.environments, "stamp", lambda _environment: INPUTS)
     plan = StartPlan(EMBEDDED, port=8001, host="::1", key_file=str(tmp_path / "key"), variables={"MAX_MODEL_LEN": "64"})
     first = embedded.Embedded(plan)
     first.remember(replace(server_of(8001, 1.0), host="::1"))

@@ -10,7 +10,7 @@ from sparkforge.core.errors import UsageError
 from sparkforge.core.vllm_flags import flag_value, passable
 from sparkforge.image import devices
 from sparkforge.serve import access, launch, profiles, screen
-from sparkforge.serve.devices import container, embedded
+from sparkforge.serve.devices import container, embedded, in_environment
 from sparkforge.serve.devices import device as devices_start
 from sparkforge.serve.plan import StartPlan
 
@@ -27,8 +27,8 @@ def started(monkeypatch, tmp_path):
         calls.append(launched)
         raise UsageError("not started", "by the test", "")
 
-    monkeypatch.setattr(embedded, "prepare_environment", lambda *_: None)
-    monkeypatch.setattr(embedded, "write_tiny", lambda _python: tmp_path)
+    monkeypatch.setattr(in_environment, "prepare_environment", lambda *_: None)
+    monkeypatch.setattr(in_environment, "write_tiny", lambda _python: tmp_path)
     monkeypatch.setattr(embedded.Embedded, "validate", lambda self: calls.append([self.plan]) or "serve")
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "check_free", lambda port, host, *_: calls.append((port, host)))

@@ -13,7 +13,7 @@ from sparkforge.serve import launch
 from sparkforge.serve.cluster import check, node, remote, start
 from sparkforge.serve.cluster.config import ClusterNode
 from sparkforge.serve.command_line import ServerCommand
-from sparkforge.serve.devices import embedded
+from sparkforge.serve.devices import embedded, in_environment
 
 pytestmark = pytest.mark.slow  # real programs in most of them
 
@@ -159,7 +159,7 @@ def test_a_server_of_the_checkout_that_runs_is_refused_before_anything_starts(co
 
 
 def test_a_profile_that_is_not_for_this_device_is_refused_before_an_environment_is_made(config, monkeypatch):
-    monkeypatch.setattr(embedded, "prepare_environment", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr(in_environment, "prepare_environment", lambda *_: pytest.fail("it went on"))
     changed = config.model_copy(update={"profile": "no-such-profile", "device": "embedded"})
     request = node.NodeRequest(action="validate", name="spark", config=changed)
     with pytest.raises(UsageError, match="no-such-profile"):

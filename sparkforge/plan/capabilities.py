@@ -1,0 +1,87 @@
+"""What serves on each compute capability (capabilities.toml), and whether this machine's GPU can be had.
+
+Nothing here imports torch: a GPU that cannot serve is refused before an environment of 8 GB is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from sparkforge.core import gpus, tables
+from sparkforge.core.errors import RefusalError
+from sparkforge.core.process import ProbeError
+from sparkforge.core.tables import Record
+
+TABLE = Path(__file__).with_name("capabilities.toml")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+MIN_DRIVER = 580  # the first branch with CUDA 13.0 (CUDA 13.0 release notes)
+IN_USE = 0.1  # of a GPU's memory; a desktop takes less
+FIELDS = ("name", "compute_cap", "driver_version", "memory.total", "memory.used", "mig.mode.current")
+EMBEDDED = "./inv up --device embedded   # serves the tiny model without a GPU"
+
+
+class Capability(Record):
+    """One row of the table, whose head explains the keys."""
+
+    gpus: str
+    profile: str
+    validator: Literal["gpu", "spark"]
+    architecture: str
+    experts: str
+    dense: str
+    attention: str
+    flashinfer: bool
+    shown: str = Field(min_length=1)
+
+
+class CapabilityTable(Record):
+    """The whole table, by compute capability."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    capabilities: dict[str, Capability]
+
+
+def load(table: Path = TABLE) -> dict[str, Capability]:
+    """Return the rows by compute capability. Raises InputError."""
+    return tables.load(table, CapabilityTable).capabilities
+
+
+def find(environ: Mapping[str, str]) -> tuple[str, Capability]:
+    """Return the name of the GPU that serves, and its row. Raises RefusalError if none of this machine's can.
+
+    `environ` may choose by CUDA_VISIBLE_DEVICES; of several GPUs the first one serves.
+    """
+    chosen = environ.get(VISIBLE)
+    if chosen is not None and chosen.strip() in ("", "-1", "NoDevFiles"):
+        raise _refusal(f"{VISIBLE} is {chosen!r}, which hides every GPU", f"unset {VISIBLE}")
+    try:
+        rows = gpus.query(*FIELDS, units=False, env=environ)
+    except ProbeError as error:
+        raise _refusal(f"no NVIDIA driver works here: {error}", f"nvidia-smi; or: {EMBEDDED}") from error
+    first = (chosen or "0").split(",")[0].strip()
+    if first.isdecimal() and int(first) >= len(rows):
+        raise _refusal(f"{VISIBLE} is {chosen}, and this machine has {len(rows)}", f"unset {VISIBLE}")
+    row = rows[int(first)] if first.isdecimal() else rows[0]  # a UUID is looked up by CUDA itself
+    name, capability, driver = row["name"], row["compute_cap"], row["driver_version"]
+    if not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) < MIN_DRIVER:
+        why = f"{name} has driver {driver}, and CUDA 13.0 needs branch {MIN_DRIVER} or later"
+        raise _refusal(why, "install a newer driver, such as: sudo apt install nvidia-open; then reboot")
+    known = load()
+    if capability not in known:
+        served = ", ".join(f"{number} ({line.gpus})" for number, line in known.items())
+        raise _refusal(f"{name} has compute capability {capability}; there are kernels for {served}", EMBEDDED)
+    if row["mig.mode.current"] == "Enabled":
+        raise _refusal(f"{name} is divided by MIG, with which nothing here was tried", "sudo nvidia-smi -mig 0")
+    total, used = (gpus.number(row[field]) for field in ("memory.total", "memory.used"))
+    if total and used and used > IN_USE * total:  # [N/A] on a GB10, whose memory is the system's
+        why = f"{used:,.0f} of {total:,.0f} MiB of {name} are in use"
+        raise _refusal(why, "nvidia-smi shows by which process; end it, or choose another GPU by CUDA_VISIBLE_DEVICES")
+    return name, known[capability]
+
+
+def _refusal(why: str, fix: str) -> RefusalError:
+    return RefusalError("--device gpu cannot serve on this machine", why, fix)

@@ -1,0 +1,55 @@
+"""The device `gpu`: vLLM's CUDA build in an environment, on any Linux machine with an NVIDIA driver, without Docker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from sparkforge.core.errors import UsageError
+from sparkforge.image.devices import GPU, stack_of
+from sparkforge.plan import capabilities
+from sparkforge.serve import profiles, settings
+from sparkforge.serve.devices.in_environment import InEnvironment
+from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.profiles import ServeProfile
+
+
+class Gpu(InEnvironment):
+    """vLLM on one NVIDIA GPU; what serves on it is the row of capabilities.toml for its compute capability."""
+
+    name = GPU
+
+    def choose_profile(self, plan: StartPlan) -> ServeProfile:
+        """Return the plan's profile, or the GPU's. Raises RefusalError for a GPU that cannot serve, and UsageError."""
+        self.built: dict[str, str] = {}  # what a server needs to find FlashInfer's modules
+        self.gpu, self.capability = capabilities.find(os.environ)
+        self.validator, self.default_profile = self.capability.validator, self.capability.profile
+        profile = profiles.named(plan.profile or self.default_profile, stack=plan.stack)
+        for_spark = profile.device == ""  # FlashInfer's kernels for 12.x, sizes for a Spark's memory
+        if profile.device not in ("", GPU) or (for_spark and not self.capability.flashinfer):
+            why = f"it is not made for {self.gpu}; its profile is {self.default_profile}"
+            raise UsageError(f"--profile {plan.profile} cannot be served here", why, "leave --profile out")
+        return profile
+
+    def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
+        """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError."""
+        return settings.arguments(variables)
+
+    def prepare(self) -> None:
+        """Make environment and tiny model, and the modules of FlashInfer that this GPU's experts need."""
+        super().prepare()
+        if not self.capability.flashinfer:
+            return
+        from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels  # noqa: PLC0415 - for 12.x alone
+
+        with self.steps.step("kernels", f"FlashInfer's modules for {self.capability.architecture}") as tell:
+            stack, interpreter = stack_of(GPU, self.plan.stack), str(self.python)
+            request = KernelRequest(stack, arch=self.capability.architecture, python=interpreter)
+            file, changed = build_kernels(request)
+            lines = file.read_text(encoding="utf-8").splitlines()
+            self.built = dict(line.split("=", 1) for line in lines)
+            tell(f"{file.parent}, {'compiled' if changed else 'unchanged'}")
+
+    def variables(self) -> dict[str, str]:
+        """Return those with which FlashInfer finds the compiled modules."""
+        return self.built

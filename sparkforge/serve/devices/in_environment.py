@@ -1,0 +1,198 @@
+"""vLLM's API server in a Python environment of this machine: what the devices `embedded` and `gpu` have in common."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from sparkforge import environments, pins
+from sparkforge.core import paths
+from sparkforge.core.console import Steps, say
+from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.process import TAIL_LINES, run_unchecked
+from sparkforge.environments import Environment
+from sparkforge.image.devices import EMBEDDED, environment_of
+from sparkforge.serve import access, command_line, known_good, launch, limits, profiler, proof, settings
+from sparkforge.serve.command_line import ServerCommand, served_name
+from sparkforge.serve.devices.device import Device
+from sparkforge.serve.launch import Launch
+from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.profiles import ServeProfile
+from sparkforge.serve.record import Server
+from sparkforge.serve.settings import TINY_ID
+
+
+class InEnvironment(Device):
+    """vLLM in an environment of this checkout, or in that of the plan's interpreter.
+
+    `python` and `model` name an interpreter and a checkpoint that are there; without them `prepare` makes both.
+    Making one raises UsageError, InputError, RefusalError, or StorageError for a key file that `access.read_key`
+    refuses.
+    """
+
+    name: ClassVar[str]  # of the device
+    validator: str  # the validator's profile
+    default_profile: str  # the serve profile where none is named
+
+    def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
+        self.profile = self.choose_profile(plan)
+        if plan.python:
+            python = paths.typed(plan.python).absolute()  # not resolved: a virtual environment is found by its link
+            if not python.is_file():
+                why = "there is no such interpreter"
+                raise UsageError(f"cannot serve with {python}", why, "./inv up --python FOLDER/bin/python")
+        if plan.model:
+            model = paths.typed(plan.model).absolute()
+            served_name(model)
+        access.refuse_inherited_key(os.environ)
+        settings.require_guard(os.environ)
+        limits.read(os.environ)
+        self.own_flags = plan.flags
+        path = access.key_path(plan.key_file)
+        super().__init__(
+            replace(
+                plan,
+                key_file=str(path) if path else "",
+                key=access.read_key(path) if path else "",
+                hosts=tuple(access.named_hosts(",".join(plan.hosts) or os.environ.get(access.HOSTS, ""))),
+                flags=(*self.from_variables(plan.variables), *plan.flags),
+                variables={},
+            )
+        )
+        self._makes_environment, self._makes_model = python is None, model is None
+        self.python = python or self.environment.python
+        self.model = model or paths.state() / "models" / TINY_ID
+
+    @abstractmethod
+    def choose_profile(self, plan: StartPlan) -> ServeProfile:
+        """Return the plan's serve profile or the default. Raises what keeps this machine from serving with it."""
+
+    @abstractmethod
+    def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
+        """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError."""
+
+    @abstractmethod
+    def variables(self) -> dict[str, str]:
+        """Return the variables that this device's servers have beside the profile's."""
+
+    @property
+    def environment(self) -> Environment:
+        """The environment of the plan's stack."""
+        return Environment(environment_of(self.name, self.plan.stack))
+
+    @property
+    def model_id(self) -> str:
+        """The model's name in the API."""
+        return self.plan.model_id or (served_name(self.model) if self.plan.model else TINY_ID)
+
+    def prepare(self) -> None:
+        """Make the environment and the tiny model, unless they are there. Raises what `environments.ensure` raises."""
+        for line in self.profile.replaced_by(self.own_flags):
+            say(line)
+        if self._makes_environment:
+            prepare_environment(self.steps, self.environment)
+        elif self.plan.python:
+            with self.steps.step("environment") as tell:
+                tell(f"yours: {self.python}, which no lock describes")
+        with self.steps.step("model") as tell:
+            if self._makes_model:
+                write_tiny(self.python)
+            tell(f"{self.model_id} in {self.model}")
+
+    def validate(self) -> str:
+        """Run the validator in the environment that will serve."""
+        report = paths.state() / "validation.json"
+        command: list[str | Path] = [self.python, "-m", "validate", "--profile", self.validator, "--json", report]
+        command += ["--foreign"] if self.plan.python else []
+        command += ["--model", self.model, "--host", self.plan.address, "--port", str(self.plan.port)]
+        command += ["--serve-args", *self.profile.arguments(), *self.plan.flags]
+        with self.steps.step("validation", f"profile {self.validator}") as tell:
+            process = run_unchecked(command, cwd=paths.ROOT, env={**variables_of(self.profile), **self.variables()})
+            if process.returncode:
+                say(process.stdout + process.stderr)
+                failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]
+                why = "\n        ".join(failed) or f"it ended with code {process.returncode}; its report is above"
+                fix = "follow the line after `next:` under each FAIL, then ./inv up"
+                raise RefusalError("the validator refuses to serve", why, fix, code="validation.failed")
+            verdict = process.stdout.strip().splitlines()[-1]
+            tell(verdict)
+        return verdict
+
+    def launch(self) -> Launch:
+        """Return what starts vLLM's API server, behind `access.Guard`."""
+        profile = self.plan.profile or self.default_profile
+        plan = replace(self.plan, device=self.name, model_id=self.model_id, profile=profile)
+        variables = {
+            **variables_of(self.profile),
+            **self.variables(),
+            "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
+            **access.variables(plan.key, plan.key_file or ""),
+            **limits.variables(os.environ),
+            access.HOSTS: ",".join((*access.served_hosts(plan.address, plan.port, plan.hosts), *plan.hosts)),
+            "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
+            **(profiler.ENVIRONMENT if plan.profiled else {}),
+        }
+        flags = (*(profiler.arguments(profiler.folder()) if plan.profiled else ()), *plan.flags)
+        if is_tiny := plan.model_id == TINY_ID:
+            # Without the flag vLLM looks for a template in a processor, and reads the vocabulary a second time for it.
+            flags = ("--chat-template", str(self.model / "chat_template.jinja"), *flags)
+        server = ServerCommand(
+            str(self.model), plan.model_id, plan.address, plan.port, self.profile, flags, variables,
+            forked=is_tiny and self.name == EMBEDDED,
+        )  # fmt: skip
+        return Launch(server.command(self.python), server.environment, plan, self.model)
+
+    def start(self) -> Server:
+        """Start vLLM and prove what clients call."""
+        with self.steps.step("server", "vLLM starts") as tell:
+            server = launch.start(self.launch(), tell)
+            tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
+        return server
+
+    def remember(self, server: Server) -> None:
+        """Record the start with the hash of its environment, unless its interpreter is another one."""
+        if self.environment.python == self.python and (inputs := environments.stamp(self.environment)):
+            plan = replace(self.plan, stack=self.environment.name)
+            known_good.remember(server, plan, environment=known_good.hashed(inputs))
+
+
+def variables_of(profile: ServeProfile) -> dict[str, str]:
+    """Return the variables that the validator and the server get with a profile."""
+    return {
+        **command_line.ENVIRONMENT,
+        **profile.variables(),
+        "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
+    }
+
+
+def prepare_environment(steps: Steps, env: Environment | None = None) -> Environment:
+    """Make `env`, by default the embedded device's, unless it is there and current, and return it.
+
+    Raises the errors of `environments.ensure`.
+    """
+    table, env = pins.load(), env or Environment(environment_of(EMBEDDED))
+    with steps.step("environment", "hash-locked wheels; the first time takes minutes") as tell:
+        is_new = environments.ensure(env, table)
+        components = [table.component(*name.split("/")) for name in table.environment(env.name).wheels]
+        patched = [component for component in components if component.patches]
+        versions = [f"{component.package} {environments.installed_version(component)}" for component in patched]
+        tell(", ".join([*versions, "made" if is_new else "unchanged"]))
+    return env
+
+
+def write_tiny(python: Path) -> Path:
+    """Write the tiny checkpoint unless it is there and intact, and return its folder. Raises InputError.
+
+    Runs in the environment of `python`, which holds the Harmony vocabulary.
+    """
+    directory = paths.state() / "models" / TINY_ID
+    process = run_unchecked([python, "-m", "sparkforge.models.tiny", directory], cwd=paths.ROOT)
+    if process.returncode:
+        why = "\n".join((process.stdout + process.stderr).strip().splitlines()[-TAIL_LINES:])
+        fix = "follow the line after `next:` above, then run the same command again"
+        raise InputError("the tiny model could not be written", why, fix, code="input.model")
+    return directory

@@ -1,0 +1,123 @@
+"""The device `gpu` without a GPU: what a stand-in for nvidia-smi prints decides what serves, or why nothing can."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkforge.core.errors import RefusalError, UsageError
+from sparkforge.plan import capabilities
+from sparkforge.serve import profiles
+from sparkforge.serve.devices import choose
+from sparkforge.serve.devices.gpu import Gpu
+from sparkforge.serve.plan import StartPlan
+from validate.profiles import PROFILES
+
+H100 = "NVIDIA H100 80GB HBM3, 9.0, 580.159.04, 81559, 4, Disabled"
+GB10 = "NVIDIA GB10, 12.1, 580.95.05, [N/A], [N/A], [N/A]"
+
+
+@pytest.fixture
+def fake_nvidia_smi(tmp_path, monkeypatch):
+    """Return a function that sets what nvidia-smi prints."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def prints(text):
+        program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        program.chmod(0o755)
+
+    return prints
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "named"),
+    [
+        ("", None, "no NVIDIA driver works"),
+        (H100, "", "hides every GPU"),
+        (H100, "-1", "hides every GPU"),
+        (H100, "1", "this machine has 1"),
+        (H100.replace("580.159.04", "570.86.10"), None, "driver 570.86.10"),
+        (H100.replace("9.0", "8.0"), None, "compute capability 8.0"),
+        (H100.replace("Disabled", "Enabled"), None, "MIG"),
+        (H100.replace("81559, 4", "81559, 60000"), None, "60,000 of 81,559 MiB"),
+    ],
+    ids=["none", "hidden", "minus one", "absent", "old driver", "architecture", "MIG", "in use"],
+)
+def test_a_gpu_that_cannot_serve_is_refused_before_an_environment_is_made(
+    text, visible, named, fake_nvidia_smi, monkeypatch
+):
+    fake_nvidia_smi(text)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(RefusalError) as caught:
+        Gpu(StartPlan("gpu"))
+    assert named in caught.value.why
+    assert caught.value.fix
+
+
+def test_without_a_driver_the_next_command_is_another_device(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RefusalError, match="--device embedded"):
+        Gpu(StartPlan("gpu"))
+
+
+def test_the_capability_chooses_profile_validator_and_command(fake_nvidia_smi, tmp_path):
+    fake_nvidia_smi(H100)
+    device = Gpu(StartPlan("gpu", flags=("--max-num-seqs=2",)), Path(sys.executable), tmp_path)
+    launch = device.launch()
+    assert (device.validator, launch.plan.device, launch.plan.profile) == ("gpu", "gpu", "hopper")
+    assert "--quantization=spark-mxfp4" in launch.command
+    assert "sparkforge.serve.forked_vllm" not in launch.command
+    assert launch.command.index("--max-num-seqs=64") < launch.command.index("--max-num-seqs=2")
+    fake_nvidia_smi(GB10)
+    device = Gpu(StartPlan("gpu"), Path(sys.executable), tmp_path)
+    assert (device.validator, device.launch().plan.profile) == ("spark", "safe")
+
+
+def test_of_two_gpus_the_chosen_one_counts(fake_nvidia_smi, monkeypatch):
+    fake_nvidia_smi(f"{H100.replace('9.0', '8.0')}\n{H100}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert capabilities.find({**os.environ})[1].profile == "hopper"
+
+
+@pytest.mark.parametrize("profile", ["safe", "embedded"])
+def test_a_profile_of_other_machines_is_refused_on_a_hopper(profile, fake_nvidia_smi):
+    fake_nvidia_smi(H100)
+    with pytest.raises(UsageError, match="its profile is hopper"):
+        Gpu(StartPlan("gpu", profile=profile))
+
+
+def test_another_stack_and_an_interpreter_that_is_not_there_are_refused(fake_nvidia_smi, tmp_path):
+    fake_nvidia_smi(H100)
+    with pytest.raises(UsageError, match="no such interpreter"):
+        Gpu(StartPlan("gpu", python=str(tmp_path / "python")))
+    with pytest.raises(UsageError, match="cannot serve the stack spark-next"):
+        _ = Gpu(StartPlan("gpu", stack="spark-next")).environment
+
+
+def test_auto_takes_a_free_gpu_and_else_says_why_not(fake_nvidia_smi, monkeypatch, tmp_path):
+    monkeypatch.setattr(choose.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(choose, "NVIDIA_DRIVER", tmp_path)
+    fake_nvidia_smi(H100)
+    assert choose.choose("auto").device == "gpu"
+    fake_nvidia_smi(H100.replace("81559, 4", "81559, 60000"))
+    choice = choose.choose("auto")
+    assert (choice.device, "are in use" in choice.why) == ("embedded", True)
+
+
+def test_each_row_names_a_profile_and_a_validator():
+    for row in capabilities.load().values():
+        assert row.profile in profiles.load()
+        assert row.validator in PROFILES
+
+
+def test_in_a_foreign_environment_versions_only_warn():
+    foreign = PROFILES["gpu"].foreign()
+    assert foreign.severities["vllm-version"] is False
+    assert foreign.severities["patches-intact"] is False
+    assert foreign.severities["numerics"] is True
+    assert set(foreign.severities) == set(PROFILES["gpu"].severities)
