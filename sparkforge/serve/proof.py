@@ -34,8 +34,8 @@ ABOVE_ZERO = 1e-3  # for a log probability: vLLM rounds to float32, and the like
 SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the patch allows, which are two tokens
 # Tokens of o200k_harmony, every gpt-oss model's vocabulary: `final`, a channel's name; ` to`, which begins a call;
 # ` json`, a content type; `{`, and 16 spaces; and the special `<|start|>`, `<|channel|>`, `<|message|>`, `<|end|>`.
-FINAL, TO, JSON, BRACE, SPACES = "17196", "316", "5701", "90", "408"
-SPECIAL = ("200006", "200005", "200008", "200007")
+FINAL, TO, JSON, BRACE, SPACES, END = "17196", "316", "5701", "90", "408", "200007"
+SPECIAL = ("200006", "200005", "200008", END)
 ALWAYS = 100  # the API's largest bias
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"  # the variable that each refusal of a server without a store names
 NO_STORE = "the server stores no responses"
@@ -400,7 +400,7 @@ def _chat_request(fault: Callable[[Any], str], tokens: int = TOKENS, **more: Any
 
 
 def _json_request(fault: Callable[[Any], str], tokens: int = TOKENS, **more: Any) -> ProofRequest:
-    forced = {"logit_bias": _biased(FINAL), "response_format": PLACE_FORMAT}
+    forced = {"logit_bias": _biased(FINAL, END), "response_format": PLACE_FORMAT}
     return _chat_request(fault, tokens, **{**forced, **more})
 
 
@@ -457,10 +457,10 @@ CANARIES = {
         "a stop string in a tool call": _tool_request(_cut_call, stop=['"city']),
     },
     "0004-read-final-json-as-content-type.patch": {
-        "a JSON answer with a content type": _json_request(_json, logit_bias=_biased(FINAL, JSON)),
+        "a JSON answer with a content type": _json_request(_json, logit_bias=_biased(FINAL, JSON, END)),
         "a JSON response": _response_request(
             _json_response,
-            logit_bias=_biased(FINAL, JSON),
+            logit_bias=_biased(FINAL, JSON, END),
             text={"format": {"type": "json_schema", "name": "place", "strict": True, "schema": PLACE}},
         ),
     },
