@@ -29,6 +29,7 @@ from sparkforge.core.openai import Endpoint
 
 TOKENS = 64  # three times what the forced answers take
 CHAT_TOKENS = 4
+CALL_TOKENS = 24  # twice what a call's header takes, which a model may spell in more tokens than it must
 WHOLE_SCHEMA_TOKENS = 300  # the hundred names of REFERRING_TOOL alone are more; without them the prompt has about 90
 ABOVE_ZERO = 1e-3  # for a log probability: vLLM rounds to float32, and the likeliest token is nearly certain
 SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the patch allows, which are two tokens
@@ -519,7 +520,7 @@ CANARIES = {
     "0017-leave-calls-free-beside-a-format.patch": {
         "a call beside a schema": _tool_request(
             lambda response: tool_call_fault(response["choices"][0]["message"], begun=True),
-            12,
+            CALL_TOKENS,
             tools=[TOOL],
             tool_choice="auto",
             response_format=PLACE_FORMAT,
