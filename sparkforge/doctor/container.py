@@ -38,7 +38,7 @@ KEPT_VARIABLES = (
 def add_container(evidence: Evidence) -> None:
     """Add the engine's evidence. A missing engine or container is noted and is no error."""
     if evidence.server and not evidence.server.container:
-        evidence.add_source("Docker engine", "not asked: the last server is an embedded one", read=False)
+        evidence.add_source("Docker engine", "not asked: the last server runs without a container", read=False)
         return
     try:
         with engine.connected() as client:

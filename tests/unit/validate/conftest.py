@@ -12,7 +12,11 @@ from validate.facts.fact import Fact, load_sheet
 from validate.facts.target import Options, Target
 
 SHEETS = Path(__file__).parent / "sheets"
-GOOD = {"spark": SHEETS / "gb10-from-public-documents.json", "embedded": SHEETS / "embedded.json"}
+GOOD = {
+    "spark": SHEETS / "gb10-from-public-documents.json",
+    "embedded": SHEETS / "embedded.json",
+    "gpu": SHEETS / "gpu.json",
+}
 
 
 @pytest.fixture
