@@ -13,7 +13,7 @@ from sparkforge.serve import launch
 from sparkforge.serve.cluster import check, node, remote, start
 from sparkforge.serve.cluster.config import ClusterNode
 from sparkforge.serve.command_line import ServerCommand
-from sparkforge.serve.devices import embedded, in_environment
+from sparkforge.serve.devices import in_environment
 
 pytestmark = pytest.mark.slow  # real programs in most of them
 
