@@ -34,9 +34,7 @@ class ServeOptions:
     model: str = option(
         "folder, or repository that is on this machine; default: gpt-oss-120b, without a GPU a tiny one [MODEL]"
     )
-    profile: str = option(
-        "a table of sparkforge/serve/profiles.toml: safe, fast, long-context, …; auto: the last bake-off's winner"
-    )
+    profile: str = option("a table of sparkforge/serve/profiles.toml: safe, fast, long-context, …")
     port: str = option("port to listen on; default 8000 [PORT]")
     host: str = option("IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file")
     context: str = option("longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]")
