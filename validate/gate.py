@@ -85,7 +85,7 @@ def run(profile: str, options: Options) -> ValidationReport:
     Deep facts are gathered only if `options.deep` and a check of the profile needs one.
     """
     chosen = named(profile).foreign() if options.foreign else named(profile)
-    needs = {need.partition(".")[0] for name in chosen.severities for need in CHECKS[name].needs}
+    needs = {need for name in chosen.severities for need in CHECKS[name].needs}
     target = Target(options, options.stack or chosen.stack)
     start = time.monotonic()
     facts: dict[str, Fact] = gather(target, GROUPS)
@@ -136,6 +136,6 @@ def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bo
         return skipped(check, "asks torch and vllm, and --no-deep was given", "leave out --no-deep", required=required)
     model = facts.get("model.path")
     no_model = model is not None and model.value is None and model.error is None
-    if no_model and any(name.startswith("model.") for name in check.needs):
+    if no_model and "model" in check.needs:
         return skipped(check, "no model directory was given", "add --model DIR", required=required)
     return evaluate(check, View(facts), required=required)

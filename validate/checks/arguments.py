@@ -126,7 +126,7 @@ def _values(arguments: Sequence[str]) -> dict[str, str]:
 @CHECKS.add(
     "serve-arguments",
     "No argument asks for what gpt-oss or a Spark cannot do, or what nobody tried there.",
-    needs=("serve.args", "model.config"),
+    needs=("serve", "model"),
     fix="leave the argument out",
     about=(
         "Abbreviated flags count too, and so do a `--max-model-len` above 131,072 and more than one GPU without "
@@ -172,7 +172,7 @@ def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str])
 @CHECKS.add(
     "cpu-arguments",
     "The processor has the instructions that the server's arguments need.",
-    needs=("serve.args", "os.machine", "cpu.flags"),
+    needs=("serve", "os", "cpu"),
     fix="leave --kv-cache-dtype out, or: ./inv up --profile embedded",
     about=(
         "Without AVX-512 and AMX, and on aarch64, vLLM's CPU build refuses a quantized KV cache (profile "

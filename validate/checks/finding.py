@@ -133,6 +133,7 @@ Judge = Callable[[FactSource], CheckResult]
 class Check(Generic[FactSource]):
     """One row of the table: what is judged from which facts, and the next command if it fails.
 
+    `needs` are the first words of the facts' names: `memory` stands for `memory.total_bytes` and its kin.
     `about` is for the reference page: why the check exists and what it compares, in two sentences. `doc` is that page.
     """
 
@@ -147,7 +148,7 @@ class Check(Generic[FactSource]):
     @property
     def deep(self) -> bool:
         """Whether torch and vllm must be asked, in a child process of their own."""
-        return any(name.startswith(("deep.", "numerics.")) for name in self.needs)
+        return "deep" in self.needs or "numerics" in self.needs
 
 
 class CheckList(list[Check[FactSource]]):

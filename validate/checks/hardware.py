@@ -30,7 +30,7 @@ CHECKS = CheckList[View]()
 @CHECKS.add(
     "architecture",
     "The processor is aarch64, as in every DGX Spark.",
-    needs=("os.machine",),
+    needs=("os",),
     fix="python -m validate --profile embedded   # the profile for other machines",
     about=("The Spark's wheels, image and kernels are for aarch64. Other machines use the profile `embedded`."),
 )
@@ -42,7 +42,7 @@ def _architecture(view: View) -> CheckResult:
 @CHECKS.add(
     "cpu-instructions",
     "The processor has the instructions vLLM's CPU build is compiled for.",
-    needs=("os.machine", "cpu.flags"),
+    needs=("os", "cpu"),
     fix="grep -m1 -E 'flags|Features' /proc/cpuinfo",
     about=(
         "vLLM's CPU build needs AVX2 on x86-64 and Advanced SIMD on aarch64. The check warns without AVX-512F or "
@@ -64,7 +64,7 @@ def _cpu_instructions(view: View) -> CheckResult:
 @CHECKS.add(
     "gpu-name",
     "nvidia-smi names one GB10.",
-    needs=("gpu.name", "gpu.count"),
+    needs=("gpu",),
     fix=NO_GPU,
     about=(
         "If `nvidia-smi` is missing inside a container, the container was started without the GPU. A `nvidia-smi` "
@@ -81,7 +81,7 @@ def _gpu_name(view: View) -> CheckResult:
 @CHECKS.add(
     "gpu-capability",
     "Compute capability is 12.1, by nvidia-smi and by CUDA itself.",
-    needs=("gpu.compute_capability", "cuda.compute_capability"),
+    needs=("gpu", "cuda"),
     fix=NO_GPU,
     about=("If `nvidia-smi` and CUDA's own library differ, driver and libraries have different versions: reboot."),
 )
@@ -95,7 +95,7 @@ def _gpu_capability(view: View) -> CheckResult:
 @CHECKS.add(
     "gpu-supported",
     "nvidia-smi and CUDA name the same compute capability, and there are kernels for it.",
-    needs=("gpu.name", "gpu.compute_capability", "cuda.compute_capability"),
+    needs=("gpu", "cuda"),
     fix="./inv up --device embedded",
     about=("`sparkforge/plan/capabilities.toml` says what serves on each compute capability, and what of it was run."),
 )
@@ -112,13 +112,7 @@ def _gpu_supported(view: View) -> CheckResult:
 @CHECKS.add(
     "gpu-memory",
     "The GPU's free memory covers vLLM's share, and the share covers the weights.",
-    needs=(
-        "gpu.name",
-        "gpu.memory_total_mib",
-        "gpu.memory_free_mib",
-        "serve.gpu_memory_utilization",
-        "model.weight_bytes",
-    ),
+    needs=("gpu", "serve", "model"),
     fix="nvidia-smi   # shows which processes hold it; end them, or lower --gpu-memory-utilization",
     about=(
         "vLLM refuses to start if less than its share of the GPU's memory is free. The share must hold the weights and "
@@ -138,7 +132,7 @@ def _gpu_memory(view: View) -> CheckResult:
 @CHECKS.add(
     "gpu-clock",
     "Nothing holds the GPU's clock down: neither heat, nor power, nor a limit that somebody set.",
-    needs=("gpu.state", "numerics.loaded"),
+    needs=("gpu", "numerics"),
     fix="nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE",
     about=(
         "A Spark whose USB-C power delivery failed stays at 500 to 850 of 3,003 MHz under load ([Power and "
@@ -159,7 +153,7 @@ def _gpu_clock(view: View) -> CheckResult:
 @CHECKS.add(
     "driver-version",
     "The driver is of branch 580 or later, and not of 590.",
-    needs=("gpu.driver_version",),
+    needs=("gpu",),
     fix="sudo apt update && sudo apt full-upgrade && sudo reboot",
     about=(
         "CUDA 13.0 needs a driver of branch 580 or later. The check warns of branch 590, with which people report "
@@ -179,7 +173,7 @@ def _driver_version(view: View) -> CheckResult:
 @CHECKS.add(
     "cuda-version",
     "CUDA is 13.0 or later, in the driver and in the runtime.",
-    needs=("cuda.driver_api", "cuda.runtime_version"),
+    needs=("cuda",),
     fix="install the locked set again: ./inv up",
     about=(
         "The kernels for 12.1a are built with CUDA 13. A newer minor runtime on an older driver of the same major "
@@ -238,19 +232,7 @@ def longest_that_fits(view: View, free: float, beside: float) -> int:
 @CHECKS.add(
     "memory-unified",
     "Unified memory that can be had covers the weights, what vLLM will ask for, the host's side and a reserve.",
-    needs=(
-        "memory.total_bytes",
-        "memory.available_bytes",
-        "memory.cgroup_headroom_bytes",
-        "memory.guard_gib",
-        "memory.swap_free_bytes",
-        "memory.largest_process",
-        "model.weight_bytes",
-        "model.config",
-        "serve.gpu_memory_utilization",
-        "serve.args",
-        "serve.dense_format",
-    ),
+    needs=("memory", "model", "serve"),
     fix=FREE_MEMORY,
     about=(
         "`MemAvailable` must cover the weights, vLLM's working memory and one sequence "
@@ -307,14 +289,7 @@ def _memory_unified(view: View) -> CheckResult:
 @CHECKS.add(
     "memory-host",
     "Free memory covers the weights, the server and a reserve.",
-    needs=(
-        "memory.total_bytes",
-        "memory.available_bytes",
-        "memory.cgroup_headroom_bytes",
-        "memory.guard_gib",
-        "memory.largest_process",
-        "model.weight_bytes",
-    ),
+    needs=("memory", "model"),
     fix=FREE_MEMORY,
     about=(
         "Free memory must cover the weights, 4 GiB for the server, and what the [memory "
@@ -334,7 +309,7 @@ def _memory_host(view: View) -> CheckResult:
 @CHECKS.add(
     "remove-ipc",
     "The end of a login does not delete the server's shared memory.",
-    needs=("os.remove_ipc",),
+    needs=("os",),
     fix='sudo loginctl enable-linger "$USER"   # or RemoveIPC=no in /etc/systemd/logind.conf',
     about=(
         "`systemd-logind` deletes the shared memory of a user whose last session ends, unless `RemoveIPC=no` or "
@@ -351,7 +326,7 @@ def _remove_ipc(view: View) -> CheckResult:
 @CHECKS.add(
     "disk-space",
     "The disk with vLLM's caches has room.",
-    needs=("disk.cache_free_bytes", "disk.cache_directory"),
+    needs=("disk",),
     fix="VLLM_CACHE_ROOT=/a/larger/disk, or free some space",
     about=(
         "vLLM, Triton, torch.compile and FlashInfer write caches. The check fails below 2 GiB and warns below 10 GiB."
@@ -366,7 +341,7 @@ def _disk_space(view: View) -> CheckResult:
 @CHECKS.add(
     "shared-memory",
     "The shared memory in /dev/shm is not Docker's 64 MiB.",
-    needs=("shm.total_bytes",),
+    needs=("shm",),
     fix="start the container with --shm-size=1g",
     about=("vLLM's processes communicate through `/dev/shm`. The check warns below 1 GiB."),
 )
@@ -378,7 +353,7 @@ def _shared_memory(view: View) -> CheckResult:
 @CHECKS.add(
     "port-free",
     "The server's port can be bound.",
-    needs=("serve.port", "serve.port_free"),
+    needs=("serve",),
     fix="choose another --port",
     about=("The check binds the port as the server will. A port in TIME_WAIT is free."),
 )

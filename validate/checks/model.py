@@ -16,7 +16,7 @@ def some(names: list[str]) -> str:
 @CHECKS.add(
     "model-files",
     "Every shard of the index is there and whole, and so are the tokenizer's files.",
-    needs=("model.shards_missing", "model.shards_damaged", "model.files_missing", "model.weight_bytes"),
+    needs=("model",),
     fix=MODEL_FIX,
     about=(
         "Every shard must have the size that its header promises and the tensors that the index places in it. The "
@@ -37,7 +37,7 @@ def _model_files(view: View) -> CheckResult:
 @CHECKS.add(
     "model-format",
     "The checkpoint is gpt-oss with MXFP4 weights.",
-    needs=("model.model_type", "model.quant_method"),
+    needs=("model",),
     fix="--model DIR of a gpt-oss checkpoint with native MXFP4 weights",
     about=("`config.json` must say `model_type: gpt_oss` and `quantization_config.quant_method: mxfp4`."),
 )

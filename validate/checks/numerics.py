@@ -16,14 +16,7 @@ CHECKS = CheckList[View]()
 @CHECKS.add(
     "numerics",
     "A small MXFP4 MoE layer through the kernel that will serve gives the reference's numbers.",
-    needs=(
-        "numerics.state",
-        "numerics.kernel",
-        "numerics.device",
-        "numerics.tolerance",
-        "numerics.difference",
-        "numerics.graph_difference",
-    ),
+    needs=("numerics",),
     fix="./inv logs; a kernel that computes wrongly must not serve: choose another --moe-backend and report this",
     about=(
         "A layer of 4 experts is computed by the kernel that will serve, and compared with float64: at most 2 % "

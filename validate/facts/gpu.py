@@ -7,6 +7,7 @@ import json
 import sys
 
 from sparkforge.core import gpus
+from sparkforge.core.documents import parse_json
 from sparkforge.core.process import ProbeError, ask, require
 from validate.facts.fact import Reading
 from validate.facts.target import Options, Target, once
@@ -37,7 +38,7 @@ def libcuda(target: Target) -> dict[str, object]:
     """Run `query_libcuda` in a child process, as cuInit may crash or hang. Raises ProbeError with its reason."""
     code = f"import sys; sys.path[:0] = {sys.path!r}; from validate.facts.gpu import main; main()"
     answer = ask([sys.executable, "-c", code], seconds=SECONDS, env=target.options.environ)
-    result = json.loads(require(answer, "the libcuda probe", SECONDS))
+    result = parse_json(require(answer, "the libcuda probe", SECONDS), "the libcuda probe's answer")
     if "error" in result:
         raise ProbeError(result["error"])
     return dict(result)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -15,6 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from packaging.utils import canonicalize_name
 
+from sparkforge.core.documents import parse_json
 from sparkforge.core.process import ProbeError, ask, require
 from sparkforge.core.vllm_flags import flag_value
 
@@ -92,7 +92,8 @@ class Target:
         answer = ask(
             [self.options.python, "-c", ASK_INTERPRETER], seconds=INTERPRETER_SECONDS, env=self.options.environ
         )
-        version, path, optimize = json.loads(require(answer, str(self.options.python), INTERPRETER_SECONDS))
+        name = str(self.options.python)
+        version, path, optimize = parse_json(require(answer, name, INTERPRETER_SECONDS), name)
         return version, tuple(path), optimize
 
     @once
