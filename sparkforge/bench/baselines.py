@@ -15,7 +15,7 @@ from sparkforge.core import tables
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.openai import last_part
 from sparkforge.core.tables import Record
-from sparkforge.plan.cited import CitedFigure
+from sparkforge.plan.speed import CitedFigure
 
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "baselines.toml"

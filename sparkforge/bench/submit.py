@@ -29,7 +29,7 @@ from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, Usa
 from sparkforge.core.files import write_json
 from sparkforge.core.openai import require_url, uses_proxy
 from sparkforge.core.redact import redact
-from sparkforge.plan.cited import CitedFigure
+from sparkforge.plan.speed import CitedFigure
 
 WAITS = (1.0, 4.0, 15.0)  # seconds before each further try
 LONGEST_WAIT = 60.0  # what a Retry-After may ask for

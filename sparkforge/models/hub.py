@@ -26,7 +26,7 @@ from sparkforge.core.errors import InputError, IntegrityError, StorageError, Usa
 from sparkforge.core.files import CHUNK, fsync_directory, locked, require_space, sha256_file, write_json
 from sparkforge.core.program import ArgumentParser, exit_code
 from sparkforge.models import table as models
-from sparkforge.models.hub_source import NOTE, CheckpointSource, Note, RemoteFile
+from sparkforge.models.hub_source import NOTE, CheckpointSource, Mirror, Note, RemoteFile
 from validate.facts import checkpoint
 from validate.facts.target import Options, Target
 
@@ -180,8 +180,6 @@ def fetch_and_report(repository: str, revision: str, destination: str, mirror: s
         pinned = models.pinned_revision(repository) or recorded
     source: CheckpointSource
     if mirror:
-        from sparkforge.models.hub_mirror import Mirror  # noqa: PLC0415 - a mirror needs no hub library
-
         source = Mirror(Path(mirror), repository, pinned)
     else:
         from sparkforge.models.hub_online import Hub  # noqa: PLC0415 - and the hub's library is needed for nothing else

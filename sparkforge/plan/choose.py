@@ -1,4 +1,4 @@
-"""Which serve profile fits a load on a device, and what rules out each of the others."""
+"""Which serve profile fits a load on a device, what rules out each of the others, and the formats that it asks for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from sparkforge.core.documents import DocumentError, parse_json
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import flag_value
-from sparkforge.plan import budget, formats
+from sparkforge.plan import budget
 from sparkforge.plan.architecture import BF16, Architecture, DenseFormat
 from sparkforge.plan.budget import BATCHED_TOKENS, DEFAULT_UTILIZATION, SEQUENCES, Workload
 from sparkforge.plan.devices import GIB, Device
 
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+COMPARED = (
+    BF16,
+    DenseFormat("fp8", "bf16"),
+    DenseFormat("fp8", "fp8"),
+    DenseFormat("mxfp4", "fp8"),
+    DenseFormat("mxfp4", "mxfp4"),
+)
+# vLLM's flag (vllm/config/quantization.py, QuantizationConfigArgs): its keys come behind a dot, or in its JSON. The LM
+# head's is of our patch 0013.
+CONFIG, LINEAR_KEY, HEAD_KEY = "--quantization-config", "linear", "lm_head"
+# The variables of our plugin (spark_mxfp4.vllm.plugin), for --quantization spark-mxfp4.
+LINEAR_VARIABLE, HEAD_VARIABLE = "SPARK_MXFP4_LINEAR", "SPARK_MXFP4_LM_HEAD"
+# How the names of formats begin → the form as BITS has it. Others, such as int8, are counted as bf16.
+NAMES = {"mxfp4": "mxfp4", "mxfp8": "mxfp8", "fp8": "fp8"}
 
 
 class ProfileRow(Protocol):
@@ -51,7 +66,7 @@ class ServerOptions(Record):
     @property
     def dense(self) -> DenseFormat:
         """Formats of its dense layers in memory: on a processor our plugin expands them to bf16 again."""
-        return BF16 if self.for_processors else formats.dense_format(self.arguments, self.variables)
+        return BF16 if self.for_processors else dense_format(self.arguments, self.variables)
 
     @property
     def for_processors(self) -> bool:
@@ -61,7 +76,7 @@ class ServerOptions(Record):
     def load(self, asked: Workload) -> Workload:
         """Return the workload with this profile's bounds and formats; the KV cache is FP8 if either says so."""
         batched = int(self.number("--max-num-batched-tokens", BATCHED_TOKENS))
-        kv = "fp8" if "fp8" in {asked.kv, formats.kv_type(self.arguments)} else asked.kv
+        kv = "fp8" if "fp8" in {asked.kv, kv_type(self.arguments)} else asked.kv
         sequences = int(self.number("--max-num-seqs", SEQUENCES))
         return replace(asked, batched=batched, sequences=sequences, kv=kv, dense=self.dense)
 
@@ -108,14 +123,14 @@ def candidates(device: Device, profiles: Mapping[str, ServerOptions]) -> list[st
         for name, profile in profiles.items()
         if name not in first
         and profile.for_processors == processors
-        and (profile.dense != BF16 or formats.kv_type(profile.arguments) != "bf16")
+        and (profile.dense != BF16 or kv_type(profile.arguments) != "bf16")
     ]
     return first + packed if first else []
 
 
 def dense_formats(device: Device, profiles: Mapping[str, ServerOptions]) -> list[DenseFormat]:
     """Return the formats to compare, and those of the device's profiles."""
-    return list(dict.fromkeys([*formats.COMPARED, *(profiles[name].dense for name in candidates(device, profiles))]))
+    return list(dict.fromkeys([*COMPARED, *(profiles[name].dense for name in candidates(device, profiles))]))
 
 
 def recommended(verdicts: Sequence[ProfileFit]) -> ProfileFit | None:
@@ -169,3 +184,39 @@ def _number(name: str, text: str) -> float:
             code="input.table",
         )
     return value
+
+
+def kv_type(arguments: Sequence[str]) -> str:
+    """Return the type of the KV cache that a server's arguments ask for, a key of KV_BYTES."""
+    return "fp8" if (flag_value(arguments, "--kv-cache-dtype") or "auto").startswith("fp8") else "bf16"
+
+
+def dense_format(arguments: Sequence[str], variables: Mapping[str, str]) -> DenseFormat:
+    """Return the formats of the dense layers that a server's arguments and environment variables ask for."""
+    return DenseFormat(
+        attention=_form(_chosen(variables, LINEAR_VARIABLE) or _named(arguments, LINEAR_KEY)),
+        head=_form(_chosen(variables, HEAD_VARIABLE) or _named(arguments, HEAD_KEY)),
+    )
+
+
+def _chosen(variables: Mapping[str, str], name: str) -> str:
+    """Return the plugin's format; empty for `bf16`, with which it leaves the layers to vLLM and its flag."""
+    form = variables.get(name, "")
+    return "" if form == BF16.attention else form
+
+
+def _form(name: str) -> str:
+    return next((form for begin, form in NAMES.items() if name.startswith(begin)), "bf16")
+
+
+def _named(arguments: Sequence[str], key: str) -> str:
+    """Return vLLM's name of the format behind `key`; empty for none, and for what its parser will refuse."""
+    flag = f"{CONFIG}.{key}".replace("_", "-")  # as flag_value reads it
+    if name := flag_value(arguments, flag) or flag_value(arguments, f"{flag}.weight"):
+        return name
+    try:
+        config = parse_json(flag_value(arguments, CONFIG) or "{}", CONFIG)
+    except DocumentError:
+        return ""
+    value = config.get(key) if isinstance(config, dict) else ""
+    return str(value.get("weight") if isinstance(value, dict) else value)

@@ -12,10 +12,9 @@ from typing import Literal
 from sparkforge.core.tables import Record
 from sparkforge.plan.budget import Line
 from sparkforge.plan.choose import ProfileFit
-from sparkforge.plan.cited import Against
 from sparkforge.plan.cluster import ClusterPlan
 from sparkforge.plan.devices import Device
-from sparkforge.plan.speed import Comparison
+from sparkforge.plan.speed import Against, Comparison
 
 
 class Asked(Record):
@@ -24,7 +23,6 @@ class Asked(Record):
     context: int
     concurrency: int
     kv: str
-    resident_bytes: int
 
 
 class ModelRow(Record):
@@ -34,7 +32,6 @@ class ModelRow(Record):
     source: str
     computed: int
     on_disk: int | None
-    on_disk_source: str
 
 
 class DeviceRow(Record):
@@ -52,16 +49,6 @@ class WeightRow(Record):
     bytes: int
 
 
-class KvRow(Record):
-    """One layer type's KV cache. Bytes: a token in one layer, and all such layers of one sequence at the context."""
-
-    layers: str
-    count: int
-    layer_token_bytes: int
-    tokens_kept: int
-    sequence_bytes: int
-
-
 class Capacity(Record):
     """What fits. `missing_bytes` is above 0 if the request does not fit; shares are of the device's memory."""
 
@@ -77,7 +64,6 @@ class DecodeRow(Record):
     """A decode step at best. Tokens a second; `best_total`: if all tokens chose the same experts. None: not known."""
 
     batch: int
-    context: int
     experts: float
     bytes: int
     intensity: float
@@ -143,7 +129,6 @@ class LoadingRow(Record):
     """One way to load the weights; `seconds` is their size over a rate that others published. None: not published."""
 
     name: str
-    how: str
     rate: float | None
     seconds: float | None
     note: str
@@ -159,7 +144,6 @@ class Plan(Record):
     model: ModelRow
     device: DeviceRow
     weights: list[WeightRow]
-    kv: list[KvRow]
     memory_bytes: int
     budget: tuple[Line, ...]
     left_bytes: int

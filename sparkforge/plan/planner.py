@@ -12,11 +12,10 @@ from pathlib import Path
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.tables import TOLD
-from sparkforge.plan import architecture, budget, choose, cited, cluster, devices, roofline, speed
+from sparkforge.plan import architecture, budget, choose, cluster, devices, roofline, speed
 from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat, KnownModel
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ProfileFit, ServerOptions
-from sparkforge.plan.cited import CitedFigure
 from sparkforge.plan.devices import GIB, Device
 from sparkforge.plan.document import (
     Asked,
@@ -25,7 +24,6 @@ from sparkforge.plan.document import (
     DecodeRow,
     DeviceRow,
     FormatRow,
-    KvRow,
     LoadingRow,
     ModelRow,
     Plan,
@@ -33,7 +31,7 @@ from sparkforge.plan.document import (
     ProfileForUsers,
     WeightRow,
 )
-from sparkforge.plan.speed import Comparison
+from sparkforge.plan.speed import CitedFigure, Comparison
 
 BATCHES = (1, 4, 16)  # of the decode table, besides the requested one
 USERS = (1, 4, 16, 64)  # of the tables of formats and of profiles
@@ -65,7 +63,6 @@ class Subject:
     source: str
     model: Architecture
     on_disk: int | None = None
-    on_disk_source: str = ""
 
 
 def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
@@ -73,7 +70,7 @@ def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
     if (row := known.get(name.removeprefix("openai/"))) is not None:
         name = name.removeprefix("openai/")
         model = architecture.parse(row.config, f"sparkforge/models/models.toml, {name}")
-        return Subject(name, row.source, model, row.tensor_bytes, row.tensor_bytes_source)
+        return Subject(name, row.source, model, row.tensor_bytes)
     try:
         path = Path(name).expanduser()
         exists = path.exists()
@@ -85,8 +82,7 @@ def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
     model = architecture.read(path)
     sizes = [file.stat().st_size for file in path.glob("*.safetensors")] if path.is_dir() else []
     folder = path if path.is_dir() else path.parent
-    on_disk = sum(sizes) or None
-    return Subject(folder.resolve().name, str(path), model, on_disk, "sizes of its safetensors files" if sizes else "")
+    return Subject(folder.resolve().name, str(path), model, sum(sizes) or None)
 
 
 def read_load(
@@ -144,22 +140,15 @@ def make_plan(
     memory = budget.make(model, device, load)
     is_cited = subject.name == CITED_MODEL and CITED_GPU in device.names
     return Plan(
-        asked=Asked(
-            context=load.context,
-            concurrency=load.concurrency,
-            kv=load.kv,
-            resident_bytes=int(device.resident.value * GIB),
-        ),
+        asked=Asked(context=load.context, concurrency=load.concurrency, kv=load.kv),
         model=ModelRow(
             name=subject.name,
             source=subject.source,
             computed=model.weight_bytes(),
             on_disk=subject.on_disk,
-            on_disk_source=subject.on_disk_source,
         ),
         device=DeviceRow(name=request.device, described=device),
         weights=[WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts(load.dense)],
-        kv=_kv(model, load),
         memory_bytes=memory.total,
         budget=memory.lines,
         left_bytes=memory.left,
@@ -180,7 +169,7 @@ def make_plan(
         profiles=verdicts,
         recommended=recommended.name if recommended else "",
         advice=_advice(model, device, load, recommended, nearest),
-        cited=cited.against(model, device, figures) if is_cited else [],
+        cited=speed.against(model, device, figures) if is_cited else [],
         measured=_measured(subject, device, load) if request.device == devices.THIS else [],
         cluster=cluster.make(model, device, load, nodes) if nodes else None,
     )
@@ -215,26 +204,10 @@ def _measured(subject: Subject, device: Device, load: Workload) -> list[Comparis
     return [c.model_copy(update={"told": f"{measured.file}: {c.told}"}) for c in comparisons]
 
 
-def _kv(model: Architecture, load: Workload) -> list[KvRow]:
-    token, kept = model.kv_layer_token(load.kv), min(load.context, model.window)
-    rows = (("full attention", model.full_layers, load.context), ("sliding window", model.sliding_layers, kept))
-    return [
-        KvRow(
-            layers=name,
-            count=count,
-            layer_token_bytes=token,
-            tokens_kept=tokens,
-            sequence_bytes=count * tokens * token,
-        )
-        for name, count, tokens in rows
-    ]
-
-
 def _loading(device: Device, size: int) -> list[LoadingRow]:
     return [
         LoadingRow(
             name=row.name,
-            how=row.how,
             rate=row.rate.value if row.rate else None,
             seconds=size / (row.rate.value * 1e9) if row.rate else None,
             note=row.note,
@@ -250,7 +223,6 @@ def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> 
     best, seconds = roofline.time(same, device).seconds, time.seconds
     return DecodeRow(
         batch=batch,
-        context=load.context,
         experts=roofline.experts_touched(model.experts, model.top_k, batch),
         bytes=int(time.work.bytes),
         intensity=time.work.intensity,

@@ -11,11 +11,11 @@ from sparkforge.core.console import console, echo_json, say
 from sparkforge.plan import choose, cluster, planner
 from sparkforge.plan.architecture import KnownModel
 from sparkforge.plan.choose import ProfileRow
-from sparkforge.plan.cited import NAMES, CitedFigure
 from sparkforge.plan.cluster import ClusterPlan
 from sparkforge.plan.devices import GIB
 from sparkforge.plan.document import Plan
 from sparkforge.plan.planner import PlanRequest
+from sparkforge.plan.speed import NAMES, CitedFigure
 
 UNKNOWN = "-"
 QUANTITIES = {"interactivity": "each", "output_throughput": "all", "prefill": "prefill"}

@@ -1,8 +1,8 @@
-"""The newest benchmark result of this machine, and whether a measured speed is far under what a device allows."""
+"""Speeds against what a device allows: the newest benchmark result of this machine, and what others published."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +23,9 @@ NEWEST = 50  # result files that are looked at, newest first
 LARGEST = 20_000_000  # bytes of one; a result of 160 requests has 40 kB
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 PROCESSORS = {"embedded", "docker-cpu"}  # devices of sparkforge/serve/device.py that compute without a GPU
+
+NAMES = "Spark"  # how the figures' names begin that are of a Spark
+ANY_PROMPT = 1024  # tokens, where a source does not say how many
 
 Count = Annotated[int, Field(gt=0, lt=10**9, strict=True)]
 Milliseconds = Annotated[float, Field(gt=0, lt=10**9, strict=True)]
@@ -174,3 +177,69 @@ def compare(model: Architecture, device: Device, measured: Measured, served: Wor
         sentence = f"first token {measured.ttft_ms:.0f} ms, {times:.1f} times the computed floor of {floor * 1000:.0f}"
         causes = bounds.first_token.causes if times > bounds.first_token.value else ""
         yield Comparison(told=sentence, measured=measured.ttft_ms, computed=floor * 1000, causes=causes)
+
+
+class CitedFigure(Record):
+    """Figures that others published. `shape` is isl, osl, concurrency; 0 is unknown."""
+
+    name: str
+    shape: tuple[int, int, int]
+    values: dict[str, float]
+    source: str = Field(min_length=1)
+    date: str = Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")
+
+    @property
+    def shape_text(self) -> str:
+        """The shape as a result's `Config.shape` writes it."""
+        isl, osl, conc = (str(n) if n else "?" for n in self.shape)
+        return f"{isl}/{osl} c{conc}"
+
+
+class Against(Record):
+    """A cited figure and the bound that it could reach. All in tokens a second; `share` is cited over computed."""
+
+    whose: str
+    shape: str
+    quantity: str
+    cited: float
+    computed: float
+    share: float
+    dense: str
+    kv: str
+    source: str
+    date: str
+
+
+def against(model: Architecture, device: Device, figures: Iterable[CitedFigure]) -> list[Against]:
+    """Compare every figure of a Spark with its bound. Raises InputError for a malformed `plan.toml`."""
+    formats = {row.name: row for row in judging().formats}
+    comparisons = []
+    for figure in figures:
+        if not figure.name.startswith(NAMES) or not (kept := formats.get(figure.name)):
+            continue
+        prompt, answer, concurrency = figure.shape[0] or ANY_PROMPT, figure.shape[1], figure.shape[2] or 1
+        load = Workload(prompt + answer // 2, kv=kept.kv, dense=kept.formats, batched=kept.chunk)
+        decoding = ceiling(model, device, concurrency, load)
+        first = roofline.first_token_seconds(model, device, prompt, 1, load)
+        bounds = {
+            "interactivity": decoding,
+            "output_throughput": decoding * concurrency if decoding else None,
+            "prefill": prompt / first if first else None,
+        }
+        comparisons += [
+            Against(
+                whose=figure.name,
+                shape=f"{figure.shape_text.partition(' ')[0]} c{concurrency}",
+                quantity=quantity,
+                cited=value,
+                computed=bound,
+                share=value / bound,
+                dense=kept.formats.name,
+                kv=kept.kv,
+                source=figure.source,
+                date=figure.date,
+            )
+            for quantity, value in figure.values.items()
+            if (bound := bounds.get(quantity))
+        ]
+    return comparisons

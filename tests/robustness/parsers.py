@@ -43,7 +43,7 @@ from sparkforge.doctor import signatures
 from sparkforge.image import inspect, registry, versions
 from sparkforge.models import hub
 from sparkforge.models import table as models
-from sparkforge.models.hub_mirror import Mirror
+from sparkforge.models.hub_source import Mirror
 from sparkforge.patching import hunks
 from sparkforge.patching import wheels as patched_wheels
 from sparkforge.patching.series import Patch, Queue

@@ -8,7 +8,7 @@ from sparkforge.core.errors import InputError
 from sparkforge.core.vllm_flags import flag_value
 from sparkforge.plan.architecture import BITS, KV_BLOCK, Architecture, DenseFormat, parse
 from sparkforge.plan.budget import BATCHED_TOKENS, SEQUENCES, Workload
-from sparkforge.plan.formats import kv_type
+from sparkforge.plan.choose import kv_type
 from validate.checks.finding import MODEL_FIX, FactMissing, View
 
 LARGEST = 10**9

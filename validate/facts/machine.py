@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from sparkforge.core import memory
-from sparkforge.plan import formats, thresholds
+from sparkforge.plan import choose, thresholds
 from sparkforge.plan.budget import DEFAULT_UTILIZATION
 from validate.facts.fact import Reading
 from validate.facts.target import DEFAULT_PORT, Target
@@ -146,7 +146,7 @@ def arguments(target: Target) -> list[str]:
 
 def dense_format(target: Target) -> list[str]:
     """How the server will keep the attention's projections and the LM head: two keys of the plan's BITS."""
-    return [*astuple(formats.dense_format(target.options.serve_args, target.options.environ))]
+    return [*astuple(choose.dense_format(target.options.serve_args, target.options.environ))]
 
 
 def _variable(fact: str, name: str) -> Reading:

@@ -16,8 +16,8 @@ from types import ModuleType
 from robustness.scenario import BUSY, Scenario, write
 from sparkforge.core.paths import ROOT
 from sparkforge.models import hub
-from sparkforge.models.hub_mirror import Mirror
 from sparkforge.models.hub_online import Hub
+from sparkforge.models.hub_source import Mirror
 
 NAME = "openai/gpt-oss-120b"
 SHARD = "model-00001-of-00002.safetensors"

@@ -11,7 +11,7 @@ from sparkforge.core.errors import UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import doctor
 from sparkforge.models import hub
-from sparkforge.models.hub_mirror import Mirror
+from sparkforge.models.hub_source import Mirror
 from sparkforge.serve.devices import container as docker_device
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan

@@ -17,8 +17,8 @@ from sparkforge.core import errors
 from sparkforge.core.paths import ROOT
 from sparkforge.models import hub
 from sparkforge.models import table as models
-from sparkforge.models.hub_mirror import Mirror
 from sparkforge.models.hub_online import Hub
+from sparkforge.models.hub_source import Mirror
 
 _spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
 hub_server = importlib.util.module_from_spec(_spec)

@@ -14,7 +14,7 @@ from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.tables import Figure
 from sparkforge.models import table as models
-from sparkforge.plan import choose, cited, devices, document, formats, planner, screen, speed
+from sparkforge.plan import choose, devices, document, planner, screen, speed
 from sparkforge.plan.architecture import parse
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.document import Plan
@@ -203,7 +203,7 @@ def test_tables_name_every_part(capsys):
 
 
 def test_cited_figures_stand_beside_the_bound_for_their_formats():
-    rows = cited.against(parse(KNOWN["gpt-oss-120b"].config, "t"), devices.named("spark"), FIGURES)
+    rows = speed.against(parse(KNOWN["gpt-oss-120b"].config, "t"), devices.named("spark"), FIGURES)
     assert {row.whose for row in rows} >= {"Spark, SGLang", "Spark, llama.cpp b6918", "Spark, eugr's recipe (vLLM)"}
     assert all(row.source and row.date for row in rows)
     assert all(row.share == pytest.approx(row.cited / row.computed) for row in rows)
@@ -297,11 +297,11 @@ def test_the_bounds_of_the_formats_are_bytes_over_bandwidth():
     bits = {"bf16": 2, "fp8": 1, "mxfp4": 17 / 32}
     expected = [
         273e9 / (attention * bits[dense.attention] + head * bits[dense.head] + biases + experts)
-        for dense in formats.COMPARED
+        for dense in choose.COMPARED
     ]
     assert [round(rate) for rate in expected] == [55, 68, 79, 91, 100]
     model, spark = parse(KNOWN["gpt-oss-120b"].config, "t"), devices.named("spark")
-    for rate, dense in zip(expected, formats.COMPARED, strict=True):
+    for rate, dense in zip(expected, choose.COMPARED, strict=True):
         # The plan also reads router, norms, sinks, the token's own embedding, and writes its keys and values.
         assert 0.99 < speed.ceiling(model, spark, 1, Workload(0, dense=dense)) / rate < 1
 

@@ -162,7 +162,9 @@ def built(site, install, tmp_path):
 
 def judged_modules(target, site, environ):
     validated = target(python=site.parent / "python", environ={"PATH": "/usr/bin:/bin", **environ})
-    facts = {reading.name: take(reading, validated) for reading in software.READINGS if reading.name[:11] == "flashinfer."}
+    facts = {
+        reading.name: take(reading, validated) for reading in software.READINGS if reading.name[:11] == "flashinfer."
+    }
     return evaluate(CHECKS["sm121-modules"], View(facts))
 
 

@@ -9,7 +9,7 @@ from sparkforge.bench import baselines
 from sparkforge.core import paths
 from sparkforge.core.paths import ROOT
 from sparkforge.models import table as models
-from sparkforge.plan import cited, devices, speed
+from sparkforge.plan import devices, speed
 from sparkforge.plan.architecture import DenseFormat, parse
 from sparkforge.plan.budget import Workload
 from validate.checks import CHECKS
@@ -214,7 +214,7 @@ def test_the_formats_that_flags_and_variables_ask_for(arguments, variables, form
 
 def test_cited_spark_figures_pass_the_thresholds():
     bounds = speed.judging().thresholds
-    rows = cited.against(BIG, SPARK, baselines.load().figures)
+    rows = speed.against(BIG, SPARK, baselines.load().figures)
     decode = [row.share for row in rows if row.quantity != "prefill"]
     prefill = [row.share for row in rows if row.quantity == "prefill"]
     bound = bounds.decode["GB10"]
