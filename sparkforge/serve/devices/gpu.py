@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from sparkforge.core.console import Steps
 from sparkforge.core.errors import UsageError
 from sparkforge.image.devices import GPU, stack_of
 from sparkforge.plan import capabilities
@@ -37,9 +38,11 @@ class Gpu(InEnvironment):
 
     def prepare(self) -> None:
         """Make environment and tiny model, and the modules of FlashInfer that this GPU's experts need."""
-        super().prepare()
         if not self.capability.flashinfer:
+            super().prepare()
             return
+        self.steps = Steps(self.step_count + 1)
+        super().prepare()
         from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels  # noqa: PLC0415 - for 12.x alone
 
         with self.steps.step("kernels", f"FlashInfer's modules for {self.capability.architecture}") as tell:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from sparkforge.compile.flashinfer import build
 from sparkforge.core.errors import RefusalError, UsageError
 from sparkforge.plan import capabilities
 from sparkforge.serve import profiles
-from sparkforge.serve.devices import choose
+from sparkforge.serve.devices import choose, in_environment
 from sparkforge.serve.devices.gpu import Gpu
 from sparkforge.serve.plan import StartPlan
 from validate.profiles import PROFILES
@@ -76,6 +77,21 @@ def test_the_capability_chooses_profile_validator_and_command(fake_nvidia_smi, t
     fake_nvidia_smi(GB10)
     device = Gpu(StartPlan("gpu"), Path(sys.executable), tmp_path)
     assert (device.validator, device.launch().plan.profile) == ("spark", "safe")
+
+
+def test_on_12_x_flashinfers_modules_are_compiled_and_the_server_gets_their_variables(
+    fake_nvidia_smi, tmp_path, monkeypatch, capsys
+):
+    fake_nvidia_smi(GB10)
+    variables, requests = tmp_path / "kernels.env", []
+    variables.write_text("FLASHINFER_CUDA_ARCH_LIST=12.1a\nFLASHINFER_WORKSPACE_BASE=/a=b\n")
+    monkeypatch.setattr(in_environment, "write_tiny", lambda _python: tmp_path)
+    monkeypatch.setattr(build, "build_kernels", lambda request: (requests.append(request), (variables, True))[1])
+    device = Gpu(StartPlan("gpu"), Path(sys.executable))
+    device.prepare()
+    assert (requests[0].arch, requests[0].python) == ("12.1a", sys.executable)
+    assert device.launch().environment["FLASHINFER_WORKSPACE_BASE"] == "/a=b"
+    assert "[2/5] kernels" in capsys.readouterr().err
 
 
 def test_of_two_gpus_the_chosen_one_counts(fake_nvidia_smi, monkeypatch):
