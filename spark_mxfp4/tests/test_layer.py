@@ -19,8 +19,8 @@ SHARED = {
     "extern __shared__ uint8_t raw[];": "uint8_t* raw = spark::raw + blockIdx.x * BLOCK_BYTES;",
     "__shared__ Few few;": "Few& few = of_block<Few>();",
     "__shared__ Queue queue;": "Queue& queue = of_block<Queue>();",
-    "__shared__ uint64_t brought[S::STAGES], grid_ready, sorted;": (
-        "auto& [brought, grid_ready, sorted] = of_block<Barriers>();"
+    "__shared__ uint64_t rows_full[S::STAGES], grid_ready, sorted;": (
+        "auto& [rows_full, grid_ready, sorted] = of_block<Barriers>();"
     ),
 }
 
@@ -114,7 +114,7 @@ def test_activations_may_lie_anywhere(monkeypatch):
     assert not any(address % 16 for address in addresses)
 
 
-# In a block whose items have one row: eight warps multiply, the ninth brings weights, the tenth activations.
+# In a block whose items have one row: eight warps multiply, the ninth copies weights, the tenth activations.
 @pytest.mark.usefixtures("gpu_on_cpu")
 @pytest.mark.parametrize(
     ("blocks", "block", "warp"), [(1, 0, 0), (1, 0, 9), (3, 0, 9), (3, 1, 9), (3, 1, 8), (3, 2, 0), (4, 0, 4)]

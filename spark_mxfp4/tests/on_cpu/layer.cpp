@@ -12,7 +12,7 @@ constexpr int MOST_BLOCKS = 4, BLOCK_BYTES = 256 << 10;
 alignas(1024) uint8_t raw[MOST_BLOCKS * BLOCK_BYTES];
 
 struct Barriers {
-  uint64_t brought[8], grid_ready, sorted;
+  uint64_t rows_full[8], grid_ready, sorted;
 };
 template <class T>
 T& of_block() {

@@ -1,7 +1,7 @@
 // Grouped product of MXFP4 weights and bf16 activations for Hopper: weights are the left operand, expanded in registers.
 //
 // A thread block takes one tile of 64·ROW_GROUPS weight rows by up to TOKENS tokens of one expert, walks along the
-// columns, then takes its next tile. One warp brings weights and activations into a ring of STAGES; warpgroups expand
+// columns, then takes its next tile. One warp copies weights and activations into a ring of STAGES; warpgroups expand
 // 64 x 64 weights each from 16 bytes a thread, STEP times, and multiply. With SPLIT above 1 as many warpgroups share a
 // tile's rows and take the columns in turns (layer.cuh). Sums are float32; their order depends on the shape only.
 //
@@ -152,7 +152,7 @@ struct Copies {
   }
 };
 
-// One tile's activations from the tokens' rows, by the copying warp: four rows at once, 16 bytes a lane. Nothing in `bring`
+// One tile's activations from the tokens' rows, by the copying warp: four rows at once, 16 bytes a lane. Nothing in `copy`
 // waits for anything, or one copy would wait for the one before.
 template <class S>
 struct GatheredRows {
@@ -169,7 +169,7 @@ struct GatheredRows {
     for (int j = 0; j < FOURS; ++j)  // the last row again behind the last
       from[j] = g.token_of_row[tile.tokens.y + min(j * 4 + row, tile.tokens.z - 1)] * g.chunks * 8 + vector;
   }
-  __device__ void bring(const Ring<S>& ring, int chunk, int chunks) const {
+  __device__ void copy(const Ring<S>& ring, int chunk, int chunks) const {
     for (int k = 0; k < chunks; ++k) {
       const uint32_t first = ring.x + ring.stage * S::X_BYTES + k * S::TOKENS * PLANE_BYTES + to;
 #pragma unroll
@@ -192,7 +192,7 @@ __device__ __forceinline__ Tile later_tile(const Gemm& g, int index, int later, 
 template <class S>
 __device__ void produce_gathered(const Gemm& g, Ring<S> ring, int row_blocks) {
   const uint64_t once = leave_first();
-  const bool brings_weights = threadIdx.x == S::GROUPS * 128;
+  const bool copies_weights = threadIdx.x == S::GROUPS * 128;
   wait_for_previous_kernel();
   const int tile_number = *g.tile_count * row_blocks;
   if (static_cast<int>(blockIdx.x) >= tile_number) return;
@@ -205,9 +205,9 @@ __device__ void produce_gathered(const Gemm& g, Ring<S> ring, int row_blocks) {
     const Copies<S> copies(g, tile, once, once);
     for (int chunk = 0; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {
       barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
-      if (brings_weights) copies.weights(ring, chunk, 0);
+      if (copies_weights) copies.weights(ring, chunk, 0);
       __syncwarp();
-      rows.bring(ring, chunk, copies.chunks_at(chunk));
+      rows.copy(ring, chunk, copies.chunks_at(chunk));
       arrive_when_copied(ring.full_bar());
     }
     tile = next, next = after, rows = next_rows;
@@ -247,7 +247,7 @@ __device__ void produce_planes(const Gemm& g, Ring<S> ring, int row_blocks) {
 }
 
 // Multiply one tile: leaves this warpgroup's sums in `sum` and the ring behind the tile's last chunk. GATHERED says that
-// activations were not brought by bulk copies, so that the matrix instruction sees them behind a fence only.
+// activations were not copied in bulk, so that the matrix instruction sees them behind a fence only.
 template <class S, bool GATHERED, int N>
 __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int group, int split, float (&sum)[N / 2]) {
   const int thread = threadIdx.x & 127;

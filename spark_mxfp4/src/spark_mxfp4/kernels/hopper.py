@@ -26,7 +26,7 @@ ROW_MULTIPLE = 8  # in planes each expert's rows begin at a multiple of this: th
 SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
 MAX_EXPERTS, MAX_TOP_K = 512, 16
 FEW_PAIRS = 32  # that such a launch sorts by itself
-MOST_CHUNKS_OF_A_PART = 24  # of 64 columns: with fewer, two parts cost more than they bring
+MOST_CHUNKS_OF_A_PART = 24  # of 64 columns: with fewer, two parts cost more than they save
 VECTOR_BYTES = 16  # of x that a thread loads at once, from multiples of them
 POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
@@ -267,7 +267,7 @@ class Routed:
         _check_launch(library().spark_sort(ctypes.byref(routing), ctypes.byref(ordering), self.processors, stream))
 
     def write_planes(self, stream: int, planes: torch.Tensor, chunks: int) -> None:
-        """Bring the sorted rows' activations into `planes`, of `chunks` times 64 columns."""
+        """Put the sorted rows' activations into `planes`, of `chunks` times 64 columns."""
         routing, ordering = self.routing(), self._ordering(planes, chunks)
         _check_launch(library().spark_planes(ctypes.byref(ordering), ctypes.byref(routing), self.rows, stream))
 

@@ -45,9 +45,9 @@ int layer_tokens(int shape);  // most tokens of a tile; 0 if there is no such sh
 constexpr int EIGHT = 8;  // tokens of one matrix instruction
 // Rows that each producer warp of activations loads. More than seven such warps would leave the others too few registers.
 template <class S>
-constexpr int BROUGHT_ROWS = S::TOKENS > 32 ? 16 : 8;
+constexpr int PRODUCER_ROWS = S::TOKENS > 32 ? 16 : 8;
 template <class S>
-constexpr int BRINGERS = S::TOKENS / BROUGHT_ROWS<S>;
+constexpr int PRODUCER_WARPS = S::TOKENS / PRODUCER_ROWS<S>;
 
 // The shapes by number. Shapes 1 to 3 need Hopper's shared memory; the others need at most 99 KB a block, 12.1's limit.
 // `rows of 64` is the number of row tiles of an item.
@@ -170,12 +170,12 @@ __device__ __forceinline__ Item item_at(const Layer& l, const Tiles& tiles, int 
   return item;
 }
 
-// The ring's `full` barrier covers the weights, and `brought` the activations.
+// The ring's `full` barrier covers the weights, and `rows_full` the activations.
 template <class S>
 struct LayerRing : Ring<S> {
-  uint32_t brought;
-  __device__ LayerRing(uint8_t* base, const uint64_t* brought) : Ring<S>(base), brought(shared_address(brought)) {}
-  __device__ uint32_t brought_bar() const { return brought + 8 * this->stage; }
+  uint32_t rows_full;
+  __device__ LayerRing(uint8_t* base, const uint64_t* rows_full) : Ring<S>(base), rows_full(shared_address(rows_full)) {}
+  __device__ uint32_t rows_full_bar() const { return rows_full + 8 * this->stage; }
 };
 
 // The producer of weights, one thread. It keeps few stages in flight: enough for the memory's bandwidth; with more, every
@@ -193,7 +193,7 @@ struct Weights {
     queue.push(next, number++);
     item = next, first = ring;
   }
-  __device__ void bring(const Layer& l) {
+  __device__ void load(const Layer& l) {
     Copies<S> copies(item.second ? l.second : l.first, item.tile, once, once);
     copies.chunks = item.end;
     const int at_once = item.second ? l.second_at_once : l.first_at_once;
@@ -208,13 +208,13 @@ struct Weights {
     return atomicAdd(l.taken, 1);
   }
   // The block's first two items are the same each time; then takes items until there are none.
-  __device__ void bring_all(const Layer& l, Queue& queue, const Tiles& tiles, uint32_t grid_ready) {
+  __device__ void load_all(const Layer& l, Queue& queue, const Tiles& tiles, uint32_t grid_ready) {
     begin(queue, item_at<S>(l, tiles, blockIdx.x));
     while (item.end > 0) {
       const bool take = number > 1, early = take && !item.second;  // ask early: the counter's answer takes a while
       int next = blockIdx.x;
       if (early) next = gridDim.x + take_item(l, grid_ready);
-      bring(l);
+      load(l);
       if (item.second) {  // is being multiplied before the next is taken, or some blocks would take several too early
         const bool waited = item.end - item.begin > S::STAGES * S::CHUNKS;  // for room in its first stage
         if (!waited) barrier_wait(ring.empty_bar(first.stage), first.parity);
@@ -301,7 +301,7 @@ struct Activations {
         store_shared(to, vectors[u][r].x, vectors[u][r].y);
         store_shared(to + 16, vectors[u][r].z, vectors[u][r].w);
       }
-      barrier_arrive(ring.brought_bar());
+      barrier_arrive(ring.rows_full_bar());
       ring.next();
     }
   }
@@ -337,8 +337,8 @@ struct GridBarrier {
 };
 
 template <class S, int SHIFT, class First, class Wait>
-__device__ __forceinline__ void bring_item(const Layer& l, const Tiles& tiles, const Item& item, LayerRing<S>& ring,
-                                           First first, Wait wait_for_grid) {
+__device__ __forceinline__ void load_item(const Layer& l, const Tiles& tiles, const Item& item, LayerRing<S>& ring,
+                                          First first, Wait wait_for_grid) {
   Activations<S, SHIFT, First> activations(l, tiles, item, first);
   for (int chunk = item.begin; chunk < item.end; chunk += activations.AT_ONCE * S::CHUNKS) {
     if (item.second) {
@@ -355,33 +355,33 @@ __device__ __forceinline__ void bring_item(const Layer& l, const Tiles& tiles, c
 
 // Rows without a token: their contents enter no result, so only the barriers are signalled.
 template <class S>
-__device__ __forceinline__ void bring_nothing(const Item& item, LayerRing<S>& ring) {
+__device__ __forceinline__ void load_nothing(const Item& item, LayerRing<S>& ring) {
   for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
     barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
-    barrier_arrive(ring.brought_bar());
+    barrier_arrive(ring.rows_full_bar());
   }
 }
 
 // Load the activations of all items, for the rows from `first` on. Called by one warp.
 template <class S, class First, class Wait>
-__device__ __forceinline__ void bring_activations(const Layer& l, const Tiles& tiles, LayerRing<S> ring,
-                                                  const Queue& queue, First first, Wait wait_for_grid) {
+__device__ __forceinline__ void load_activations(const Layer& l, const Tiles& tiles, LayerRing<S> ring,
+                                                 const Queue& queue, First first, Wait wait_for_grid) {
   for (int number = 0;; ++number) {
     const Item item = queue.pull(number);
     if (item.end == 0) break;
     const int tokens = item.tile.tokens.z - first;
     if (tokens <= 0) {
-      bring_nothing<S>(item, ring);  // never for first = 0
+      load_nothing<S>(item, ring);  // never for first = 0
     } else if (tokens == 1) {
-      bring_item<S, 0>(l, tiles, item, ring, first, wait_for_grid);
+      load_item<S, 0>(l, tiles, item, ring, first, wait_for_grid);
     } else if (tokens == 2) {
-      bring_item<S, 1>(l, tiles, item, ring, first, wait_for_grid);
+      load_item<S, 1>(l, tiles, item, ring, first, wait_for_grid);
     } else if (tokens <= 4) {
-      bring_item<S, 2>(l, tiles, item, ring, first, wait_for_grid);
-    } else if (BROUGHT_ROWS<S> == 8 || tokens <= 8) {
-      bring_item<S, 3>(l, tiles, item, ring, first, wait_for_grid);
+      load_item<S, 2>(l, tiles, item, ring, first, wait_for_grid);
+    } else if (PRODUCER_ROWS<S> == 8 || tokens <= 8) {
+      load_item<S, 3>(l, tiles, item, ring, first, wait_for_grid);
     } else {
-      bring_item<S, 4>(l, tiles, item, ring, first, wait_for_grid);
+      load_item<S, 4>(l, tiles, item, ring, first, wait_for_grid);
     }
   }
 }
@@ -440,7 +440,7 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
   for (int chunk = 0; chunk < chunks; chunk += S::CHUNKS, ring.next()) {
     const uint32_t w_at = ring.stage * S::W_BYTES, x_at = ring.stage * S::X_BYTES;
     barrier_wait(ring.full_bar(), ring.parity);
-    barrier_wait(ring.brought_bar(), ring.parity);
+    barrier_wait(ring.rows_full_bar(), ring.parity);
     if (chunk + first_part + S::STEP <= chunks) {
 #pragma unroll
       for (int u = 0; u < S::STEP; ++u) one_chunk(w_at + u * CHUNK_BYTES, x_at + u * S::TOKENS * PLANE_BYTES);
@@ -541,7 +541,7 @@ __device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const I
 
 // Four warps of each group multiply, one thread loads weights, the other warps load activations.
 template <class S>
-constexpr int LAYER_THREADS = S::GROUPS * 128 + 32 + BRINGERS<S> * 32;
+constexpr int LAYER_THREADS = S::GROUPS * 128 + 32 + PRODUCER_WARPS<S> * 32;
 template <class S>
 constexpr int LAYER_SHARED = 1024 + S::STAGES * (S::X_BYTES + S::W_BYTES + 16) + S::SUM_BYTES;
 
@@ -551,14 +551,14 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   extern __shared__ uint8_t raw[];
   __shared__ Few few;
   __shared__ Queue queue;
-  __shared__ uint64_t brought[S::STAGES], grid_ready, sorted;
+  __shared__ uint64_t rows_full[S::STAGES], grid_ready, sorted;
   uint8_t* base = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
-  LayerRing<S> ring(base, brought);
+  LayerRing<S> ring(base, rows_full);
   constexpr int COPIER = S::GROUPS * 128;  // the first thread that does not multiply
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.brought + 8 * i, BRINGERS<S> * 32);
+      barrier_init(ring.rows_full + 8 * i, PRODUCER_WARPS<S> * 32);
       barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
     }
     barrier_init(shared_address(&grid_ready), 1);
@@ -573,16 +573,16 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   const Tiles tiles = l.sorted ? Tiles{r.tiles, r.tile_count, r.token_of_row, r.row_of_pair}
                                : Tiles{few.tiles, &few.count, few.tokens, few.rows};
   const uint32_t ready = shared_address(&grid_ready);
-  if (BRINGERS<S> > 1 && threadIdx.x >= COPIER + 64) {
-    const int first = uniform((threadIdx.x - COPIER - 32) / 32 * BROUGHT_ROWS<S>);
+  if (PRODUCER_WARPS<S> > 1 && threadIdx.x >= COPIER + 64) {
+    const int first = uniform((threadIdx.x - COPIER - 32) / 32 * PRODUCER_ROWS<S>);
     barrier_wait(shared_address(&sorted), 0);
-    bring_activations<S>(l, tiles, ring, queue, first, [&] { barrier_wait(ready, 0); });
+    load_activations<S>(l, tiles, ring, queue, first, [&] { barrier_wait(ready, 0); });
     return;
   }
   if (threadIdx.x >= COPIER + 32) {
     GridBarrier grid(l, ready);
     barrier_wait(shared_address(&sorted), 0);
-    bring_activations<S>(l, tiles, ring, queue, Zero(), [&] { grid.wait(); });
+    load_activations<S>(l, tiles, ring, queue, Zero(), [&] { grid.wait(); });
     grid.wait();
     return;
   }
@@ -590,7 +590,7 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
     if (!l.sorted) sort_into(r, few);
     __syncwarp();
     barrier_arrive(shared_address(&sorted));
-    if (threadIdx.x == COPIER) Weights<S>(ring).bring_all(l, queue, tiles, ready);
+    if (threadIdx.x == COPIER) Weights<S>(ring).load_all(l, queue, tiles, ready);
     return;
   }
   float* sums = reinterpret_cast<float*>(base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16));

@@ -3,7 +3,7 @@
 // A *row* is one pair of token and expert. Each expert's rows begin at a multiple of `row_multiple`: of eight where
 // activations lie in planes of 64 columns, [columns / 64][rows][128 bytes], because the matrix instruction's swizzle, in
 // which the bytes of each row are exchanged there, repeats every eight rows. So the tile of any rows is one contiguous
-// piece of memory that one bulk copy brings in.
+// piece of memory that one bulk copy moves.
 #pragma once
 #include <cstdint>
 

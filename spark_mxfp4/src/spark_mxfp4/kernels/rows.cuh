@@ -1,4 +1,4 @@
-// The kernels around the two products: one sorts pairs of token and expert, two bring activations into the products' order
+// The kernels around the two products: one sorts pairs of token and expert, two put activations into the products' order
 // of columns, one adds up a token's experts.
 #pragma once
 #include <cuda_bf16.h>
