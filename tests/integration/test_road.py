@@ -276,7 +276,7 @@ def test_a_dead_engine_of_forks_ends_the_server_with_a_code(stopped, forking, mo
     [
         (["--model", "/nowhere"], 10, "no model in /nowhere"),
         (["--model", os.devnull], 10, "no model in"),
-        (["--device", "tpu"], 2, "auto, embedded, docker, docker-cpu"),
+        (["--device", "tpu"], 2, "auto, embedded, gpu, docker, docker-cpu"),
         (["--port", "0"], 2, "no port"),
         (["--port", "abc"], 2, "abc"),
     ],
