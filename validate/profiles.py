@@ -25,7 +25,8 @@ class Profile:
     def foreign(self) -> Profile:
         """Return the profile for an environment that its user made: what compares it with our locks only warns."""
         kept = tuple(check for check in self.required if check not in PINNED)
-        return replace(self, required=kept, advised=(*self.advised, *set(self.required).intersection(PINNED)))
+        compared = tuple(check for check in self.required if check in PINNED)
+        return replace(self, required=kept, advised=(*self.advised, *compared))
 
 
 # Checks that compare the environment with pins, locks and patches.

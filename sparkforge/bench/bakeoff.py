@@ -131,8 +131,8 @@ def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
     """
     if plan.device not in CONTAINERS:
         model_id = served_name(paths.typed(plan.model).absolute()) if plan.model else server_settings.TINY_ID
-        reader = embedded.vllm_arguments if plan.device == EMBEDDED else server_settings.arguments
-        return stack_of(plan.device, plan.stack), model_id, reader(plan.variables)
+        read_arguments = embedded.vllm_arguments if plan.device == EMBEDDED else server_settings.arguments
+        return stack_of(plan.device, plan.stack), model_id, read_arguments(plan.variables)
     service = docker_compose.resolve(container.variables(plan))
     inside = server_settings.read(service.environment)
     return service.stack, inside.model_id, inside.arguments

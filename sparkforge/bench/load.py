@@ -1,4 +1,4 @@
-"""The load, by the protocol of `vllm bench serve`; it needs no vLLM.
+"""Sends a load to a server by the protocol of `vllm bench serve`, without vLLM.
 
 `conc` requests are under way at any moment, all streamed, with temperature 0 and ignore_eos; the next one is sent as
 soon as one ends. Prompts have a known length, share no prefix, and are the same for the same seed. Nothing is tried

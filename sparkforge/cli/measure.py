@@ -94,7 +94,7 @@ def submit(options: Options) -> None:
 def compare(_ctx: Context, before: str, after: str) -> None:
     """Print which of two results is faster, if not noise.
 
-    Each side is one result, or several with commas.
+    Each side is one result file, or several of the same load, separated by commas.
     """
     from sparkforge.bench import compare as comparison
 

@@ -12,15 +12,26 @@ from typing import NamedTuple
 from sparkforge.core.process import ProbeError, ask, require
 
 SECONDS = 5.0  # nvidia-smi hangs with a broken driver
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # indices or UUIDs of GPUs, with commas, by which a user chooses
+HIDING = ("", "-1", "NoDevFiles")  # values with which CUDA sees no GPU
+
+
+def hidden(env: Mapping[str, str]) -> bool:
+    """Tell whether `env` hides every GPU from CUDA."""
+    return VISIBLE in env and env[VISIBLE].strip() in HIDING
 
 
 def query(*fields: str, units: bool = True, env: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-    """Return field → text for each GPU. `units`: sizes as "143771 MiB", else as "143771".
+    """Return field → text for each GPU, of those that `env` makes visible to CUDA if it chooses.
 
+    `units`: sizes as "143771 MiB", else as "143771".
     Raises ProbeError if nvidia-smi is absent, fails, hangs or lists no GPU.
     """
     form = "csv,noheader" if units else "csv,noheader,nounits"
-    answer = ask(["nvidia-smi", f"--query-gpu={','.join(fields)}", f"--format={form}"], seconds=SECONDS, env=env)
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", f"--format={form}"]
+    if env and env.get(VISIBLE) and not hidden(env):
+        command.append(f"--id={env[VISIBLE]}")  # nvidia-smi itself does not read the variable
+    answer = ask(command, seconds=SECONDS, env=env)
     lines = require(answer, "nvidia-smi", SECONDS).splitlines()
     rows = [row for row in csv.reader(lines, skipinitialspace=True) if len(row) == len(fields)]
     if not rows:

@@ -17,11 +17,10 @@ from sparkforge.core.process import ProbeError
 from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("capabilities.toml")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 MIN_DRIVER = 580  # the first branch with CUDA 13.0 (CUDA 13.0 release notes)
 IN_USE = 0.1  # of a GPU's memory; a desktop takes less
 FIELDS = ("name", "compute_cap", "driver_version", "memory.total", "memory.used", "mig.mode.current")
-EMBEDDED = "./inv up --device embedded   # serves the tiny model without a GPU"
+WITHOUT_GPU = "./inv up --device embedded   # serves the tiny model without a GPU"
 
 
 class Capability(Record):
@@ -53,19 +52,19 @@ def load(table: Path = TABLE) -> dict[str, Capability]:
 def find(environ: Mapping[str, str]) -> tuple[str, Capability]:
     """Return the name of the GPU that serves, and its row. Raises RefusalError if none of this machine's can.
 
-    `environ` may choose by CUDA_VISIBLE_DEVICES; of several GPUs the first one serves.
+    `environ` may choose by CUDA_VISIBLE_DEVICES; of several GPUs the first one that it lists serves.
     """
-    chosen = environ.get(VISIBLE)
-    if chosen is not None and chosen.strip() in ("", "-1", "NoDevFiles"):
-        raise _refusal(f"{VISIBLE} is {chosen!r}, which hides every GPU", f"unset {VISIBLE}")
+    if gpus.hidden(environ):
+        why = f"{gpus.VISIBLE} is {environ[gpus.VISIBLE]!r}, which hides every GPU"
+        raise _refusal(why, f"unset {gpus.VISIBLE}")
+    chosen = environ.get(gpus.VISIBLE, "").split(",")[0].strip()
     try:
-        rows = gpus.query(*FIELDS, units=False, env=environ)
+        row = gpus.query(*FIELDS, units=False, env={**environ, gpus.VISIBLE: chosen or "0"})[0]
     except ProbeError as error:
-        raise _refusal(f"no NVIDIA driver works here: {error}", f"nvidia-smi; or: {EMBEDDED}") from error
-    first = (chosen or "0").split(",")[0].strip()
-    if first.isdecimal() and int(first) >= len(rows):
-        raise _refusal(f"{VISIBLE} is {chosen}, and this machine has {len(rows)}", f"unset {VISIBLE}")
-    row = rows[int(first)] if first.isdecimal() else rows[0]  # a UUID is looked up by CUDA itself
+        if chosen:
+            why = f"nvidia-smi finds no GPU for {gpus.VISIBLE}={chosen}: {error}"
+            raise _refusal(why, f"nvidia-smi -L   # lists them; then set {gpus.VISIBLE}, or unset it") from error
+        raise _refusal(f"no NVIDIA driver works here: {error}", f"nvidia-smi; or: {WITHOUT_GPU}") from error
     name, capability, driver = row["name"], row["compute_cap"], row["driver_version"]
     if not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) < MIN_DRIVER:
         why = f"{name} has driver {driver}, and CUDA 13.0 needs branch {MIN_DRIVER} or later"
@@ -73,7 +72,7 @@ def find(environ: Mapping[str, str]) -> tuple[str, Capability]:
     known = load()
     if capability not in known:
         served = ", ".join(f"{number} ({line.gpus})" for number, line in known.items())
-        raise _refusal(f"{name} has compute capability {capability}; there are kernels for {served}", EMBEDDED)
+        raise _refusal(f"{name} has compute capability {capability}; there are kernels for {served}", WITHOUT_GPU)
     if row["mig.mode.current"] == "Enabled":
         raise _refusal(f"{name} is divided by MIG, with which nothing here was tried", "sudo nvidia-smi -mig 0")
     total, used = (gpus.number(row[field]) for field in ("memory.total", "memory.used"))

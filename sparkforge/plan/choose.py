@@ -200,7 +200,7 @@ def dense_format(arguments: Sequence[str], variables: Mapping[str, str]) -> Dens
 
 
 def _chosen(variables: Mapping[str, str], name: str) -> str:
-    """Return the plugin's format; empty for `bf16`, with which it leaves the layers to vLLM and its flag."""
+    """Return the plugin's format; empty for `bf16`: the plugin then leaves the layers to vLLM's own flag."""
     form = variables.get(name, "")
     return "" if form == BF16.attention else form
 

@@ -12,7 +12,6 @@ from sparkforge.plan.devices import GIB
 from validate.checks import serving
 from validate.checks.finding import CheckList, CheckResult, View, failed, judged, passed, warned
 
-MIN_DRIVER = 580  # first driver branch with CUDA 13.0 (CUDA 13.0 release notes, table of minimum driver versions)
 RISKY_DRIVERS = range(590, 600)  # public report of hanging CUDA graphs on GB10: conselara.dev, DGX Spark GB10 reference
 MIN_CUDA = Version("13.0")  # 12.1a kernels of this stack are built with CUDA 13
 # Public reports from GB10 call 0.85-0.87 the safe range: the system itself lives in the same memory.
@@ -167,7 +166,7 @@ def _driver_version(view: View) -> CheckResult:
             f"driver {driver}: CUDA graphs are reported to hang on GB10 with the 590 branch",
             "--enforce-eager   # if the server hangs; reports are good for the 580 branch",
         )
-    return judged(major >= MIN_DRIVER, f"driver {driver}, wanted {MIN_DRIVER} or later")
+    return judged(major >= capabilities.MIN_DRIVER, f"driver {driver}, wanted {capabilities.MIN_DRIVER} or later")
 
 
 @CHECKS.add(

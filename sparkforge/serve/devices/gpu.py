@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import UsageError
@@ -16,15 +17,21 @@ from sparkforge.serve.profiles import ServeProfile
 
 
 class Gpu(InEnvironment):
-    """vLLM on one NVIDIA GPU; what serves on it is the row of capabilities.toml for its compute capability."""
+    """vLLM on one NVIDIA GPU; what serves on it is the row of capabilities.toml for its compute capability.
+
+    Making one raises RefusalError for a GPU that cannot serve, and what `InEnvironment` raises.
+    """
 
     name = GPU
 
-    def choose_profile(self, plan: StartPlan) -> ServeProfile:
-        """Return the plan's profile, or the GPU's. Raises RefusalError for a GPU that cannot serve, and UsageError."""
-        self.built: dict[str, str] = {}  # what a server needs to find FlashInfer's modules
+    def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
+        self.built: dict[str, str] = {}  # variables with which a server finds FlashInfer's compiled modules
         self.gpu, self.capability = capabilities.find(os.environ)
         self.validator, self.default_profile = self.capability.validator, self.capability.profile
+        super().__init__(plan, python, model)
+
+    def choose_profile(self, plan: StartPlan) -> ServeProfile:
+        """Return the plan's profile, or the GPU's. Raises UsageError for one of other machines."""
         profile = profiles.named(plan.profile or self.default_profile, stack=plan.stack)
         for_spark = profile.device == ""  # FlashInfer's kernels for 12.x, sizes for a Spark's memory
         if profile.device not in ("", GPU) or (for_spark and not self.capability.flashinfer):

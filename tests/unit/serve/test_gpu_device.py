@@ -8,27 +8,41 @@ import pytest
 
 from sparkforge.compile.flashinfer import build
 from sparkforge.core.errors import RefusalError, UsageError
+from sparkforge.core.paths import ROOT
 from sparkforge.plan import capabilities
 from sparkforge.serve import profiles
 from sparkforge.serve.devices import choose, in_environment
 from sparkforge.serve.devices.gpu import Gpu
 from sparkforge.serve.plan import StartPlan
+from validate.facts import gpu
+from validate.facts.target import Options, Target
 from validate.profiles import PROFILES
 
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 580.159.04, 81559, 4, Disabled"
+STAND_IN = """
+import sys
+rows = [dict(zip(FIELDS, line.split(", "))) for line in TEXT.splitlines()]
+options = dict(word.split("=", 1) for word in sys.argv[1:])
+if number := options.get("--id"):
+    if not number.isdecimal() or int(number) >= len(rows):
+        sys.exit("No devices were found")
+    rows = [rows[int(number)]]
+for row in rows:
+    print(*(row[field] for field in options["--query-gpu"].split(",")), sep=", ")
+"""
 GB10 = "NVIDIA GB10, 12.1, 580.95.05, [N/A], [N/A], [N/A]"
 
 
 @pytest.fixture
 def fake_nvidia_smi(tmp_path, monkeypatch):
-    """Return a function that sets what nvidia-smi prints."""
+    """Return a function that sets the GPUs that nvidia-smi has: a line each, and `--id` chooses one by its index."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def prints(text):
-        program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        program.write_text(f"#!{sys.executable}\nFIELDS, TEXT = {capabilities.FIELDS!r}, {text!r}\n{STAND_IN}")
         program.chmod(0o755)
 
     return prints
@@ -40,13 +54,14 @@ def fake_nvidia_smi(tmp_path, monkeypatch):
         ("", None, "no NVIDIA driver works"),
         (H100, "", "hides every GPU"),
         (H100, "-1", "hides every GPU"),
-        (H100, "1", "this machine has 1"),
+        (H100, "1", "finds no GPU for CUDA_VISIBLE_DEVICES=1"),
+        (H100, "GPU-0f", "finds no GPU for CUDA_VISIBLE_DEVICES=GPU-0f"),
         (H100.replace("580.159.04", "570.86.10"), None, "driver 570.86.10"),
         (H100.replace("9.0", "8.0"), None, "compute capability 8.0"),
         (H100.replace("Disabled", "Enabled"), None, "MIG"),
         (H100.replace("81559, 4", "81559, 60000"), None, "60,000 of 81,559 MiB"),
     ],
-    ids=["none", "hidden", "minus one", "absent", "old driver", "architecture", "MIG", "in use"],
+    ids=["none", "hidden", "minus one", "absent", "another UUID", "old driver", "architecture", "MIG", "in use"],
 )
 def test_a_gpu_that_cannot_serve_is_refused_before_an_environment_is_made(
     text, visible, named, fake_nvidia_smi, monkeypatch
@@ -98,6 +113,9 @@ def test_of_two_gpus_the_chosen_one_counts(fake_nvidia_smi, monkeypatch):
     fake_nvidia_smi(f"{H100.replace('9.0', '8.0')}\n{H100}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert capabilities.find({**os.environ})[1].profile == "hopper"
+    target = Target(Options(), "spark")
+    facts = [reading.read(target) for reading in gpu.SMI_READINGS]
+    assert facts == ["NVIDIA H100 80GB HBM3", "580.159.04", "9.0", 1]
 
 
 @pytest.mark.parametrize("profile", ["safe", "embedded"])
@@ -125,8 +143,12 @@ def test_auto_takes_a_free_gpu_and_else_says_why_not(fake_nvidia_smi, monkeypatc
     assert (choice.device, "are in use" in choice.why) == ("embedded", True)
 
 
-def test_each_row_names_a_profile_and_a_validator():
-    for row in capabilities.load().values():
+def test_each_row_names_a_profile_and_a_validator_and_is_in_the_guide():
+    guide = (ROOT / "docs/guide/gpu.md").read_text()
+    for number, row in capabilities.load().items():
+        assert f"| {number} | {row.gpus.split(',')[0].split(' (')[0]}" in guide
+        assert f"| `{row.profile}` |" in guide
+        assert (row.shown == "not run") != (ROOT / row.shown).is_file()
         assert row.profile in profiles.load()
         assert row.validator in PROFILES
 
