@@ -40,7 +40,7 @@ from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, spawn, started_at, terminate_session
 from sparkforge.serve import command_line
-from sparkforge.serve.cluster.channels import transport
+from sparkforge.serve.cluster.containers import transport
 from sparkforge.serve.command_line import ServerCommand
 
 SERVED_NAME = "random-gpt-oss"

@@ -37,14 +37,14 @@ def cluster_discover(
     """
     from sparkforge.core import paths
     from sparkforge.core.files import write_atomic
-    from sparkforge.serve.cluster import check, config
+    from sparkforge.serve.cluster import config, discover
 
     if device not in ("docker", "docker-cpu", "embedded"):
         raise UsageError(f"--device {device} has no meaning", "it is docker, docker-cpu or embedded", "--device docker")
     target = Path(caller_path(file)) if file else None
     if target and target.exists() and not replace:
         raise UsageError(f"{target} is there already", "it may hold settings of yours", "--replace, or another --file")
-    proposed = check.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
+    proposed = discover.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
     if target is None:
         echo(config.text(proposed), end="")
         return
@@ -55,30 +55,24 @@ def cluster_discover(
 @task(
     example="./inv cluster.check",
     config=CONFIG,
-    record="also write what the nodes said about themselves, such as facts.json; it names hosts and addresses",
     json_="print the findings as JSON",
 )
-def cluster_check(_ctx: Context, config: str = "", record: str = "", json_: bool = False) -> None:
+def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
     """Check all nodes before a model is served over them.
 
     It asks every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that no check failed.
     Not verified on a DGX Spark.
     """
-    from sparkforge.core.files import write_json
-    from sparkforge.serve.cluster import check, checks
+    from sparkforge.serve.cluster import checks
     from validate.report import finding_lines
 
-    cluster = check.look(_read(config))
-    if record:
-        sheet = {"nodes": {name: node.model_dump(mode="json") for name, node in cluster.facts.items()}}
-        write_json(Path(caller_path(record)), sheet)
-    findings = checks.evaluate_all(cluster)
+    findings = checks.evaluate_all(checks.look(_read(config)))
     if json_:
         echo_json([asdict(finding) for finding in findings])
     else:
         for line in finding_lines(findings):
             echo(line)
-    check.require_fine(findings)
+    checks.require_fine(findings)
 
 
 @task(

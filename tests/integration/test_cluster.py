@@ -42,9 +42,7 @@ def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
         (namespaces.HEAD, "cable0"),
         (namespaces.WORKER, "cable1"),
     ]
-    recorded = tmp_path / "facts.json"
-    assert nodes.inv("cluster.check", "--config", str(file), "--record", str(recorded)).returncode == 0
-    assert json.loads(recorded.read_text())["nodes"].keys() == {"local", namespaces.WORKER}
+    assert nodes.inv("cluster.check", "--config", str(file)).returncode == 0
     code, checks = findings(nodes)
     assert {name: item["evidence"] for name, item in checks.items() if item["status"] == "fail"} == {}
     assert code == 0

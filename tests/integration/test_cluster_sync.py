@@ -77,8 +77,9 @@ UP = """
 import sys
 from pathlib import Path
 from sparkforge.core.errors import SparkforgeError
-from sparkforge.serve.cluster import check, config, start
-check.checked = lambda cluster: []  # these hosts have no GPU
+from sparkforge.serve.cluster import checks, config, start
+checks.look = lambda cluster: None
+checks.evaluate_all = lambda facts: []  # these hosts have no GPU
 try:
     start.up(config.read(Path(sys.argv[1])))
 except SparkforgeError as error:

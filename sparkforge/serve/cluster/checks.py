@@ -1,19 +1,27 @@
-"""Checks before a cluster starts: pure functions from facts of all nodes to a result.
+"""Checks before a cluster starts: facts of all nodes, what comes from one to another, and a judgement of both.
 
-Each is a failure that others met. `CHECKS` has all of them in the order of the report; docs/reference/cluster.md
-explains each.
+Each check is a failure that others met. `CHECKS` has all in the order of the report; docs/reference/cluster.md explains
+each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Interface
+from pathlib import Path
 
-from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.errors import InputError, RefusalError, SparkforgeError
+from sparkforge.models import table as models
+from sparkforge.pins import locks
+from sparkforge.plan import architecture, choose
 from sparkforge.plan import cluster as plan
 from sparkforge.plan.architecture import Architecture
 from sparkforge.plan.devices import GIB
+from sparkforge.serve import profiles, settings
+from sparkforge.serve.cluster import discover, remote
+from sparkforge.serve.cluster import facts as node_facts
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts, Reach
 from validate.checks.finding import (
@@ -28,11 +36,15 @@ from validate.checks.finding import (
     skipped,
     warned,
 )
+from validate.report import one_line
 
 CLOCK_SECONDS = 2.0  # our own bound: logs of two nodes are read side by side, and tokens of registries expire
 FULL_MTU = 9000  # RDMA packets of 4096 bytes need more than 4200; 1500 leaves 1024
 # Registering NCCL's buffers fails with ENOMEM while the page cache has all memory. Our own bound.
 LEAST_FREE = 4 * GIB
+# Gloo and vLLM's message queues listen on ports that the kernel chooses: a firewall that lets only named ones through
+# stops them. One such port stands for all.
+CHOSEN_PORT = 47_113
 HANGING_NCCL = {"2.30.4": "NVIDIA/nccl issue 2167"}
 # A Spark's cable takes tens of microseconds, a switch a few more, WiFi milliseconds. Every layer waits for two
 # all-reduces: 1 ms each would be 72 ms a token of gpt-oss-120b. Our own bound.
@@ -350,3 +362,79 @@ def _split(cluster: ClusterFacts) -> CheckResult:
         columns = model.vocab // config.tensor
         problems.append(f"an LM head in {cluster.head} has {columns} columns a node, no multiple of {MARLIN_TILE}")
     return judged(not problems, "; ".join(problems) or f"tensor {config.tensor}, pipeline {config.pipeline}")
+
+
+def look(config: ClusterConfig) -> ClusterFacts:
+    """Return what there is to judge: facts of all nodes, and what comes from one to another."""
+    image = f"sparkforge/vllm:{config.stack}" if config.in_containers else ""
+    answers = remote.on_all(
+        config.nodes, lambda node: node_facts.ask(node, ports=config.ports(node), model=config.model, image=image)
+    )
+    known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
+    errors = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}
+    lock = locks.lock_path(config.stack).read_text(encoding="utf-8")
+    nccl = re.search(r"^nvidia-nccl-cu\d+==(\S+)", lock, re.MULTILINE)
+    return ClusterFacts(
+        config,
+        known,
+        errors,
+        dict(_reaches(config, known)),
+        nccl=nccl[1] if nccl else "",
+        model=_model(config),
+        head=_head_format(config),
+    )
+
+
+def _reaches(
+    config: ClusterConfig, known: Mapping[str, NodeFacts]
+) -> Iterator[tuple[tuple[str, str], Reach | SparkforgeError]]:
+    """Yield what comes through, both ways between the head and each worker, then on every other subnet of two nodes."""
+    head, nodes = config.head, {node.name: node for node in config.nodes}
+    ways: list[tuple[ClusterNode, ClusterNode, str, str, tuple[int, ...]]] = []
+    for worker in config.workers:
+        if config.mode == "replicas":
+            ways.append((head, worker, head.address, worker.address, (config.replica_port,)))
+            continue
+        ways.append((worker, head, worker.address, head.address, (config.master_port, config.watch_port)))
+        ways.append((head, worker, head.address, worker.address, (CHOSEN_PORT,)))
+    control = {node.address for node in config.nodes}
+    for first, own, second, other in discover.pairs(config, known):
+        if not {own, other} <= control:
+            ways.append((nodes[first], nodes[second], own, other, (CHOSEN_PORT,)))
+    for sender, receiver, own, other, ports in ways:
+        if sender.name not in known or receiver.name not in known:
+            continue
+        mtu = max((e.mtu for e in known[sender.name].interfaces or () if own in e.hosts), default=1500)
+        try:
+            answer: Reach | SparkforgeError = node_facts.reach(sender, receiver, ports, mtu, (own, other))
+        except SparkforgeError as error:
+            answer = error
+        yield (f"{sender.name} {own}", f"{receiver.name} {other}"), answer
+
+
+def _model(config: ClusterConfig) -> Architecture | None:
+    """Return the sizes of the model; None if its folder is not on this machine and its name is not known."""
+    known = models.load()
+    served = "gpt-oss-120b" if config.has_gpus else settings.TINY_ID
+    name = Path(config.model).name if config.model else served
+    try:
+        return architecture.parse(known[name].config, name) if name in known else architecture.read(Path(config.model))
+    except InputError:
+        return None
+
+
+def _head_format(config: ClusterConfig) -> str:
+    rows = choose.read_profiles(profiles.load(stack=config.stack))
+    name = config.profile or settings.DEFAULTS["spark" if config.has_gpus else "embedded"][0]
+    if name not in rows:
+        profiles.named(name, stack=config.stack)
+    return rows[name].dense.head
+
+
+def require_fine(findings: Sequence[Finding]) -> None:
+    """Raise RefusalError, with the first finding's fix, if a check failed."""
+    refusing = [finding for finding in findings if finding.status is Status.FAIL]
+    if refusing:
+        names = ", ".join(finding.check for finding in refusing)
+        why = f"{refusing[0].check}: {one_line(refusing[0].evidence)}"
+        raise RefusalError(f"the cluster is refused by {names}", why, refusing[0].fix, code="validation.cluster")

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from sparkforge.image import compose as docker_compose
 from sparkforge.image.compose import SERVICE, Service
 from sparkforge.serve import access, entrypoint, launch, logs, record
 from sparkforge.serve.cluster import watch
-from sparkforge.serve.cluster.channels import transport
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.devices.container import Container
 from sparkforge.serve.plan import LOOPBACK, StartPlan
@@ -241,3 +241,32 @@ def keep_log() -> None:
     with suppress(EngineError):
         if text := log_text():
             write_atomic(_kept_log(), text)
+
+
+# NCCL with NCCL_DEBUG=INFO: "Channel 00/0 : 1[0] -> 0[0] [send] via NET/IB/1", and a plugin's name in place of IB.
+CHANNEL = re.compile(
+    r"NCCL INFO Channel \S+ : \S+ -> \S+ \[(?:send|receive)\] via NET/(?P<kind>[A-Za-z]+)\w*/(?P<device>\d+)"
+)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What NCCL's log says about the channels between nodes: how many go over RDMA's devices, how many over TCP."""
+
+    rdma: int
+    devices: tuple[int, ...]
+    tcp: int
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        if self.tcp:
+            return f"TCP carries {self.tcp} of {self.tcp + self.rdma} channels"
+        return f"RDMA carries all {self.rdma} channels, over {len(self.devices)} devices" if self.rdma else "not known"
+
+
+def transport(log: str) -> Transport:
+    """Read NCCL's channels between nodes from a log; those within a node are not counted."""
+    channels = [(match["kind"], int(match["device"])) for match in CHANNEL.finditer(log)]
+    rdma = [device for kind, device in channels if kind.startswith("IB")]
+    return Transport(len(rdma), tuple(sorted(set(rdma))), len(channels) - len(rdma))

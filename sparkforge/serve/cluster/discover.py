@@ -3,14 +3,57 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import IPv4Network
 
-from sparkforge.core.errors import RefusalError
+from pydantic import ValidationError
+
+from sparkforge.core.console import say
+from sparkforge.core.errors import RefusalError, UsageError
+from sparkforge.serve.cluster import facts as node_facts
+from sparkforge.serve.cluster import remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts
 
 GUIDE = "docs/guide/two-machines.md, The link"
+
+
+def find_nodes(destinations: Sequence[str], device: str, folder: str) -> ClusterConfig:
+    """Ask machines by their names for ssh, the head first, and return a configuration; `local` is this machine.
+
+    Raises UsageError for fewer than two, a malformed name, or one machine named twice; the first node's error if one
+    does not answer; RefusalError if they share no network.
+    """
+    refused = "these machines make no cluster.toml"
+    fix = "./inv cluster.discover --nodes local,spark-2   # each machine once; --folder takes an absolute path"
+    try:
+        asked = [
+            ClusterNode(
+                name=re.sub(r"[^A-Za-z0-9_.-]", "-", destination.rpartition("@")[2]),
+                ssh="" if destination == "local" else destination,
+                address=f"0.0.0.{index}",  # not known yet, as the interface
+                interface="unknown",
+            )
+            for index, destination in enumerate(destinations)
+        ]
+    except ValueError as error:
+        why = "--nodes takes names for ssh, such as nvidia@spark-2, and local"
+        raise UsageError(f"--nodes {','.join(destinations)} has no meaning", why, fix) from error
+    names = [node.name for node in asked]
+    if len(set(names)) < max(2, len(names)):
+        twice = [name for name in names if names.count(name) > 1]
+        why = f"--nodes names {twice[0]} twice" if twice else "a cluster has two nodes or more; local is this machine"
+        raise UsageError(refused, why, fix)
+    known = remote.on_every(asked, node_facts.ask)
+    for line in (*describe(known), *link_commands(known)):
+        say(line)
+    try:
+        return propose(known, {node.name: node.ssh for node in asked}, device, folder)
+    except ValidationError as error:  # such as two names of one machine
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc'])) or 'nodes'}: {first['msg']}"
+        raise UsageError(refused, why, fix) from error
 
 
 def propose(

@@ -14,6 +14,8 @@ and messages for people go to stderr. It uses what serves one machine: validator
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -27,25 +29,61 @@ from pydantic import Field
 from sparkforge.core import interrupt, openai, paths
 from sparkforge.core.console import echo, show_error
 from sparkforge.core.documents import DocumentError, read_json
-from sparkforge.core.errors import InputError, ServerError, SparkforgeError
+from sparkforge.core.errors import InputError, ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.core.tables import Record, parse_object
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import access, launch
-from sparkforge.serve.cluster import balancer, watch
-from sparkforge.serve.cluster.channels import transport
+from sparkforge.serve.cluster import watch
 from sparkforge.serve.cluster.config import BALANCER, ClusterConfig, ClusterNode
-from sparkforge.serve.cluster.containers import ContainerNode
+from sparkforge.serve.cluster.containers import ContainerNode, transport
 from sparkforge.serve.devices.device import Device
 from sparkforge.serve.devices.embedded import Embedded
 from sparkforge.serve.launch import Launch
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 
 LINES = 400
 BALANCE_SECONDS = 30.0
+HAPROXY = "haproxy"
+SYSTEM_FOLDERS = ":/usr/local/sbin:/usr/sbin"  # Debian leaves them out of a user's PATH
+# An answer may take as long as it likes, and so may the pause before a client's next request. `redispatch` and
+# `retry-on conn-failure`: a request that a dead server never got goes to another one; one that it got is not repeated.
+TEMPLATE = """\
+# Written by ./inv cluster.up from cluster.toml.
+global
+    log stdout format raw daemon notice
+    maxconn 4096
+
+defaults
+    mode http
+    log global
+    timeout connect 5s
+    timeout http-request 60s
+    timeout client 1h
+    timeout server 1h
+    retries 2
+    retry-on conn-failure
+    option redispatch 1
+
+frontend api
+    bind {bind}
+    use_backend sessions if {{ req.hdr(x-session-id) -m found }}
+    default_backend servers
+
+backend servers
+    balance leastconn
+    option httpchk
+    http-check send meth GET uri /health ver HTTP/1.1 hdr Host {bind}
+{checked}
+
+backend sessions
+    balance hdr(x-session-id)
+    hash-type consistent
+{tracked}
+"""
 
 
 class NodeRequest(Record):
@@ -160,11 +198,31 @@ class EmbeddedNode(Embedded):
         return state
 
 
+def haproxy() -> str:
+    """Return HAProxy's path. Raises UsageError if it is not installed."""
+    if path := shutil.which(HAPROXY, path=os.environ.get("PATH", os.defpath) + SYSTEM_FOLDERS):
+        return path
+    why = "it is the endpoint of independent servers"
+    raise UsageError(f"{HAPROXY} is not installed on the head", why, f"sudo apt install {HAPROXY}")
+
+
+def haproxy_text(config: ClusterConfig) -> str:
+    """Return HAProxy's configuration."""
+    addresses = [(node.name, f"{node.address}:{config.replica_port}") for node in config.nodes]
+    checked = "\n".join(f"    server {name} {address} check inter 2s fall 2 rise 2" for name, address in addresses)
+    tracked = "\n".join(f"    server {name} {address} track servers/{name}" for name, address in addresses)
+    return TEMPLATE.format(bind=f"{LOOPBACK}:{config.port}", checked=checked, tracked=tracked)
+
+
 class Balancer(Device):
-    """The endpoint of replicas: HAProxy on the head, with a state folder, a record and a log of its own."""
+    """The endpoint of replicas: HAProxy on the head, with a state folder, a record and a log of its own.
+
+    It sends a request to the server with the fewest open ones; requests with the same `X-Session-Id` go to the same
+    server, whose prefix cache has the conversation. A server that does not answer /health gets no requests.
+    """
 
     def __init__(self, config: ClusterConfig, _node: ClusterNode, _token: str = "") -> None:
-        super().__init__(StartPlan(balancer.PROGRAM, port=config.port))
+        super().__init__(StartPlan(HAPROXY, port=config.port))
         self.config = config
 
     def prepare(self) -> None:
@@ -183,9 +241,9 @@ class Balancer(Device):
     def start(self) -> Server:
         """Start HAProxy. Raises UsageError without it, ServerError if no replica answers through it."""
         self.validate()
-        file = paths.state() / balancer.FILE
-        write_atomic(file, balancer.text(self.config))
-        command = balancer.command(file)
+        file = paths.state() / "haproxy.cfg"
+        write_atomic(file, haproxy_text(self.config))
+        command = (haproxy(), "-db", "-f", str(file))
         run([*command, "-c"], fix=f"less {file}")
         launch.check_free(self.config.port)
         server = launch.begin(Launch(command, {}, self.plan, Path()))

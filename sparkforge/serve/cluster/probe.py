@@ -11,8 +11,6 @@ The argument is a JSON object with a `mode`:
           `mtu` bytes unfragmented
   list    sizes and sha256 of the files in `folder`, or of what was collected for it, whose names match `patterns`;
           `known` sums are not computed again, and a file of another size than in `sizes` has none
-  stage   make the folder in which `folder` is collected
-  keep    rename that one to its place
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: do not fragment, whate
 COMPARED = (".safetensors", ".json")  # suffixes of the files that all nodes must have alike
 CONNECT_SECONDS = 3.0
 ECHOES, ECHO_BYTES = 50, 16  # small packets there and back
+FAREWELLS = 5  # packets of a byte, which end the other side where the large one did not come through
 ECHO_SECONDS = 2.0  # for all of them, and again for late ones
 PROGRAM_SECONDS = 20
 CHUNK = 1 << 20  # bytes
@@ -175,7 +174,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def listen(options: dict[str, Any]) -> dict[str, Any]:
-    """Answer connections and packets for `duration` seconds at most, or until a large packet."""
+    """Answer connections and packets for `duration` seconds at most, or until a packet that is no small one."""
     opened: list[socket.socket] = []
     for port in options["ports"]:
         for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):  # who gets a connection sends packets next
@@ -196,7 +195,7 @@ def listen(options: dict[str, Any]) -> dict[str, Any]:
             else:
                 packet, sender = server.recvfrom(1 << 16)
                 server.sendto(packet[:ECHO_BYTES], sender)
-                if len(packet) > ECHO_BYTES:
+                if len(packet) != ECHO_BYTES:
                     return {}  # it is what the other side sends last
     return {}
 
@@ -264,6 +263,9 @@ def send_packet(options: dict[str, Any]) -> str:
             sender.send(b"x" * (options["mtu"] - HEADERS))
             sender.recv(64)
         except OSError as error:
+            for _ in range(FAREWELLS):
+                with suppress(OSError):
+                    sender.send(b"x")
             return str(error.strerror or error)
     return ""
 
@@ -271,7 +273,7 @@ def send_packet(options: dict[str, Any]) -> str:
 def listing(options: dict[str, Any]) -> dict[str, Any]:
     """Return the files, where they are, and the free bytes there."""
     folder = Path(options["folder"])
-    path = folder if folder.is_dir() else collected(folder)
+    path = folder if folder.is_dir() else folder.with_name(f".{folder.name}.sparkforge-sync")
     files = {}
     for file in sorted(path.iterdir()) if path.is_dir() else ():
         if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in options["patterns"]):
@@ -284,11 +286,6 @@ def listing(options: dict[str, Any]) -> dict[str, Any]:
     return {"files": files, "path": str(path), "whole": folder.is_dir(), "free": free}
 
 
-def collected(folder: Path) -> Path:
-    """Return where a folder is collected."""
-    return folder.with_name(f".{folder.name}.sparkforge-sync")
-
-
 def sha256(file: Path) -> str:
     """Return a file's sha256 in hexadecimal."""
     digest = hashlib.sha256()
@@ -298,26 +295,7 @@ def sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def stage(options: dict[str, Any]) -> dict[str, Any]:
-    """Make the folder in which files are collected."""
-    folder = Path(options["folder"])
-    if not folder.is_dir():
-        collected(folder).mkdir(parents=True, exist_ok=True)
-    return {}
-
-
-def keep(options: dict[str, Any]) -> dict[str, Any]:
-    """Flush the collected files to the disk, then rename their folder to its final place."""
-    folder = Path(options["folder"])
-    if not folder.is_dir():
-        for file in collected(folder).iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        collected(folder).rename(folder)
-    return {}
-
-
-MODES = {"facts": facts, "listen": listen, "reach": reach, "list": listing, "stage": stage, "keep": keep}
+MODES = {"facts": facts, "listen": listen, "reach": reach, "list": listing}
 
 
 def main(argument: str) -> None:

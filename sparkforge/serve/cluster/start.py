@@ -13,9 +13,9 @@ from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import InputError, ServerError, SparkforgeError, UsageError
 from sparkforge.image import compose as docker_compose
 from sparkforge.serve import access
-from sparkforge.serve.cluster import balancer, check, remote
+from sparkforge.serve.cluster import checks, remote
 from sparkforge.serve.cluster.config import BALANCER, ClusterConfig, ClusterNode
-from sparkforge.serve.cluster.node import ANSWER_KEYS, LINES, NodeAnswer
+from sparkforge.serve.cluster.node import ANSWER_KEYS, LINES, NodeAnswer, haproxy
 
 MODULE = "sparkforge.serve.cluster.node"
 INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
@@ -38,10 +38,10 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
             raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
     steps, token, is_split = Steps(4), secrets.token_hex(16), config.mode == "split"
     if not is_split and not config.head.ssh:
-        balancer.program()  # known at once, not after minutes
+        haproxy()  # known at once, not after minutes
     with steps.step("check", f"{len(config.nodes)} nodes") as tell:
-        findings = check.checked(config)
-        check.require_fine(findings)
+        findings = checks.evaluate_all(checks.look(config))
+        checks.require_fine(findings)
         tell(f"{len(findings)} checks, none failed")
 
     def ask_all(nodes: Sequence[ClusterNode], action: str) -> dict[str, dict[str, Any]]:

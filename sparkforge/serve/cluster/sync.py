@@ -36,8 +36,8 @@ SEND_SECONDS = 6 * 3600.0  # of 65 GB over a link of 10 GB/s, or over a cable of
 HASH_SECONDS = 3600.0
 SILENT_SECONDS = 60  # until rsync gives up a connection that says nothing
 RESUME = "./inv cluster.sync   # it goes on where it was"
-CONTINUE_SHORTER_FILES = ("--append-verify",)
-REPAIR_IN_PLACE = ("--inplace", "--no-whole-file", "--ignore-times")
+# A file that is there in part or damaged is mended in place, with the bytes that differ; parents are made.
+RSYNC = ("rsync", "--times", "--copy-links", "--inplace", "--no-whole-file", "--ignore-times", "--mkpath", "--fsync")
 
 
 class FileSum(Record):
@@ -78,7 +78,7 @@ def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False)
     text = remote.output(head, ["sh", "-c", 'cat "$0" 2>/dev/null || true', f"{folder}/{NOTE}"], seconds=HASH_SECONDS)
     # Sums of a model that was fetched are in its note.
     noted = Note.model_validate(parse_object(text, f"{NOTE} of {head.name}", Note)).files if text.strip() else {}
-    head_files = _ask(head, "list", folder, known={name: file.sha256 for name, file in noted.items()})
+    head_files = _list(head, folder, known={name: file.sha256 for name, file in noted.items()})
     names = head_files.files.keys()
     if not head_files.whole or "config.json" not in names or not any(n.endswith(".safetensors") for n in names):
         why = f"{folder} has no config.json with safetensors beside it"
@@ -93,7 +93,7 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, head_files: N
 
     def look() -> tuple[NodeFiles, list[str]]:
         """Return what the node has, and the names of the files that are not as on the head."""
-        there = _ask(node, "list", folder, sizes=sizes)
+        there = _list(node, folder, sizes=sizes)
         return there, [name for name, file in head_files.files.items() if there.files.get(name) != file]
 
     node_files, names = look()
@@ -114,25 +114,25 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, head_files: N
         why = f"{parent} has {free:.2f} GB free, {missing / 1e9:.2f} GB are needed"
         fix = f"free some there, then {RESUME}"
         raise StorageError(f"not enough room on {node.name}", why, fix, code="storage.full")
-    _ask(node, "stage", folder)
-    shorter = [name for name in names if node_files.size(name) < sizes[name]]
-    _rsync(head, node, CONTINUE_SHORTER_FILES, shorter, (folder, node_files.path))
-    _rsync(head, node, REPAIR_IN_PLACE, [name for name in names if name not in shorter], (folder, node_files.path))
-    if wrong := look()[1]:
-        say(f"{node.name}: {', '.join(wrong)} came with other bytes, and is sent again")
-        _rsync(head, node, REPAIR_IN_PLACE, wrong, (folder, node_files.path))
-        if wrong := look()[1]:
-            why = f"{', '.join(wrong)} has another sha256 than {NOTE} or the file on {head.name}"
-            fix = f"check the model on {head.name}: ./inv model.fetch; then {RESUME}"
-            raise IntegrityError(f"{node.name} did not get the head's files", why, fix, code="integrity.hash")
-    _ask(node, "keep", folder)
+    for _ in ("send", "send again"):
+        _rsync(head, node, names, (folder, node_files.path))
+        _, names = look()
+        if not names:
+            break
+        say(f"{node.name}: {', '.join(names)} came with other bytes")
+    else:
+        why = f"{', '.join(names)} has another sha256 than {NOTE} or the file on {head.name}"
+        fix = f"check the model on {head.name}: ./inv model.fetch; then {RESUME}"
+        raise IntegrityError(f"{node.name} did not get the head's files", why, fix, code="integrity.hash")
+    if not node_files.whole:
+        remote.output(node, ["mv", "-T", "--", node_files.path, folder], seconds=SILENT_SECONDS)
     say(f"{node.name}: has every file, each with the head's sha256")
 
 
-def _ask(node: ClusterNode, mode: str, folder: str, **more: Any) -> NodeFiles:
-    """Let the probe list, stage or keep a folder. Raises StorageError for one that cannot be read or made."""
+def _list(node: ClusterNode, folder: str, **more: Any) -> NodeFiles:
+    """Return what a node has of a model. Raises StorageError for a folder that cannot be read."""
     patterns = [*WANTED, *(f"*{suffix}" for suffix in probe.COMPARED)]
-    files = remote.ask_probe(node, mode, NodeFiles, seconds=HASH_SECONDS, folder=folder, patterns=patterns, **more)
+    files = remote.ask_probe(node, "list", NodeFiles, seconds=HASH_SECONDS, folder=folder, patterns=patterns, **more)
     if files.error:
         fix = f"on {node.name}: ls -ld {shlex.quote(folder)}"
         raise StorageError(f"{node.name} cannot use the model's folder", files.error, fix, code="storage.access")
@@ -152,34 +152,41 @@ def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
     return [*command, "-o", f"HostKeyAlias={host}", "-o", f"HostName={node.address}"], node.ssh
 
 
-def _rsync(
-    head: ClusterNode, node: ClusterNode, options: Sequence[str], names: Sequence[str], folders: tuple[str, str]
-) -> None:
+def _rsync(head: ClusterNode, node: ClusterNode, names: Sequence[str], folders: tuple[str, str]) -> None:
     """Send files of the first folder, on the head, to the second, on a node. Raises what `sending_error` returns."""
     if not names:
         return
     shell, login = ssh_command(node)
-    argv = ["rsync", "--times", "--copy-links", "--partial", "--protect-args", f"--timeout={SILENT_SECONDS}", *options]
-    argv += ["--files-from=-", f"--rsh={shlex.join(shell)}", f"{folders[0]}/", f"{login}:{folders[1]}/"]
+    argv = [*RSYNC, "--protect-args", f"--timeout={SILENT_SECONDS}", "--files-from=-", f"--rsh={shlex.join(shell)}"]
     try:
-        remote.output(head, argv, seconds=SEND_SECONDS, stdin="\n".join(names) + "\n")
+        remote.output(
+            head,
+            [*argv, f"{folders[0]}/", f"{login}:{folders[1]}/"],
+            seconds=SEND_SECONDS,
+            stdin="\n".join(names) + "\n",
+        )
     except ProcessError as error:
         raise sending_error(error, node) from error
 
 
 def sending_error(error: ProcessError, node: ClusterNode) -> SparkforgeError:
     """Return what rsync's, ssh's or docker's messages mean."""
-    last = " ".join(error.why.splitlines()[-3:])
-    if re.search(r"No space left on device|Disk quota exceeded", error.why):
-        fix = f"free some there, then {RESUME}"
-        return StorageError(f"the disk of {node.name} is full", last, fix, code="storage.full")
-    if re.search(r"(?:rsync|docker): (?:command )?not found|No such file or directory: '(?:rsync|docker)'", error.why):
-        fix = f"sudo apt install rsync   # on the head and on {node.name}"
-        return ProcessError("rsync or docker is missing", last, fix, code="process.failed")
-    if re.search(r"Host key verification failed|Permission denied \(", error.why):
-        fix = f"ssh-copy-id {node.ssh}   # on the head"
-        return NetworkError(f"the head cannot log in on {node.name} at {node.address}", last, fix, code="network.node")
-    return NetworkError(f"sending to {node.name} was cut off", last, RESUME, code="network.node")
+    install = f"sudo apt install rsync   # on the head and on {node.name}"
+    meanings: tuple[tuple[str, type[SparkforgeError], str, str, str], ...] = (
+        ("No space left on device|Disk quota exceeded", StorageError, f"the disk of {node.name} is full",
+         f"free some there, then {RESUME}", "storage.full"),
+        (r"(?:rsync|docker): (?:command )?not found|No such file or directory: '(?:rsync|docker)'", ProcessError,
+         "rsync or docker is missing", install, "process.failed"),
+        (r"unknown option|unrecognized option", ProcessError, "rsync is older than 3.2.4", install, "process.failed"),
+        (r"(?:failed|error): (?:Permission denied|Read-only file system) \(", StorageError,
+         f"{node.name} cannot write the model's folder", f"on {node.name}: ls -ld its parent", "storage.access"),
+        (r"Host key verification failed|Permission denied \(", NetworkError,
+         f"the head cannot log in on {node.name} at {node.address}", f"ssh-copy-id {node.ssh}   # on the head",
+         "network.node"),
+        ("", NetworkError, f"sending to {node.name} was cut off", RESUME, "network.node"),
+    )  # fmt: skip
+    kind, what, fix, code = next(rest for text, *rest in meanings if re.search(text, error.why))
+    return kind(what, " ".join(error.why.splitlines()[-3:]), fix, code=code)
 
 
 def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:

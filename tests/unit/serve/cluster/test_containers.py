@@ -12,7 +12,7 @@ from sparkforge.core.errors import RefusalError, ServerError, StorageError
 from sparkforge.core.process import started_at
 from sparkforge.image import compose
 from sparkforge.serve import entrypoint, record
-from sparkforge.serve.cluster import channels, containers, node, watch
+from sparkforge.serve.cluster import containers, node, watch
 from sparkforge.serve.cluster.node import NodeRequest
 
 # https://github.com/mark-ramsey-ri/vllm-dgx-spark/issues/1, two Sparks under Ray with NVIDIA's plugin.
@@ -254,6 +254,6 @@ def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, doc
     ],
 )
 def test_ncclls_log_says_what_carries_the_model(log, rdma, devices, tcp, description):
-    transport = channels.transport(log)
+    transport = containers.transport(log)
     assert (transport.rdma, transport.devices, transport.tcp) == (rdma, devices, tcp)
     assert transport.description == description

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
-from sparkforge.serve.cluster import check, config, discover, facts
+from sparkforge.serve.cluster import config, discover, facts
 
 
 def propose(facts, **options):
@@ -76,7 +76,7 @@ def test_of_two_halves_on_one_subnet_the_first_ones_address_is_proposed(sheet):
 def test_names_of_no_cluster_are_refused_before_a_machine_is_asked(monkeypatch, names, message):
     monkeypatch.setattr(facts, "ask", lambda *_: pytest.fail("it asked"))
     with pytest.raises(UsageError) as refused:
-        check.find_nodes(names, "docker", "")
+        discover.find_nodes(names, "docker", "")
     assert message in refused.value.why
 
 
@@ -84,7 +84,7 @@ def test_two_names_of_one_machine_are_refused(sheet, monkeypatch):
     spark = sheet("two-from-eugr")["spark"]
     monkeypatch.setattr(facts, "ask", lambda *_: spark)
     with pytest.raises(UsageError, match="two nodes have the same address"):
-        check.find_nodes(["a", "b"], "docker", "")
+        discover.find_nodes(["a", "b"], "docker", "")
 
 
 def test_a_port_whose_halves_share_a_subnet_gets_the_commands_that_configure_it(sheet):

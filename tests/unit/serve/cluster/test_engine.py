@@ -10,7 +10,7 @@ import pytest
 from sparkforge.core.errors import NetworkError, ProcessError, RefusalError, ServerError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.serve import launch
-from sparkforge.serve.cluster import check, node, remote, start
+from sparkforge.serve.cluster import checks, node, remote, start
 from sparkforge.serve.cluster.config import ClusterNode
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.serve.devices import in_environment
@@ -85,7 +85,7 @@ def asked(config, healthy, monkeypatch):
         return reply
 
     monkeypatch.setattr(start, "ask", answer)
-    monkeypatch.setattr(check, "look", lambda _config: healthy)
+    monkeypatch.setattr(checks, "look", lambda _config: healthy)
     embedded = config.model_copy(update={"device": "embedded"})
     return embedded, questions, answers
 
@@ -107,7 +107,7 @@ def test_a_refused_validation_starts_nothing(asked):
 
 def test_a_refused_check_asks_no_node_for_anything(asked, healthy, monkeypatch):
     config, questions, _ = asked
-    monkeypatch.setattr(check, "look", lambda _config: replace(healthy, reaches={}))
+    monkeypatch.setattr(checks, "look", lambda _config: replace(healthy, reaches={}))
     with pytest.raises(RefusalError, match="firewall"):
         start.up(config)
     assert questions == []

@@ -4,7 +4,7 @@ import pytest
 
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.openai import Endpoint
-from sparkforge.serve.cluster import balancer, check, config, node, start
+from sparkforge.serve.cluster import checks, config, node, start
 
 ADDRESSES = ("192.168.177.11", "192.168.177.12")
 
@@ -48,7 +48,7 @@ def test_a_split_models_head_takes_the_key_and_its_worker_needs_none(replicas, m
 
 
 def test_every_server_is_checked_and_sessions_follow_that_check(replicas):
-    text = balancer.text(replicas)
+    text = node.haproxy_text(replicas)
     assert "bind 127.0.0.1:8000" in text
     for name, address in zip(("spark", "spark2"), ADDRESSES, strict=True):
         assert f"server {name} {address}:8001 check" in text
@@ -57,8 +57,8 @@ def test_every_server_is_checked_and_sessions_follow_that_check(replicas):
 
 def test_without_haproxy_nothing_is_asked(replicas, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(balancer, "SYSTEM_FOLDERS", "")
-    monkeypatch.setattr(check, "checked", lambda _config: pytest.fail("it went on"))
+    monkeypatch.setattr(node, "SYSTEM_FOLDERS", "")
+    monkeypatch.setattr(checks, "look", lambda _config: pytest.fail("it went on"))
     with pytest.raises(UsageError, match="haproxy is not installed"):
         start.up(replicas)
 
@@ -79,8 +79,8 @@ def test_servers_start_together_and_the_balancer_after_them(replicas, healthy, m
         return {"verdict": "serve", "url": "http://x", "state": "stopped"}
 
     monkeypatch.setattr(start, "ask", ask)
-    monkeypatch.setattr(check, "look", lambda _config: healthy)
-    monkeypatch.setattr(balancer, "program", lambda: "haproxy")
+    monkeypatch.setattr(checks, "look", lambda _config: healthy)
+    monkeypatch.setattr(start, "haproxy", lambda: "haproxy")
     assert start.up(replicas)["url"] == "http://x"
     assert sorted(questions[2:4]) == [("spark", "start"), ("spark2", "start")]
     assert questions[4:] == [("balancer", "start")]
