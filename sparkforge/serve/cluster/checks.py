@@ -378,17 +378,15 @@ def look(config: ClusterConfig) -> ClusterFacts:
         config,
         known,
         errors,
-        dict(_reaches(config, known)),
+        _reaches(config, known),
         nccl=nccl[1] if nccl else "",
         model=_model(config),
         head=_head_format(config),
     )
 
 
-def _reaches(
-    config: ClusterConfig, known: Mapping[str, NodeFacts]
-) -> Iterator[tuple[tuple[str, str], Reach | SparkforgeError]]:
-    """Yield what comes through, both ways between the head and each worker, then on every other subnet of two nodes."""
+def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tuple[str, str], Reach | SparkforgeError]:
+    """Return what comes through, both ways between the head and each worker, and on every other subnet of two nodes."""
     head, nodes = config.head, {node.name: node for node in config.nodes}
     ways: list[tuple[ClusterNode, ClusterNode, str, str, tuple[int, ...]]] = []
     for worker in config.workers:
@@ -401,15 +399,24 @@ def _reaches(
     for first, own, second, other in discover.pairs(config, known):
         if not {own, other} <= control:
             ways.append((nodes[first], nodes[second], own, other, (CHOSEN_PORT,)))
-    for sender, receiver, own, other, ports in ways:
-        if sender.name not in known or receiver.name not in known:
-            continue
-        mtu = max((e.mtu for e in known[sender.name].interfaces or () if own in e.hosts), default=1500)
-        try:
-            answer: Reach | SparkforgeError = node_facts.reach(sender, receiver, ports, mtu, (own, other))
-        except SparkforgeError as error:
-            answer = error
-        yield (f"{sender.name} {own}", f"{receiver.name} {other}"), answer
+    ways = [way for way in ways if way[0].name in known and way[1].name in known]
+
+    def receive(node: ClusterNode) -> dict[tuple[str, str], Reach | SparkforgeError]:
+        """Try the ways to a node one after the other: they may need the same port."""
+        answers: dict[tuple[str, str], Reach | SparkforgeError] = {}
+        for sender, receiver, own, other, ports in ways:
+            if receiver == node:
+                mtu = max((e.mtu for e in known[sender.name].interfaces or () if own in e.hosts), default=1500)
+                try:
+                    answer: Reach | SparkforgeError = node_facts.reach(sender, receiver, ports, mtu, (own, other))
+                except SparkforgeError as error:
+                    answer = error
+                answers[f"{sender.name} {own}", f"{receiver.name} {other}"] = answer
+        return answers
+
+    return {
+        way: answer for answers in remote.on_every(config.nodes, receive).values() for way, answer in answers.items()
+    }
 
 
 def _model(config: ClusterConfig) -> Architecture | None:

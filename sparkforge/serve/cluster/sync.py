@@ -185,8 +185,8 @@ def sending_error(error: ProcessError, node: ClusterNode) -> SparkforgeError:
          "network.node"),
         ("", NetworkError, f"sending to {node.name} was cut off", RESUME, "network.node"),
     )  # fmt: skip
-    kind, what, fix, code = next(rest for text, *rest in meanings if re.search(text, error.why))
-    return kind(what, " ".join(error.why.splitlines()[-3:]), fix, code=code)
+    _, kind, failure, fix, code = next(meaning for meaning in meanings if re.search(meaning[0], error.why))
+    return kind(failure, " ".join(error.why.splitlines()[-3:]), fix, code=code)
 
 
 def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
