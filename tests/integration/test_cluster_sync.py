@@ -30,6 +30,11 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts):
     (folder / "notes.txt").write_text("not of the model")
     sync = ("cluster.sync", "--config", config, "--model", "/var/lib/models/tiny")
 
+    for host, name in zip(hosts, ("head", "worker"), strict=True):
+        host.stand_in("rsync", f'#!/bin/sh\nexec {shutil.which("rsync")} "$@" --an-option-of-tomorrow\n')
+        assert f"rsync of {name} is older than" in head.inv(*sync).stderr
+        (host.programs / "rsync").unlink()
+
     staged = theirs.with_name(".tiny.sparkforge-sync")
     worker.stand_in("rsync", f'#!/bin/sh\nulimit -f 4096\nexec {shutil.which("rsync")} "$@"\n')  # 2 MiB a file
     cut = head.inv(*sync)

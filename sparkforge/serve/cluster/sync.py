@@ -38,6 +38,8 @@ SILENT_SECONDS = 60  # until rsync gives up a connection that says nothing
 RESUME = "./inv cluster.sync   # it goes on where it was"
 # A file that is there in part or damaged is mended in place, with the bytes that differ; parents are made.
 RSYNC = ("rsync", "--times", "--copy-links", "--inplace", "--no-whole-file", "--ignore-times", "--mkpath", "--fsync")
+RSYNC_VERSION = "3.2.4"  # the first one with --fsync; --mkpath is of 3.2.3
+INSTALL = "sudo apt update && sudo apt install rsync"  # upgrades one that is there
 
 
 class FileSum(Record):
@@ -166,18 +168,33 @@ def _rsync(head: ClusterNode, node: ClusterNode, names: Sequence[str], folders: 
             stdin="\n".join(names) + "\n",
         )
     except ProcessError as error:
-        raise sending_error(error, node) from error
+        raise sending_error(error, head, node) from error
 
 
-def sending_error(error: ProcessError, node: ClusterNode) -> SparkforgeError:
-    """Return what rsync's, ssh's or docker's messages mean."""
-    install = f"sudo apt install rsync   # on the head and on {node.name}"
+def install_command(node: ClusterNode) -> str:
+    """Return what the user types here to have the newest rsync of a node's distribution there."""
+    return f"ssh -t {node.ssh} {shlex.quote(INSTALL)}" if node.ssh else INSTALL
+
+
+def sending_error(error: ProcessError, head: ClusterNode, node: ClusterNode) -> SparkforgeError:
+    """Return what rsync's, ssh's or docker's messages mean.
+
+    rsync says "on remote machine" of an option that the node does not know. Its last lines say only that the
+    connection ended.
+    """
+    on_head, on_node = (f"{install_command(machine)} && {RESUME}" for machine in (head, node))
+    on_both = f"{install_command(head)} && {on_node}"
     meanings: tuple[tuple[str, type[SparkforgeError], str, str, str], ...] = (
         ("No space left on device|Disk quota exceeded", StorageError, f"the disk of {node.name} is full",
          f"free some there, then {RESUME}", "storage.full"),
         (r"(?:rsync|docker): (?:command )?not found|No such file or directory: '(?:rsync|docker)'", ProcessError,
-         "rsync or docker is missing", install, "process.failed"),
-        (r"unknown option|unrecognized option", ProcessError, "rsync is older than 3.2.4", install, "process.failed"),
+         "rsync or docker is missing", on_both, "process.failed"),
+        (r"on remote machine: \S+: unknown option", ProcessError, f"rsync of {node.name} is older than {RSYNC_VERSION}",
+         on_node, "process.failed"),
+        (r"rsync: \S+: unknown option", ProcessError, f"rsync of {head.name} is older than {RSYNC_VERSION}", on_head,
+         "process.failed"),
+        (r"unknown option|unrecognized option", ProcessError,
+         f"rsync of {head.name} or of {node.name} is older than {RSYNC_VERSION}", on_both, "process.failed"),
         (r"(?:failed|error): (?:Permission denied|Read-only file system) \(", StorageError,
          f"{node.name} cannot write the model's folder", f"on {node.name}: ls -ld its parent", "storage.access"),
         (r"Host key verification failed|Permission denied \(", NetworkError,
@@ -185,8 +202,10 @@ def sending_error(error: ProcessError, node: ClusterNode) -> SparkforgeError:
          "network.node"),
         ("", NetworkError, f"sending to {node.name} was cut off", RESUME, "network.node"),
     )  # fmt: skip
-    _, kind, failure, fix, code = next(meaning for meaning in meanings if re.search(meaning[0], error.why))
-    return kind(failure, " ".join(error.why.splitlines()[-3:]), fix, code=code)
+    pattern, kind, failure, fix, code = next(meaning for meaning in meanings if re.search(meaning[0], error.why))
+    lines = error.why.splitlines()
+    first = next((index for index, line in enumerate(lines) if pattern and re.search(pattern, line)), -3)
+    return kind(failure, " ".join(lines[first:][:3]), fix, code=code)
 
 
 def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
@@ -212,7 +231,7 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
         try:
             remote.output(config.head, ["bash", "-o", "pipefail", "-c", pipe], seconds=SEND_SECONDS)
         except ProcessError as error:
-            raise sending_error(error, node) from error
+            raise sending_error(error, config.head, node) from error
         if (loaded := image_id(node, name)) != wanted:
             why = f"{name} is {loaded or 'not there'} after docker load, and {wanted} on {config.head.name}"
             fix = "the same image store in both Docker engines (docker info, Storage Driver), or ./inv image.pull there"

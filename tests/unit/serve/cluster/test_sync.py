@@ -157,7 +157,7 @@ def test_files_that_stay_different_are_sent_again_once_and_then_an_error(cluster
         ("Host key verification failed.\nrsync error: unexplained error (code 255)", NetworkError, "log in"),
         ("nvidia@x: Permission denied (publickey).", NetworkError, "log in"),
         ('rsync: [Receiver] mkdir "/m" failed: Permission denied (13)', StorageError, "cannot write"),
-        ("rsync: --mkpath: unknown option", ProcessError, "older than 3.2.4"),
+        ("rsync: --mkpath: unknown option", ProcessError, "of head is older than 3.2.4"),
         ("rsync error: timeout in data send/receive (code 30)", NetworkError, "cut off"),
     ],
 )
@@ -175,3 +175,25 @@ def test_an_error_of_rsync_is_named_with_the_next_command(cluster, programs, tmp
     assert type(caught.value) is error
     assert caught.value.fix
     assert (tmp_path / "sent").read_text() == "m.safetensors\n"
+
+
+HERE = "sudo apt update && sudo apt install rsync"
+THERE = f"ssh -t nvidia@spark-2 '{HERE}'"
+
+
+@pytest.mark.parametrize(
+    ("printed", "machines", "commands"),
+    [
+        ("rsync: --fsync: unknown option", "head", HERE),
+        ("rsync: on remote machine: --fsync: unknown option", "worker", THERE),
+        ("rsync: unrecognized option", "head or of worker", f"{HERE} && {THERE}"),
+    ],
+)
+def test_the_machine_whose_rsync_is_too_old_is_named_with_its_command(cluster, printed, machines, commands):
+    rest = "rsync error: syntax or usage error [server=3.1.3]\nrsync: connection unexpectedly closed\n(code 12)"
+    failed = ProcessError("rsync failed on head", f"Welcome!\n{printed}\n{rest}", "run it by hand")
+    error = sync.sending_error(failed, cluster.head, *cluster.workers)
+    assert error.what == f"rsync of {machines} is older than 3.2.4"
+    assert error.why.startswith(f"{printed} rsync error")
+    assert "3.1.3" in error.why
+    assert error.fix == f"{commands} && {sync.RESUME}"
