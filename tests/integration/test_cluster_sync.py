@@ -44,10 +44,21 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts):
     assert not theirs.exists()
     assert (staged / "model-1.safetensors").stat().st_size == 2 << 20
 
+    worker.stand_in("sync", "#!/bin/sh\necho 'sync: Input/output error' >&2\nexit 1\n")
     before = sent(head)
     result = head.inv(*sync)
-    assert result.returncode == 0, result.stderr
+    assert "Input/output error" in result.stderr
     assert 4 << 20 <= sent(head) - before < 5 << 20  # over the link, without what was there
+    assert not theirs.exists()  # it is complete, but not on the disk
+    flushed = worker.files / "flushed"
+    worker.stand_in(
+        "sync", f'#!/bin/sh\necho "$*" $(ls -A /var/lib/models) >> {flushed}\nexec {shutil.which("sync")} "$@"\n'
+    )
+    result = head.inv(*sync)
+    (worker.programs / "sync").unlink()
+    assert result.returncode == 0, result.stderr
+    parent, collected = "/var/lib/models", ".tiny.sparkforge-sync"
+    assert flushed.read_text().splitlines() == [f"-f -- {parent}/{collected} {collected}", f"-- {parent} tiny"]
     assert sorted(file.name for file in theirs.iterdir()) == ["config.json", "model-1.safetensors"]
     assert (theirs / "model-1.safetensors").read_bytes() == (folder / "model-1.safetensors").read_bytes()
     assert not staged.exists()

@@ -127,7 +127,13 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, head_files: N
         fix = f"check the model on {head.name}: ./inv model.fetch; then {RESUME}"
         raise IntegrityError(f"{node.name} did not get the head's files", why, fix, code="integrity.hash")
     if not node_files.whole:
-        remote.output(node, ["mv", "-T", "--", node_files.path, folder], seconds=SILENT_SECONDS)
+        # An earlier run may have been cut off when the files were complete, before rsync had flushed them to the disk.
+        commands = (
+            ["sync", "-f", "--", node_files.path],
+            ["mv", "-T", "--", node_files.path, folder],
+            ["sync", "--", str(Path(folder).parent)],
+        )
+        remote.output(node, ["sh", "-c", " && ".join(map(shlex.join, commands))], seconds=HASH_SECONDS)
     say(f"{node.name}: has every file, each with the head's sha256")
 
 
