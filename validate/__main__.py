@@ -40,6 +40,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--deep", action=argparse.BooleanOptionalAction, default=True, help="ask torch and vllm, in a child"
     )
+    parser.add_argument(
+        "--layers", action=argparse.BooleanOptionalAction, default=True, help="serve two layers and judge each part"
+    )
     parser.add_argument("--deep-seconds", type=float, default=Options.deep_seconds, help="limit for that")
     parser.add_argument("--numerics-seconds", type=float, default=Options.numerics_seconds, help="limit to compute")
     parser.add_argument(
@@ -66,6 +69,7 @@ def validate(arguments: argparse.Namespace) -> ValidationReport:
             serve_args=tuple(arguments.serve_args),
             python=arguments.python,
             deep=arguments.deep,
+            layers=arguments.layers,
             deep_seconds=arguments.deep_seconds,
             numerics_seconds=arguments.numerics_seconds,
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -11,7 +11,7 @@ from enum import StrEnum
 from sparkforge.core.errors import RefusalError, SparkforgeError
 from validate.checks import CHECKS
 from validate.checks.finding import Check, Finding, Status, View, evaluate, skipped
-from validate.facts import checkpoint, deep, gpu, machine, measured, numerics, patches, software
+from validate.facts import checkpoint, deep, gpu, layers, machine, measured, numerics, patches, software
 from validate.facts.fact import Fact, Facts, gather
 from validate.facts.target import Options, Target
 from validate.profiles import Profile, named
@@ -39,7 +39,7 @@ class ValidationVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """The result of a validation. `seconds` has `facts`, `deep`, `numerics` and `checks`."""
+    """The result of a validation. `seconds` has `facts`, `deep`, `numerics`, `layers` and `checks`."""
 
     profile: str
     verdict: ValidationVerdict
@@ -82,7 +82,7 @@ class ValidationReport:
 def run(profile: str, options: Options) -> ValidationReport:
     """Validate this machine for `profile`. Raises UsageError for an unknown profile and nothing else.
 
-    Deep facts are gathered only if `options.deep` and a check of the profile needs one.
+    Facts of child processes are gathered only if the options and a check of the profile ask for them.
     """
     chosen = named(profile).foreign() if options.foreign else named(profile)
     needs = {need for name in chosen.severities for need in CHECKS[name].needs}
@@ -90,26 +90,28 @@ def run(profile: str, options: Options) -> ValidationReport:
     start = time.monotonic()
     facts: dict[str, Fact] = gather(target, GROUPS)
     seconds = {"facts": time.monotonic() - start}
-    for name, module in (("deep", deep), ("numerics", numerics)):
+    left_out = {"deep", "numerics", "layers"} if not options.deep else set() if options.layers else {"layers"}
+    for name, module in (("deep", deep), ("numerics", numerics), ("layers", layers)):
         start = time.monotonic()
-        if options.deep and name in needs:
+        if name in needs - left_out:
             facts |= module.gather(target)
         seconds[name] = time.monotonic() - start
-    return _judge(chosen, facts, seconds, "this machine", with_deep=options.deep)
+    return _judge(chosen, facts, seconds, "this machine", left_out)
 
 
 def rehearse(profile: str, sheet: Facts, origin: str) -> ValidationReport:
     """Judge a recorded sheet as `profile` would; nothing of this machine is read. Raises UsageError as `run`."""
-    return _judge(named(profile), sheet, dict.fromkeys(("facts", "deep", "numerics"), 0.0), origin, with_deep=True)
+    seconds = dict.fromkeys(("facts", "deep", "numerics", "layers"), 0.0)
+    return _judge(named(profile), sheet, seconds, origin, ())
 
 
 def _judge(
-    profile: Profile, facts: Facts, seconds: Mapping[str, float], origin: str, *, with_deep: bool
+    profile: Profile, facts: Facts, seconds: Mapping[str, float], origin: str, left_out: Collection[str]
 ) -> ValidationReport:
     start = time.monotonic()
     severities = profile.severities
     findings = tuple(
-        _evaluate(check, facts, required=severities[name], with_deep=with_deep)
+        _evaluate(check, facts, left_out, required=severities[name])
         for name, check in CHECKS.items()
         if name in severities
     )
@@ -131,9 +133,10 @@ def _judge(
     )
 
 
-def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bool) -> Finding:
-    if check.deep and not with_deep:
-        return skipped(check, "asks torch and vllm, and --no-deep was given", "leave out --no-deep", required=required)
+def _evaluate(check: Check[View], facts: Facts, left_out: Collection[str], *, required: bool) -> Finding:
+    if not set(left_out).isdisjoint(check.needs):
+        option = "--no-deep" if "deep" in left_out else "--no-layers"
+        return skipped(check, f"asks torch and vllm, and {option} was given", f"leave out {option}", required=required)
     model = facts.get("model.path")
     no_model = model is not None and model.value is None and model.error is None
     if no_model and "model" in check.needs:

@@ -70,6 +70,7 @@ SPARK = Profile(
         "dense-kernels",
         "attention-backend",
         "numerics",
+        "layers",
         "model-files",
         "model-format",
         "measured-speed",
@@ -98,7 +99,7 @@ EMBEDDED = Profile(
         "model-files",
         "model-format",
     ),
-    advised=("shared-memory", "remove-ipc", "unknown-environment", "offline-hub"),
+    advised=("layers", "shared-memory", "remove-ipc", "unknown-environment", "offline-hub"),
 )
 GPU = Profile(
     "gpu",
@@ -119,6 +120,7 @@ GPU = Profile(
         "unknown-environment",
         "spark-mxfp4-plugin",
         "numerics",
+        "layers",
         "model-files",
         "model-format",
     ),

@@ -21,7 +21,7 @@ from sparkforge.models.tiny_format import Sizes, config
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
-from validate.facts import checkpoint, deep, numerics
+from validate.facts import checkpoint, deep, layers, numerics
 from validate.facts.child import entries
 from validate.facts.fact import Fact
 from validate.facts.target import Target
@@ -191,11 +191,25 @@ def test_our_plugin_may_serve_on_a_claimed_gb10(
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.quantization", "deep.capability")}
     recorded = json.loads(gb10_sheet("spark" if release == "vllm_trees" else "spark-next"))["facts"]
     sheet = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in recorded.items()}
+    sheet["layers.differences"] = Fact({"experts 0": 0.004}, "test")  # in bfloat16, as our kernel's
     report = rehearse("spark", {**sheet, **chosen, **computed}, "test")
     assert report.verdict is ValidationVerdict.SERVE, report.of(Status.FAIL)
     assert [finding.check for finding in report.of(Status.WARN)] == ["moe-backend"]
     wrong = {**computed, "numerics.difference": Fact(0.4, "test")}
     assert rehearse("spark", {**sheet, **chosen, **wrong}, "test").verdict is ValidationVerdict.REFUSE
+
+
+def test_each_part_of_two_layers_is_right_by_the_cpus_backends(gather_in_forks, model, trees):
+    path = (trees["patched"],)
+    facts = gather_in_forks(layers, target(model, *path, args=("--quantization", "spark-mxfp4")), path)
+    assert set(facts["layers.differences"].value) == {
+        *(f"{part} {layer}" for part in ("qkv_proj", "o_proj", "router", "experts") for layer in (0, 1)),
+        *(f"attention {kind} {step}" for kind in ("sliding", "full") for step in ("prefill", "decode")),
+        "lm_head",
+    }
+    tolerance = {"numerics.tolerance": Fact(0.02, "test")}
+    finding = evaluate(CHECKS["layers"], View({**facts, **tolerance}))
+    assert finding.status is Status.PASS, finding.evidence
 
 
 @pytest.fixture(scope="module")

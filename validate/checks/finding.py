@@ -91,6 +91,13 @@ class View:
             raise _of_type(name, value, "a table")
         return value
 
+    def numbers(self, name: str) -> dict[str, float]:
+        """A table of numbers by name, with one at least."""
+        table = self.table(name)
+        if not table or not all(isinstance(value, (int, float)) for value in table.values()):
+            raise _of_type(name, table, "a table of numbers")
+        return table
+
     def version(self, name: str) -> Version:
         """The version; of one that is not written as Python has it (3.12.3+, 9.20-1ubuntu) the leading numbers."""
         text = self.text(name)
@@ -148,7 +155,7 @@ class Check(Generic[FactSource]):
     @property
     def deep(self) -> bool:
         """Whether torch and vllm must be asked, in a child process of their own."""
-        return "deep" in self.needs or "numerics" in self.needs
+        return not {"deep", "numerics", "layers"}.isdisjoint(self.needs)
 
 
 class CheckList(list[Check[FactSource]]):

@@ -20,11 +20,10 @@ PLUGIN, VLLM = "plugin", "vllm"  # whose kernel runs the experts: our plugin's, 
 
 def gather(target: Target) -> dict[str, Fact]:
     """Every fact of the numerics check; those that the child did not write carry how it ended. Never raises."""
-    way = way_of(target)
-    if way == VLLM and not _compiled(target):
+    if not ready(target):
         return {f"numerics.{name}": Fact(NOT_COMPILED if name == "state" else None, SOURCE) for name in NAMES}
     entries, why = run_child(
-        CHILD, target, "the layer", target.options.numerics_seconds, way=way, gpu_fields=gpus.STATE_FIELDS
+        CHILD, target, "the layer", target.options.numerics_seconds, way=way_of(target), gpu_fields=gpus.STATE_FIELDS
     )
     missing = {f"numerics.{name}": Fact(None, SOURCE, why) for name in NAMES}
     computed = {name: Fact(entry["value"], SOURCE) for name, entry in entries.items()}
@@ -39,11 +38,13 @@ def way_of(target: Target) -> str:
     return PLUGIN if named and target.options.environ.get("SPARK_MXFP4_KERNEL") != VLLM else VLLM
 
 
-def _compiled(target: Target) -> bool:
-    """Whether FlashInfer's MoE module is ready; without it the first call would compile for minutes.
+def ready(target: Target) -> bool:
+    """Tell whether the experts' kernel is compiled; without FlashInfer's module the first call would take minutes.
 
     If that cannot be read, the child says what is wrong.
     """
+    if way_of(target) == PLUGIN:
+        return True
     try:
         return software.moe_module(target) in software.cached_modules(target)
     except Exception:  # noqa: BLE001 - a fact of its own says why

@@ -69,6 +69,7 @@ class Options:
     python: Path = Path(sys.executable)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     deep: bool = True
+    layers: bool = True
     deep_seconds: float = 240.0
     numerics_seconds: float = 180.0
 

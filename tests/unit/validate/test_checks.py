@@ -14,13 +14,13 @@ from sparkforge.serve import profiles
 from validate import ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Check, Status, View, evaluate, join, passed
-from validate.facts import numerics
+from validate.facts import layers, numerics
 from validate.facts.deep import SOURCES
 from validate.facts.fact import Fact, load_sheet
 from validate.gate import GROUPS
 from validate.profiles import PROFILES
 
-NUMERICS = {f"numerics.{name}" for name in numerics.NAMES}
+NUMERICS = {f"numerics.{name}" for name in numerics.NAMES} | {f"layers.{name}" for name in layers.NAMES}
 KNOWN = {reading.name for group in GROUPS for reading in group} | set(SOURCES) | NUMERICS
 
 
@@ -212,8 +212,14 @@ OURS = {
     "numerics.kernel": "spark_mxfp4 triton",
     "numerics.tolerance": 0.02,
     "numerics.difference": 0.003,
+    "layers.differences": {"experts 0": 0.004, "router 0": 0.002},
 }
 SPARK_CASES = {
+    "layers in MXFP8": ("layers", {"layers.linear": "mxfp8", "layers.differences": {"o_proj 1": 0.03}}, Status.PASS),
+    "a head in bf16 then": ("layers", {"layers.linear": "mxfp8", "layers.differences": {"lm_head": 0.03}}, Status.FAIL),
+    "an FP8 cache": ("layers", {"layers.cache": "fp8", "layers.differences": {"attention full": 0.1}}, Status.PASS),
+    "not a number": ("layers", {"layers.differences": {"lm_head": float("nan")}}, Status.FAIL),
+    "no layers yet": ("layers", {"layers.state": "not compiled"}, Status.WARN),
     "driver 590 warns": ("driver-version", {"gpu.driver_version": "590.48.01"}, Status.WARN),
     "driver 610 passes": ("driver-version", {"gpu.driver_version": "610.10"}, Status.PASS),
     "nvidia-smi and CUDA disagree": ("gpu-capability", {"gpu.compute_capability": "12.0"}, Status.FAIL),

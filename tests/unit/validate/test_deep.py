@@ -102,6 +102,7 @@ def test_no_deep_is_never_green(monkeypatch, environment, good):
         "dense-kernels",
         "attention-backend",
         "numerics",
+        "layers",
     }
     assert report.verdict is ValidationVerdict.INCOMPLETE
     assert report.error().exit_code == 30

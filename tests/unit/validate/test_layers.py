@@ -1,0 +1,104 @@
+"""The check `layers` notices what a wrong part of a model does; the parts here are the reference's own, in bfloat16."""
+
+import pytest
+import torch
+
+from validate.facts import layers_child as child
+from validate.facts import numerics_child
+
+SIZE, TOKENS = child.SIZES["cpu"], child.PROMPT + child.STEPS - 1
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return child.make_weights(SIZE)
+
+
+@pytest.fixture(scope="module")
+def served(weights):
+    """Calls as an engine makes them: the prompt at once, then a token at a time. What no part judges is random."""
+    random = torch.Generator().manual_seed(1)
+
+    def rows(columns):
+        return torch.randn(TOKENS, columns, generator=random).to(torch.bfloat16)
+
+    def calls(inputs, output):
+        cuts = [child.PROMPT] + [1] * (TOKENS - child.PROMPT)
+        parts = zip(*(tensor.to(torch.bfloat16).split(cuts) for tensor in (*inputs, output)), strict=True)
+        return [(list(part[:-1]), part[-1]) for part in parts]
+
+    recorded = {}
+    for layer in range(child.LAYERS):
+        model, attn, mlp = f"model.layers.{layer}", f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        x, heads = rows(SIZE), rows(child.HEADS * child.HEAD_DIM)
+        qkv = torch.cat([child.project(weights, f"{attn}.{name}_proj", x) for name in "qkv"], dim=-1)
+        recorded[f"{model}.attn.qkv_proj"] = calls([x], qkv)
+        recorded[f"{model}.attn.o_proj"] = calls([heads], child.project(weights, f"{attn}.o_proj", heads))
+        logits = child.project(weights, f"{mlp}.router", x).to(torch.bfloat16)
+        recorded[f"{mlp}.router"] = calls([x], logits)
+        mixed = child.mix(numerics_child, weights, f"{mlp}.experts", x, logits)
+        recorded[f"{mlp}.experts"] = calls([x, logits], mixed)
+        q, k, v = heads, rows(child.KV_HEADS * child.HEAD_DIM), rows(child.KV_HEADS * child.HEAD_DIM)
+        out = torch.full((TOKENS, q.shape[1]), float("nan"), dtype=torch.float64)
+        out[list(child.ROWS)] = child.attend(q, k, v, weights[f"{attn}.sinks"], (child.WINDOW, 0)[layer])
+        recorded[f"{model}.attn.attn"] = calls([q, k, v], out)
+    last = rows(SIZE)[:5]
+    head = last.double() @ weights["lm_head.weight"].double().T
+    recorded["logits_processor"] = [
+        ([row], out.to(torch.bfloat16)) for row, out in zip(last.split(1), head.split(1), strict=True)
+    ]
+    return recorded
+
+
+def worst(served, weights):
+    """Return the parts that differ by more than 1 %, what bfloat16 explains."""
+    return [part for part, difference in child.judge(served, weights, numerics_child) if not difference <= 0.01]
+
+
+def test_right_parts_differ_by_rounding_alone(served, weights):
+    differences = dict(child.judge(served, weights, numerics_child))
+    assert len(differences) == 6 * child.LAYERS + 1
+    assert all(0 < difference < 0.004 for difference in differences.values()), differences
+
+
+# What a backend may get wrong: the reference is computed as it would be, so what was served differs from it.
+@pytest.mark.parametrize(
+    ("name", "change", "parts"),
+    [
+        ("self_attn.sinks", lambda sinks: sinks - 100, ["attention sliding prefill", "attention sliding decode"]),
+        ("self_attn.k_proj.bias", lambda bias: 0 * bias, ["qkv_proj 0"]),
+        ("self_attn.o_proj.weight", lambda weight: weight.roll(1, 1), ["o_proj 0"]),
+        ("mlp.router.bias", lambda bias: bias.roll(1), ["router 0"]),
+        ("mlp.experts.down_proj_scales", lambda scales: scales + 1, ["experts 0"]),
+        ("mlp.experts.gate_up_proj_blocks", lambda blocks: blocks >> 4 | blocks << 4, ["experts 0"]),
+    ],
+)
+def test_a_wrong_weight_shows_in_its_part_alone(served, weights, name, change, parts):
+    name = f"model.layers.0.{name}"
+    assert worst(served, {**weights, name: change(weights[name])}) == parts
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"WINDOW": 127}, ["attention sliding prefill", "attention sliding decode"]),
+        ({"WINDOW": 0}, ["attention sliding prefill", "attention sliding decode"]),
+        ({"TOP_K": 1}, ["experts 0", "experts 1"]),
+    ],
+)
+def test_a_wrong_size_shows(served, weights, monkeypatch, change, parts):
+    for name, value in change.items():
+        monkeypatch.setattr(child, name, value)
+    assert worst(served, weights) == parts
+
+
+def test_a_part_that_writes_nothing_for_one_token_shows(served, weights):
+    calls = list(served["model.layers.1.attn.attn"])
+    calls[-1] = (calls[-1][0], torch.full_like(calls[-1][1], float("nan")))
+    assert worst({**served, "model.layers.1.attn.attn": calls}, weights) == ["attention full decode"]
+
+
+def test_rounding_that_takes_another_expert_as_good_is_no_fault(served, weights):
+    router, as_good = "model.layers.0.mlp.router", torch.tensor([[3.0, 2.0, 1.99, -1.0]], dtype=torch.bfloat16)
+    routed = [(x, torch.cat([as_good, logits[1:]])) for x, logits in served[router]]
+    assert worst({**served, router: routed}, weights) == ["router 0"]  # not the experts, which had other logits
