@@ -201,7 +201,7 @@ def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
             raise PatchError(
                 f"{inputs.tree / path} was edited by hand",
                 "it is not the file that the archive held",
-                f"keep your edits (docs/guide/write-patches.md), then rm -r {shlex.quote(str(inputs.tree))} and again",
+                f"keep your edits (lab/patches/README.md), then rm -r {shlex.quote(str(inputs.tree))} and again",
                 code="patch.modified",
             )
     if inputs.queue:
