@@ -146,8 +146,7 @@ lab.reference_pages`. [Tune a server](../guide/tune.md) compares profiles.
 """
 ERRORS = """# Errors
 
-Every error has three parts: what failed, why, and the next command to run. Its code stands in brackets behind the first
-part:
+Every error has three parts: what failed, why, and the next command to run. The first part ends with the error's code in brackets:
 
 ```text
 ✗ vLLM's wheel is not the file that was pinned [integrity.hash]
@@ -155,8 +154,7 @@ part:
   next: ./inv build --only sources
 ```
 
-The exit code tells scripts which family the error belongs to; the code tells the cases of a family apart. Codes do not
-change between releases. Each has an anchor on this page, such as
+The exit code names the error's family; the code names the case within it. Codes do not change between releases. Each has an anchor on this page, such as
 [`errors.html#integrity.hash`](#integrity.hash).
 
 This page is made by `python -m lab.reference_pages`.

@@ -26,7 +26,7 @@ class SparkforgeError(Exception):
 
 
 class UsageError(SparkforgeError):
-    """An argument or option has no meaning here."""
+    """An argument or option is invalid."""
 
     exit_code, family = 2, "usage"
 
@@ -56,7 +56,7 @@ class PatchError(SparkforgeError):
 
 
 class ServerError(SparkforgeError):
-    """A server cannot start, is not there, or does not answer as it should."""
+    """A server cannot start, does not run, or does not answer correctly."""
 
     exit_code, family = 24, "server"
 
@@ -68,7 +68,7 @@ class StorageError(SparkforgeError):
 
 
 class RefusalError(SparkforgeError):
-    """A check was made and its answer is no: the validator, the doctor or the plan refuses."""
+    """The validator, the doctor or the plan found a reason to refuse."""
 
     exit_code, family = 30, "validation"
 
@@ -105,7 +105,7 @@ class BenchmarkError(SparkforgeError):
 
 # What each code means, in the order of the families. Codes are stable: scripts may rely on them.
 CODES = {
-    "usage": "An argument or option has no meaning here.",
+    "usage": "An argument or option is invalid.",
     "input": "A file that a command reads is missing or malformed.",
     "input.pins": "`pins.toml` or a lock is malformed: no hash, an unknown key, a duplicate, a missing entry.",
     "input.model": "A model directory is missing, incomplete, or not a gpt-oss checkpoint.",
@@ -116,8 +116,8 @@ CODES = {
     "input.baselines": "The benchmark's baselines are malformed: an unknown key, a figure without source or date.",
     "input.result": "A result file cannot be read, or is not one of ours.",
     "input.trace": "A profiler's trace cannot be read, or is damaged, too large or empty.",
-    "input.record": "The record of a published image cannot be read, or is none.",
-    "input.text": "The text that the accuracy gate scores is not here, or is not the one that its limits belong to.",
+    "input.record": "The record of a published image cannot be read or is malformed.",
+    "input.text": "The text that the accuracy gate scores is missing, or is not the text that the limits are for.",
     "network.fetch": "A pinned file could not be fetched: no network, not on the index, or a broken transfer.",
     "network.node": "A node of a cluster cannot be reached by ssh without a question.",
     "network.submit": "A result was not posted; it is kept, and the same command tries again.",
@@ -138,15 +138,15 @@ CODES = {
     "server.cluster": "A node of a cluster ended or does not answer, so the others end too; it is named.",
     "server.rollback": "There is nothing to go back to, something of it is missing, or its start failed.",
     "server.service": "The systemd service cannot be installed, is not installed, or has stopped trying.",
-    "server.reply": "The server answered with an error or with something that is no answer.",
+    "server.reply": "The server answered with an error or with an invalid response.",
     "server.memory": "The memory guard ended the server before the machine, or its container, had no memory left.",
-    "server.restarts": "The server ended too often in a short time: it is not started again until somebody asks.",
+    "server.restarts": "The server ended too often in a short time; restart it by hand.",
     "storage.access": "A file or folder cannot be read or written: no permission, read-only, in the way, or gone.",
     "storage.full": "A file system has too little room for the next step.",
     "storage.busy": "Another Sparkforge command is changing the same files.",
-    "storage.cache": "A path of a kernel cache must not be removed: it lies outside the cache, or a process uses it.",
-    "validation.failed": "At least one check failed: no green report, no server.",
-    "validation.incomplete": "A required check was skipped; nothing failed, but nothing is green either.",
+    "storage.cache": "A path cannot be removed from a kernel cache: it lies outside the cache, or a process uses it.",
+    "validation.failed": "At least one required check failed, so no server was started.",
+    "validation.incomplete": "A required check was skipped, so validation did not pass; no check failed.",
     "validation.problems": "`./inv doctor` found at least one problem; all of them are on stdout.",
     "validation.cluster": "The nodes of a cluster cannot serve together; nothing was started.",
     "validation.too-large": "A model, with the context and concurrency asked for, does not fit the device's memory.",
@@ -160,7 +160,7 @@ CODES = {
     "compile.environment": "The Python environment that kernels are built for lacks FlashInfer, torch or the patches.",
     "compile.kernels": "A kernel module was built, but a server would compile it again.",
     "compile.inputs": "A repository, or torch with CUDA, that vLLM's extensions are compiled from or with is missing.",
-    "compile.incomplete": "A build ended without what it was to make, or its output does not fit where it is to go.",
+    "compile.incomplete": "A build ended without all of its outputs, or its output does not fit the target.",
     "audit": "A binary breaks a rule of the audit.",
     "engine.missing": "No Docker engine, or no `docker` command, is installed here.",
     "engine.down": "The Docker engine does not run, or does not answer.",
@@ -171,11 +171,11 @@ CODES = {
     "engine.image": "An image is not on this machine and cannot be pulled.",
     "engine.registry": "An image registry cannot be reached, refuses the login, or speaks plain HTTP.",
     "engine.failed": "The Docker engine, buildx or Compose failed in another way; its own message is included.",
-    "benchmark.gate": "The served model is less accurate than its threshold, or a figure is no number; no load ran.",
+    "benchmark.gate": "The served model is less accurate than its threshold, or a figure is not a number; no load ran.",
     "benchmark.undecided": "The accuracy gate has no thresholds for this model and text, or no prompt logprobs.",
     "benchmark.load": "A load run did not finish, or its figures contradict each other; its result says failed.",
     "benchmark.batch": "At least one configuration of a batch failed; the others were measured.",
-    "benchmark.board": "A result is not what the board takes: another model, text, limits or shape; it was not posted.",
+    "benchmark.board": "The board does not accept a result: another model, text, limits or shape; it was not posted.",
     "benchmark.guard": "The memory guard did not end every server of a trial by name.",
     "benchmark.bakeoff": "No server of a bakeoff passed the gate and the load, so there is nothing to rank.",
 }
