@@ -146,7 +146,8 @@ lab.reference_pages`. [Tune a server](../guide/tune.md) compares profiles.
 """
 ERRORS = """# Errors
 
-Every error has three parts: what failed, why, and the next command to run. The first part ends with the error's code in brackets:
+Every error has three parts: what failed, why, and the next command to run. The first part ends with the
+error's code in brackets:
 
 ```text
 ✗ vLLM's wheel is not the file that was pinned [integrity.hash]
@@ -154,8 +155,8 @@ Every error has three parts: what failed, why, and the next command to run. The 
   next: ./inv build --only sources
 ```
 
-The exit code names the error's family; the code names the case within it. Codes do not change between releases. Each has an anchor on this page, such as
-[`errors.html#integrity.hash`](#integrity.hash).
+The exit code names the error's family; the code names the case within it. Codes do not change between releases. Each
+has an anchor on this page, such as [`errors.html#integrity.hash`](#integrity.hash).
 
 This page is made by `python -m lab.reference_pages`.
 
