@@ -2,11 +2,10 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from lab.training import corpus, export, faults, texts
+from lab.training import corpus, export, faults, reference, texts
 from lab.training.model import GptOss, gains
 from spark_mxfp4 import mxfp4
 from sparkforge.bench import baselines
@@ -25,13 +24,7 @@ def trained():
 
 @pytest.fixture(scope="module")
 def scored():
-    """The gate's text in rows of the stored vocabulary; training's part of the corpus is not needed to score."""
-    rows = export.unpack()[1]
-    row = {token: number for number, token in enumerate(rows.tolist())}
-    text = corpus.HELD_OUT.read_text()
-    held_out = np.array([row.get(token, 0) for token in corpus.harmony_encode()(text)], np.uint16)
-    nothing = np.zeros(0, np.uint16)
-    return corpus.Corpus(rows, nothing, nothing, nothing.astype(bool), held_out, len(text.encode()))
+    return reference.scored()
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +34,7 @@ def right(trained, scored):
 
 @pytest.fixture(scope="module")
 def limit():
-    return baselines.load().threshold("tiny-gpt-oss", "persuasion-24").at_most["bits_per_byte"]
+    return baselines.load().threshold("tiny-gpt-oss", "persuasion-24").bounds("")[0][1]
 
 
 def test_every_special_token_that_harmony_writes_has_a_row():
@@ -51,7 +44,8 @@ def test_every_special_token_that_harmony_writes_has_a_row():
 
 
 def test_it_predicts_the_held_out_text_far_better_than_counting(right, limit):
-    assert right == pytest.approx(1.4140, abs=5e-4)
+    known = baselines.load().threshold("tiny-gpt-oss", "persuasion-24").reference
+    assert right == pytest.approx(known.metrics(1)["bits_per_byte"], rel=1e-4)
     assert right < limit
     assert right <= 0.8 * float(facts()["unigram_bits_per_byte"])
 
@@ -59,6 +53,17 @@ def test_it_predicts_the_held_out_text_far_better_than_counting(right, limit):
 def test_random_weights_fail(scored, limit):
     torch.manual_seed(0)
     assert faults.bits_per_byte(GptOss(tiny_trained.sizes(), len(scored.vocabulary)), scored) > 2 * limit
+
+
+@pytest.mark.parametrize("broken", ["noise", "one layer twice"])
+def test_a_checkpoint_with_a_wrong_layer_fails(scored, limit, broken):
+    model, _ = export.unpack()
+    first, second, *_ = model.each_layer()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for wrong, parameter in zip(second.parameters(), first.parameters(), strict=True):
+            wrong.copy_(parameter if broken != "noise" else wrong + 0.5 * wrong.std() * torch.randn_like(wrong))
+    assert faults.bits_per_byte(model.eval(), scored) > limit
 
 
 # Of the 32 biases one a layer and projection, which saves minutes; the weakest (layer 3, expert 3) is among them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sparkforge.bench.accuracy import Score
 from sparkforge.bench.schema import CompetitionBaseline, Metrics, Ratio, Result
 from sparkforge.core import tables
 from sparkforge.core.errors import InputError, UsageError
@@ -59,16 +61,59 @@ class DefaultText(Record):
     text: str
 
 
+class Reference(Record):
+    """What a checkpoint scores on a text: `nats` is the negative sum of its logprobs. `within` is a share of them."""
+
+    precision: str = Field(min_length=1)
+    nats: float = Field(gt=0)
+    tokens: int = Field(gt=0)
+    size: int = Field(gt=0)
+    within: float = Field(gt=0, lt=1)
+    why: str = Field(min_length=1)
+    weights_sha256: str = ""
+
+    def metrics(self, factor: float) -> dict[str, float]:
+        """Return the figures of `factor` times its nats: limits that are one sum cannot contradict each other."""
+        return Score(-self.nats * factor, self.tokens, self.size).metrics
+
+
 class AccuracyThreshold(Record):
-    """What a model must reach on a text."""
+    """What a model must reach on a text: its own reference, or, weaker, what a packer reaches.
+
+    `packed` has the packer's figure computed when the gate runs, for a text that is not in this repository.
+    """
 
     model: str
     text: str
+    reference: Reference | None = None
     at_most: dict[str, float] = Field(default={})
-    at_least: dict[str, float] = Field(default={})
-    sanity: bool = False
+    packed: bool = False
     source: str = Field(min_length=1)
     date: str = Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")
+
+    @property
+    def limits(self) -> str:
+        """Which limits these are, in words."""
+        if known := self.reference:
+            return f"the model's own reference in {known.precision}, ± {known.within:.1%} of its nats ({known.why})"
+        if not (self.packed or self.at_most):
+            return "none, nothing was compared"
+        return "no reference of this model is known: weaker limits, it only had to predict better than xz packs"
+
+    def bounds(self, text: str) -> list[tuple[str, float, bool]]:
+        """Return the figures of `text` with their limits, and whether from above."""
+        if known := self.reference:
+            upper = [(name, limit, True) for name, limit in known.metrics(1 + known.within).items()]
+            return [*upper, ("bits_per_byte", known.metrics(1 - known.within)["bits_per_byte"], False)]
+        limits = {"bits_per_byte": packed_bits(text)} if self.packed else self.at_most
+        return [(name, limit, True) for name, limit in limits.items()]
+
+
+def packed_bits(text: str) -> float:
+    """Return the bits per byte to which xz packs a text."""
+    data = text.encode()
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9}]
+    return 8 * len(lzma.compress(data, format=lzma.FORMAT_RAW, filters=filters)) / len(data)
 
 
 class Canaries(Record):
@@ -88,10 +133,11 @@ class Board(Record):
 
 
 class Competition(Record):
-    """What the gpt-oss competition's boards take: results of one model, on one text. `baseline` names cited figures."""
+    """What the gpt-oss competition's boards take: one model on one text, within limits. `baseline` names cited figures."""
 
     model: str
     text: str
+    at_most: dict[str, float]
     baseline: str
     source: str = Field(min_length=1)
     date: str = Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")

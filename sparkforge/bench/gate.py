@@ -81,7 +81,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
     score = accuracy.score(endpoint, text.text)
     # A server that cannot score is not asked for more: each question could take the longest silence.
     canaries = [] if score.faults else canary.run(endpoint, baselines.canaries_of(endpoint.model))
-    checks = [*check_score(score, threshold), *canaries]
+    checks = [*check_score(score, threshold, text.text), *canaries]
     return Gate(
         passed=all(check.ok for check in checks),
         checks=checks,
@@ -91,18 +91,17 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
         **{name: finite(value) for name, value in score.metrics.items()},
         tokens=score.tokens,
         seconds=round(time.monotonic() - start, 3),
-        sanity_only=threshold.sanity,
+        sanity_only=threshold.reference is None,
+        limits=threshold.limits,
         source=f"{threshold.source} ({threshold.date})",
     )
 
 
-def check_score(score: accuracy.Score, threshold: AccuracyThreshold) -> list[ResultCheck]:
+def check_score(score: accuracy.Score, threshold: AccuracyThreshold, text: str) -> list[ResultCheck]:
     """Return one check for each figure of the threshold, or the fault that makes the figures worthless."""
     if score.faults:
         return [ResultCheck(name="prompt logprobs", ok=False, told=fault) for fault in score.faults]
-    bounds = [(name, limit, True) for name, limit in threshold.at_most.items()]
-    bounds += [(name, limit, False) for name, limit in threshold.at_least.items()]
-    return [bounded(name, score.metrics[name], limit, upper=upper) for name, limit, upper in bounds]
+    return [bounded(name, score.metrics[name], limit, upper=upper) for name, limit, upper in threshold.bounds(text)]
 
 
 def bounded(name: str, value: float, limit: float, *, upper: bool) -> ResultCheck:
@@ -137,18 +136,14 @@ def print_gate(gate: Gate) -> None:
     if None not in figures:
         bits, per_byte, per_word = figures
         say(f"  {gate.text}: {bits:.4f} bits/byte, byte perplexity {per_byte:.4f}, word perplexity {per_word:.4f}")
-    if gate.sanity_only:
-        say(
-            "  a sanity check, no gate: it has no limits for this model, which only had to predict better than xz packs"
-        )
+    say(f"  {'a sanity check, no gate' if gate.sanity_only else 'limits'}: {gate.limits}")
 
 
-def threshold_row(model: str, gate: Gate, date: str, slack: float = 1.03) -> str:
-    """Return the TOML row that makes this gate's figures the threshold of its model, each times `slack`."""
-    figures = {name: getattr(gate, name) for name in ("bits_per_byte", "byte_perplexity", "word_perplexity")}
-    bounds = ", ".join(f"{name} = {value * slack:.4f}" for name, value in figures.items() if value is not None)
-    name = last_part(model)
+def threshold_row(model: str, gate: Gate, size: int, date: str) -> str:
+    """Return the TOML row that makes this gate's score on a text of `size` bytes the reference of its model."""
+    name, nats = last_part(model), (gate.bits_per_byte or 0) * accuracy.LN2 * size
     return (
-        f'[[gates]]\nmodel = "{name}"\ntext = "{gate.text}"\nat_most = {{ {bounds} }}\n'
-        f'source = "measured: ./inv bench.acc --text {gate.text} --record, times {slack}"\ndate = "{date}"\n'
+        f'[[gates]]\nmodel = "{name}"\ntext = "{gate.text}"\nreference = {{ precision = "its serving format", '
+        f'nats = {nats:.2f}, tokens = {gate.tokens}, size = {size}, within = 0.03, why = "a round figure" }}\n'
+        f'source = "measured: ./inv bench.acc --text {gate.text} --record"\ndate = "{date}"\n'
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,14 +108,18 @@ def run_benchmark(flags: Mapping[str, str]) -> None:
     measure(flags).require()
 
 
-def measure(flags: Mapping[str, str]) -> RunOutcome:
-    """Run the gate, then every configuration, and print them. Raises BenchmarkError before any load."""
+def measure(flags: Mapping[str, str], judge: Callable[[Gate], None] = gate.require) -> RunOutcome:
+    """Run the gate, then every configuration, and print them. Raises BenchmarkError before any load.
+
+    `judge` raises for a green gate that its caller does not take.
+    """
     prepared = prepare(flags)
     seed = parse_whole(flags.get("seed") or "0", "--seed", 0)
     configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint, seed, flags.get("warmups", ""))
     name = _file_name(prepared.settings, configs)
     with locked(paths.state() / "bench.lock", "run a benchmark beside another"):
         bench = _bench(prepared)
+        judge(bench.gate)
         if prepared.settings.is_batch:
             plan = batch.plan(bench, configs)
             folder = batch.folder(prepared.output, plan, fresh=bool(prepared.flags.get("fresh")))
@@ -146,7 +150,7 @@ def _bench(prepared: Prepared) -> Bench:
 def _gate(prepared: Prepared) -> Gate:
     """Run the gate, write accuracy.json, print every check. Raises BenchmarkError."""
     threshold = prepared.baselines.threshold(prepared.endpoint.model, prepared.passage.name)
-    name = "sanity" if threshold and threshold.sanity else "accuracy"
+    name = "sanity" if threshold and threshold.reference is None else "accuracy"
     with Steps(1).step(name, f"{prepared.endpoint.model} on {prepared.passage.name}"):
         verdict = gate.run(prepared.endpoint, prepared.baselines, prepared.passage)
         write_atomic(prepared.output / f"{GATE_NAME}.json", verdict.model_dump_json(indent=2) + "\n")
@@ -163,7 +167,7 @@ def _record(prepared: Prepared) -> Gate:
     verdict = gate.run(prepared.endpoint, table, prepared.passage)
     gate.print_gate(verdict)
     gate.require(verdict)
-    echo(gate.threshold_row(prepared.endpoint.model, verdict, today), end="")
+    echo(gate.threshold_row(prepared.endpoint.model, verdict, len(prepared.passage.text.encode()), today), end="")
     return verdict
 
 

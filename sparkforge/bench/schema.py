@@ -83,6 +83,7 @@ class Gate(Record):
     tokens: int
     seconds: float
     sanity_only: bool = Field(description="no threshold of this very model exists: it only had to beat xz")
+    limits: str = Field(default="", description="which limits were used, in words; empty in older results")
     source: str = Field(description="where the thresholds come from")
 
 

@@ -21,7 +21,7 @@ from sparkforge import pins
 from sparkforge.bench import baselines, runs, schema
 from sparkforge.bench.baselines import Baselines
 from sparkforge.bench.context import read_table
-from sparkforge.bench.schema import Result
+from sparkforge.bench.schema import Gate, Result
 from sparkforge.core import http, sse
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
@@ -79,13 +79,12 @@ def main(flags: Mapping[str, Any]) -> None:
             raise InputError(f"{Path(path).name} did not pass", why, fix, code="input.result")
         deliver(Path(path), result, destination, table)
         return
-    if to and destination.is_competition(table):
+    to_board = bool(to) and destination.is_competition(table)
+    if to_board:
         prepared = runs.prepare(flags)  # an hour of load must not end with a result that is refused
-        threshold = table.threshold(prepared.endpoint.model, prepared.passage.name)
-        limits = threshold.at_most if threshold else {}
         isl, osl = prepared.settings.number("isl"), prepared.settings.number("osl")
-        _refuse(find_differences(table, prepared.endpoint.model, prepared.passage.sha256, limits, (isl, osl), to))
-    outcome = runs.measure(flags)
+        _refuse(find_differences(table, prepared.endpoint.model, prepared.passage.sha256, (isl, osl), to))
+    outcome = runs.measure(flags, lambda gate: _refuse(find_excesses(table, gate) if to_board else []))
     for file, result in zip(outcome.files, outcome.results, strict=True):
         if result.passed:
             deliver(file, result, destination, table)
@@ -96,24 +95,19 @@ def find_differences(
     table: Baselines,
     model: str,
     text_sha256: str,
-    limits: Mapping[str, float | None],
     shape: tuple[int, int],
     to: str,
 ) -> list[str]:
     """Return how a measurement differs from what the competition's boards take; empty if it does not.
 
-    `shape` is isl and osl; `limits` are the upper limits that the measurement was held against, by figure; `to` is
-    as in Destination, since each board takes one shape.
+    `shape` is isl and osl; `to` is as in Destination, since each board takes one shape.
     """
     board, differences = table.competition, list[str]()
-    text, threshold = pins.load().texts[board.text], table.threshold(board.model, board.text)
+    text = pins.load().texts[board.text]
     if not baselines.matches(board.model, model):
         differences.append(f"the model is {model}, not {board.model}")
     if text_sha256 != text.pinned_files[text.member].sha256:
         differences.append(f"the text is not {board.text}, by its sha256")
-    for name, limit in (threshold.at_most if threshold else {}).items():
-        if limits.get(name) != limit:
-            differences.append(f"{name} was held against {limits.get(name) or 'nothing'}, not {limit}")
     if not (url := board.url(*shape)):
         differences.append(f"there is no board for {shape[0]}/{shape[1]}")
     elif to.rstrip("/") in {known.url for known in board.boards} - {url}:
@@ -121,6 +115,16 @@ def find_differences(
             f"{to} is the board of another shape; that of {shape[0]}/{shape[1]} is {url}, or --to {BOARD}"
         )
     return differences
+
+
+def find_excesses(table: Baselines, gate: Gate) -> list[str]:
+    """Return a sentence for each figure of the gate that is above the board's limit, or is none."""
+    figures = ((name, getattr(gate, name), limit) for name, limit in table.competition.at_most.items())
+    return [
+        f"{name} is {figure}, and the board takes at most {limit}"
+        for name, figure, limit in figures
+        if figure is None or figure > limit
+    ]
 
 
 def _refuse(differences: list[str]) -> None:
@@ -137,8 +141,8 @@ def _refuse(differences: list[str]) -> None:
 def require_board(table: Baselines, result: Result, to: str) -> None:
     """Raise BenchmarkError for a result that was not measured as the competition's board at `to` wants it."""
     gate, config = result.gate, result.config
-    limits = {check.name: check.limit for check in gate.checks if check.bound == "upper" and check.ok}
-    differences = find_differences(table, config.model, gate.text_sha256, limits, (config.isl, config.osl), to)
+    differences = find_differences(table, config.model, gate.text_sha256, (config.isl, config.osl), to)
+    differences += find_excesses(table, gate)
     if gate.chunked_by != "tokens":
         differences.append(f"the text was cut by {gate.chunked_by}, not into chunks of 512 tokens")
     _refuse(differences)

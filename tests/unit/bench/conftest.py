@@ -290,7 +290,7 @@ def make_result(table):
 def board_result(make_result, table):
     """Return a maker of results as the competition's boards take them; `gate` replaces fields of the gate."""
     text = pins.load().texts[table.competition.text]
-    limits = table.threshold(table.competition.model, table.competition.text).at_most
+    limits = table.competition.at_most
     figures = {"bits_per_byte": 2.06, "byte_perplexity": 4.17, "word_perplexity": 223.0}
     checks = [gate.bounded(name, figures[name], limit, upper=True) for name, limit in limits.items()]
     sha256 = text.pinned_files[text.member].sha256

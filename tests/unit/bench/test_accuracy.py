@@ -2,15 +2,17 @@
 
 import hashlib
 import math
+import tomllib
 
 import httpx
 import pytest
 
 from sparkforge.bench import accuracy, canary, gate
 from sparkforge.bench.accuracy import Score
-from sparkforge.bench.baselines import AccuracyThreshold
+from sparkforge.bench.baselines import AccuracyThreshold, Reference
 from sparkforge.bench.gate import Passage, passage
 from sparkforge.core.errors import BenchmarkError, UsageError
+from sparkforge.models import tiny_trained
 
 
 def test_the_competitions_three_figures_fit_together():
@@ -30,7 +32,7 @@ def test_hopeless_scores_are_infinite_and_fail(total, tokens):
     threshold = AccuracyThreshold(
         model="*", text="t", at_most={"word_perplexity": 1e300}, source="s", date="2026-11-21"
     )
-    assert not gate.check_score(score, threshold)[0].ok
+    assert not gate.check_score(score, threshold, "")[0].ok
 
 
 def test_the_served_score_is_the_sum_over_chunks_of_512_tokens(stub, endpoint, passage):
@@ -52,22 +54,40 @@ def test_a_worse_model_fails_by_metric_and_how_much(stub, endpoint, table, passa
 
 
 def test_upper_and_lower_limits_of_a_figure_are_told_apart(stub, endpoint, table, passage, capsys):
-    row = AccuracyThreshold(
-        model="*", text="persuasion-24", at_most={"bits_per_byte": 9}, at_least={"bits_per_byte": 0.1},
-        source="s", date="2026-11-21",
-    )  # fmt: skip
+    scored = len(passage.text) - 2
+    known = Reference(
+        precision="float32", nats=scored / 2, tokens=scored, size=len(passage.text), within=0.5, why="a test"
+    )
+    row = AccuracyThreshold(model="*", text="persuasion-24", reference=known, source="s", date="2026-11-21")
     verdict = gate.run(endpoint, table.model_copy(update={"gates": [row]}), passage)
     gate.print_gate(verdict)
     printed = capsys.readouterr().err
-    assert "✓ bits_per_byte, upper limit: 0.7195 ≤ 9.0000" in printed
-    assert "✓ bits_per_byte, lower limit: 0.7195 ≥ 0.1000" in printed
-    assert [(check.bound, check.limit) for check in verdict.checks[:2]] == [("upper", 9.0), ("lower", 0.1)]
+    assert "✓ bits_per_byte, upper limit: 0.7195 ≤ 1.0793" in printed
+    assert "✓ bits_per_byte, lower limit: 0.7195 ≥ 0.3598" in printed
+    assert "limits: the model's own reference in float32, ± 50.0% of its nats (a test)" in printed
     assert "sanity" not in printed
+
+
+@pytest.mark.parametrize(
+    ("bits", "failed"),
+    [
+        (1.4138, set()),  # bfloat16 in vLLM
+        (1.456, {("bits_per_byte", "upper"), ("byte_perplexity", "upper"), ("word_perplexity", "upper")}),
+        (1.39, {("bits_per_byte", "lower")}),
+    ],
+)
+def test_the_tiny_model_is_held_against_its_own_float32_by_limits_that_agree(table, bits, failed):
+    threshold = table.threshold("tiny-gpt-oss", "persuasion-24")
+    assert threshold.reference.weights_sha256 == hashlib.sha256(tiny_trained.FILE.read_bytes()).hexdigest()
+    score = Score(-bits * math.log(2) * 9000, 1859, 9000)
+    checks = gate.check_score(score, threshold, "")
+    assert {(check.name, check.bound) for check in checks if not check.ok} == failed
+    assert len(checks) == 4
 
 
 def test_a_sanity_check_is_never_called_a_gate(endpoint, table, passage, capsys):
     gate.print_gate(gate.run(endpoint, table, passage))
-    assert "a sanity check, no gate" in capsys.readouterr().err
+    assert "a sanity check, no gate: no reference of this model is known: weaker limits" in capsys.readouterr().err
 
 
 def test_thresholds_hold_from_below_too():
@@ -84,9 +104,11 @@ def test_without_a_threshold_there_is_no_verdict(endpoint, table):
 
 def test_a_recorded_row_is_a_threshold_that_passes(endpoint, table, passage, tmp_path):
     verdict = gate.run(endpoint, table, passage)
-    row = gate.threshold_row("org/Honest-Model", verdict, "2026-11-21")
-    assert 'model = "honest-model"' in row
-    assert f"bits_per_byte = {verdict.bits_per_byte * 1.03:.4f}" in row
+    text = gate.threshold_row("org/Honest-Model", verdict, len(passage.text.encode()), "2026-11-21")
+    (row,) = (AccuracyThreshold(**row) for row in tomllib.loads(text)["gates"])
+    assert row.model == "honest-model"
+    assert row.bounds("")[0][1] == pytest.approx(verdict.bits_per_byte * 1.03, rel=1e-3)
+    assert gate.run(endpoint, table.model_copy(update={"gates": [row]}), passage).passed
 
 
 def test_texts_are_named_or_files(table, tmp_path):

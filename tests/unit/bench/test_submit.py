@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sparkforge import pins
 from sparkforge.bench import schema, submit
-from sparkforge.bench.schema import ResultCheck
+from sparkforge.bench.gate import Passage
 from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, UsageError
 
 
@@ -208,18 +209,11 @@ def test_to_board_posts_the_competitions_form_to_the_board_of_the_shape(stub, bo
     assert stub.asked == {"/gradio_api/call/submit_results": 1}
 
 
-def looser(table):
-    limits = table.threshold(table.competition.model, table.competition.text).at_most
-    return [
-        {"name": name, "ok": True, "told": "", "limit": limit * 2, "bound": "upper"} for name, limit in limits.items()
-    ]
-
-
 REFUSED = {
     "another text": ({"gate": {"text_sha256": "0" * 64}}, "the text is not wikitext-2-raw-test"),
     "no text known": ({"gate": {"text_sha256": ""}}, "the text is not wikitext-2-raw-test"),
-    "no limits": ({"gate": {"checks": []}}, "bits_per_byte was held against nothing, not 2.1175"),
-    "looser limits": ({"gate": {"checks": looser}}, "bits_per_byte was held against 4.235, not 2.1175"),
+    "no figure": ({"gate": {"bits_per_byte": None}}, "bits_per_byte is None, and the board takes at most 2.1175"),
+    "above a limit": ({"gate": {"word_perplexity": 229.5}}, "word_perplexity is 229.5, and the board takes"),
     "chunks by bytes": ({"gate": {"chunked_by": "bytes"}}, "not into chunks of 512 tokens"),
     "another model": ({"team_model": "tiny-gpt-oss"}, "the model is tiny-gpt-oss"),
     "another shape": ({"isl": 64}, "there is no board for 64/1024"),
@@ -228,10 +222,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 @pytest.mark.parametrize("to", ["the form", "board"])
-def test_the_board_refuses_what_was_not_measured_as_it_wants(stub, board_result, table, tmp_path, wrong, to):
+def test_the_board_refuses_what_was_not_measured_as_it_wants(stub, board_result, tmp_path, wrong, to):
     changes, why = REFUSED[wrong]
-    if callable(checks := changes.get("gate", {}).get("checks")):
-        changes = {"gate": {"checks": [ResultCheck(**check) for check in checks(table)]}}
     schema.write(tmp_path / "r.json", board_result(**changes))
     with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
         send(tmp_path / "r.json", *((stub.url, "gradio") if to == "the form" else ("board",)))
@@ -246,6 +238,18 @@ def test_the_board_of_another_shape_is_refused(stub, board_saved, table, end):
         with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
             send(board_saved, other, form)
         assert f"that of 1024/1024 is {table.competition.url(1024, 1024)}" in caught.value.why
+
+
+def test_what_is_above_the_boards_limits_is_not_loaded(stub, table, tmp_path, monkeypatch):
+    board = table.competition.model_copy(update={"model": "honest-model", "at_most": {"bits_per_byte": 0.1}})
+    text = pins.load().texts[board.text]
+    passage = Passage("persuasion-24", "words and words " * 50, text.pinned_files[text.member].sha256)
+    monkeypatch.setattr(submit.baselines, "load", lambda: table.model_copy(update={"competition": board}))
+    monkeypatch.setattr(submit.runs.gate, "passage", lambda *_: passage)
+    flags = {"team": "T", "to": "board", "url": stub.url, "output": str(tmp_path), "isl": "1024", "osl": "1024"}
+    with pytest.raises(BenchmarkError, check=lambda error: "the board takes at most 0.1" in error.why):
+        submit.main({**flags, "conc": "1"})
+    assert not [body for _, body, _ in stub.bodies if body.get("stream")]
 
 
 @pytest.mark.parametrize("shape", [("1024", "1024"), ("24", "8")])
