@@ -133,7 +133,7 @@ class Board(Record):
 
 
 class Competition(Record):
-    """What the gpt-oss competition's boards take: one model on one text, within limits. `baseline` names cited figures."""
+    """What the gpt-oss competition's boards take: one model, on one text, in limits. `baseline` names cited figures."""
 
     model: str
     text: str
