@@ -89,6 +89,10 @@ class UpOptions(ServeOptions):
 
     quantization: str = option("spark-mxfp4: our own experts, by the profile of that name or beside yours")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
+    tiny_first: bool = option(
+        "device gpu: before a model is loaded, the tiny one must give its recorded answers by the same kernels",
+        True,
+    )
     foreground: bool = option("stay, show the log, stop the server on Ctrl-C", False)
     hold: bool = option("after a refused validation wait and validate again, as the systemd unit does", False)
     offline: str = option(OFFLINE)
@@ -119,7 +123,13 @@ def up(_ctx: Context, options: UpOptions) -> None:
         profile, flags = profiles.with_quantization(
             options.quantization, profile, plan.flags, gpu=plan.device == DOCKER, stack=plan.stack
         )
-        plan = replace(plan, profile=profile, flags=flags, profiled=options.profiler)
+        plan = replace(
+            plan,
+            profile=profile,
+            flags=flags,
+            profiled=options.profiler,
+            tiny_first=options.tiny_first and plan.device == GPU,
+        )
         server = start(device_for(plan, build_image))
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")

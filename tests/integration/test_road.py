@@ -13,11 +13,12 @@ import pytest
 from findings import faults
 
 from sparkforge import pins
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.patching.series import Queue
-from sparkforge.serve import launch, proof, record
+from sparkforge.serve import first_answers, launch, proof, record
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 
@@ -72,6 +73,10 @@ def test_the_validator_finds_no_fault(validation):
 def test_what_clients_call_is_proved_without_a_limit(up):
     assert server(up)["proof"] == dict.fromkeys(proof.CALLS, "")
     assert "first answers received, proved: " in up.stderr
+
+
+def test_the_tiny_model_answers_as_it_is_recorded_in_float32(up):
+    assert 0 < first_answers.compare(Endpoint(up.url, MODEL)) < first_answers.LIMIT / 4
 
 
 def test_it_listens_on_loopback_only(up):

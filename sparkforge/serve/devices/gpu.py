@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import UsageError
+from sparkforge.core.openai import Endpoint
 from sparkforge.image.devices import GPU, stack_of
 from sparkforge.plan import capabilities
-from sparkforge.serve import profiles, settings
-from sparkforge.serve.devices.in_environment import InEnvironment
+from sparkforge.serve import first_answers, launch, profiles, settings
+from sparkforge.serve.devices.in_environment import InEnvironment, write_tiny
 from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.profiles import ServeProfile
+from sparkforge.serve.record import Server
 
 
 class Gpu(InEnvironment):
@@ -29,6 +33,8 @@ class Gpu(InEnvironment):
         self.gpu, self.capability = capabilities.find(os.environ)
         self.validator, self.default_profile = self.capability.validator, self.capability.profile
         super().__init__(plan, python, model)
+        self.tiny_first = bool(plan.model) and plan.tiny_first
+        self.steps = Steps(self.step_count + self.capability.flashinfer + self.tiny_first)
 
     def choose_profile(self, plan: StartPlan) -> ServeProfile:
         """Return the plan's profile, or the GPU's. Raises UsageError for one of other machines."""
@@ -45,11 +51,9 @@ class Gpu(InEnvironment):
 
     def prepare(self) -> None:
         """Make environment and tiny model, and the modules of FlashInfer that this GPU's experts need."""
-        if not self.capability.flashinfer:
-            super().prepare()
-            return
-        self.steps = Steps(self.step_count + 1)
         super().prepare()
+        if not self.capability.flashinfer:
+            return
         from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels  # noqa: PLC0415 - for 12.x alone
 
         with self.steps.step("kernels", f"FlashInfer's modules for {self.capability.architecture}") as tell:
@@ -63,3 +67,22 @@ class Gpu(InEnvironment):
     def variables(self) -> dict[str, str]:
         """Return those with which FlashInfer finds the compiled modules."""
         return self.built
+
+    def start(self) -> Server:
+        """Start vLLM; before a larger model is loaded, the tiny one must answer by the same flags as it is recorded.
+
+        Raises what `launch.start` and `first_answers.compare` raise.
+        """
+        if self.tiny_first:
+            tiny = copy.copy(self)
+            tiny.plan, tiny.model = replace(self.plan, model="", model_id="", trial=True), write_tiny(self.python)
+            with self.steps.step("first answers", "the tiny model, by the same kernels") as tell:
+                server = launch.start(tiny.launch(), tell)
+                try:
+                    difference = first_answers.compare(Endpoint(server.url, server.model_id, key=self.plan.key))
+                finally:
+                    launch.stop()
+                tell(
+                    f"the tiny model's tokens are right, its log probabilities differ by {difference:.3f} from float32"
+                )
+        return super().start()

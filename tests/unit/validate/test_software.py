@@ -13,7 +13,6 @@ from validate.checks.finding import Status, View, evaluate
 from validate.facts import machine, software
 from validate.facts.fact import take
 from validate.facts.target import Options, Target
-from validate.profiles import PINNED, PROFILES
 
 
 def fact(name, target):
@@ -239,10 +238,3 @@ def test_own_interpreter_is_not_started_again(target):
     version, path, _ = target().interpreter()
     assert version == sys.version.split()[0]
     assert path == tuple(sys.path)
-
-
-def test_an_environment_that_its_user_made_is_warned_of_what_differs_from_the_locks():
-    profile = PROFILES["gpu"]
-    foreign = profile.foreign()
-    assert {name for name in profile.required if not foreign.severities[name]} == set(PINNED) & set(profile.required)
-    assert foreign.severities.keys() == profile.severities.keys()
