@@ -40,9 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--deep", action=argparse.BooleanOptionalAction, default=True, help="ask torch and vllm, in a child"
     )
-    parser.add_argument(
-        "--layers", action=argparse.BooleanOptionalAction, default=True, help="serve two layers and judge each part"
-    )
+    parser.add_argument("--layers", action="store_true", help="serve two layers and judge each part, on a CPU too")
     parser.add_argument("--deep-seconds", type=float, default=Options.deep_seconds, help="limit for that")
     parser.add_argument("--numerics-seconds", type=float, default=Options.numerics_seconds, help="limit to compute")
     parser.add_argument(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -85,33 +85,34 @@ def run(profile: str, options: Options) -> ValidationReport:
     Facts of child processes are gathered only if the options and a check of the profile ask for them.
     """
     chosen = named(profile).foreign() if options.foreign else named(profile)
+    if options.layers and "layers" not in chosen.severities:
+        chosen = replace(chosen, advised=(*chosen.advised, "layers"))
     needs = {need for name in chosen.severities for need in CHECKS[name].needs}
     target = Target(options, options.stack or chosen.stack)
     start = time.monotonic()
     facts: dict[str, Fact] = gather(target, GROUPS)
     seconds = {"facts": time.monotonic() - start}
-    left_out = {"deep", "numerics", "layers"} if not options.deep else set() if options.layers else {"layers"}
     for name, module in (("deep", deep), ("numerics", numerics), ("layers", layers)):
         start = time.monotonic()
-        if name in needs - left_out:
+        if options.deep and name in needs:
             facts |= module.gather(target)
         seconds[name] = time.monotonic() - start
-    return _judge(chosen, facts, seconds, "this machine", left_out)
+    return _judge(chosen, facts, seconds, "this machine", with_deep=options.deep)
 
 
 def rehearse(profile: str, sheet: Facts, origin: str) -> ValidationReport:
     """Judge a recorded sheet as `profile` would; nothing of this machine is read. Raises UsageError as `run`."""
     seconds = dict.fromkeys(("facts", "deep", "numerics", "layers"), 0.0)
-    return _judge(named(profile), sheet, seconds, origin, ())
+    return _judge(named(profile), sheet, seconds, origin, with_deep=True)
 
 
 def _judge(
-    profile: Profile, facts: Facts, seconds: Mapping[str, float], origin: str, left_out: Collection[str]
+    profile: Profile, facts: Facts, seconds: Mapping[str, float], origin: str, *, with_deep: bool
 ) -> ValidationReport:
     start = time.monotonic()
     severities = profile.severities
     findings = tuple(
-        _evaluate(check, facts, left_out, required=severities[name])
+        _evaluate(check, facts, required=severities[name], with_deep=with_deep)
         for name, check in CHECKS.items()
         if name in severities
     )
@@ -133,10 +134,9 @@ def _judge(
     )
 
 
-def _evaluate(check: Check[View], facts: Facts, left_out: Collection[str], *, required: bool) -> Finding:
-    if not set(left_out).isdisjoint(check.needs):
-        option = "--no-deep" if "deep" in left_out else "--no-layers"
-        return skipped(check, f"asks torch and vllm, and {option} was given", f"leave out {option}", required=required)
+def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bool) -> Finding:
+    if check.deep and not with_deep:
+        return skipped(check, "asks torch and vllm, and --no-deep was given", "leave out --no-deep", required=required)
     model = facts.get("model.path")
     no_model = model is not None and model.value is None and model.error is None
     if no_model and "model" in check.needs:

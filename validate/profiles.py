@@ -99,7 +99,7 @@ EMBEDDED = Profile(
         "model-files",
         "model-format",
     ),
-    advised=("layers", "shared-memory", "remove-ipc", "unknown-environment", "offline-hub"),
+    advised=("shared-memory", "remove-ipc", "unknown-environment", "offline-hub"),
 )
 GPU = Profile(
     "gpu",

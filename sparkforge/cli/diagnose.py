@@ -65,7 +65,7 @@ def validate(
     serve_profile = profiles.named(settings.DEFAULTS[profile][0], stack=stack)
     report = paths.state() / "validation.json"
     command: list[str | Path] = [interpreter, "-m", "validate", "--profile", profile, "--stack", stack]
-    command += ["--json", report, "--model", directory, "--port", str(number)]
+    command += ["--layers", "--json", report, "--model", directory, "--port", str(number)]
     command += ["--serve-args", *serve_profile.arguments()]
     variables = {**command_line.ENVIRONMENT, **serve_profile.variables()}
     if json_:

@@ -56,7 +56,7 @@ class Options:
     """What the caller wants validated. Unset values are read from `serve_args`, then from vLLM's defaults.
 
     `stack` is the table of pins.toml whose versions are expected; unset, the profile's. A `foreign` environment is one
-    that its user made.
+    that its user made. `layers` adds the check of that name to a profile without it.
     """
 
     stack: str | None = None
@@ -69,7 +69,7 @@ class Options:
     python: Path = Path(sys.executable)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     deep: bool = True
-    layers: bool = True
+    layers: bool = False
     deep_seconds: float = 240.0
     numerics_seconds: float = 180.0
 

@@ -108,7 +108,6 @@ class InEnvironment(Device):
         report = paths.state() / "validation.json"
         command: list[str | Path] = [self.python, "-m", "validate", "--profile", self.validator, "--json", report]
         command += ["--foreign"] if self.plan.python else []
-        command += ["--no-layers"] if self.name == EMBEDDED else []  # 10 s, for a CPU's kernels and a toy
         command += ["--model", self.model, "--host", self.plan.address, "--port", str(self.plan.port)]
         command += ["--serve-args", *self.profile.arguments(), *self.plan.flags]
         with self.steps.step("validation", f"profile {self.validator}") as tell:

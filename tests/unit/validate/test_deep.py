@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from validate import Options, ValidationVerdict, run
+from validate import Options, ValidationVerdict, gate, run
 from validate.checks.finding import Status
-from validate.facts import deep, deep_child
+from validate.facts import deep, deep_child, layers, numerics
 from validate.facts.child import entries
 
 PLATFORM = """
@@ -91,8 +91,6 @@ def test_deep_facts_only_where_the_profile_needs_them(monkeypatch, environment):
 
 
 def test_no_deep_is_never_green(monkeypatch, environment, good):
-    from validate import gate
-
     monkeypatch.setattr(gate, "gather", lambda _target, _groups: good("spark"))
     report = run("spark", Options(environ=environment(), deep=False))
     assert {f.check for f in report.of(Status.SKIPPED)} == {
@@ -113,3 +111,15 @@ def test_child_needs_nothing_of_ours():
     assert "import validate" not in text
     assert "from validate" not in text
     assert "sparkforge" not in text
+
+
+def test_a_profile_without_the_layers_gets_them_where_they_are_asked_for(good, monkeypatch):
+    asked = []
+    monkeypatch.setattr(gate, "gather", lambda _target, _groups: good("embedded"))
+    monkeypatch.setattr(numerics, "gather", lambda _target: {})
+    monkeypatch.setattr(layers, "gather", lambda _target: asked.append("layers") or {})
+    for wanted in (False, True):
+        asked.clear()
+        report = run("embedded", Options(layers=wanted))
+        assert [f.required for f in report.findings if f.check == "layers"] == [False] * wanted
+        assert asked == ["layers"] * wanted
