@@ -50,6 +50,11 @@ class Settings:
     bind: str = ""
 
 
+def validation_mode(env: Mapping[str, str]) -> str:
+    """Return whether a refused validation keeps the server from starting: STRICT, WARN or OFF. Raises UsageError."""
+    return _one_of(env, "SPARKFORGE_VALIDATE", (STRICT, WARN, OFF))
+
+
 def _one_of(env: Mapping[str, str], variable: str, values: tuple[str, ...]) -> str:
     """Return a variable's value, by default the first of `values`. Raises UsageError for another one."""
     value = env.get(variable) or values[0]
@@ -88,7 +93,7 @@ def read(env: Mapping[str, str]) -> Settings:
         profile=profile,
         stack=stack,
         serve_profile=serve_profile,
-        mode=_one_of(env, "SPARKFORGE_VALIDATE", (STRICT, WARN, OFF)),
+        mode=validation_mode(env),
         seconds=seconds,
         run=Path(env.get("SPARKFORGE_RUN") or RUN),
         model=model,

@@ -104,20 +104,27 @@ class InEnvironment(Device):
             tell(f"{self.model_id} in {self.model}")
 
     def validate(self) -> str:
-        """Run the validator in the environment that will serve."""
+        """Run the validator in the environment that will serve. SPARKFORGE_VALIDATE=warn lets a refused start go on."""
         report = paths.state() / "validation.json"
         command: list[str | Path] = [self.python, "-m", "validate", "--profile", self.validator, "--json", report]
         command += ["--foreign"] if self.plan.python else []
         command += ["--model", self.model, "--host", self.plan.address, "--port", str(self.plan.port)]
         command += ["--serve-args", *self.profile.arguments(), *self.plan.flags]
+        mode = settings.validation_mode(os.environ)
         with self.steps.step("validation", f"profile {self.validator}") as tell:
+            if mode == settings.OFF:
+                verdict = "left out: SPARKFORGE_VALIDATE=off"
+                tell(verdict)
+                return verdict
             process = run_unchecked(command, cwd=paths.ROOT, env={**variables_of(self.profile), **self.variables()})
             if process.returncode:
                 say(process.stdout + process.stderr)
                 failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]
                 why = "\n        ".join(failed) or f"it ended with code {process.returncode}; its report is above"
                 fix = "follow the line after `next:` under each FAIL, then ./inv up"
-                raise RefusalError("the validator refuses to serve", why, fix, code="validation.failed")
+                if mode == settings.STRICT:
+                    raise RefusalError("the validator refuses to serve", why, fix, code="validation.failed")
+                say("WARNING: the validator refuses; SPARKFORGE_VALIDATE=warn lets the server start all the same")
             verdict = process.stdout.strip().splitlines()[-1]
             tell(verdict)
         return verdict
@@ -154,7 +161,10 @@ class InEnvironment(Device):
         return server
 
     def remember(self, server: Server) -> None:
-        """Record the start with the hash of its environment, unless its interpreter is another one."""
+        """Record the start with the hash of its environment, if that is ours and a validation could refuse it."""
+        if settings.validation_mode(os.environ) != settings.STRICT:
+            say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
+            return
         if self.environment.python == self.python and (inputs := environments.stamp(self.environment)):
             plan = replace(self.plan, stack=self.environment.name)
             known_good.remember(server, plan, environment=known_good.hashed(inputs))

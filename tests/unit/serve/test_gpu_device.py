@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,3 +160,22 @@ def test_in_a_foreign_environment_versions_only_warn():
     assert foreign.severities["patches-intact"] is False
     assert foreign.severities["numerics"] is True
     assert set(foreign.severities) == set(PROFILES["gpu"].severities)
+
+
+@pytest.mark.parametrize(("mode", "verdict"), [("strict", ""), ("warn", "refuse: 1 failed"), ("off", "left out")])
+def test_a_refused_validation_ends_the_start_unless_the_user_says_otherwise(
+    mode, verdict, fake_nvidia_smi, monkeypatch, tmp_path, capsys
+):
+    fake_nvidia_smi(H100)
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
+    monkeypatch.setenv("SPARKFORGE_VALIDATE", mode)
+    answer = SimpleNamespace(returncode=30, stdout="FAIL layers  lm_head differs\nrefuse: 1 failed\n", stderr="")
+    monkeypatch.setattr(in_environment, "run_unchecked", lambda *_, **__: answer)
+    device = Gpu(StartPlan("gpu"), Path(sys.executable), tmp_path)
+    if mode == "strict":
+        with pytest.raises(RefusalError, match="lm_head differs"):
+            device.validate()
+        return
+    assert device.validate().startswith(verdict)
+    device.remember(None)
+    assert "not recorded as known good" in capsys.readouterr().err
