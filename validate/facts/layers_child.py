@@ -247,7 +247,7 @@ def judge(calls: Calls, weights: Weights, numerics: ModuleType) -> Iterator[tupl
         yield f"router {layer}", numerics.difference(logits[rows], project(weights, f"{mlp}.router", x[rows]))
         _, out = joined(f"{mlp}.experts")
         hidden = weights[f"{mlp}.router.weight"].shape[1]  # what vLLM pads is cut off
-        # Where two experts are as good, rounding may choose the other one.
+        # Where the logits of two experts are almost equal, rounding may choose the other expert.
         order = logits.double().sort(descending=True).values
         clear = [row for row in rows if order[row, TOP_K - 1] - order[row, TOP_K] > GAP * order[row].abs().max()]
         wanted = mix(numerics, weights, f"{mlp}.experts", x[clear, :hidden], logits[clear])

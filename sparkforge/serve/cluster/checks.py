@@ -386,7 +386,7 @@ def look(config: ClusterConfig) -> ClusterFacts:
 
 
 def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tuple[str, str], Reach | SparkforgeError]:
-    """Return what comes through, both ways between the head and each worker, and on every other subnet of two nodes."""
+    """Try the connections, both ways between the head and each worker, and on every other subnet of two nodes."""
     head, nodes = config.head, {node.name: node for node in config.nodes}
     ways: list[tuple[ClusterNode, ClusterNode, str, str, tuple[int, ...]]] = []
     for worker in config.workers:

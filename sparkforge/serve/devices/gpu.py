@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from sparkforge.core.console import Steps
-from sparkforge.core.errors import UsageError
+from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.openai import Endpoint
 from sparkforge.image.devices import GPU, stack_of
 from sparkforge.plan import capabilities
@@ -81,7 +82,8 @@ class Gpu(InEnvironment):
                 try:
                     difference = first_answers.compare(Endpoint(server.url, server.model_id, key=self.plan.key))
                 finally:
-                    launch.stop()
+                    with suppress(ServerError):  # it may have ended by itself: then the comparison says what is wrong
+                        launch.stop()
                 tell(
                     f"the tiny model's tokens are right, its log probabilities differ by {difference:.3f} from float32"
                 )

@@ -98,6 +98,20 @@ def test_wrong_answers_end_the_start_and_leave_no_server(steps, tmp_path, monkey
     assert steps == [("tiny-gpt-oss", True), "stop"]
 
 
+def test_a_tiny_server_that_ended_by_itself_does_not_hide_what_was_wrong(steps, tmp_path, monkeypatch):
+    def fail(_endpoint):
+        raise ServerError("the tiny model's first answers are wrong", "it did not answer", "", code="server.reply")
+
+    def gone():
+        raise ServerError("no server runs", "it ended", "", code="server.not-running")
+
+    monkeypatch.setattr(first_answers, "compare", fail)
+    monkeypatch.setattr(launch, "stop", gone)
+    with pytest.raises(ServerError, match="first answers are wrong"):
+        device(tmp_path, tiny_first=True).start()
+    assert steps == [("tiny-gpt-oss", True)]
+
+
 def test_it_can_be_left_out(steps, tmp_path):
     device(tmp_path).start()
     assert steps == [("gpt-oss-20b", False)]
