@@ -52,6 +52,7 @@ SPARK = Profile(
         "driver-version",
         "cuda-version",
         "memory-unified",
+        "cuda-memory-uncounted",
         "serve-arguments",
         "disk-space",
         "port-free",

@@ -90,7 +90,7 @@ class UpOptions(ServeOptions):
     quantization: str = option("spark-mxfp4: our own experts, by the profile of that name or beside yours")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
     tiny_first: bool = option(
-        "device gpu: before a model is loaded, the tiny one must give its recorded answers by the same kernels",
+        "on a GPU: before a model is loaded, the tiny one must give its recorded answers by the same kernels",
         True,
     )
     foreground: bool = option("stay, show the log, stop the server on Ctrl-C", False)
@@ -128,7 +128,7 @@ def up(_ctx: Context, options: UpOptions) -> None:
             profile=profile,
             flags=flags,
             profiled=options.profiler,
-            tiny_first=options.tiny_first and plan.device == GPU,
+            tiny_first=options.tiny_first,
         )
         server = start(device_for(plan, build_image))
     screen.show_ready(server)

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from sparkforge.core import paths
+from sparkforge.core import memory, paths
 from sparkforge.core.console import echo, say, show_error
 from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import write_atomic, write_json
@@ -52,6 +52,7 @@ WATCH = Path(__file__).with_name("cluster") / "watch.py"  # which is run as a fi
 REPORT = "validation.json"
 REFUSED = "refused.json"  # in SPARKFORGE_STATE, which outlives the container's tmpfs: for `./inv doctor`
 API_SERVER = ["-m", command_line.MODULE]
+COMPILE_BYTES = 13_000_000_000  # FlashInfer's hungriest unit takes 11.2 GB (sparkforge/compile/peaks.toml)
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -154,6 +155,9 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
     access.refuse_key_argument(arguments)
     profile, secrets = profiles.named(options.serve_profile, stack=options.stack), settings.secrets(os.environ)
     environment = {name: value for name, value in os.environ.items() if name != settings.VLLM_ARGS}
+    memory_left = memory.measure()
+    if memory_left.bound != "MemAvailable" and memory_left.available < COMPILE_BYTES:
+        environment.setdefault("FLASHINFER_DISABLE_JIT", "1")  # a missing module is an error by name, not a kill
     model, model_id = request.model or options.model, options.model_id
     if request.model and not os.environ.get("SPARKFORGE_MODEL_ID"):
         model_id = settings.served_id(model)

@@ -17,8 +17,8 @@ class StartPlan:
     has the API key that clients must send, `hosts` further names for the Host header. `flags` are vLLM's own and win
     over the profile's. `variables` are the environment, with --context as MAX_MODEL_LEN. `image` is the id of a
     container's image, empty for the one that Compose names. `python` is the interpreter of an environment that the user
-    made. A `profiled` server can be asked for traces. With `tiny_first` a GPU without Docker serves the tiny model
-    before a larger one, and its answers must be the recorded ones. A `trial` ends with this process, unless it is a
+    made. A `profiled` server can be asked for traces. With `tiny_first` a GPU serves the tiny model before a larger
+    one, and its answers must be the recorded ones. A `trial` ends with this process, unless it is a
     container, and is never recorded as known good.
     """
 

@@ -220,7 +220,8 @@ printf '%s\\n' "$*" >> "$here/calls"
 for rule in "$here"/rules/*; do
     [ -e "$rule/pattern" ] || continue
     case "$*" in *"$(cat "$rule/pattern")"*)
-        cat "$rule/out"; cat "$rule/err" >&2; sleep "$(cat "$rule/seconds")"; exit "$(cat "$rule/code")";;
+        sed "s|@MODEL@|$SPARKFORGE_MODEL|" "$rule/out"; cat "$rule/err" >&2
+        sleep "$(cat "$rule/seconds")"; exit "$(cat "$rule/code")";;
     esac
 done
 """

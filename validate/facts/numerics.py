@@ -12,7 +12,7 @@ from validate.facts.target import Target
 
 CHILD = Path(__file__).with_name("numerics_child.py")
 SOURCE = "a small MXFP4 MoE layer, run by validate/facts/numerics_child.py"
-NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_difference", "loaded")
+NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_difference", "charged", "loaded")
 RAN, NOT_COMPILED = "ran", "not compiled"
 EAGER = "cuda, eager"  # the child's word for a GPU with a kernel that no CUDA graph can hold
 PLUGIN, VLLM = "plugin", "vllm"  # whose kernel runs the experts: our plugin's, or the one that vLLM selects

@@ -32,6 +32,9 @@ ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0
 TOLERANCE = {"bf16": 0.02, "mxfp8": 0.10}
 
 
+PROBED_BYTES = 1 << 29  # of CUDA memory
+# What a container sees of its own memory cgroup, in version 2 and 1; a machine's root cgroup has no such file.
+USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 LOAD_SECONDS, SMI_SECONDS = 1.5, 5.0  # utilization.gpu is that of the last second, at most
 EAGER = "cuda, eager"  # a GPU with a kernel that no CUDA graph can hold; the plugin refuses it where graphs are on
 
@@ -268,6 +271,19 @@ def loaded_state(fields: list[str]) -> dict[str, str] | None:
     return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else None
 
 
+def charged() -> float | None:
+    """Return which share of CUDA memory this container's cgroup counts; None without a GPU or a cgroup to read."""
+    file = next((path for path in map(Path, USAGE) if path.is_file()), None)
+    if file is None or not torch.cuda.is_available():
+        return None
+    before = int(file.read_text(encoding="ascii"))
+    probed = torch.ones(PROBED_BYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    after = int(file.read_text(encoding="ascii"))
+    del probed
+    return (after - before) / PROBED_BYTES
+
+
 WAYS = {"plugin": by_plugin, "vllm": by_vllm}
 
 
@@ -288,6 +304,7 @@ def main(request: str, answers: str) -> None:
     out = run.call()
     write("difference", difference(out, reference(layer)))
     write("graph_difference", graph_difference(run, out.clone()))
+    write("charged", charged())
     write("loaded", loaded_state(arguments["gpu_fields"]))
 
 

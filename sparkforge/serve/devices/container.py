@@ -51,7 +51,8 @@ from validate.facts.target import Options, Target
 READY_SECONDS = 3600.0
 CACHE = "/var/cache/sparkforge"  # where the image has its volume; a folder of compiled code an image (deploy/start)
 LOG_LINES = 400  # of the container's log, that are read
-BIND, FLAGS = access.BIND, settings.VLLM_ARGS  # Compose's variables: the address to publish on, flags for vLLM
+# Compose's variables: the address to publish on, flags for vLLM, the model.
+BIND, FLAGS, MODEL = access.BIND, settings.VLLM_ARGS, "SPARKFORGE_MODEL"
 KERNEL_PAGE = "docs/guide/tune.md, your own kernel"
 REFUSAL = "the validator refuses to serve"  # printed by sparkforge/serve/entrypoint.py
 LEAK = (
@@ -122,7 +123,20 @@ class Container(Device):
         return "the container validates itself"
 
     def start(self) -> Server:
-        """Start the container; whenever it raises, the container is stopped, not removed."""
+        """Start the container; whenever it raises, the container is stopped, not removed.
+
+        On a GPU the tiny model must first give its recorded answers in the same container, if the plan wants that.
+        """
+        own, own_env = self.service, self.env
+        if self.plan.tiny_first and own.gpus and own.environment.get(MODEL) != settings.TINY:
+            self.env = {**own_env, MODEL: settings.TINY, f"{MODEL}_ID": ""}
+            self.service = replace(own, environment=docker_compose.resolve(self.env).environment)
+            if self.service.environment.get(MODEL) == settings.TINY:
+                self.steps.total += 1
+                self.try_tiny(self.serve, self.end)
+            else:
+                say(f"first answers left out: the Compose files do not read {MODEL}, so the tiny model is not served")
+            self.service, self.env = own, own_env
         with self.steps.step("container") as tell:
             return self.serve(tell)
 
@@ -157,12 +171,16 @@ class Container(Device):
                 server = _wait(client, server, service.stack, tell)
         except BaseException as error:  # a server that nobody waits for must not stay; its log does if it failed
             with suppress(SparkforgeError):  # the first error is the one to report
-                (docker_compose.down if isinstance(error, KeyboardInterrupt) else docker_compose.stop)(self.env)
-                record.begun_path().unlink(missing_ok=True)
-                record.forget()  # not before: where the engine does not answer, `./inv down` must still find it
+                self.end(docker_compose.down if isinstance(error, KeyboardInterrupt) else docker_compose.stop)
             raise
         tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
         return server
+
+    def end(self, how: Callable[[Mapping[str, str]], None] = docker_compose.stop) -> None:
+        """Stop the container by `how` and forget it. Raises EngineError."""
+        how(self.env)
+        record.begun_path().unlink(missing_ok=True)
+        record.forget()  # not before: where the engine does not answer, `./inv down` must still find it
 
     def remember(self, server: Server) -> None:
         """Record the start with its image, which gets its own name, and its folder of compiled code."""
@@ -203,9 +221,9 @@ def variables(plan: StartPlan) -> dict[str, str]:
         served_name(folder)
         if cache := local.hub_cache_of(folder):  # a snapshot's files are links to elsewhere in the cache
             mounted = local.MOUNTED / "hub" / folder.relative_to(cache)
-            environment |= {"HF_HUB_CACHE": str(cache), "SPARKFORGE_MODEL": str(mounted)}
+            environment |= {"HF_HUB_CACHE": str(cache), MODEL: str(mounted)}
         else:
-            environment |= {"SPARKFORGE_MODELS": str(folder.parent), "SPARKFORGE_MODEL": f"/models/{folder.name}"}
+            environment |= {"SPARKFORGE_MODELS": str(folder.parent), MODEL: f"/models/{folder.name}"}
     numbers = {name: plan.variables.get(name) or os.environ.get(name, "") for name in settings.NUMBERS}
     settings.arguments(numbers)  # a wrong one must not cost a start
     settings.require_guard(os.environ)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import ServerError, SparkforgeError
 from sparkforge.core.files import write_json
-from sparkforge.serve import launch, logs, record
+from sparkforge.serve import first_answers, launch, logs, record
 from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.record import Server
 
@@ -40,6 +42,20 @@ class Device(ABC):
 
         Raises ServerError or RefusalError; whenever it raises, nothing is left running.
         """
+
+    def try_tiny(self, serve: Callable[[Callable[[str], None]], Server], end: Callable[[], object]) -> None:
+        """Serve the tiny model by `serve`, compare its first answers with the recorded ones, and `end` it.
+
+        Raises what `serve` and `first_answers.compare` raise; nothing is left running.
+        """
+        with self.steps.step("first answers", "the tiny model; --no-tiny-first leaves it out") as tell:
+            server = serve(tell)
+            try:
+                difference = first_answers.compare(server.endpoint)
+            finally:
+                with suppress(SparkforgeError):  # it may have ended by itself: then the comparison says what is wrong
+                    end()
+            tell(f"the tiny model's tokens are right, its log probabilities differ by {difference:.3f} from float32")
 
     def remember(self, server: Server) -> None:  # noqa: B027 - a device may have no way back
         """Record a start that proved itself as known good. Raises OSError or an error of ours."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from sparkforge.core.console import Steps
-from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.core.openai import Endpoint
+from sparkforge.core.errors import UsageError
 from sparkforge.image.devices import GPU, stack_of
 from sparkforge.plan import capabilities
-from sparkforge.serve import first_answers, launch, profiles, settings
+from sparkforge.serve import launch, profiles, settings
 from sparkforge.serve.devices.in_environment import InEnvironment, write_tiny
 from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.profiles import ServeProfile
@@ -72,19 +70,10 @@ class Gpu(InEnvironment):
     def start(self) -> Server:
         """Start vLLM; before a larger model is loaded, the tiny one must answer by the same flags as it is recorded.
 
-        Raises what `launch.start` and `first_answers.compare` raise.
+        Raises what `launch.start` and `try_tiny` raise.
         """
         if self.tiny_first:
             tiny = copy.copy(self)
             tiny.plan, tiny.model = replace(self.plan, model="", model_id="", trial=True), write_tiny(self.python)
-            with self.steps.step("first answers", "the tiny model, by the same kernels") as tell:
-                server = launch.start(tiny.launch(), tell)
-                try:
-                    difference = first_answers.compare(Endpoint(server.url, server.model_id, key=self.plan.key))
-                finally:
-                    with suppress(ServerError):  # it may have ended by itself: then the comparison says what is wrong
-                        launch.stop()
-                tell(
-                    f"the tiny model's tokens are right, its log probabilities differ by {difference:.3f} from float32"
-                )
+            self.try_tiny(lambda tell: launch.start(tiny.launch(), tell), launch.stop)
         return super().start()

@@ -10,7 +10,7 @@ import pytest
 
 from sparkforge.core import errors, openai, paths
 from sparkforge.image import compose as docker_compose
-from sparkforge.serve import launch, proof, record, restarts, screen, settings
+from sparkforge.serve import first_answers, launch, proof, record, restarts, screen, settings
 from sparkforge.serve.devices import container as docker_device
 from sparkforge.serve.devices.device import run
 from sparkforge.serve.plan import StartPlan
@@ -395,3 +395,58 @@ def test_flags_become_the_variables_that_compose_reads(tmp_path):
         docker_device.variables(StartPlan("docker", profile="quick"))
     with pytest.raises(errors.InputError):
         docker_device.variables(StartPlan("docker", str(tmp_path)))
+
+
+def on_a_gpu(model):
+    """Return a change of Compose's project: a GPU, and `model` as its Compose file has it."""
+
+    def change(config):
+        service = config["services"]["vllm"]
+        service["deploy"] = {"resources": {"reservations": {"devices": [{"driver": "nvidia"}]}}}
+        service["environment"]["SPARKFORGE_MODEL"] = model
+
+    return change
+
+
+@pytest.fixture
+def gpu(fake_engine, monkeypatch):
+    """An engine with NVIDIA's runtime, memory enough, and what the tiny model's comparison gives."""
+    fake_engine.info["Runtimes"]["nvidia"] = {"path": "nvidia-container-runtime"}
+    monkeypatch.setattr(docker_device.memory_plan, "require_room", lambda *_: None)
+    compared = []
+    monkeypatch.setattr(first_answers, "compare", lambda endpoint: compared.append(endpoint.model) or 0.012)
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "served"),
+    [
+        ("@MODEL@", {"tiny_first": True}, ["tiny-gpt-oss"]),
+        ("@MODEL@", {}, []),
+        ("/models/of-a-compose-file", {"tiny_first": True}, []),
+    ],
+)
+def test_on_a_gpu_the_tiny_model_answers_first_in_the_same_container(
+    checkout, docker_command, gpu, monkeypatch, capsys, model, options, served
+):
+    monkeypatch.setenv("SPARKFORGE_MODEL", "/models/gpt-oss-20b")
+    change_config(docker_command, on_a_gpu(model))
+    server = up(device="docker", **options)
+    assert gpu == served
+    assert server.model == (model if model[0] == "/" else "/models/gpt-oss-20b")
+    assert len(called(docker_command, " up ")) == 1 + len(served)
+    assert len(called(docker_command, " stop vllm")) == len(served), "Prometheus and its company stay"
+    output = "".join(capsys.readouterr())
+    assert ("differ by 0.012 from float32" in output) == bool(served)
+    assert ("the Compose files do not read SPARKFORGE_MODEL" in output) == (model[0] == "/")
+
+
+def test_wrong_first_answers_in_a_container_end_the_start(checkout, docker_command, gpu, monkeypatch):
+    def wrong(_endpoint):
+        raise errors.ServerError("the tiny model's first answers are wrong", "by the test", "", code="server.reply")
+
+    monkeypatch.setattr(first_answers, "compare", wrong)
+    monkeypatch.setenv("SPARKFORGE_MODEL", "/models/gpt-oss-20b")
+    change_config(docker_command, on_a_gpu("@MODEL@"))
+    error = fails(errors.ServerError, docker_command, device="docker", tiny_first=True)
+    assert (error.why, len(called(docker_command, " up "))) == ("by the test", 1)

@@ -73,7 +73,7 @@ def steps(monkeypatch, tmp_path):
 
 
 class FakeServer:
-    url, model_id, proof, proof_seconds = "http://127.0.0.1:1", "tiny-gpt-oss", {}, 0.0
+    endpoint, model_id, proof, proof_seconds = None, "tiny-gpt-oss", {}, 0.0
 
 
 def device(tmp_path, **plan):

@@ -295,6 +295,21 @@ SPARK_CASES = {
         {"memory.cgroup_headroom_bytes": 7 << 30},
         Status.PASS,
     ),
+    "a limit that counts CUDA memory": (
+        "cuda-memory-uncounted",
+        {"memory.cgroup_headroom_bytes": 7 << 30, "numerics.charged": 1.01},
+        Status.FAIL,
+    ),
+    "one that is large enough for the weights": (
+        "cuda-memory-uncounted",
+        {"memory.cgroup_headroom_bytes": 110 << 30, "numerics.charged": 1.01},
+        Status.PASS,
+    ),
+    "a limit that does not count it": (
+        "cuda-memory-uncounted",
+        {"memory.cgroup_headroom_bytes": 7 << 30, "numerics.charged": 0.04},
+        Status.PASS,
+    ),
     "a container limit below that": ("memory-unified", {"memory.cgroup_headroom_bytes": 3 << 30}, Status.FAIL),
     "a guard that ends it earlier": (
         "memory-unified",

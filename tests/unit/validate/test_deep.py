@@ -94,6 +94,7 @@ def test_no_deep_is_never_green(monkeypatch, environment, good):
     monkeypatch.setattr(gate, "gather", lambda _target, _groups: good("spark"))
     report = run("spark", Options(environ=environment(), deep=False))
     assert {f.check for f in report.of(Status.SKIPPED)} == {
+        "cuda-memory-uncounted",
         "gpu-clock",
         "blackwell-class",
         "moe-backend",
