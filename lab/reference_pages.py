@@ -27,6 +27,7 @@ from sparkforge.core.program import exit_code
 from sparkforge.core.tables import Record
 from sparkforge.doctor import signatures
 from sparkforge.doctor.signatures import Kind, Seen, Severity
+from sparkforge.qualify import ledger
 from sparkforge.serve import limits, profiles
 from validate.checks import CHECKS, arguments, software
 from validate.profiles import PROFILES, Profile
@@ -344,6 +345,7 @@ def _profile(heading: str, profile: profiles.ServeProfile) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "../hardware.md": lambda: ledger.render(ledger.load()),
     "checks.md": checks,
     "commands.md": commands,
     "errors.md": errors,

@@ -31,7 +31,7 @@ PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Sparkforge benchmark</title>
+<title>@TITLE@</title>
 <style>
 :root {{ color-scheme: light dark; }}
 pre {{ overflow-x: auto; font: 14px/1.3 ui-monospace, Menlo, Consolas, monospace; }}
@@ -74,29 +74,36 @@ def write(path: Path, results: Sequence[Result], baselines: Baselines) -> None:
     }
     keys = list(dict.fromkeys(key for finding in server.findings for key, value in finding.items() if value))
     tables = [
-        _table(
+        make_table(
             "sanity check" if gate.sanity_only else "accuracy gate", ("check", "", "value", "limit", "detail"), checks
         ),
         f"{gate.text}, {gate.tokens} tokens scored, chunks by {gate.chunked_by}. Thresholds: {gate.source}",
         *_measured(results, missing_figures(results, baselines)),
         *(f"CONC={result.config.conc}: {'; '.join(result.reasons)}" for result in results if not result.passed),
         _cited(baselines.figures),
-        _table("startup, the last ./inv up", ("step", "seconds"), server.startup_seconds.items()),
-        _table("memory of the server, after the load", ("", "bytes"), server.memory_bytes.items()),
-        _table("findings of the validator", keys, [[f.get(k, "") for k in keys] for f in server.findings]),
-        _table(
+        make_table("startup, the last ./inv up", ("step", "seconds"), server.startup_seconds.items()),
+        make_table("memory of the server, after the load", ("", "bytes"), server.memory_bytes.items()),
+        make_table("findings of the validator", keys, [[f.get(k, "") for k in keys] for f in server.findings]),
+        make_table(
             "provenance of the first configuration",
             ("", "name", "value"),
             [(part, name, value) for part, values in provenance.items() for name, value in values.items()],
         ),
     ]
+    heading = (
+        f"{first.config.model}: {passed} of {len(results)} configurations passed",
+        f"{machine} · TP {first.config.tp} · load by {client.name} {client.version}",
+    )
+    write_page(path, "Sparkforge benchmark", (*heading, *tables))
+
+
+def write_page(path: Path, title: str, contents: Iterable[RenderableType]) -> None:
+    """Write an HTML page of texts and of tables; a table without rows is left out."""
     page = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False, markup=False, emoji=False)
-    page.print(_text(f"{first.config.model}: {passed} of {len(results)} configurations passed"))
-    page.print(_text(f"{machine} · TP {first.config.tp} · load by {client.name} {client.version}"))
-    for content in tables:
+    for content in contents:
         if not isinstance(content, Table) or content.row_count:
             page.print(_text(content) if isinstance(content, str) else content)
-    write_atomic(path, page.export_html(code_format=PAGE, inline_styles=True))
+    write_atomic(path, page.export_html(code_format=PAGE.replace("@TITLE@", title), inline_styles=True))
 
 
 def _measured(results: Sequence[Result], missing: Iterable[str]) -> list[RenderableType]:
@@ -113,9 +120,9 @@ def _measured(results: Sequence[Result], missing: Iterable[str]) -> list[Rendera
         for r in result.ratios:
             better = "better" if r.better else "worse"
             ratios.append([result.config.shape, r.quantity, f"{r.ratio:.3f}", better, f"{r.figure}, {r.date}"])
-    tables: list[RenderableType] = [_table("measured · ms: median, below it p99", COLUMNS, measured)]
+    tables: list[RenderableType] = [make_table("measured · ms: median, below it p99", COLUMNS, measured)]
     if ratios:
-        tables.append(_table("ratios", ("isl/osl conc", "quantity", "ours / theirs", "", "theirs"), ratios))
+        tables.append(make_table("ratios", ("isl/osl conc", "quantity", "ours / theirs", "", "theirs"), ratios))
     return [*tables, *map(_text, missing)]
 
 
@@ -124,10 +131,11 @@ def _cited(figures: Sequence[CitedFigure]) -> Table:
         (f.name, f.shape_text, ", ".join(f"{name} {value:g}" for name, value in f.values.items()), f.source, f.date)
         for f in figures
     ]
-    return _table("cited, not measured here", ("published by", "shape", "figures", "source", "date"), rows)
+    return make_table("cited, not measured here", ("published by", "shape", "figures", "source", "date"), rows)
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+def make_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+    """Return a table of texts; nothing in them is read as markup."""
     table = Table(*(Column(_text(name)) for name in columns), title=title, box=SIMPLE, title_justify="left")
     for row in rows:
         table.add_row(*map(_text, row))

@@ -35,6 +35,9 @@ _patch.add_task(build.patch_make, name="make", default=True)
 _bundle = Collection("bundle", unpack=maintain.bundle_unpack)
 _bundle.add_task(maintain.bundle_make, name="make", default=True)
 
+_qualify = Collection("qualify", accept=diagnose.qualify_accept)
+_qualify.add_task(diagnose.qualify, name="run", default=True)
+
 for _collection in (
     _build,
     _patch,
@@ -49,6 +52,7 @@ for _collection in (
         logs=cluster.cluster_logs,
         down=cluster.cluster_down,
     ),
+    _qualify,
     Collection("dev", build=build.dev_build),
     Collection(
         "image",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from invoke.context import Context
@@ -9,8 +10,9 @@ from invoke.exceptions import Exit
 
 from sparkforge.cli.command import caller_path, task, whole_number
 from sparkforge.core import paths
-from sparkforge.core.console import Steps, echo_json, say
+from sparkforge.core.console import Steps, echo, echo_json, say
 from sparkforge.core.documents import read_json
+from sparkforge.core.errors import UsageError
 from sparkforge.core.process import call, run_unchecked
 
 
@@ -80,3 +82,51 @@ def validate(
         code = call(command, cwd=paths.ROOT, env=variables)
     if code:
         raise Exit(code=code)
+
+
+@task(
+    example="./inv qualify --model ~/models/gpt-oss-120b",
+    device="gpu or embedded; default: gpu where an NVIDIA driver is loaded",
+    model="folder of a gpt-oss checkpoint: it is started, gated and loaded too",
+    python="interpreter of an environment that you made, with device gpu",
+    profile="serve profile; default: the device's",
+    again="run finished parts once more",
+)
+def qualify(
+    _ctx: Context, device: str = "", model: str = "", python: str = "", profile: str = "", again: bool = False
+) -> None:
+    """Run what settles the hardware ledger's claims on this machine, and write one report.
+
+    It serves without a container. A killed run continues where it was. The report holds no name, address or path of
+    this machine; it is .sparkforge/qualify/report.json, with report.html for people.
+    """
+    from sparkforge.image.devices import EMBEDDED, GPU
+    from sparkforge.qualify import report
+    from sparkforge.qualify.parts import SHAPES, Qualification
+    from sparkforge.serve import launch
+    from sparkforge.serve.devices.choose import NVIDIA_DRIVER
+    from sparkforge.serve.devices.embedded import Embedded
+    from sparkforge.serve.devices.gpu import Gpu
+    from sparkforge.serve.plan import StartPlan
+
+    device = device or (GPU if NVIDIA_DRIVER.exists() else EMBEDDED)
+    if device not in (GPU, EMBEDDED):
+        raise UsageError(f"--device {device} cannot be qualified", "it is gpu or embedded", "./inv qualify")
+    kind, python = Gpu if device == GPU else Embedded, caller_path(python) if python else ""
+    plan = StartPlan(device, profile=profile, python=python, trial=True)
+    own = kind(replace(plan, model=caller_path(model))) if model else None
+    folder = paths.state() / "qualify"
+    with launch.alone():
+        launch.refuse_second()
+    finished = report.qualify(Qualification(kind(plan), own, folder, SHAPES[device]), again=again)
+    report.print_report(finished)
+    echo(str(folder / "report.json"))
+
+
+@task(example="./inv qualify.accept report.json", report="report.json of a DGX Spark")
+def qualify_accept(_ctx: Context, report: str) -> None:
+    """Write what a DGX Spark's report says into the hardware ledger."""
+    from sparkforge.qualify.report import accept
+
+    count = accept(Path(caller_path(report)))
+    say(f"{count} claims have an answer now: git diff docs/hardware.md")

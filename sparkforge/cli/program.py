@@ -29,7 +29,7 @@ GROUPS = {
     "build": ("build", "build.*", "patch", "patch.*", "dev.*", "audit", "image.*"),
     "models": ("model.fetch", "plan"),
     "measure": ("bench.perf", "bench.*"),
-    "diagnose": ("doctor", "validate"),
+    "diagnose": ("doctor", "validate", "qualify", "qualify.*"),
     "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
 }
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")

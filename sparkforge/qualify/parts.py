@@ -1,0 +1,304 @@
+"""What `./inv qualify` runs, part by part; each part gives outcomes, and names what it could not run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from sparkforge.bench import runs
+from sparkforge.core import gpus, paths
+from sparkforge.core.console import say
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import RefusalError, ServerError, SparkforgeError
+from sparkforge.core.memory import GIB
+from sparkforge.core.process import ProbeError
+from sparkforge.core.tables import Record
+from sparkforge.image.devices import EMBEDDED, GPU
+from sparkforge.plan import devices, speed, thresholds
+from sparkforge.qualify.ledger import Verdict
+from sparkforge.serve import first_answers, launch, record
+from sparkforge.serve.devices.in_environment import InEnvironment
+from sparkforge.serve.record import Server
+from validate.checks import serving
+from validate.checks.finding import FactMissing, Status, View
+from validate.facts.fact import load_sheet
+
+HELD: Literal["held"] = "held"
+DIFFERS: Literal["differs"] = "differs"
+COULD_NOT_RUN: Verdict = "could not run"
+PASSED = {Status.PASS: HELD, Status.SKIPPED: COULD_NOT_RUN}  # any other status of a check differs
+    Status.PASS: HELD,
+    Status.WARN: DIFFERS,
+    Status.FAIL: DIFFERS,
+    Status.SKIPPED: COULD_NOT_RUN,
+}
+CONCURRENCIES = (1, 4, 16)
+SHAPES = {GPU: (1024, 256), EMBEDDED: (64, 16)}  # tokens in and out of a request of the load; a CPU is slow
+BESIDE_GIB = 16.0  # for the tiny server's processes, and what is taken beside it
+LEAST_SHARE = 0.1  # of the memory, with which the tiny server starts
+PAST_GIB = 4.0  # below the bound, where the taking ends: a guard that does not act must not freeze the machine
+GUARD_SECONDS = 120.0  # to take the memory; 16 GiB take seconds
+POWER_SECONDS = 1.0  # between two samples
+END_SECONDS = 15.0  # for a server that was told to end
+# Takes CUDA memory in pieces, and prints when MemAvailable is below the bound.
+HOG = """
+import sys, time
+import torch
+bound, floor, held, told = float(sys.argv[1]), float(sys.argv[2]), [], False
+while True:
+    lines = dict(line.split(":") for line in open("/proc/meminfo"))
+    available = int(lines["MemAvailable"].split()[0]) / 2**20
+    if available < bound and not told:
+        print(time.time(), flush=True)
+        told = True
+    if available < floor or (told and available > bound + 2):  # the guard did not act, or the server has ended
+        break
+    held.append(torch.ones(1 << 28, dtype=torch.uint8, device="cuda"))
+    torch.cuda.synchronize()
+    time.sleep(0.05)
+"""
+
+
+class Outcome(Record):
+    """What one thing gave: its verdict, a sentence, a figure where there is one, and the model that it is about."""
+
+    verdict: Verdict
+    evidence: str
+    figure: float | None = None
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class Qualification:
+    """What the parts share: the device with the tiny model, and the one with the user's model if there is one.
+
+    `shape` is tokens in and out of a request of the load.
+    """
+
+    tiny: InEnvironment
+    model: InEnvironment | None
+    folder: Path
+    shape: tuple[int, int]
+
+
+Outcomes = dict[str, Outcome]
+
+
+def machine(qualification: Qualification) -> Outcomes:
+    """Run the validator for the tiny model: every check is an outcome, and some facts are figures."""
+    report = paths.state() / "validation.json"
+    report.unlink(missing_ok=True)
+    with suppress(RefusalError):  # the report says which checks failed
+        qualification.tiny.validate()
+    findings, facts = read_json(report)["findings"], load_sheet(report)
+    outcomes = {
+        row["check"]: Outcome(verdict=PASSED.get(Status(row["status"]), DIFFERS), evidence=row["evidence"]) for row in findings
+    }
+
+    def add(name: str, unit: str, value: float | None) -> None:
+        """Add a figure; without a value nothing is claimed."""
+        if value is not None:
+            outcomes[name] = Outcome(verdict=HELD, evidence=f"{value:,.6g} {unit}".strip(), figure=value)
+
+    add("memory-gib", "GiB", psutil.virtual_memory().total / GIB)
+    add("cores", "", float(os.cpu_count() or 0))
+    for name, fact, key in (
+        ("sm-clock-highest-mhz", "gpu.state", "clocks.max.sm"),
+        ("sm-clock-loaded-mhz", "numerics.loaded", "clocks.sm"),
+        ("power-loaded-watts", "numerics.loaded", "power.draw"),
+    ):
+        state = facts[fact].value if fact in facts else None
+        if isinstance(state, Mapping):
+            add(name, "W" if key == "power.draw" else "MHz", gpus.number(str(state.get(key, ""))))
+    return outcomes
+
+
+def kernels(qualification: Qualification) -> Outcomes:
+    """Compile and audit FlashInfer's modules, or take those that `prepare` has made."""
+    capability = getattr(qualification.tiny, "capability", None)
+    if capability is None or not capability.flashinfer:
+        why = "the experts of this device are not FlashInfer's, so none of its modules is compiled"
+        return {"kernels": Outcome(verdict=COULD_NOT_RUN, evidence=why)}
+    # `prepare` raises for a failed compilation or audit, so this part is reached with both done.
+    seconds = qualification.tiny.steps.seconds.get("kernels", 0.0)
+    evidence = f"compiled, or unchanged, and audited for {capability.architecture} in {seconds:.0f} s"
+    return {"kernels": Outcome(verdict=HELD, evidence=evidence, figure=seconds)}
+
+
+@contextmanager
+def _serving(device: InEnvironment, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Serve what `device` says, with more of an environment, and end it."""
+    with launch.starting():
+        started = device.launch()
+        started = replace(started, environment={**started.environment, **(environment or {})})
+        server = launch.start(started, lambda _line: None)
+        try:
+            yield server
+        finally:
+            with suppress(ServerError):  # it may have ended
+                launch.stop()
+
+
+def tiny(qualification: Qualification) -> Outcomes:
+    """Serve the tiny model; its proof and its first answers must be those that are recorded."""
+    with _serving(qualification.tiny) as server:
+        difference = first_answers.compare(server.endpoint)
+    evidence = (
+        f"the recorded tokens, log probabilities {difference:.3f} from float32; {len(server.proof)} kinds of request "
+        f"answered in {server.proof_seconds:.1f} s"
+    )
+    return {"first-answers": Outcome(verdict=HELD, evidence=evidence, figure=difference)}
+
+
+def guard(qualification: Qualification) -> Outcomes:
+    """Take CUDA memory beside the tiny server until its guard ends it, with a bound well above the usual one."""
+    device, machine_memory = qualification.tiny, psutil.virtual_memory()
+    why = "there is no CUDA memory here; lab/memory_guard.py tries the guard with a server's own memory"
+    if device.name == GPU:
+        why = "the GPU has memory of its own, so CUDA takes nothing of what the guard watches" * _has_own_memory()
+    bound = thresholds.load().end_share * machine_memory.total / GIB  # a higher one has no effect
+    share = (machine_memory.available / GIB - bound - BESIDE_GIB) * GIB / machine_memory.total
+    if not why and share < LEAST_SHARE:
+        why = f"{machine_memory.available / GIB:.0f} GiB are free, too few for a server and what is taken beside it"
+    if why:
+        return {"memory-guard": Outcome(verdict=COULD_NOT_RUN, evidence=why)}
+    flags = (*device.plan.flags, "--gpu-memory-utilization", f"{share:.2f}")
+    smaller = type(device)(replace(device.plan, flags=flags))
+    with _serving(smaller, {thresholds.VARIABLE: f"{bound:.2f}"}) as server:
+        command = [str(device.python), "-c", HOG, f"{bound:.2f}", f"{bound - PAST_GIB:.2f}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hog:
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    hog.wait(GUARD_SECONDS)
+                deadline = time.monotonic() + END_SECONDS
+                while server.alive and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                end = record.ended(server)
+            finally:
+                hog.kill()
+            low = (hog.stdout.read() if hog.stdout else "").split()
+    if end is None or not end.why:
+        why = f"MemAvailable fell below {bound:.1f} GiB and no guard acted" if low else "MemAvailable did not fall"
+        return {"memory-guard": Outcome(verdict=DIFFERS, evidence=why)}
+    seconds = max(0.0, end.time - float(low[0])) if low else None
+    return {"memory-guard": Outcome(verdict=HELD, evidence=end.why, figure=seconds)}
+
+
+def _has_own_memory() -> bool:
+    """Tell whether nvidia-smi knows the GPU's memory, which it does not on a GB10."""
+    try:
+        return gpus.number(gpus.query("memory.total", units=False, env=os.environ)[0]["memory.total"]) is not None
+    except ProbeError:
+        return True
+
+
+def model(qualification: Qualification) -> Outcomes:
+    """Start the user's model, gate it, and load it; its speed is compared with the plan's ceiling."""
+    names = ("model-start", "gate", *(f"speed-{count}" for count in CONCURRENCIES), "power")
+    device = qualification.model
+    if device is None:
+        why = "no model was named: ./inv qualify --model FOLDER"
+        return {name: Outcome(verdict=COULD_NOT_RUN, evidence=why) for name in names}
+    outcomes: Outcomes = {}
+    device.validate()
+    view = View(load_sheet(paths.state() / "validation.json"))
+    started = time.monotonic()
+    with _serving(device) as server:
+        seconds, served = time.monotonic() - started, device.model_id
+        outcomes["model-start"] = Outcome(
+            verdict=HELD, evidence=f"proved after {seconds:.0f} s", figure=seconds, model=served
+        )
+        tokens_in, tokens_out = qualification.shape
+        flags = {
+            "url": server.url,
+            "model": served,
+            "isl": str(tokens_in),
+            "osl": str(tokens_out),
+            "conc": ",".join(map(str, CONCURRENCIES)),
+            "output": str(qualification.folder / "bench"),
+        }
+        with _watts() as watts:
+            try:
+                results = runs.measure(flags).results
+            except SparkforgeError as error:
+                outcomes["gate"] = Outcome(verdict=DIFFERS, evidence=f"{error.what}: {error.why}", model=served)
+                return outcomes
+    first = results[0].gate
+    outcomes["gate"] = Outcome(verdict=HELD, evidence=f"{first.text} by {first.source}", model=served)
+    for result in results:
+        measured = speed.Measured.model_validate(result.model_dump())
+        outcomes[f"speed-{result.config.conc}"] = _against_plan(view, measured)
+    if watts:
+        mean = sum(watts) / len(watts)
+        evidence = f"{mean:.0f} W on average under these loads, {max(watts):.0f} at most"
+        outcomes["power"] = Outcome(verdict=HELD, evidence=evidence, figure=mean)
+    return {name: outcome.model_copy(update={"model": served}) for name, outcome in outcomes.items()}
+
+
+def _against_plan(view: View, measured: speed.Measured) -> Outcome:
+    """Compare the decode speed with what the plan computes for this GPU."""
+    told = f"{1000 / measured.tpot_ms:.1f} tok/s each" if measured.tpot_ms else "no token but the first"
+    try:
+        device = None if view.is_none("gpu.name") else devices.by_gpu(view.text("gpu.name"))
+        if device is None or device.bytes_a_second is None:
+            return Outcome(verdict=COULD_NOT_RUN, evidence=f"{told}; no memory bandwidth is known for this device")
+        architecture = serving.architecture(view)
+        comparisons = list(speed.compare(architecture, device, measured, serving.load(view, architecture)))
+    except FactMissing as error:
+        return Outcome(verdict=COULD_NOT_RUN, evidence=f"{told}; {error}")
+    verdict = DIFFERS if any(comparison.causes for comparison in comparisons) else HELD
+    evidence = "; ".join(comparison.told for comparison in comparisons)
+    return Outcome(verdict=verdict, evidence=evidence or told, figure=comparisons[0].measured if comparisons else None)
+
+
+@contextmanager
+def _watts() -> Iterator[list[float]]:
+    """Yield a list that grows by the GPU's power once a second; it stays empty without a figure."""
+    ended, watts = threading.Event(), list[float]()
+
+    def sample() -> None:
+        """Ask nvidia-smi until the load has ended, or it gives no figure."""
+        while not ended.wait(POWER_SECONDS):
+            try:
+                power = gpus.number(gpus.query("power.draw", units=False, env=os.environ)[0]["power.draw"])
+            except ProbeError:
+                return
+            if power is None:
+                return
+            watts.append(power)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield watts
+    finally:
+        ended.set()
+        thread.join()
+
+
+PARTS: dict[str, Callable[[Qualification], Outcomes]] = {
+    "machine": machine,
+    "kernels": kernels,
+    "tiny": tiny,
+    "guard": guard,
+    "model": model,
+}
+
+
+def run(name: str, qualification: Qualification) -> Outcomes:
+    """Run a part; an error of it is an outcome of its name, so that the next parts still run."""
+    try:
+        return PARTS[name](qualification)
+    except SparkforgeError as error:
+        say(f"✗ {name}: {error.what}: {error.why}")
+        names = {"tiny": "first-answers", "guard": "memory-guard", "model": "model-start"}
+        return {names.get(name, name): Outcome(verdict=DIFFERS, evidence=f"{error.what}: {error.why}")}

@@ -1,0 +1,208 @@
+"""`./inv qualify`: runs every part, goes on where a killed run was, and writes one report; `accept` reads one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from sparkforge import __version__
+from sparkforge.bench import context
+from sparkforge.bench.report import make_table, write_page
+from sparkforge.core import gpus
+from sparkforge.core.console import echo, say
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import InputError, RefusalError
+from sparkforge.core.files import write_json
+from sparkforge.core.process import ProbeError
+from sparkforge.core.redact import for_support
+from sparkforge.core.tables import Record
+from sparkforge.image.devices import GPU
+from sparkforge.qualify import ledger
+from sparkforge.qualify.ledger import Claim, SparkAnswer, Verdict
+from sparkforge.qualify.parts import COULD_NOT_RUN, DIFFERS, HELD, PARTS, Outcome, Qualification, run
+
+CAPABILITY = "12.1"  # of a GB10: reports of other GPUs settle nothing
+
+
+class RowResult(Record):
+    """What a run says of one claim of the ledger."""
+
+    id: str
+    verdict: Verdict
+    evidence: str
+
+
+class Report(Record):
+    """A whole report, without a name, an address or a path of the machine. `seconds` are those of each part."""
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    version: str
+    commit: str
+    measured_at: str
+    stack: str
+    device: str
+    gpu: dict[str, str]
+    machine: dict[str, str | int]
+    outcomes: dict[str, Outcome]
+    rows: tuple[RowResult, ...]
+    seconds: dict[str, float]
+
+    def count(self, verdict: Verdict) -> int:
+        """How many claims have this verdict."""
+        return sum(row.verdict == verdict for row in self.rows)
+
+
+def judge(claim: Claim, outcomes: Mapping[str, Outcome], capability: str) -> RowResult:
+    """Say what the outcomes say of a claim; a Spark's figures are compared on a GPU of its capability alone."""
+    outcome = outcomes.get(claim.settled_by)
+    if outcome is None:
+        return RowResult(id=claim.id, verdict=COULD_NOT_RUN, evidence=f"{claim.settled_by} is not run on this device")
+    verdict, evidence = outcome.verdict, outcome.evidence
+    if claim.model and outcome.model and claim.model != outcome.model:
+        verdict, evidence = COULD_NOT_RUN, f"this was {outcome.model}: {evidence}"
+    elif claim.between and capability != CAPABILITY:
+        verdict, evidence = COULD_NOT_RUN, f"this machine is no Spark: {evidence}"
+    elif claim.between and verdict == HELD:
+        low, high = claim.between
+        is_inside = outcome.figure is not None and low <= outcome.figure <= high
+        verdict = HELD if is_inside else DIFFERS
+    return RowResult(id=claim.id, verdict=verdict, evidence=evidence)
+
+
+def qualify(qualification: Qualification, *, again: bool = False) -> Report:
+    """Run every part that an earlier run with the same inputs has not finished; write report.json and report.html.
+
+    Parts that could not run are run again. Raises what preparing the device raises.
+    """
+    qualification.tiny.prepare()
+    folder, facts = qualification.folder, context.facts()
+    progress = folder / "progress.json"
+    inputs = _inputs(qualification, facts)
+    finished: dict[str, dict[str, object]] = {}
+    if not again and progress.is_file():
+        earlier = read_json(progress)
+        finished = earlier["parts"] if earlier.get("inputs") == inputs else {}
+    for name in PARTS:
+        if name in finished:
+            say(f"{name}: finished in an earlier run (--again runs it once more)")
+            continue
+        steps = qualification.tiny.steps
+        steps.total = max(steps.total, len(steps.seconds) + 1)
+        with steps.step(f"qualify {name}") as tell:
+            outcomes = run(name, qualification)
+            tell(f"{sum(outcome.verdict == HELD for outcome in outcomes.values())} of {len(outcomes)} held")
+        if any(outcome.verdict != COULD_NOT_RUN for outcome in outcomes.values()):
+            parts = {key: outcome.model_dump() for key, outcome in outcomes.items()}
+            finished[name] = {"outcomes": parts, "seconds": steps.seconds[f"qualify {name}"]}
+            write_json(progress, {"inputs": inputs, "parts": finished})
+        else:
+            finished[name] = {"outcomes": {key: o.model_dump() for key, o in outcomes.items()}, "seconds": 0.0}
+    report = _report(qualification, finished, facts)
+    write_json(folder / "report.json", report.model_dump(mode="json", by_alias=True))
+    _write_html(folder / "report.html", report)
+    return report
+
+
+def _inputs(qualification: Qualification, facts: Mapping[str, object]) -> str:
+    """Return the hash of what a finished part depends on."""
+    named = qualification.model.model if qualification.model else ""
+    parts = [facts["gpus"], facts["commit"], qualification.tiny.plan, qualification.tiny.python, named]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _report(qualification: Qualification, parts: Mapping[str, Any], facts: Mapping[str, Any]) -> Report:
+    outcomes = {name: Outcome(**outcome) for part in parts.values() for name, outcome in part["outcomes"].items()}
+    claims = [claim for claim in ledger.load().claims if claim.settled_by]
+    machine = {name: facts[name] for name in ("processor", "cores", "memory_bytes", "system", "python")}
+    gpu = _gpu() if qualification.tiny.name == GPU else {}
+    whole = Report(
+        version=__version__,
+        commit=facts["commit"],
+        measured_at=facts["measured_at"],
+        stack=qualification.tiny.environment.name,
+        device=qualification.tiny.name,
+        gpu=gpu,
+        machine=machine,
+        outcomes=outcomes,
+        rows=tuple(judge(claim, outcomes, gpu.get("compute_cap", "")) for claim in claims),
+        seconds={name: part["seconds"] for name, part in parts.items()},
+    )
+    return Report.model_validate(for_support(whole.model_dump(mode="json", by_alias=True)))
+
+
+def _gpu() -> dict[str, str]:
+    """Return name, compute capability and driver of the GPU that serves; nothing without one."""
+    try:
+        return gpus.query("name", "compute_cap", "driver_version", env=os.environ)[0]
+    except ProbeError:
+        return {}
+
+
+def print_report(report: Report) -> None:
+    """Print the rows, and how many held."""
+    width = max((len(row.id) for row in report.rows), default=0)
+    for row in report.rows:
+        echo(f"{row.verdict:<13} {row.id:<{width}}  {row.evidence}")
+    counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (HELD, DIFFERS, COULD_NOT_RUN))
+    say(f"of {len(report.rows)} claims that a command settles: {counts}")
+
+
+def _write_html(path: Path, report: Report) -> None:
+    gpu = ", ".join(report.gpu.values()) or "no GPU"
+    outcomes = [(name, o.verdict, o.evidence, o.model) for name, o in report.outcomes.items()]
+    claims = {claim.id: claim.claim for claim in ledger.load().claims}
+    rows = [(row.id, row.verdict, claims[row.id], row.evidence) for row in report.rows]
+    write_page(
+        path,
+        "Sparkforge qualification",
+        (
+            f"{gpu} · device {report.device} · stack {report.stack} · {report.measured_at} · {report.commit}",
+            make_table("claims of the hardware ledger", ("id", "verdict", "claim", "evidence"), rows),
+            make_table("outcomes", ("name", "verdict", "evidence", "model"), outcomes),
+            make_table("seconds of each part", ("part", "seconds"), report.seconds.items()),
+        ),
+    )
+
+
+def accept(path: Path) -> int:
+    """Write what a report from a Spark says into the ledger, and return of how many claims.
+
+    Raises InputError for a file that is no report, RefusalError for one of another GPU or with nothing to accept.
+    """
+    again = "./inv qualify   # on a DGX Spark"
+    try:
+        data = path.read_bytes()
+        report = Report.model_validate(json.loads(data))
+    except OSError as error:
+        raise InputError(f"cannot read {path}", error.strerror or str(error), again, code="input.table") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise InputError(f"{path} is no report of ./inv qualify", why, again, code="input.table") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is no JSON", " ".join(str(error).split()), again, code="input.table") from error
+    if (capability := report.gpu.get("compute_cap", "none")) != CAPABILITY:
+        name = report.gpu.get("name", "a machine without a GPU")
+        why = f"it is of {name}, compute capability {capability}; the ledger is about {CAPABILITY}"
+        raise RefusalError("this report settles nothing", why, again)
+    known = {claim.id for claim in ledger.load().claims}
+    answers = {
+        row.id: SparkAnswer(
+            verdict=HELD if row.verdict == HELD else DIFFERS,
+            evidence=row.evidence,
+            report=hashlib.sha256(data).hexdigest()[:32],
+            date=report.measured_at[:10],
+        )
+        for row in report.rows
+        if row.verdict != COULD_NOT_RUN and row.id in known
+    }
+    if not answers:
+        raise RefusalError("this report settles nothing", "none of the ledger's claims could be run", again)
+    ledger.write_answers(answers)
+    return len(answers)
