@@ -95,7 +95,7 @@ def validate(
 def qualify(
     _ctx: Context, device: str = "", model: str = "", python: str = "", profile: str = "", again: bool = False
 ) -> None:
-    """Run what settles the hardware ledger's claims on this machine, and write one report.
+    """Run what settles the hardware ledger, and write one report.
 
     It serves without a container. A killed run continues where it was. The report holds no name, address or path of
     this machine; it is .sparkforge/qualify/report.json, with report.html for people.
@@ -125,7 +125,7 @@ def qualify(
 
 @task(example="./inv qualify.accept report.json", report="report.json of a DGX Spark")
 def qualify_accept(_ctx: Context, report: str) -> None:
-    """Write what a DGX Spark's report says into the hardware ledger."""
+    """Write a Spark's report into the hardware ledger."""
     from sparkforge.qualify.report import accept
 
     count = accept(Path(caller_path(report)))

@@ -35,12 +35,7 @@ from validate.facts.fact import load_sheet
 HELD: Literal["held"] = "held"
 DIFFERS: Literal["differs"] = "differs"
 COULD_NOT_RUN: Verdict = "could not run"
-PASSED = {Status.PASS: HELD, Status.SKIPPED: COULD_NOT_RUN}  # any other status of a check differs
-    Status.PASS: HELD,
-    Status.WARN: DIFFERS,
-    Status.FAIL: DIFFERS,
-    Status.SKIPPED: COULD_NOT_RUN,
-}
+PASSED: dict[Status, Verdict] = {Status.PASS: HELD, Status.SKIPPED: COULD_NOT_RUN}  # other checks differ
 CONCURRENCIES = (1, 4, 16)
 SHAPES = {GPU: (1024, 256), EMBEDDED: (64, 16)}  # tokens in and out of a request of the load; a CPU is slow
 BESIDE_GIB = 16.0  # for the tiny server's processes, and what is taken beside it
@@ -101,7 +96,8 @@ def machine(qualification: Qualification) -> Outcomes:
         qualification.tiny.validate()
     findings, facts = read_json(report)["findings"], load_sheet(report)
     outcomes = {
-        row["check"]: Outcome(verdict=PASSED.get(Status(row["status"]), DIFFERS), evidence=row["evidence"]) for row in findings
+        row["check"]: Outcome(verdict=PASSED.get(Status(row["status"]), DIFFERS), evidence=row["evidence"])
+        for row in findings
     }
 
     def add(name: str, unit: str, value: float | None) -> None:
