@@ -58,6 +58,7 @@ for _collection in (
         "image",
         verify=build.image_verify,
         clean=build.image_clean,
+        sbom=build.image_sbom,
         publish=build.image_publish,
         pull=build.image_pull,
     ),

@@ -20,8 +20,9 @@ from sparkforge.cli.command import (
     texts,
     with_fields,
 )
-from sparkforge.core.console import Steps, say
+from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import UsageError
+from sparkforge.core.files import write_atomic
 
 OFFLINE = "folder of an unpacked bundle: use it instead of the network"
 STACK = f"a stack of pins.toml (default: {DEFAULT_STACK})"
@@ -29,7 +30,7 @@ TREE = "a folder with unpatched sources, in place of the pinned archives"
 DRY_RUN = "print what would be done, change nothing"
 JOBS = "auto: as many as memory and cores allow; or a number [BUILD_JOBS, JOBS or MAX_JOBS]"
 JOBS_VARIABLES = ("BUILD_JOBS", "JOBS", "MAX_JOBS")  # as in deploy/stacks.yml
-IMAGE = "an image's name, if it is not the stack's"
+IMAGE = "an image's name, if it is not the stack's; or the path of an OCI layout, a folder or .tar"
 
 
 def chosen_stack(name: str) -> str:
@@ -51,6 +52,16 @@ def chosen_jobs(jobs: str) -> str:
     if text != "auto" and not (text.isascii() and text.isdecimal() and 0 < int(text) < 10_000):
         raise UsageError(f"{name} is {text[:40]!r}", "it takes auto or 1, 2, …", f"unset {name}; or --jobs 4")
     return text
+
+
+def image_path(name: str) -> str:
+    """Return the absolute path of an OCI layout that a user named, else the name as it is: an image of the engine.
+
+    Raises UsageError for an option that is none, which Invoke takes for a name.
+    """
+    if name.startswith("-"):
+        raise UsageError(f"there is no option {name[:40]}", "its options are in --help", "./inv image.sbom --help")
+    return caller_path(name) if name.startswith(("/", ".", "~")) or name.endswith(".tar") else name
 
 
 def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "auto") -> None:
@@ -313,7 +324,30 @@ def image_verify(_ctx: Context, stack: str = "", image: str = "", reproduce: boo
     if reproduce:
         reproducible.verify_reproducible(chosen, arguments("--more", more))
     else:
-        inspect.verify(chosen, image, partial(expected, stack=chosen))
+        inspect.verify(chosen, image_path(image), partial(expected, stack=chosen))
+
+
+@task(
+    example="./inv image.sbom --output spark.cdx.json",
+    optional="image",
+    image=IMAGE,
+    stack=STACK,
+    output="a file for it; default: stdout",
+)
+def image_sbom(_ctx: Context, image: str, stack: str = "", output: str = "") -> None:
+    """Print an image's bill of materials, CycloneDX 1.6.
+
+    Every package with version, licence, source and hash, our patches, and the machine code of each kernel module.
+    """
+    from sparkforge.image import inspect
+
+    chosen = chosen_stack(stack)
+    with inspect.opened(chosen, image_path(image)) as (client, opened):
+        text = inspect.bill(client, opened, chosen)
+    if output:
+        write_atomic(Path(caller_path(output)), text)
+    else:
+        echo(text.decode().rstrip())
 
 
 @task(
