@@ -40,7 +40,7 @@ from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import signatures
-from sparkforge.image import inspect, registry, versions
+from sparkforge.image import inspect, provenance, registry, versions
 from sparkforge.models import hub
 from sparkforge.models import table as models
 from sparkforge.models.hub_source import Mirror
@@ -704,9 +704,22 @@ def _read_publication(data: bytes, scratch: Path) -> None:
     registry._read_record(write(scratch / "record.json", data))
 
 
+RECORD = json.dumps(
+    {
+        "_type": provenance.STATEMENT,
+        "subject": [{"name": "r/a", "digest": {"sha256": "0" * 64}}],
+        "predicateType": provenance.SLSA,
+        "predicate": {
+            "buildDefinition": {"externalParameters": {"stack": "spark"}},
+            "runDetails": {"builder": {"id": "b"}, "metadata": {"finishedOn": "2026"}},
+        },
+    }
+)
+
+
 def _of_images_and_settings() -> Iterator[Parser]:
     yield Parser("image-manifest", _texts(IMAGE_MANIFEST, IMAGE_AUDIT, LABELS), _read_image)
-    yield Parser("image-record", _texts('{"schema": 1, "reference": "r/a@sha256:0", "image": "i"}'), _read_publication)
+    yield Parser("image-record", _texts(RECORD), _read_publication)
     yield Parser("cluster-toml", _texts(CLUSTER), _loaded(cluster_config.read, "cluster.toml"))
     yield Parser("environment", _texts(ENVIRONMENT), _read_environment)
     yield Parser("secrets", _texts(LOG), _read_secrets, cost=8.0)
