@@ -49,3 +49,23 @@ class Writer:
     def index(self, manifests):
         """Write index.json."""
         (self.folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": manifests}))
+
+
+FOLDER = "opt/sparkforge"
+LABELS = {f"org.sparkforge.{name}": f"/{FOLDER}/{name}.json" for name in ("manifest", "audit", "sbom", "source")}
+
+
+def ours(writer, expected, stack="embedded", **more):
+    """Write an image that passes for this checkout's; `components` are names in its bill. Return its descriptor."""
+    components = [{"name": name, "purl": f"pkg:pypi/{name}@1"} for name in more.pop("components", ["vllm"])]
+    bill = json.dumps({"bomFormat": "CycloneDX", "specVersion": "1.6", "components": components}).encode()
+    audit = json.dumps({"files": 1, "code": {}}).encode()
+    manifest = {
+        "stack": stack, "kernels": {}, "key": "k", **{key: dict(value) for key, value in expected.items()},
+        "audit": {"audit.json": hashlib.sha256(audit).hexdigest()},
+        "sbom": {"sbom.json": hashlib.sha256(bill).hexdigest()},
+    }  # fmt: skip
+    source = json.dumps({"revision": "a" * 40, "from": "git", "tree": "b" * 64}).encode()
+    contents = {"manifest": json.dumps(manifest).encode(), "audit": audit, "sbom": bill, "source": source}
+    entries = [(f"{FOLDER}/{name}.json", data) for name, data in contents.items()]
+    return writer.image([layer(entries)], {**LABELS, "org.sparkforge.stack": stack}, **more)

@@ -351,6 +351,28 @@ def image_sbom(_ctx: Context, image: str, stack: str = "", output: str = "") -> 
 
 
 @task(
+    example="./inv image.sign ~/sparkforge.pem",
+    key="file with an Ed25519 key in PEM that only you can read",
+    image=IMAGE,
+    builder="URI of what built the image, for its provenance; default: an own build",
+    folder="an OCI layout for the signatures, made if it is not there, in place of the image's registry",
+    stack=STACK,
+)
+def image_sign(_ctx: Context, key: str, image: str = "", builder: str = "", folder: str = "", stack: str = "") -> None:
+    """Sign an image, its provenance and its bill of materials.
+
+    The image must be this checkout's. The signatures go beside it into its registry, if it was pushed to one.
+    """
+    from sparkforge.image import signing
+    from sparkforge.image.build import expected
+
+    chosen = chosen_stack(stack)
+    place = Path(caller_path(folder)) if folder else None
+    key_file = Path(caller_path(key))
+    signing.sign(chosen, image_path(image), partial(expected, stack=chosen), key_file, builder, place)
+
+
+@task(
     example="./inv image.publish registry.example.com/sparkforge/vllm",
     repository="the registry's host and the repository, without a tag",
     stack=STACK,

@@ -111,18 +111,18 @@ class Layout:
             raise DocumentError(str(self.path), f"it has no file {name}")
         return file
 
-    def _read(self, name: str) -> bytes:
+    def _read(self, name: str, largest: int = LARGEST_DOCUMENT) -> bytes:
         with self._open(name) as file:
-            data = file.read(LARGEST_DOCUMENT + 1)
-        if len(data) > LARGEST_DOCUMENT:
-            raise DocumentError(str(self.path), f"{name} has more than {LARGEST_DOCUMENT:,} bytes")
+            data = file.read(largest + 1)
+        if len(data) > largest:
+            raise DocumentError(str(self.path), f"{name} has more than {largest:,} bytes")
         return data
 
-    def blob(self, descriptor: Descriptor) -> bytes:
+    def blob(self, descriptor: Descriptor, largest: int = LARGEST_DOCUMENT) -> bytes:
         """Return a small blob, whose digest and size were compared. Raises IntegrityError."""
         origin = f"{self.path}: {descriptor.digest[:19]}"
         try:
-            return require_digest(self._read(_blob_path(descriptor.digest)), descriptor, origin)
+            return require_digest(self._read(_blob_path(descriptor.digest), largest), descriptor, origin)
         except (OSError, tarfile.TarError, DocumentError) as error:
             raise refused(origin, str(error)) from error
 
