@@ -227,10 +227,10 @@ def test_a_speed_is_compared_with_the_plan_of_the_gpu(monkeypatch):
 
 def test_power_is_sampled_while_a_load_runs(monkeypatch):
     monkeypatch.setattr(parts, "POWER_SECONDS", 0.001)
-    answers = iter(["40.5", "[N/A]"])
-    monkeypatch.setattr(gpus, "query", lambda *_args, **_options: [{"power.draw": next(answers)}])
+    answers = ["[N/A]", "40.5"]
+    monkeypatch.setattr(gpus, "query", lambda *_args, **_options: [{"power.draw": answers.pop()}])
     with parts._watts() as watts:
-        while not watts:
+        while answers:
             pass
     assert watts == [40.5]
 
