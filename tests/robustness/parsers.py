@@ -182,6 +182,7 @@ def _read_oracle(data: bytes, scratch: Path) -> None:
             content = change.apply(ours.pop(change.path, None))
             if content is not None:
                 ours[change.path] = content
+        hunks.refuse_folders("0001-x.patch", ours)
     except UnicodeDecodeError:
         return
     root = _tree(scratch)
