@@ -57,7 +57,7 @@ def unpack(archive, target):
     return target
 
 
-@pytest.fixture(scope="module", params=["spark", "spark-next"])
+@pytest.fixture(scope="module", params=["spark", pytest.param("spark-next", marks=pytest.mark.nightly)])
 def component(request):
     return pins.load().component(request.param, "flashinfer")
 

@@ -103,6 +103,7 @@ def kill_first_cicc(killed):
         time.sleep(0.005)
 
 
+@pytest.mark.nightly  # tests/unit/compile/test_jobs.py has a stand-in
 def test_a_cicc_that_is_killed_is_noticed_and_its_unit_built_alone(chain, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     killed, events = threading.Event(), []
