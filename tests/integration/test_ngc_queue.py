@@ -82,14 +82,6 @@ def execute(code, names):
 # ---- the queue itself
 
 
-def test_the_stack_names_this_queue_and_its_base(queue):
-    vllm = STACK.components["vllm"]
-    assert vllm.patches == QUEUE.name == f"{queue.upstream}-{queue.version}"
-    assert vllm.version == queue.version
-    base = STACK.components["base"]
-    assert (base.image, base.version, base.kind) == ("nvcr.io/nvidia/pytorch", "25.12-py3", "image")
-
-
 def test_what_it_changes_compiles(pristine, patched, queue):
     """That it applies without fuzz, and which patch a newer release makes obsolete: test_patch_status.py."""
     for path in queue.paths:
