@@ -68,4 +68,4 @@ def ours(writer, expected, stack="embedded", **more):
     source = json.dumps({"revision": "a" * 40, "from": "git", "tree": "b" * 64}).encode()
     contents = {"manifest": json.dumps(manifest).encode(), "audit": audit, "sbom": bill, "source": source}
     entries = [(f"{FOLDER}/{name}.json", data) for name, data in contents.items()]
-    return writer.image([layer(entries)], {**LABELS, "org.sparkforge.stack": stack}, **more)
+    return writer.image([layer(entries), *more.pop("layers", [])], {**LABELS, "org.sparkforge.stack": stack}, **more)

@@ -313,9 +313,10 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
 def image_verify(_ctx: Context, stack: str = "", image: str = "", reproduce: bool = False, more: str = "") -> None:
     """Print an image and check that this checkout made it.
 
-    Prints labels, digests, provenance and layers. Patches and locks must be those of the checkout.
+    Prints labels, digests, provenance and layers. Patches and locks must be those of the checkout, and the signatures
+    those that trust.toml demands.
     """
-    from sparkforge.image import inspect, reproducible
+    from sparkforge.image import inspect, reproducible, trust
     from sparkforge.image.build import expected
 
     chosen = chosen_stack(stack)
@@ -325,6 +326,7 @@ def image_verify(_ctx: Context, stack: str = "", image: str = "", reproduce: boo
         reproducible.verify_reproducible(chosen, arguments("--more", more))
     else:
         inspect.verify(chosen, image_path(image), partial(expected, stack=chosen))
+        trust.print_trust(chosen, image_path(image))
 
 
 @task(

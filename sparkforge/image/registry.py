@@ -26,7 +26,7 @@ from sparkforge.core.errors import EngineError, InputError, IntegrityError, Spar
 from sparkforge.core.files import write_json
 from sparkforge.core.tables import parse_object
 from sparkforge.image import compose as docker_compose
-from sparkforge.image import engine, inspect, provenance, versions
+from sparkforge.image import engine, inspect, provenance, trust, versions
 from sparkforge.image.devices import build_command
 from sparkforge.image.inspect import Expected
 from sparkforge.image.provenance import Predicate
@@ -110,8 +110,10 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
             image = client.images.get(reference)
             manifest, _ = inspect.require_ours(client, image, stack, expected)
             _require_same(client, image, manifest, stack, recorded)
+            evidence = trust.require(client, image, stack, reference.partition("@")[0])
             name = docker_compose.resolve(docker_compose.variables(stack)).image
             version = versions.move_tags(client, image, name)
+            trust.accept(stack, evidence)
     except BaseException:
         if not was_local:
             with suppress(SparkforgeError):  # the refusal is the one to report
