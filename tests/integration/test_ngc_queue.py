@@ -23,7 +23,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.patching.series import Queue
 from sparkforge.sources import fetch, trees
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]  # another release
 
 STACK = pins.load().stacks["ngc-25.12"]
 QUEUE = ROOT / "patches" / "vllm-0.13.0"
