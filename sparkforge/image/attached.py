@@ -19,7 +19,9 @@ from urllib.parse import urljoin, urlsplit
 
 import docker
 import httpx
+from docker.errors import DockerException
 
+from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import EngineError
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.image import oci
@@ -106,7 +108,7 @@ class Folder:
         if (self.path / "index.json").exists():
             oci.Layout(self.path)  # it must be one
             index = json.loads((self.path / "index.json").read_bytes())
-        others = [entry for entry in index["manifests"] if (entry.get("annotations") or {}).get(TAG) != tag]
+        others = [entry for entry in index.get("manifests", []) if (entry.get("annotations") or {}).get(TAG) != tag]
         entry = _described(manifest, MANIFEST, {TAG: tag, "kind": KINDS[tag.rpartition(".")[2]]})
         write_json(self.path / "index.json", {**index, "manifests": [*others, entry]})
 
@@ -156,7 +158,7 @@ class Repository:
             self._ask("PUT", str(url), headers={"Content-Type": "application/octet-stream"}, content=data)
         self._ask("PUT", f"manifests/{tag}", headers={"Content-Type": MANIFEST}, content=manifest)
 
-    def _ask(  # noqa: C901 - one branch for each kind of answer
+    def _ask(
         self, method: str, path: str, *, missing: bool = False, largest: int = LARGEST_DOCUMENT, **options: Any
     ) -> tuple[httpx.Response, bytes] | None:
         """Return the registry's answer and its body; None if there is none and that may be (`missing`).
@@ -170,12 +172,7 @@ class Repository:
                 headers = dict(options.get("headers", {}))
                 if own and self._authorization:
                     headers["Authorization"] = self._authorization
-                with self._client.stream(method, url, **{**options, "headers": headers}) as answer:
-                    body = b""
-                    for chunk in answer.iter_bytes():
-                        body += chunk
-                        if len(body) > largest:
-                            raise self._failed(f"{urlsplit(url).path[:200]} has more than {largest:,} bytes")
+                answer, body = self._get(method, url, largest, **{**options, "headers": headers})
                 if answer.status_code == 401 and own and not self._authorization:
                     self._authorization = self._login(answer.headers.get("www-authenticate", ""))
                 elif answer.is_redirect and method == "GET":
@@ -192,10 +189,23 @@ class Repository:
             raise self._failed(str(error) or type(error).__name__) from error
         raise self._failed("it sends us in circles")
 
+    def _get(self, method: str, url: str, largest: int, **options: Any) -> tuple[httpx.Response, bytes]:
+        """Return one answer and its body, of so many bytes at most. Raises EngineError, httpx's errors."""
+        body = b""
+        with self._client.stream(method, url, **options) as answer:
+            for chunk in answer.iter_bytes():
+                body += chunk
+                if len(body) > largest:
+                    raise self._failed(f"{urlsplit(url).path[:200]} has more than {largest:,} bytes")
+        return answer, body
+
     def _login(self, challenge: str) -> str:
         """Return the header that a registry's challenge asks for, by docker's login: Basic, or a token for it."""
         key = "https://index.docker.io/v1/" if self.host.endswith("docker.io") else self.host
-        login = docker.auth.load_config().resolve_authconfig(key) or {}
+        try:
+            login = docker.auth.load_config().resolve_authconfig(key) or {}
+        except (DockerException, AttributeError, TypeError, ValueError) as error:  # the SDK checks no types
+            raise self._failed(f"docker's own configuration cannot be read: {str(error)[:200]}") from error
         name, password = login.get("username") or login.get("Username"), login.get("password") or login.get("Password")
         basic = f"Basic {base64.b64encode(f'{name}:{password}'.encode()).decode()}" if name else ""
         if not challenge.lower().startswith("bearer "):
@@ -206,8 +216,9 @@ class Repository:
         realm = values.pop("realm", "")
         if not realm.startswith("https://") and self.url.startswith("https://"):
             raise self._failed(f"it wants the login at {realm[:100]}, which is not encrypted")
-        answer = self._client.get(realm, params=values, headers={"Authorization": basic} if basic else {})
-        token = answer.json() if answer.is_success and len(answer.content) <= LARGEST_DOCUMENT else {}
+        headers = {"Authorization": basic} if basic else {}
+        answer, body = self._get("GET", realm, LARGEST_DOCUMENT, params=values, headers=headers)
+        token = parse_json(body, realm[:100]) if answer.is_success else {}
         if not isinstance(token, dict) or not (word := token.get("token") or token.get("access_token")):
             raise self._failed("it refuses the login")
         return f"Bearer {word}"

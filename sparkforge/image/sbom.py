@@ -11,6 +11,7 @@ import re
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from email.message import Message
 from email.parser import HeaderParser
 from pathlib import Path
@@ -27,6 +28,7 @@ from packageurl import PackageURL
 from packaging.utils import canonicalize_name
 
 from sparkforge.core.documents import read_json
+from sparkforge.core.errors import ProcessError
 from sparkforge.core.files import sha256_file
 from sparkforge.core.paths import ROOT
 from sparkforge.image.devices import CUDA, OCI_MACHINES
@@ -118,7 +120,8 @@ def _python(packages: Path, table: Pins, manifest: Mapping[str, Any]) -> Iterato
             ancestor = _component(name, origin.version, upstream, sha256=origin.sha256, ref=f"upstream:{upstream}")
             pedigree = Pedigree(ancestors=[ancestor], patches=patches)
         elif pinned:
-            sha256 = choose_pinned(pinned, target).sha256
+            with suppress(ProcessError):  # a release that is pinned for another machine, and here comes by the lock
+                sha256 = choose_pinned(pinned, target).sha256
         metadata = _headers(info / "METADATA")
         urls = dict(line.partition(",")[::2] for line in metadata.get_all("Project-URL") or [])
         urls = {label.strip().lower(): url.strip() for label, url in urls.items()}

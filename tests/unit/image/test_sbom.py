@@ -93,6 +93,14 @@ def test_a_module_has_its_hash_and_its_cubins(patched_site, debian):
     assert module["properties"] == [{"name": "sparkforge:cubin:k.sm_121a.cubin", "value": "sm_121a"}]
 
 
+def test_a_release_that_is_pinned_for_another_machine_only_has_no_hash_of_a_wheel(patched_site, debian):
+    version = pins.load().component("spark", "torch").version
+    (patched_site / f"torch-{version}.dist-info").mkdir()
+    for machine, hashed in (("aarch64", True), ("x86_64", False)):
+        manifest = {**MANIFEST, "stack": "spark", "device": "cuda", "machine": machine}
+        assert ("hashes" in component(json.loads(make(patched_site, debian, manifest)), "torch")) == hashed
+
+
 @pytest.mark.parametrize(
     ("fields", "names"),
     [

@@ -173,7 +173,9 @@ def hostile():
             class Handler(http.server.BaseHTTPRequestHandler):
                 def do_GET(self):
                     asked.append((self.path, self.headers.get("Authorization")))
-                    status, headers, body = answers.get(self.path.rpartition("/v2/a/b/")[2], (404, {}, b""))
+                    status, headers, body = answers.get(
+                        self.path.partition("?")[0].rpartition("/v2/a/b/")[2], (404, {}, b"")
+                    )
                     self.send_response(status)
                     for name, value in {**headers, "Content-Length": str(len(body))}.items():
                         self.send_header(name, value)
@@ -238,3 +240,28 @@ def test_a_login_stays_with_its_host(hostile, monkeypatch, tmp_path):
     place.url = place.url.replace(address, redirecting)
     assert place.read(TAG) == []
     assert overheard == [(f"/v2/a/b/manifests/{TAG}", None)]
+
+
+def test_a_token_is_fetched_with_the_login_and_used(hostile, monkeypatch, tmp_path):
+    answers = {f"manifests/{TAG}": (401, {}, b""), "token": (200, {}, b'{"token": "t"}')}
+    address, asked = hostile(answers)
+    challenge = f'Bearer realm="http://{address}/v2/a/b/token",service="s"'
+    answers[f"manifests/{TAG}"] = (401, {"WWW-Authenticate": challenge}, b"")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {address: {"auth": base64.b64encode(b"a:b").decode()}}}))
+    with refused("engine.registry", "answers 401"):
+        Repository(f"{address}/a/b").read(TAG)
+    assert [authorization for _, authorization in asked] == [None, "Basic YTpi", "Bearer t"]
+    for body in (b"[]", b"{", b" " * (5 << 20)):
+        answers["token"] = (200, {}, body)
+        with refused("engine.registry"):
+            Repository(f"{address}/a/b").read(TAG)
+    for text in (
+        "{",
+        '{"credsStore": "no-such-helper"}',
+        '{"auths": 3}',
+        f'{{"auths": {{"{address}": {{"auth": "!"}}}}}}',
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with refused("engine.registry"):
+            Repository(f"{address}/a/b").read(TAG)
