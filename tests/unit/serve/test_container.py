@@ -465,3 +465,21 @@ def test_an_image_that_trust_toml_does_not_take_is_not_started(
     with pytest.raises(IntegrityError, match=r"trust\.toml demands signature by lab: nothing is attached to it"):
         up()
     assert not called(docker_command, " up ")
+
+
+def test_a_proved_start_is_the_last_accepted_image_and_only_a_rollback_may_be_older(
+    checkout, fake_engine, monkeypatch, api
+):
+    asked = []
+
+    def vouched(*_args, back):
+        asked.append(back)
+        return docker_device.trust.Evidence(finished=f"2026-11-0{len(asked)}T00:00:00Z")
+
+    monkeypatch.setattr(docker_device.trust, "require", vouched)
+    up(port=api)
+    assert json.loads((paths.state() / "accepted-images.json").read_text()) == {"embedded": "2026-11-01T00:00:00Z"}
+    launch.stop()
+    up(port=api, image=fake_engine.image["Id"])
+    assert asked == [False, True]
+    assert json.loads((paths.state() / "accepted-images.json").read_text()) == {"embedded": "2026-11-02T00:00:00Z"}
