@@ -5,6 +5,7 @@ import contextlib
 import http.server
 import json
 import os
+import shutil
 import socket
 import subprocess
 import threading
@@ -151,7 +152,7 @@ def registry(tmp_path_factory, free_port):
     process.wait(60)
 
 
-@pytest.mark.needs("docker-registry")
+@pytest.mark.skipif(shutil.which("docker-registry") is None, reason="docker-registry is not installed")
 def test_a_registry_keeps_what_is_attached(registry, key):
     place, secret = Repository(f"{registry}/a/b"), signing.private_key(key)
     tag = attached.tag_of(DIGEST, "sig")
