@@ -15,7 +15,7 @@ from sparkforge.compile.jobs import Site, Unit
 from sparkforge.compile.peaks import Cost, Peaks
 from sparkforge.core import memory
 
-pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.needs("c++")]  # test_audit compiles every day
 KERNEL = """
 #include <cuda_fp4.h>
 #include <cuda.h>
@@ -103,7 +103,6 @@ def kill_first_cicc(killed):
         time.sleep(0.005)
 
 
-@pytest.mark.nightly  # tests/unit/compile/test_jobs.py has a stand-in
 def test_a_cicc_that_is_killed_is_noticed_and_its_unit_built_alone(chain, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     killed, events = threading.Event(), []
