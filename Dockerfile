@@ -126,8 +126,9 @@ FROM vllm AS audit
 ARG JOBS=auto
 COPY deploy/trim.toml deploy/licences.toml /opt/sparkforge/deploy/
 COPY deploy/licences/ /opt/sparkforge/deploy/licences/
-RUN .venv/bin/python -m sparkforge.image.rootfs finish --stack "$SPARKFORGE_STACK" --jobs "$JOBS" \
-    && .venv/bin/python -m sparkforge.image.rootfs verify --stack "$SPARKFORGE_STACK"
+RUN --mount=type=bind,from=base,target=/mnt/base \
+    .venv/bin/python -m sparkforge.image.rootfs finish --stack "$SPARKFORGE_STACK" --jobs "$JOBS" \
+    && .venv/bin/python -m sparkforge.image.rootfs verify --stack "$SPARKFORGE_STACK" --debian /mnt/base
 
 # ── project: our own files, with the same modes and times whatever the checkout's ────────────────────────────────────
 # Python finds our packages in packages/, which holds nothing else; pins, locks and patches are beside it.
@@ -141,7 +142,7 @@ COPY patches/ patches/
 COPY sparkforge/ packages/sparkforge/
 COPY spark_mxfp4/src/spark_mxfp4/ packages/spark_mxfp4/
 COPY validate/ packages/validate/
-COPY --from=audit /opt/image.json /opt/audit.json ./
+COPY --from=audit /opt/image.json /opt/audit.json /opt/sbom.json ./
 # The commit, by argument or as git has it in the context, and a digest of the context: docs/concepts/images.md.
 ARG REVISION=
 RUN --mount=type=bind,target=/mnt/context \
@@ -181,4 +182,5 @@ LABEL org.opencontainers.image.title="Sparkforge" \
       org.sparkforge.stack="${SPARKFORGE_STACK}" \
       org.sparkforge.source="/opt/sparkforge/source.json" \
       org.sparkforge.manifest="/opt/sparkforge/image.json" \
-      org.sparkforge.audit="/opt/sparkforge/audit.json"
+      org.sparkforge.audit="/opt/sparkforge/audit.json" \
+      org.sparkforge.sbom="/opt/sparkforge/sbom.json"

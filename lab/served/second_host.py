@@ -27,6 +27,13 @@ RTM_NEWLINK, NLMSG_ERROR, VETH_INFO_PEER = 16, 2, 1
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_EXCL, NLM_F_CREATE = 0x1, 0x4, 0x200, 0x400
 IFLA_IFNAME, IFLA_LINKINFO, IFLA_NET_NS_PID, IFLA_INFO_KIND, IFLA_INFO_DATA = 3, 18, 19, 1, 2
 SIOCSIFADDR, SIOCSIFNETMASK, SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8916, 0x891C, 0x8913, 0x8914, 0x1  # linux/sockios.h
+# A mount of sysfs shows the interfaces of the namespace that mounted it.
+OWN_INTERFACES = """exec 3>&1 > /dev/null 2>&1
+folder=$(mktemp -d) && mount -t sysfs sysfs "$folder" && for part in class devices/virtual; do
+    mount --bind "$folder/$part/net" /sys/$part/net
+done
+umount "$folder"; rmdir "$folder"
+exec >&3 2>&1;"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ def second_host(*, own_network: bool = True) -> Iterator[SecondHost]:
     spaces = ("--mount", "--ipc", *(("--net",) if own_network else ()))
     # Without shared memory in common the two parts of vLLM see that they are not on one host.
     hold = "mount -t tmpfs tmpfs /dev/shm && echo ready && exec sleep infinity"
-    command = ["unshare", *spaces, "sh", "-c", hold]
+    command = ["unshare", *spaces, "sh", "-c", f"{OWN_INTERFACES} {hold}" if own_network else hold]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         answer = holder.stdout.readline().strip() if holder.stdout else ""

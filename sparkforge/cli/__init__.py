@@ -58,6 +58,8 @@ for _collection in (
         "image",
         verify=build.image_verify,
         clean=build.image_clean,
+        sbom=build.image_sbom,
+        sign=build.image_sign,
         publish=build.image_publish,
         pull=build.image_pull,
     ),

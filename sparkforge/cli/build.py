@@ -20,8 +20,9 @@ from sparkforge.cli.command import (
     texts,
     with_fields,
 )
-from sparkforge.core.console import Steps, say
+from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import UsageError
+from sparkforge.core.files import write_atomic
 
 OFFLINE = "folder of an unpacked bundle: use it instead of the network"
 STACK = f"a stack of pins.toml (default: {DEFAULT_STACK})"
@@ -29,7 +30,7 @@ TREE = "a folder with unpatched sources, in place of the pinned archives"
 DRY_RUN = "print what would be done, change nothing"
 JOBS = "auto: as many as memory and cores allow; or a number [BUILD_JOBS, JOBS or MAX_JOBS]"
 JOBS_VARIABLES = ("BUILD_JOBS", "JOBS", "MAX_JOBS")  # as in deploy/stacks.yml
-IMAGE = "an image's name, if it is not the stack's"
+IMAGE = "an image's name, if it is not the stack's; or the path of an OCI layout, a folder or .tar"
 
 
 def chosen_stack(name: str) -> str:
@@ -51,6 +52,16 @@ def chosen_jobs(jobs: str) -> str:
     if text != "auto" and not (text.isascii() and text.isdecimal() and 0 < int(text) < 10_000):
         raise UsageError(f"{name} is {text[:40]!r}", "it takes auto or 1, 2, …", f"unset {name}; or --jobs 4")
     return text
+
+
+def image_path(name: str) -> str:
+    """Return the absolute path of an OCI layout that a user named, else the name as it is: an image of the engine.
+
+    Raises UsageError for an option that is none, which Invoke takes for a name.
+    """
+    if name.startswith("-"):
+        raise UsageError(f"there is no option {name[:40]}", "its options are in --help", "./inv image.sbom --help")
+    return caller_path(name) if name.startswith(("/", ".", "~")) or name.endswith(".tar") else name
 
 
 def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "auto") -> None:
@@ -302,9 +313,10 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
 def image_verify(_ctx: Context, stack: str = "", image: str = "", reproduce: bool = False, more: str = "") -> None:
     """Print an image and check that this checkout made it.
 
-    Prints labels, digests, provenance and layers. Patches and locks must be those of the checkout.
+    Prints labels, digests, provenance and layers. Patches and locks must be those of the checkout, and the signatures
+    those that trust.toml demands.
     """
-    from sparkforge.image import inspect, reproducible
+    from sparkforge.image import inspect, reproducible, trust
     from sparkforge.image.build import expected
 
     chosen = chosen_stack(stack)
@@ -313,7 +325,53 @@ def image_verify(_ctx: Context, stack: str = "", image: str = "", reproduce: boo
     if reproduce:
         reproducible.verify_reproducible(chosen, arguments("--more", more))
     else:
-        inspect.verify(chosen, image, partial(expected, stack=chosen))
+        inspect.verify(chosen, image_path(image), partial(expected, stack=chosen))
+        trust.print_trust(chosen, image_path(image))
+
+
+@task(
+    example="./inv image.sbom --output spark.cdx.json",
+    optional="image",
+    image=IMAGE,
+    stack=STACK,
+    output="a file for it; default: stdout",
+)
+def image_sbom(_ctx: Context, image: str, stack: str = "", output: str = "") -> None:
+    """Print an image's bill of materials, CycloneDX 1.6.
+
+    Every package with version, licence, source and hash, our patches, and the machine code of each kernel module.
+    """
+    from sparkforge.image import inspect
+
+    chosen = chosen_stack(stack)
+    with inspect.opened(chosen, image_path(image)) as (client, opened):
+        text = inspect.bill(client, opened, chosen)
+    if output:
+        write_atomic(Path(caller_path(output)), text)
+    else:
+        echo(text.decode().rstrip())
+
+
+@task(
+    example="./inv image.sign ~/sparkforge.pem",
+    key="file with an Ed25519 key in PEM that only you can read",
+    image=IMAGE,
+    builder="URI of what built the image, for its provenance; default: an own build",
+    folder="an OCI layout for the signatures, made if it is not there, in place of the image's registry",
+    stack=STACK,
+)
+def image_sign(_ctx: Context, key: str, image: str = "", builder: str = "", folder: str = "", stack: str = "") -> None:
+    """Sign an image, its provenance and its bill of materials.
+
+    The image must be this checkout's. The signatures go beside it into its registry, if it was pushed to one.
+    """
+    from sparkforge.image import signing
+    from sparkforge.image.build import expected
+
+    chosen = chosen_stack(stack)
+    place = Path(caller_path(folder)) if folder else None
+    key_file = Path(caller_path(key))
+    signing.sign(chosen, image_path(image), partial(expected, stack=chosen), key_file, builder, place)
 
 
 @task(

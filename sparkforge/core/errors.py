@@ -126,6 +126,7 @@ CODES = {
     "integrity.image-tree": "What is to become an image is not what its locks, patches and tables say.",
     "integrity.installed": "An installed package is not the wheel that it was made from: its RECORD or a file differs.",
     "integrity.image": "An image is for another platform, or was not made from this checkout.",
+    "integrity.signature": "An image lacks a signature, provenance or bill that trust.toml demands, or is older.",
     "integrity.not-reproducible": "Two builds of the same commit gave different images.",
     "patch.format": "A patch or its series is malformed or would write outside its tree.",
     "patch.lock": "A patched wheel, or the queue that makes it, is not what locks/patched.toml says.",

@@ -6,9 +6,10 @@ import hashlib
 import io
 import shutil
 import tarfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import docker
 from pydantic import BaseModel, Field
@@ -20,12 +21,13 @@ from sparkforge.core.docker import PRUNE, require_plugin
 from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import EngineError, IntegrityError, StorageError
 from sparkforge.image import compose as docker_compose
-from sparkforge.image import engine
+from sparkforge.image import engine, oci
 from sparkforge.image.devices import CPU, build_command
 
 # Where in the image its manifest and its audit lie; the Dockerfile sets both labels.
 MANIFEST_LABEL = "org.sparkforge.manifest"
 AUDIT_LABEL = "org.sparkforge.audit"
+SBOM_LABEL = "org.sparkforge.sbom"
 SOURCE_LABEL = (
     "org.sparkforge.source"  # the file with revision and digest of the build's context; older images have none
 )
@@ -47,6 +49,15 @@ class Manifest(BaseModel):
     packages: dict[str, str] | None = None
     kernels: dict[str, Any] | None = None
     audit: dict[str, str] | None = None
+    sbom: dict[str, str] | None = None
+
+
+class Bill(BaseModel):
+    """What is used of an image's bill of materials."""
+
+    bomFormat: Literal["CycloneDX"]  # noqa: N815 - CycloneDX's name
+    specVersion: Literal["1.6"]  # noqa: N815
+    components: list[dict[str, Any]] = Field(min_length=1)
 
 
 class Source(BaseModel):
@@ -104,9 +115,33 @@ def ready_to_build(stack: str) -> list[str | Path]:
     return docker_compose.compose("--progress", "plain", "build")
 
 
-def made_from(client: docker.DockerClient, image: Any, stack: str) -> dict[str, Any]:
+def made_from(client: docker.DockerClient | None, image: Any, stack: str) -> dict[str, Any]:
     """Return what an image says that it was made from: its source.json; empty for an image that has none."""
     return _parsed(_read(client, image, SOURCE_LABEL, stack), Source) if SOURCE_LABEL in labels(image.attrs) else {}
+
+
+@contextmanager
+def opened(stack: str, name: str) -> Iterator[tuple[docker.DockerClient | None, Any]]:
+    """Open a stack's image, or the image `name`, in the engine; of a path, the image in the OCI layout there.
+
+    Yields the engine's client, None for a layout, and the image. Raises EngineError, IntegrityError.
+    """
+    if name.startswith("/"):
+        yield None, oci.LayoutImage(Path(name))
+        return
+    with engine.connected() as client:
+        name = name or docker_compose.resolve(docker_compose.variables(stack)).image
+        yield client, engine.image(client, name, build_command(stack))
+
+
+def bill(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
+    """Return an image's bill of materials, the one that its manifest names by hash. Raises IntegrityError."""
+    text, document = _read(client, image, SBOM_LABEL, stack), manifest(client, image, stack)
+    if hashlib.sha256(text).hexdigest() not in dict(document.get("sbom") or {}).values():
+        why = "its sha256 is not the one in the image's manifest"
+        raise IntegrityError("the bill of materials is refused", why, build_command(stack), code="integrity.image")
+    _parsed(text, Bill)
+    return text
 
 
 def verify(stack: str, name: str, expected: Expected) -> None:
@@ -117,10 +152,8 @@ def verify(stack: str, name: str, expected: Expected) -> None:
     checkout. `expected` takes the image's processor (amd64, arm64) and returns what this checkout has: a key of
     COMPARED → name of a queue or a lock → its sha256.
     """
-    with engine.connected() as client:
-        name = name or docker_compose.resolve(docker_compose.variables(stack)).image
-        image = engine.image(client, name, build_command(stack))
-        for line in lines(image.attrs, client.api.history(image.id)):
+    with opened(stack, name) as (client, image):
+        for line in lines(image.attrs, client.api.history(image.id) if client else []):
             echo(line)
         document = manifest(client, image, stack)
         if source := made_from(client, image, stack):
@@ -140,10 +173,10 @@ def verify(stack: str, name: str, expected: Expected) -> None:
 
 
 def require_ours(
-    client: docker.DockerClient, image: Any, stack: str, expected: Expected
+    client: docker.DockerClient | None, image: Any, stack: str, expected: Expected
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an image's manifest and audit, which fit this checkout. Raises IntegrityError with every difference."""
-    platform = engine.read(client).platform
+    platform = engine.read(client).platform if client else engine.platform_of(image.attrs)
     text, report = (_read(client, image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
     document = _parsed(text, Manifest)
     wanted = expected(str(image.attrs.get("Architecture", "")))
@@ -156,7 +189,7 @@ def require_ours(
     return document, _parsed(report, Audit)
 
 
-def manifest(client: docker.DockerClient, image: Any, stack: str = "") -> dict[str, Any]:
+def manifest(client: docker.DockerClient | None, image: Any, stack: str = "") -> dict[str, Any]:
     """Return the manifest that lies in an image. Raises IntegrityError if it is none of ours, EngineError."""
     stack = stack or labels(image.attrs).get("org.sparkforge.stack", "")
     return _parsed(_read(client, image, MANIFEST_LABEL, stack), Manifest)
@@ -224,7 +257,7 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
         ) from error  # fmt: skip
 
 
-def _read(client: docker.DockerClient, image: Any, label: str, stack: str) -> bytes:
+def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str) -> bytes:
     """Return the file that a label names, read without running the image.
 
     Raises IntegrityError if the image has no such label: then it is none of ours, or an old one.
@@ -235,6 +268,8 @@ def _read(client: docker.DockerClient, image: Any, label: str, stack: str) -> by
         raise IntegrityError(
             f"{image.short_id} is no image of this Sparkforge", why, build_command(stack), code="integrity.image"
         )
+    if client is None:
+        return bytes(image.read(path))
     container = client.api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]
     try:
         stream, _ = client.api.get_archive(container, path)

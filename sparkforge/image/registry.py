@@ -7,15 +7,15 @@ plain HTTP to registries on the loopback address only, unless the engine's `inse
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import docker
 from docker.errors import APIError, ImageNotFound, NotFound
-from pydantic import BaseModel, Field
 
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, say
@@ -26,23 +26,15 @@ from sparkforge.core.errors import EngineError, InputError, IntegrityError, Spar
 from sparkforge.core.files import write_json
 from sparkforge.core.tables import parse_object
 from sparkforge.image import compose as docker_compose
-from sparkforge.image import engine, inspect, versions
+from sparkforge.image import engine, inspect, provenance, trust, versions
 from sparkforge.image.devices import build_command
 from sparkforge.image.inspect import Expected
+from sparkforge.image.provenance import Predicate
 
-SCHEMA = 1
 DENIED = {401, 403}  # HTTP: unauthorized, forbidden
 REFERENCE = re.compile(r"(?P<repository>[a-z0-9][\w.:/-]*)@(?P<digest>sha256:[0-9a-f]{64})")
 REPOSITORY = re.compile(r"[A-Za-z0-9.-]+(?::\d+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)+")
-REVISION_LABEL = "org.opencontainers.image.revision"
 EXAMPLE = "registry.example.com/sparkforge/vllm"
-
-
-class Record(BaseModel):
-    """What is used of the record that `publish` writes."""
-
-    schema_: Literal[1] = Field(alias="schema")
-    reference: str
 
 
 def publish(stack: str, name: str, repository: str, expected: Expected, output: Path | None = None) -> Path:
@@ -58,9 +50,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected, output: 
         name = name or docker_compose.resolve(docker_compose.variables(stack)).image
         image = engine.image(client, name, build_command(stack))
         manifest, _ = inspect.require_ours(client, image, stack, expected)
-        revision = inspect.labels(image.attrs).get(REVISION_LABEL, "")
-        if revision.startswith("unknown") or not revision:  # the build labelled none: its source.json may know it
-            revision = str(inspect.made_from(client, image, stack).get("revision", ""))
+        predicate = provenance.predicate(client, image, stack, manifest)
         tag = versions.own_name(versions.version(manifest), image.id)
         reference = f"{repository}:{tag}"
         known = _digest(image, repository)
@@ -85,16 +75,8 @@ def publish(stack: str, name: str, repository: str, expected: Expected, output: 
             why = f"the engine names none for {repository} after the push"
             raise EngineError("the image's digest is unknown", why, f"docker pull {reference}", code="engine.failed")
     file = output or paths.state() / "published" / f"{tag}.json"
-    document = {
-        "schema": SCHEMA,
-        "reference": f"{repository}@{digest}",
-        "tag": tag,
-        "image": image.id,
-        "platform": engine.platform_of(image.attrs),
-        "revision": revision,
-        **{key: manifest.get(key) for key in ("stack", "lock", "patches", "key", "kernels", "audit")},
-    }
-    write_json(file, document)
+    subjects = [(repository, digest), (tag, image.id)]
+    write_json(file, provenance.statement(subjects, provenance.SLSA, predicate))
     echo(f"{repository}@{digest}")
     say(f"the record is {file}; on another machine: ./inv image.pull {repository}@{digest}   # or the record")
     return file
@@ -110,7 +92,8 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
     """
     record = folder / source
     recorded = _read_record(record) if not REFERENCE.fullmatch(source) and record.is_file() else {}
-    reference = str(recorded.get("reference", source))
+    subject = recorded["subject"][0] if recorded else {}
+    reference = f"{subject['name']}@sha256:{subject['digest']['sha256']}" if recorded else source
     if not REFERENCE.fullmatch(reference):
         why = "an image is pulled by digest, which says what it is; a tag says only where somebody put something"
         raise UsageError(f"{reference[:200]!r} names no digest", why, f"./inv image.pull {EXAMPLE}@sha256:…")
@@ -126,9 +109,11 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
         with engine.connected() as client:
             image = client.images.get(reference)
             manifest, _ = inspect.require_ours(client, image, stack, expected)
-            _require_same(image, manifest, stack, recorded)
+            _require_same(client, image, manifest, stack, recorded)
+            evidence = trust.require(client, image, stack, reference.partition("@")[0])
             name = docker_compose.resolve(docker_compose.variables(stack)).image
             version = versions.move_tags(client, image, name)
+            trust.accept(stack, evidence)
     except BaseException:
         if not was_local:
             with suppress(SparkforgeError):  # the refusal is the one to report
@@ -137,25 +122,20 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
     say(f"{name} is {version}; start it: ./inv up, go back: ./inv rollback")
 
 
-def differences(image: Any, manifest: Mapping[str, Any], stack: str, recorded: Mapping[str, Any]) -> list[str]:
-    """Return in words where an image is not the stack's, or not what its record says; an empty record says nothing."""
+def _require_same(
+    client: docker.DockerClient, image: Any, manifest: Mapping[str, Any], stack: str, recorded: Mapping[str, Any]
+) -> None:
+    """Raise IntegrityError where an image is not the stack's, or not what its record says, if there is one."""
     labels = inspect.labels(image.attrs)
-    lines = [
+    problems = [
         f"its {origin} says {named!r}, and the stack {stack} was asked for"
         for origin, named in (("manifest", manifest.get("stack")), ("label", labels.get(versions.STACK_LABEL)))
         if named != stack
     ]
-    facts = {"platform": engine.platform_of(image.attrs), **manifest}
-    lines += [
-        f"{key} differs from the record"
-        for key in ("platform", "stack", "lock", "patches", "key", "kernels", "audit")
-        if recorded and facts.get(key) != recorded.get(key)
-    ]
-    return lines
-
-
-def _require_same(image: Any, manifest: Mapping[str, Any], stack: str, recorded: Mapping[str, Any]) -> None:
-    if problems := differences(image, manifest, stack, recorded):
+    if recorded:
+        own = provenance.predicate(client, image, stack, manifest)
+        problems += provenance.differences(recorded["predicate"], own)
+    if problems:
         why, fix = "; ".join(problems), build_command(stack)
         raise IntegrityError(f"{image.short_id} is refused", why, fix, code="integrity.image")
 
@@ -185,7 +165,8 @@ def _in_registry(client: docker.DockerClient, reference: str) -> tuple[str, bool
 def _read_record(path: Path) -> dict[str, Any]:
     """Return a record that `publish` wrote. Raises InputError."""
     try:
-        return parse_object(read_bytes(path), str(path), Record)
+        document = parse_object(read_bytes(path), str(path), provenance.Provenance)
+        return {**document, "predicate": parse_object(json.dumps(document["predicate"]), str(path), Predicate)}
     except (OSError, DocumentError) as error:
         fix = "copy the record from the machine that published the image"
         raise InputError(f"cannot read the record {path}", str(error), fix, code="input.record") from error

@@ -39,7 +39,7 @@ from sparkforge.core.files import sha256_file, write_atomic, write_json
 from sparkforge.core.installed import Installed, is_below
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
-from sparkforge.image import licences, trimming
+from sparkforge.image import licences, sbom, trimming
 from sparkforge.image.devices import CUDA
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, Pins, StackImage, locks
@@ -48,7 +48,7 @@ from sparkforge.pins.verify import ImageChanges, patched_packages
 
 # FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
 AHEAD_OF_TIME = "flashinfer/data/aot"
-REPORT = "audit.json"  # beside the manifest
+REPORT, BILL = "audit.json", "sbom.json"  # beside the manifest
 LOCK = ".lock"  # uv's, which it makes writable for everybody
 # Written at install, with times and paths of the build.
 VOLATILE = ("uv_cache.json", "direct_url.json", "REQUESTED")
@@ -317,17 +317,18 @@ STEPS: dict[str, Callable[[Tree, argparse.Namespace], None]] = {
     "kernels": lambda tree, options: compile_kernels(tree, options.built, options.set, options.jobs),
     "vllm": lambda tree, options: compile_vllm(tree, options.sources, options.targets, options.jobs),
     "finish": lambda tree, options: finish(tree, parse_limit(options.jobs) or os.cpu_count() or 1),
-    "verify": lambda tree, options: _verify(tree, options.describe),
+    "verify": lambda tree, options: _verify(tree, options.describe, options.debian),
 }
 
 
-def _verify(tree: Tree, output: Path) -> None:
-    """Verify and audit the tree; leave the report beside the manifest, which names it by hash."""
+def _verify(tree: Tree, output: Path, debian: Path) -> None:
+    """Verify and audit the tree; leave report and bill of materials beside the manifest, which names both by hash."""
     files, wheels = verify(tree)
     say(f"{files} files are as their wheels say, {len(wheels)} wheels are ours by locks/patched.toml")
-    report = output.with_name(REPORT)
-    write_json(report, {"files": files, "wheels": [asdict(wheel) for wheel in wheels], "code": audit_code(tree)})
-    write_json(output, {**describe(tree), "audit": {REPORT: sha256_file(report)}})
+    report, bill, document, code = output.with_name(REPORT), output.with_name(BILL), describe(tree), audit_code(tree)
+    write_json(report, {"files": files, "wheels": [asdict(wheel) for wheel in wheels], "code": code})
+    write_atomic(bill, sbom.make(tree.packages, document, code, pins.load(), debian))
+    write_json(output, {**document, "audit": {REPORT: sha256_file(report)}, "sbom": {BILL: sha256_file(bill)}})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -343,6 +344,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--targets", default="", help="CMake targets of vLLM, with commas; none: all that SM121 uses")
     parser.add_argument("--jobs", default="auto")
     parser.add_argument("--describe", type=Path, default=Path("/opt/image.json"), help="where to write the manifest")
+    parser.add_argument("--debian", type=Path, default=Path("/"), help="a root with the image's Debian packages")
     options = parser.parse_args(arguments)
     try:
         STEPS[options.step](Tree(options.tree, options.stack), options)

@@ -101,6 +101,14 @@ def digest(content: Content) -> str | None:
     return None if content is None else hashlib.sha256(content).hexdigest()
 
 
+def refuse_folders(patch: str, files: Iterable[str]) -> None:
+    """Raise PatchError if one of `files` is the folder of another one; `patch` is the name for messages."""
+    names = set(files)
+    for name in sorted(names):
+        if parent := next((str(parent) for parent in PurePosixPath(name).parents if str(parent) in names), ""):
+            raise refuse(patch, f"makes a file of {parent}, which is the folder of {name}")
+
+
 def parse(patch: str, diff: str) -> tuple[FileChange, ...]:
     """Read a unified diff with a/ and b/ prefixes; `patch` is the file's name for messages.
 

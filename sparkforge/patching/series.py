@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
 from sparkforge.core.errors import PatchError
 from sparkforge.core.files import write_atomic
-from sparkforge.patching.hunks import Content, FileChange, parse, read_files, refuse
+from sparkforge.patching.hunks import Content, FileChange, parse, read_files, refuse, refuse_folders
 from sparkforge.sources.archive import unharmful
 
 FIELDS = ("Description", "Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")
@@ -124,19 +124,26 @@ class Queue:
     def _with(self, moves: Mapping[str, str]) -> Queue:
         return replace(self, patches=tuple(_moved(patch, moves) for patch in self.patches)) if moves else self
 
-    def apply(self, contents: Mapping[str, Content]) -> dict[str, Content]:
-        """Return `contents` (path → bytes) after every patch, in memory and with fuzz 0. Raises PatchError."""
+    def apply(self, contents: Mapping[str, Content], others: Iterable[str] = ()) -> dict[str, Content]:
+        """Return `contents` (path → bytes) after every patch, in memory and with fuzz 0.
+
+        `others` are further files of the tree. Raises PatchError, also if a file would be the folder of another one.
+        """
         after = dict(contents)
         for patch in self.patches:
             for change in patch.changes:
                 after[change.path] = change.apply(after[change.path])
+        kept = {path for path, content in after.items() if content is not None}
+        refuse_folders(self.name, kept | (set(others) - after.keys()))
         return after
 
     def apply_to(self, tree: Path) -> None:
         """Apply every patch to the files in `tree`, a private copy. Raises PatchError before it writes anything."""
         queue = self.for_tree(tree)
         before = read_files(tree, queue.paths)
-        for path, content in queue.apply(before).items():
+        near = [file for path in before for file in (*(tree / path).glob("*"), *(tree / path).parents)]
+        others = [str(file.relative_to(tree)) for file in near if file.is_relative_to(tree) and file.is_file()]
+        for path, content in queue.apply(before, others).items():
             if content is None:
                 (tree / path).unlink()
             elif content != before[path]:

@@ -232,7 +232,7 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
         if content is not None and rows.get(path) != _row(content):
             raise _refused(source, f"{path} is not the file that its RECORD lists")
     metadata = before.pop(f"{info}/METADATA")
-    after = queue.apply(before)
+    after = queue.apply(before, names)
 
     def new_path(path: str) -> str:
         """Return the path of a member in the patched wheel: two folders are named after the version (PEP 427)."""
@@ -266,7 +266,8 @@ def _write_sdist(source: Path, component: Component, queue: Queue, version: str,
     top = source.name.removesuffix(SDIST)
     before = upstream.members(source, top, {*queue.paths, "PKG-INFO"})
     metadata = _metadata(source, before.pop("PKG-INFO"), component.version, version)
-    after = queue.apply(before)
+    files = [member.name for member in archive.members(source) if member.kind != "folder"]
+    after = queue.apply(before, [name.removeprefix(f"{top}/") for name in files])
     contents = {**after, "PKG-INFO": metadata}
     for name, data in _documents(source, component, queue, before, after).items():
         contents[f"{SDIST_FOLDER}/{name}"] = data

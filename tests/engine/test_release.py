@@ -287,8 +287,9 @@ def test_an_image_goes_to_a_registry_and_comes_back_by_digest(shipped, registry,
     repository, file = f"{registry}/sparkforge/vllm", tmp_path / "record.json"
     said = shipped.good("image.publish", repository, "--output", file)
     record = json.loads(file.read_text())
-    reference, tag = record["reference"], f"{repository}:{record['tag']}"
-    version = record["tag"].rpartition("-")[0]
+    subject, own_name = record["subject"][0], record["subject"][1]["name"]
+    reference, tag = f"{repository}@sha256:{subject['digest']['sha256']}", f"{repository}:{own_name}"
+    version = own_name.rpartition("-")[0]
     assert reference in said
     assert reference.startswith(f"{repository}@sha256:")
     assert reference in shipped.good("image.publish", repository)  # again: the same digest
@@ -313,7 +314,7 @@ def test_an_image_goes_to_a_registry_and_comes_back_by_digest(shipped, registry,
     shipped.good("image.pull", reference)
     assert shipped.id() == original
     said = shipped.good("image.clean", "--dry-run")
-    assert f"{record['tag']} · Compose serves it" in said
+    assert f"{own_name} · Compose serves it" in said
     shipped.good("image.clean", "--keep", "0")
     assert "no such" in docker("image", "inspect", other, check=False, both=True).lower()
     assert shipped.id() == original

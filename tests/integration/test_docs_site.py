@@ -33,16 +33,14 @@ def test_site_loads_nothing_from_another_server(site):
     assert not [sheet for sheet in site.rglob("*.css") if sheets.search(sheet.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("link", ["no-such-page.md", "glossary.md#no-such-heading"])
-def test_broken_link_fails_the_build_and_keeps_the_old_site(site, link, tmp_path, monkeypatch):
+def test_broken_links_fail_the_build_and_keep_the_old_site(site, tmp_path, monkeypatch):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     with (tmp_path / "docs" / "index.md").open("a", encoding="utf-8") as page:
-        page.write(f"\n[broken]({link})\n")
+        page.write("\n[a page](no-such-page.md) and [a heading](glossary.md#no-such-heading)\n")
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     before = (site / "index.html").read_bytes()
-    with pytest.raises(
-        ProcessError, match=link.partition("#")[2] or link, check=lambda error: error.code == "process.failed"
-    ):
+    with pytest.raises(ProcessError, check=lambda error: error.code == "process.failed") as caught:
         docs.build(strict=True)
+    assert all(link in caught.value.why for link in ("no-such-page.md", "no-such-heading"))
     assert (site / "index.html").read_bytes() == before

@@ -209,6 +209,7 @@ def test_a_library_that_was_swapped_is_linked_again(built):
     assert manifest(built)["outputs"] == before
 
 
+@pytest.mark.nightly
 def test_an_interpreter_without_flashinfer_is_refused(site):
     result = inv(SimpleNamespace(**{**vars(site), "python": sys.executable}))
     assert result.returncode == 50
@@ -225,6 +226,7 @@ def test_every_call_stands_in_vllms_sdist():
             assert call.text in lines[call.line - 1], call
 
 
+@pytest.mark.nightly
 def test_the_sink_modules_are_those_that_the_wrapper_asks_for(site):
     """Evaluate the wrapper's own jit_args and jit_kwargs, with names of objects in place of objects."""
     package = next(site.python.parent.parent.glob("lib/python*/site-packages/flashinfer"))

@@ -98,6 +98,7 @@ def installed(wheel, foreign):
     return foreign
 
 
+@pytest.mark.nightly  # spark_mxfp4/tests/test_package.py has the wheel; every server of ours has the plugin
 def test_vllm_finds_the_plugin_after_pip_install_of_the_wheel(installed):
     points, file, same_version, config, registered, kernel, claimed = ask(installed, "vllm")
     assert points == ["spark_mxfp4.vllm.plugin:register"]

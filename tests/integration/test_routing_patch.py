@@ -14,7 +14,7 @@ FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 STAYS_OFF = f"stays off the FP4 tensor cores of compute capability 12.x: '{FP4}' cannot be used since "
 
 
-@pytest.fixture(scope="module", params=["vllm_trees", "next_trees"])
+@pytest.fixture(scope="module", params=["vllm_trees", pytest.param("next_trees", marks=pytest.mark.nightly)])
 def trees(request):
     return request.getfixturevalue(request.param)
 

@@ -28,10 +28,11 @@ print(json.dumps(answers))
 """
 
 
-@pytest.fixture(scope="module", params=["spark", "spark-next"])
-def parsed(request, vllm_trees, next_trees, vllm_process, tmp_path_factory):
+@pytest.fixture(scope="module", params=["spark", pytest.param("spark-next", marks=pytest.mark.nightly)])
+def parsed(request, vllm_process, tmp_path_factory):
     stack = request.param
-    tree = vllm_trees.patched if stack == "spark" else next_trees.upstream
+    trees = request.getfixturevalue("vllm_trees" if stack == "spark" else "next_trees")
+    tree = trees.patched if stack == "spark" else trees.upstream
     arguments = json.dumps({name: profile.arguments() for name, profile in profiles.load(stack=stack).items()})
     program = tmp_path_factory.mktemp("parser") / "program.py"
     program.write_text(PROGRAM)

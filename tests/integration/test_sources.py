@@ -1,6 +1,5 @@
-"""The sources of both stacks as the package index has them: unpacked, judged, patched, followed back to their pins."""
+"""The default stack's sources as the package index has them: unpacked, judged, patched, followed back to their pins."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -29,7 +28,7 @@ def state(large_folder):
 
 @pytest.fixture(scope="module")
 def fetched(state):
-    return {stack: trees.fetch_sources(stack, git=False) for stack in ("spark", "ngc-25.12")}
+    return trees.fetch_sources("spark", git=False)
 
 
 # name → (needed by gpt-oss on compute capability 12.1, the variable that takes a copy), as read in vLLM 0.32.0's files
@@ -74,21 +73,19 @@ def test_every_hidden_dependency_of_vllm_is_pinned_and_known(fetched):
 
 
 def test_every_source_is_there_and_a_second_run_reads_nothing_anew(fetched):
-    for stack, brought in fetched.items():
-        files = [source for source in brought if source.path]
-        assert files
-        again = trees.fetch_sources(stack, git=False)
-        assert [source.state for source in again if source.path] == [
-            "file" if source.state == "file" else "unchanged" for source in files
-        ]
+    files = [source for source in fetched if source.path]
+    assert files
+    again = trees.fetch_sources("spark", git=False)
+    assert [source.state for source in again if source.path] == [
+        "file" if source.state == "file" else "unchanged" for source in files
+    ]
 
 
 def test_the_trees_are_what_their_listings_say(fetched):
-    for stack in fetched:
-        for tree in unpacked(stack).values():
-            check = ["sha256sum", "--check", "--quiet", "--strict", f"../{tree.name}.sha256"]
-            assert subprocess.run(check, cwd=tree, check=False).returncode == 0
-            assert archive.tree_sha256(archive.read_listing(tree)) == manifest.load(tree).outputs["listing"]
+    for tree in unpacked("spark").values():
+        check = ["sha256sum", "--check", "--quiet", "--strict", f"../{tree.name}.sha256"]
+        assert subprocess.run(check, cwd=tree, check=False).returncode == 0
+        assert archive.tree_sha256(archive.read_listing(tree)) == manifest.load(tree).outputs["listing"]
 
 
 def test_flashinfers_sdist_and_wheel_hold_the_same_third_party_trees(fetched):
@@ -187,9 +184,3 @@ def run(command, env):
 
     clean = {**os.environ, **env, "UV_CACHE_DIR": str(Path(command[-1]).parent / "uv")}
     return subprocess.run([str(word) for word in command], env=clean, capture_output=True, text=True, check=False)
-
-
-def test_manifests_are_plain_json_with_inputs_outputs_tools_and_seconds(fetched):
-    value = json.loads(manifest.beside(unpacked("spark")["vllm"]).read_text())
-    assert set(value) == {"schema", "stage", "inputs", "outputs", "tools", "facts", "seconds"}
-    assert value["inputs"]["vllm-0.32.0.tar.gz"] == pins.load().component("spark", "vllm").files["vllm-0.32.0.tar.gz"]

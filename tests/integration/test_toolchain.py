@@ -15,7 +15,7 @@ from sparkforge.compile.jobs import Site, Unit
 from sparkforge.compile.peaks import Cost, Peaks
 from sparkforge.core import memory
 
-pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.needs("c++")]  # test_audit compiles every day
 KERNEL = """
 #include <cuda_fp4.h>
 #include <cuda.h>

@@ -272,10 +272,11 @@ def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, deep_facts, large,
 @pytest.mark.parametrize(
     ("tree", "verdict", "evidence"),
     [
-        ("upstream", ValidationVerdict.REFUSE, "vLLM will run the experts with MARLIN, hardware FP4 is " + FP4),
+        pytest.param("upstream", ValidationVerdict.REFUSE,
+                     "vLLM will run the experts with MARLIN, hardware FP4 is " + FP4, marks=pytest.mark.nightly),
         ("patched", ValidationVerdict.SERVE, f"vLLM selects {FP4}"),
     ],
-)
+)  # fmt: skip
 def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
     deep_facts, model, next_trees, claim, gb10_sheet, tree, verdict, evidence
 ):

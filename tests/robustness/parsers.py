@@ -24,6 +24,7 @@ from unittest import mock
 
 import httpx
 import zstandard
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from robustness.scenario import write
 from robustness.scenarios import archives, benchmarks, checkpoints, patching
@@ -35,12 +36,13 @@ from sparkforge.audit.report import audit_files
 from sparkforge.bench import baselines, schema, settings, trace
 from sparkforge.compile import ninjafile, peaks
 from sparkforge.compile.peaks import Peaks
-from sparkforge.core import documents, events, manifest, redact
+from sparkforge.core import documents, events, manifest, redact, tables
 from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import signatures
-from sparkforge.image import inspect, registry, versions
+from sparkforge.image import inspect, oci, provenance, registry, signing, trust, versions
+from sparkforge.image.attached import Attached
 from sparkforge.models import hub
 from sparkforge.models import table as models
 from sparkforge.models.hub_source import Mirror
@@ -182,6 +184,7 @@ def _read_oracle(data: bytes, scratch: Path) -> None:
             content = change.apply(ours.pop(change.path, None))
             if content is not None:
                 ours[change.path] = content
+        hunks.refuse_folders("0001-x.patch", ours)
     except UnicodeDecodeError:
         return
     root = _tree(scratch)
@@ -704,9 +707,44 @@ def _read_publication(data: bytes, scratch: Path) -> None:
     registry._read_record(write(scratch / "record.json", data))
 
 
+RECORD = json.dumps(
+    {
+        "_type": provenance.STATEMENT,
+        "subject": [{"name": "r/a", "digest": {"sha256": "0" * 64}}],
+        "predicateType": provenance.SLSA,
+        "predicate": {
+            "buildDefinition": {"externalParameters": {"stack": "spark"}},
+            "runDetails": {"builder": {"id": "b"}, "metadata": {"finishedOn": "2026"}},
+        },
+    }
+)
+
+
+def _read_trust(data: bytes, scratch: Path) -> None:
+    tables.load(write(scratch / "trust.toml", data), trust.Trust)
+
+
+def _read_envelope(data: bytes, _scratch: Path) -> None:
+    signing.read_statement(Attached(data, signing.ENVELOPE_TYPE), {"key": KEY.public_key()})
+
+
+def _read_layout(data: bytes, scratch: Path) -> None:
+    write(scratch / "layout" / "index.json", data)
+    oci.Layout(scratch / "layout")
+
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
+STATEMENT = {"_type": provenance.STATEMENT, "predicateType": provenance.SLSA}
+TRUST = f'schema = 1\n[keys.a]\npublic = """{signing.public_text(KEY)}"""\n[images]\ndemand = ["signature"]\n'
+OCI_INDEX = json.dumps({"manifests": [{"digest": f"sha256:{'0' * 64}", "size": 2, "annotations": {"a": "b"}}]})
+
+
 def _of_images_and_settings() -> Iterator[Parser]:
     yield Parser("image-manifest", _texts(IMAGE_MANIFEST, IMAGE_AUDIT, LABELS), _read_image)
-    yield Parser("image-record", _texts('{"schema": 1, "reference": "r/a@sha256:0", "image": "i"}'), _read_publication)
+    yield Parser("image-record", _texts(RECORD), _read_publication)
+    yield Parser("trust-toml", _texts(TRUST), _read_trust)
+    yield Parser("envelope", _texts(signing.signed(STATEMENT, KEY).data.decode()), _read_envelope)
+    yield Parser("oci-index", _texts(OCI_INDEX), _read_layout)
     yield Parser("cluster-toml", _texts(CLUSTER), _loaded(cluster_config.read, "cluster.toml"))
     yield Parser("environment", _texts(ENVIRONMENT), _read_environment)
     yield Parser("secrets", _texts(LOG), _read_secrets, cost=8.0)

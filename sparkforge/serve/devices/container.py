@@ -21,7 +21,7 @@ from sparkforge.core.errors import EngineError, RefusalError, ServerError, Spark
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.process import ProbeError
 from sparkforge.image import compose as docker_compose
-from sparkforge.image import engine, versions
+from sparkforge.image import engine, trust, versions
 from sparkforge.image.compose import SERVICE, Service
 from sparkforge.image.devices import DOCKER, build_command, stack_of
 from sparkforge.image.engine import State
@@ -71,6 +71,7 @@ class Container(Device):
     compose_files: tuple[str, ...] = ()  # further files of the checkout, read after docker-compose.yml
     service: Service
     project: Mapping[str, Any]
+    evidence: trust.Evidence | None = None  # who vouches for the image, if trust.toml demands that
 
     def __init__(self, plan: StartPlan, build: ImageBuilder) -> None:
         super().__init__(plan)
@@ -116,6 +117,8 @@ class Container(Device):
                     raise
                 self.build(service.stack, self.steps)
                 image = engine.require_image(*needed)
+            # A rollback goes back to an older image; a start never does.
+            self.evidence = trust.require(client, image, service.stack, back=bool(self.plan.image))
             tell(str(image.short_id))
 
     def validate(self) -> str:
@@ -184,6 +187,7 @@ class Container(Device):
 
     def remember(self, server: Server) -> None:
         """Record the start with its image, which gets its own name, and its folder of compiled code."""
+        trust.accept(self.service.stack, self.evidence)
         if self.service.environment.get("SPARKFORGE_VALIDATE", settings.STRICT) != settings.STRICT:
             say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
             return

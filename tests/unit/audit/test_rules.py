@@ -84,20 +84,6 @@ def test_grouped_gemm_with_too_few_block_scaled_mma_is_software():
     assert "arch=compute_121a,code=sm_121a" in violation.fix
 
 
-def test_plain_sm_121_is_refused_without_any_fp4():
-    (violation,) = judge(file(Kernel("scale", 24, {}), target="sm_121"), RULES)
-    assert violation.rule == "arch-suffix"
-    assert "built for 12.1 without the suffix" in violation.detail
-    assert "FLASHINFER_CUDA_ARCH_LIST=12.1a" in violation.fix
-
-
-def test_code_for_another_device_is_no_support():
-    (violation,) = judge(file(target="sm_90a"), RULES)
-    assert violation.rule == "wrong-arch"
-    assert "sm_90a; none of it loads on 12.1" in violation.detail
-    assert rules_of(file(target="sm_90a", path="vllm/_vllm_fa3_C.abi3.so")) == []  # listed, with the reason
-
-
 @pytest.mark.parametrize(
     ("changes", "rule", "detail"),
     [

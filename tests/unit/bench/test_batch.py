@@ -1,11 +1,6 @@
 """Batches: a failure stops nothing, a kill loses nothing, another server starts anew."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -15,7 +10,6 @@ from sparkforge.core.errors import (
     BenchmarkError,
     UsageError,
 )
-from sparkforge.core.paths import ROOT
 
 
 @pytest.fixture
@@ -77,30 +71,6 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
     assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2  # the first is not measured again
     assert json.loads((folder / "batch.json").read_text())["complete"]
     assert "Failed: 0" in (folder / "summary.txt").read_text()
-
-
-@pytest.mark.slow
-def test_a_killed_batch_goes_on_where_it_was(stub, flags, tmp_path):
-    """SIGKILL between two configurations; what is finished is not run again, and the folder is the same."""
-    script = f"from sparkforge.bench import runs; runs.run_benchmark({flags!r})"
-    stub.hold_from = 4  # the whole first configuration
-    run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("out/batch_*/result_*conc1.json")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
-    (folder,) = batches(flags)
-    finished = {path.name: path.read_bytes() for path in folder.glob("result_*.json")}
-    assert list(finished) == ["result_isl24_osl8_conc1.json"]
-    stub.hold_from = 10**9
-    stub.bodies.clear()
-    runs.run_benchmark(flags)
-    assert batches(flags) == [folder]
-    assert {name: (folder / name).read_bytes() for name in finished} == finished
-    assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2
-    assert any(body.get("echo") for _, body, _ in stub.bodies)  # the gate runs again: it may be another server
-    assert json.loads((folder / "batch.json").read_text())["complete"]
 
 
 def unfinished(bench, config, flags, **changes):

@@ -6,12 +6,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from invoke.context import Context
-from invoke.exceptions import Exit
 
 from sparkforge.bench import baselines, context, report, schema, settings
 from sparkforge.bench.settings import BenchSettings
-from sparkforge.cli import measure
 from sparkforge.core.errors import InputError, ServerError, UsageError
 from sparkforge.core.process import started_at
 from sparkforge.image import engine
@@ -49,11 +46,6 @@ def test_a_shape_by_flags_is_a_batch_of_the_tables_concurrencies(endpoint, table
     assert [config.conc for config in configs(endpoint, table, {**flags, "conc": "1,2"})] == [1, 2]
 
 
-def test_the_sweeps_are_the_competitions(table):
-    sweeps = {(sweep.isl, sweep.osl): sweep.concurrencies for sweep in table.sweeps}
-    assert sweeps == {(1024, 1024): [4, 8, 16], (1024, 8192): [4, 8, 16], (8192, 1024): [4, 8]}
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -80,12 +72,6 @@ def test_the_served_model_is_found_by_its_name_repository_or_folder_or_refused(s
         settings.endpoint(BenchSettings({"model": "other"}, {}), stub.url, 60.0)
     with pytest.raises(ServerError, match="does not answer", check=lambda error: error.code == "server.reply"):
         settings.endpoint(BenchSettings({"port": "9"}, {}), "", 60.0)
-
-
-def test_every_cited_figure_and_threshold_has_source_and_date(table):
-    rows = [*table.figures, *table.gates]
-    assert len(rows) > 15
-    assert all(row.source and re.match(r"^20\d\d-\d\d", row.date) for row in rows)
 
 
 def test_the_first_matching_row_is_a_models_threshold(table):
@@ -207,12 +193,6 @@ def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_pa
     serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"), port=1)
     settings.endpoint(BenchSettings({}, {}), stub.url, 60.0).tokenize("x")
     assert "Authorization" not in stub.bodies[-1][2]
-
-
-def test_a_command_ends_with_the_errors_code(stub, monkeypatch):
-    with pytest.raises(Exit) as caught:
-        measure.perf.body(Context(), **{name: measure.OPTIONS[name][0] for name in measure.LOAD} | {"port": "x"})
-    assert caught.value.code == 2
 
 
 @pytest.mark.parametrize(

@@ -211,33 +211,6 @@ def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, capfd, op
     assert "finishing removals that were interrupted" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("turn", range(8))
-def test_two_that_remove_the_same_modules_at_once_both_succeed(cached, turn):
-    if turn % 2:
-        interrupted(cached)
-    context = multiprocessing.get_context("fork")
-    ready, results = context.Barrier(3), context.Queue()
-
-    def race():
-        ready.wait(60)
-        try:
-            results.put(clean(everything=True, yes=True))
-        except BaseException as error:  # noqa: BLE001 - reported to the test
-            results.put(repr(error))
-
-    processes = [context.Process(target=race) for _ in range(3)]
-    for process in processes:
-        process.start()
-    removed = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(60)
-    assert [result for result in removed if isinstance(result, str)] == []
-    expected = ["rope", "sampling"] if turn % 2 else ["page", "rope", "sampling"]
-    assert sorted(name for names in removed for name in names) == expected
-    assert left(cached) == []
-
-
 def test_the_listing_names_size_cost_and_staleness(cached, capfd):
     (cached.base / "csrc/rope.cu").unlink()
     cache.print_cache()

@@ -35,10 +35,3 @@ def test_every_code_that_is_raised_is_in_the_table_and_belongs_to_the_family_tha
                 assert code.partition(".")[0] == families[name], (path, code)
                 raised.add(code)
     assert len(raised) > 30
-
-
-def test_families_live_in_one_module():
-    for path in sources():
-        assert (
-            not re.search(r"class \w+\(SparkforgeError\)", path.read_text(encoding="utf-8")) or path.name == "errors.py"
-        )

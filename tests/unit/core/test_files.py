@@ -74,17 +74,6 @@ def test_what_a_killed_writer_left_is_swept_and_a_live_ones_stays(tmp_path):
     assert (tmp_path / "file[1]").read_text() == "half"
 
 
-@pytest.mark.slow
-def test_many_writers_of_one_file_never_take_one_anothers_temporaries(tmp_path):
-    script = (
-        "import sys; from pathlib import Path; from sparkforge.core.files import write_atomic\n"
-        "for n in range(200): write_atomic(Path(sys.argv[1]), 'whole ' * 100)"
-    )
-    writers = [subprocess.Popen([sys.executable, "-c", script, tmp_path / "file"], cwd=ROOT) for _ in range(4)]
-    assert [writer.wait() for writer in writers] == [0] * 4
-    assert os.listdir(tmp_path) == ["file"]
-
-
 def test_json_is_sorted_readable_and_ends_with_a_newline(tmp_path):
     write_json(tmp_path / "x.json", {"b": 1, "a": "ü"})
     assert (tmp_path / "x.json").read_text(encoding="utf-8") == '{\n  "a": "ü",\n  "b": 1\n}\n'

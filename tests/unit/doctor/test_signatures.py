@@ -140,10 +140,5 @@ def test_a_fact_can_have_two_bounds(tmp_path):
     assert [signature.holds({"x": number}) for number in range(4)] == [False, True, True, False]
 
 
-def test_a_table_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"signatures\.toml", check=lambda error: error.code == "input.signatures"):
-        signatures.load(tmp_path / "signatures.toml")
-
-
 def test_severities_go_from_worst_to_least():
     assert sorted(Severity, key=lambda severity: severity.rank) == [Severity.FATAL, Severity.SLOW, Severity.HARMLESS]

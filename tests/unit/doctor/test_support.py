@@ -1,8 +1,6 @@
 """The support archive: whole or absent, the same bytes from the same evidence, and no planted secret in it."""
 
-import errno
 import getpass
-import gzip
 import json
 import socket
 import tarfile
@@ -140,20 +138,6 @@ def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(t
     assert names == sorted(names)
     assert {(info.mtime, info.uid, info.gid, info.uname, info.mode) for info in members} == {(0, 0, 0, "", 0o644)}
     assert places[0].stat().st_mode & 0o077 == 0
-
-
-def test_a_disk_without_room_leaves_the_former_archive_and_nothing_half(tmp_path, monkeypatch):
-    archive = tmp_path / "support.tar.gz"
-    archive.write_bytes(b"before")
-
-    def full(*_args, **_more):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(gzip.GzipFile, "write", full)
-    with pytest.raises(StorageError, check=lambda error: error.code == "storage.full"):
-        support.write(archive, {}, evidence.Evidence())
-    assert [path.name for path in tmp_path.iterdir()] == ["support.tar.gz"]
-    assert archive.read_bytes() == b"before"
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

@@ -17,7 +17,7 @@ from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.stages import WAYS
 from sparkforge.core.paths import ROOT
 from sparkforge.image import rootfs
-from sparkforge.image.inspect import AUDIT_LABEL, MANIFEST_LABEL
+from sparkforge.image.inspect import AUDIT_LABEL, MANIFEST_LABEL, SBOM_LABEL
 
 FILES = ("Dockerfile", "Dockerfile.dev")
 STACKS = [name for name, stack in pins.load().stacks.items() if stack.image]
@@ -80,7 +80,7 @@ def test_the_runtime_comes_out_of_the_audit():
     assert copies
     assert all("--from=audit" in copy or "--from=project" in copy for copy in copies)
     project = TEXT.partition("AS project")[2].partition("# ── runtime")[0]
-    assert "COPY --from=audit /opt/image.json /opt/audit.json" in project
+    assert "COPY --from=audit /opt/image.json /opt/audit.json /opt/sbom.json" in project
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_health_check_needs_no_site_packages(image):
 
 
 def test_the_labels_name_the_files_that_the_audit_stage_left():
-    for label, path in ((MANIFEST_LABEL, "image.json"), (AUDIT_LABEL, rootfs.REPORT)):
+    for label, path in ((MANIFEST_LABEL, "image.json"), (AUDIT_LABEL, rootfs.REPORT), (SBOM_LABEL, rootfs.BILL)):
         assert f'{label}="/opt/sparkforge/{path}"' in TEXT
 
 

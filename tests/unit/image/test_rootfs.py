@@ -176,13 +176,16 @@ def test_the_key_follows_the_contents(tree):
     assert json.dumps(first)
 
 
-def test_the_audit_lies_beside_the_manifest_which_names_it_by_hash(tree, tmp_path):
+def test_the_audit_and_the_bill_lie_beside_the_manifest_which_names_both_by_hash(tree, tmp_path):
     manifest, report = tmp_path / "image.json", tmp_path / "audit.json"
     arguments = ["verify", "--stack", "embedded", "--tree", str(tree.root), "--describe", str(manifest)]
     assert rootfs.main(arguments) == 0
     assert json.loads(report.read_text()) == {"files": 1, "wheels": [], "code": {}}
     named = json.loads(manifest.read_text())["audit"]
     assert named == {"audit.json": hashlib.sha256(report.read_bytes()).hexdigest()}
+    bill = (tmp_path / "sbom.json").read_bytes()
+    assert json.loads(manifest.read_text())["sbom"] == {"sbom.json": hashlib.sha256(bill).hexdigest()}
+    assert "pkg:pypi/alpha@1.0" in bill.decode()
     report.unlink()
     (tree.packages / "alpha/__init__.py").write_bytes(b"")
     assert rootfs.main(arguments) != 0

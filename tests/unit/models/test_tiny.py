@@ -20,8 +20,7 @@ from openai_harmony import (
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from sparkforge.core.errors import InputError, StorageError, UsageError
-from sparkforge.core.files import locked
+from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.models import harmony, tiny, tiny_random
 
@@ -191,14 +190,6 @@ def test_a_failure_midway_leaves_nothing_and_the_next_run_recovers(small, tmp_pa
     (killed / "config.json").write_text("half")
     tiny.verify_tiny(tiny.write_tiny(tmp_path / "model"))
     assert not killed.exists()
-
-
-def test_two_writers_at_once_are_told_apart(small, tmp_path):
-    with (
-        locked(tmp_path / ".model.lock", "hold it"),
-        pytest.raises(StorageError, check=lambda error: error.code == "storage.busy"),
-    ):
-        tiny.write_tiny(tmp_path / "model")
 
 
 def test_the_command_tells_wrong_usage(capsys):

@@ -106,9 +106,3 @@ def test_another_file_makes_older_directories_stale(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_trained, "FILE", tmp_path / "tiny.safetensors")
     tiny_trained.FILE.write_bytes(b"other")
     assert tiny.TRAINED.recipe() != before
-
-
-def test_sizes_are_those_that_kernels_take():
-    sizes = tiny_trained.sizes()
-    assert sizes.hidden % 32 == sizes.intermediate % 32 == 0
-    assert json.loads(facts()["sizes"]) == sizes._asdict()

@@ -225,6 +225,26 @@ def test_creating_and_deleting_want_what_they_say(kit, tmp_path):
             change.apply(content)
 
 
+@pytest.mark.parametrize(
+    ("files", "path", "folder"),
+    [
+        ({"pkg/a.py": "a\n"}, "pkg", "pkg"),
+        ({"pkg": "a file\n"}, "pkg/new.py", "pkg"),
+        ({"pkg/a.py": "a\n"}, "pkg/a.py/new", "pkg/a.py"),
+    ],
+)
+def test_no_patch_makes_a_file_of_a_folder_or_below_a_file(kit, tmp_path, files, path, folder):
+    queue = load(kit, tmp_path / "queue", NEW.replace("a/n", f"a/{path}").replace("b/n", f"b/{path}"))
+    tree = kit.write(tmp_path / "tree", files)
+    before = kit.snapshot(tree)
+    with pytest.raises(PatchError, match="cannot be used") as caught:
+        queue.apply_to(tree)
+    assert f"makes a file of {folder}, which is the folder of" in caught.value.why
+    assert kit.snapshot(tree) == before
+    with pytest.raises(PatchError):
+        queue.apply({path: None}, files)  # as in a wheel
+
+
 @pytest.mark.parametrize(("text", "contains"), [("nothing of the kind", True), ("something", False), (None, False)])
 def test_drop_conditions_are_judged_on_a_tree(kit, tmp_path, text, contains):
     tree = kit.write(tmp_path / "tree", {"pkg/a.py": text})

@@ -99,7 +99,7 @@ def started(monkeypatch, tmp_path):
 UP = ["up", "--device", devices.EMBEDDED]
 
 
-PLAN = StartPlan(EMBEDDED, key_file="")
+PLAN = StartPlan(EMBEDDED, key_file="", tiny_first=True)
 
 
 def test_up_takes_the_competitions_variables_where_no_option_says_otherwise(started, tmp_path, monkeypatch, capsys):

@@ -7,9 +7,12 @@ from datetime import UTC, datetime
 
 import fake_api
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from sparkforge.core import errors, openai, paths
+from sparkforge.core.errors import IntegrityError
 from sparkforge.image import compose as docker_compose
+from sparkforge.image import signing
 from sparkforge.serve import first_answers, launch, proof, record, restarts, screen, settings
 from sparkforge.serve.devices import container as docker_device
 from sparkforge.serve.devices.device import run
@@ -450,3 +453,33 @@ def test_wrong_first_answers_in_a_container_end_the_start(checkout, docker_comma
     change_config(docker_command, on_a_gpu("@MODEL@"))
     error = fails(errors.ServerError, docker_command, device="docker", tiny_first=True)
     assert (error.why, len(called(docker_command, " up "))) == ("by the test", 1)
+
+
+def test_an_image_that_trust_toml_does_not_take_is_not_started(
+    checkout, fake_engine, docker_command, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(docker_device.trust, "FILE", tmp_path / "trust.toml")
+    public = signing.public_text(Ed25519PrivateKey.generate())
+    text = f'schema = 1\n[keys.lab]\npublic = """{public}"""\n[images]\ndemand = ["signature"]\n'
+    (tmp_path / "trust.toml").write_text(text)
+    with pytest.raises(IntegrityError, match=r"trust\.toml demands signature by lab: nothing is attached to it"):
+        up()
+    assert not called(docker_command, " up ")
+
+
+def test_a_proved_start_is_the_last_accepted_image_and_only_a_rollback_may_be_older(
+    checkout, fake_engine, monkeypatch, api
+):
+    asked = []
+
+    def vouched(*_args, back):
+        asked.append(back)
+        return docker_device.trust.Evidence(finished=f"2026-11-0{len(asked)}T00:00:00Z")
+
+    monkeypatch.setattr(docker_device.trust, "require", vouched)
+    up(port=api)
+    assert json.loads((paths.state() / "accepted-images.json").read_text()) == {"embedded": "2026-11-01T00:00:00Z"}
+    launch.stop()
+    up(port=api, image=fake_engine.image["Id"])
+    assert asked == [False, True]
+    assert json.loads((paths.state() / "accepted-images.json").read_text()) == {"embedded": "2026-11-02T00:00:00Z"}

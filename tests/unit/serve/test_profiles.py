@@ -123,13 +123,6 @@ def test_every_stack_of_this_checkouts_table_is_pinned():
     assert stacks.keys() <= pins.load().stacks.keys()
 
 
-@pytest.mark.parametrize("stack", ["", *pins.load().stacks])
-def test_every_setting_of_this_checkout_has_its_reason(stack):
-    for profile in profiles.load(stack=stack).values():
-        assert profile.about
-        assert all(len(setting.why) > 10 for setting in (*profile.flags.values(), *profile.environment.values()))
-
-
 @pytest.mark.parametrize("stack", ["spark", "spark-next"])
 @pytest.mark.parametrize("name", ["safe", "fast", "long-context"])
 def test_a_profile_for_the_spark_takes_the_hardware_path_and_graphs_for_5_and_10(name, stack):

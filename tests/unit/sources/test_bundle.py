@@ -11,7 +11,7 @@ import pytest
 
 from sparkforge import pins
 from sparkforge.core import manifest, paths
-from sparkforge.core.errors import IntegrityError, NetworkError, UsageError
+from sparkforge.core.errors import IntegrityError, UsageError
 from sparkforge.pins import wheels
 from sparkforge.pins.wheels import Pick
 from sparkforge.sources import archive, bundle, fetch, offline, trees
@@ -314,15 +314,3 @@ def test_a_link_to_an_unpacked_bundle_stays_a_link(tmp_path, world):
     bundle.unpack(newer(tmp_path), tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "out/patches/up-1/0001-a.patch").read_text() == "new"
-
-
-def test_a_bundle_that_cannot_be_made_leaves_the_older_one(tmp_path, world):
-    file = tmp_path / "b.tar"
-    bundle.make(file, stack="spark")
-    before = file.read_bytes()
-    (paths.ROOT / "pins.toml").write_text("other pins")
-    next(paths.cache().rglob(TORCH)).write_bytes(b"t0rch")
-    with pytest.raises((IntegrityError, NetworkError)):
-        bundle.make(file, stack="spark")
-    assert file.read_bytes() == before
-    assert manifest.load(file).outputs == {"b.tar": fetch.sha256_file(file)}

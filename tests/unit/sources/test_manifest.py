@@ -133,33 +133,6 @@ def test_two_at_once_are_told_apart(tmp_path):
     assert (tmp_path / "p").read_text() == "x"
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_step_leaves_the_whole_artifact_or_an_untrusted_one(tmp_path, kit):
-    artifact = tmp_path / "p"
-    manifest.once(artifact, "s", {"in": "1"}, writer("old", []))
-
-    def action():
-        manifest.once(artifact, "s", {"in": "2"}, writer("new", []))
-
-    def interrupted(_temporary):
-        raise KeyboardInterrupt
-
-    def check():
-        trusted = manifest.load(artifact)
-        if trusted is not None:
-            text = {"1": "old", "2": "new"}[trusted.inputs["in"]]
-            assert [(artifact / name).read_text() for name in ("a", "b")] == [text, text]
-        with pytest.raises(KeyboardInterrupt):
-            manifest.once(artifact, "s", {"in": "3"}, interrupted)
-        assert len({(artifact / name).read_text() for name in ("a", "b")}) == 1, "whole, the old one or the new one"
-        action()
-        assert manifest.current(artifact, "s", {"in": "2"})
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".p.lock", "p", "p.manifest.json"]
-        manifest.once(artifact, "s", {"in": "1"}, writer("old", []))
-
-    assert kit.kill_at_each_step(action, check) >= 8
-
-
 def test_a_kill_while_litter_is_swept_gives_no_artifact_the_manifest_of_another(tmp_path, kit):
     artifact, temporary = tmp_path / "p", tmp_path / ".p.1.tmp"
 

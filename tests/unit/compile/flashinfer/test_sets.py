@@ -5,7 +5,6 @@ import fnmatch
 import pytest
 
 from sparkforge.audit import rules as audit_rules
-from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.flashinfer.sets import TABLE as PATH
 from sparkforge.compile.flashinfer.sets import load
 from sparkforge.compile.peaks import Peaks
@@ -58,12 +57,6 @@ def test_every_module_has_a_rule_for_its_file_and_a_reason():
     assert {module.call for module in TABLE.module} == TABLE.calls.keys()
 
 
-def test_the_name_that_a_generator_is_given_is_the_modules():
-    assert {module.arguments["uri"] for module in TABLE.module if "uri" in module.arguments} == {
-        module.name for module in TABLE.module if module.call == "prefill"
-    }
-
-
 @pytest.mark.parametrize("unit", UNITS)
 def test_no_unit_of_ours_counts_as_never_measured(unit):
     assert not Peaks("test").cost(unit).source.startswith("not measured")
@@ -96,19 +89,8 @@ def test_a_table_that_does_not_fit_together_is_refused(tmp_path, old, new):
         changed(tmp_path, old, new)
 
 
-@pytest.mark.parametrize("version", sets.releases())
-def test_each_release_has_its_own_lines(version):
-    assert load(version).flashinfer == version
-    assert load(version).calls["scales"].line == {"0.7.0.post1": 1143, "0.7.2.post1": 1179}[version]
-
-
 def test_an_unknown_release_or_set_is_named():
     with pytest.raises(InputError, match=f"no kernels are known for FlashInfer 0.5.3.*{VERSION}"):
         load("0.5.3")
     with pytest.raises(UsageError, match="gpt-oss"):
         TABLE.chosen("llama")
-
-
-def test_the_file_says_what_vllm_does_not_call():
-    assert {"rope", "norm", "page"} <= TABLE.not_called.keys()
-    assert sets.request(TABLE.module[0]).keys() == {"name", "generator", "arguments"}

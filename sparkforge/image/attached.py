@@ -1,0 +1,228 @@
+"""What is attached to an image, as cosign keeps it: signatures and signed statements, each a layer of a small image.
+
+Its tag is `sha256-DIGEST.sig` or `.att`, in the image's own repository or in a folder, an OCI layout.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urljoin, urlsplit
+
+import docker
+import httpx
+from docker.errors import DockerException
+
+from sparkforge.core.documents import parse_json
+from sparkforge.core.errors import EngineError
+from sparkforge.core.files import write_atomic, write_json
+from sparkforge.image import oci
+from sparkforge.image.oci import LARGEST_DOCUMENT, LARGEST_FILE, TAG, Descriptor
+
+MANIFEST, CONFIGURATION, INDEX = (
+    f"application/vnd.oci.image.{name}.v1+json" for name in ("manifest", "config", "index")
+)
+KINDS = {"sig": "dev.cosignproject.cosign/sigs", "att": "dev.cosignproject.cosign/atts"}  # in a layout, for cosign
+SECONDS = 30
+PORT = re.compile(r"[^/]*[.:][^/]*|localhost")  # what makes the first part of a name a registry's host
+HUB = "registry-1.docker.io"
+PARAMETER = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Attached:
+    """One signature or one signed statement: its bytes, what they are, and cosign's annotations."""
+
+    data: bytes
+    kind: str
+    annotations: dict[str, str] = field(default_factory=dict)
+
+
+class Place(Protocol):
+    """Where things are attached."""
+
+    def read(self, tag: str) -> list[Attached]:
+        """Return what has a tag; empty if nothing has. Raises IntegrityError, EngineError."""
+
+    def write(self, tag: str, attached: Sequence[Attached]) -> None:
+        """Replace what has a tag. Raises EngineError, StorageError."""
+
+
+def tag_of(digest: str, suffix: str) -> str:
+    """Return the tag of what is attached to a digest; `suffix` is a key of KINDS."""
+    return f"{digest.replace(':', '-')}.{suffix}"
+
+
+def _described(data: bytes, kind: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
+    described = {"mediaType": kind, "digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "size": len(data)}
+    return {**described, "annotations": annotations} if annotations else described
+
+
+def _image(attached: Sequence[Attached]) -> tuple[bytes, bytes]:
+    """Return configuration and manifest of the image that holds what is attached."""
+    layers = [_described(entry.data, entry.kind, entry.annotations) for entry in attached]
+    rootfs = {"type": "layers", "diff_ids": [layer["digest"] for layer in layers]}
+    configuration = json.dumps({"architecture": "", "os": "", "config": {}, "rootfs": rootfs}).encode()
+    document = {"schemaVersion": 2, "mediaType": MANIFEST, "config": _described(configuration, CONFIGURATION)}
+    return configuration, json.dumps({**document, "layers": layers}, sort_keys=True).encode()
+
+
+class Folder:
+    """An OCI layout in a folder, also one that holds the image itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def read(self, tag: str) -> list[Attached]:
+        """Return what has a tag."""
+        if not (self.path / "index.json").exists():
+            return []
+        layout = oci.Layout(self.path)
+        for entry in layout.index.manifests:
+            if entry.annotations.get(TAG) == tag:
+                manifest = oci.document(layout.blob(entry), f"{self.path}: {tag[:80]}")
+                return [
+                    Attached(layout.blob(layer, LARGEST_FILE), layer.media_type, layer.annotations)
+                    for layer in manifest.layers
+                ]
+        return []
+
+    def write(self, tag: str, attached: Sequence[Attached]) -> None:
+        """Replace what has a tag: blobs first, then the index that names them."""
+        configuration, manifest = _image(attached)
+        for data in (configuration, manifest, *(entry.data for entry in attached)):
+            write_atomic(self.path / "blobs/sha256" / hashlib.sha256(data).hexdigest(), data)
+        write_atomic(self.path / "oci-layout", '{"imageLayoutVersion": "1.0.0"}')
+        index: dict[str, Any] = {"schemaVersion": 2, "mediaType": INDEX, "manifests": []}
+        if (self.path / "index.json").exists():
+            oci.Layout(self.path)  # it must be one
+            index = json.loads((self.path / "index.json").read_bytes())
+        others = [entry for entry in index.get("manifests", []) if (entry.get("annotations") or {}).get(TAG) != tag]
+        entry = _described(manifest, MANIFEST, {TAG: tag, "kind": KINDS[tag.rpartition(".")[2]]})
+        write_json(self.path / "index.json", {**index, "manifests": [*others, entry]})
+
+
+class Repository:
+    """A registry's repository, by its name as docker has it; with docker's logins, plain HTTP on the loopback only."""
+
+    def __init__(self, name: str) -> None:
+        host, slash, path = name.partition("/")
+        if not (slash and PORT.fullmatch(host)):
+            host, path = "docker.io", name if slash else f"library/{name}"
+        self.name, self.host = name, host
+        actual = HUB if host in ("docker.io", "index.docker.io") else host
+        local = actual.partition(":")[0] == "localhost"
+        with suppress(ValueError):
+            local = local or ipaddress.ip_address(actual.rpartition(":")[0] or actual).is_loopback
+        self.url = f"http{'' if local else 's'}://{actual}/v2/{path}/"
+        certificate = Path("/etc/docker/certs.d", host, "ca.crt")
+        self._client = httpx.Client(
+            timeout=SECONDS, follow_redirects=False, verify=str(certificate) if certificate.is_file() else True
+        )
+        self._authorization = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def read(self, tag: str) -> list[Attached]:
+        """Return what has a tag."""
+        answer = self._ask("GET", f"manifests/{tag}", headers={"Accept": MANIFEST}, missing=True)
+        if answer is None:
+            return []
+        layers = oci.document(answer[1], f"{self.name}:{tag[:80]}").layers
+        return [Attached(self._blob(layer), layer.media_type, layer.annotations) for layer in layers]
+
+    def _blob(self, descriptor: Descriptor) -> bytes:
+        answer = self._ask("GET", f"blobs/{descriptor.digest}", largest=min(descriptor.size, LARGEST_FILE))
+        return oci.require_digest(answer[1] if answer else b"", descriptor, f"{self.name}: {descriptor.digest[:19]}")
+
+    def write(self, tag: str, attached: Sequence[Attached]) -> None:
+        """Replace what has a tag: blobs first, then the manifest that names them."""
+        configuration, manifest = _image(attached)
+        for data in (configuration, *(entry.data for entry in attached)):
+            started = self._ask("POST", "blobs/uploads/")
+            place = started[0].headers.get("location", "") if started else ""
+            digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+            url = httpx.URL(urljoin(self.url, place)).copy_merge_params({"digest": digest})
+            self._ask("PUT", str(url), headers={"Content-Type": "application/octet-stream"}, content=data)
+        self._ask("PUT", f"manifests/{tag}", headers={"Content-Type": MANIFEST}, content=manifest)
+
+    def _ask(
+        self, method: str, path: str, *, missing: bool = False, largest: int = LARGEST_DOCUMENT, **options: Any
+    ) -> tuple[httpx.Response, bytes] | None:
+        """Return the registry's answer and its body; None if there is none and that may be (`missing`).
+
+        Credentials go to the registry's own host only, and a redirect is followed without them. Raises EngineError.
+        """
+        url = urljoin(self.url, path)
+        try:
+            for _ in range(4):
+                own = urlsplit(url).netloc == urlsplit(self.url).netloc
+                headers = dict(options.get("headers", {}))
+                if own and self._authorization:
+                    headers["Authorization"] = self._authorization
+                answer, body = self._get(method, url, largest, **{**options, "headers": headers})
+                if answer.status_code == 401 and own and not self._authorization:
+                    self._authorization = self._login(answer.headers.get("www-authenticate", ""))
+                elif answer.is_redirect and method == "GET":
+                    url = urljoin(url, answer.headers["location"])
+                    if not url.startswith("https://") and self.url.startswith("https://"):
+                        raise self._failed(f"it sends us to {url[:200]}, which is not encrypted")
+                elif answer.status_code == 404 and missing:
+                    return None
+                elif answer.is_success:
+                    return answer, body
+                else:
+                    raise self._failed(f"it answers {answer.status_code} to {method} {urlsplit(url).path[:200]}")
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise self._failed(str(error) or type(error).__name__) from error
+        raise self._failed("it sends us in circles")
+
+    def _get(self, method: str, url: str, largest: int, **options: Any) -> tuple[httpx.Response, bytes]:
+        """Return one answer and its body, of so many bytes at most. Raises EngineError, httpx's errors."""
+        body = b""
+        with self._client.stream(method, url, **options) as answer:
+            for chunk in answer.iter_bytes():
+                body += chunk
+                if len(body) > largest:
+                    raise self._failed(f"{urlsplit(url).path[:200]} has more than {largest:,} bytes")
+        return answer, body
+
+    def _login(self, challenge: str) -> str:
+        """Return the header that a registry's challenge asks for, by docker's login: Basic, or a token for it."""
+        key = "https://index.docker.io/v1/" if self.host.endswith("docker.io") else self.host
+        try:
+            login = docker.auth.load_config().resolve_authconfig(key) or {}
+        except (DockerException, AttributeError, TypeError, ValueError) as error:  # the SDK checks no types
+            raise self._failed(f"docker's own configuration cannot be read: {str(error)[:200]}") from error
+        name, password = login.get("username") or login.get("Username"), login.get("password") or login.get("Password")
+        basic = f"Basic {base64.b64encode(f'{name}:{password}'.encode()).decode()}" if name else ""
+        if not challenge.lower().startswith("bearer "):
+            if not basic:
+                raise self._failed("it wants a login")
+            return basic
+        values = dict(PARAMETER.findall(challenge))
+        realm = values.pop("realm", "")
+        if not realm.startswith("https://") and self.url.startswith("https://"):
+            raise self._failed(f"it wants the login at {realm[:100]}, which is not encrypted")
+        headers = {"Authorization": basic} if basic else {}
+        answer, body = self._get("GET", realm, LARGEST_DOCUMENT, params=values, headers=headers)
+        token = parse_json(body, realm[:100]) if answer.is_success else {}
+        if not isinstance(token, dict) or not (word := token.get("token") or token.get("access_token")):
+            raise self._failed("it refuses the login")
+        return f"Bearer {word}"
+
+    def _failed(self, why: str) -> EngineError:
+        fix = f"docker login {self.host}, then run the same command again"
+        return EngineError(f"cannot ask {self.name} for signatures", why, fix, code="engine.registry")

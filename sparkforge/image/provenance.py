@@ -1,0 +1,154 @@
+"""Where an image comes from: an in-toto Statement v1 about its digests, with the predicate of SLSA Provenance v1.
+
+`image.publish` writes one, unsigned, as the record that `image.pull` takes. It is made from what the image holds, so
+whoever has the image can make it again and compare: `differences`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import docker
+from pydantic import BaseModel, Field
+
+from sparkforge.core.documents import parse_json
+from sparkforge.core.tables import Record
+from sparkforge.image import engine, inspect
+from sparkforge.image.devices import build_command
+from sparkforge.image.oci import Digest
+from sparkforge.pins.table import Sha256
+
+STATEMENT, SLSA, CYCLONEDX = (
+    "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1", "https://cyclonedx.org/bom",
+)  # fmt: skip
+BUILD_TYPE = "urn:sparkforge:image-build:1"
+OWN_BUILD = "urn:sparkforge:builder:own"  # the builder where nobody names one
+REVISION_LABEL = "org.opencontainers.image.revision"
+INTERNAL = ("lock", "patches", "key", "kernels", "audit", "sbom")  # of the image's manifest
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class Subject(BaseModel):
+    """What a statement is about."""
+
+    class Hashes(Record):
+        """Its digest."""
+
+        sha256: Sha256
+
+    name: str = ""
+    digest: Hashes
+
+
+class Definition(BaseModel):
+    """What is used of a build's definition."""
+
+    class Parameters(BaseModel):
+        """What the builder was asked for."""
+
+        stack: str
+
+    external: Parameters = Field(alias="externalParameters")
+
+
+class Run(BaseModel):
+    """What is used of a build's run."""
+
+    class Builder(BaseModel):
+        """Who built."""
+
+        id: str
+
+    class Metadata(BaseModel):
+        """When."""
+
+        finished: str = Field(alias="finishedOn")
+
+    builder: Builder
+    metadata: Metadata
+
+
+class Predicate(BaseModel):
+    """What is used of SLSA's predicate."""
+
+    definition: Definition = Field(alias="buildDefinition")
+    run: Run = Field(alias="runDetails")
+
+
+class Statement(BaseModel):
+    """What is used of a statement."""
+
+    type_: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")
+    subject: list[Subject] = Field(min_length=1, max_length=16)
+    kind: str = Field(alias="predicateType")
+    predicate: dict[str, Any]
+
+
+class Provenance(Statement):
+    """A statement of where an image comes from."""
+
+    kind: Literal["https://slsa.dev/provenance/v1"] = Field(alias="predicateType")
+
+
+def statement(subjects: list[tuple[str, Digest]], kind: str, predicate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a statement about things by (name, sha256:…)."""
+    subject = [{"name": name, "digest": {"sha256": digest.removeprefix("sha256:")}} for name, digest in subjects]
+    return {"_type": STATEMENT, "subject": subject, "predicateType": kind, "predicate": predicate}
+
+
+def predicate(
+    client: docker.DockerClient | None, image: Any, stack: str, manifest: Mapping[str, Any], builder: str = OWN_BUILD
+) -> dict[str, Any]:
+    """Return SLSA's predicate for an image, whose manifest has been read. Raises IntegrityError, EngineError."""
+    labels, source = inspect.labels(image.attrs), inspect.made_from(client, image, stack)
+    revision = labels.get(REVISION_LABEL, "")
+    if revision.startswith("unknown") or not revision:  # the build labelled none: its source.json may know it
+        revision = str(source.get("revision", ""))
+    bill = inspect.bill(client, image, stack) if inspect.SBOM_LABEL in labels else b"{}"
+    return {
+        "buildDefinition": {
+            "buildType": BUILD_TYPE,
+            "externalParameters": {
+                "stack": manifest.get("stack"), "platform": engine.platform_of(image.attrs), "revision": revision,
+                "command": build_command(stack),
+            },
+            "internalParameters": {key: manifest.get(key) for key in INTERNAL},
+            "resolvedDependencies": [
+                *([{"uri": "git+file:.", "digest": {"gitCommit": revision}}] if COMMIT.fullmatch(revision) else []),
+                *([{"uri": "file:.", "digest": {"sha256": source["tree"]}}] if source.get("tree") else []),
+                *_inputs(manifest),
+                *_components(parse_json(bill, "the bill of materials").get("components") or []),
+            ],
+        },
+        "runDetails": {"builder": {"id": builder}, "metadata": {"finishedOn": str(image.attrs.get("Created") or "")}},
+    }  # fmt: skip
+
+
+def _inputs(manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield locks and patch queues, by the names of their files."""
+    for key, form in (("lock", "file:locks/{}.txt"), ("patches", "file:patches/{}")):
+        for name, sha256 in sorted(dict(manifest.get(key) or {}).items()):
+            yield {"uri": form.format(name), "digest": {"sha256": sha256}}
+
+
+def _components(components: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield what a bill names by purl, and what these were patched from, with the hash if it has one."""
+    for component in components:
+        if purl := component.get("purl"):
+            hashes = [entry["content"] for entry in component.get("hashes") or []]
+            yield {"uri": purl, **({"digest": {"sha256": hashes[0]}} if hashes else {})}
+        yield from _components((component.get("pedigree") or {}).get("ancestors") or [])
+
+
+def differences(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
+    """Return in words where an image's provenance differs from the recorded one; who built it is not compared."""
+    lines = []
+    for part in ("externalParameters", "internalParameters"):
+        told, own = (dict(value["buildDefinition"].get(part) or {}) for value in (recorded, actual))
+        lines += [f"{key} differs from the record" for key in sorted({*told, *own}) if told.get(key) != own.get(key)]
+    for section, key in (("buildDefinition", "resolvedDependencies"), ("runDetails", "metadata")):
+        if recorded[section].get(key) != actual[section].get(key):
+            lines.append(f"{key} differs from the record")
+    return lines

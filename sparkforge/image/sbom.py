@@ -1,0 +1,238 @@
+"""An image's bill of materials, CycloneDX 1.6: made in its build from pins, locks, RECORDs, the audit and dpkg's list.
+
+The same image has the same bytes: no time is in it, and its serial number is a hash of everything else. A component's
+hash is that of the file that a pin or a lock names alone; a Python package has its RECORD below it, with the hash of
+that file in the image, because a lock names all files of a release.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from email.message import Message
+from email.parser import HeaderParser
+from pathlib import Path
+from typing import Any
+
+from cyclonedx.contrib.license.factories import LicenseFactory
+from cyclonedx.model import ExternalReference, ExternalReferenceType, HashAlgorithm, HashType, Property, XsUri
+from cyclonedx.model.bom import Bom
+from cyclonedx.model.component import Component, ComponentType, Diff, Patch, PatchClassification, Pedigree
+from cyclonedx.model.license import DisjunctiveLicense, License
+from cyclonedx.output import make_outputter
+from cyclonedx.schema import OutputFormat, SchemaVersion
+from packageurl import PackageURL
+from packaging.utils import canonicalize_name
+
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import ProcessError
+from sparkforge.core.files import sha256_file
+from sparkforge.core.paths import ROOT
+from sparkforge.image.devices import CUDA, OCI_MACHINES
+from sparkforge.pins import Component as Pin
+from sparkforge.pins import Pins
+from sparkforge.pins.patched import load_patched
+from sparkforge.pins.verify import ORIGIN, WheelOrigin
+from sparkforge.pins.wheels import TargetMachine, choose_pinned
+
+LONGEST_LICENCE = 80  # characters; some packages have the whole text in the field for its name
+SOURCES = ("source", "source code", "repository", "github", "code", "homepage")  # labels of Project-URL, the best first
+VAGUE = re.compile(r"unknown|copyright|see |licen[cs]e$|other", re.IGNORECASE)
+
+
+def make(packages: Path, manifest: Mapping[str, Any], audit: Mapping[str, Any], table: Pins, debian: Path) -> str:
+    """Return the bill of the image with `packages` as its site-packages, as JSON.
+
+    `manifest` is what the image says of itself without its audit, `audit` the report on its machine code, and `debian`
+    the root of a file system that has the image's Debian packages.
+    """
+    root = Component(
+        name="sparkforge/vllm", type=ComponentType.CONTAINER, bom_ref="image", version=manifest["key"],
+        properties=_properties(
+            stack=manifest["stack"], machine=manifest["machine"], python=manifest["python"],
+            **{f"lock:{name}": digest for name, digest in manifest["lock"].items()},
+            **{f"queue:{name}": digest for name, digest in manifest["patches"].items()},
+        ),
+    )  # fmt: skip
+    components = [
+        *_pinned(table, manifest),
+        *_python(packages, table, manifest),
+        *_debian(debian, manifest),
+        *_kernels(packages, manifest, audit),
+    ]
+    bill = Bom(components=components, serial_number=uuid.UUID(int=0, version=4))
+    bill.metadata.component, bill.metadata.timestamp = root, None  # type: ignore[assignment]
+    bill.register_dependency(root, components)
+    bill.serial_number = uuid.uuid5(uuid.NAMESPACE_OID, _written(bill))
+    return _written(bill) + "\n"
+
+
+def _written(bill: Bom) -> str:
+    return make_outputter(bill, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=1)
+
+
+def _pinned(table: Pins, manifest: Mapping[str, Any]) -> Iterator[Component]:
+    """Yield the base image, this project, and what an image that compiled vLLM's extensions had from git."""
+    stack = table.stack(manifest["stack"])
+    for pin in stack.components.values():
+        if pin.kind == "image":
+            digest = str(pin.digest)
+            purl = PackageURL("oci", None, str(pin.image).rpartition("/")[2], digest, {"tag": pin.version})
+            yield _component(str(pin.image), pin.version, purl, ComponentType.CONTAINER, digest[7:], [pin.licence])
+    project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    version = project[1] if project else "0"
+    yield _component("sparkforge", version, PackageURL("generic", None, "sparkforge", version), licences=["Apache-2.0"])
+    for name, source in stack.git.items() if manifest.get("compiled") else ():
+        purl = PackageURL("generic", None, name, source.commit, {"vcs_url": f"git+{source.repository}@{source.commit}"})
+        reference = ExternalReference(type=ExternalReferenceType.VCS, url=XsUri(source.repository))
+        yield _component(name, source.tag, purl, licences=[source.licence], references=[reference])
+
+
+def _python(packages: Path, table: Pins, manifest: Mapping[str, Any]) -> Iterator[Component]:
+    """Yield each distribution; a patched one has upstream's as its ancestor and the patches in its pedigree."""
+    pins: dict[tuple[str, str], Pin] = {}
+    for pin in table.stack(manifest["stack"]).components.values():
+        if pin.package and any(name.endswith(".whl") for name in pin.files):
+            pins[canonicalize_name(pin.package), pin.version] = pin
+    target, patched = TargetMachine(manifest["machine"], sys.version_info[:2]), load_patched()
+    for info in sorted(packages.glob("*.dist-info")):
+        stem, _, version = info.name.removesuffix(".dist-info").partition("-")
+        name = canonicalize_name(stem)
+        pinned, sha256, pedigree = pins.get((name, version)), "", None
+        if (info / ORIGIN).is_file():
+            origin = WheelOrigin.model_validate(read_json(info / ORIGIN))
+            pinned, sha256 = (
+                pins.get((name, origin.version)),
+                patched[origin.filename].sha256 if origin.filename in patched else "",
+            )
+            upstream = PackageURL("pypi", None, name, origin.version)
+            patches = [
+                # The patch itself is in the image; what follows # is its sha256.
+                Patch(
+                    type=PatchClassification.UNOFFICIAL,
+                    diff=Diff(url=XsUri(f"{info.name}/patches/{patch.name}#{patch.sha256}")),
+                )
+                for patch in origin.patches
+            ]  # fmt: skip
+            ancestor = _component(name, origin.version, upstream, sha256=origin.sha256, ref=f"upstream:{upstream}")
+            pedigree = Pedigree(ancestors=[ancestor], patches=patches)
+        elif pinned:
+            with suppress(ProcessError):  # a release that is pinned for another machine, and here comes by the lock
+                sha256 = choose_pinned(pinned, target).sha256
+        metadata = _headers(info / "METADATA")
+        urls = dict(line.partition(",")[::2] for line in metadata.get_all("Project-URL") or [])
+        urls = {label.strip().lower(): url.strip() for label, url in urls.items()}
+        source = next((urls[label] for label in SOURCES if label in urls), metadata.get("Home-page", ""))
+        record, files = info / "RECORD", list[Component]()
+        if record.is_file():
+            files = [_component(f"{info.name}/RECORD", "", None, ComponentType.FILE, sha256_file(record))]
+        yield _component(
+            name, version, PackageURL("pypi", None, name, version), sha256=sha256, pedigree=pedigree,
+            licences=[pinned.licence] if pinned else _licence_names(metadata),
+            references=[ExternalReference(type=ExternalReferenceType.VCS, url=XsUri(source))] if source else [],
+            files=files,
+        )  # fmt: skip
+
+
+def _licence_names(metadata: Message) -> list[str]:
+    """Return a distribution's licence as it names it: an SPDX expression, a short name, or its classifiers."""
+    for field in ("License-Expression", "License"):
+        name = str(metadata.get(field, "")).strip().partition("\n")[0].strip(" \"'")
+        if name and len(name) <= LONGEST_LICENCE and not VAGUE.match(name):
+            return [name]
+    classifiers = [line for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
+    return sorted({line.rpartition(" :: ")[2] for line in classifiers})
+
+
+def _debian(root: Path, manifest: Mapping[str, Any]) -> Iterator[Component]:
+    """Yield each installed package of dpkg's list, with the hash of its file where it is one that we lock."""
+    status, locked = root / "var/lib/dpkg/status", dict[str, str]()
+    architecture = {machine: name for name, machine in OCI_MACHINES.items()}[manifest["machine"]]
+    lock = ROOT / f"locks/debian/{manifest['device']}-runtime-{architecture}.txt"
+    for line in lock.read_text(encoding="utf-8").splitlines() if lock.is_file() else ():
+        if not line.startswith("#"):
+            sha256, _, path = line.partition("  ")
+            locked[path.rpartition("/")[2]] = sha256
+    release = root / "etc/os-release"
+    words = re.findall(r"^VERSION_CODENAME=(\w+)", release.read_text() if release.is_file() else "", re.MULTILINE)
+    for paragraph in status.read_text(encoding="utf-8").split("\n\n") if status.is_file() else ():
+        fields = HeaderParser().parsestr(paragraph)
+        if "installed" not in str(fields.get("Status")).split():
+            continue
+        name, version, machine = (str(fields[field]) for field in ("Package", "Version", "Architecture"))
+        qualifiers = {"arch": machine, **({"distro": words[0]} if words else {})}
+        source, _, source_version = str(fields.get("Source", name)).partition(" ")
+        source_url = PackageURL("deb", "debian", source, source_version.strip("()") or version, {"arch": "source"})
+        yield _component(
+            name, version, PackageURL("deb", "debian", name, version, qualifiers),
+            sha256=locked.get(f"{name}_{version.partition(':')[2] or version}_{machine}.deb", ""),
+            licences=_copyright(root / "usr/share/doc" / name / "copyright"),
+            references=[ExternalReference(type=ExternalReferenceType.SOURCE_DISTRIBUTION, url=XsUri(str(source_url)))],
+        )  # fmt: skip
+
+
+def _copyright(path: Path) -> list[str]:
+    """Return the licences that a Debian package names, if its copyright file can be read by a program (DEP 5)."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if not text.startswith("Format:"):
+        return []
+    names = set(re.findall(r"^License: *(\S.*)$", text, re.MULTILINE))
+    return sorted(name for name in names if len(name) <= LONGEST_LICENCE)
+
+
+def _kernels(packages: Path, manifest: Mapping[str, Any], audit: Mapping[str, Any]) -> Iterator[Component]:
+    """Yield each module compiled in the build, and upstream's libraries with machine code, with their cubins."""
+    if manifest["device"] != CUDA:
+        return
+    compiled: Mapping[str, str] = manifest["kernels"]
+    for file in audit.get("files") or []:
+        path = Path(file["path"])
+        cubins = {cubin["name"]: cubin["target"] or f"sm_{cubin['sm']}" for cubin in file["cubins"]}
+        yield _component(
+            str(path.relative_to(packages)) if path.is_relative_to(packages) else path.name, "", None,
+            ComponentType.FILE, compiled.get(path.stem) or sha256_file(path),
+            properties={f"cubin:{name}": target for name, target in cubins.items()},
+        )  # fmt: skip
+
+
+def _component(  # noqa: PLR0913 - the fields of a component
+    name: str,
+    version: str,
+    purl: PackageURL | None,
+    kind: ComponentType = ComponentType.LIBRARY,
+    sha256: str = "",
+    licences: list[str] | tuple[str, ...] = (),
+    *,
+    ref: str = "",
+    references: list[ExternalReference] | tuple[ExternalReference, ...] = (),
+    pedigree: Pedigree | None = None,
+    files: list[Component] | tuple[Component, ...] = (),
+    properties: Mapping[str, str] | None = None,
+) -> Component:
+    """Return a component that is referred to by its purl, a file by its path."""
+    ref = ref or (str(purl) if purl else f"file:{name}")
+    return Component(
+        name=name, version=version or None, type=kind, purl=purl, bom_ref=ref,
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=sha256)] if sha256 else [],
+        licenses=_licences(licences), external_references=references, pedigree=pedigree, components=files,
+        properties=_properties(**(properties or {})),
+    )  # fmt: skip
+
+
+def _licences(names: list[str] | tuple[str, ...]) -> list[License]:
+    """Return licences as CycloneDX has them: one expression or SPDX name, or several licences by name."""
+    if len(names) == 1:
+        return [LicenseFactory().make_from_string(names[0])]
+    return [DisjunctiveLicense(name=name) for name in names]
+
+
+def _properties(**values: str) -> list[Property]:
+    return [Property(name=f"sparkforge:{name}", value=value) for name, value in values.items()]
+
+
+def _headers(file: Path) -> Message:
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return HeaderParser().parsestr(text)

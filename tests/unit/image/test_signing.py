@@ -1,0 +1,268 @@
+"""Signatures of an image: what is signed, where it is put, and keys that are refused. The image is an OCI layout."""
+
+import base64
+import contextlib
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+from expected import refused
+from invoke.exceptions import Exit
+from oci_layout import Writer, ours
+
+from sparkforge.cli import build as commands
+from sparkforge.image import attached, build, provenance, signing
+from sparkforge.image.attached import Folder, Repository
+
+DIGEST = f"sha256:{'d' * 64}"
+
+
+@pytest.fixture
+def key(tmp_path):
+    """The file of a new key, made by openssl."""
+    path = tmp_path / "key.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", str(path)], check=True)  # noqa: S607
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def image(tmp_path):
+    """A layout with an image of this checkout, and the digest of its manifest."""
+    writer = Writer(tmp_path / "image")
+    manifest = ours(writer, build.expected("amd64", stack="embedded"))
+    return writer.folder, manifest["digest"]
+
+
+def sign(image, key, **options):
+    commands.image_sign.body(None, key=str(key), image=str(image), stack="embedded", **options)
+
+
+def test_an_image_its_provenance_and_its_bill_are_signed_as_other_programs_read_them(image, key, tmp_path, capsys):
+    folder, digest = image
+    sign(folder, key, builder="urn:lab", folder=str(tmp_path / "signatures"))
+    (tmp_path / "key.pub").write_text(capsys.readouterr().out)
+    place = Folder(tmp_path / "signatures")
+    (simple,) = place.read(attached.tag_of(digest, "sig"))
+    assert json.loads(simple.data)["critical"]["image"] == {"docker-manifest-digest": digest}
+    provenance_envelope, bill_envelope = place.read(attached.tag_of(digest, "att"))
+    envelope = json.loads(provenance_envelope.data)
+    payload = base64.b64decode(envelope["payload"])
+    kind = b"application/vnd.in-toto+json"
+    signed = {
+        simple.annotations["dev.cosignproject.cosign/signature"]: simple.data,
+        envelope["signatures"][0]["sig"]: b"DSSEv1 28 " + kind + b" %d " % len(payload) + payload,
+    }
+    for signature, data in signed.items():
+        (tmp_path / "data").write_bytes(data)
+        (tmp_path / "signature").write_bytes(base64.b64decode(signature))
+        command = "openssl pkeyutl -verify -pubin -inkey key.pub -rawin -in data -sigfile signature"
+        subprocess.run(command.split(), cwd=tmp_path, check=True)
+    statement = json.loads(payload)
+    assert (statement["_type"], statement["predicateType"]) == (provenance.STATEMENT, provenance.SLSA)
+    assert digest[7:] in [subject["digest"]["sha256"] for subject in statement["subject"]]
+    assert statement["predicate"]["runDetails"]["builder"] == {"id": "urn:lab"}
+    uris = [entry["uri"] for entry in statement["predicate"]["buildDefinition"]["resolvedDependencies"]]
+    assert {"git+file:.", "file:locks/embedded.txt", "file:patches/vllm-0.32.0", "pkg:pypi/vllm@1"} <= set(uris)
+    bill = json.loads(base64.b64decode(json.loads(bill_envelope.data)["payload"]))
+    assert (bill["predicateType"], bill["predicate"]["bomFormat"]) == (provenance.CYCLONEDX, "CycloneDX")
+
+
+def test_signing_again_changes_nothing_and_another_key_adds(image, key, tmp_path):
+    folder, digest = image
+    place, tag = Folder(folder), attached.tag_of(digest, "sig")
+    sign(folder, key, folder=str(folder))  # into the layout of the image itself
+    first = (folder / "index.json").read_bytes()
+    sign(folder, key, folder=str(folder))
+    assert ((folder / "index.json").read_bytes(), len(place.read(tag))) == (first, 1)
+    other = tmp_path / "other.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", str(other)], check=True)  # noqa: S607
+    other.chmod(0o600)
+    sign(folder, other, folder=str(folder))
+    assert len(place.read(tag)) == 2
+    commands.image_sbom.body(None, image=str(folder), stack="embedded")  # the image is still the one in the layout
+
+
+def test_an_image_of_another_checkout_is_not_signed(tmp_path, key, capsys):
+    writer = Writer(tmp_path / "image")
+    ours(writer, {"lock": {"embedded": "f" * 64}, "patches": {}})
+    with pytest.raises(Exit):
+        sign(writer.folder, key, folder=str(tmp_path / "signatures"))
+    assert "not made from this checkout [integrity.image]" in capsys.readouterr().err
+    assert not (tmp_path / "signatures").exists()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o700])
+def test_a_key_with_another_mode_is_refused_with_the_command_that_mends_it(key, mode):
+    key.chmod(mode)
+    with refused("storage.access", f"chmod 600 {key}"):
+        signing.private_key(key)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_key_of_another_user_is_refused(key):
+    os.chown(key, 12345, -1)
+    with refused("storage.access", "its owner is uid 12345"):
+        signing.private_key(key)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", b"\0" * 20_000, b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
+)
+def test_what_is_no_key_is_refused(key, content):
+    key.write_bytes(content)
+    with refused("storage.access", "openssl genpkey"):
+        signing.private_key(key)
+
+
+def test_a_key_of_another_kind_a_pipe_and_no_file_are_refused(tmp_path):
+    rsa = tmp_path / "rsa.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "RSA", "-out", str(rsa)], check=True, capture_output=True)  # noqa: S607
+    rsa.chmod(0o600)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (rsa, tmp_path / "pipe", tmp_path / "none", tmp_path):
+        with refused("storage.access", "cannot sign with"):
+            signing.private_key(path)
+
+
+# Registries
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory, free_port):
+    """Debian's docker-registry."""
+    folder, port = tmp_path_factory.mktemp("registry"), free_port()
+    storage = {"filesystem": {"rootdirectory": str(folder / "data")}}
+    config = {"version": 0.1, "log": {"level": "error"}, "http": {"addr": f"127.0.0.1:{port}"}, "storage": storage}
+    (folder / "config.yml").write_text(json.dumps(config))
+    process = subprocess.Popen(["docker-registry", "serve", str(folder / "config.yml")])  # noqa: S607
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+            break
+        time.sleep(0.1)
+    yield f"127.0.0.1:{port}"
+    process.terminate()
+    process.wait(60)
+
+
+@pytest.mark.skipif(shutil.which("docker-registry") is None, reason="docker-registry is not installed")
+def test_a_registry_keeps_what_is_attached(registry, key):
+    place, secret = Repository(f"{registry}/a/b"), signing.private_key(key)
+    tag = attached.tag_of(DIGEST, "sig")
+    assert place.read(tag) == []
+    first, second = (signing.signature(name, DIGEST, secret) for name in ("a/b", "c"))
+    signing.attach(place, DIGEST, "sig", [first])
+    signing.attach(place, DIGEST, "sig", [second, first])
+    assert Repository(f"{registry}/a/b").read(tag) == [first, second]
+
+
+@pytest.fixture
+def hostile():
+    """Return a function: a registry on the loopback that answers by path → (status, headers, body)."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(answers):
+            asked = []
+
+            class Handler(http.server.BaseHTTPRequestHandler):
+                def do_GET(self):
+                    asked.append((self.path, self.headers.get("Authorization")))
+                    status, headers, body = answers.get(
+                        self.path.partition("?")[0].rpartition("/v2/a/b/")[2], (404, {}, b"")
+                    )
+                    self.send_response(status)
+                    for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    with contextlib.suppress(OSError):
+                        self.wfile.write(body)
+
+                def log_message(self, *_):
+                    pass
+
+            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            return f"127.0.0.1:{server.server_port}", asked
+
+        yield serve
+
+
+TAG = attached.tag_of(DIGEST, "sig")
+BLOB = attached._described(b"payload", signing.SIMPLE_TYPE)
+BLOB_PATH = f"blobs/{BLOB['digest']}"
+
+
+def manifest(*layers):
+    return json.dumps({"schemaVersion": 2, "layers": list(layers)}).encode()
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        ({f"manifests/{TAG}": (200, {}, manifest(BLOB)), BLOB_PATH: (200, {}, b"another")}, "integrity.hash"),
+        ({f"manifests/{TAG}": (200, {}, manifest(BLOB)), BLOB_PATH: (200, {}, b"longer than said")}, "engine.registry"),
+        ({f"manifests/{TAG}": (200, {}, manifest(*[BLOB] * 1000))}, "integrity.image"),
+        ({f"manifests/{TAG}": (200, {}, b" " * (5 << 20))}, "engine.registry"),
+        ({f"manifests/{TAG}": (200, {}, b"[" * 100_000)}, "integrity.image"),
+        ({f"manifests/{TAG}": (200, {}, b"\xff")}, "integrity.image"),
+        ({f"manifests/{TAG}": (302, {"Location": f"/v2/a/b/manifests/{TAG}"}, b"")}, "engine.registry"),
+        ({f"manifests/{TAG}": (302, {"Location": "ftp://[x"}, b"")}, "engine.registry"),
+        ({f"manifests/{TAG}": (500, {}, b"")}, "engine.registry"),
+        ({f"manifests/{TAG}": (401, {"WWW-Authenticate": "Bearer realm=x"}, b"")}, "engine.registry"),
+    ],
+)  # fmt: skip
+def test_a_registry_that_lies_or_floods_is_refused(hostile, answers, code):
+    address, _ = hostile(answers)
+    with refused(code):
+        Repository(f"{address}/a/b").read(TAG)
+
+
+def test_a_login_stays_with_its_host(hostile, monkeypatch, tmp_path):
+    other, overheard = hostile({f"manifests/{TAG}": (200, {}, manifest())})
+    away = {"Location": f"http://{other}/v2/a/b/manifests/{TAG}"}
+    address, asked = hostile({f"manifests/{TAG}": (401, {"WWW-Authenticate": "Basic"}, b"")})
+    login = {"auths": {address: {"auth": base64.b64encode(b"me:secret").decode()}}}
+    (tmp_path / "config.json").write_text(json.dumps(login))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    place = Repository(f"{address}/a/b")
+    with refused("engine.registry", "answers 401"):
+        place.read(TAG)
+    assert asked[-1][1] == f"Basic {base64.b64encode(b'me:secret').decode()}"
+    redirecting, _ = hostile({f"manifests/{TAG}": (302, away, b"")})
+    place.url = place.url.replace(address, redirecting)
+    assert place.read(TAG) == []
+    assert overheard == [(f"/v2/a/b/manifests/{TAG}", None)]
+
+
+def test_a_token_is_fetched_with_the_login_and_used(hostile, monkeypatch, tmp_path):
+    answers = {f"manifests/{TAG}": (401, {}, b""), "token": (200, {}, b'{"token": "t"}')}
+    address, asked = hostile(answers)
+    challenge = f'Bearer realm="http://{address}/v2/a/b/token",service="s"'
+    answers[f"manifests/{TAG}"] = (401, {"WWW-Authenticate": challenge}, b"")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {address: {"auth": base64.b64encode(b"a:b").decode()}}}))
+    with refused("engine.registry", "answers 401"):
+        Repository(f"{address}/a/b").read(TAG)
+    assert [authorization for _, authorization in asked] == [None, "Basic YTpi", "Bearer t"]
+    for body in (b"[]", b"{", b" " * (5 << 20)):
+        answers["token"] = (200, {}, body)
+        with refused("engine.registry"):
+            Repository(f"{address}/a/b").read(TAG)
+    for text in (
+        "{",
+        '{"credsStore": "no-such-helper"}',
+        '{"auths": 3}',
+        f'{{"auths": {{"{address}": {{"auth": "!"}}}}}}',
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with refused("engine.registry"):
+            Repository(f"{address}/a/b").read(TAG)

@@ -1,0 +1,316 @@
+"""What trust.toml demands of an image, and every attack on it that must fail by name. The images are OCI layouts."""
+
+import base64
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from expected import refused
+from invoke.exceptions import Exit
+from oci_layout import Writer, layer, ours
+
+from sparkforge.cli import build as commands
+from sparkforge.core.errors import StorageError
+from sparkforge.image import attached, build, inspect, oci, provenance, registry, signing, trust
+from sparkforge.image.attached import Attached, Folder
+
+STACK = "embedded"
+LAB, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+ALL = ("signature", "provenance", "sbom")
+
+
+@pytest.fixture
+def demand(tmp_path, monkeypatch):
+    """Return a function that writes trust.toml: the key of the lab, and what is demanded."""
+    path = tmp_path / "trust.toml"
+    monkeypatch.setattr(trust, "FILE", path)
+
+    def demand(*things, text="", **images):
+        lines = [f"{name} = {json.dumps(value)}" for name, value in {"demand": list(things or ALL), **images}.items()]
+        key = f'[keys.lab]\nidentity = "the lab"\npublic = """{signing.public_text(LAB)}"""\n'
+        path.write_text(text or "\n".join(["schema = 1", key, "[images]", *lines]))
+        path.chmod(0o600)
+        return path
+
+    return demand
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Return a function that makes an image of this checkout in a layout, signed by `key`, and returns its folder."""
+
+    def make(name="image", key=LAB, builder="urn:lab", **options):
+        writer = Writer(tmp_path / name)
+        ours(writer, build.expected("amd64", stack=STACK), **options)
+        if key:
+            image = oci.LayoutImage(writer.folder)
+            for digest, kinds in evidence(image, key, builder).items():
+                for kind, entries in kinds.items():
+                    signing.attach(Folder(writer.folder), digest, kind, entries)
+        return writer.folder
+
+    return make
+
+
+def evidence(image, key, builder="urn:lab"):
+    """Return digest → what is attached to it, by suffix, as `image.sign` makes it."""
+    predicate = provenance.predicate(None, image, STACK, inspect.manifest(None, image, STACK), builder)
+    bill = json.loads(inspect.bill(None, image, STACK))
+    named = signing.digests(image)
+    contents = {provenance.SLSA: predicate, provenance.CYCLONEDX: bill}
+    statements = [signing.signed(provenance.statement(named, *content), key) for content in contents.items()]
+    return {digest: {"sig": [signing.signature(name, digest, key)], "att": statements} for name, digest in named}
+
+
+def require(folder, **options):
+    return trust.require(None, oci.LayoutImage(folder), STACK, **options)
+
+
+def test_what_is_demanded_and_there_is_accepted_and_said(make, demand, capsys):
+    folder = make()
+    demand(builders=["urn:lab"], stacks=[STACK])
+    commands.image_verify.body(None, image=str(folder), stack=STACK)
+    said = capsys.readouterr().err
+    for line in ("signature by lab", "provenance by lab, built by urn:lab", "sbom by lab"):
+        assert line in said
+
+
+def test_without_a_policy_nothing_is_demanded_and_an_own_build_is_said_to_be_unsigned(
+    make, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(trust, "FILE", tmp_path / "none.toml")
+    commands.image_verify.body(None, image=str(make(key=None)), stack=STACK)
+    assert "is an unsigned own build" in capsys.readouterr().err
+
+
+def test_an_unsigned_image_is_refused_with_the_next_command_and_not_by_the_bill_alone(make, demand, capsys):
+    folder = make(key=None)
+    demand("signature")
+    with pytest.raises(Exit):
+        commands.image_verify.body(None, image=str(folder), stack=STACK)
+    said = capsys.readouterr().err
+    assert "[integrity.signature]" in said
+    assert "trust.toml demands signature by lab: nothing is attached to it" in said
+    assert "next: ./inv image.sign KEY" in said
+
+
+@pytest.mark.parametrize("thing", ALL)
+def test_each_demanded_thing_that_is_missing_is_named(make, demand, thing):
+    folder = make()
+    demand(thing)
+    for digest in oci.LayoutImage(folder).digests:
+        for suffix in ("sig", "att"):
+            place, tag = Folder(folder), attached.tag_of(digest, suffix)
+            kept = [entry for entry in place.read(tag) if thing not in kind_of(entry)]
+            place.write(tag, kept)
+    with refused("integrity.signature", f"demands {thing} by lab: nothing is attached|demands {thing} by lab"):
+        require(folder)
+
+
+def kind_of(entry):
+    kinds = {provenance.SLSA: "provenance", provenance.CYCLONEDX: "sbom", None: "signature"}
+    return kinds[entry.annotations.get("predicateType")]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"builders": ["urn:other"]}, "it was built by urn:lab, which trust.toml does not name"),
+        ({"stacks": ["spark"]}, "trust.toml does not take the stack embedded"),
+    ],
+)
+def test_another_builder_or_stack_is_refused(make, demand, options, reason):
+    folder = make()
+    demand(**options)
+    with refused("integrity.signature", reason):
+        require(folder)
+
+
+def test_a_stack_that_was_not_asked_for_is_refused(make, demand):
+    folder = make()
+    demand("provenance")
+    with refused("integrity.signature", "names the stack embedded, and spark was asked for"):
+        trust.require(None, oci.LayoutImage(folder), "spark")
+
+
+# Attacks: whoever keeps the images may attach anything, and has no key that counts.
+
+
+def attach(folder, entries):
+    """Put entries (digest → suffix → attached) in place of what an image has, under the tags of its own digests."""
+    image, found = oci.LayoutImage(folder), list(entries.values())
+    for digest, kinds in zip(image.digests, found, strict=True):
+        for suffix, attachments in kinds.items():
+            Folder(folder).write(attached.tag_of(digest, suffix), attachments)
+
+
+def edited(entry, change):
+    """Return an envelope whose payload is changed and whose signature stays."""
+    envelope = json.loads(entry.data)
+    payload = change(base64.b64decode(envelope["payload"]))
+    data = {**envelope, "payload": base64.b64encode(payload).decode()}
+    return Attached(json.dumps(data).encode(), entry.kind, entry.annotations)
+
+
+def change_all(entries, change):
+    return {digest: {**kinds, "att": [change(entry) for entry in kinds["att"]]} for digest, kinds in entries.items()}
+
+
+def envelope_with(**change):
+    return lambda entry: Attached(json.dumps({**json.loads(entry.data), **change}).encode(), entry.kind, {})
+
+
+def resigned(change):
+    """Sign what was changed by the right key: an honest signer's mistake, or an old version of the tools."""
+
+    def again(entry):
+        statement = json.loads(base64.b64decode(json.loads(entry.data)["payload"]))
+        change(statement)
+        return signing.signed(statement, LAB)
+
+    return again
+
+
+def cut_bill(statement):
+    if statement["predicateType"] == provenance.CYCLONEDX:
+        statement["predicate"]["components"] = []
+
+
+def swap_pins(statement):
+    if statement["predicateType"] == provenance.SLSA:
+        statement["predicate"]["buildDefinition"]["resolvedDependencies"] = []
+
+
+ATTACKS = {
+    "payload changed": (lambda entry: edited(entry, lambda data: data.replace(b"urn:lab", b"urn:bad")), "provenance"),
+    "payload truncated": (lambda entry: edited(entry, lambda data: data[:-40]), "no key that counts"),
+    "type changed": (envelope_with(payloadType="application/json"), "no key that counts"),
+    "no signature": (envelope_with(signatures=[]), "at least 1"),
+    "a signature of rubbish": (envelope_with(signatures=[{"sig": "AAAA"}]), "no key that counts"),
+    "no base64": (envelope_with(payload="{}"), "pattern"),
+    "base64 that is cut": (envelope_with(payload="A"), "Invalid base64"),
+    "a flood of signatures": (envelope_with(signatures=[{"sig": "AAAA"}] * 1000), "at most 16"),
+    "no envelope": (lambda entry: Attached(b"[" * 9999, entry.kind, {}), "nested|no JSON"),
+    "truncated bill, signed": (resigned(cut_bill), "the signed bill of materials is not the one in the image"),
+    "other pins, signed": (resigned(swap_pins), "the provenance is not the image's: resolvedDependencies"),
+    "no subject, signed": (resigned(lambda statement: statement.update(subject=[])), "at least 1"),
+    "another type, signed": (resigned(lambda statement: statement.update(_type="x")), "Input should be"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), ATTACKS.values(), ids=ATTACKS)
+def test_a_statement_that_was_changed_or_does_not_fit_is_refused(make, demand, change, reason):
+    folder = make(key=None)
+    attach(folder, change_all(evidence(oci.LayoutImage(folder), LAB), change))
+    demand("provenance", "sbom")
+    with refused("integrity.signature", reason):
+        require(folder)
+
+
+def test_the_signatures_of_another_image_are_refused(make, demand):
+    """An old attestation, replayed beside an image that says the same of itself and has one layer more."""
+    folder, other = make(key=None, layers=[layer([("opt/backdoor", b"x")])]), make("other")
+    attach(folder, evidence(oci.LayoutImage(other), LAB))
+    for thing, reason in zip(ALL, ("signature is for", "statement is about", "statement is about"), strict=True):
+        demand(thing)
+        with refused("integrity.signature", f"a {reason} another image"):
+            require(folder)
+
+
+def test_the_signatures_of_another_key_are_refused_whatever_they_call_it(make, demand):
+    folder = make(key=OTHER)
+    for thing in ALL:
+        demand(thing)
+        with refused("integrity.signature", "no key that counts"):
+            require(folder)
+    demand(text=demand().read_text().replace(signing.public_text(LAB), signing.public_text(OTHER)))
+    assert set(require(folder).signed) == set(ALL)  # the only thing wrong was the key
+
+
+def test_a_key_that_is_not_named_for_images_does_not_count(make, demand):
+    folder = make(key=OTHER)
+    text = demand(keys=["lab"]).read_text()
+    demand(text=text.replace("[images]", f'[keys.other]\npublic = """{signing.public_text(OTHER)}"""\n[images]'))
+    with refused("integrity.signature", "no key that counts"):
+        require(folder)
+
+
+def test_an_older_image_needs_a_rollback_and_a_rollback_makes_it_the_last(make, demand):
+    old = make("old", created="2026-10-01T00:00:00Z")
+    new = make("new", created="2026-11-01T00:00:00.123456789Z")
+    demand()
+    trust.accept(STACK, require(old))
+    trust.accept(STACK, require(new))
+    with refused("integrity.signature", "older than the last one.*rollback"):
+        require(old)
+    trust.accept(STACK, require(old, back=True))
+    assert require(old)
+    (trust.paths.state() / "accepted-images.json").write_text("[")
+    with pytest.raises(StorageError):
+        require(old)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "reason"),
+    [
+        (lambda path: path.chmod(0o666), "storage.access", "other users can write it"),
+        (lambda path: path.chmod(0o620), "storage.access", "other users can write it"),
+        (lambda path: os.chown(path, 12345, -1), "storage.access", "belongs to uid 12345"),
+        (lambda path: (path.unlink(), path.symlink_to("gone")), "storage.access", "a link to a file that is not there"),
+        (lambda path: path.write_text("schema = 1\n"), "input.table", "keys"),
+        (lambda path: path.write_text(path.read_text().replace("MCow", "AAAA")), "input.table", "public"),
+        (lambda path: path.write_text(path.read_text().replace("signature", "nothing")), "input.table", "demand"),
+        (lambda path: path.write_text(path.read_text() + '\nkeys = ["x"]'), "input.table", "names no key: x"),
+        (lambda path: path.write_text("schema = 1\n[" * 9), "input.table", "no TOML"),
+    ],
+)
+def test_a_policy_of_another_user_or_a_broken_one_is_not_believed(make, demand, change, code, reason):
+    if os.geteuid() != 0 and "uid" in reason:
+        pytest.skip("only root can give a file away")
+    folder = make()
+    change(demand())
+    with refused(code, reason):
+        require(folder)
+
+
+# The doors of an engine
+
+
+def test_pull_refuses_an_unsigned_image_before_a_tag_moves_and_removes_it(
+    demand, fake_engine, docker_command, monkeypatch, tmp_path
+):
+    demand("signature")
+    monkeypatch.setattr(inspect, "require_ours", lambda *_: ({"stack": STACK}, None))
+    monkeypatch.setattr(registry, "_require_same", lambda *_: None)
+    monkeypatch.setattr(trust, "Repository", lambda name: Folder(tmp_path / "registry"))
+    fake_engine.routes[r"GET /images/.+/json"] = missing_once(fake_engine)
+    reference = f"registry.example.com/a/b@sha256:{'d' * 64}"
+    with refused("integrity.signature", "nothing is attached to it"):
+        registry.pull(STACK, reference, None, tmp_path)
+    assert docker_command.calls[-1] == f"image rm {reference}"
+    assert not [call for call, _ in fake_engine.asked if "/tag" in call]
+
+
+def missing_once(engine):
+    """An image that is not here before the pull."""
+    answers = iter([(404, {"message": "No such image"})])
+    return lambda query: next(answers, (200, engine.image))
+
+
+def test_what_was_verified_in_a_registry_is_kept_for_the_next_start(demand, tmp_path, monkeypatch):
+    digest, image_id = f"sha256:{'d' * 64}", f"sha256:{'e' * 64}"
+    image = SimpleNamespace(attrs={"RepoDigests": [f"r/a@{digest}"]}, id=image_id, tags=["r/a:1"], short_id="e")
+    signing.attach(Folder(tmp_path / "registry"), digest, "sig", [signing.signature("r/a", digest, LAB)])
+    monkeypatch.setattr(trust, "Repository", lambda name: Folder(tmp_path / "registry"))
+    demand("signature")
+    with refused("integrity.signature"):
+        trust.require(None, image, STACK)
+    assert trust.require(None, image, STACK, "r/a").signed == {"signature": "lab"}
+    shutil.rmtree(tmp_path / "registry")
+    assert trust.require(None, image, STACK).signed == {"signature": "lab"}
+    image.attrs["RepoDigests"] = []  # the engine forgot where it came from
+    with refused("integrity.signature", "for another image"):
+        trust.require(None, image, STACK)
