@@ -31,6 +31,7 @@ INSTALL = {
     "ssh": "sudo apt install openssh-client",
     "sshd": "sudo apt install openssh-server",
     "cmake": "sudo apt install cmake",
+    "openssl": "sudo apt install openssl",
     "docker-registry": "sudo apt install docker-registry; tests/engine/run brings its own",
 }
 

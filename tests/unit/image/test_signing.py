@@ -20,6 +20,7 @@ from sparkforge.cli import build as commands
 from sparkforge.image import attached, build, provenance, signing
 from sparkforge.image.attached import Folder, Repository
 
+pytestmark = pytest.mark.needs("openssl")
 DIGEST = f"sha256:{'d' * 64}"
 
 
