@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,20 @@ class RowResult(Record):
     id: str
     verdict: Verdict
     evidence: str
+
+
+class PartResult(Record):
+    """What a part gave, and how long it took."""
+
+    outcomes: dict[str, Outcome]
+    seconds: float
+
+
+class Progress(Record):
+    """The finished parts of a run with certain inputs, by name."""
+
+    inputs: str
+    parts: dict[str, PartResult]
 
 
 class Report(Record):
@@ -84,10 +99,10 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
     folder, facts = qualification.folder, context.facts()
     progress = folder / "progress.json"
     inputs = _inputs(qualification, facts)
-    finished: dict[str, dict[str, object]] = {}
-    if not again and progress.is_file():
-        earlier = read_json(progress)
-        finished = earlier["parts"] if earlier.get("inputs") == inputs else {}
+    finished: dict[str, PartResult] = {}
+    with suppress(OSError, ValueError):  # none yet, or a damaged one
+        earlier = Progress.model_validate(read_json(progress))
+        finished = dict(earlier.parts) if earlier.inputs == inputs and not again else {}
     for name in PARTS:
         if name in finished:
             say(f"{name}: finished in an earlier run (--again runs it once more)")
@@ -97,16 +112,17 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
         with steps.step(f"qualify {name}") as tell:
             outcomes = run(name, qualification)
             tell(f"{sum(outcome.verdict == HELD for outcome in outcomes.values())} of {len(outcomes)} held")
-        if any(outcome.verdict != COULD_NOT_RUN for outcome in outcomes.values()):
-            parts = {key: outcome.model_dump() for key, outcome in outcomes.items()}
-            finished[name] = {"outcomes": parts, "seconds": steps.seconds[f"qualify {name}"]}
-            write_json(progress, {"inputs": inputs, "parts": finished})
-        else:
-            finished[name] = {"outcomes": {key: o.model_dump() for key, o in outcomes.items()}, "seconds": 0.0}
+        finished[name] = PartResult(outcomes=outcomes, seconds=steps.seconds[f"qualify {name}"])
+        kept = {key: part for key, part in finished.items() if _has_run(part)}
+        write_json(progress, Progress(inputs=inputs, parts=kept).model_dump())
     report = _report(qualification, finished, facts)
     write_json(folder / "report.json", report.model_dump(mode="json", by_alias=True))
     _write_html(folder / "report.html", report)
     return report
+
+
+def _has_run(part: PartResult) -> bool:
+    return any(outcome.verdict != COULD_NOT_RUN for outcome in part.outcomes.values())
 
 
 def _inputs(qualification: Qualification, facts: Mapping[str, object]) -> str:
@@ -116,8 +132,8 @@ def _inputs(qualification: Qualification, facts: Mapping[str, object]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _report(qualification: Qualification, parts: Mapping[str, Any], facts: Mapping[str, Any]) -> Report:
-    outcomes = {name: Outcome(**outcome) for part in parts.values() for name, outcome in part["outcomes"].items()}
+def _report(qualification: Qualification, parts: Mapping[str, PartResult], facts: Mapping[str, Any]) -> Report:
+    outcomes = {name: outcome for part in parts.values() for name, outcome in part.outcomes.items()}
     claims = [claim for claim in ledger.load().claims if claim.settled_by]
     machine = {name: facts[name] for name in ("processor", "cores", "memory_bytes", "system", "python")}
     gpu = _gpu() if qualification.tiny.name == GPU else {}
@@ -131,7 +147,7 @@ def _report(qualification: Qualification, parts: Mapping[str, Any], facts: Mappi
         machine=machine,
         outcomes=outcomes,
         rows=tuple(judge(claim, outcomes, gpu.get("compute_cap", "")) for claim in claims),
-        seconds={name: part["seconds"] for name, part in parts.items()},
+        seconds={name: part.seconds for name, part in parts.items()},
     )
     return Report.model_validate(for_support(whole.model_dump(mode="json", by_alias=True)))
 

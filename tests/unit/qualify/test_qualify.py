@@ -139,6 +139,9 @@ def test_a_killed_run_continues_and_what_could_not_run_runs_again(qualification,
     assert {name: outcome.verdict for name, outcome in first.outcomes.items()} == three
     report.qualify(qualification, again=True)
     assert ran[5:] == ["machine", "kernels", "tiny"]
+    for damaged in ("[", "[]", '{"inputs": 1}', '{"inputs": "x", "parts": {"tiny": 3}}'):
+        (qualification.folder / "progress.json").write_text(damaged)
+        assert report.qualify(qualification).outcomes == first.outcomes
     assert "claims of the hardware ledger" in (qualification.folder / "report.html").read_text()
 
 
