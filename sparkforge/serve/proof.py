@@ -112,7 +112,7 @@ def prove(
                 faults[name] = error
                 continue
             limits = [limit for limit in LIMITS.get(name, ()) if limit.patch not in patches]
-            outcome[name] = next((limit.reason for limit in limits if fault == limit.fault), "")
+            outcome[name] = next((limit.reason for limit in limits if fault.startswith(limit.fault)), "")
             if fault and not outcome[name]:
                 faults[name] = unanswered(name, fault)
     finally:
@@ -306,7 +306,7 @@ def _json_fault(content: str) -> str:
 def _stop(response: Any) -> str:
     content = response["choices"][0]["message"]["content"]
     if content is None or '"city' in content:  # vLLM before 0.32.0 loses it, or leaves the stop string in
-        return UNCUT
+        return f"{UNCUT}: {content!r:.200}"
     return _unless(content.strip() == "{", f"the content is {content[:60]!r}")
 
 
