@@ -13,9 +13,9 @@ def test_the_pages_and_the_rows_of_variables_are_current():
 
 
 def test_a_page_that_differs_is_named_and_written(tmp_path, monkeypatch):
-    shutil.copytree(reference_pages.FOLDER, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(reference_pages, "FOLDER", tmp_path)
-    (tmp_path / "errors.md").write_text("old")
+    shutil.copytree(reference_pages.FOLDER.parent, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(reference_pages, "FOLDER", tmp_path / "reference")
+    (tmp_path / "reference" / "errors.md").write_text("old")
     with pytest.raises(ProcessError, match=r"errors\.md is out of date"):
         reference_pages.main(["--check"])
     reference_pages.main([])
