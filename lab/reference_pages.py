@@ -40,8 +40,7 @@ Run every command as `./inv COMMAND` from the checkout. The first run makes `.ve
 - `./inv` shows the daily commands, `./inv --list` all of them, `./inv --list bench` one group. `./inv COMMAND --help`
   shows the options and an example. `./inv --version` prints the version.
 - Relative paths and `~` start in the folder that you run the command in. Several values are separated by commas.
-- Every error shows what failed, why, and the next command ([Errors](errors.md) lists the exit codes). `./inv` ends
-  with 3 if it finds no Python 3.11, 3.12 or 3.13.
+- [Errors](errors.md) lists the exit codes. `./inv` ends with 3 if it finds no Python 3.11, 3.12 or 3.13.
 - Ctrl-C, SIGTERM and SIGHUP end a command and the programs that it started, with exit code 130, 143 or 129. Run the
   same command again to continue.
 - `--stack NAME` selects a [stack](../concepts/stacks.md) of `pins.toml`.
@@ -52,7 +51,7 @@ This page is made from the help texts by `python -m lab.reference_pages`.
 
 ## Shared options
 
-Several commands have these options.
+Several commands have these options. Where a command explains one itself, that text counts.
 
 {shared}
 
@@ -63,8 +62,8 @@ The [validator](../concepts/validation.md) runs these checks before a server sta
 refuses the server; an *advised* check can only warn. A fact that cannot be determined counts as failed. *Deep* checks
 ask torch and vLLM in a child process.
 
-The profile `spark` has not run on a real DGX Spark; its good fact sheet is made from public documents ([Hardware
-ledger](../hardware.md)). This page is made from `validate/checks` by `python -m lab.reference_pages`.
+The profile `spark` has not run on a DGX Spark ([Hardware ledger](../hardware.md)). This page is made from
+`validate/checks` by `python -m lab.reference_pages`.
 
 | Check | spark | embedded | What must be true |
 | --- | --- | --- | --- |
@@ -126,8 +125,7 @@ behind a proxy count as one.
 PROFILES_PAGE = """# Profiles
 
 A *serve profile* is a set of vLLM's flags and variables. Select one with `./inv up --profile NAME` or
-`SPARKFORGE_SERVE_PROFILE`. **Not verified**: no profile for GPUs was run on a Spark. vLLM's own parsers accept every
-flag (`tests/integration/test_serve_profiles.py`).
+`SPARKFORGE_SERVE_PROFILE`. **Not verified**: no profile was run on a Spark. vLLM's own parsers accept every flag.
 
 A *validator profile* is a set of [startup checks](checks.md): `spark` for a DGX Spark, `embedded` for other machines.
 In a container `SPARKFORGE_PROFILE` selects it. With `embedded`, a serve profile for GPUs is refused (exit code 2).
@@ -156,25 +154,26 @@ error's code in brackets:
   next: ./inv build --only sources
 ```
 
-The exit code names the error's family; the code names the case within it. Codes do not change between releases. Each
-has an anchor on this page, such as [`errors.html#integrity.hash`](#integrity.hash).
+The code begins with its family, which has one exit code. Codes do not change between releases. Each has an anchor on
+this page, such as [`errors.html#integrity.hash`](#integrity.hash).
 
 This page is made by `python -m lab.reference_pages`.
 
 ## Families
 
-| exit code | family | class | meaning |
-| ---: | --- | --- | --- |
+| exit code | family | meaning |
+| ---: | --- | --- |
 {families}
 
 ## Codes
 
-| code | exit code | meaning |
-| --- | ---: | --- |
+| code | meaning |
+| --- | --- |
 {codes}
 """
-ERROR_ROW = '| <a id="{code}"></a>`{code}` | {exit_code} | {text} |'
+ERROR_ROW = '| <a id="{code}"></a>`{code}` | {text} |'
 VARIABLES = Path(__file__).with_name("variables.toml")
+LONG = 9  # options; a command that has all of a longer list names the command that lists them
 DEFAULT = re.compile(r"\$\{(\w+):-([^}$]+)\}")
 
 
@@ -199,16 +198,15 @@ class Variables(Record):
 def commands() -> str:
     """Return the page of every command: description, example and options, by the groups of `./inv --list`.
 
-    An option that several commands have with the same text is explained once, in a list of its own.
+    Of each option, the text that most commands have is in a list of its own; the others are at their commands.
     """
     contexts = {str(name): context for context in namespace.to_contexts() for name in (context.name, *context.aliases)}
     names = [name for group in program.GROUPS.values() for name in program.expanded(group)]
     options = {name: [_option(argument) for argument in dict.fromkeys(contexts[name].args.values())] for name in names}
     uses = Counter(option for name in names for option in options[name])
-    shared = {option for option, count in uses.items() if count > 1}
-    several = Counter(flag for flag, _ in shared)
-    shared = {option for option in shared if several[option[0]] == 1}
+    shared = set(dict(option for option, count in reversed(uses.most_common()) if count > 1).items())
     parts = []
+    long_lists: dict[str, list[str]] = {}  # of commands with many options, all of them shared
     for group, members in program.GROUPS.items():
         parts.append(f"## {group.capitalize()}")
         for name in program.expanded(members):
@@ -219,6 +217,11 @@ def commands() -> str:
             if isinstance(command, CommandTask):
                 parts += [f"```sh\n{command.example}\n```"] if command.example else []
                 own += [f"- `-- WORDS`: {_words(command.rest_text)}"] if command.rest else []
+            if same := next((other for other, links in long_lists.items() if set(links) <= set(common)), ""):
+                rest = [link for link in common if link not in long_lists[same]]
+                common = [f"every option of [{same}](#{same.replace('.', '')})", *rest]
+            elif not own and len(common) > LONG:
+                long_lists[name] = common
             own += [f"- {', '.join(common)}"] if common else []
             parts += ["\n".join(own)] if own else []
     explained = "\n".join(f"- `{flag}`: {text}" for flag, text in sorted(shared))
@@ -251,8 +254,7 @@ def checks() -> str:
         if name == "serve-arguments":
             sections.append(_rows("| Argument | Result | Why |\n| --- | --- | --- |", _argument_rows()))
         if name == "unknown-environment":
-            replaced = (f"| `{variable}` | `{flags}` |" for variable, flags in software.REPLACEMENTS.items())
-            sections.append(_rows("| Variable | Now |\n| --- | --- |", replaced))
+            sections.append(_rows("| Variable | Now |\n| --- | --- |", _replacement_rows()))
         sections.append(f"Fix: `{check.fix}`")
     return CHECKS_PAGE.format(table="\n".join(table), sections="\n\n".join(sections))
 
@@ -264,6 +266,12 @@ def _severity(profile: Profile, name: str) -> str:
 def _argument_rows() -> Iterable[str]:
     for rule in arguments.RULES:
         yield f"| {', '.join(f'`{flag}`' for flag in rule.flags)} | {rule.status.value} | {rule.why} |"
+
+
+def _replacement_rows() -> Iterable[str]:
+    for flags in dict.fromkeys(software.REPLACEMENTS.values()):
+        variables = [f"`{variable}`" for variable, now in software.REPLACEMENTS.items() if now == flags]
+        yield f"| {', '.join(variables)} | `{flags}` |"
 
 
 def _rows(head: str, rows: Iterable[str]) -> str:
@@ -286,22 +294,18 @@ def problems() -> str:
 
 def _link(seen: Seen) -> str:
     if thread := re.fullmatch(r"https://github\.com/[\w.-]+/([\w.-]+)/\w+/(\d+)", seen.where):
-        return f"[{thread[1]} {thread[2]}]({seen.where})"
-    if page := re.fullmatch(r"https://([\w.-]+)/.*?([\w.-]+?)(?:\.html)?(?:#.*)?/?", seen.where):
-        return f"[{page[1]} {page[2]}]({seen.where})"
+        return f"[{thread[1]}#{thread[2]}]({seen.where})"
+    if page := re.match(r"https://([\w.-]+)/", seen.where):
+        return f"[{page[1]}]({seen.where})"
     return f"[{seen.where.rpartition('/')[2]}]({os.path.relpath(seen.where, 'docs/reference')})"
 
 
 def errors() -> str:
     """Return the page of exit codes and error codes."""
     families = sorted(SparkforgeError.__subclasses__(), key=lambda family: family.exit_code)
-    exit_codes = {family.family: family.exit_code for family in families}
     return ERRORS.format(
-        families="\n".join(f"| {f.exit_code} | {f.family} | `{f.__name__}` | {f.__doc__} |" for f in families),
-        codes="\n".join(
-            ERROR_ROW.format(code=code, exit_code=exit_codes[code.partition(".")[0]], text=text)
-            for code, text in CODES.items()
-        ),
+        families="\n".join(f"| {f.exit_code} | {f.family} | {f.__doc__} |" for f in families),
+        codes="\n".join(ERROR_ROW.format(code=code, text=text) for code, text in CODES.items()),
     )
 
 

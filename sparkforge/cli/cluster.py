@@ -33,7 +33,7 @@ def cluster_discover(
     """Propose a cluster.toml from what machines say of their networks.
 
     It asks over ssh, and changes nothing on any machine. Where a cable has no addresses it prints the commands that
-    configure it. Not verified on a DGX Spark.
+    configure it.
     """
     from sparkforge.core import paths
     from sparkforge.core.files import write_atomic
@@ -61,7 +61,6 @@ def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
     """Check all nodes before a model is served over them.
 
     It asks every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that no check failed.
-    Not verified on a DGX Spark.
     """
     from sparkforge.serve.cluster import checks
     from validate.report import finding_lines
@@ -84,10 +83,8 @@ def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
     """Serve one model over all nodes.
 
     It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
-    node's part ends, the others end within 30 seconds and say which it was; a process on this machine then starts all
-    of them again, after the pauses and up to the number of failures of a single machine's server. --no-restart leaves
-    that process out. Each part is a container, or on the embedded device vLLM's CPU build. Not verified
-    on a DGX Spark, nor with GPUs.
+    node's part ends, the others end within 30 seconds and say which it was. A process on this machine then starts all
+    again, as often as a single machine's server; --no-restart leaves it out. Not verified with GPUs or a DGX Spark.
     """
     from sparkforge.serve.cluster import keep, start
 
@@ -149,7 +146,6 @@ def cluster_sync(_ctx: Context, config: str = "", model: str = "", image: bool =
     """Send the head's model and image to the other nodes.
 
     They go over the link. Files that are there already, by their sha256, are not sent; one that is cut off is resumed.
-    Not verified on a DGX Spark.
     """
     from sparkforge.serve.cluster import sync
 

@@ -164,8 +164,7 @@ def test(
 def check(_ctx: Context, docs: bool = False, strict: bool = False, serve: bool = False) -> None:
     """Run every linter, mypy and the import contracts.
 
-    ruff format, ruff check, mypy, import-linter, codespell, shellcheck, hadolint and jactionlint; needs neither vLLM
-    nor torch. With --docs it builds the documentation.
+    It needs neither vLLM nor torch. With --docs it builds the documentation.
     """
     if (strict or serve) and not docs:
         raise UsageError("--strict and --serve have no meaning here", "they are for --docs", "./inv check --docs")

@@ -19,8 +19,7 @@ def up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT, co
     """Serve gpt-oss by Modular's MAX, with packed experts.
 
     The first start brings MAX, about 400 MB, writes the tiny model if no other is named, and compiles it for minutes.
-    ./inv status, chat, logs and down work as after ./inv up. Its tokens were compared on a CPU and on an H100; for
-    another GPU see spark_mxfp4/docs/max.md.
+    ./inv status, chat, logs and down work as after ./inv up. Its tokens were compared on a CPU and on an H100.
     """
     from sparkforge.core import paths
     from sparkforge.serve import failure, screen, settings

@@ -90,7 +90,7 @@ class UpOptions(ServeOptions):
     quantization: str = option("spark-mxfp4: our own experts, by the profile of that name or beside yours")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
     tiny_first: bool = option(
-        "on a GPU: before a model is loaded, the tiny one must give its recorded answers by the same kernels",
+        "on a GPU: the tiny model must give its recorded answers before another one is loaded",
         True,
     )
     foreground: bool = option("stay, show the log, stop the server on Ctrl-C", False)
