@@ -18,7 +18,6 @@ Options = Mapping[str, Any]
 
 # How a path among them is read: relative ones start in the caller's folder.
 PATHS: dict[str, Callable[[str], str]] = {
-    "tokenizer": caller_path,
     "output": caller_path,
     "result": caller_path,
     "trace": caller_path,

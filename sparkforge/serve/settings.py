@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkforge.core import gpus
 from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.process import ProbeError
 from sparkforge.core.vllm_flags import CONTEXT, MODEL, flag_value
 from sparkforge.models import local
 from sparkforge.plan import thresholds
@@ -143,6 +146,15 @@ def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
             why = "it must be a whole number above 0"
             raise UsageError(f"{prefix}{name} is {text[:40]!r}", why, f"unset {prefix}{name}")
     return tuple(f"{NUMBERS[name]}={int(text)}" for name, text in numbers.items() if text)
+
+
+def require_gpus(count: str) -> None:
+    """Raise UsageError if TP is `count`, more than nvidia-smi lists; without a GPU, others say so."""
+    wanted = int(count or 1)
+    with suppress(ProbeError):
+        if 1 < wanted > (present := len(gpus.query("name", env=os.environ))):
+            why = f"it is the number of GPUs that share the model, and nvidia-smi lists {present}"
+            raise UsageError(f"TP={wanted} is too many", why, f"TP={present} ./inv up")
 
 
 def _is_count(text: str) -> bool:

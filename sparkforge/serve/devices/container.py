@@ -19,7 +19,6 @@ from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import require_plugin
 from sparkforge.core.errors import EngineError, RefusalError, ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import write_atomic, write_json
-from sparkforge.core.process import ProbeError
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, trust, versions
 from sparkforge.image.compose import SERVICE, Service
@@ -44,8 +43,6 @@ from sparkforge.serve.devices.device import Device
 from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 from sparkforge.serve.restarts import TOO_OFTEN
-from validate.facts import gpu
-from validate.facts.target import Options, Target
 
 # 65 GB of weights from a disk, and 15 to 25 minutes of compiling if no kernel is cached (docs/reference/checks.md).
 READY_SECONDS = 3600.0
@@ -231,11 +228,7 @@ def variables(plan: StartPlan) -> dict[str, str]:
     numbers = {name: plan.variables.get(name) or os.environ.get(name, "") for name in settings.NUMBERS}
     settings.arguments(numbers)  # a wrong one must not cost a start
     settings.require_guard(os.environ)
-    if (wanted := int(numbers["TP"] or 1)) > 1:
-        with suppress(ProbeError):  # without a GPU at all the engine says what is missing
-            if (present := len(gpu.nvidia_smi(Target(Options(), "")))) < wanted:
-                why = f"it is the number of GPUs that share the model, and nvidia-smi lists {present}"
-                raise UsageError(f"TP={wanted} is too many", why, f"TP={present} ./inv up")
+    settings.require_gpus(numbers["TP"])
     further = {**numbers, BIND: plan.host, FLAGS: shlex.join(plan.flags)}
     return {**environment, **{name: value for name, value in further.items() if value}}
 

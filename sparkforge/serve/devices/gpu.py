@@ -45,8 +45,10 @@ class Gpu(InEnvironment):
         return profile
 
     def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
-        """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError."""
-        return settings.arguments(variables)
+        """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError, also for more GPUs than there are."""
+        arguments = settings.arguments(variables)
+        settings.require_gpus(variables.get("TP", ""))
+        return arguments
 
     def prepare(self) -> None:
         """Make environment and tiny model, and the modules of FlashInfer that this GPU's experts need."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparkforge.cli import program
-from sparkforge.core import paths
+from sparkforge.core import gpus, paths
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.vllm_flags import flag_value
 from sparkforge.image import devices
@@ -16,6 +16,7 @@ from sparkforge.models import local
 from sparkforge.serve import entrypoint, launch, screen, settings
 from sparkforge.serve.devices import container, embedded, in_environment
 from sparkforge.serve.devices import device as start
+from sparkforge.serve.devices.gpu import Gpu
 from sparkforge.serve.plan import StartPlan
 
 IMAGE = {"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_MODEL": "/models/gpt-oss-120b", "SPARKFORGE_STACK": "spark"}
@@ -70,10 +71,12 @@ def test_the_embedded_device_takes_a_length_and_no_gpus():
 @pytest.mark.parametrize(("tp", "refused"), [("", False), ("1", False), ("2", False), ("8", True)])
 def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, tp, refused):
     monkeypatch.setenv("TP", tp)
-    monkeypatch.setattr(container.gpu, "nvidia_smi", lambda _target: ({}, {}))
+    monkeypatch.setattr(gpus, "query", lambda *_fields, **_options: [{}, {}])
     if refused:
         with pytest.raises(UsageError, match="TP=8 is too many"):
             container.variables(StartPlan("docker"))
+        with pytest.raises(UsageError, match="TP=8 is too many"):
+            Gpu.from_variables(None, {"TP": tp})
     else:
         assert container.variables(StartPlan("docker")) == {"PORT": "8000", **({"TP": tp} if tp else {})}
 
