@@ -315,3 +315,17 @@ def test_a_hand_edited_environment_is_refused_by_name(stopped):
         assert "vllm/platforms/interface.py: was changed" in result.stderr
     finally:
         edited.write_bytes(text)
+
+
+@pytest.mark.nightly
+def test_qualify_settles_what_a_processor_can(stopped):
+    result = stopped.inv("qualify", "--model", str(stopped.state / "models" / MODEL))
+    assert result.returncode == 0, result.stderr
+    report = json.loads((stopped.state / "qualify" / "report.json").read_text())
+    verdicts = {row["id"]: row["verdict"] for row in report["rows"]}
+    assert {name for name, verdict in verdicts.items() if verdict == "held"} >= {"right-numbers", "inv-up-device"}
+    assert "differs" not in verdicts.values()
+    assert report["outcomes"]["gate"]["verdict"] == "held"
+    assert "could not run" in result.stdout
+    again = stopped.inv("qualify", "--model", str(stopped.state / "models" / MODEL))
+    assert "machine: finished in an earlier run" in again.stderr
