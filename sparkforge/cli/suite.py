@@ -58,8 +58,10 @@ def check() -> None:
     if (ROOT / "lab").is_dir():  # a checkout
         commands["reference pages"] = (sys.executable, "-m", "lab.reference_pages", "--check")
     steps = Steps(len(commands) + 2)
-    with steps.step("pins", "pins.toml and the locks"):
+    with steps.step("pins", "pins.toml and the locks") as tell:
         locks.require_current()
+        if unread := pins.load().unread():
+            tell(f"nobody has read the names of {len(unread)} git sources: {'; '.join(unread)}")
     with steps.step("environment", "linters, from locks/lint.txt"):
         environments.ensure(LINT, pins.load())
     programs = LINT.path / "bin"

@@ -214,6 +214,14 @@ class Pins(Record):
         for stack in self.stacks.values():
             yield from stack.components.values()
 
+    def unread(self) -> list[str]:
+        """Return the git sources whose commit or tree nobody has read yet, as `name tag (what)`."""
+        unread = set()
+        for name, pin in ((name, pin) for stack in self.stacks.values() for name, pin in stack.git.items()):
+            if keys := [key for key in ("commit", "tree") if getattr(pin, key) == "unknown"]:
+                unread.add(f"{name} {pin.tag[:12]} ({', '.join(keys)})")
+        return sorted(unread)
+
     def stack(self, name: str) -> Stack:
         """Return one stack. Raises InputError naming the known ones."""
         if name not in self.stacks:

@@ -125,6 +125,11 @@ def test_a_tag_whose_commit_is_unknown_says_so_and_one_whose_commit_is_known_say
     assert load(tmp_path, tagged + 'source = "a public list"\n').stacks["s"].git["g"].commit == COMMIT
 
 
+def test_what_nobody_has_read_of_a_repository_is_listed(tmp_path):
+    assert load(tmp_path, GIT).unread() == [f"g {COMMIT[:12]} (tree)"]
+    assert load(tmp_path, GIT.replace('tree = "unknown"', f'tree = "{COMMIT}"')).unread() == []
+
+
 def test_every_repository_that_gpt_oss_needs_has_a_commit_and_a_variable():
     for name, pin in pins.load().stacks["spark"].git.items():
         assert not pin.needed or (pin.commit != "unknown" and pin.src_dir), name
