@@ -4,8 +4,8 @@
 number of tokens at each concurrency, and ends it. Every figure is written at once, so that a run that is cut short
 keeps them. The model is `lab.served.dummy`'s: right shapes, random experts; its speed is realistic, its answers
 mean nothing.
-`--tensor-parallel 2`, `--expert-parallel` and `--two-hosts` split the model over two GPUs; `--together` starts all
-servers at once and measures one after another.
+`--tensor-parallel 2` and `--expert-parallel` split the model over two GPUs; `--together` starts all servers at once and
+measures one after another.
 `--load-seconds 70` bounds the time of each backend; put what matters most first: `--concurrency 64 1 4 16`.
 `--sweep 4 8 16` then sends 1k/1k through the whole harness (`bench.runs`: gate, load, report) while the server is up.
 """
@@ -20,16 +20,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
-
-from lab.served import random_load, random_weights, ranks, tiny_tokens
-from lab.served.ranks import HostPart, Split
-from lab.served.second_host import SecondHost, second_host
+from lab.served import random_load, random_weights, ranks
+from lab.served.ranks import Split
 from sparkforge.bench import runs
 from sparkforge.bench.context import gpus
 from sparkforge.core import interrupt, openai
@@ -40,13 +37,11 @@ from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, spawn, started_at, terminate_session
 from sparkforge.serve import command_line
-from sparkforge.serve.cluster.containers import transport
 from sparkforge.serve.command_line import ServerCommand
 
 SERVED_NAME = "random-gpt-oss"
 LOAD_SECONDS = 3600.0  # for one load
 ONE_GPU = Split()
-MASTER_PORT = 1000  # above the API's
 LITTLE = "0.1"  # of a GPU's memory that must be free at the start, where the KV cache's size is given
 
 
@@ -131,13 +126,12 @@ class ServingPlan:
 
 @dataclass(frozen=True)
 class Started:
-    """A server on its way: `pids` lead the sessions of its parts, the head's first; `two_hosts` says what they are."""
+    """A server on its way; `pid` leads its session."""
 
     url: str
-    pids: tuple[int, ...]
+    pid: int
     begun: float
     split: Split
-    two_hosts: str = ""
 
 
 def measure(
@@ -181,7 +175,7 @@ def _sweep(url: str, plan: ServingPlan, output: Path) -> str:
 def _started(
     backend: str, model: Path, plan: ServingPlan, log: Path, weights: tuple[str, ...] = ()
 ) -> Iterator[Started]:
-    """Start a server, all of its parts; end them, and the second host if there is one."""
+    """Start a server; end it."""
     chosen, split = backend_of(backend), plan.split.named(backend.partition("@")[2])
     split.check()
     top = max(plan.concurrencies)
@@ -194,61 +188,37 @@ def _started(
         if not link.is_symlink():
             link.symlink_to(ROOT / package)
     python_path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
-    with ExitStack() as stack:
-        parts: Sequence[HostPart] = (HostPart(split.arguments(), {}),)
-        kind = ""
-        if split.hosts:
-            host = stack.enter_context(_second_host())
-            parts, kind = ranks.parts(split, host, plan.port, plan.port + MASTER_PORT), host.kind
-        custom = ranks.all_reduce_flags(sys.executable) if split.size > 1 else ()
-        memory = ("--kv-cache-memory-bytes", str(plan.kv_cache_bytes), "--gpu-memory-utilization", LITTLE)
-        pids: list[int] = []
-        for part, file in zip(parts, (log, ranks.worker_log(log)), strict=False):
-            server = ServerCommand(
-                model=str(model),
-                model_id=SERVED_NAME,
-                host="127.0.0.1",
-                port=plan.port,
-                extra_arguments=(
-                    *weights,
-                    *("--max-model-len", str(longest), "--max-num-seqs", str(top), "--no-enable-prefix-caching"),
-                    *("--cudagraph-capture-sizes", *(str(size) for size in sizes if size <= max(64, top))),
-                    *(memory if plan.kv_cache_bytes else ()),
-                    *chosen.arguments,
-                    *custom,
-                    *part.arguments,
-                ),
-                extra_environment={
-                    "PYTHONPATH": python_path,
-                    "VLLM_PLUGINS": f"{command_line.ENVIRONMENT['VLLM_PLUGINS']},{random_weights.PLUGIN}",
-                    **chosen.environment,
-                    **split.environment(),
-                    **part.environment,
-                },
-                guarded=False,
-            )
-            file.unlink(missing_ok=True)
-            command = (*part.prefix, *server.command(sys.executable))
-            pid = spawn(command, log=file, env={**os.environ, **server.environment}, cwd=log.parent)
-            stack.callback(terminate_session, pid)
-            pids.append(pid)
-        yield Started(f"http://127.0.0.1:{plan.port}", tuple(pids), time.monotonic(), split, kind)
-
-
-def _second_host() -> AbstractContextManager[SecondHost]:
-    """Return the second host, with a network of its own where the kernel has them. Raises ServerError if it has none.
-
-    Each is made once to see whether it can be.
-    """
-    why = ""
-    for own_network in (True, False):
-        try:
-            with second_host(own_network=own_network):
-                return second_host(own_network=own_network)
-        except OSError as error:
-            why = str(error)
-            say(f"{why}{'; both hosts on loopback instead' if own_network else ''}")
-    raise ServerError("there is no second host on this machine", why, "run it as root", code="server.start")
+    custom = ranks.all_reduce_flags(sys.executable) if split.size > 1 else ()
+    memory = ("--kv-cache-memory-bytes", str(plan.kv_cache_bytes), "--gpu-memory-utilization", LITTLE)
+    server = ServerCommand(
+        model=str(model),
+        model_id=SERVED_NAME,
+        host="127.0.0.1",
+        port=plan.port,
+        extra_arguments=(
+            *weights,
+            *("--max-model-len", str(longest), "--max-num-seqs", str(top), "--no-enable-prefix-caching"),
+            *("--cudagraph-capture-sizes", *(str(size) for size in sizes if size <= max(64, top))),
+            *(memory if plan.kv_cache_bytes else ()),
+            *chosen.arguments,
+            *custom,
+            *split.arguments(),
+        ),
+        extra_environment={
+            "PYTHONPATH": python_path,
+            "VLLM_PLUGINS": f"{command_line.ENVIRONMENT['VLLM_PLUGINS']},{random_weights.PLUGIN}",
+            **chosen.environment,
+            **split.environment(),
+        },
+        guarded=False,
+    )
+    log.unlink(missing_ok=True)
+    environment = {**os.environ, **server.environment}
+    pid = spawn(server.command(sys.executable), log=log, env=environment, cwd=log.parent)
+    try:
+        yield Started(f"http://127.0.0.1:{plan.port}", pid, time.monotonic(), split)
+    finally:
+        terminate_session(pid)
 
 
 def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
@@ -256,7 +226,7 @@ def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
     deadline = server.begun + plan.ready_seconds
 
     def alive() -> bool:
-        return all(started_at(pid) is not None for pid in server.pids)
+        return started_at(server.pid) is not None
 
     if not openai.wait_until(Endpoint(server.url).healthy, deadline, alive):
         problem = "ended before it was ready" if not alive() else f"was not ready in {plan.ready_seconds:.0f} s"
@@ -274,8 +244,6 @@ def _seen(backend: str, server: Started, log: Path) -> dict[str, Any]:
     if server.split.size == 1:
         return seen
     text = log.read_text(errors="replace")
-    worker = ranks.worker_log(log)
-    text += worker.read_text(errors="replace") if server.two_hosts else ""
     named = ranks.ranks_with(text, "Mxfp4 MoE backend")
     if backend.startswith("spark") and len(named) != server.split.size:
         why = f"its line is in the log of {', '.join(named) or 'none'} of {server.split.size} ranks"
@@ -284,9 +252,6 @@ def _seen(backend: str, server: Started, log: Path) -> dict[str, Any]:
     disabled = "disable_custom_all_reduce=True" in text
     seen |= {"split": asdict(server.split), "ranks": named, "nccl_channels": ranks.transports(text)}
     seen["custom_all_reduce"] = "off by flag" if disabled else reduce[-200:] or "on: vLLM's log names no reason against"
-    if server.two_hosts:
-        carried = transport(text)
-        seen |= {"two_hosts": server.two_hosts, "carried": carried.description, "over_rdma": carried.rdma}
     return seen
 
 
@@ -331,13 +296,14 @@ def main(arguments: Sequence[str]) -> int:
         load_seconds=options.load_seconds,
     )
     try:
-        split = ranks.default_split(options.tensor_parallel, expert=options.expert_parallel, hosts=options.two_hosts)
+        split = Split(options.tensor_parallel, expert=options.expert_parallel)
+        split.check()
         plan = replace(plan, split=split)
         for backend in options.backends:
             backend_of(backend)
             split.named(backend.partition("@")[2]).check()
         with interrupt.caught():  # the servers have sessions of their own: they end with us only if we end them
-            return _check_tiny(options, plan) if options.tiny else _measure_all(options, plan)
+            return _measure_all(options, plan)
     except SparkforgeError as error:
         show_error(error)
         return error.exit_code
@@ -357,7 +323,7 @@ def _all_started(
                 with suppress(ServerError):  # it is started again, alone, when it is to be measured, and says why then
                     start = _started(backend, model, own, _log(options, backend), weights)
                     servers[backend] = own, stack.enter_context(start)
-        stack.callback(_ask_to_end, [pid for _, server in servers.values() if server for pid in server.pids])
+        stack.callback(_ask_to_end, [server.pid for _, server in servers.values() if server])
         yield servers
 
 
@@ -369,7 +335,7 @@ def _ask_to_end(pids: Sequence[int]) -> None:
 
 
 def _log(options: argparse.Namespace, backend: str) -> Path:
-    return Path(options.work, f"{'tiny-' if options.tiny else ''}{backend}.log")
+    return Path(options.work, f"{backend}.log")
 
 
 def _measure_all(options: argparse.Namespace, plan: ServingPlan) -> int:
@@ -407,29 +373,6 @@ def _wait_for_all(servers: Mapping[str, tuple[ServingPlan, Started | None]], opt
             say(f"{backend}: {error}")  # and again when it is to be measured
 
 
-def _check_tiny(options: argparse.Namespace, plan: ServingPlan) -> int:
-    """Serve the random tiny checkpoint with each backend and compare its tokens with those that a CPU recorded."""
-    model = options.work / "tiny"
-    run([sys.executable, "-m", "sparkforge.models.tiny", "--random", str(model)], cwd=ROOT)
-    result: dict[str, Any] = {"backends": {}}
-    recorded = json.loads(options.tiny.read_text(encoding="utf-8"))
-    with _all_started(options, plan, model) as servers:
-        result["machine"] = _machine()
-        for backend, (own, begun) in servers.items():
-            log = _log(options, backend)
-            try:
-                with ExitStack() as stack:
-                    server = begun or stack.enter_context(_started(backend, model, own, log))
-                    with httpx.Client(base_url=_ready(server, own, log), timeout=300, trust_env=False) as session:
-                        comparison = tiny_tokens.compare(session, SERVED_NAME, recorded)
-                    result["backends"][backend] = {**_seen(backend, server, log), **comparison}
-            except ServerError as error:
-                result["backends"][backend] = {"passed": False, "error": str(error)}
-            say(f"{backend}: {json.dumps(result['backends'][backend])}")
-            write_json(options.out, result)
-    return 0 if all(comparison["passed"] for comparison in result["backends"].values()) else 1
-
-
 def _machine() -> dict[str, str]:
     """Return GPU, driver and the versions of the libraries, asked of the programs themselves."""
     script = "import torch, triton, vllm; print(torch.__version__, triton.__version__, vllm.__version__)"
@@ -443,12 +386,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file that gets the figures")
     parser.add_argument("--work", type=Path, default=Path("/tmp/serve-gpu"), help="model folder and logs")  # noqa: S108
     parser.add_argument("--size", default="120b", help="120b or 20b")
-    parser.add_argument("--tiny", type=Path, help="compare the tiny model's tokens with this record instead")
     parser.add_argument(
         "--backends",
         nargs="+",
         default=["spark", "triton", "marlin"],
-        help=", ".join(BACKENDS) + ", spark:KERNEL; each may end in @1, @tpN, @epN or @hosts",
+        help=", ".join(BACKENDS) + ", spark:KERNEL; each may end in @1, @tpN or @epN",
     )
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument(
@@ -469,9 +411,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each layer; NAME@tp2 for one")
     parser.add_argument(
         "--expert-parallel", action="store_true", help="whole experts on each of these GPUs; NAME@ep2 for one backend"
-    )
-    parser.add_argument(
-        "--two-hosts", action="store_true", help="two GPUs as two hosts, NCCL over sockets; NAME@hosts for one; root"
     )
     parser.add_argument(
         "--together", action="store_true", help="start all servers at once, measure one after another; with the next"

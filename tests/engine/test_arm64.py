@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from lab.image import wheels
 from sparkforge.core.paths import ROOT
 from sparkforge.pins import index, locks
+from sparkforge.pins.wheels import TargetMachine, choose, requirements
 
 BASE = re.search(r"^FROM (\S+) AS base-cuda$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
 LOOK = """
@@ -45,6 +45,10 @@ def test_the_locked_compiler_runs_there_and_makes_code_for_a_spark(built):
 
 
 def test_the_index_has_every_aarch64_wheel_of_the_spark_under_its_locked_hash():
+    spark, chosen = TargetMachine("aarch64", (3, 13)), []
     with index.client() as http:
-        wheel_files = wheels(locks.lock_path("spark"), "aarch64", http)
-    assert len([url for url in wheel_files if "aarch64" in url.rpartition("/")[2]]) > 50
+        for requirement, hashes in requirements(locks.lock_path("spark").read_text("utf-8"), spark):
+            files = index.project_page(requirement.name, http).packages
+            chosen.append(choose(requirement, hashes, files, spark).filename)
+    assert all(name.endswith(".whl") for name in chosen)
+    assert len([name for name in chosen if "aarch64" in name]) > 50
