@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from lab.patches import repository
+from lab.patches import checkout, repository, status, upstream
+from lab.patches.upstream import Release
 from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.console import say
@@ -17,10 +18,8 @@ from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.core.files import fsync_directory, locked, write_atomic
 from sparkforge.core.git import git
 from sparkforge.core.manifest import remove
-from sparkforge.patching import checkout, status, upstream
 from sparkforge.patching.hunks import Content, read_files
-from sparkforge.patching.series import FIELDS, PATCH_NAME, Patch, Queue
-from sparkforge.patching.upstream import Release
+from sparkforge.patching.series import FIELDS, PATCH_NAME, PATCHES, Patch, Queue
 from sparkforge.pins import Pins
 from sparkforge.sources import archive, fetch
 
@@ -49,7 +48,7 @@ class PatchDraft:
 
 def new_patch(  # noqa: PLR0913 - one parameter an option
     name: str, fields: dict[str, str], *, stack: str, of: str = "vllm", source: str = "", commit: str = "",
-    finish: bool = False, table: Pins | None = None, patches: Path = status.PATCHES,
+    finish: bool = False, table: Pins | None = None, patches: Path = PATCHES,
 ) -> None:  # fmt: skip
     """Write the patch `name` for a stack's upstream `of` from the checkout `source`, or from one of its commits.
 
@@ -74,10 +73,10 @@ def new_patch(  # noqa: PLR0913 - one parameter an option
             say(f"{finish_command} --description … --bug URL --drop-when 'contains PATH TEXT'")
             return
         file = write_patch(draft, Path(source), fields, commit) if source else finish_patch(draft, fields)
-        say(f"wrote {file} and named it in series; next: ./inv patch.status, then ./inv test")
+        say(f"wrote {file} and named it in series; next: .venv/bin/python -m lab.patches status, then ./inv test")
 
 
-def prepare(table: Pins, name: str, stack: str, of: str, patches: Path = status.PATCHES) -> PatchDraft:
+def prepare(table: Pins, name: str, stack: str, of: str, patches: Path = PATCHES) -> PatchDraft:
     """Find the queue and the release of the patch `name`, and take back what a killed run began to write.
 
     Raises UsageError for a bad name or one that is taken.
@@ -138,8 +137,8 @@ def write_patch(draft: PatchDraft, tree: Path, fields: dict[str, str], commit: s
     written.
     """
     if not checkout.holds_queue(tree, draft.queue):
-        raise UsageError(f"{tree} does not hold the queue {draft.folder.name}", "it has none of its commits",
-                         f"./inv patch --into {shlex.quote(str(tree))}, then carry your edits over")  # fmt: skip
+        fix = f".venv/bin/python -m lab.patches into {shlex.quote(str(tree))}, then carry your edits over"
+        raise UsageError(f"{tree} does not hold the queue {draft.folder.name}", "it has none of its commits", fix)
     if commit:
         (single,) = checkout.commits(tree, commit, "--max-count=1")
         diff = repository.diff(tree, f"{single.id}^", single.id)

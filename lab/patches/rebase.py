@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from lab.patches import repository
+from lab.patches import checkout, repository, status, upstream
+from lab.patches.status import Verdict
+from lab.patches.upstream import Reader
 from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.console import say
@@ -25,11 +27,8 @@ from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.core.files import fsync_directory, locked, write_atomic
 from sparkforge.core.git import git
 from sparkforge.core.manifest import remove
-from sparkforge.patching import checkout, status, upstream
 from sparkforge.patching.hunks import read_files
-from sparkforge.patching.series import Patch, Queue
-from sparkforge.patching.status import Verdict
-from sparkforge.patching.upstream import Reader
+from sparkforge.patching.series import PATCHES, Patch, Queue
 from sparkforge.pins import Pins
 
 TODO = ".git/sparkforge-todo"
@@ -93,13 +92,15 @@ def rebase_queue(to: str, stack: str, drop: str = "", *, resume: bool = False) -
     say(f"wrote {rebase.target}; next: read its diffs, then name {name} and the new version in pins.toml")
 
 
-def prepare(table: Pins, stack: str, to: str, drop: frozenset[str], patches: Path = status.PATCHES) -> Rebase:
+def prepare(table: Pins, stack: str, to: str, drop: frozenset[str], patches: Path = PATCHES) -> Rebase:
     """Find the queue, the old and the new release. Raises InputError, UsageError, and the errors of `upstream`."""
     component, queue, version = status.chosen(table, stack, to, patches)
     numbers = {patch.name[:4] for patch in queue.patches}
     if unknown := sorted(drop - numbers):
         raise UsageError(
-            f"cannot drop {', '.join(unknown)}", f"the queue has {', '.join(sorted(numbers))}", "./inv patch.status"
+            f"cannot drop {', '.join(unknown)}",
+            f"the queue has {', '.join(sorted(numbers))}",
+            ".venv/bin/python -m lab.patches status",
         )
     old, new = (upstream.release(table, component, number) for number in (queue.version, version))
     folder = patches / queue.name
@@ -171,7 +172,7 @@ def _require_no_target(rebase: Rebase) -> None:
     if rebase.target.exists():
         raise UsageError(
             f"cannot carry {rebase.folder.name} over", f"{rebase.target} is there already",
-            f"to do it again: rm -r {rebase.target}; to look at it: ./inv patch.status --against {rebase.version}",
+            f"to do it again: rm -r {rebase.target}; or see lab.patches status --against {rebase.version}",
         )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from lab.patches.checkout import SETTINGS
 from sparkforge.core.git import git
-from sparkforge.patching.checkout import SETTINGS
 
 DIFF = (
     "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--abbrev=12", "--unified=3",

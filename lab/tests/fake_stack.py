@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.patches import upstream
 from lab.upstream.check import StackCheck
 from lab.upstream.releases import candidates
 from sparkforge.compile.flashinfer.sets import KernelTable
-from sparkforge.patching import upstream
 from sparkforge.pins import Pins
 from sparkforge.serve.profiles import ServeProfile
 from sparkforge.sources import fetch

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.patches import status, upstream
 from lab.upstream import check as checking
 from lab.upstream import releases, report
 from lab.upstream.effect import Effect
@@ -13,7 +14,6 @@ from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.core import files, paths
 from sparkforge.core.errors import InputError, NetworkError, StorageError, UsageError
-from sparkforge.patching import status, upstream
 from sparkforge.serve import profiles
 
 NONE, CHANGED, UNKNOWN, BREAKS = Effect.NONE, Effect.CHANGED, Effect.UNKNOWN, Effect.BREAKS

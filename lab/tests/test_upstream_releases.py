@@ -9,7 +9,7 @@ from lab.upstream.effect import Effect
 from lab.upstream.releases import candidates
 from lab.upstream.report import PARTS
 from sparkforge import pins
-from sparkforge.patching import status
+from sparkforge.patching import series
 
 pytestmark = pytest.mark.integration
 STACKS = [name for name, stack in pins.load().stacks.items() if stack.image and stack.image.kernels]
@@ -18,7 +18,7 @@ STACKS = [name for name, stack in pins.load().stacks.items() if stack.image and 
 @pytest.mark.parametrize("stack", STACKS)
 def test_the_pinned_releases_break_nothing_and_the_queue_leads_to_hardware_fp4(stack):
     table = pins.load()
-    against = [f"{queue.upstream}-{queue.version}" for _, queue in status.queues(table, stack)]
+    against = [f"{queue.upstream}-{queue.version}" for _, queue in series.queues(table, stack)]
     checking = check.StackCheck.of(table, stack, sys.executable)
     with checking.folders:
         rows = {row.name.partition("-")[0]: row for row in map(checking.run, candidates(table, stack, against))}

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from lab.patches import status, upstream
+from lab.patches.status import Judgement, Verdict
+from lab.patches.upstream import Release
 from lab.upstream import calls, dependencies, experts, options
 from lab.upstream.effect import NOT_APPLICABLE, Column, Effect, Observation, undetermined
 from lab.upstream.experts import ReleaseAnswer
@@ -25,10 +28,8 @@ from sparkforge.core.files import locked, write_atomic
 from sparkforge.core.manifest import remove
 from sparkforge.environments import TEST, Environment
 from sparkforge.image.devices import EMBEDDED, stack_of
-from sparkforge.patching import status, upstream
 from sparkforge.patching.hunks import Content
-from sparkforge.patching.status import Judgement, Verdict
-from sparkforge.patching.upstream import Release
+from sparkforge.patching.series import PATCHES
 from sparkforge.pins import Component, Pins
 from sparkforge.serve import profiles
 from sparkforge.serve.profiles import ServeProfile
@@ -72,7 +73,7 @@ class StackCheck:
         if FLASHINFER in pinned.components and pinned.image and pinned.image.kernels:
             kernels = sets.load(pinned.components[FLASHINFER].version)
         flags = profiles.load(stack=stack)
-        return cls(table, stack, status.PATCHES, kernels, flags, interpreter, STATIC if static else NO_PYTHON)
+        return cls(table, stack, PATCHES, kernels, flags, interpreter, STATIC if static else NO_PYTHON)
 
     def run(self, candidate: Candidate) -> ReleaseReport:
         """Check one release. Raises the errors of `unpacked`; what only a part lacks leaves that part undetermined."""
@@ -195,7 +196,7 @@ def check_stack(
     """
     table = pins.load()
     check = StackCheck.of(table, stack, python, static=static)
-    releases = candidates(table, stack, against, status.PATCHES)
+    releases = candidates(table, stack, against, PATCHES)
     steps, rows = Steps(len(releases)), list[ReleaseReport]()
     folder = work_folder()
     with locked(folder.with_suffix(".lock"), "check upstream releases"), check.folders:

@@ -11,12 +11,13 @@ from tempfile import TemporaryDirectory
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
+from lab.patches import status, upstream
+from lab.patches.upstream import Release
 from sparkforge.core.documents import read_bytes
 from sparkforge.core.errors import NetworkError
 from sparkforge.core.paths import secure_state
-from sparkforge.patching import status, upstream
+from sparkforge.patching import series
 from sparkforge.patching.series import Queue
-from sparkforge.patching.upstream import Release
 from sparkforge.pins import Component, Pins
 from sparkforge.pins.index import client, project_page
 from sparkforge.sources import archive, fetch, offline
@@ -52,14 +53,14 @@ def newest(versions: Iterable[str | None]) -> str | None:
     return finals[max(finals)] if finals else None
 
 
-def candidates(table: Pins, stack: str, against: Sequence[str] = (), patches: Path = status.PATCHES) -> list[Candidate]:
+def candidates(table: Pins, stack: str, against: Sequence[str] = (), patches: Path = series.PATCHES) -> list[Candidate]:
     """Return the releases that `against` names, or the newest release of each component with a queue.
 
     Raises InputError for an unknown stack or upstream, NetworkError if the index does not answer or has no release.
     """
     chosen = [status.chosen(table, stack, text, patches) for text in against]
     if not against:
-        queues = status.queues(table, stack, patches)
+        queues = series.queues(table, stack, patches)
         chosen = [(component, queue, _newest_version(component)) for component, queue in queues]
     return [
         Candidate(component, queue, upstream.release(table, component, version)) for component, queue, version in chosen

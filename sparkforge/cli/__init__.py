@@ -27,10 +27,7 @@ _build = Collection(
     vllm=build.build_vllm,
 )
 _build.add_task(build.build, name="all", default=True)
-_patch = Collection(
-    "patch",
-    status=build.patch_status,
-)
+_patch = Collection("patch")
 _patch.add_task(build.patch_make, name="make", default=True)
 _bundle = Collection("bundle", unpack=maintain.bundle_unpack)
 _bundle.add_task(maintain.bundle_make, name="make", default=True)

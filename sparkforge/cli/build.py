@@ -20,13 +20,12 @@ from sparkforge.cli.command import (
     texts,
     with_fields,
 )
-from sparkforge.core.console import Steps, echo, say
+from sparkforge.core.console import Steps, echo
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic
 
 OFFLINE = "folder of an unpacked bundle: use it instead of the network"
 STACK = f"a stack of pins.toml (default: {DEFAULT_STACK})"
-TREE = "a folder with unpatched sources, in place of the pinned archives"
 DRY_RUN = "print what would be done, change nothing"
 JOBS = "auto: as many as memory and cores allow; or a number [BUILD_JOBS, JOBS or MAX_JOBS]"
 JOBS_VARIABLES = ("BUILD_JOBS", "JOBS", "MAX_JOBS")  # as in deploy/stacks.yml
@@ -200,46 +199,16 @@ def build_vllm(_ctx: Context, options: ExtensionOptions) -> None:
     example="./inv patch --machine aarch64",
     stack=STACK,
     machine="x86_64 or aarch64: the wheels for it; default: this machine's",
-    lock="write the hashes of all that the stack's queues make to locks/patched.toml",
     dry_run="compare with the lock, keep nothing",
-    into="instead: put the queue as commits into this clone of vLLM or FlashInfer, at the pinned version",
 )
-def patch_make(
-    _ctx: Context, stack: str = "", machine: str = "", lock: bool = False, dry_run: bool = False, into: str = ""
-) -> None:
+def patch_make(_ctx: Context, stack: str = "", machine: str = "", dry_run: bool = False) -> None:
     """Make a stack's patched wheels and compare them with the lock.
 
     A wheel whose hash is not that of locks/patched.toml is refused.
     """
-    from sparkforge import pins
-    from sparkforge.patching import checkout, wheels
+    from sparkforge.patching import wheels
 
-    chosen = chosen_stack(stack)
-    if (lock and (machine or dry_run)) or (into and (lock or machine or dry_run)):
-        name, why = ("--into", "it makes commits") if into else ("--lock", "it is for every machine")
-        raise UsageError(f"{name} goes with no other option but --stack", why, f"./inv patch {name}")
-    if into:
-        say(checkout.commit_to_checkout(pins.load(), chosen, Path(caller_path(into))))
-    elif lock:
-        wheels.lock_stack(chosen)
-    else:
-        wheels.make_stack(chosen, machine, dry_run=dry_run)
-
-
-@task(
-    example="./inv patch.status --against 0.33.0",
-    stack=STACK,
-    against="another release: 0.33.0 is vLLM's, else flashinfer-0.7.2.post1",
-    tree=TREE,
-)
-def patch_status(_ctx: Context, stack: str = "", against: str = "", tree: str = "") -> None:
-    """Print whether each patch applies to a release.
-
-    A patch applies, applies with offset, is already upstream, or conflicts.
-    """
-    from sparkforge.patching import status
-
-    status.print_status(chosen_stack(stack), against, caller_path(tree))
+    wheels.make_stack(chosen_stack(stack), machine, dry_run=dry_run)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from sparkforge.core.errors import SparkforgeError, UsageError
 # What `./inv --list` shows, by the user's job. `NAME.*` stands for the commands of a collection that no other line has.
 GROUPS = {
     "serve": ("up", "down", "status", "logs", "chat", "shell", "rollback", "service.*", "cluster.*", "max.*"),
-    "build": ("build", "build.*", "patch", "patch.*", "dev.*", "audit", "image.*"),
+    "build": ("build", "build.*", "patch", "dev.*", "audit", "image.*"),
     "models": ("model.fetch", "plan"),
     "measure": ("bench.perf", "bench.*"),
     "diagnose": ("doctor", "validate", "qualify", "qualify.*"),

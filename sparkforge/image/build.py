@@ -13,8 +13,9 @@ from sparkforge.core.console import Steps
 from sparkforge.core.docker import docker_logged
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.git import checkout_git
-from sparkforge.image import compose, devices, rootfs
+from sparkforge.image import compose, devices
 from sparkforge.image.compose import SERVICE
+from sparkforge.patching import series
 from sparkforge.pins import locks
 
 
@@ -56,6 +57,6 @@ def expected(machine: str, *, stack: str) -> Mapping[str, Mapping[str, str]]:
     """
     lock = pins.load().image(stack).lock(devices.OCI_MACHINES[machine])
     return {
-        "patches": {queue.name: queue.sha256 for queue in rootfs.queues(stack, pins.load())},
+        "patches": {queue.name: queue.sha256 for _, queue in series.queues(pins.load(), stack)},
         "lock": {lock: hashlib.sha256(locks.lock_path(lock).read_bytes()).hexdigest()},
     }

@@ -35,7 +35,8 @@ from sparkforge.core.git import git
 from sparkforge.core.process import run_unchecked
 from sparkforge.image import compose, rootfs
 from sparkforge.image.devices import CUDA
-from sparkforge.patching import status
+from sparkforge.patching import series
+from sparkforge.patching.hunks import FileChange, read_files
 
 SOURCES = Path("/src")
 TREE = Path("/opt/venv")
@@ -253,11 +254,19 @@ def stale_modules(names: Sequence[str], sources: Path) -> list[str]:
 
 
 def missing_patches(checkout: Checkout, stack: str, sources: Path) -> list[str]:
-    """Return the patches of `stack` that the checkout lacks: those that could still be applied to its files."""
-    queues = [queue for _, queue in status.queues(pins.load(), stack) if queue.upstream == checkout.name]
-    judgements = [judgement for queue in queues for judgement in status.judge_tree(queue, sources / checkout.name)]
-    applicable = (status.Verdict.APPLIES, status.Verdict.OFFSET)
-    return [judgement.patch.name for judgement in judgements if judgement.verdict in applicable]
+    """Return the patches of `stack` that the checkout lacks: a hunk's old text is in the file, its new text is not."""
+    queues = [queue for _, queue in series.queues(pins.load(), stack) if queue.upstream == checkout.name]
+    patches = [patch for queue in queues for patch in queue.for_tree(sources / checkout.name).patches]
+    files = read_files(sources / checkout.name, {change.path for patch in patches for change in patch.changes})
+
+    def is_missing(change: FileChange) -> bool:
+        content = files[change.path]
+        if content is None:
+            return change.creates
+        hunks = [(b"".join(hunk.before), b"".join(hunk.after)) for hunk in change.hunks]
+        return any(old in content and new not in content for old, new in hunks)
+
+    return [patch.name for patch in patches if any(map(is_missing, patch.changes))]
 
 
 def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
@@ -273,7 +282,8 @@ def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
         linked, differing = link_natives(checkout, packages, sources), changed(checkout, sources)
         say(f"{name}: {folder} serves" + (f", {len(linked)} files that a build makes are linked" if linked else ""))
         if lacking := missing_patches(checkout, stack, sources):
-            say(f"  without {', '.join(lacking)}: on the host, ./inv patch --into CHECKOUT --stack {stack}")
+            command = f".venv/bin/python -m lab.patches into CHECKOUT --stack {stack}"
+            say(f"  without {', '.join(lacking)}: on the host, {command}")
         if differing and not checkout.rebuild:
             accept(checkout, fingerprints(checkout, sources))
         elif differing:

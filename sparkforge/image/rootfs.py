@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,8 +41,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
 from sparkforge.image import licences, sbom, trimming
 from sparkforge.image.devices import CUDA
-from sparkforge.patching.series import Queue
-from sparkforge.pins import Component, Pins, StackImage, locks
+from sparkforge.patching import series
+from sparkforge.pins import StackImage, locks
 from sparkforge.pins.patched import load_patched
 from sparkforge.pins.verify import ImageChanges, patched_packages
 
@@ -122,13 +122,6 @@ def install(tree: Tree, more: str = "") -> None:
         locks.install(tree.python, more, bytecode=False)
     name_plugins(tree.packages)
     (tree.root / LOCK).unlink(missing_ok=True)
-
-
-def queues(stack: str, table: Pins) -> Iterator[Queue]:
-    """Yield each patch queue that belongs to a stack's tree, once."""
-    components: dict[str, Component] = table.stack(stack).components
-    for folder in dict.fromkeys(component.patches for component in components.values() if component.patches):
-        yield Queue.load(ROOT / "patches" / folder)
 
 
 def name_plugins(packages: Path) -> None:
@@ -301,7 +294,7 @@ def describe(tree: Tree) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "lock": {tree.lock: hashlib.sha256(locks.lock_path(tree.lock).read_bytes()).hexdigest()},
         "packages": {canonicalize_name(name): version for name, _, version in parts},
-        "patches": {queue.name: queue.sha256 for queue in queues(tree.stack, table)},
+        "patches": {queue.name: queue.sha256 for _, queue in series.queues(table, tree.stack)},
         "without licence text": list(licences.without(tree.packages)),
         **image_changes(tree).model_dump(mode="json"),
         "kernels": {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in libraries},

@@ -18,8 +18,12 @@ from pathlib import Path
 
 from sparkforge.core.errors import PatchError
 from sparkforge.core.files import write_atomic
+from sparkforge.core.paths import ROOT
 from sparkforge.patching.hunks import Content, FileChange, parse, read_files, refuse, refuse_folders
+from sparkforge.pins import Component, Pins
 from sparkforge.sources.archive import unharmful
+
+PATCHES = ROOT / "patches"
 
 FIELDS = ("Description", "Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")
 DIRECTORY = re.compile(r"(?P<upstream>[a-z][a-z0-9_-]*?)-(?P<version>\d[0-9A-Za-z.+]*)")
@@ -164,6 +168,18 @@ class Queue:
     def paths(self) -> tuple[str, ...]:
         """Every file that a patch touches, sorted, relative to the tree."""
         return tuple(sorted({change.path for patch in self.patches for change in patch.changes}))
+
+
+def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Component, Queue]]:
+    """Return the queues that a stack's components name, each with its component, a source archive before a wheel.
+
+    Raises InputError for an unknown stack, PatchError for a malformed queue.
+    """
+    folders: dict[str, Component] = {}
+    for component in sorted(table.stack(stack).components.values(), key=lambda component: component.kind != "sdist"):
+        if component.patches:
+            folders.setdefault(component.patches, component)
+    return [(component, Queue.load(patches / name)) for name, component in folders.items()]
 
 
 def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:

@@ -22,25 +22,22 @@ from typing import IO
 from packaging.version import Version
 
 from sparkforge import pins
-from sparkforge.core import paths
 from sparkforge.core.console import say
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import IntegrityError, PatchError
 from sparkforge.core.files import atomic_file, require_space, write_json
 from sparkforge.core.installed import parse_record, record_digest
-from sparkforge.patching import repack, upstream
+from sparkforge.patching import repack
 from sparkforge.patching.hunks import Content, digest
 from sparkforge.patching.repack import HashedOutput
-from sparkforge.patching.series import Queue
-from sparkforge.patching.status import PATCHES
-from sparkforge.pins import Component, Pins, Stack
-from sparkforge.pins.patched import PatchedFile, load_patched, write_patched
+from sparkforge.patching.series import PATCHES, Queue
+from sparkforge.pins import Component, Stack
+from sparkforge.pins.patched import PatchedFile, load_patched
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.sources import archive, fetch, pip_download
 
 SCHEMA = 1
-AGAIN = "if the change is meant: ./inv patch --lock; else git checkout -- patches locks pins.toml"
-LARGEST_RATIO = 8  # of a stored source archive to the packed one; FlashInfer's has 7.7
+AGAIN = "if the change is meant: .venv/bin/python -m lab.patches lock; else git checkout -- patches locks pins.toml"
 SDIST = ".tar.gz"
 SDIST_FOLDER = ".sparkforge-patches"  # of a source archive, which has no dist-info; no patch may touch it
 
@@ -79,7 +76,7 @@ def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> 
                 require_space(target.parent, lock.size, target.name)
                 with atomic_file(target) as file:  # an error inside it leaves nothing
                     _make_checked(component, filename, queue, lock, file)
-                write_json(_stamp(target), identity(target))
+                write_json(stamp(target), identity(target))
                 new = True
     return PatchedWheel(
         target, str(component.package), local_version(component.version, lock.revision), filename, lock, new
@@ -115,46 +112,6 @@ def make_stack(stack: str, machine: str, *, dry_run: bool) -> None:
             say(f"{wheel.path}: {'made' if wheel.is_new else 'unchanged'}, sha256 {wheel.lock.sha256}")
 
 
-def lock_stack(stack: str, *, table: Pins | None = None, patches: Path = PATCHES) -> None:
-    """Make every patched file of a stack's queues and write their hashes to `locks/patched.toml`.
-
-    A queue's revision rises by one where a file of it is locked already and comes out different, so that one version
-    never names two files. All files of a queue have one revision, whatever stack they belong to.
-    """
-    table, former = table or pins.load(), load_patched()
-    queues = {component.patches for component in table.stack(stack).components.values()}
-    files = {name: component for component in table.components() if component.patches for name in component.files}
-    entries = {name: lock for name, lock in former.items() if name in files}
-    for folder in sorted(filter(None, queues)):
-        queue = Queue.load(patches / folder)
-        chosen = {name: component for name, component in files.items() if component.patches == folder}
-        revision = max((lock.revision for lock in former.values() if lock.queue == folder), default=1)
-        locks = {name: _make_cached(component, name, queue, revision) for name, component in chosen.items()}
-        if any(former.get(name, lock) != lock for name, lock in locks.items()):
-            locks = {name: _make_cached(component, name, queue, revision + 1) for name, component in chosen.items()}
-        for lock in locks.values():
-            say(f"{lock.file}: sha256 {lock.sha256}")
-        entries |= locks
-    if entries == dict(former):
-        say("locks/patched.toml is unchanged")
-    else:
-        write_patched(entries)
-
-
-def _make_cached(component: Component, filename: str, queue: Queue, revision: int) -> PatchedFile:
-    """Make a patched file whose hash is not known yet, put it into the cache, and return its entry."""
-    source, scratch = fetch_upstream(component, filename), paths.cache() / "patched" / filename
-    require_space(scratch.parent, LARGEST_RATIO * source.stat().st_size, f"the patched {filename}")
-    with fetch.locked_download(scratch):
-        with atomic_file(scratch) as file:
-            lock = make(source, component, queue, revision, file)
-        target = fetch.cached(lock.file, lock.sha256)
-        with fetch.locked_download(target):
-            scratch.replace(target)
-            write_json(_stamp(target), identity(target))
-    return lock
-
-
 def locked(component: Component, filename: str, patches: Path = PATCHES) -> tuple[Queue, PatchedFile]:
     """Return the queue of a file and its entry in the lock. Raises PatchError where they do not fit."""
     queue, lock = Queue.load(patches / str(component.patches)), load_patched().get(filename)
@@ -172,7 +129,8 @@ def _make_checked(component: Component, filename: str, queue: Queue, lock: Patch
         raise PatchError(f"{lock.file} does not fit locks/patched.toml", why, AGAIN, code="patch.lock")
 
 
-def _stamp(target: Path) -> Path:
+def stamp(target: Path) -> Path:
+    """Return where it is noted which bytes of a cached file were hashed."""
     return target.with_name(fetch.VERIFIED)
 
 
@@ -185,11 +143,11 @@ def identity(target: Path) -> list[int]:
 def _verified(target: Path, lock: PatchedFile) -> bool:
     """Tell whether the cache holds the file; it is hashed unless it is the very file that was hashed before."""
     with suppress(OSError, ValueError):
-        if read_json(_stamp(target)) == identity(target):
+        if read_json(stamp(target)) == identity(target):
             return True
     if not fetch.intact(target, lock.sha256):
         return False
-    write_json(_stamp(target), identity(target))
+    write_json(stamp(target), identity(target))
     return True
 
 
@@ -226,7 +184,7 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
     names = _names(source)
     info = _dist_info(source, names, component.version)
     queue, record = queue.for_files(names), f"{info}/RECORD"
-    before = upstream.members(source, None, {*queue.paths, record, f"{info}/METADATA"})
+    before = archive.read_files(source, None, {*queue.paths, record, f"{info}/METADATA"})
     rows = _rows(source, before.pop(record))
     for path, content in before.items():
         if content is not None and rows.get(path) != _row(content):
@@ -264,7 +222,7 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
 def _write_sdist(source: Path, component: Component, queue: Queue, version: str, output: HashedOutput) -> None:
     """Write a patched source archive."""
     top = source.name.removesuffix(SDIST)
-    before = upstream.members(source, top, {*queue.paths, "PKG-INFO"})
+    before = archive.read_files(source, top, {*queue.paths, "PKG-INFO"})
     metadata = _metadata(source, before.pop("PKG-INFO"), component.version, version)
     files = [member.name for member in archive.members(source) if member.kind != "folder"]
     after = queue.apply(before, [name.removeprefix(f"{top}/") for name in files])

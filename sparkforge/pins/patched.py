@@ -12,12 +12,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.tables import Record, load
 from sparkforge.pins.table import Sha256, Text
 
-PATH = (
-    ROOT / "locks" / "patched.toml"
-)  # not locks.LOCKS: the validator reads it where nothing of `pins.locks` is installed
-HEADER = (
-    "# Made by `./inv patch --lock`; do not edit. One table per upstream file: what it is once its queue is applied.\n"
-)
+PATH = ROOT / "locks" / "patched.toml"  # not locks.LOCKS: the validator reads it where `pins.locks` is not installed
+HEADER = "# Made by `.venv/bin/python -m lab.patches lock`; do not edit. What each upstream file becomes.\n"
 
 
 class PatchedFile(Record):

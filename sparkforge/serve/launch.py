@@ -21,7 +21,7 @@ from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import spawn, started_at, terminate, terminate_session
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import stack_of
-from sparkforge.patching import status
+from sparkforge.patching import series
 from sparkforge.serve import hold, logs, proof, record
 from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
@@ -139,7 +139,7 @@ def proved(server: Server, seconds: float, key: str, stack: str, calls: tuple[st
 
     With `calls` only those of `proof.CALLS` are sent: the server is not vLLM, and no stack's. Raises ServerError.
     """
-    queues = [] if calls else status.queues(pins.load(), stack)
+    queues = [] if calls else series.queues(pins.load(), stack)
     patches = [patch.name for _, queue in queues for patch in queue.patches]
     began = time.monotonic()
     outcome = proof.prove(Endpoint(server.url, server.model_id, key=key), seconds, patches, calls)

@@ -27,13 +27,13 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
-from sparkforge.patching import upstream, wheels
+from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.serve import command_line
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
-from sparkforge.sources import trees
+from sparkforge.sources import archive, trees
 
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", ".sparkforge", ".*_cache", "__pycache__", "*.egg-info", ".hypothesis"
@@ -296,7 +296,7 @@ def vllm_trees(installed_vllm):
     component = pins.load().component("embedded", "vllm")
     queue = Queue.load(ROOT / "patches" / component.patches)
     wheel = wheels.fetch_upstream(component, choose_pinned(component, TargetMachine(platform.machine())).filename)
-    for path, content in upstream.members(wheel, None, set(queue.paths)).items():
+    for path, content in archive.read_files(wheel, None, set(queue.paths)).items():
         if content is None:  # the queue creates it
             (copies.upstream / path).unlink()
         else:

@@ -83,7 +83,7 @@ def execute(code, names):
 
 
 def test_what_it_changes_compiles(pristine, patched, queue):
-    """That it applies without fuzz, and which patch a newer release makes obsolete: test_patch_status.py."""
+    """That it applies without fuzz, and which patch a newer release makes obsolete: lab/tests/patches."""
     for path in queue.paths:
         compile((patched / path).read_bytes(), path, "exec")
         assert (patched / path).read_bytes() != (pristine / path).read_bytes()

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.patches import status, upstream
 from sparkforge import pins
-from sparkforge.patching import status, upstream
-from sparkforge.patching.series import Queue
+from sparkforge.patching.series import PATCHES, Queue
 from sparkforge.pins import Component
 from sparkforge.sources import fetch
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 TABLE = pins.load()
 STACK = "spark"
-SUBMISSIONS = sorted(status.PATCHES.glob("*/upstream/*.md"))
+SUBMISSIONS = sorted(PATCHES.glob("*/upstream/*.md"))
 # Not for upstream: torch 2.10.0 alphas exist in NVIDIA's NGC images alone.
 LEFT_OUT = {"0003-guard-assume-32bit-indexing-on-ngc-torch"}
 HEADINGS = ["Why", "What changes", "Evidence", "How it was tested", "What it does not do", "Related work"]
@@ -76,7 +76,7 @@ class Package:
         return self.results[count]
 
     def _submission(self, patch):
-        path = status.PATCHES / self.component.patches / "upstream" / Path(patch.name).with_suffix(".md")
+        path = PATCHES / self.component.patches / "upstream" / Path(patch.name).with_suffix(".md")
         return path if path in SUBMISSIONS else None
 
     def write(self, files):
@@ -119,14 +119,14 @@ def process(running):
 @pytest.fixture(scope="module")
 def vllm(installed_vllm, process, tmp_path_factory):
     component, folder = TABLE.component(STACK, "vllm"), installed_vllm("submissions")
-    queue = Queue.load(status.PATCHES / component.patches)
+    queue = Queue.load(PATCHES / component.patches)
     return Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue)
 
 
 @pytest.fixture(scope="module")
 def flashinfer(running, large_folder, tmp_path_factory):
     component = TABLE.component(STACK, "flashinfer")
-    queue = Queue.load(status.PATCHES / component.patches)
+    queue = Queue.load(PATCHES / component.patches)
     (name,) = [name for name in component.files if name.endswith(".whl")]
     wheel = fetch.fetch_pinned(component, name)
 
@@ -203,7 +203,7 @@ def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, 
 
 def test_every_patch_that_upstream_should_have_has_a_submission():
     for name in ("vllm", "flashinfer"):
-        folder = status.PATCHES / TABLE.component(STACK, name).patches
+        folder = PATCHES / TABLE.component(STACK, name).patches
         patches = {patch.name.removesuffix(".patch") for patch in Queue.load(folder).patches}
         assert {path.stem for path in (folder / "upstream").glob("*.md")} == patches - LEFT_OUT
 

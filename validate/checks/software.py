@@ -269,7 +269,7 @@ def _patches_intact(view: View) -> CheckResult:
     if view.is_none("patches.outdated"):
         return passed(f"{evidence} (no series here to compare with)")
     if outdated := view.names("patches.outdated"):
-        return failed(some(outdated), "./inv patch --lock; ./inv up   # the series was changed since it was locked")
+        return failed(some(outdated), ".venv/bin/python -m lab.patches lock; ./inv up   # the series was changed")
     return passed(evidence)
 
 

@@ -1,12 +1,12 @@
 """Patches that are written from a checkout of upstream which holds the queue, with real git."""
 
 import pytest
+from tests.unit.patching.test_checkout import FIELDS, commit, state
 
 from lab.patches import authoring
 from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.patching.series import Queue
 from tests.unit.patching.conftest import commit_all
-from tests.unit.patching.test_checkout import FIELDS, commit, state
 
 
 def draft(world, name="do-more"):
@@ -62,7 +62,9 @@ def test_a_commit_that_needs_another_one_is_refused(kit, world, clone):
 
 def test_a_checkout_without_the_queue_is_refused(kit, world, clone):
     (clone / "pkg/b.py").write_text("value = 3\n")
-    with pytest.raises(UsageError, match=r"does not hold the queue up-1\.0", check=lambda e: "patch --into" in e.fix):
+    with pytest.raises(
+        UsageError, match=r"does not hold the queue up-1\.0", check=lambda e: "lab.patches into" in e.fix
+    ):
         authoring.write_patch(draft(world), clone, {**FIELDS, "description": "Do more"})
 
 

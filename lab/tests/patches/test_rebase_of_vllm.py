@@ -5,12 +5,11 @@ import shutil
 
 import pytest
 
-from lab.patches import rebase
+from lab.patches import rebase, status, upstream
+from lab.tests.patches.test_status_of_releases import ORACLE, TABLE, A, released
 from sparkforge.core.errors import PatchError
 from sparkforge.core.git import git
-from sparkforge.patching import status, upstream
-from sparkforge.patching.series import Queue
-from tests.integration.test_patch_status import ORACLE, TABLE, A, released
+from sparkforge.patching.series import PATCHES, Queue
 
 pytestmark = pytest.mark.integration
 
@@ -19,7 +18,7 @@ def test_a_rebase_to_0_33_0_needs_one_edit_and_ends_in_a_queue_that_applies(tmp_
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     patches = tmp_path / "patches"
     for folder in ("common", "vllm-0.32.0"):
-        shutil.copytree(status.PATCHES / folder, patches / folder)
+        shutil.copytree(PATCHES / folder, patches / folder)
     series = patches / "vllm-0.32.0" / "series"
     lines = series.read_text().splitlines()
     for later in lines[4:]:  # those of the answers need edits of their own

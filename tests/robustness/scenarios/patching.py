@@ -13,12 +13,13 @@ from base64 import urlsafe_b64encode
 from functools import cache
 from pathlib import Path
 
-from lab.patches import authoring
+from lab.patches import authoring, checkout
+from lab.patches.lock import lock_stack
 from robustness.scenario import BUSY, Scenario, pinned_file, write
 from robustness.scenarios import archives
 from sparkforge.core.errors import PatchError, SparkforgeError, UsageError
 from sparkforge.core.git import git
-from sparkforge.patching import checkout, wheels
+from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Pins, patched
 from sparkforge.sources import fetch
@@ -97,13 +98,13 @@ def _prepare(work: Path) -> None:
 
 def _prepare_locked(work: Path) -> None:
     _prepare(work)
-    wheels.lock_stack("s", table=table(), patches=work / "patches")
+    lock_stack("s", table=table(), patches=work / "patches")
     _cached(work).unlink()
 
 
 def _prepare_damaged(work: Path) -> None:
     _prepare(work)
-    wheels.lock_stack("s", table=table(), patches=work / "patches")
+    lock_stack("s", table=table(), patches=work / "patches")
     _cached(work).write_bytes(_cached(work).read_bytes()[:-1])
 
 
@@ -117,7 +118,7 @@ def _make(work: Path) -> None:
 
 
 def _lock(work: Path) -> None:
-    wheels.lock_stack("s", table=table(), patches=work / "patches")
+    lock_stack("s", table=table(), patches=work / "patches")
 
 
 def _judge(work: Path) -> None:

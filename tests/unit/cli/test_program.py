@@ -177,8 +177,6 @@ def test_a_relative_path_starts_in_the_callers_folder(launcher, tmp_path):
         ("audit", "here"),
         ("bench.compare", "here", "here"),
         ("bundle.unpack", "here", "there"),
-        ("patch.status", "--tree", "here"),
-        ("patch", "--into", "here"),
         ("model.fetch", "openai/gpt-oss-20b", "--mirror", "here"),
     ],
     ids=" ".join,

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
+from lab.patches.lock import lock_stack
 from sparkforge import pins
 from sparkforge.core.errors import InputError, IntegrityError, PatchError, SparkforgeError
 from sparkforge.core.files import sha256_file
@@ -80,7 +81,7 @@ def world(kit, tmp_path, monkeypatch, patched_wheel):
 
     return SimpleNamespace(
         wheel=wheel, sdist=sdist, folder=folder, patches=folder.parent, component=pinned, table=table, make=make,
-        lock=lambda: wheels.lock_stack("s", table=table, patches=folder.parent),
+        lock=lambda: lock_stack("s", table=table, patches=folder.parent),
         patched=lambda name=NAME: wheels.patched(pinned, name, patches=folder.parent),
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ from sparkforge.core.files import disk_full, locked
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT, state
 from sparkforge.core.process import session_members, started_at
-from sparkforge.patching import status
+from sparkforge.patching import series
 from sparkforge.serve import conversation, launch, logs, proof, record, screen
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.launch import Launch
@@ -150,7 +150,7 @@ def test_a_known_limit_does_not_keep_a_server_from_being_ready(begin, capsys, mo
     mixed = [proof.Limit(proof.LOST, "lost, #1")]
     limits = {"a JSON answer": [limit], "a chat": [limit], "a long prompt beside an answer": mixed}
     monkeypatch.setattr(proof, "LIMITS", limits)
-    monkeypatch.setattr(status, "queues", lambda *_: [])  # a stack without patches: no canary is sent
+    monkeypatch.setattr(series, "queues", lambda *_: [])  # a stack without patches: no canary is sent
     server = begin(changes=FORM)
     limited = dict.fromkeys(("a JSON answer", "a long prompt beside an answer"), "lost, #1")
     assert server.proof == {**{name: "" for name, call in proof.CALLS.items() if not call.patch}, **limited}

@@ -8,7 +8,7 @@ import pytest
 from sparkforge import pins
 from sparkforge.compile import toolchain
 from sparkforge.core.errors import InputError, UsageError
-from sparkforge.patching import status
+from sparkforge.patching import series
 from sparkforge.pins import locks
 from sparkforge.serve import profiles
 
@@ -189,7 +189,7 @@ def test_every_profile_calls_tools_and_lets_answers_end(name):
 @pytest.mark.parametrize("stack", [name for name, stack in pins.load().stacks.items() if stack.image])
 def test_responses_are_stored_where_the_store_is_bounded(stack):
     """By patch 0011; without it the server's memory grows."""
-    names = {patch.name for _, queue in status.queues(pins.load(), stack) for patch in queue.patches}
+    names = {patch.name for _, queue in series.queues(pins.load(), stack) for patch in queue.patches}
     bounded = "0011-bound-the-store-of-responses.patch" in names
     names = {"safe", "safe-piecewise", "safe-no-graphs", "fast", "long-context", "fast-load", "spark-mxfp4"}
     for_gpus = names & profiles.load(stack=stack).keys()

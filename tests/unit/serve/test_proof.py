@@ -11,7 +11,7 @@ from sparkforge import pins
 from sparkforge.core import openai
 from sparkforge.core.errors import ServerError
 from sparkforge.core.openai import Endpoint
-from sparkforge.patching import status
+from sparkforge.patching import series
 from sparkforge.serve import proof
 
 
@@ -71,7 +71,7 @@ FAULTS = {
 def test_every_patch_of_the_answers_has_a_canary():
     """The others are for speed, and need its hardware or an option; 0031 needs sockets, and minutes."""
     for stack in ("embedded", "spark-next"):
-        queues = [queue for part, queue in status.queues(pins.load(), stack) if part.patches.startswith("vllm")]
+        queues = [queue for part, queue in series.queues(pins.load(), stack) if part.patches.startswith("vllm")]
         names = {patch.name for queue in queues for patch in queue.patches}
         assert {name for name in names if "0004" <= name < "0031" and "lm-head" not in name} == PATCHES
     assert set(FAULTS) == {name for name, call in proof.CALLS.items() if call.patch}

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from lab.patches import upstream
 from sparkforge.core.errors import IntegrityError, NetworkError, StorageError
 from sparkforge.core.paths import ROOT
-from sparkforge.patching import upstream
 from sparkforge.pins import Component, index
 from sparkforge.sources import fetch
 

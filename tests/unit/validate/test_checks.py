@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparkforge import pins
-from sparkforge.patching import status as patch_status
+from sparkforge.patching import series
 from sparkforge.pins.patched import load_patched
 from sparkforge.plan import thresholds
 from sparkforge.serve import profiles
@@ -40,7 +40,7 @@ def test_gb10_sheet_says_where_it_comes_from(sheets):
 
 def test_gb10_sheet_has_what_is_installed_today(good):
     table = pins.load()
-    names = {patch.name for _, queue in patch_status.queues(table, table.default) for patch in queue.patches}
+    names = {patch.name for _, queue in series.queues(table, table.default) for patch in queue.patches}
     facts, patched = good("spark"), load_patched().values()
     assert set(facts["patches.names"].value) == names
     for name in ("vllm", "flashinfer"):

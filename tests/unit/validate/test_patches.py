@@ -357,4 +357,4 @@ def test_a_patch_that_was_edited_since_is_named(patched_site, patched_wheel, jud
     (queue / "0001-change-something.patch").write_text("other")
     finding = judge()
     assert finding.evidence == "0001-change-something.patch: was changed since it was applied"
-    assert finding.fix.startswith("./inv patch --lock")
+    assert finding.fix.startswith(".venv/bin/python -m lab.patches lock")

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from lab.patches import upstream
+from lab.patches.fit import Fit, Misfit, fit, undone
+from lab.patches.upstream import Reader
 from sparkforge import pins
 from sparkforge.core.console import echo, say
 from sparkforge.core.errors import InputError, PatchError, UsageError
-from sparkforge.core.paths import ROOT
-from sparkforge.patching import upstream
-from sparkforge.patching.fit import Fit, Misfit, fit, undone
 from sparkforge.patching.hunks import Content, read_files
-from sparkforge.patching.series import DIRECTORY, Patch, Queue
-from sparkforge.patching.upstream import Reader
+from sparkforge.patching.series import DIRECTORY, PATCHES, Patch, Queue, queues
 from sparkforge.pins import Component, Pins
-
-PATCHES = ROOT / "patches"
 
 
 class Verdict(Enum):
@@ -105,23 +102,6 @@ def judge_tree(queue: Queue, tree: Path) -> list[Judgement]:
     return judge(queue, read_files(tree, paths_of(queue)).__getitem__)
 
 
-def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Component, Queue]]:
-    """Return the queues that a stack's components name, each with its component, a source archive before a wheel.
-
-    Raises InputError for an unknown stack, PatchError for a malformed queue.
-    """
-    return [(component, Queue.load(patches / name)) for name, component in _named(table, stack).items()]
-
-
-def _named(table: Pins, stack: str) -> dict[str, Component]:
-    """Return the queues' folder names that a stack names, each with its component."""
-    folders: dict[str, Component] = {}
-    for component in sorted(table.stack(stack).components.values(), key=lambda component: component.kind != "sdist"):
-        if component.patches:
-            folders.setdefault(component.patches, component)
-    return folders
-
-
 def target(text: str) -> tuple[str, str]:
     """Read `0.33.0` or `flashinfer-0.7.2.post1` as (upstream, version); a bare version is vLLM's."""
     match = DIRECTORY.fullmatch(text)
@@ -131,11 +111,11 @@ def target(text: str) -> tuple[str, str]:
 def chosen(table: Pins, stack: str, against: str, patches: Path = PATCHES) -> tuple[Component, Queue, str]:
     """Return the stack's component and queue that `against` names, and the version. Raises InputError for none."""
     name, version = target(against)
-    folders = _named(table, stack)
-    for folder, component in folders.items():
-        if target(folder)[0] == name:
-            return component, Queue.load(patches / folder), version
-    known = ", ".join(target(folder)[0] for folder in folders) or "none"
+    pairs = queues(table, stack, patches)
+    for component, queue in pairs:
+        if queue.upstream == name:
+            return component, queue, version
+    known = ", ".join(queue.upstream for _, queue in pairs) or "none"
     raise InputError(
         f"stack {stack} has no patches for {name}", f"it has queues for: {known}", "name one of them", code="input.pins"
     )

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.patches import status, upstream
+from lab.patches.status import Verdict
 from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.errors import InputError, IntegrityError, NetworkError, PatchError, UsageError
-from sparkforge.patching import status, upstream
-from sparkforge.patching.status import Verdict
+from sparkforge.patching import series
 from sparkforge.sources import fetch
 
 A, O, U, C = Verdict.APPLIES, Verdict.OFFSET, Verdict.UPSTREAM, Verdict.CONFLICTS  # noqa: E741
@@ -106,7 +107,7 @@ def test_a_bare_version_is_vllms(text, expected):
 
 def test_what_is_not_there_is_said(world, monkeypatch):
     with pytest.raises(InputError, match="there is no stack t", check=lambda error: error.code == "input.pins"):
-        status.queues(world.table, "t", world.patches)
+        series.queues(world.table, "t", world.patches)
     with pytest.raises(InputError, match="no patches for vllm", check=lambda error: error.code == "input.pins"):
         status.chosen(world.table, "s", "0.33.0", world.patches)
     monkeypatch.setattr(upstream, "project_page", lambda package, http: SimpleNamespace(packages=[]))

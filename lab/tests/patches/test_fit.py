@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lab.patches.fit import fit, undone
 from sparkforge.core.errors import PatchError
-from sparkforge.patching.fit import fit, undone
 from sparkforge.patching.hunks import parse
 
 LINE = st.sampled_from(["a", "b", "c", "d", "e", "", "\x0c"])

@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from sparkforge.core import paths
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import InputError, IntegrityError, NetworkError
+from sparkforge.core.errors import InputError, NetworkError
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.patching.hunks import Content, digest
 from sparkforge.pins import Component, Pins
@@ -22,7 +22,6 @@ from sparkforge.pins.index import client, project_page
 from sparkforge.sources import archive, fetch, offline
 
 Reader: TypeAlias = Callable[[str], Content]  # path inside the tree → bytes, None where there is no such file
-LARGEST = 64 << 20  # bytes of one file; the largest that a patch of ours touches has 0.2 MB
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def reader(release: Release, wanted: Iterable[str]) -> Reader:
     folder = paths.cache() / "members" / release.sha256
     cached = _kept(folder)
     if missing := [path for path in wanted if path not in cached]:
-        contents = members(
+        contents = archive.read_files(
             fetch.fetch(release.package, release.filename, release.sha256, release.size), release.top, set(missing)
         )
         for content in contents.values():
@@ -91,32 +90,6 @@ def _kept(folder: Path) -> dict[str, Content]:
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
     return {path: content for path, content in cached.items() if digest(content) == index[path]}
-
-
-def members(file: Path, top: str | None, wanted: set[str]) -> dict[str, Content]:
-    """Read the files `wanted` of an archive; every member is checked as for unpacking."""
-    contents: dict[str, Content] = dict.fromkeys(wanted)
-    try:
-        for member in archive.members(file):
-            path = archive.checked_path(file, member, top)
-            if path not in wanted or member.kind != "file":
-                continue
-            with member.open() as source:
-                content = source.read(LARGEST + 1)
-            if contents[path] is not None or len(content) > LARGEST:
-                raise IntegrityError(
-                    f"{file.name} is refused", f"{path} is in it twice, or is too large",
-                    f"do not trust it: rm {file}, then the same command again", code="integrity.archive"
-                )  # fmt: skip
-            contents[path] = content
-    except archive.MALFORMED as error:
-        raise IntegrityError(
-            f"{file.name} is refused",
-            f"it is damaged or truncated: {error}",
-            f"rm {file}, then the same command again",
-            code="integrity.archive",
-        ) from error
-    return contents
 
 
 def _order(version: str) -> tuple[bool, Version]:

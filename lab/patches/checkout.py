@@ -18,11 +18,12 @@ from datetime import UTC, datetime, time
 from email.utils import format_datetime
 from pathlib import Path
 
+from lab.patches import status, upstream
 from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.core.files import locked
 from sparkforge.core.git import git
 from sparkforge.core.manifest import remove
-from sparkforge.patching import status, upstream
+from sparkforge.patching import series
 from sparkforge.patching.hunks import read_files
 from sparkforge.patching.series import Patch, Queue
 from sparkforge.pins import Component, Pins
@@ -54,7 +55,7 @@ class Commit:
     header: str = ""
 
 
-def commit_to_checkout(table: Pins, stack: str, tree: Path, patches: Path = status.PATCHES) -> str:
+def commit_to_checkout(table: Pins, stack: str, tree: Path, patches: Path = series.PATCHES) -> str:
     """Commit a queue to a checkout of the pinned release unless it is there; return what was done.
 
     It is the stack's queue whose files the checkout has. Raises UsageError for a folder that is no checkout of the
@@ -174,7 +175,7 @@ def apply_mailbox(tree: Path, queue: Queue) -> None:
     if result.returncode:
         why = " ".join((result.stderr or result.stdout).split())
         raise PatchError(f"the queue {queue.name} does not apply to {queue.upstream} {queue.version}", why,
-                         "nothing was changed; ./inv patch.status says which patch", code="patch.conflict")  # fmt: skip
+                         "nothing was changed; lab.patches status says which", code="patch.conflict")  # fmt: skip
 
 
 def changes(tree: Path) -> list[tuple[str, str]]:
@@ -200,7 +201,7 @@ def _git_path(tree: Path, name: str) -> Path:
 
 def _queue_of(table: Pins, stack: str, tree: Path, patches: Path) -> tuple[Component, Queue]:
     """Return the stack's queue whose files `tree` has. Raises UsageError unless there is exactly one."""
-    queues = status.queues(table, stack, patches)
+    queues = series.queues(table, stack, patches)
     present = [
         (component, queue) for component, queue in queues if any((tree / path).is_file() for path in queue.paths)
     ]

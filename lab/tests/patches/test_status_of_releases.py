@@ -4,13 +4,13 @@ import tarfile
 
 import pytest
 
+from lab.patches import checkout, status, upstream
+from lab.patches.status import Verdict
+from lab.patches.upstream import Release
 from sparkforge import pins
 from sparkforge.core.git import git
-from sparkforge.patching import checkout, status, upstream
 from sparkforge.patching.hunks import read_files
-from sparkforge.patching.series import Queue
-from sparkforge.patching.status import Verdict
-from sparkforge.patching.upstream import Release
+from sparkforge.patching.series import PATCHES, Queue
 from sparkforge.sources import fetch
 
 pytestmark = pytest.mark.integration
@@ -79,7 +79,7 @@ def test_a_checkout_of_the_pinned_release_gets_the_queue_as_commits(name, tmp_pa
     component = TABLE.component("spark", name)
     release = upstream.release(TABLE, component)
     file = fetch.fetch(release.package, release.filename, release.sha256)
-    queue = Queue.load(status.PATCHES / component.patches)
+    queue = Queue.load(PATCHES / component.patches)
     tree = tmp_path / name
     with tarfile.open(file) as archive:  # as cloned, but for the submodules
         for member in archive:

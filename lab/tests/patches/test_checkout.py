@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from lab.patches import checkout
 from sparkforge.core.errors import PatchError, UsageError
-from sparkforge.patching import checkout
 from tests.unit.patching.conftest import commit_all
 
 NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]

@@ -1,0 +1,57 @@
+"""Write `locks/patched.toml`: the hash of each patched wheel and source archive that a stack's queues make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sparkforge import pins
+from sparkforge.core import paths
+from sparkforge.core.console import say
+from sparkforge.core.files import atomic_file, require_space, write_json
+from sparkforge.patching import wheels
+from sparkforge.patching.series import PATCHES, Queue
+from sparkforge.pins import Component, Pins
+from sparkforge.pins.patched import PatchedFile, load_patched, write_patched
+from sparkforge.sources import fetch
+
+LARGEST_RATIO = 8  # of a stored source archive to the packed one; FlashInfer's has 7.7
+
+
+def lock_stack(stack: str, *, table: Pins | None = None, patches: Path = PATCHES) -> None:
+    """Make every patched file of a stack's queues and write their hashes to `locks/patched.toml`.
+
+    A queue's revision rises by one where a file of it is locked already and comes out different, so that one version
+    never names two files. All files of a queue have one revision, whatever stack they belong to.
+    """
+    table, former = table or pins.load(), load_patched()
+    queues = {component.patches for component in table.stack(stack).components.values()}
+    files = {name: component for component in table.components() if component.patches for name in component.files}
+    entries = {name: lock for name, lock in former.items() if name in files}
+    for folder in sorted(filter(None, queues)):
+        queue = Queue.load(patches / folder)
+        chosen = {name: component for name, component in files.items() if component.patches == folder}
+        revision = max((lock.revision for lock in former.values() if lock.queue == folder), default=1)
+        locks = {name: _make_cached(component, name, queue, revision) for name, component in chosen.items()}
+        if any(former.get(name, lock) != lock for name, lock in locks.items()):
+            locks = {name: _make_cached(component, name, queue, revision + 1) for name, component in chosen.items()}
+        for lock in locks.values():
+            say(f"{lock.file}: sha256 {lock.sha256}")
+        entries |= locks
+    if entries == dict(former):
+        say("locks/patched.toml is unchanged")
+    else:
+        write_patched(entries)
+
+
+def _make_cached(component: Component, filename: str, queue: Queue, revision: int) -> PatchedFile:
+    """Make a patched file whose hash is not known yet, put it into the cache, and return its entry."""
+    source, scratch = wheels.fetch_upstream(component, filename), paths.cache() / "patched" / filename
+    require_space(scratch.parent, LARGEST_RATIO * source.stat().st_size, f"the patched {filename}")
+    with fetch.locked_download(scratch):
+        with atomic_file(scratch) as file:
+            lock = wheels.make(source, component, queue, revision, file)
+        target = fetch.cached(lock.file, lock.sha256)
+        with fetch.locked_download(target):
+            scratch.replace(target)
+            write_json(wheels.stamp(target), wheels.identity(target))
+    return lock
