@@ -18,11 +18,13 @@ from lab.upstream import options
 from lab.upstream.effect import Column, Effect, Observation, undetermined
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.process import run
+from sparkforge.plan import families
 from sparkforge.serve.profiles import ServeProfile
-from validate.checks.software import MOE_BACKEND
 
 PROGRAM = Path(__file__).with_name("ask_vllm.py")
 CAPABILITY = (12, 1)  # GB10
+OWN = families.load()[families.default()].experts
+MOE_BACKEND = OWN.backends["12.1"]["spark"] if OWN else ""
 SECONDS = 300.0  # importing torch and vLLM takes 10 to 40 s on two busy cores
 KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")  # no token and no proxy reaches the release's code
 

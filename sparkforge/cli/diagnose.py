@@ -64,7 +64,8 @@ def validate(
     number = whole_number("--port", port)
     interpreter = Path(caller_path(python)) if python else in_environment.prepare_environment(Steps(1)).python
     directory = Path(caller_path(model)) if model else in_environment.write_tiny(interpreter)
-    serve_profile = profiles.named(settings.DEFAULTS[profile][0], stack=stack)
+    family = settings.family(str(directory))
+    serve_profile = profiles.named(settings.DEFAULTS[profile][0], stack=stack, family=family)
     report = paths.state() / "validation.json"
     command: list[str | Path] = [interpreter, "-m", "validate", "--profile", profile, "--stack", stack]
     command += ["--layers", "--json", report, "--model", directory, "--port", str(number)]

@@ -108,7 +108,7 @@ CODES = {
     "usage": "An argument or option is invalid.",
     "input": "A file that a command reads is missing or malformed.",
     "input.pins": "`pins.toml` or a lock is malformed: no hash, an unknown key, a duplicate, a missing entry.",
-    "input.model": "A model directory is missing, incomplete, or not a gpt-oss checkpoint.",
+    "input.model": "A model directory is missing, incomplete, or of no known family.",
     "input.config": "A config.json cannot be planned for: unreadable, another architecture, or senseless sizes.",
     "input.table": "A table that plans are made from is malformed.",
     "input.facts": "A recorded fact sheet cannot be read.",

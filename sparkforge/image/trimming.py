@@ -13,6 +13,7 @@ from typing import Any
 from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import IntegrityError
 from sparkforge.core.paths import ROOT
+from sparkforge.plan import families
 
 TABLE = ROOT / "deploy/trim.toml"
 
@@ -27,9 +28,13 @@ class Cut:
 
 
 def cuts(device: str, table: Path | None = None) -> list[Cut]:
-    """Return what the table, deploy/trim.toml unless another is named, leaves out of the device's image."""
+    """Return what the table, deploy/trim.toml unless another is named, leaves out of the device's image.
+
+    What a family of models needs stays (families.toml, `untrimmed`).
+    """
     entries: dict[str, dict[str, Any]] = read_toml(table or TABLE).get(device, {})
-    return [Cut(name, tuple(entry["paths"]), entry["why"]) for name, entry in entries.items()]
+    needed = {name for family in families.load().values() for name in family.untrimmed}
+    return [Cut(name, tuple(row["paths"]), row["why"]) for name, row in entries.items() if name not in needed]
 
 
 def trim(packages: Path, cuts: Sequence[Cut]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Fetch a gpt-oss checkpoint: only the files that vLLM reads, resumed where a run was killed, every hash checked.
+"""Fetch a checkpoint: only the files that vLLM reads, resumed where a run was killed, every hash checked.
 
 `python -m sparkforge.models.hub REPOSITORY --to FOLDER [--revision REV] [--mirror FOLDER] [--replace]`
 
@@ -27,6 +27,7 @@ from sparkforge.core.files import CHUNK, fsync_directory, locked, require_space,
 from sparkforge.core.program import ArgumentParser, exit_code
 from sparkforge.models import table as models
 from sparkforge.models.hub_source import NOTE, CheckpointSource, Mirror, Note, RemoteFile
+from sparkforge.plan import architecture
 from validate.facts import checkpoint
 from validate.facts.target import Options, Target
 
@@ -275,7 +276,7 @@ def _size(path: Path) -> int:
 
 
 def _check(target: Path, work: Path, files: list[RemoteFile], different: list[RemoteFile], repository: str) -> None:
-    """Raise InputError unless the files fit together, and are the gpt-oss in MXFP4 that `repository` names."""
+    """Raise InputError unless the files fit together, and are of the model that `repository` names."""
     folder = target if target.exists() else work
     if target.exists() and different:  # the files lie in two folders: links show the checkpoint as it will be
         folder = work / ".view"
@@ -288,14 +289,14 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
         missing, damaged, _ = checkpoint.survey(validated)
         absent = checkpoint.files_missing(validated)
         config = checkpoint.config(validated)
-        method = (config.get("quantization_config") or {}).get("quant_method")
     except Exception as error:
         raise _broken(repository, work, str(error)) from error
     if problems := [*(f"{name} is missing" for name in (*missing, *absent)), *damaged]:
         raise _broken(repository, work, "; ".join(problems[:3]))
-    if (config.get("model_type"), method) != ("gpt_oss", "mxfp4"):
-        why = f"model_type {config.get('model_type')!r} with quantization {method!r}, not gpt_oss in mxfp4"
-        raise _broken(repository, work, why)
+    try:
+        architecture.parse(config, "config.json")
+    except InputError as error:
+        raise _broken(repository, work, f"{error.what}: {error.why}") from error
     if problems := models.differences(config, repository):
         raise InputError(
             f"this checkpoint is not {repository}",
@@ -307,7 +308,7 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
 
 def _broken(repository: str, work: Path, why: str) -> InputError:
     return InputError(
-        f"{repository} is no whole gpt-oss checkpoint", why,
+        f"{repository} is no whole checkpoint of a known family", why,
         f"name another repository or mirror; what was fetched: rm -r {work}", code="input.model"
     )  # fmt: skip
 

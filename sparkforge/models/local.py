@@ -12,12 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sparkforge.core import files, paths
+from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError, StorageError
 from sparkforge.models import table
+from sparkforge.plan import families
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MODELS = Path("/models")  # where Compose mounts a folder of models
 MOUNTED = Path("/root/.cache/huggingface")  # where people mount their cache with `docker run`; Compose mounts its hub
+CONFIG_BYTES = 10_000_000  # a config.json has a few kilobytes
 TOKENS = ("token", "stored_tokens")  # what `hf auth login` writes beside the folder hub
 
 
@@ -88,6 +91,23 @@ def name_of(folder: Path) -> str:
     if folder.parent.name == "snapshots" and repository[0] == "models" and len(repository) == 3:
         return "/".join(repository[1:])
     return folder.name
+
+
+def family_of(folder: Path) -> str:
+    """Return the family of a checkpoint. Raises InputError for one of none, or whose weights have another format."""
+    config, fix = folder / "config.json", "./inv up --model FOLDER, where FOLDER holds a checkpoint of a known family"
+    require_readable(folder)
+    try:
+        content = read_json(config, largest=CONFIG_BYTES)
+    except (OSError, DocumentError) as error:
+        why = f"cannot read {config.name}: {getattr(error, 'strerror', '') or getattr(error, 'why', error)}"
+        raise InputError(f"no model in {folder}", why, fix, code="input.model") from error
+    try:
+        name = families.name_of(content, folder.name)
+        families.stored(content, name, folder.name)
+    except InputError as error:
+        raise InputError(f"{folder.name} cannot be served: {error.what}", error.why, fix, code="input.model") from error
+    return name
 
 
 def hub_cache_of(folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ from sparkforge.core.tables import Record
 from sparkforge.plan.architecture import KnownModel
 
 TABLE = Path(__file__).with_name("models.toml")
+OWNER = "openai"  # of the models whose bytes are known
 HEADER_BYTES = 10_000_000  # of a safetensors file; ours has 20 kB
 # Names of sizes in training/ → in config.json.
 NAMES = {
@@ -59,10 +60,16 @@ def pinned_revision(repository: str) -> str:
     return pinned.revision if pinned else ""
 
 
+def repositories(name: str) -> tuple[str, ...]:
+    """Return the repository of a model that is known by this name; nothing for another."""
+    known = tables.load(TABLE, ModelTable).configs
+    return (f"{OWNER}/{name}",) if name in known and known[name].tensor_bytes else ()
+
+
 def differences(config: Mapping[str, Any], repository: str) -> list[str]:
     """Return how a config.json differs from the one that models.toml holds for a model of OpenAI's."""
     owner, _, name = repository.rpartition("/")
-    known = load().get(name) if owner in ("", "openai") else None
+    known = load().get(name) if owner in ("", OWNER) else None
     expected = known.config if known else {}
     different = {
         key: value for key, value in expected.items() if not isinstance(value, dict) and config.get(key) != value

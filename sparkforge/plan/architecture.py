@@ -1,21 +1,22 @@
-"""A gpt-oss model's sizes, from its config.json: weights by part and format, and the KV cache by layer type.
+"""A model's sizes, from its config.json: weights by part and format, and the KV cache by layer type.
 
-The one place in the project that computes either. All sizes are bytes; all counts follow from config.json alone.
+The one place in the project that computes either, by the formulas of its family's row in families.toml. All sizes are
+bytes; all counts follow from config.json alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
+from sparkforge.plan import families
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-MODEL_TYPE = "gpt_oss"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Bits a weight, its scale included. MXFP4: 32 four-bit values and one eight-bit scale (OCP Microscaling Formats v1.0,
 # table 1); MXFP8 likewise. q8_0: llama.cpp's 32 eight-bit values and one 16-bit scale. fp8: one scale a row, left out.
 BITS = {"bf16": 16.0, "fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "q8_0": 8.5}
@@ -26,7 +27,6 @@ STEPS_UNDER_WAY = 2  # with asynchronous scheduling, vLLM's own choice: vllm/con
 DECODING = STEPS_UNDER_WAY  # tokens that a decoding sequence has in flight: one a step
 LARGEST = 10**9  # no size in a config.json is larger; keeps arithmetic within sense
 CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
-GET = "./inv plan gpt-oss-120b   # or a folder or config.json of a gpt-oss model"
 
 
 class KnownModel(Record):
@@ -41,7 +41,7 @@ class KnownModel(Record):
 
 @dataclass(frozen=True)
 class DenseFormat:
-    """How a server keeps what gpt-oss has in bf16: the attention's projections and the LM head. Keys of BITS."""
+    """How a server keeps the attention's projections and the LM head. Keys of BITS; bf16: as the checkpoint does."""
 
     attention: str = "bf16"
     head: str = "bf16"
@@ -57,12 +57,16 @@ BF16 = DenseFormat()
 
 @dataclass(frozen=True)
 class Part:
-    """Weights of one kind over all layers: `count` elements in `form`, and `plain` elements (biases) in bf16."""
+    """Weights of one kind over all layers: `count` elements in `form`, and `plain` elements (biases) in bf16.
+
+    `role` is the form of its row in families.toml, or `embedding` or `head`.
+    """
 
     name: str
     form: str
     count: int
     plain: int = 0
+    role: str = ""
 
     @property
     def bytes(self) -> int:
@@ -72,32 +76,41 @@ class Part:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A gpt-oss model's sizes, by the names of its config.json. `window` is in tokens, `experts_form` a key of BITS."""
+    """A model's sizes, by the names of families.toml. `window` is in tokens, the forms are keys of BITS.
 
+    A dense model has no experts. `active` is the width of all MLPs of a layer that one token takes; `kv_elements` what
+    a token takes in a layer's KV cache, `score_flops` what attention computes for a pair of tokens in a layer, and
+    `state` the bytes that a sequence takes in all linear layers, however long it is.
+    """
+
+    family: str
     hidden: int
-    intermediate: int
     layers: int
-    experts: int
-    top_k: int
     heads: int
     kv_heads: int
     head_dim: int
     vocab: int
-    window: int
-    sliding_layers: int
     longest: int
+    experts: int
+    top_k: int
+    intermediate: int
+    active: int
+    expert_layers: int
+    sliding_layers: int
+    linear_layers: int
+    window: int
+    kv_elements: int
+    score_flops: int
+    state: int
     tied: bool
     experts_form: str
+    dense_form: str
+    between: tuple[Part, ...]  # of the parts, those between embedding and LM head, as the checkpoint stores them
 
     @property
     def full_layers(self) -> int:
         """Layers whose attention sees the whole sequence."""
-        return self.layers - self.sliding_layers
-
-    @property
-    def attention(self) -> int:
-        """Weights of one layer's query, key, value and output projections, without biases."""
-        return self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.layers - self.sliding_layers - self.linear_layers
 
     @property
     def expert(self) -> int:
@@ -107,22 +120,20 @@ class Architecture:
     @property
     def expert_bytes(self) -> float:
         """Bytes of one expert of one layer, biases included."""
-        return self.expert * BITS[self.experts_form] / 8 + 2 * (2 * self.intermediate + self.hidden)
+        return self.expert * BITS[self.experts_form] / 8 + self._biases(self.hidden, self.intermediate)
+
+    def _biases(self, hidden: int, intermediate: int) -> int:
+        experts = families.load()[self.family].experts
+        return 2 * (2 * intermediate + hidden) if experts and experts.bias else 0
 
     def parts(self, dense: DenseFormat = BF16) -> tuple[Part, ...]:
         """Return all weights. A tied LM head stays as the embedding is, in bf16."""
-        n, h, i, e = self.layers, self.hidden, self.intermediate, self.experts
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        words = self.vocab * self.hidden
+        attention = self.dense_form if dense.attention == BF16.attention else dense.attention
         return (
-            Part("embedding", "bf16", self.vocab * h),
-            Part("attention qkv", dense.attention, n * h * (queries + 2 * keys), n * (queries + 2 * keys)),
-            Part("attention o", dense.attention, n * h * queries, n * h),
-            Part("attention sinks", "bf16", n * self.heads),
-            Part("router", "bf16", n * e * h, n * e),
-            Part("experts gate, up", self.experts_form, n * e * 2 * i * h, n * e * 2 * i),
-            Part("experts down", self.experts_form, n * e * h * i, n * e * h),
-            Part("norms", "bf16", (2 * n + 1) * h),
-            Part("lm_head", dense.head, 0 if self.tied else self.vocab * h),
+            Part("embedding", "bf16", words, role="embedding"),
+            *(replace(part, form=attention) if part.role == "attention" else part for part in self.between),
+            Part("lm_head", dense.head, 0 if self.tied else words, role="head"),
         )
 
     def weight_bytes(self, dense: DenseFormat = BF16) -> int:
@@ -130,19 +141,25 @@ class Architecture:
         return sum(part.bytes for part in self.parts(dense))
 
     def padding_bytes(self, align: int) -> int:
-        """Bytes that a kernel adds when it pads the experts' sizes to multiples of `align` (1: none)."""
+        """Bytes that a kernel adds when it pads MXFP4 experts' sizes to multiples of `align` (1: none)."""
+        if self.experts_form != "mxfp4":
+            return 0
         h, i = (-(-size // align) * align for size in (self.hidden, self.intermediate))
-        padded = 3 * h * i * BITS[self.experts_form] / 8 + 2 * (2 * i + h)
-        return int(self.layers * self.experts * (padded - self.expert_bytes))
+        padded = 3 * h * i * BITS[self.experts_form] / 8 + self._biases(h, i)
+        return int(self.expert_layers * self.experts * (padded - self.expert_bytes))
 
     def kv_layer_token(self, kv: str) -> int:
         """Bytes that one token takes in one layer's KV cache; `kv` is a key of KV_BYTES."""
-        return 2 * self.kv_heads * self.head_dim * KV_BYTES[kv]
+        return self.kv_elements * KV_BYTES[kv]
+
+    def kv_token(self, kv: str) -> int:
+        """Bytes that one token takes in the KV cache of all layers that have one."""
+        return (self.layers - self.linear_layers) * self.kv_layer_token(kv)
 
     def kv_read(self, context: int, kv: str) -> int:
-        """Bytes of keys and values that one decoded token reads behind `context` tokens."""
+        """Bytes of keys, values and states that one decoded token reads behind `context` tokens."""
         tokens = self.full_layers * context + self.sliding_layers * min(context, self.window)
-        return tokens * self.kv_layer_token(kv)
+        return tokens * self.kv_layer_token(kv) + self.state
 
     def kv_held(self, context: int, kv: str) -> int:
         """Bytes of KV blocks that a sequence of `context` tokens holds while it decodes.
@@ -156,87 +173,102 @@ class Architecture:
         """Bytes that must be free before vLLM admits a sequence of up to `context` tokens.
 
         A sliding layer also keeps the tokens of the steps under way, `in_flight` of them: STEPS_UNDER_WAY steps of
-        --max-num-batched-tokens (vllm/config/vllm.py, max_in_flight_tokens).
+        --max-num-batched-tokens (vllm/config/vllm.py, max_in_flight_tokens). Beside linear layers vLLM makes the blocks
+        so large that one holds a linear layer's state, and each of these layers has a block a sequence.
         """
-        whole = -(-context // KV_BLOCK)
-        kept = -(-min(self.window - 1 + in_flight, context) // KV_BLOCK) + 1
-        return (self.full_layers * whole + self.sliding_layers * kept) * KV_BLOCK * self.kv_layer_token(kv)
+        block, layer = KV_BLOCK, self.kv_layer_token(kv)
+        if self.linear_layers:
+            block = -(-self.state // self.linear_layers // (KV_BLOCK * layer)) * KV_BLOCK
+        whole = -(-context // block)
+        kept = -(-min(self.window - 1 + in_flight, context) // block) + 1 if self.sliding_layers else 0
+        blocks = self.full_layers * whole + self.sliding_layers * kept + self.linear_layers
+        return blocks * block * layer
 
 
 def read(path: Path) -> Architecture:
-    """Read a config.json, or the one in a folder. Raises InputError for anything but a gpt-oss model's."""
+    """Read a config.json, or the one in a folder. Raises InputError for one of no known family."""
     file = path / "config.json" if path.is_dir() else path
     try:
         value = read_json(file, largest=CONFIG_BYTES)
     except OSError as error:
-        raise InputError(f"cannot read {file}", error.strerror or str(error), GET, code="input.config") from error
+        raise InputError(
+            f"cannot read {file}", error.strerror or str(error), families.LIST, code="input.config"
+        ) from error
     except DocumentError as error:
-        raise InputError(f"{file} cannot be read", error.why, GET, code="input.config") from error
+        raise InputError(f"{file} cannot be read", error.why, families.LIST, code="input.config") from error
     return parse(value, str(file))
 
 
 def parse(config: Any, where: str) -> Architecture:
     """Return the architecture of a config.json's content. `where` names it in errors. Raises InputError."""
-    if not isinstance(config, Mapping):
-        raise InputError(f"{where} is no model's configuration", "it holds no table of keys", GET, code="input.config")
-    if config.get("model_type") != MODEL_TYPE:
-        why = f"its model_type is {str(config.get('model_type'))[:60]!r}, the formulas here are for {MODEL_TYPE}"
-        raise InputError(f"{where} is of another architecture", why, GET, code="input.config")
-    layers = _size(config, "num_hidden_layers", where)
-    heads, hidden = _size(config, "num_attention_heads", where), _size(config, "hidden_size", where)
-    model = Architecture(
-        hidden=hidden,
-        intermediate=_size(config, "intermediate_size", where),
-        layers=layers,
-        experts=_size(config, "num_local_experts", where),
-        top_k=_size(config, "num_experts_per_tok", where),
-        heads=heads,
-        kv_heads=_size(config, "num_key_value_heads", where),
-        head_dim=_size(config, "head_dim", where) if "head_dim" in config else max(1, hidden // heads),
-        vocab=_size(config, "vocab_size", where),
-        window=_size(config, "sliding_window", where),
-        sliding_layers=_sliding(config.get("layer_types"), layers, where),
-        longest=_size(config, "max_position_embeddings", where),
-        tied=config.get("tie_word_embeddings") is True,
-        experts_form=_form(config.get("quantization_config"), where),
+    name = families.name_of(config, where)
+    family, stored = families.load()[name], families.stored(config, name, where)
+    sizes: dict[str, int] = {}
+
+    def value(key: str) -> int | None:
+        """Return a size that is known already, or what config.json has."""
+        if key in (FULL, SLIDING, LINEAR):
+            return _count(config.get("layer_types"), key, sizes["layers"], where)
+        return sizes[key] if key in sizes else _number(config, key, where)
+
+    def computed(formula: str) -> int:
+        try:
+            result = families.evaluate(formula, value)
+        except KeyError as error:
+            raise _senseless(where, error.args[0], "it is missing") from error
+        if result is None or (result < 1 and formula.isidentifier()):
+            state = "missing" if result is None else result
+            raise _senseless(where, formula, f"it is {state}, a whole number above 0 is needed")
+        return result
+
+    for size, formula in family.sizes:
+        sizes[size] = computed(formula)
+    sizes["full_layers"] = sizes["layers"] - sizes["sliding_layers"] - sizes["linear_layers"]
+    forms = {"attention": stored.dense, "dense": stored.dense, "experts": stored.experts}
+    parts = tuple(
+        Part(row.name, forms.get(row.form, "bf16"), computed(row.count), computed(row.plain), row.form)
+        for row in family.parts
     )
-    problem = ""
-    if model.top_k > model.experts:
-        problem = f"a token takes {model.top_k} of {model.experts} experts"
-    elif model.heads % model.kv_heads:
-        problem = f"{model.heads} heads do not share {model.kv_heads} key-value heads evenly"
-    elif model.experts_form == "mxfp4" and (model.hidden % BLOCK or model.intermediate % BLOCK):
-        problem = f"MXFP4 needs hidden and intermediate sizes in multiples of {BLOCK}"
-    if problem:
-        raise InputError(f"{where} makes no sense", problem, GET, code="input.config")
+    del sizes["full_layers"]
+    tied = config.get("tie_word_embeddings") is True
+    model = Architecture(
+        family=name, tied=tied, experts_form=stored.experts, dense_form=stored.dense, between=parts, **sizes
+    )
+    if problem := _problem(model):
+        raise InputError(f"{where} makes no sense", problem, families.LIST, code="input.config")
     return model
 
 
-def _size(config: Mapping[str, Any], key: str, where: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or not 0 < value <= LARGEST:
-        state = f"it is {str(value)[:60]!r}" if key in config else "it is missing"
-        why = f"{state}, a whole number above 0 is needed"
-        raise InputError(f"{where}: {key} makes no sense", why, GET, code="input.config")
-    return value
+def _problem(model: Architecture) -> str:
+    if model.top_k > model.experts:
+        return f"a token takes {model.top_k} of {model.experts} experts"
+    if model.heads % model.kv_heads:
+        return f"{model.heads} heads do not share {model.kv_heads} key-value heads evenly"
+    if model.experts_form == "mxfp4" and (model.hidden % BLOCK or model.intermediate % BLOCK):
+        return f"MXFP4 needs hidden and intermediate sizes in multiples of {BLOCK}"
+    layers = (model.full_layers, model.expert_layers, *(part.count for part in model.between))
+    return "its kinds of layers are more than its layers" if min(layers) < 0 else ""
 
 
-def _sliding(types: Any, layers: int, where: str) -> int:
-    """Count the sliding layers; without a list gpt-oss alternates and begins with one (transformers, GptOssConfig)."""
+def _number(config: Mapping[str, Any], key: str, where: str) -> int | None:
+    """Return a key's number, or a list's length; None for null and for one that is not there."""
+    content = config.get(key)
+    if isinstance(content, list):
+        return len(content)
+    if content is None or (type(content) is int and 0 <= content <= LARGEST):
+        return content
+    raise _senseless(where, key, f"it is {str(content)[:60]!r}, a whole number is needed")
+
+
+def _senseless(where: str, key: str, why: str) -> InputError:
+    return InputError(f"{where}: {key} makes no sense", why, families.LIST, code="input.config")
+
+
+def _count(types: Any, kind: str, layers: int, where: str) -> int | None:
+    """Count the layers of one kind; None without a list."""
     if types is None:
-        return (layers + 1) // 2
-    if not isinstance(types, Sequence) or len(types) != layers or not all(t in (FULL, SLIDING) for t in types):
-        why = f"it must name {layers} layers, each {FULL} or {SLIDING}"
-        raise InputError(f"{where}: layer_types makes no sense", why, GET, code="input.config")
-    return list(types).count(SLIDING)
-
-
-def _form(quantization: Any, where: str) -> str:
-    """Return the form of the experts' weights; a checkpoint without quantization_config holds bf16."""
-    if quantization is None:
-        return "bf16"
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if method != "mxfp4":
-        why = f"its quantization is {str(method)[:60]!r}; known are mxfp4 and none"
-        raise InputError(f"{where}: the weights' format is not known", why, GET, code="input.config")
-    return "mxfp4"
+        return None
+    if not isinstance(types, Sequence) or len(types) != layers or not all(t in (FULL, SLIDING, LINEAR) for t in types):
+        why = f"it must name {layers} layers, each {FULL}, {SLIDING} or {LINEAR}"
+        raise _senseless(where, "layer_types", why)
+    return list(types).count(kind)

@@ -68,10 +68,11 @@ def kv_bytes(model: Architecture, load: Workload) -> int:
 def activation_bytes(model: Architecture, load: Workload) -> int:
     """Estimate of the largest step's activations, all in bf16 but the logits.
 
-    Experts: each token's k copies with gate and up, activation, and down; attention: queries, keys, values; the
-    hidden states four times (residual, normed, attention's and experts' output); logits of every sequence in float32.
+    MLPs: each token's copies (k for k experts) with gate and up, activation, and down; attention: queries, keys,
+    values; the hidden states four times (residual, normed, attention's and MLPs' output); logits of every sequence in
+    float32.
     """
-    experts = load.batched * model.top_k * (3 * model.intermediate + model.hidden)
+    experts = load.batched * (3 * model.active + max(1, model.top_k) * model.hidden)
     attention = load.batched * (model.heads + 2 * model.kv_heads) * model.head_dim
     logits = 4 * LOGIT_COPIES * min(load.sequences, load.batched) * model.vocab
     return 2 * (experts + attention + 4 * load.batched * model.hidden) + logits

@@ -78,7 +78,7 @@ def read_nodes(text: str) -> int:
 def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> ClusterPlan:
     """Return the plan for `nodes` machines. Raises UsageError for a device without a link."""
     if device.link is None:
-        fix = "./inv plan gpt-oss-120b --device spark --nodes 2"
+        fix = "./inv plan MODEL --device spark --nodes 2"
         raise UsageError(f"{device.about} has no link in devices.toml", "nothing is known of its network", fix)
     ways = [_way(model, device, asked, nodes, way) for way in WAYS]
     crossover = _crossover(model, device, asked, nodes)
@@ -106,8 +106,8 @@ def objections(model: Architecture, nodes: int, way: Way) -> tuple[str, ...]:
         f"{model.experts} experts are no multiple of {nodes}": way == "expert" and model.experts % nodes,
         f"{model.layers} layers are fewer than {nodes}": way == "pipeline" and model.layers < nodes,
         # vLLM 0.32.0, models/gpt_oss.py:390, compares with all processes, those of a pipeline too.
-        f"an intermediate size of {model.intermediate} is no multiple of {nodes}": way != "replicas"
-        and model.intermediate % nodes,
+        f"an intermediate size of {model.intermediate or model.active} is no multiple of {nodes}": way != "replicas"
+        and (model.intermediate or model.active) % nodes,
     }
     return tuple(objection for objection, applies in against.items() if applies)
 
@@ -212,7 +212,8 @@ def _way(model: Architecture, device: Device, load: Workload, nodes: int, way: W
         )
     else:
         whole = _replicated_bytes(model, load.dense)
-        weights, cache = (weights - whole) // nodes + whole, cache // min(nodes, model.kv_heads)
+        latent = model.kv_elements != 2 * model.kv_heads * model.head_dim  # each machine has the latent vectors
+        weights, cache = (weights - whole) // nodes + whole, cache if latent else cache // min(nodes, model.kv_heads)
         narrow = replace(model, intermediate=-(-model.intermediate // nodes // BLOCK) * BLOCK)
         padding = narrow.padding_bytes(device.align) if way == "tensor" else padding // nodes
     share = (weights + cache + padding + sum(lines.values())) / device.memory_bytes

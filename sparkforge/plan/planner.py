@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.tables import TOLD
-from sparkforge.plan import architecture, budget, choose, cluster, devices, roofline, speed
+from sparkforge.plan import architecture, budget, choose, cluster, devices, families, roofline, speed
 from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat, KnownModel
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ProfileFit, ServerOptions
@@ -36,7 +36,6 @@ from sparkforge.plan.speed import CitedFigure, Comparison
 BATCHES = (1, 4, 16)  # of the decode table, besides the requested one
 USERS = (1, 4, 16, 64)  # of the tables of formats and of profiles
 PROMPTS = (1024, 8192)  # of the prefill table, beside the context
-CITED_MODEL, CITED_GPU = "gpt-oss-120b", "GB10"
 MOST_SEQUENCES = 100_000
 PROFILES = "sparkforge/serve/profiles.toml"
 DEFAULT_CONTEXT, DEFAULT_CONCURRENCY = 8192, "4"
@@ -78,7 +77,7 @@ def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
         exists = False
     if not exists:
         why = f"it is no folder, no file, and none of {', '.join(known)}"
-        raise InputError(f"there is no model {name[:200]!r}", why, architecture.GET, code="input.config")
+        raise InputError(f"there is no model {name[:200]!r}", why, families.LIST, code="input.config")
     model = architecture.read(path)
     sizes = [file.stat().st_size for file in path.glob("*.safetensors")] if path.is_dir() else []
     folder = path if path.is_dir() else path.parent
@@ -138,7 +137,8 @@ def make_plan(
     if recommended:  # else the step is vLLM's own, for as many sequences as requested
         load = profiles[recommended.name].load(load)
     memory = budget.make(model, device, load)
-    is_cited = subject.name == CITED_MODEL and CITED_GPU in device.names
+    cited = speed.judging().cited
+    is_cited = subject.name == cited.model and cited.gpu in device.names
     return Plan(
         asked=Asked(context=load.context, concurrency=load.concurrency, kv=load.kv),
         model=ModelRow(
@@ -253,8 +253,7 @@ def _format(
 
 def _cache(model: Architecture, device: Device, load: Workload, kv: str) -> CacheRow:
     sequences = budget.most_sequences(model, device, replace(load, kv=kv))
-    token = model.layers * model.kv_layer_token(kv)
-    return CacheRow(kv=kv, token_bytes=token, sequences=sequences, tokens=sequences * load.context)
+    return CacheRow(kv=kv, token_bytes=model.kv_token(kv), sequences=sequences, tokens=sequences * load.context)
 
 
 def _for_users(

@@ -24,7 +24,7 @@ def experts_touched(experts: int, top_k: int, tokens: int) -> float:
 
     E * (1 - (1 - k/E)^M). Real routing is uneven: it touches fewer.
     """
-    return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+    return experts * (1.0 - (1.0 - top_k / experts) ** tokens) if experts else 0.0
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,9 @@ def first_token_seconds(model: Architecture, device: Device, prompt: int, prompt
 
 
 def weights_read(model: Architecture, touched: float, dense: DenseFormat) -> float:
-    """Bytes of all layers' weights that a step reads: attention, router, norms, and `touched` experts a layer."""
-    named = {part.name: part.bytes for part in model.parts(dense)}
-    always = ("attention qkv", "attention o", "attention sinks", "router", "norms")
-    return sum(named[name] for name in always) + model.layers * touched * model.expert_bytes
+    """Bytes of all layers' weights that a step reads: all but the experts, and of these `touched` ones a layer."""
+    always = sum(part.bytes for part in model.parts(dense)[1:-1] if part.role != "experts")
+    return always + model.expert_layers * touched * model.expert_bytes
 
 
 def head_bytes(model: Architecture, dense: DenseFormat) -> float:
@@ -145,17 +144,17 @@ def head_bytes(model: Architecture, dense: DenseFormat) -> float:
 
 def token_bytes(model: Architecture, kv: str) -> int:
     """Bytes that each token moves by itself: its embedding, and its keys and values written."""
-    return 2 * model.hidden + model.layers * model.kv_layer_token(kv)
+    return 2 * model.hidden + model.kv_token(kv)
 
 
 def expert_flops(model: Architecture) -> int:
     """FLOP of a token in its experts, all layers."""
-    return 2 * model.layers * model.top_k * model.expert
+    return 2 * model.expert_layers * model.top_k * model.expert
 
 
 def dense_flops(model: Architecture) -> int:
-    """FLOP of a token in the attention's projections and the router, all layers."""
-    return 2 * model.layers * (model.attention + model.experts * model.hidden)
+    """FLOP of a token in the attention's projections, the dense layers and the routers."""
+    return 2 * sum(part.count for part in model.between if part.role in ("attention", "dense", "router"))
 
 
 def attention_flops(model: Architecture, first: int, last: int) -> int:
@@ -163,7 +162,7 @@ def attention_flops(model: Architecture, first: int, last: int) -> int:
     seen = _seen(last) - _seen(first)
     in_window = _seen(last, model.window) - _seen(first, model.window)
     pairs = model.full_layers * seen + model.sliding_layers * in_window
-    return 4 * model.heads * model.head_dim * pairs
+    return model.score_flops * pairs
 
 
 def _seen(tokens: int, window: int | None = None) -> int:

@@ -66,9 +66,17 @@ class SpeedThresholds(Record):
     first_token: SpeedThreshold
 
 
+class Cited(Record):
+    """The model and the word of a GPU's name of which the cited figures are."""
+
+    model: str
+    gpu: str
+
+
 class Judging(Record):
     """The whole file."""
 
+    cited: Cited
     thresholds: SpeedThresholds
     formats: tuple[CitedFormat, ...]
 

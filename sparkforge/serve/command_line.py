@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.core.vllm_flags import HEADLESS, HOST, PORT, flag_value, meant
-from sparkforge.models import local
+from sparkforge.models import local, table
 from sparkforge.models.harmony import offline_environment
 from sparkforge.serve import access
 from sparkforge.serve.profiles import ServeProfile
@@ -95,26 +93,13 @@ def api_names(model_id: str) -> tuple[str, ...]:
     owner, _, name = model_id.rpartition("/")
     if owner:
         return model_id, name
-    return (model_id, f"openai/{model_id}") if re.fullmatch(r"gpt-oss-\d+b", model_id) else (model_id,)
+    return (model_id, *table.repositories(model_id))
 
 
 def served_name(directory: Path) -> str:
     """Return the name under which the API offers a checkpoint.
 
-    Raises InputError if it is not one of gpt-oss, StorageError if it cannot be read.
+    Raises InputError if it is of no known family, StorageError if it cannot be read.
     """
-    config = directory / "config.json"
-    local.require_readable(directory)
-    try:
-        kind = json.loads(config.read_text(encoding="utf-8")).get("model_type")
-    except OSError as error:
-        why = f"cannot read {config.name}: {error.strerror}"
-        fix = "./inv up --model FOLDER, where FOLDER holds config.json and the safetensors files"
-        raise InputError(f"no model in {directory}", why, fix, code="input.model") from error
-    except (ValueError, AttributeError, RecursionError) as error:
-        why, fix = f"config.json is no JSON object: {error}", "copy or download the checkpoint again"
-        raise InputError(f"no model in {directory}", why, fix, code="input.model") from error
-    if kind != "gpt_oss":
-        why, fix = f"its model_type is {kind!r}", "./inv up --model FOLDER with a gpt-oss checkpoint in MXFP4"
-        raise InputError(f"{directory.name} is no gpt-oss model", why, fix, code="input.model")
+    local.family_of(directory)
     return local.name_of(directory)

@@ -153,7 +153,8 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
     """
     arguments = (*options.arguments, *request.arguments)
     access.refuse_key_argument(arguments)
-    profile, secrets = profiles.named(options.serve_profile, stack=options.stack), settings.secrets(os.environ)
+    profiles.named(options.serve_profile, stack=options.stack)  # an unknown one is refused before anything is written
+    secrets = settings.secrets(os.environ)
     environment = {name: value for name, value in os.environ.items() if name != settings.VLLM_ARGS}
     memory_left = memory.measure()
     if memory_left.bound != "MemAvailable" and memory_left.available < COMPILE_BYTES:
@@ -174,6 +175,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
         if token := local.visible_token():
             mount = f"-v ~/.cache/huggingface/hub:{local.MOUNTED}/hub:ro"
             say(f"NOTE: the server can read your token {token}; without it: docker run {mount}")
+    family = settings.family(model)
     if flag_value(arguments, QUANTIZATION) == "mxfp4":
         # It names the checkpoint's own format. Beside a profile it would do more: with a flag of --quantization-config
         # vLLM takes it for the linear layers too, and on a CPU it stands for stock vLLM's method, which needs AMX.
@@ -186,7 +188,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
         model_id=model_id,
         host=(options.bind or "127.0.0.1") if access.has_host_network() else any_address,
         port=8000,
-        profile=profile,
+        profile=profiles.named(options.serve_profile, stack=options.stack, family=family),
         extra_arguments=(*(profiler.arguments(options.traces) if options.traces else ()), *arguments),
         extra_environment={
             **environment,

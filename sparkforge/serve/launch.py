@@ -40,7 +40,8 @@ CANCEL_SECONDS = 100.0  # for a start to end in order: Compose gives a container
 class Launch:
     """What to start: a command with the environment added to ours, the plan that it serves, and its model's folder.
 
-    `calls` are those of `proof.CALLS` that prove a server other than vLLM.
+    `calls` are those of `proof.CALLS` that prove a server other than vLLM. `family` is the model's, by default that of
+    the default models.
     """
 
     command: tuple[str, ...]
@@ -49,6 +50,7 @@ class Launch:
     model: Path
     timeout: float = READY_SECONDS
     calls: tuple[str, ...] = ()
+    family: str = ""
 
 
 @contextmanager
@@ -134,15 +136,18 @@ def begin(launch: Launch) -> Server:
         return _spawn(launch)
 
 
-def proved(server: Server, seconds: float, key: str, stack: str, calls: tuple[str, ...] = ()) -> Server:
+def proved(
+    server: Server, seconds: float, key: str, stack: str, calls: tuple[str, ...] = (), family: str = ""
+) -> Server:
     """Prove within `seconds` what clients call, and the stack's patches; record and return the server with it.
 
-    With `calls` only those of `proof.CALLS` are sent: the server is not vLLM, and no stack's. Raises ServerError.
+    `family` is that of the model. With `calls` only those of `proof.CALLS` are sent: the server is not vLLM, and no
+    stack's. Raises ServerError.
     """
     queues = [] if calls else series.queues(pins.load(), stack)
     patches = [patch.name for _, queue in queues for patch in queue.patches]
     began = time.monotonic()
-    outcome = proof.prove(Endpoint(server.url, server.model_id, key=key), seconds, patches, calls)
+    outcome = proof.prove(Endpoint(server.url, server.model_id, key=key), seconds, patches, calls, family)
     server = replace(server, proved=time.time(), proof=outcome, proof_seconds=time.monotonic() - began)
     record.write(server)
     return server
@@ -245,7 +250,8 @@ def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> Se
         deadline = time.monotonic() + launch.timeout
         if Endpoint(server.url, server.model_id, key=launch.plan.key).wait_until_serving(deadline, alive):
             stack = "" if launch.calls else stack_of(server.device)
-            return proved(server, max(1.0, deadline - time.monotonic()), launch.plan.key, stack, launch.calls)
+            seconds = max(1.0, deadline - time.monotonic())
+            return proved(server, seconds, launch.plan.key, stack, launch.calls, launch.family)
         problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"
     except ServerError as error:
         problem = f"is healthy but cannot generate ({error.why})"

@@ -6,41 +6,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictFloat, StrictInt, StrictStr, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from sparkforge.core import tables
 from sparkforge.core.errors import UsageError
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import QUANTIZATION, flag_of, flag_value
+from sparkforge.plan import families
+from sparkforge.plan.families import Family, Reason
 
 TABLE = Path(__file__).with_name("profiles.toml")
 OURS = "spark-mxfp4"  # our experts: vLLM's name of our plugin's method, and the profile with them on a GPU
-CHECKPOINT_FORMAT = "mxfp4"  # vLLM's name of gpt-oss's own format
+CHECKPOINT_FORMAT = "mxfp4"  # vLLM's name of the format that our experts take
 KERNEL_VARIABLE = "SPARK_MXFP4_KERNEL"  # as spark_mxfp4.registry has it, which imports torch
 Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
 
 
-class Setting(Record):
-    """The value of one flag or environment variable; a switch has an empty one."""
-
-    value: StrictStr | StrictInt | StrictFloat = ""
-    why: str = Field(min_length=1)
-
-
 class ServeProfile(Record):
-    """What vLLM is started with for one kind of use; `extends` names the profile or base whose settings it has too."""
+    """What vLLM is started with for one kind of use; `extends` names the profile or base whose settings it has too.
+
+    A base with `family` has the flags of the model's family too.
+    """
 
     about: str = ""
     extends: str = ""
+    family: bool = False
     device: Literal["", "embedded", "gpu"] = ""  # empty: a Spark; what extends a profile is for its device
-    flags: dict[Flag, Setting] = Field(default_factory=dict)
-    environment: dict[str, Setting] = Field(default_factory=dict)
+    flags: dict[Flag, Reason] = Field(default_factory=dict)
+    environment: dict[str, Reason] = Field(default_factory=dict)
 
     def merge(self, base: ServeProfile) -> ServeProfile:
         """Return this profile with what `base` has and it does not set itself."""
         return ServeProfile(
             about=self.about or base.about,
             extends=self.extends or base.extends,
+            family=self.family or base.family,
             device=self.device or base.device,
             flags={**base.flags, **self.flags},
             environment={**base.environment, **self.environment},
@@ -91,6 +91,18 @@ class ServeProfiles(Record):
         changed = {name: p.merge(self.profiles.get(name, ServeProfile())) for name, p in own.profiles.items()}
         return self.model_copy(update={"profiles": {**self.profiles, **changed}, "stacks": {}})
 
+    def for_family(self, family: Family) -> ServeProfiles:
+        """Return the table for models of one family: with its flags, without those that it does not take."""
+
+        def changed(profile: ServeProfile) -> ServeProfile:
+            flags = {**profile.flags, **(family.flags() if profile.family else {})}
+            return profile.model_copy(update={"flags": {f: s for f, s in flags.items() if f not in family.without}})
+
+        rows = {"profiles": self.profiles, "bases": self.bases}
+        return self.model_copy(
+            update={kind: {name: changed(row) for name, row in table.items()} for kind, table in rows.items()}
+        )
+
     def resolve(self, name: str, below: tuple[str, ...] = ()) -> ServeProfile:
         """Return a profile with what it inherits. Raises ValueError for an unknown or circular `extends`."""
         table: Mapping[str, ServeProfile] = {**self.bases, **self.profiles}
@@ -103,15 +115,19 @@ class ServeProfiles(Record):
         return resolved.model_copy(update={"about": profile.about, "extends": ""})
 
 
-def load(table: Path = TABLE, *, stack: str = "") -> dict[str, ServeProfile]:
-    """Read every profile, as it is on `stack`. Raises InputError for a table that cannot be read or is malformed."""
-    document = tables.load(table, ServeProfiles).on_stack(stack)
+def load(table: Path = TABLE, *, stack: str = "", family: str = "") -> dict[str, ServeProfile]:
+    """Read every profile, as it is on `stack` for models of `family`, by default that of the default models.
+
+    Raises InputError for a table that cannot be read or is malformed.
+    """
+    row = families.load()[family or families.default()]
+    document = tables.load(table, ServeProfiles).on_stack(stack).for_family(row)
     return {name: document.resolve(name) for name in document.profiles}
 
 
-def named(name: str, table: Path = TABLE, *, stack: str = "") -> ServeProfile:
-    """Return one profile, as it is on `stack`. Raises UsageError, with the known names, for an unknown one."""
-    profiles = load(table, stack=stack)
+def named(name: str, table: Path = TABLE, *, stack: str = "", family: str = "") -> ServeProfile:
+    """Return one profile as `load` does. Raises UsageError, with the known names, for an unknown one."""
+    profiles = load(table, stack=stack, family=family)
     if name not in profiles:
         raise UsageError(
             f"no serve profile {name!r}",

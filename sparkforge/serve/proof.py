@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from sparkforge.core import openai
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ServerError
 from sparkforge.core.openai import Endpoint
+from sparkforge.plan import families
 
 TOKENS = 64  # three times what the forced answers take
 CHAT_TOKENS = 4
@@ -33,10 +35,11 @@ CALL_TOKENS = 24  # twice what a call's header takes, which a model may spell in
 WHOLE_SCHEMA_TOKENS = 300  # the hundred names of REFERRING_TOOL alone are more; without them the prompt has about 90
 ABOVE_ZERO = 1e-3  # for a log probability: vLLM rounds to float32, and the likeliest token is nearly certain
 SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the patch allows, which are two tokens
-# Tokens of o200k_harmony, every gpt-oss model's vocabulary: `final`, a channel's name; ` to`, which begins a call;
-# ` json`, a content type; `{`, and 16 spaces; and the special `<|start|>`, `<|channel|>`, `<|message|>`, `<|end|>`.
-FINAL, TO, JSON, BRACE, SPACES, END = "17196", "316", "5701", "90", "408", "200007"
-SPECIAL = ("200006", "200005", "200008", END)
+# Tokens of the vocabulary whose forms the patch queues are about; families.toml says what each is.
+FORCED = next(family.chat.tokens for family in families.load().values() if family.chat.tokens)
+FINAL, TO, JSON, BRACE, SPACES, END = (str(FORCED[word]) for word in ("final", "to", "json", "brace", "spaces", "end"))
+SPECIAL = (*(str(FORCED[word]) for word in ("start", "channel", "message")), END)
+BIAS = "logit_bias"
 ALWAYS = 100  # the API's largest bias
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"  # the variable that each refusal of a server without a store names
 NO_STORE = "the server stores no responses"
@@ -92,19 +95,27 @@ class Limit(NamedTuple):
 
 
 def prove(
-    endpoint: Endpoint, timeout: float, patches: Collection[str] = (), calls: Collection[str] = ()
+    endpoint: Endpoint,
+    timeout: float,
+    patches: Collection[str] = (),
+    calls: Collection[str] = (),
+    family: str = "",
 ) -> dict[str, str]:
     """Send CALLS, of the canaries those of `patches`; return call → nothing, or the known limit that its answer shows.
 
-    The calls are in the order of CALLS; `calls` are those that another server than vLLM has, all if there are none.
+    The calls are in the order of CALLS; `calls` are those that another server than vLLM has, all if there are none. A
+    `family` of another vocabulary, by default that of the default models, gets no canaries, and no token is forced.
     Raises ServerError, which names each call that failed, if one is answered wrongly, or not within `timeout` seconds.
     """
-    chosen = [name for name, call in CALLS.items() if name in (calls or CALLS) and call.patch in {"", *patches}]
+    forced = bool(families.load()[family or families.default()].chat.tokens)
+    ask = fault_of if forced else partial(fault_of, forced=False)
+    sent = {"", *patches} if forced else {""}
+    chosen = [name for name, call in CALLS.items() if name in (calls or CALLS) and call.patch in sent]
     outcome: dict[str, str] = {}
     faults: dict[str, ServerError] = {}
     executor = ThreadPoolExecutor(len(chosen), "proof")
     try:
-        answers = {name: executor.submit(fault_of, name, endpoint, timeout) for name in chosen}
+        answers = {name: executor.submit(ask, name, endpoint, timeout) for name in chosen}
         for name, answer in answers.items():
             try:
                 fault = answer.result()
@@ -131,10 +142,13 @@ def describe(outcome: Mapping[str, str]) -> str:
     return f"proved: {proved}" + (f"; known limit: {limits}" if limits else "")
 
 
-def fault_of(name: str, endpoint: Endpoint, timeout: float) -> str:
+def fault_of(name: str, endpoint: Endpoint, timeout: float, *, forced: bool = True) -> str:
     """Send one of CALLS and return what is wrong with its answer. Raises ServerError where there is none."""
+    call = CALLS[name]
+    if not forced:
+        call = replace(call, body={key: value for key, value in call.body.items() if key != BIAS})
     try:
-        return _exchange(CALLS[name], endpoint, timeout)
+        return _exchange(call, endpoint, timeout)
     except openai.NO_ANSWER as error:
         raise unanswered(name, repr(error)) from error
     except ServerError as error:

@@ -9,25 +9,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkforge.core import gpus
-from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core import gpus, paths
+from sparkforge.core.errors import InputError, StorageError, UsageError
 from sparkforge.core.process import ProbeError
 from sparkforge.core.vllm_flags import CONTEXT, MODEL, flag_value
 from sparkforge.models import local
-from sparkforge.plan import thresholds
+from sparkforge.plan import families, thresholds
 from sparkforge.serve import access, limits, profiler, profiles
 from sparkforge.serve.health import RUN
 
 STRICT, WARN, OFF = "strict", "warn", "off"
 EXIT, HOLD = "exit", "hold"  # what a container does that its validator refuses
-TINY, TINY_ID = "tiny", "tiny-gpt-oss"
+FAMILY = families.load()[families.default()]
+TINY, TINY_ID = "tiny", FAMILY.tiny
 HF_TOKEN, HF_TOKEN_FILE = "/run/secrets/hf_token", "SPARKFORGE_HF_TOKEN_FILE"  # a file; what names another one
 SECONDS = 800.0  # the whole validation: facts 8 s, torch and vLLM 240 s, numerics and layers 180 s each, and some air
 VLLM_ARGS = "VLLM_ARGS"  # vLLM's flags, quoted as in a shell; not a variable of vLLM's own
 CONTEXT_VARIABLE = "MAX_MODEL_LEN"
 NUMBERS = {"TP": "--tensor-parallel-size", CONTEXT_VARIABLE: CONTEXT}  # variables of the gpt-oss competition → flags
 # The validator's profile → serve profile and model by default.
-DEFAULTS = {"spark": ("safe", "/models/gpt-oss-120b"), "embedded": ("embedded", TINY)}
+DEFAULTS = {"spark": ("safe", f"/models/{FAMILY.served}"), "embedded": ("embedded", TINY)}
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,13 @@ def with_context(environment: Mapping[str, str], context: str, flags: Sequence[s
         failure = f"--context {context} and {CONTEXT} {value}"
         raise UsageError(failure, "they set the same length", "leave one of them out")
     return {**environment, CONTEXT_VARIABLE: context}
+
+
+def family(model: str) -> str:
+    """Return the family of the checkpoint in a folder; the default one for none, and for one that will be refused."""
+    with suppress(InputError, StorageError):
+        return local.family_of(paths.typed(model).absolute()) if model else families.default()
+    return families.default()
 
 
 def checkpoint(model: str, folder: str) -> str:

@@ -23,7 +23,7 @@ from spark_mxfp4.vllm import versions
 from sparkforge import pins
 from sparkforge.models import tiny_random
 from sparkforge.models.tiny_format import config
-from validate.checks.software import MXFP4_METHODS
+from sparkforge.plan import families
 from validate.facts import deep_child
 
 pytestmark = pytest.mark.integration
@@ -862,4 +862,4 @@ def test_the_validator_sees_whose_experts_run(configure, formats, monkeypatch, k
     questions = deep_child.Questions(None, [])
     questions.config = configure(DENSE, dtype="bfloat16")
     assert questions.quantization() == {"vllm": "gpt_oss_mxfp4", "torch": "spark-mxfp4"}[kernel]
-    assert (questions.quantization() in MXFP4_METHODS) is (kernel == "vllm")
+    assert (questions.quantization() in families.load()[families.default()].experts.methods) is (kernel == "vllm")

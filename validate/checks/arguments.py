@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sparkforge.core.vllm_flags import flag_value, meant
+from sparkforge.plan import families
 from validate.checks import serving
 from validate.checks.finding import CheckList, CheckResult, Status, View, judged, passed
 
@@ -88,27 +89,14 @@ RULES = (
         lambda value: value == "dummy",
     ),
     ArgumentRule(
-        ("--tool-call-parser",),
-        Status.WARN,
-        "gpt-oss's tool calls are Harmony's, which only the parser openai reads: they would come as text",
-        "--tool-call-parser openai",
-        _other_than("openai"),
-    ),
-    ArgumentRule(
-        ("--reasoning-parser",),
-        Status.WARN,
-        "gpt-oss's reasoning is Harmony's, which only the parser openai_gptoss reads",
-        "leave --reasoning-parser out; vLLM chooses it by the model",
-        _other_than("openai_gptoss"),
-    ),
-    ArgumentRule(
         ("--trust-remote-code",),
         Status.WARN,
         "gpt-oss needs no code from its checkpoint, and this would run whatever a checkpoint brings",
         "leave --trust-remote-code out",
     ),
 )
-FLAGS = sorted({flag for rule in RULES for flag in rule.flags} | set(PARALLEL))
+PARSERS = ("--tool-call-parser", "--reasoning-parser")
+FLAGS = sorted({flag for rule in RULES for flag in rule.flags} | {*PARALLEL, *PARSERS})
 
 
 def _values(arguments: Sequence[str]) -> dict[str, str]:
@@ -142,6 +130,11 @@ def _serve_arguments(view: View) -> CheckResult:
         for flag in rule.flags
         if flag in values and rule.applies(values[flag])
     ]
+    chat = families.load()[model.family].chat
+    for flag, parser in zip(PARSERS, (chat.tool_call_parser, chat.reasoning_parser), strict=True):
+        if flag in values and values[flag].strip().lower() != parser.value:
+            why = f"{flag} {values[flag]}: another parser gives calls or reasoning as text; {parser.why}"
+            problems.append((Status.WARN, why, f"{flag} {parser.value}"))
     longest = serving.longest(arguments, model.longest)
     if longest > model.longest:
         why = f"--max-model-len {longest}: the model was made for {model.longest} tokens, and vLLM refuses more"

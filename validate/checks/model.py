@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from sparkforge.core.errors import InputError
 from sparkforge.core.memory import in_gib as gib
-from validate.checks.finding import MODEL_FIX, CheckList, CheckResult, View, failed, judged, passed
+from sparkforge.plan import architecture
+from validate.checks.finding import MODEL_FIX, CheckList, CheckResult, View, failed, passed
 
 CHECKS = CheckList[View]()
 
@@ -36,12 +38,20 @@ def _model_files(view: View) -> CheckResult:
 
 @CHECKS.add(
     "model-format",
-    "The checkpoint is gpt-oss with MXFP4 weights.",
+    "The checkpoint is of a known family, and its weights have a known format.",
     needs=("model",),
-    fix="--model DIR of a gpt-oss checkpoint with native MXFP4 weights",
-    about=("`config.json` must say `model_type: gpt_oss` and `quantization_config.quant_method: mxfp4`."),
+    fix="--model DIR of a checkpoint of a known family",
+    about=(
+        "`config.json`'s `model_type`, `architectures` and `quantization_config` must be those of a row of "
+        "`sparkforge/plan/families.toml`, and its sizes must make sense."
+    ),
 )
 def _model_format(view: View) -> CheckResult:
-    kind, method = view.text("model.model_type"), view.text("model.quant_method")
-    evidence = f"model_type {kind}, quant_method {method}; wanted gpt_oss, mxfp4"
-    return judged((kind, method) == ("gpt_oss", "mxfp4"), evidence)
+    config = view.table("model.config")
+    try:
+        model = architecture.parse(config, "config.json")
+    except InputError as error:
+        return failed(f"{error.what}: {error.why}")
+    if config.get("model_type") != view.text("model.model_type"):
+        return failed(f"model_type is {view.text('model.model_type')}, config.json says {config.get('model_type')}")
+    return passed(f"{model.family}, experts in {model.experts_form}, other layers in {model.dense_form}")

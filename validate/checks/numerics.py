@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from validate.checks.finding import CheckList, CheckResult, View, failed, passed, warned
-from validate.facts.numerics import EAGER, NOT_COMPILED
+from validate.facts.numerics import EAGER, NOT_COMPILED, OTHER
 
 BUILD = "./inv build.kernels   # then validate again"
+NOT_RUN = {
+    NOT_COMPILED: ("FlashInfer's MoE module is not compiled yet, and the server's first start will do that", BUILD),
+    OTHER: ("the check's layer has other experts than this model's family", "./inv bench.acc   # judges its answers"),
+}
 
 # Device → why nothing was captured there.
 NO_GRAPH = {"cpu": "no GPU, so no CUDA graph", EAGER: "the kernel says that no CUDA graph can hold it"}
@@ -25,10 +29,8 @@ CHECKS = CheckList[View]()
     ),
 )
 def _numerics(view: View) -> CheckResult:
-    if view.text("numerics.state") == NOT_COMPILED:
-        return warned(
-            "not run: FlashInfer's MoE module is not compiled yet, and the server's first start will do that", BUILD
-        )
+    if not_run := NOT_RUN.get(view.text("numerics.state")):
+        return warned(f"not run: {not_run[0]}", not_run[1])
     kernel, difference, allowed = (
         view.text("numerics.kernel"),
         view.number("numerics.difference"),
@@ -64,8 +66,8 @@ FP8_CACHE = 0.15
     ),
 )
 def _layers(view: View) -> CheckResult:
-    if view.text("layers.state") == NOT_COMPILED:
-        return warned("not run: FlashInfer's MoE module is not compiled yet", BUILD)
+    if not_run := NOT_RUN.get(view.text("layers.state")):
+        return warned(f"not run: {not_run[0]}", not_run[1])
     bf16 = TOLERANCES["bf16"]
     linear, head = (TOLERANCES.get(view.text(f"layers.{name}"), bf16) for name in ("linear", "head"))
     limits = {"qkv_proj": linear, "o_proj": linear, "lm_head": head, "experts": view.number("numerics.tolerance")}

@@ -17,7 +17,7 @@ SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "
 
 
 def architecture(view: View) -> Architecture:
-    """Return the model's architecture. Raises FactMissing for a configuration that is none of gpt-oss."""
+    """Return the model's architecture. Raises FactMissing for a configuration of no known family."""
     try:
         return parse(view.table("model.config"), "config.json")
     except InputError as error:

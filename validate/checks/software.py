@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from packaging.version import Version
 
 from sparkforge.core.vllm_flags import flag_value
+from sparkforge.plan import families
+from validate.checks import serving
 from validate.checks.finding import CheckList, CheckResult, View, failed, judged, passed, warned
 from validate.checks.model import some
 
 CVE_FLOOR = Version("0.31.0")  # nothing below is safe to expose (docs/reference/checks.md#vllm-version)
 PYTHONS = ((3, 11), (3, 12), (3, 13))  # pyproject.toml requires-python; torch 2.13.0 has aarch64 wheels for all three
 MIN_CUDNN, GOOD_CUDNN = Version("9.14"), Version("9.15")
-MOE_BACKEND = "FLASHINFER_CUTLASS_MXFP4_MXFP8"  # the only hardware FP4 path that takes gpt-oss on 12.x
 # Kernels that vLLM 0.32.0 takes for dense formats on 12.1 and that run there (docs/hardware.md); ours and bf16 do too.
 DENSE_KERNELS = ("CutlassFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel")
 # No module of sparkforge/compile/flashinfer/kernels.toml has this one: the server compiles it.
 COMPILED_LATE = "FlashInferCutlassMxfp8LinearKernel"
-MXFP4_METHODS = ("gpt_oss_mxfp4", "mxfp4")  # names of vLLM's own method, of 0.32.0 and before
 OUR_METHOD, OUR_KERNELS = "spark-mxfp4", "spark_mxfp4 "  # our plugin's method, and how its kernels' names begin
 PLUGIN = "spark_mxfp4 = spark_mxfp4.vllm.plugin:register"
 REINSTALL = "./inv up   # installs the locked set again"
@@ -338,23 +338,30 @@ def _blackwell_class(view: View) -> CheckResult:
 @CHECKS.add(
     "moe-backend",
     "vLLM's own selector takes the hardware FP4 path for the experts, or our plugin runs them as it was asked to.",
-    needs=("deep", "numerics"),
+    needs=("deep", "model", "numerics"),
     fix=f"drop --enable-lora; or add {HARDWARE_FP4}",
     about=(
-        "vLLM's own parser and selector run with your arguments; only `FLASHINFER_CUTLASS_MXFP4_MXFP8` runs "
-        "gpt-oss on the FP4 tensor cores of 12.x. With `--quantization spark-mxfp4` the check warns, and fails "
-        "unless [numerics](#numerics) ran that very kernel."
+        "vLLM's own parser and selector run with your arguments; they must return the backend that "
+        "`sparkforge/plan/families.toml` expects of the model's family on this GPU. The check warns of a family for "
+        "which none is established, and with `--quantization spark-mxfp4`, where it fails unless "
+        "[numerics](#numerics) ran that very kernel."
     ),
 )
 def _moe_backend(view: View) -> CheckResult:
     method = view.text("deep.quantization")
     if method == OUR_METHOD:
         return _our_experts(view)
+    family = families.load()[serving.architecture(view).family]
+    if family.experts is None:
+        return passed("the model has no experts")
+    expected = set(family.experts.backends.get(view.text("deep.capability"), {}).values())
+    if not expected:
+        return warned(f"nobody established which backend runs experts of this family here: {family.experts.why}")
     backend = view.text("deep.moe_backend")
-    if method not in MXFP4_METHODS:
+    if method not in family.experts.methods:
         return failed(f"vLLM loads the model with quantization {method}, not with its own MXFP4", "drop --quantization")
-    if backend != MOE_BACKEND:
-        return failed(f"vLLM will run the experts with {backend}, hardware FP4 is {MOE_BACKEND}")
+    if backend not in expected:
+        return failed(f"vLLM will run the experts with {backend}, hardware FP4 is {' or '.join(sorted(expected))}")
     return passed(f"vLLM selects {backend}")
 
 
@@ -405,18 +412,21 @@ def _dense_kernels(view: View) -> CheckResult:
 
 @CHECKS.add(
     "attention-backend",
-    "vLLM selects FLASHINFER for attention with sinks.",
-    needs=("deep",),
+    "vLLM selects the attention that the model's family needs.",
+    needs=("deep", "model"),
     fix="add --attention-backend FLASHINFER",
     about=(
-        "gpt-oss has attention sinks and sliding windows. FLASHINFER passes, TRITON_ATTN warns, and every other "
-        "backend fails."
+        "For attention with sinks and sliding windows FLASHINFER passes, TRITON_ATTN warns, and every other backend "
+        "fails. `sparkforge/plan/families.toml` has these names; a family without any passes."
     ),
 )
 def _attention_backend(view: View) -> CheckResult:
+    wanted = families.load()[serving.architecture(view).family].attention_backends
+    if not wanted:
+        return passed("every attention of vLLM's takes this family")
     backends = view.names("deep.attention_backend")
-    if backends == ["FLASHINFER"]:
-        return passed("vLLM selects FLASHINFER")
-    if set(backends) == {"TRITON_ATTN"}:
-        return warned("vLLM selects TRITON_ATTN, as it does offline without FlashInfer's cubins")
-    return failed(f"vLLM selects {some(backends) or 'nothing'}, wanted FLASHINFER")
+    if backends == [wanted[0]]:
+        return passed(f"vLLM selects {wanted[0]}")
+    if len(set(backends)) == 1 and backends[0] in wanted:
+        return warned(f"vLLM selects {backends[0]}, as it does offline without FlashInfer's cubins")
+    return failed(f"vLLM selects {some(backends) or 'nothing'}, wanted {wanted[0]}")

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sparkforge.core.documents import parse_json, read_json
+from sparkforge.core.errors import InputError
 from sparkforge.core.files import unreadable
 from sparkforge.core.process import ProbeError
+from sparkforge.plan import architecture, families
+from sparkforge.plan.families import Family
 from validate.facts.fact import Reading
 from validate.facts.target import Target, once
 
@@ -41,6 +44,26 @@ def path(target: Target) -> str | None:
 def config(target: Target) -> dict[str, Any]:
     """config.json as a table."""
     return dict(read_json(directory(target) / "config.json", largest=CONFIG_LIMIT))
+
+
+@once
+def family(target: Target) -> Family | None:
+    """The row of the model's family; None for no model, and for one that the check model-format refuses."""
+    try:
+        return families.load()[architecture.parse(config(target), "config.json").family]
+    except (ProbeError, OSError, ValueError, InputError):
+        return None
+
+
+def layer(target: Target) -> dict[str, Any]:
+    """Sizes of one layer and what its family's row says of it, for the child programs; empty without a family."""
+    row = family(target)
+    if row is None:
+        return {}
+    model = architecture.parse(config(target), "config.json")
+    sizes = {name: getattr(model, name) for name in ("experts", "top_k", "hidden", "intermediate")}
+    experts = row.experts.model_dump(include={"activation", "bias", "routing"}) if row.experts else {}
+    return {**sizes, **experts, "sinks": row.sinks, "windows": bool(model.sliding_layers)}
 
 
 @once

@@ -23,7 +23,9 @@ def run_child(
     the sentence that says so. Never raises for what the program does.
     """
     options = target.options
-    request |= {"model": checkpoint.path(target), "serve_args": list(options.serve_args)}
+    request |= {
+        "model": checkpoint.path(target), "serve_args": list(options.serve_args), "layer": checkpoint.layer(target)
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="sparkforge-validate-") as folder:
         answers = Path(folder) / "answers.jsonl"
         command: list[str | Path] = [options.python, "-P", program, json.dumps(request), answers]

@@ -1,6 +1,7 @@
 """Runs in the interpreter that will serve, beside the validator: imports torch and vllm and asks what they will do.
 
-`python -P deep_child.py REQUEST ANSWERS` with REQUEST = JSON {"model": DIR or null, "serve_args": [...]}. Each fact is
+`python -P deep_child.py REQUEST ANSWERS` with REQUEST = JSON {"model": DIR or null, "serve_args": [...],
+"layer": sizes of a layer and what families.toml says of it}. Each fact is
 one JSON line in the file ANSWERS, written as soon as it is known: a crash later loses nothing. Standard library only,
 besides torch and vllm: it is started by its path, in an environment that need not hold this package.
 """
@@ -37,8 +38,8 @@ def server_options() -> Any:
 class Questions:
     """Questions to vLLM 0.32.0; each answers with JSON or raises."""
 
-    def __init__(self, model: str | None, serve_args: list[str]) -> None:
-        self.model, self.serve_args = model, serve_args
+    def __init__(self, model: str | None, serve_args: list[str], layer: dict[str, Any] | None = None) -> None:
+        self.model, self.serve_args, self.layer = model, serve_args, layer or {}
 
     @property
     def platform(self) -> Any:
@@ -98,7 +99,7 @@ class Questions:
             return str(select_mxfp4_moe_backend(self.moe_config())[0].name)
 
     def moe_config(self) -> Any:
-        """The FusedMoEConfig of one layer, as gpt_oss.py and fused_moe/layer.py build it on one device."""
+        """The FusedMoEConfig of one layer, as its model and fused_moe/layer.py build it on one device."""
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: PLC0415
         from vllm.model_executor.layers.fused_moe.config import (  # noqa: PLC0415
             FusedMoEConfig,
@@ -106,19 +107,21 @@ class Questions:
             RoutingMethodType,
         )
 
-        config, hf = self.config, self.config.model_config.hf_config
+        config, layer = self.config, self.layer
+        if not layer.get("experts"):
+            raise LookupError("the model has no experts, or is of no known family")
         return FusedMoEConfig(
-            num_experts=hf.num_local_experts,
-            num_local_experts=hf.num_local_experts,
-            num_logical_experts=hf.num_local_experts,
-            experts_per_token=hf.num_experts_per_tok,
-            hidden_dim=hf.hidden_size,
-            intermediate_size=hf.intermediate_size,
-            activation=MoEActivation.from_str("swigluoai"),
-            has_bias=True,
+            num_experts=layer["experts"],
+            num_local_experts=layer["experts"],
+            num_logical_experts=layer["experts"],
+            experts_per_token=layer["top_k"],
+            hidden_dim=layer["hidden"],
+            intermediate_size=layer["intermediate"],
+            activation=MoEActivation.from_str(layer["activation"]),
+            has_bias=layer["bias"],
             in_dtype=config.model_config.dtype,
             device=config.device_config.device,
-            routing_method=RoutingMethodType.Renormalize,
+            routing_method=RoutingMethodType[layer["routing"]],
             moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
             moe_backend=config.kernel_config.moe_backend,
             is_lora_enabled=config.lora_config is not None,
@@ -174,7 +177,7 @@ class Questions:
         return next(type(part).__name__ for part in vars(method).values() if type(part).__module__.startswith(package))
 
     def attention_backend(self) -> list[str]:
-        """Names of the backends vLLM selects for gpt-oss's full and sliding-window layers, both with sinks."""
+        """Names of the backends vLLM selects for the model's full layers and, if it has any, sliding ones."""
         from vllm.config import set_current_vllm_config  # noqa: PLC0415
         from vllm.v1.attention.selector import get_attn_backend  # noqa: PLC0415
 
@@ -187,11 +190,11 @@ class Questions:
                             config.model_config.get_head_size(),
                             config.model_config.dtype,
                             config.cache_config.cache_dtype,
-                            has_sink=True,
+                            has_sink=self.layer.get("sinks", False),
                             has_sliding_window=sliding,
                         ).get_name()
                     )
-                    for sliding in (False, True)
+                    for sliding in {False, self.layer.get("windows", False)}
                 }
             )
 
@@ -222,7 +225,7 @@ QUESTIONS: tuple[tuple[str, str, Callable[[Questions], Any]], ...] = (
 def main(request: str, answers: str) -> None:
     """Answer every question in turn."""
     arguments = json.loads(request)
-    questions = Questions(arguments["model"], arguments["serve_args"])
+    questions = Questions(arguments["model"], arguments["serve_args"], arguments["layer"])
     with Path(answers).open("a", encoding="utf-8") as file:
         for name, source, ask in QUESTIONS:
             entry: dict[str, Any] = {"name": name, "source": source, "value": None, "error": None}

@@ -15,8 +15,8 @@ NAMES = ("state", "differences", "linear", "head", "cache")
 
 def gather(target: Target) -> dict[str, Fact]:
     """Every fact of the check `layers`; those that the child did not write carry how it ended. Never raises."""
-    if not numerics.ready(target):
-        state = {"state": Fact(numerics.NOT_COMPILED, SOURCE)}
+    if reason := numerics.not_run(target):
+        state = {"state": Fact(reason, SOURCE)}
         return {f"layers.{name}": state.get(name, Fact(None, SOURCE)) for name in NAMES}
     entries, why = run_child(CHILD, target, "the engine", target.options.numerics_seconds)
     dense, arguments = dense_format(target.options.serve_args, target.options.environ), target.options.serve_args

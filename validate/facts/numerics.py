@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparkforge.core import gpus
-from validate.facts import software
+from sparkforge.plan import families
+from validate.facts import checkpoint, software
 from validate.facts.child import run_child
 from validate.facts.fact import Fact
 from validate.facts.target import Target
@@ -13,15 +14,15 @@ from validate.facts.target import Target
 CHILD = Path(__file__).with_name("numerics_child.py")
 SOURCE = "a small MXFP4 MoE layer, run by validate/facts/numerics_child.py"
 NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_difference", "charged", "loaded")
-RAN, NOT_COMPILED = "ran", "not compiled"
+RAN, NOT_COMPILED, OTHER = "ran", "not compiled", "other experts"
 EAGER = "cuda, eager"  # the child's word for a GPU with a kernel that no CUDA graph can hold
 PLUGIN, VLLM = "plugin", "vllm"  # whose kernel runs the experts: our plugin's, or the one that vLLM selects
 
 
 def gather(target: Target) -> dict[str, Fact]:
     """Every fact of the numerics check; those that the child did not write carry how it ended. Never raises."""
-    if not ready(target):
-        return {f"numerics.{name}": Fact(NOT_COMPILED if name == "state" else None, SOURCE) for name in NAMES}
+    if why := not_run(target):
+        return {f"numerics.{name}": Fact(why if name == "state" else None, SOURCE) for name in NAMES}
     entries, why = run_child(
         CHILD, target, "the layer", target.options.numerics_seconds, way=way_of(target), gpu_fields=gpus.STATE_FIELDS
     )
@@ -38,14 +39,18 @@ def way_of(target: Target) -> str:
     return PLUGIN if named and target.options.environ.get("SPARK_MXFP4_KERNEL") != VLLM else VLLM
 
 
-def ready(target: Target) -> bool:
-    """Tell whether the experts' kernel is compiled; without FlashInfer's module the first call would take minutes.
+def not_run(target: Target) -> str:
+    """Return why the layer is not run; empty if it is, also where the child has to say what is wrong.
 
-    If that cannot be read, the child says what is wrong.
+    Without FlashInfer's module the first call would take minutes. The layer is one of the default family's experts.
     """
+    row, own = checkpoint.family(target), families.load()[families.default()].experts
+    kinds = [(e.activation, e.bias) if e else None for e in (row.experts if row else own, own)]
+    if kinds[0] != kinds[1]:
+        return OTHER
     if way_of(target) == PLUGIN:
-        return True
+        return ""
     try:
-        return software.moe_module(target) in software.cached_modules(target)
+        return "" if software.moe_module(target) in software.cached_modules(target) else NOT_COMPILED
     except Exception:  # noqa: BLE001 - a fact of its own says why
-        return True
+        return ""

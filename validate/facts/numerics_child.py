@@ -216,7 +216,7 @@ def _questions(request: dict[str, Any]) -> Any:
         raise ModuleNotFoundError(str(path))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Questions(request["model"], request["serve_args"])
+    return module.Questions(request["model"], request["serve_args"], request["layer"])
 
 
 def difference(output: torch.Tensor, wanted: torch.Tensor) -> float:

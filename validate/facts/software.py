@@ -15,6 +15,7 @@ from sparkforge import pins
 from sparkforge.core.documents import read_json
 from sparkforge.core.files import sha256_file
 from sparkforge.core.process import ProbeError, ask, require
+from sparkforge.plan import families
 from validate.facts.fact import Reading
 from validate.facts.target import Target, once
 
@@ -24,7 +25,7 @@ COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 CUDA_ROOT = Path("/usr/local/cuda")  # vLLM's own last resort, vllm/utils/flashinfer.py
 AHEAD_OF_TIME = Path("data/aot")  # below the package; used before the cache (flashinfer/jit/env.py, FLASHINFER_AOT_DIR)
 # What `./inv build.kernels` leaves in the workspace (sparkforge/compile/flashinfer/build.py).
-MANIFEST = "kernels-gpt-oss.env.manifest.json"
+MANIFEST = f"kernels-{families.default()}.env.manifest.json"
 CUDNN = "libcudnn.so.9"
 CUDNN_IN_WHEEL = f"nvidia/cudnn/lib/{CUDNN}"
 SECONDS = 20.0  # its largest part has 500 MB, and the disk may be slow

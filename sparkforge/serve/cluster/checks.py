@@ -422,7 +422,7 @@ def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tupl
 def _model(config: ClusterConfig) -> Architecture | None:
     """Return the sizes of the model; None if its folder is not on this machine and its name is not known."""
     known = models.load()
-    served = "gpt-oss-120b" if config.has_gpus else settings.TINY_ID
+    served = Path(settings.DEFAULTS["spark"][1]).name if config.has_gpus else settings.TINY_ID
     name = Path(config.model).name if config.model else served
     try:
         return architecture.parse(known[name].config, name) if name in known else architecture.read(Path(config.model))

@@ -168,7 +168,7 @@ class Container(Device):
                 )
                 record.write(server)
                 record.begun_path().unlink()
-                server = _wait(client, server, service.stack, tell)
+                server = _wait(client, server, service.stack, settings.family(self.plan.model), tell)
         except BaseException as error:  # a server that nobody waits for must not stay; its log does if it failed
             with suppress(SparkforgeError):  # the first error is the one to report
                 self.end(docker_compose.down if isinstance(error, KeyboardInterrupt) else docker_compose.stop)
@@ -264,7 +264,7 @@ def _log_begin(client: docker.DockerClient, container: str) -> float:
     return 0.0
 
 
-def _wait(client: docker.DockerClient, server: Server, stack: str, tell: Callable[[str], None]) -> Server:
+def _wait(client: docker.DockerClient, server: Server, stack: str, family: str, tell: Callable[[str], None]) -> Server:
     """Wait until the container is healthy and has proved what clients call; return the record with that."""
 
     def is_healthy() -> bool:
@@ -281,7 +281,7 @@ def _wait(client: docker.DockerClient, server: Server, stack: str, tell: Callabl
     if not openai.wait_until(is_healthy, deadline):
         raise _failure(server, log_text(client, server), "the container did not get healthy in time")
     try:
-        return launch.proved(server, READY_SECONDS, server.key, stack)
+        return launch.proved(server, READY_SECONDS, server.key, stack, family=family)
     except ServerError as error:
         problem = f"the container is healthy but cannot generate ({error.why})"
         raise _failure(server, log_text(client, server), problem) from error

@@ -28,7 +28,7 @@ class Embedded(InEnvironment):
 
     def choose_profile(self, plan: StartPlan) -> ServeProfile:
         """Return the profile. Raises UsageError for one of another device or that this processor cannot serve."""
-        profile = profile_named(plan.profile)
+        profile = profile_named(plan.profile, settings.family(plan.model))
         if missing := missing_on_cpu(profile.arguments(), platform.machine(), cpu_flags(Target(Options(), ""))):
             failure = f"--profile {plan.profile} cannot be served by this processor"
             raise UsageError(failure, missing, "./inv up --profile embedded")
@@ -43,9 +43,9 @@ class Embedded(InEnvironment):
         return preloaded(self.python)
 
 
-def profile_named(name: str) -> ServeProfile:
+def profile_named(name: str, family: str = "") -> ServeProfile:
     """Return the device's profile of that name, by default `embedded`. Raises UsageError for one of another device."""
-    profile = profiles.named(name or EMBEDDED)
+    profile = profiles.named(name or EMBEDDED, family=family)
     if profile.device != EMBEDDED:
         own = ", ".join(name for name, settings in profiles.load().items() if settings.device == EMBEDDED)
         fix = f"./inv up --device docker --profile {name}"

@@ -37,7 +37,9 @@ class Gpu(InEnvironment):
 
     def choose_profile(self, plan: StartPlan) -> ServeProfile:
         """Return the plan's profile, or the GPU's. Raises UsageError for one of other machines."""
-        profile = profiles.named(plan.profile or self.default_profile, stack=plan.stack)
+        profile = profiles.named(
+            plan.profile or self.default_profile, stack=plan.stack, family=settings.family(plan.model)
+        )
         for_spark = profile.device == ""  # FlashInfer's kernels for 12.x, sizes for a Spark's memory
         if profile.device not in ("", GPU) or (for_spark and not self.capability.flashinfer):
             why = f"it is not made for {self.gpu}; its profile is {self.default_profile}"

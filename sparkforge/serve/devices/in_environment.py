@@ -151,7 +151,8 @@ class InEnvironment(Device):
             str(self.model), plan.model_id, plan.address, plan.port, self.profile, flags, variables,
             forked=is_tiny and self.name == EMBEDDED,
         )  # fmt: skip
-        return Launch(server.command(self.python), server.environment, plan, self.model)
+        family = settings.family(self.plan.model)
+        return Launch(server.command(self.python), server.environment, plan, self.model, family=family)
 
     def start(self) -> Server:
         """Start vLLM and prove what clients call."""

@@ -206,7 +206,7 @@ def test_what_is_no_checkpoint_is_refused(server, target):
     [
         (SHARDS[1], None, "is missing"),
         ("config.json", b'{"model_type": "llama"}', "'llama'"),
-        ("config.json", b'{"model_type": "gpt_oss"}', "None, not gpt_oss in mxfp4"),
+        ("config.json", b'{"model_type": "gpt_oss"}', "hidden_size makes no sense"),
         ("tokenizer.json", None, "tokenizer.json is missing"),
         ("model.safetensors.index.json", b"{", "gpt-oss-120b"),
     ],

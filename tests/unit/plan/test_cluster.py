@@ -96,7 +96,7 @@ def test_three_machines_take_no_tensor_parallelism():
 
 
 def test_a_model_larger_than_one_machine_is_split():
-    large = replace(BIG, layers=72, sliding_layers=36)
+    large = parse({**models.load()["gpt-oss-120b"].config, "num_hidden_layers": 72}, "test")
     planned = make(model=large)
     assert planned.recommended == "tensor"
     assert "does not hold" in planned.why

@@ -17,9 +17,10 @@ from sparkforge.plan import choose, devices, document, planner, screen, speed
 from sparkforge.plan.architecture import parse
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.document import Plan
+from sparkforge.plan.families import Reason
 from sparkforge.plan.planner import PlanRequest
 from sparkforge.serve import profiles
-from sparkforge.serve.profiles import ServeProfile, Setting
+from sparkforge.serve.profiles import ServeProfile
 
 KNOWN, SERVE_PROFILES, FIGURES = models.load(), profiles.load(), baselines.load().figures
 PROFILES = choose.read_profiles(SERVE_PROFILES)
@@ -249,14 +250,14 @@ def test_a_malformed_table_of_models_is_named(tmp_path):
 
 PACKED = {
     "fast-8": ServeProfile(
-        about="t", flags=SERVE_PROFILES["fast"].flags, environment={"SPARK_MXFP4_LINEAR": Setting(value="fp8", why="t")}
+        about="t", flags=SERVE_PROFILES["fast"].flags, environment={"SPARK_MXFP4_LINEAR": Reason(value="fp8", why="t")}
     ),
     "fast-kv8": ServeProfile(
-        about="t", flags={**SERVE_PROFILES["fast"].flags, "--kv-cache-dtype": Setting(value="fp8", why="t")}
+        about="t", flags={**SERVE_PROFILES["fast"].flags, "--kv-cache-dtype": Reason(value="fp8", why="t")}
     ),
     "embedded-8": ServeProfile(
         about="t",
-        environment={**SERVE_PROFILES["embedded"].environment, "SPARK_MXFP4_LINEAR": Setting(value="fp8", why="t")},
+        environment={**SERVE_PROFILES["embedded"].environment, "SPARK_MXFP4_LINEAR": Reason(value="fp8", why="t")},
     ),
 }
 

@@ -1,0 +1,242 @@
+"""families.toml: the families of models that the project knows, one row each, and the formulas of their sizes.
+
+No other module names a family, an architecture or a parser: it asks the row of the model that it has.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, StrictFloat, StrictInt, StrictStr
+
+from sparkforge.core import tables
+from sparkforge.core.errors import InputError
+from sparkforge.core.tables import Record
+
+TABLE = Path(__file__).with_name("families.toml")
+LIST = "./inv plan --help   # names models that are known"
+UNQUANTIZED = "none"
+Form = Literal["bf16", "fp8", "mxfp8", "mxfp4"]
+OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // max(1, b),
+}
+
+
+def _formula(text: str) -> str:
+    evaluate(text, lambda _name: 1)
+    return text
+
+
+Formula = Annotated[str, AfterValidator(_formula)]
+
+
+class Reason(Record):
+    """The value of a flag, a variable or a parser, and why."""
+
+    value: StrictStr | StrictInt | StrictFloat = ""
+    why: str = Field(min_length=1)
+
+
+class Stored(Record):
+    """In which forms a checkpoint of one quantisation method keeps its experts, and its other layers but the head."""
+
+    experts: Form = "bf16"
+    dense: Form = "bf16"
+
+
+class PartRow(Record):
+    """Weights of one kind over all layers: formulas of `count` elements in `form`, and of `plain` ones in bf16.
+
+    `form`: that of the experts, that of the dense layers (a server may quantise `attention` further), or bf16, as in
+    `router`. Embedding and LM head are the same in all families, so no row has them.
+    """
+
+    name: str
+    form: Literal["attention", "dense", "router", "experts", "bf16"]
+    count: Formula
+    plain: Formula = "0"
+
+
+class Sizes(Record):
+    """Formulas over the keys of config.json and over the sizes above each; a plain key must be there and above 0."""
+
+    hidden: Formula = "hidden_size"
+    layers: Formula = "num_hidden_layers"
+    heads: Formula = "num_attention_heads"
+    kv_heads: Formula = "num_key_value_heads"
+    head_dim: Formula = "head_dim or hidden // heads"
+    vocab: Formula = "vocab_size"
+    longest: Formula = "max_position_embeddings"
+    experts: Formula = "0"
+    top_k: Formula = "0"
+    intermediate: Formula = "0"  # of one routed expert
+    active: Formula = "top_k * intermediate"  # width of all MLPs of a layer that a token takes
+    expert_layers: Formula = "layers"
+    sliding_layers: Formula = "0"
+    linear_layers: Formula = "0"
+    window: Formula = "0"
+    kv_elements: Formula = "2 * kv_heads * head_dim"  # that a token takes in a full or sliding layer's KV cache
+    score_flops: Formula = "4 * heads * head_dim"  # of attention for a pair of tokens in one layer
+    state: Formula = "0"  # bytes that a sequence takes in all linear layers, however long it is
+
+
+class Experts(Record):
+    """The routed experts as vLLM's FusedMoEConfig names them, and the backend expected for them.
+
+    `methods` are vLLM's names of the quantisation method that the experts must have for these backends.
+    `backends`: compute capability → stack → what vLLM's own selection must return there; `why` has the reason.
+    """
+
+    activation: str
+    bias: bool
+    routing: str
+    methods: tuple[str, ...] = ()
+    backends: dict[str, dict[str, str]] = Field(default_factory=dict)
+    why: str = ""
+
+
+class Chat(Record):
+    """How the family writes and reads messages.
+
+    `asks_for_reasoning`: --reasoning-parser is passed; otherwise vLLM chooses it by the model. `tokens` are those of
+    the vocabulary that the proof's requests force by a bias; without them it sends no forced request and no canary.
+    """
+
+    tokenizer: str
+    format: str
+    tool_call_parser: Reason
+    reasoning_parser: Reason
+    asks_for_reasoning: bool = True
+    tokens: dict[str, int] = Field(default_factory=dict)
+
+
+class Family(Record):
+    """One row. A serve profile's flags in `without` are left out: they are for experts that the family has not.
+
+    `served` is the model that is served where none is named. `attention` says of which kind it is, with `sinks` or
+    without; `attention_backends` are those that vLLM may select on 12.x, none for no claim. `gate` says what the
+    accuracy gate compares with, and `tiny` names the tiny checkpoint that proves the family without hardware, both
+    empty for none. `untrimmed` are the entries of deploy/trim.toml that it needs.
+    """
+
+    about: str
+    model_type: str
+    architectures: tuple[str, ...]
+    quantization: dict[str, Stored]
+    sinks: bool = False
+    attention: str
+    attention_backends: tuple[str, ...] = ()
+    experts: Experts | None = None
+    chat: Chat
+    without: tuple[str, ...] = ()
+    gate: str = ""
+    served: str = ""
+    tiny: str = ""
+    untrimmed: tuple[str, ...] = ()
+    sizes: Sizes
+    parts: tuple[PartRow, ...]
+
+    def flags(self) -> dict[str, Reason]:
+        """The flags of vLLM that the family needs, below those of a serve profile."""
+        flags = {"--tool-call-parser": self.chat.tool_call_parser}
+        return flags | ({"--reasoning-parser": self.chat.reasoning_parser} if self.chat.asks_for_reasoning else {})
+
+
+class Families(Record):
+    """The whole table; its first row is the family of the default models."""
+
+    families: dict[str, Family]
+
+
+@cache
+def load(table: Path = TABLE) -> Mapping[str, Family]:
+    """Return every family by name. Raises InputError."""
+    return tables.load(table, Families).families
+
+
+def default() -> str:
+    """Return the family of the models that are served where none is named."""
+    return next(iter(load()))
+
+
+def name_of(config: Any, where: str) -> str:
+    """Return the family of a config.json's content. `where` names it in errors. Raises InputError."""
+    if not isinstance(config, Mapping):
+        raise InputError(f"{where} is no model's configuration", "it holds no table of keys", LIST, code="input.config")
+    kind, known = str(config.get("model_type")), load()
+    name = next((name for name, family in known.items() if family.model_type == kind), "")
+    if not name:
+        kinds = ", ".join(family.model_type for family in known.values())
+        why = f"its model_type is {kind[:60]!r}, known are {kinds}"
+        raise InputError(f"{where} is of another architecture", why, LIST, code="input.config")
+    named = config.get("architectures")
+    if named is not None and (not isinstance(named, list) or not set(map(str, named)) & {*known[name].architectures}):
+        why = (
+            f"its architectures are {str(named)[:80]}, of {kind} vLLM is to load {', '.join(known[name].architectures)}"
+        )
+        raise InputError(f"{where} is of another architecture", why, LIST, code="input.config")
+    return name
+
+
+def stored(config: Mapping[str, Any], name: str, where: str) -> Stored:
+    """Return how a checkpoint of the family keeps its weights. Raises InputError for a method that it has none of."""
+    method, known = method_of(config), load()[name].quantization
+    if method in known:
+        return known[method]
+    why = f"its quantization is {method[:60]!r}; known of {name} are {', '.join(known)}"
+    raise InputError(f"{where}: the weights' format is not known", why, LIST, code="input.config")
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """Return the quantisation of a config.json in a word: `none`, vLLM's method, or two of them with a plus."""
+    settings = config.get("quantization_config")
+    if settings is None:
+        return UNQUANTIZED
+    if not isinstance(settings, Mapping):
+        return str(settings)
+    routed = settings.get("routed_experts_quant_method")
+    groups = settings.get("config_groups")
+    mixed = isinstance(groups, Mapping) and len(groups) > 1
+    mixed = mixed or settings.get("quant_algo") == "MIXED_PRECISION"
+    return f"{settings.get('quant_method')}{f'+{routed}' if routed else ''}{' of several formats' if mixed else ''}"
+
+
+def evaluate(formula: str, value: Callable[[str], int | None]) -> int | None:
+    """Return a formula's value: numbers, names, + - * //, `a or b` (the first that is there), `a if b else c`.
+
+    `value` gives that of a name, None for one that is not there. Raises ValueError for anything else, KeyError with
+    the name for arithmetic with one that is not there.
+    """
+
+    def number(node: ast.expr) -> int:
+        result = visit(node)
+        if result is None:
+            raise KeyError(node.id if isinstance(node, ast.Name) else ast.unparse(node))
+        return result
+
+    def visit(node: ast.expr) -> int | None:
+        match node:
+            case ast.Constant(value=int(constant)):
+                return constant
+            case ast.Name(id=name):
+                return value(name)
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATIONS:
+                return OPERATIONS[type(operator)](number(left), number(right))
+            case ast.BoolOp(op=ast.Or(), values=values):
+                return next((result for result in map(visit, values) if result is not None), None)
+            case ast.IfExp(test=test, body=body, orelse=otherwise):
+                return visit(body) if visit(test) else visit(otherwise)
+        raise ValueError(f"{ast.unparse(node)} has no meaning in a formula")
+
+    try:
+        tree = ast.parse(formula, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"{formula!r} is no formula") from error
+    return visit(tree)

@@ -1,0 +1,164 @@
+"""Families of models as rows: nothing else names one, their formulas give published sizes, and bad rows are refused."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from sparkforge.core.errors import InputError
+from sparkforge.image import trimming
+from sparkforge.plan import families
+from sparkforge.plan.architecture import parse
+from sparkforge.serve import profiles
+
+ROOT = Path(families.__file__).parents[2]
+# The reader's table is no code. The rest write random or tiny checkpoints of one family.
+WRITERS = {
+    "sparkforge/models/harmony.py",
+    "sparkforge/models/tiny_format.py",
+    "validate/facts/layers_child.py",
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "mlp_only_layers": [],
+    "max_position_embeddings": 262144,
+}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "intermediate_size": 6144, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+}  # fmt: skip
+LING = {
+    "model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"], "hidden_size": 2560,
+    "num_hidden_layers": 42, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+    "vocab_size": 157184, "num_experts": 512, "num_experts_per_tok": 8, "num_shared_experts": 1,
+    "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768, "intermediate_size": 6144,
+    "first_k_dense_replace": 2, "layer_group_size": 6, "kv_lora_rank": 512, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "short_conv_kernel_size": 4,
+    "max_position_embeddings": 262144,
+    "quantization_config": {"quant_method": "fp8", "routed_experts_quant_method": "mxfp4"},
+}  # fmt: skip
+
+
+def names():
+    """Return what stands for a family in code: its name, model type, architectures, methods and backends."""
+    for name, row in families.load().items():
+        yield from (name, row.model_type, row.tiny, row.served, *row.architectures)
+        if row.experts:
+            yield from (
+                *(method for method in row.experts.methods if "_" in method),  # mxfp4 is a format, too
+                *(b for by_stack in row.experts.backends.values() for b in by_stack.values()),
+            )
+
+
+def code_strings(file):
+    """Yield the string constants of a module that are no docstrings and no sentences."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield from () if " " in node.value else (node.value,)
+
+
+def test_no_code_names_a_family():
+    words = {re.escape(name) for name in names() if name}
+    pattern = re.compile(rf"(?<![\w-])({'|'.join(words)})(?![\w-])")
+    found = [
+        f"{file.relative_to(ROOT)}: {text}"
+        for folder in ("sparkforge", "validate")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if str(file.relative_to(ROOT)) not in WRITERS
+        for text in code_strings(file)
+        if pattern.search(text)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(QWEN3_MOE, 30_532_122_624), (QWEN3, 1_720_574_976)],
+    ids=["30.5B of the card", "1.7B of the card"],
+)
+def test_weights_are_those_that_are_published(config, parameters):
+    assert parse(config, "t").weight_bytes() == 2 * parameters
+
+
+def test_ling_flash_is_as_large_as_published():
+    """127.5 billion weights with the draft layer, 124 without it; 70.4 GB on disk, 64.3 loaded (docs: its recipe)."""
+    model = parse(LING, "t")
+    count = sum(part.count + part.plain for part in model.parts())
+    draft = model.expert * model.experts + 2 * model.hidden**2
+    assert 123.5e9 < count < 124.6e9
+    assert abs(count + draft - 127.5e9) < 0.5e9
+    assert 66e9 < model.weight_bytes() < 70.4e9
+    assert (model.full_layers, model.linear_layers, model.expert_layers) == (7, 35, 40)
+
+
+def test_a_dense_model_has_no_experts():
+    model = parse(QWEN3, "t")
+    assert (model.experts, model.expert_bytes, model.padding_bytes(128)) == (0, 0.0, 0)
+
+
+def test_experts_of_a_mixed_checkpoint_have_their_own_form():
+    forms = {part.name: part.form for part in parse(LING, "t").parts()}
+    assert (forms["experts down"], forms["shared experts"], forms["router"]) == ("mxfp4", "fp8", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "glm4_moe"}, "another architecture"),
+        ({"architectures": ["LlamaForCausalLM"]}, "another architecture"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "another architecture"),
+        ({"quantization_config": {"quant_method": "fp8", "routed_experts_quant_method": "nvfp4"}}, "not known"),
+        ({"quantization_config": {"quant_method": "fp8", "config_groups": {"a": {}, "b": {}}}}, "not known"),
+        ({"quantization_config": {"quant_method": "fp8", "quant_algo": "MIXED_PRECISION"}}, "not known"),
+        ({"num_experts": None}, "num_experts makes no sense"),
+        ({"mlp_only_layers": [1] * 50}, "makes no sense"),
+        ({"moe_intermediate_size": "768"}, "moe_intermediate_size makes no sense"),
+    ],
+)
+def test_what_no_row_describes_is_refused(changed, message):
+    with pytest.raises(InputError, match=message, check=lambda error: error.code == "input.config" and error.fix):
+        parse({**QWEN3_MOE, **changed}, "config.json")
+
+
+def test_a_profile_has_the_parsers_of_the_family_and_none_of_the_flags_that_it_does_not_take():
+    own = dict(flag.partition("=")[::2] for flag in profiles.named("safe", family="ling").arguments())
+    default = profiles.named("safe").arguments()
+    assert (own["--tool-call-parser"], own["--reasoning-parser"]) == ("ling3", "ling3")
+    assert "--moe-backend" not in own
+    assert "--quantization-config.moe.activation" not in own
+    assert "--tool-call-parser=openai" in default
+    assert not [flag for flag in default if flag.startswith("--reasoning-parser")]
+
+
+def test_what_a_family_needs_is_not_trimmed(monkeypatch):
+    name, row = next(iter(families.load().items()))
+    assert "tilelang" in {cut.name for cut in trimming.cuts("cuda")}
+    changed = {name: row.model_copy(update={"untrimmed": ("tilelang",)})}
+    monkeypatch.setattr(families, "load", lambda: changed)
+    assert "tilelang" not in {cut.name for cut in trimming.cuts("cuda")}
+
+
+@pytest.mark.parametrize("formula", ["f(x)", "a.b", "'x'", "1 / 2", "a ** b", "(", "[1]", "lambda: 1"])
+def test_a_formula_is_arithmetic_and_nothing_else(formula):
+    with pytest.raises(ValueError, match="formula"):
+        families.evaluate(formula, lambda _name: 1)
+
+
+def test_formulas():
+    values = {"a": 7, "zero": 0}
+    assert families.evaluate("(a + 1) * 2 - a // 2", values.get) == 13
+    assert families.evaluate("missing or zero", values.get) == 0
+    assert families.evaluate("a if zero else missing or 3", values.get) == 3
+    with pytest.raises(KeyError, match="missing"):
+        families.evaluate("a * missing", values.get)
