@@ -272,7 +272,7 @@ def install_own(env: Environment, pin: EnvironmentPin) -> None:
     """Install what it gets of this checkout: the product editable, the library as a wheel by its version."""
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(env.python), "--offline"]
     command += ["--no-deps", "--no-build-isolation"]
-    fix = "rm -rf .sparkforge/envs, then run the same command again"
+    fix = "rm -rf .sparkforge/envs/, then run the same command again"
     if pin.project:
         run([*command, "--editable", paths.ROOT], env=locks.uv_environment(), fix=fix)
     if pin.library:

@@ -20,6 +20,7 @@ from invoke.parser.context import ParserContext
 import sparkforge
 from sparkforge.cli import namespace
 from sparkforge.cli.command import DEFAULT_STACK, SIGNALLED, CommandTask
+from sparkforge.core import paths
 from sparkforge.core.console import echo, show_error
 from sparkforge.core.errors import SparkforgeError, UsageError
 
@@ -32,6 +33,7 @@ GROUPS = {
     "diagnose": ("doctor", "validate", "qualify", "qualify.*"),
     "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
 }
+IN_A_CLONE = ("patch.make", "pins.lock", "test", "check", "qualify.accept")  # a wheel lacks what they work on
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 HELP = ("-h", "--help")
 WIDEST = 100  # columns
@@ -83,7 +85,10 @@ def run(arguments: list[str]) -> int:
     elif arguments[0] == "--list":
         echo(listing(arguments[1] if arguments[1:] else ""), end="")
     else:
-        require(arguments[0], contexts)
+        name = require(arguments[0], contexts)
+        if paths.INSTALLED and contexts[name].name in IN_A_CLONE:
+            why = "it tests or changes Sparkforge's own files, and an installation's next update would undo that"
+            raise UsageError(f"./inv {name} is for a clone of Sparkforge", why, "docs/guide/develop.md of the clone")
         try:
             parsed = _parse(_with_two_dashes(arguments, contexts))
         except ParseError as error:

@@ -37,7 +37,7 @@ def main(root: Path) -> None:
         raise ProcessError(
             ".venv is not made with sudo",
             f"root would own it, and {root} belongs to uid {owner}, who could not renew it",
-            "./inv --list, which makes it; then run the same command with sudo again",
+            f"{root}/inv --list, which makes it; then run the same command with sudo again",
             code="process.setup",
         )
     state = root / ".sparkforge"

@@ -78,6 +78,11 @@ def safe(text: str) -> str:
     return Sanitiser().feed(text) if _UNSAFE.search(text) else text
 
 
+def for_people(text: str) -> str:
+    """Return a text of ours for people: commands as they are called here, and no URL's password."""
+    return paths.as_called_here(without_passwords(text))
+
+
 class _SafeConsole(Console):
     """A console that sanitises every text it renders, in tables and progress displays too; styles are added later."""
 
@@ -103,24 +108,24 @@ def console() -> Console:
 
 def say(message: str) -> None:
     """Print one line for people, without interpreting markup and without a URL's password."""
-    console().print(without_passwords(message))
+    console().print(for_people(message))
 
 
 def confirmed(question: str, failure: str, fix: str) -> bool:
     """Ask a question that `y` affirms. Raises UsageError, with `failure` and `fix`, where there is no terminal."""
     if not sys.stdin.isatty():
         raise UsageError(failure, "there is no terminal to ask on", fix)
-    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+    return input(f"{for_people(question)} [y/N] ").strip().lower() in {"y", "yes"}
 
 
 def echo(text: str = "", *, end: str = "\n") -> None:
     """Print a result to stdout."""
-    _write(safe(text) + end)
+    _write(paths.as_called_here(safe(text)) + end)
 
 
 def echo_json(value: Any) -> None:
     """Print a result as JSON to stdout; unsafe characters are escaped, so that no value changes."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
+    text = paths.as_called_here(json.dumps(value, indent=2, ensure_ascii=False))
     _write(_UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
 
 
@@ -132,7 +137,7 @@ def redrawn(*, enabled: bool) -> Iterator[Callable[[str], None] | None]:
         yield None
         return
     with Live(console=screen, auto_refresh=False) as live:
-        yield lambda text: live.update(Text(safe(text)), refresh=True)
+        yield lambda text: live.update(Text(paths.as_called_here(safe(text))), refresh=True)
 
 
 def stream(pieces: Iterable[str]) -> None:
@@ -162,10 +167,10 @@ def _write(text: str) -> None:
 def show_error(error: SparkforgeError) -> None:
     """Print an error as its three parts, what failed with its code, why and the next command."""
     out = console()
-    out.print(f"✗ {without_passwords(error.what)}", style="bold red", end="")
+    out.print(f"✗ {for_people(error.what)}", style="bold red", end="")
     out.print(f" [{error.code}]" if error.code else "", style="dim")
-    out.print(f"  why:  {without_passwords(error.why)}")
-    out.print(f"  next: {without_passwords(paths.where_it_runs(error.fix))}", style="bold")
+    out.print(f"  why:  {for_people(error.why)}")
+    out.print(f"  next: {for_people(paths.where_it_runs(error.fix))}", style="bold")
 
 
 class Steps:
@@ -182,7 +187,7 @@ class Steps:
 
         def line() -> Text:
             """Return label and detail as Text: Rich would read a string as markup."""
-            return Text(without_passwords(" · ".join(part for part in (label, last[0]) if part)))
+            return Text(for_people(" · ".join(part for part in (label, last[0]) if part)))
 
         def update(text: str) -> None:
             """The last detail stands in the finished step's line too."""

@@ -1,6 +1,7 @@
 """Where things lie: the checkout, its state, and the user's cache.
 
-`SPARKFORGE_ROOT` (set in the image), `SPARKFORGE_STATE` and `SPARKFORGE_CACHE` (set by tests) move them.
+`SPARKFORGE_ROOT` (set in the image), `SPARKFORGE_STATE` and `SPARKFORGE_CACHE` (set by tests) move them. An installed
+wheel has its checkout, with the models, in the user's data folder and its state in that for state (USER_FOLDERS).
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from sparkforge.core.errors import UsageError
 # The image has our packages in a folder of their own, and pins, locks and patches elsewhere.
 ROOT = Path(os.environ.get("SPARKFORGE_ROOT") or Path(__file__).resolve().parents[2])
 
+WHEEL_LIST = ".wheel"  # the files that a wheel laid out, with their hashes
+INSTALLED = (ROOT / WHEEL_LIST).is_file()
+# What is kept where for a user, by the XDG base directory specification: variable, folder in the home without it.
+USER_FOLDERS = {
+    "data": ("XDG_DATA_HOME", ".local/share"),  # an installed wheel's checkout, models, settings
+    "state": ("XDG_STATE_HOME", ".local/state"),  # an installed wheel's environments, logs, records
+    "cache": ("XDG_CACHE_HOME", ".cache"),  # verified downloads
+}
+
 # What the Compose files in use are known by in a container. Compose tells a container only of those in COMPOSE_FILE
 # (which `./inv` sets too), never of a `-f`; so each file of ours sets a variable of its own, numbered in their order.
 COMPOSE_FILES = "SPARKFORGE_COMPOSE_FILE"
@@ -24,6 +34,23 @@ COMPOSE_PROFILE = "SPARKFORGE_COMPOSE_PROFILE"
 DEFAULT_COMPOSE_FILES = ["docker-compose.yml"]  # Compose finds it by itself, with the override file
 COMPOSE_VERBS = "build|config|down|exec|logs|ps|pull|restart|run|start|stop|up"
 OF_THE_HOST = ("docker", "sudo", "systemctl", "loginctl", "journalctl")  # no image has them
+
+
+def user_folder(kind: str) -> Path:
+    """Return the user's folder of a kind, a key of USER_FOLDERS; absolute, may not exist yet."""
+    variable, default = USER_FOLDERS[kind]
+    return Path(os.environ.get(variable) or Path.home() / default).absolute() / "sparkforge"
+
+
+def as_called_here(text: str) -> str:
+    """Return a text with commands and folders of a checkout as they are called where a wheel is installed."""
+    if not INSTALLED:
+        return text
+    text = re.sub(r"(?<![\w/.])sudo \./inv\b", f"sudo {ROOT}/inv", text)  # root has another home, and no `sparkforge`
+    text = re.sub(r"(?<![\w/.])\./inv\b", "sparkforge", text)
+    text = re.sub(r"(?<![\w/.-])\.sparkforge/", lambda _: f"{state()}/", text)
+    compose = f"docker compose --project-directory {shlex.quote(str(ROOT))} "
+    return re.sub(rf"docker compose (?=(?:{COMPOSE_VERBS})\b)", lambda _: compose, text)
 
 
 def where_it_runs(advice: str) -> str:
@@ -60,7 +87,8 @@ def compose_options(environment: Mapping[str, str]) -> str:
 
 def state() -> Path:
     """Directory of this checkout's environments, models, logs and records; absolute, may not exist yet."""
-    return Path(os.environ.get("SPARKFORGE_STATE") or ROOT / ".sparkforge").absolute()
+    usual = user_folder("state") if INSTALLED else ROOT / ".sparkforge"
+    return Path(os.environ.get("SPARKFORGE_STATE") or usual).absolute()
 
 
 def secure_state() -> Path:
@@ -79,9 +107,8 @@ def secure_state() -> Path:
 
 def cache() -> Path:
     """Directory of verified downloads, shared between checkouts; absolute, may not exist yet."""
-    if chosen := os.environ.get("SPARKFORGE_CACHE"):
-        return Path(chosen).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "sparkforge"
+    chosen = os.environ.get("SPARKFORGE_CACHE")
+    return Path(chosen).absolute() if chosen else user_folder("cache")
 
 
 def environment(name: str) -> Path:

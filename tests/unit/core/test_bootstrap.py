@@ -91,7 +91,7 @@ def test_sudo_makes_no_environment_in_the_checkout_of_somebody_else(checkout, mo
     monkeypatch.setattr(bootstrap.os, "geteuid", lambda: 0)
     with pytest.raises(ProcessError, match="not made with sudo") as refused:
         bootstrap.main(checkout)
-    assert refused.value.fix.startswith("./inv --list")
+    assert refused.value.fix.startswith(f"{checkout}/inv --list")
     assert not (checkout / ".sparkforge").exists()
 
 
