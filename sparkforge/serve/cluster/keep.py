@@ -73,7 +73,7 @@ def refuse_second() -> None:
 
 def begin(config: ClusterConfig) -> int:
     """Start it, and return its process id once it holds its lock. Raises ServerError."""
-    command = [sys.executable, "-P", "-m", __name__, config.model_dump_json(by_alias=True)]
+    command = [sys.executable, "-m", __name__, config.model_dump_json(by_alias=True)]
     pid = spawn(command, log=log_path(), env=os.environ, cwd=paths.ROOT)
     started, deadline = started_at(pid), time.monotonic() + BEGIN_SECONDS
     while running() != pid:

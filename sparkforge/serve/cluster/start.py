@@ -126,7 +126,7 @@ def ask(config: ClusterConfig, node: ClusterNode, action: str, **more: Any) -> d
     request = json.dumps(
         {"action": action, "name": node.name, "config": config.model_dump(by_alias=True, mode="json"), **more}
     )
-    command = [INTERPRETER if node.ssh else sys.executable, "-P", "-m", MODULE]
+    command = [INTERPRETER if node.ssh else sys.executable, "-m", MODULE]  # in the checkout, see `remote.output`
     seconds = START_SECONDS[config.device] if action == "start" else SECONDS[action]
     answer = remote.document(node, command, NodeAnswer, seconds=seconds, stdin=request)
     if error := answer.error:
