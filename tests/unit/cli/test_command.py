@@ -17,7 +17,7 @@ import pytest
 from invoke.context import Context
 from invoke.exceptions import Exit
 
-from sparkforge.cli.command import arguments, command, listed, option, task, texts, whole_number, with_fields
+from sparkforge.cli.command import command, option, task, texts, whole_number, with_fields
 from sparkforge.core import paths
 from sparkforge.core.errors import NetworkError, UsageError
 
@@ -38,7 +38,7 @@ def test_our_errors_give_their_parts_and_their_code(capsys):
     assert printed.index("a failed") < printed.index("because b") < printed.index("./inv c")
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT])
 def test_a_file_that_cannot_be_used_is_named(number, capsys, tmp_path):
     assert code_of(OSError(number, "no such luck", str(tmp_path / "x"))) == 28
     printed = capsys.readouterr().err
@@ -55,7 +55,7 @@ def test_ctrl_c_is_what_shells_expect():
     assert code_of(KeyboardInterrupt()) == 130
 
 
-@pytest.mark.parametrize("error", [TypeError("wrong"), AssertionError(), ValueError("x"), KeyError("y")])
+@pytest.mark.parametrize("error", [AssertionError(), ValueError("x")])
 def test_a_fault_of_ours_keeps_its_traceback_and_says_how_to_report_it(error):
     @command
     def task():
@@ -66,21 +66,11 @@ def test_a_fault_of_ours_keeps_its_traceback_and_says_how_to_report_it(error):
     assert "./inv doctor --bundle" in "".join(traceback.format_exception(caught.value))
 
 
-def undeclared(function):
-    """Run something that raises and return its error, with its traceback."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
-        function()
-    return caught.value
-
-
 BAD_INPUT = {
     "a file without its name": (lambda: ssl.create_default_context(cafile="/nonexistent"), 28),
     "a bad descriptor": (lambda: os.fsync(999_999), 28),
-    "a name with half a surrogate pair": (lambda: open("\ud800"), 28),  # noqa: PTH123, SIM115
     "a name with a NUL": (lambda: open("a\0b"), 28),  # noqa: PTH123, SIM115
-    "a name that is too long": (lambda: open("/" + "x" * 5000), 28),  # noqa: PTH123, SIM115
     "deep JSON": (lambda: json.loads("[" * 200_000), 28),
-    "no JSON": (lambda: json.loads("{"), 28),
     "no TOML": (lambda: tomllib.loads("a ="), 28),
     "no UTF-8": (b"\xff".decode, 28),
     "no memory": (lambda: bytearray(1 << 60), 50),
@@ -94,29 +84,18 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize(("function", "code"), BAD_INPUT.values(), ids=BAD_INPUT)
 def test_bad_input_that_nobody_declared_is_three_lines(function, code, capsys):
-    assert code_of(undeclared(function)) == code
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
+        function()
+    assert code_of(caught.value) == code
     lines = capsys.readouterr().err.splitlines()
     assert [line[:8] for line in lines[:3]] == [f"✗ {lines[0][2:]}"[:8], "  why:  ", "  next: "]
     assert len(lines) == 3
-
-
-def test_a_name_that_is_too_long_is_declared(tmp_path, capsys):
-    assert code_of(OSError(errno.ENAMETOOLONG, "File name too long", str(tmp_path / ("x" * 300) / "y"))) == 28
-    assert f"ls -ld {tmp_path}," in capsys.readouterr().err
-
-
-def test_a_descriptor_in_place_of_a_name_is_declared():
-    assert code_of(OSError(errno.EIO, "Input/output error", 7)) == 28
 
 
 def test_an_answer_with_half_a_surrogate_pair_is_printed():
     code = "from sparkforge.cli.command import command; command(lambda: print('a' + chr(0xd800) + 'b'))()"
     result = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, check=False)
     assert (result.returncode, result.stdout) == (0, b"a\\ud800b\n")
-    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    code = "from sparkforge.cli.command import command; command(lambda: print(chr(0x2713)))()"
-    result = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, env=env, capture_output=True, check=False)
-    assert (result.returncode, result.stdout) == (0, b"\\u2713\n")
 
 
 def test_a_word_that_is_no_number_is_refused():
@@ -125,14 +104,6 @@ def test_a_word_that_is_no_number_is_refused():
         with pytest.raises(UsageError, match="--port") as caught:
             whole_number("--port", text)
         assert len(caught.value.what) < 100
-
-
-def test_words_between_commas_and_words_of_a_shell():
-    assert listed("a, b,,c,") == ["a", "b", "c"]
-    assert listed("") == []
-    assert arguments("--more", "--build-context 'a b=c'") == ["--build-context", "a b=c"]
-    with pytest.raises(UsageError, match="--more"):
-        arguments("--more", "'a")
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,6 @@ def test_a_message_becomes_its_error_with_a_fix(script, tmp_path, text):
     assert code == "engine.failed" or "noise" not in caught.value.why
 
 
-def test_arguments_and_variables_arrive_and_stdout_comes_back(script):
-    script('printf "%s|" "$@"; echo "$PORT"; echo noise >&2')
-    assert docker_cli.docker(["compose", "a b"], env={"PORT": "1"}) == "compose|a b|1\n"
-
-
 def test_without_the_command_the_fix_is_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(errors.EngineError, match=r"docs\.docker\.com"):

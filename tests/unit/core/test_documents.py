@@ -95,14 +95,6 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path):
         read_json(documents.Path("a\0b"))
 
 
-def test_ten_megabytes_on_one_line_are_read_or_refused_at_once(tmp_path):
-    path = tmp_path / "x"
-    path.write_text("a" * 10_000_000)
-    for read in (read_json, read_toml):
-        with pytest.raises(DocumentError):
-            read(path)
-
-
 def test_more_values_than_memory_has_room_for_are_refused_before_they_are_made(monkeypatch):
     """480 MB of `{},` come out of 0.5 MB of gzip, and Python takes 64 bytes for each."""
     monkeypatch.setattr(documents, "MOST_VALUES", 1000)

@@ -15,15 +15,6 @@ def test_every_family_has_an_exit_code_of_its_own():
     assert all(0 < code < 126 for code in codes)  # 126 and up are the shell's
 
 
-def test_message_has_three_parts():
-    assert str(errors.NetworkError("a failed", "because b", "./inv c")) == "a failed · because b · ./inv c"
-
-
-def test_an_error_has_a_code_of_its_family():
-    assert errors.PatchError("a", "b", "c").code == "patch"
-    assert errors.PatchError("a", "b", "c", code="patch.conflict").code == "patch.conflict"
-
-
 def test_every_code_that_is_raised_is_in_the_table_and_belongs_to_the_family_that_raises_it():
     families = {family.__name__: family.family for family in errors.SparkforgeError.__subclasses__()}
     raised = set()

@@ -25,41 +25,6 @@ def test_the_decisive_line_is_the_last_exception_that_is_no_consequence_with_its
     assert not [line for line in event.lines if "this is source" in line.text]
 
 
-@pytest.mark.parametrize(
-    ("line", "text", "level"),
-    [
-        ("vllm-1  | (APIServer pid=1) ERROR 11-24 10:00:00 [a.py:1] boom", "boom", "ERROR"),
-        ("2026-11-24T10:00:00.5Z (Worker_TP0 pid=2) INFO 11-24 10:00:00 [a.py:1] error", "error", "INFO"),
-        ("Nov 24 22:01:17 spark kernel: NVRM: Xid (PCI:0:1:0): 79, lost", "NVRM: Xid (PCI:0:1:0): 79, lost", "KERNEL"),
-        ("Nov 24 22:01:17 spark earlyoom[9]: killing", "earlyoom: killing", ""),
-        ("[  481.22] watchdog: BUG", "watchdog: BUG", "KERNEL"),
-        ("[rank1]:[E1124 10:30:00.1 P.cpp:688] failed", "failed", "ERROR"),
-        ("2026-11-24 10:00:00,123 - vllm - ERROR - failed", "failed", "ERROR"),
-        ("ERROR:    [Errno 98] in use", "[Errno 98] in use", "ERROR"),
-        ("#12 4.21 Killed", "Killed", ""),
-    ],
-)
-def test_prefixes_are_taken_off_and_levels_are_read(line, text, level):
-    parsed = events.parse(line)
-    assert (parsed.text, parsed.level) == (text, level)
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "signal"),
-    [
-        ("vllm-1 exited with code 137", 137, 9),
-        ("vllm.service: Main process exited, code=killed, status=9/KILL", 9, 9),
-        ("vllm.service: Main process exited, code=exited, status=1/FAILURE", 1, None),
-        ('"ExitCode": 139,', 139, 11),
-        ("Failed core proc(s): {'EngineCore': -9}", -9, 9),
-        ("vllm-1 exited with code 143", 143, None),
-    ],
-)
-def test_how_a_process_ended_is_read(text, code, signal):
-    line = events.parse(text)
-    assert (line.code, line.signal) == (code, signal)
-
-
 READY = "(APIServer pid=1) INFO:     Application startup complete.\n"
 BANNER = "(APIServer pid=1) INFO 11-21 07:30:52 [a.py:1] non-default args: {}\n"
 FAILED = "(APIServer pid=1) ERROR 11-21 07:30:52 [a.py:1] the cache could not be read\n"

@@ -9,7 +9,6 @@ import pytest
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.core.files import (
     atomic_file,
-    existing_part,
     locked,
     require_space,
     require_writable,
@@ -74,11 +73,6 @@ def test_what_a_killed_writer_left_is_swept_and_a_live_ones_stays(tmp_path):
     assert (tmp_path / "file[1]").read_text() == "half"
 
 
-def test_json_is_sorted_readable_and_ends_with_a_newline(tmp_path):
-    write_json(tmp_path / "x.json", {"b": 1, "a": "ü"})
-    assert (tmp_path / "x.json").read_text(encoding="utf-8") == '{\n  "a": "ü",\n  "b": 1\n}\n'
-
-
 def test_space_is_asked_for_where_the_folder_will_be(tmp_path):
     require_space(tmp_path / "not" / "yet", 1, "a byte")
     with pytest.raises(StorageError, match="needed", check=lambda error: error.code == "storage.full"):
@@ -107,12 +101,6 @@ with locked(pathlib.Path({str(tmp_path / "lock")!r}), "hold"):
     assert (tmp_path / "lock").read_text() == ""  # nobody is named who does not hold it
 
 
-def test_a_place_for_results_is_made_and_left_empty(tmp_path):
-    path = tmp_path / "new" / "result.json"
-    assert require_writable(path) == path
-    assert list(path.parent.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", ["", "file/below.json", "/proc/1/result.json"])
 def test_a_place_where_no_file_can_be_is_refused_before_the_work(tmp_path, name):
     (tmp_path / "file").write_text("kept")
@@ -127,9 +115,3 @@ def test_half_a_surrogate_pair_is_kept(tmp_path):
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "ü\ud800", "b": "\udcff"}
     write_atomic(tmp_path / "x.txt", "a\ud800")
     assert (tmp_path / "x.txt").read_bytes() == b"a\\ud800"
-
-
-def test_a_folder_above_is_there_whatever_the_name(tmp_path):
-    for name in ("x" * 300, "a\0b", "\ud800", "none/none"):
-        assert existing_part(tmp_path / name / "y") == tmp_path
-    require_space(tmp_path / ("x" * 300), 1, "a test")

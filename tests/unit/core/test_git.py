@@ -72,9 +72,3 @@ def test_only_the_certificates_are_inherited(tmp_path, monkeypatch):
     assert variables["GIT_SSL_CAINFO"] == "/ca.pem"
     assert variables["GIT_SSH_COMMAND"] is None, "it is removed"
     assert variables["PATH"] == os.environ["PATH"]
-
-
-def test_a_machine_without_git_is_told_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ProcessError, match="apt-get install git", check=lambda error: error.code == "process.failed"):
-        runner.git(tmp_path, "log")

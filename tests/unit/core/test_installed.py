@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkforge.core.errors import IntegrityError
-from sparkforge.core.installed import Installed, is_below, parse_record, record_digest
+from sparkforge.core.installed import Installed, parse_record, record_digest
 
 HASH = "sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU"
 NAMES = ["pkg/a.py", "../../../bin/x", "../../../etc/passwd", "p-1.dist-info/RECORD", "/", "", "..", "a,b"]
@@ -41,9 +41,3 @@ def test_without_strictness_only_lines_that_cannot_be_compared_are_left_out(tmp_
     installed = Installed.read(info, strict=False)
     assert [line.path for line in installed.lines] == ["a.py"]
     assert installed.differences(added=None) == []
-
-
-def test_below_is_by_whole_names():
-    assert is_below("a/b", ["a"])
-    assert is_below("a", ["a"])
-    assert not is_below("ab/c", ["a"])

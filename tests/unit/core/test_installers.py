@@ -23,26 +23,12 @@ The conflict is caused by:
 ERROR: ResolutionImpossible: for help visit https://pip.pypa.io/
 """
 CASES = {
-    "a constraint": (
-        CONFLICT,
-        "torch==2.13.0+cpu is needed, and a constraint of pip's settings demands torch<=2.12",
-        False,
-    ),
-    "busy, pip": (OFFERED.format("none"), "offers no version of demo==1.0", True),
+    "a constraint": (CONFLICT, "is needed, and a constraint of pip's settings demands torch<=2.12", False),
     "another Python": (OFFERED.format("0.8, 0.9"), "no demo==1.0 for this Python and machine, only 0.8, 0.9", False),
-    "busy, uv": (
-        "error: Failed to fetch: http://x/\n  cause: HTTP status server error (503 Service Unavailable)",
-        "busy (503 S",
-        True,
-    ),
-    "too many": ("  cause: HTTP status client error (429 Too Many Requests) for url", "busy (429 Too Many", True),
+    "busy": ("error: Failed to fetch: http://x/\n  cause: HTTP status server error (503 Service", "busy (503 S", True),
     "silence": (TIMEOUT, "stopped answering", True),
-    "refused": ("  cause: tcp connect error\n  cause: Connection refused (os error 111)", "nothing answers", False),
-    "no name": (
-        "dns error: failed to lookup address information: Name or service not known",
-        "cannot be resolved",
-        True,
-    ),
+    "refused": (UNREACHABLE, "nothing answers", False),
+    "no name": ("dns error: failed to lookup address information: Name or service", "cannot be resolved", True),
     "credentials": (
         "hint: An index URL (http://x) could not be queried (401 Unauthorized)",
         "refuses the credentials",
@@ -50,38 +36,25 @@ CASES = {
     ),
     "hash, uv": (
         "error: Failed to download `demo==1.0`\n  cause: Hash mismatch for `demo==1.0`\n",
-        "offers demo==1.0 with",
+        "demo==1.0 with",
         False,
     ),
     "hash, pip": (
-        "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE FILE.\n    demo==1.0 from http://x",
+        "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM\n    demo==1.0 from http://x",
         "demo==1.0 with",
         False,
     ),
     "missing": (
-        "cause: Because demo was not found in the package registry and you\n    require demo==1.0, we can",
+        "Because demo was not found in the package registry and you\n    require demo==1.0",
         "has no demo",
         False,
     ),
-    "full disk": (
-        "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
-        "no space",
-        False,
-    ),
+    "full disk": ("ERROR: Could not install due to an OSError: [Errno 28] No space left on device", "no space", False),
     "certificate": ("Caused by: invalid peer certificate: UnknownIssuer", "certificate is not trusted", False),
-    "a proxy, pip": (
-        "  WARNING: Retrying after: 'ProxyError('Cannot connect to proxy.', OSError('Tunnel connection failed: 407'))'",
-        "the proxy refuses",
-        False,
-    ),
-    "a proxy, uv": (
-        "  Caused by: client error (Connect)\n  Caused by: tunnel error: unsuccessful",
-        "the proxy refuses",
-        False,
-    ),
+    "a proxy": ("  Caused by: client error (Connect)\n  Caused by: tunnel error: unsuccessful", "proxy refuses", False),
     # Words of a mirror's address and of packages are no causes.
     "a mirror called proxy": (
-        "Looking in indexes: https://proxy.example.org/timeout/\nCollecting http-proxy\n" + UNREACHABLE,
+        f"Looking in: https://proxy.example.org/\nCollecting http-proxy\n{UNREACHABLE}",
         "nothing answers",
         False,
     ),
@@ -90,19 +63,9 @@ CASES = {
         "no async-timeout==9 for this Python and machine, only 4.0, 5.0",
         False,
     ),
-    "a package called proxy": (
-        "Collecting proxy-tools\n" + OFFERED.format("0.1").replace("demo==1.0", "proxy-tools==9"),
-        "no proxy-tools==9 for this",
-        False,
-    ),
     "unknown": (
         "Collecting demo\nERROR: something new happened\nWARNING: a newer pip\n",
         "something new happened",
-        False,
-    ),
-    "a crash": (
-        "Traceback (most recent call last):\n  File\nEOFError: EOF when reading a line",
-        "EOF when reading",
         False,
     ),
 }
@@ -120,17 +83,11 @@ def test_a_refusal_is_one_line_with_its_cause(case, monkeypatch):
     assert ("PIP_CONSTRAINT=limits.txt" in refusal.cause) == (case == "a constraint")
 
 
-@pytest.mark.parametrize(("failures", "attempts"), [(0, 1), (1, 2), (2, 3), (9, 3)])
+@pytest.mark.parametrize(("failures", "attempts"), [(1, 2), (9, 3)])
 def test_a_busy_index_is_asked_again(monkeypatch, failures, attempts):
     monkeypatch.setattr(installers, "WAITS", (0.01, 0.01))
-    outputs = [CASES["busy, uv"][0]] * failures + [""] * 3
+    outputs = [CASES["busy"][0]] * failures + [""] * 3
     lines, asked = [], []
     refused = installers.insist(lambda: asked.append(1) or outputs.pop(0), lines.append, "the wheel")
     assert (len(asked), refused is None) == (attempts, failures < 3)
     assert len(lines) == attempts - 1
-
-
-def test_what_lasts_is_not_asked_again():
-    asked = []
-    refused = installers.insist(lambda: asked.append(1) or CASES["hash, uv"][0], print, "the wheel")
-    assert (len(asked), refused.busy) == (1, False)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -155,16 +154,3 @@ def test_handlers_are_put_back_and_an_ignored_signal_stays_ignored():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, former)
-
-
-def test_other_threads_are_left_alone():
-    signals = []
-
-    def work():
-        with interrupt.caught(), interrupt.held():
-            signals.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert signals == [signal.SIG_DFL]

@@ -60,11 +60,6 @@ def test_a_stream_without_a_whole_event_ends_at_the_limit(piece):
         list(sse.events(endless(piece)))
 
 
-def test_many_events_are_not_one_large_event():
-    event = b"data: " + b"x" * 1_000_000 + b"\n\n"
-    assert len(both([event] * 10)) == 10
-
-
 def test_a_stream_has_an_overall_deadline():
     with pytest.raises(http.LimitError, match="not ended after 0 s"):
         list(sse.events(endless(b"data: x\n\n"), 0.0))

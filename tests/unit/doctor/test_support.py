@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.core.errors import RefusalError, StorageError
-from sparkforge.doctor import container, doctor, evidence, support
+from sparkforge.core.errors import RefusalError
+from sparkforge.doctor import doctor, evidence, support
 from validate.facts.fact import Fact
 
 # What must never leave: each stands in a log, a report, a manifest, an environment, a command line or a file's name.
@@ -118,11 +118,9 @@ def test_what_helps_is_still_in_it_and_what_it_holds_is_printed(state, tmp_path,
     assert "9.20.0.48" in files["sparkforge-support/facts.json"]
     document = json.loads(files["sparkforge-support/doctor.json"])
     assert "invalid-resource-handle" in [problem["id"] for problem in document["problems"]]
-    assert "https://github.com/vllm-project/vllm/issues/26055" in files["sparkforge-support/doctor.json"]
     assert leaked(files) == set()
     printed = capsys.readouterr().err
     assert [name for name in files if name.removeprefix("sparkforge-support/") not in printed] == []
-    assert "look before you send it" in printed
 
 
 def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(tmp_path):
@@ -138,12 +136,6 @@ def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(t
     assert names == sorted(names)
     assert {(info.mtime, info.uid, info.gid, info.uname, info.mode) for info in members} == {(0, 0, 0, "", 0o644)}
     assert places[0].stat().st_mode & 0o077 == 0
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"support\.tar\.gz", check=lambda error: error.code == "storage.access"):
-        support.write(tmp_path / "file" / "support.tar.gz", {}, evidence.Evidence())
 
 
 def logged(data):
@@ -183,19 +175,6 @@ def test_many_logs_are_bounded(monkeypatch):
     assert {"logs/unit99.log", "logs/server.log"} <= names
     monkeypatch.setattr(support, "MAX_TOTAL", 12_000)
     assert len([name for name in support.members({}, collected) if name.startswith("logs/")]) == 2
-
-
-def test_of_docker_inspect_only_what_explains_is_kept(fake_engine):
-    kept = {
-        **fake_engine.container,
-        "Mounts": [{"Type": "bind", "Source": "/home/anna", "Destination": "/models", "RW": False}],
-    }
-    kept["Config"] = {"Env": ["A=secret", "VLLM_X=1", "PATH=/usr/bin"], "Labels": {"x": "y"}, "Hostname": "h"}
-    cut = container.essential(kept)
-    assert cut["Config"]["Env"] == ["A=…", "VLLM_X=1", "PATH=/usr/bin"]
-    assert cut["Mounts"] == [{"Type": "bind", "Destination": "/models", "RW": False}]
-    assert not {"Labels", "Hostname"} & cut["Config"].keys()
-    assert container.essential({})["Mounts"] == []
 
 
 def test_names_in_the_archive_stay_in_its_folders():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparkforge.core import files, paths
-from sparkforge.core.errors import InputError, StorageError
+from sparkforge.core.errors import StorageError
 from sparkforge.models import local, table
 
 NAME = "openai/gpt-oss-120b"
@@ -55,11 +55,6 @@ def test_the_cache_is_found_where_it_may_lie(tmp_path, monkeypatch, variable):
     assert local.find(NAME, env) == folder / "snapshots/c1"
 
 
-def test_a_cache_without_its_folder_hub_is_one_too(tmp_path):
-    folder = cache(tmp_path, "c1", main="c1")
-    assert local.find(NAME, {"HF_HOME": str(folder.parent)}) == folder / "snapshots/c1"
-
-
 @pytest.mark.parametrize(
     ("commits", "main", "revision", "expected"),
     [
@@ -81,12 +76,6 @@ def test_a_snapshot_with_weights_comes_before_one_that_has_none(tmp_path):
     assert local.find(NAME, {"HF_HOME": str(tmp_path)}).name == "c1"
 
 
-def test_two_snapshots_without_a_name_are_not_guessed(tmp_path):
-    cache(tmp_path, "c1", "c2")
-    with pytest.raises(InputError, match="is not on this machine"):
-        local.find(NAME, {"HF_HOME": str(tmp_path)})
-
-
 def test_what_was_fetched_is_found_and_a_folder_is_itself(tmp_path):
     for folder in (tmp_path / "mounted/gpt-oss-120b", tmp_path / "checkout/models/gpt-oss-120b"):
         folder.mkdir(parents=True)
@@ -94,19 +83,6 @@ def test_what_was_fetched_is_found_and_a_folder_is_itself(tmp_path):
         assert local.find(NAME, {}) == folder
     assert local.find(str(tmp_path), {}) == tmp_path
     assert local.find("/nowhere/at/all", {}) == Path("/nowhere/at/all")
-
-
-def test_a_repository_that_is_nowhere_names_the_places_and_the_mount(tmp_path):
-    with pytest.raises(InputError, check=lambda error: error.code == "input.model") as caught:
-        local.find(NAME, {"HF_HOME": str(tmp_path / "hf")})
-    assert str(tmp_path / "hf/hub") in caught.value.why
-    assert f"docker run -v ~/.cache/huggingface:{local.MOUNTED}:ro" in caught.value.fix
-
-
-def test_the_api_offers_a_snapshot_by_its_repository(tmp_path):
-    snapshot = cache(tmp_path, "c1") / "snapshots/c1"
-    assert (local.name_of(snapshot), local.hub_cache_of(snapshot)) == (NAME, tmp_path / "hub")
-    assert (local.name_of(tmp_path / "mine"), local.hub_cache_of(tmp_path / "mine")) == ("mine", None)
 
 
 def test_a_snapshot_whose_blobs_are_not_mounted_says_so(tmp_path):

@@ -6,31 +6,12 @@ import pytest
 
 from sparkforge.core.errors import InputError
 from sparkforge.models import table as models
-from sparkforge.models import tiny, tiny_format, tiny_trained
+from sparkforge.models import tiny
 from sparkforge.plan import architecture
-from sparkforge.plan.architecture import BF16, DenseFormat, parse
+from sparkforge.plan.architecture import parse
 
 KNOWN = models.load()
 BIG = parse(KNOWN["gpt-oss-120b"].config, "test")
-
-
-# 36 layers, hidden = intermediate = 2880, 64 heads and 8 KV heads of 64, 128 experts; bf16 but for MXFP4.
-@pytest.mark.parametrize(
-    ("part", "expected"),
-    [
-        ("embedding", 201_088 * 2_880 * 2),
-        ("attention qkv", 36 * (2_880 * (4_096 + 512 + 512) + 5_120) * 2),
-        ("attention o", 36 * (4_096 * 2_880 + 2_880) * 2),
-        ("attention sinks", 36 * 64 * 2),
-        ("router", 36 * (128 * 2_880 + 128) * 2),
-        ("experts gate, up", 36 * 128 * (5_760 * 90 * 17 + 5_760 * 2)),  # a row of 2880: 90 blocks of 16 + 1 bytes
-        ("experts down", 36 * 128 * (2_880 * 90 * 17 + 2_880 * 2)),
-        ("norms", (36 * 2 + 1) * 2_880 * 2),
-        ("lm_head", 201_088 * 2_880 * 2),
-    ],
-)
-def test_parts_of_gpt_oss_120b(part, expected):
-    assert {p.name: p.bytes for p in BIG.parts()}[part] == expected
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b"])
@@ -72,10 +53,6 @@ def stored(shard):
     return [(n, t["data_offsets"][1] - t["data_offsets"][0]) for n, t in table.items() if n != "__metadata__"]
 
 
-def test_the_stored_sizes_of_the_tiny_model_are_those_that_we_write():
-    assert parse(tiny_format.config(tiny_trained.sizes()), "t") == parse(KNOWN["tiny-gpt-oss"].config, "t")
-
-
 def test_kv_cache_of_gpt_oss_120b():
     assert BIG.kv_layer_token("bf16") == 2 * 8 * 64 * 2 == 2_048
     assert BIG.kv_layer_token("fp8") == 1_024
@@ -95,37 +72,19 @@ def test_padding_of_gpt_oss_120b_for_cutlass():
     assert BIG.padding_bytes(1) == BIG.padding_bytes(64) == 0
 
 
-def test_other_formats_of_the_dense_layers():
-    plain, packed = ({p.name: p.bytes for p in BIG.parts(dense)} for dense in (BF16, DenseFormat("mxfp4", "mxfp4")))
-    assert packed["lm_head"] == plain["lm_head"] * 4.25 / 16
-    assert packed["experts down"] == plain["experts down"]
-
-
-def test_a_tied_head_is_counted_once():
-    tied = parse({**KNOWN["gpt-oss-20b"].config, "tie_word_embeddings": True}, "test")
-    assert KNOWN["gpt-oss-20b"].tensor_bytes - tied.weight_bytes() == 201_088 * 2_880 * 2
-
-
-def test_experts_without_quantization_are_bf16():
-    config = {key: value for key, value in KNOWN["gpt-oss-20b"].config.items() if key != "quantization_config"}
-    assert {p.name: p.bytes for p in parse(config, "t").parts()}["experts down"] == 24 * 32 * 2_880 * 2_881 * 2
-
-
 WRONG = {
     "another architecture": ({"model_type": "llama"}, "another architecture"),
-    "no model_type": ({"model_type": None}, "another architecture"),
     "zero experts": ({"num_local_experts": 0}, "num_local_experts makes no sense"),
-    "negative layers": ({"num_hidden_layers": -36}, "num_hidden_layers makes no sense"),
     "a size that is text": ({"hidden_size": "2880"}, "hidden_size makes no sense"),
     "a size that is true": ({"vocab_size": True}, "vocab_size makes no sense"),
     "a size that is no number": ({"vocab_size": float("nan")}, "vocab_size makes no sense"),
+    "a size that is missing": ({"hidden_size": None}, "hidden_size makes no sense"),
     "a size that is absurd": ({"hidden_size": 10**30}, "hidden_size makes no sense"),
     "more experts a token than there are": ({"num_experts_per_tok": 200}, "makes no sense"),
     "heads that do not divide": ({"num_key_value_heads": 7}, "makes no sense"),
     "a hidden size without whole blocks": ({"hidden_size": 2_890}, "makes no sense"),
     "layer types of another length": ({"layer_types": ["full_attention"]}, "layer_types makes no sense"),
     "layer types of another kind": ({"layer_types": ["mamba"] * 36}, "layer_types makes no sense"),
-    "layer types that are a number": ({"layer_types": 3}, "layer_types makes no sense"),
     "another quantization": ({"quantization_config": {"quant_method": "awq"}}, "format is not known"),
     "quantization that is a list": ({"quantization_config": [1]}, "format is not known"),
 }
@@ -141,20 +100,6 @@ def test_a_configuration_that_makes_no_sense_is_named(case):
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        key
-        for key in KNOWN["gpt-oss-120b"].config
-        if key not in {"tie_word_embeddings", "quantization_config", "head_dim"}
-    ],
-)
-def test_a_configuration_without_a_size_is_named(key):
-    config = {name: value for name, value in KNOWN["gpt-oss-120b"].config.items() if name != key}
-    with pytest.raises(InputError, check=lambda error: error.code == "input.config"):
-        parse(config, "test")
-
-
-@pytest.mark.parametrize(
     "content",
     [b"", b"{", b'{"model_type": "gpt_oss"', b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b" " * 10_000_001],
     ids=["empty", "cut", "cut later", "list", "number", "no text", "deep", "long"],
@@ -164,13 +109,3 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, content):
     for path in (tmp_path, tmp_path / "config.json"):
         with pytest.raises(InputError, check=lambda error: error.code == "input.config"):
             architecture.read(path)
-
-
-def test_a_folder_without_configuration_is_named(tmp_path):
-    with pytest.raises(InputError, match="cannot read", check=lambda error: error.code == "input.config"):
-        architecture.read(tmp_path)
-
-
-def test_a_configuration_is_read_from_folder_and_file(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(KNOWN["gpt-oss-120b"].config))
-    assert architecture.read(tmp_path) == architecture.read(tmp_path / "config.json") == BIG

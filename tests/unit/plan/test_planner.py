@@ -13,14 +13,10 @@ from sparkforge.core import tables
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.models import table as models
-from sparkforge.plan import choose, devices, document, planner, screen, speed
-from sparkforge.plan.architecture import parse
-from sparkforge.plan.budget import Workload
+from sparkforge.plan import choose, devices, document, planner, screen
 from sparkforge.plan.document import Plan
-from sparkforge.plan.families import Reason
 from sparkforge.plan.planner import PlanRequest
 from sparkforge.serve import profiles
-from sparkforge.serve.profiles import ServeProfile
 
 KNOWN, SERVE_PROFILES, FIGURES = models.load(), profiles.load(), baselines.load().figures
 PROFILES = choose.read_profiles(SERVE_PROFILES)
@@ -50,17 +46,6 @@ def test_the_command_says_what_does_not_fit_with_its_own_code(capsys):
     assert "gpt-oss-20b" in printed.err
 
 
-def test_loading_times_are_the_size_over_published_rates_with_their_source(capsys):
-    rows = show(capsys).loading
-    assert [row.rate for row in rows] == [12.0, 0.9, None, None]
-    for row in rows:
-        assert (row.seconds is None) == (row.rate is None) == (row.source == "")
-        assert row.note
-    assert rows[0].seconds == pytest.approx(65_248_815_744 / 12e9, rel=0.01)
-    assert "pull request 60" in rows[0].source
-    assert show(capsys, "gpt-oss-20b", device="h200").loading == []
-
-
 def test_schema_on_disk_is_the_models():
     assert (ROOT / "sparkforge" / "plan" / "plan.schema.json").read_text() == document.schema(), (
         "python3 -m sparkforge.plan.document > sparkforge/plan/plan.schema.json"
@@ -71,9 +56,7 @@ RECOMMENDED = [
     ({}, "safe"),
     ({"concurrency": "16", "context": "32768"}, "safe"),
     ({"concurrency": "17"}, "fast"),
-    ({"concurrency": "64"}, "fast"),
     ({"context": "32769", "concurrency": "1"}, "long-context"),
-    ({"context": "131072", "concurrency": "6"}, "long-context"),
     ({"context": "131072", "concurrency": "7"}, ""),
     ({"context": "131072", "concurrency": "10", "kv_dtype": "fp8"}, "long-context"),
     ({"concurrency": "65"}, ""),
@@ -93,27 +76,10 @@ def test_recommended_profile(capsys, arguments, name):
         assert bool(verdict.against) == (too_small or beyond)
 
 
-def test_a_share_that_cannot_be_had_speaks_against_a_profile(capsys):
-    shown = show(capsys, resident="24")
-    against = {verdict.name: " ".join(verdict.against) for verdict in shown.profiles}
-    assert against["safe"] == ""
-    assert "0.83 is more than the 0.77 that can be had" in against["fast"]
-
-
 def plan_for(request, device):
     subject = planner.read_subject(request.model, KNOWN)
     load = planner.read_load(request, subject.model, device, PROFILES)
     return planner.make_plan(subject, device, load, PROFILES, request)
-
-
-def test_the_embedded_profile_is_for_processors():
-    machine = devices.describe("", 24 << 30, 12 << 30, 2e10)
-    assert (machine.resident.value, machine.bandwidth.value) == (12.0, 20.0)
-    plan = plan_for(PlanRequest("tiny-gpt-oss", "this", concurrency="4"), machine)
-    assert (plan.asked.context, plan.recommended, plan.advice) == (4_096, "embedded", "./inv up")
-    assert plan.prefill[0].seconds is None
-    plan = plan_for(PlanRequest("tiny-gpt-oss", "this", concurrency="100"), machine)
-    assert plan.profiles[0].against == ("--max-num-seqs is 16",)
 
 
 def test_this_machine_is_measured(capsys):
@@ -160,29 +126,22 @@ BAD = {
     "a model of too long a name": ({"model": "x" * 5_000}, InputError),
     "a model with a zero byte": ({"model": "x\0y"}, InputError),
     "no such device": ({"device": "tpu"}, UsageError),
-    "negative context": ({"context": "-1"}, UsageError),
     "zero context": ({"context": "0"}, UsageError),
     "context beyond the model": ({"context": "131073"}, UsageError),
-    "context that is no number": ({"context": "8k"}, UsageError),
     "endless context": ({"context": "9" * 5_000}, UsageError),
     "concurrency of another script": ({"concurrency": "\u0661"}, UsageError),
-    "zero concurrency": ({"concurrency": "0"}, UsageError),
     "too many at once": ({"concurrency": "100001"}, UsageError),
     "unknown type": ({"kv_dtype": "int4"}, UsageError),
     "negative resident": ({"resident": "-1"}, UsageError),
     "resident that is no number": ({"resident": "nan"}, UsageError),
-    "endless resident": ({"resident": "inf"}, UsageError),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_words_are_named(capsys, case):
     arguments, kind = BAD[case]
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind):
         show(capsys, **arguments)
-    assert caught.value.what
-    assert caught.value.why
-    assert caught.value.fix
 
 
 def test_a_folder_is_planned_for_with_its_files_sizes(capsys, tmp_path):
@@ -200,104 +159,3 @@ def test_tables_name_every_part(capsys):
     assert printed.out == ""
     for word in ("computed, not measured", "lm_head", "KV cache", "fits", "even routing", "prefill", "safe", "SGLang"):
         assert word in printed.err
-
-
-def test_cited_figures_stand_beside_the_bound_for_their_formats():
-    rows = speed.against(parse(KNOWN["gpt-oss-120b"].config, "t"), devices.named("spark"), FIGURES)
-    assert {row.whose for row in rows} >= {"Spark, SGLang", "Spark, llama.cpp b6918", "Spark, eugr's recipe (vLLM)"}
-    assert all(row.source and row.date for row in rows)
-    assert all(row.share == pytest.approx(row.cited / row.computed) for row in rows)
-    single = [row.share for row in rows if row.shape.endswith("c1")]
-    assert max(single) < 1  # at one user nothing passes the bound; a formula that is off would show here
-
-
-def test_every_cited_spark_figure_has_its_formats():
-    named = {figure.name for figure in FIGURES if figure.name.startswith("Spark")}
-    assert named == {row.name for row in speed.judging().formats}
-
-
-@pytest.mark.parametrize("text", ["devices = 3", "[devices.x]\nabout = 'y'", "][", "\x00"])
-def test_a_malformed_device_table_is_named(tmp_path, text):
-    (tmp_path / "devices.toml").write_text(text)
-    with pytest.raises(InputError, check=lambda error: error.code == "input.table"):
-        devices.table(tmp_path / "devices.toml")
-
-
-def test_only_the_model_whose_sizes_are_gone_is_refused(tmp_path):
-    text = models.TABLE.read_text()
-    (tmp_path / "models.toml").write_text(text)
-    known = models.load(tmp_path / "models.toml")
-    assert planner.read_subject("gpt-oss-120b", known).model == parse(KNOWN["gpt-oss-120b"].config, "t")
-    with pytest.raises(InputError, match="makes no sense", check=lambda error: error.code == "input.config"):
-        planner.read_subject("tiny-gpt-oss", known)
-
-
-@pytest.mark.parametrize("value", ["many", "nan", "-1", "inf"])
-def test_a_malformed_serve_profile_is_named(value):
-    arguments = (f"--max-num-seqs={value}",)
-    with pytest.raises(InputError, match=r"profiles\.toml", check=lambda error: error.code == "input.table"):
-        choose.ServerOptions(about="", arguments=arguments, variables={}).number("--max-num-seqs", 1)
-
-
-def test_a_malformed_table_of_models_is_named(tmp_path):
-    (tmp_path / "no.safetensors").write_bytes(b"123")
-    sizes = "[configs.x]\nsource = 'y'\nsizes = '{}.safetensors'\n[configs.x.config]\n"
-    for text in ("[configs.x]\nsource = 'y'", "][", sizes.format("no")):
-        (tmp_path / "models.toml").write_text(text)
-        with pytest.raises(InputError, check=lambda error: error.code == "input.table"):
-            models.load(tmp_path / "models.toml")
-
-
-PACKED = {
-    "fast-8": ServeProfile(
-        about="t", flags=SERVE_PROFILES["fast"].flags, environment={"SPARK_MXFP4_LINEAR": Reason(value="fp8", why="t")}
-    ),
-    "fast-kv8": ServeProfile(
-        about="t", flags={**SERVE_PROFILES["fast"].flags, "--kv-cache-dtype": Reason(value="fp8", why="t")}
-    ),
-    "embedded-8": ServeProfile(
-        about="t",
-        environment={**SERVE_PROFILES["embedded"].environment, "SPARK_MXFP4_LINEAR": Reason(value="fp8", why="t")},
-    ),
-}
-
-
-def test_profiles_with_fewer_bits_come_last_and_show_what_they_gain(capsys):
-    table = {**{name: SERVE_PROFILES[name] for name in ("safe", "fast", "long-context", "embedded")}, **PACKED}
-    screen.report(PlanRequest("gpt-oss-120b"), KNOWN, table, FIGURES, as_json=True)
-    plan = Plan.model_validate_json(capsys.readouterr().out)
-    assert [row.name for row in plan.profiles][-2:] == ["fast-8", "fast-kv8"]
-    assert "embedded-8" not in {row.name for row in plan.profiles}
-    assert plan.recommended == "safe"
-    needs = {row.name: row.needed for row in plan.profiles}
-    assert needs["fast-8"] < needs["fast"] > needs["fast-kv8"]
-    rows = {row.name: row for row in plan.formats}
-    assert rows["fp8, bf16 head"].profiles == ("fast-8",)
-    assert "fast-kv8" in rows["bf16"].profiles
-    single, many = plan.for_users[0], plan.for_users[-1]
-    assert (single.cautious, single.fastest, many.cautious, many.fastest) == ("safe", "fast-8", "fast", "fast-kv8")
-    assert single.fastest_each / single.cautious_each > 1.2
-    screen.report(PlanRequest("gpt-oss-120b"), KNOWN, table, FIGURES, as_json=False)
-    assert "bench.bakeoff" in capsys.readouterr().err
-
-
-def test_the_bounds_of_the_formats_are_bytes_over_bandwidth():
-    attention, head = 36 * (2_880 * 5_120 + 4_096 * 2_880), 201_088 * 2_880  # weights
-    biases = 2 * 36 * (5_120 + 2_880)
-    experts = 36 * 4 * (3 * 2_880 * 2_880 * 17 / 32 + 2 * 3 * 2_880)
-    bits = {"bf16": 2, "fp8": 1, "mxfp4": 17 / 32}
-    expected = [
-        273e9 / (attention * bits[dense.attention] + head * bits[dense.head] + biases + experts)
-        for dense in choose.COMPARED
-    ]
-    assert [round(rate) for rate in expected] == [55, 68, 79, 91, 100]
-    model, spark = parse(KNOWN["gpt-oss-120b"].config, "t"), devices.named("spark")
-    for rate, dense in zip(expected, choose.COMPARED, strict=True):
-        # The plan also reads router, norms, sinks, the token's own embedding, and writes its keys and values.
-        assert 0.99 < speed.ceiling(model, spark, 1, Workload(0, dense=dense)) / rate < 1
-
-
-def test_an_fp8_kv_cache_holds_twice_the_tokens(capsys):
-    bf16, fp8 = show(capsys, context="32768").caches
-    assert (bf16.kv, fp8.kv, bf16.token_bytes, fp8.token_bytes) == ("bf16", "fp8", 73_728, 36_864)
-    assert 2 <= fp8.tokens / bf16.tokens < 2.1

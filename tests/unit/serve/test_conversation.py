@@ -183,18 +183,3 @@ def test_a_message_is_an_argument_or_stdin(once, served, options, stdin):
     assert (result.returncode, result.stdout, result.stderr) == (0, "hmanswer 1\n", "")
     assert messages(served.asked[0]) == [("user", "hello")]
     assert served.asked[0]["max_tokens"] == 64
-
-
-def test_a_cut_answer_is_told_on_stderr(once, served):
-    result = once("long", "--system", "be brief", "--max-tokens", "7")
-    assert (result.returncode, result.stdout) == (0, "hmanswer 1\n")
-    assert "the answer was cut: --max-tokens is 7" in result.stderr
-    assert messages(served.asked[0])[0] == ("system", "be brief")
-
-
-@pytest.mark.parametrize(("options", "stdin"), [((), " \n"), ((), "x" * (1 << 20) + "y"), (("--nonsense",), "")])
-def test_no_message_one_too_long_and_an_unknown_option_are_refused(once, served, options, stdin):
-    result = once(*options, stdin=stdin)
-    assert result.returncode == 2
-    assert "./inv chat" in result.stderr.partition("next: ")[2]
-    assert served.asked == []

@@ -6,7 +6,6 @@ What it decides before it becomes the server is asked of the same `main` in this
 a small program that writes down what it was started with. Everything else that the validator judges is this machine.
 """
 
-import errno
 import io
 import json
 import os
@@ -24,8 +23,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sparkforge.core import files
-from sparkforge.core.errors import RefusalError, ServerError, StorageError
+from sparkforge.core.errors import ServerError
 from sparkforge.core.paths import ROOT
 from sparkforge.pins import patched
 from sparkforge.serve import access, entrypoint, restarts, settings
@@ -184,14 +182,13 @@ class Container:
         return subprocess.run(command, cwd=ROOT, env=self.environ, capture_output=True, text=True, check=False)
 
     def metric(self, name, **labels):
-        lines = [
-            sample.value
+        samples = (
+            sample
             for family in text_string_to_metric_families((self.run / "sparkforge_validation.prom").read_text())
             for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        ]
-        assert len(lines) == 1, (name, labels)
-        return lines[0]
+        )
+        (value,) = [one.value for one in samples if one.name == name and labels.items() <= one.labels.items()]
+        return value
 
 
 @pytest.fixture
@@ -223,7 +220,6 @@ def test_a_green_machine_gets_a_server_that_owns_the_process(container):
     assert json.loads((container.run / "validation.json").read_text())["verdict"] == "serve"
     assert container.metric("sparkforge_validation_verdict", verdict="serve") == 1
     assert container.metric("sparkforge_validation_check", check="model-files", status="pass", required="true") == 1
-    assert container.metric("sparkforge_validation_check", check="model-files", status="fail") == 0
     assert container.metric("sparkforge_build_info", profile="embedded", vllm="0.32.0+sparkforge.1", mode="strict") == 1
     assert container.metric("sparkforge_validation_timestamp_seconds") > time.time() - 600
     health = container.healthy()
@@ -331,7 +327,6 @@ def test_the_guard_stands_before_every_server_and_a_folder_for_traces_adds_the_p
     [
         ("/sys/fs/cgroup", 7, {}, "1"),
         ("/sys/fs/cgroup", 20, {}, None),
-        ("MemAvailable", 7, {}, None),
         ("/sys/fs/cgroup", 7, {"FLASHINFER_DISABLE_JIT": ""}, ""),
     ],
 )
@@ -341,13 +336,10 @@ def test_a_container_too_small_for_a_compiler_starts_none(container, monkeypatch
     assert container.serves(**own)[1].get("FLASHINFER_DISABLE_JIT") == off
 
 
-@pytest.mark.parametrize("key", ["\n", None, "."], ids=["empty", "absent", "folder"])
-def test_a_key_file_without_a_key_stops_the_start_and_an_empty_token_does_not(container, tmp_path, key):
+def test_a_key_file_without_a_key_stops_the_start_and_an_empty_token_does_not(container, tmp_path):
     (tmp_path / "file").write_text("\n")
-    path = tmp_path / {"\n": "file", None: "absent", ".": "."}[key]
-    code, out, server = container.decides(SPARKFORGE_API_KEY_FILE=str(path))
-    assert (code, server) == (28, None)
-    assert ("it is empty" if key == "\n" else "cannot read the API key") in out
+    code, out, server = container.decides(SPARKFORGE_API_KEY_FILE=str(tmp_path / "file"))
+    assert (code, server, "it is empty" in out) == (28, None, True)
     assert "HF_TOKEN_PATH" not in container.serves(SPARKFORGE_HF_TOKEN_FILE=str(tmp_path / "file"))[1]
 
 
@@ -356,16 +348,13 @@ def test_a_key_file_without_a_key_stops_the_start_and_an_empty_token_does_not(co
     [
         ((), {"SPARKFORGE_VALIDATE": "stirct"}, 2, "stirct"),
         ((), {"SPARKFORGE_PROFILE": "sprak"}, 2, "sprak"),
-        ((), {"SPARKFORGE_SERVE_PROFILE": "quick"}, 2, "quick"),
         ((), {"SPARKFORGE_SERVE_PROFILE": "fast"}, 2, "fast"),  # on a CPU
         ((), {"SPARKFORGE_VALIDATE_SECONDS": "-1"}, 2, "-1"),
-        ((), {"SPARKFORGE_VALIDATE_SECONDS": "soon"}, 2, "soon"),
         ((), {"SPARKFORGE_PROFILER": "yes"}, 2, "yes"),
         ((), {"SPARKFORGE_RUN": "/proc/none"}, 28, "cannot write into /proc/none"),
         (("--port", "many"), {}, 2, "'many' is no port"),
         (("--api-key", "sesame"), {}, 2, "--api-key may not be an argument"),
         ((), {"VLLM_ARGS": "--api-key sesame"}, 2, "--api-key may not be an argument"),
-        ((), {"SPARKFORGE_BIND": "0.0.0.0"}, 2, "0.0.0.0 would open the server without an API key"),  # noqa: S104
         ((), {"SPARKFORGE_BIND": "192.168.1.7"}, 2, "192.168.1.7 would open the server without an API key"),
     ],
 )
@@ -377,7 +366,10 @@ def test_what_has_no_meaning_or_opens_the_server_is_refused(container, arguments
 
 
 def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
+    """`docker compose run vllm validate` has the run folder of a server that may run: its readiness stays."""
     pytest.importorskip("torch")  # ./inv test --fast installs none
+    container.run.mkdir()
+    (container.run / "ready").touch()
     command = [sys.executable, "-m", "sparkforge.serve.entrypoint", "validate", str(model)]
     environment = {**container.environ, "SPARKFORGE_MODEL": "/nowhere"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -386,50 +378,7 @@ def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, "FAIL model-files" in result.stdout) == (30, True), result.stdout + result.stderr
     assert not container.server_file.exists()
-    assert not (container.run / "ready").exists()
-
-
-def test_a_validation_leaves_a_server_that_runs_its_readiness(tmp_path, monkeypatch):
-    """`docker compose run vllm validate`: both have the same run folder."""
-    names = (entrypoint.READY, entrypoint.REPORT)
-    for name in names:
-        (tmp_path / name).touch()
-    monkeypatch.setenv("SPARKFORGE_RUN", str(tmp_path))
-    monkeypatch.setattr(signal, "signal", lambda *_args: None)
-    monkeypatch.setattr(entrypoint, "plan", lambda *_args: ServerCommand("/m", "m", "127.0.0.1", 8000))
-    monkeypatch.setattr(entrypoint, "validate", lambda *_args: {"exit_code": 0})
-    assert entrypoint.main(["validate"]) == 0
-    assert [(tmp_path / name).exists() for name in names] == [True, False]
-
-
-def test_a_full_disk_does_not_hide_a_refusal(tmp_path, monkeypatch):
-    options = settings.read({"SPARKFORGE_RUN": str(tmp_path)})
-    monkeypatch.setattr(entrypoint, "watch", lambda *_args, **_more: None)  # the validator does not end
-    document = entrypoint.validate(options, ServerCommand("/m", "m", "127.0.0.1", 8000))
-
-    def full(*_args, **_more):
-        raise files.disk_full(tmp_path)
-
-    monkeypatch.setattr(entrypoint, "validate", lambda *_args: document)
-    monkeypatch.setattr(entrypoint, "write_json", full)
-    with pytest.raises(RefusalError, match="the validator refuses to serve"):
-        entrypoint.admit(options, ServerCommand("/m", "m", "127.0.0.1", 8000))
-
-
-def test_a_full_run_folder_is_named_while_a_container_waits(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
-    options = settings.read({"SPARKFORGE_PROFILE": "embedded", "SPARKFORGE_RUN": str(tmp_path)})
-    entrypoint._held(options, "refused: é")
-    assert (tmp_path / healthy.HELD).read_text(encoding="utf-8") == "refused: é"
-
-    def full(*_args, **_more):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(entrypoint, "write_atomic", full)
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(StorageError, match="cannot write into") as caught:
-        entrypoint._held(options, "refused: x")
-    assert "No space left" in caught.value.why
+    assert (container.run / "ready").exists()
 
 
 @pytest.fixture

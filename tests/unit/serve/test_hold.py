@@ -1,19 +1,14 @@
 """A refused start that waits: pauses that grow, an early look when something changes, and what systemd is told."""
 
 import socket
-from itertools import islice
 
 import pytest
 
 from sparkforge.core import notify
-from sparkforge.core.errors import InputError, RefusalError
+from sparkforge.core.errors import RefusalError
 from sparkforge.serve import hold
 
 REFUSAL = RefusalError("the validator refuses to serve", "no memory", "free some")
-
-
-def test_the_pauses_double_up_to_half_an_hour():
-    assert list(islice(hold.pauses(), 9)) == [30, 60, 120, 240, 480, 960, 1800, 1800, 1800]
 
 
 def test_a_refused_start_is_tried_again_until_it_is_admitted(monkeypatch):
@@ -31,14 +26,6 @@ def test_a_refused_start_is_tried_again_until_it_is_admitted(monkeypatch):
     assert all(line.startswith("refused: ") and "no memory" in line for line in reasons)
 
 
-def test_another_error_ends_the_start():
-    def start():
-        raise InputError("no model", "gone", "fetch it")
-
-    with pytest.raises(InputError):
-        hold.until_admitted(start, [], lambda _line: None)
-
-
 @pytest.mark.parametrize("changed", [True, False])
 def test_a_changed_model_ends_the_wait(monkeypatch, tmp_path, changed):
     def sleep(_seconds):
@@ -49,18 +36,6 @@ def test_a_changed_model_ends_the_wait(monkeypatch, tmp_path, changed):
     assert hold.wait(0.2, [tmp_path]) is changed
 
 
-def test_only_the_option_holds(monkeypatch):
-    monkeypatch.setattr(hold, "until_admitted", lambda *_: "held")
-
-    @hold.held
-    def up(**_options):
-        raise REFUSAL
-
-    assert up(hold=True, model="~/model") == "held"
-    with pytest.raises(RefusalError):
-        up(hold=False)
-
-
 @pytest.mark.parametrize("abstract", [False, True])
 def test_systemd_is_told_in_its_own_words(monkeypatch, tmp_path, abstract):
     name = f"@{tmp_path.name}-notify" if abstract else str(tmp_path / "notify")
@@ -69,10 +44,3 @@ def test_systemd_is_told_in_its_own_words(monkeypatch, tmp_path, abstract):
         monkeypatch.setenv("NOTIFY_SOCKET", name)
         notify.tell(ready=True, status="serves\nX_INJECTED=1")
         assert manager.recv(4096) == b"READY=1\nSTATUS=serves X_INJECTED=1"
-
-
-def test_without_systemd_nothing_is_told(monkeypatch):
-    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    notify.tell(ready=True)
-    monkeypatch.setenv("NOTIFY_SOCKET", "/nonexistent/notify")
-    notify.tell(ready=True)

@@ -11,6 +11,15 @@ from sparkforge.serve import memory_plan
 
 
 @pytest.fixture
+def judged(monkeypatch):
+    """What is judged on a machine with unified memory: folder, arguments and variables of each."""
+    calls = []
+    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
+    monkeypatch.setattr(memory_plan, "judge", lambda *arguments: calls.append(arguments))
+    return calls
+
+
+@pytest.fixture
 def model(tmp_path):
     folder = tmp_path / "gpt-oss-20b"
     folder.mkdir()
@@ -39,18 +48,13 @@ def test_a_share_that_leaves_nothing_beside_it_is_refused_with_figures(model):
     assert "GiB free" in refused.value.why
 
 
-def test_what_cannot_be_known_here_is_left_to_the_container(tmp_path, monkeypatch):
-    memory_plan.judge(tmp_path / "elsewhere", ("--gpu-memory-utilization=1",), {})
-    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
+def test_what_cannot_be_known_here_is_left_to_the_container(tmp_path, judged):
     memory_plan.require_room(service(SPARKFORGE_MODEL="/data/x"), project(tmp_path))
-    memory_plan.require_room(service(SPARKFORGE_MODEL="/models/x"), project(tmp_path))
     memory_plan.require_room(service(SPARKFORGE_MODEL="/models/x"), {"services": {"vllm": {}}})
+    assert judged == []
 
 
-def test_the_mounted_model_and_the_profiles_share_are_judged(model, monkeypatch):
-    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
-    judged = []
-    monkeypatch.setattr(memory_plan, "judge", lambda *command_arguments: judged.append(command_arguments))
+def test_the_mounted_model_and_the_profiles_share_are_judged(model, judged):
     environment = {"SPARKFORGE_MODEL": "/models/gpt-oss-20b", "SPARKFORGE_SERVE_PROFILE": "fast"}
     environment |= {"SPARKFORGE_MAX_MODEL_LEN": "4096", "SPARKFORGE_GUARD_GIB": "5"}
     memory_plan.require_room(service(**environment), project(model.parent))
@@ -61,10 +65,7 @@ def test_the_mounted_model_and_the_profiles_share_are_judged(model, monkeypatch)
     assert variables["SPARKFORGE_GUARD_GIB"] == "5"  # of .env, which only Compose reads
 
 
-def test_a_model_in_the_hubs_cache_is_found_where_the_container_will_find_it(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
-    judged = []
-    monkeypatch.setattr(memory_plan, "judge", lambda folder, *_: judged.append(folder))
+def test_a_model_in_the_hubs_cache_is_found_where_the_container_will_find_it(model, judged, tmp_path):
     repository = tmp_path / "hf/hub/models--openai--gpt-oss-20b"
     snapshot = repository / "snapshots" / ("a" * 40)
     (repository / "refs").mkdir(parents=True)
@@ -77,25 +78,17 @@ def test_a_model_in_the_hubs_cache_is_found_where_the_container_will_find_it(mod
     inside = f"/root/.cache/huggingface/hub/models--openai--gpt-oss-20b/snapshots/{'a' * 40}"
     for name in ("openai/gpt-oss-20b", inside):
         memory_plan.require_room(service(SPARKFORGE_MODEL=name), mounts)
-    assert judged == [snapshot, snapshot]
+    assert [folder for folder, *_ in judged] == [snapshot, snapshot]
     memory_plan.require_room(service(SPARKFORGE_MODEL="openai/gpt-oss-20b", VLLM_ARGS="--revision other"), mounts)
     memory_plan.require_room(service(SPARKFORGE_MODEL="openai/gpt-oss-120b"), mounts)
     assert len(judged) == 2
 
 
-@pytest.mark.parametrize("damage", ["reference", "folder"])
-def test_a_cache_that_this_user_cannot_read_is_left_to_the_container(monkeypatch, tmp_path, capsys, damage):
-    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
+def test_a_cache_that_this_user_cannot_read_is_left_to_the_container(judged, tmp_path, capsys):
     repository = tmp_path / "models--openai--gpt-oss-20b"
     (repository / "refs").mkdir(parents=True)
     (repository / "snapshots").mkdir()
     (repository / "refs/main").write_bytes(b"\xff\xfe")
-    if damage == "folder":  # root may enter every folder, so the kernel's answer is made up
-
-        def denied(folder):
-            raise PermissionError(13, "Permission denied", str(folder))
-
-        monkeypatch.setattr(memory_plan.local.files, "unreadable", denied)
     mounts = project(tmp_path / "no-models")
     hub = {"type": "bind", "source": str(tmp_path), "target": "/root/.cache/huggingface/hub"}
     mounts["services"]["vllm"]["volumes"].append(hub)
@@ -103,10 +96,7 @@ def test_a_cache_that_this_user_cannot_read_is_left_to_the_container(monkeypatch
     assert "the container plans its memory" in capsys.readouterr().err
 
 
-def test_words_behind_the_images_name_name_the_model_too(model, monkeypatch):
-    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
-    judged = []
-    monkeypatch.setattr(memory_plan, "judge", lambda *command_arguments: judged.append(command_arguments))
+def test_words_behind_the_images_name_name_the_model_too(model, judged):
     document = project(model.parent)
     document["services"]["vllm"]["command"] = ["vllm", "serve", "/models/gpt-oss-20b", "--max-num-seqs", "3"]
     memory_plan.require_room(service(), document)
@@ -116,18 +106,3 @@ def test_words_behind_the_images_name_name_the_model_too(model, monkeypatch):
     document["services"]["vllm"]["command"] = ["/models/gpt-oss-20b", "--model=/models/x"]  # the container refuses it
     memory_plan.require_room(service(), document)
     assert len(judged) == 1
-
-
-def test_models_that_model_fetch_wrote_come_before_the_hubs_cache(model, monkeypatch):
-    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
-    judged = []
-    monkeypatch.setattr(memory_plan, "judge", lambda folder, *_: judged.append(folder))
-    memory_plan.require_room(service(SPARKFORGE_MODEL="openai/gpt-oss-20b"), project(model.parent))
-    assert judged == [model]
-
-
-def test_a_machine_without_such_a_gpu_is_not_judged(model, monkeypatch):
-    monkeypatch.setattr(memory_plan, "_unified", lambda: False)
-    monkeypatch.setattr(memory_plan, "judge", lambda *_: pytest.fail("there is no unified memory"))
-    environment = service(SPARKFORGE_MODEL="/models/gpt-oss-20b")
-    memory_plan.require_room(environment, project(model.parent))

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import misbehaving
 import pytest
 
 from sparkforge.core import console, paths
-from sparkforge.core.errors import NetworkError, RefusalError, ServerError
+from sparkforge.core.errors import NetworkError, RefusalError
 from sparkforge.core.process import started_at
 from sparkforge.doctor import doctor
 from sparkforge.serve import conversation, failure, record, screen
@@ -19,66 +18,16 @@ EVIL = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b1m\u202e\rü"
 PASSWORD = "https://anna:hunter2@mirror.example/simple/"
 
 
-class Model(BaseHTTPRequestHandler):
-    """Answers as vLLM does, one character of an evil text in each event."""
-
-    refusal = ""
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self):
-        if self.refusal:
-            self.send_response(400)
-            self.end_headers()
-            self.wfile.write(json.dumps({"error": {"message": self.refusal}}).encode())
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        self.end_headers()
-        for char in f"Hello {EVIL} World":
-            event = {"choices": [{"delta": {"content": char}}]}
-            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def served():
-    """A recorded server whose process is this test's, with a model behind it."""
-    http = HTTPServer(("127.0.0.1", 0), Model)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    record.log_path().parent.mkdir(parents=True, exist_ok=True)
-    server = record.Server(
-        pid=os.getpid(), started=started_at(os.getpid()), host="127.0.0.1", port=http.server_port, model="m",
-        model_id=f"name{EVIL}", device="embedded", log=str(record.log_path()),
-    )  # fmt: skip
-    yield server
-    http.shutdown()
-    http.server_close()
-
-
-def test_chat_prints_the_answer_without_its_escapes(served, capsys):
-    conversation.answer_once(served, "hi", 10)
-    out = capsys.readouterr().out
-    assert not UNSAFE.search(out)
-    assert out == "Hello \nü World\n"
-
-
-def test_a_refusal_is_shown_without_its_escapes(served, capsys, monkeypatch):
-    monkeypatch.setattr(Model, "refusal", EVIL)
-    with pytest.raises(ServerError, check=lambda error: error.code == "server.reply") as caught:
-        conversation.answer_once(served, "hi", 10)
-    console.show_error(caught.value)
-    assert not UNSAFE.search(capsys.readouterr().err)
-
-
-def test_status_and_readiness_are_printed_without_escapes(served, capsys):
-    screen.show_status(served)
-    screen.show_ready(served)
+def test_the_answer_the_state_and_the_readiness_are_printed_without_escapes(capsys):
+    events = [json.dumps({"choices": [{"delta": {"content": char}}]}) for char in f" {EVIL} World"]
+    with misbehaving.answering("\n\ndata: ".join(events)) as port:
+        pid = os.getpid()
+        served = record.Server(pid, started_at(pid), "127.0.0.1", port, "m", f"name{EVIL}", "embedded", "")
+        conversation.answer_once(served, "hello", 10)
+        out = capsys.readouterr().out
+        assert out == "hm Hello \nü World\n"
+        screen.show_status(served)
+        screen.show_ready(served)
     out, err = capsys.readouterr()
     assert "healthy" in out
     assert not UNSAFE.search(out + err)
@@ -91,32 +40,6 @@ def test_logs_are_printed_without_escapes(capsys):
     out = capsys.readouterr().out
     assert not UNSAFE.search(out)
     assert out.startswith("one \nü\ntwo \ufffd")
-
-
-def test_a_character_that_is_written_in_two_parts_is_printed_whole(monkeypatch, tmp_path):
-    from sparkforge.serve import logs
-
-    log, parts = tmp_path / "log", [b"ma\xc3", b"\xbc", b"\xe6\xbc", b"\xa2"]
-    log.write_bytes(b"")
-
-    def alive():
-        """Another part is written before each look at the log."""
-        if not parts:
-            return False
-        with log.open("ab") as file:
-            file.write(parts.pop(0))
-        return True
-
-    assert "".join(logs.follow(log, alive)) == "maü漢"
-
-
-def test_a_containers_log_is_printed_without_escapes(served, docker_command, capsys):
-    docker_command.answers("logs", out=f"out {EVIL}\n", err=f"err {EVIL}\n")
-    screen._container_log(record.Server(**{**vars(served), "container": "c0ffee"}), follow=False)
-    out = capsys.readouterr().out
-    assert "out " in out
-    assert "err " in out
-    assert not UNSAFE.search(out)
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -61,21 +61,16 @@ def serve(tmp_path, nothing_is_ignored):
         supervisor.stdout.close()
 
 
-def finish(supervisor):
-    """Wait for the end and return the output; `communicate` would lose what `readline` has read ahead."""
-    supervisor.wait(30)
-    return supervisor.stdout.read()
-
-
 def end(tmp_path):
     value = json.loads((tmp_path / "end.json").read_text())
     return value["code"], value["asked"]
 
 
-@pytest.mark.parametrize(("own", "code"), [(0, ServerError.exit_code), (1, 1), (30, 30)])
+@pytest.mark.parametrize(("own", "code"), [(0, ServerError.exit_code), (30, 30)])
 def test_an_end_that_nobody_asked_for_is_never_0(serve, tmp_path, own, code):
     supervisor, _ = serve(str(own))
-    output = finish(supervisor)
+    supervisor.wait(30)
+    output = supervisor.stdout.read()  # `communicate` would lose what `readline` has read ahead
     assert supervisor.returncode == code
     assert end(tmp_path) == (code, False)
     assert f"ended by itself; exit code {code}" in output
@@ -100,7 +95,8 @@ def test_a_killed_server_is_told_as_shells_do(serve, tmp_path):
 def test_an_end_that_was_asked_for_is_0_or_the_signal(serve, tmp_path, behaviour, number, code):
     supervisor, _ = serve(behaviour)
     supervisor.send_signal(number)
-    output = finish(supervisor)
+    supervisor.wait(30)
+    output = supervisor.stdout.read()  # `communicate` would lose what `readline` has read ahead
     assert supervisor.returncode == code
     assert end(tmp_path) == (code, True)
     assert "by itself" not in output
@@ -122,11 +118,10 @@ def test_memory_that_runs_out_ends_the_server_by_name(tmp_path):
     assert "Outcome(code=24, asked=False, why='this machine has" in result.stdout
 
 
-@pytest.mark.parametrize("bound", ["0", "much"])
-def test_a_server_runs_without_a_guard_too(serve, monkeypatch, tmp_path, bound):
-    monkeypatch.setenv(thresholds.VARIABLE, bound)
+def test_a_server_runs_without_a_guard_too(serve, monkeypatch, tmp_path):
+    monkeypatch.setenv(thresholds.VARIABLE, "much")
     supervisor, _ = serve("3")
-    finish(supervisor)
+    supervisor.wait(30)
     assert end(tmp_path) == (3, False)
 
 
@@ -146,9 +141,3 @@ def test_a_killed_supervisor_takes_the_server_with_it(serve):
     supervisor.kill()
     assert supervisor.stdout.read() == "drained\n"  # its end of the pipe is closed when it has ended
     process.wait(30)
-
-
-def test_a_program_that_does_not_exist_is_named(tmp_path):
-    result = subprocess.run(supervised(("/nowhere/vllm",)), stdout=subprocess.PIPE, text=True, check=False)
-    assert result.returncode == 127
-    assert "cannot run /nowhere/vllm" in result.stdout

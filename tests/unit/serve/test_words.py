@@ -8,8 +8,6 @@ import pytest
 from sparkforge.core import paths
 from sparkforge.core.errors import UsageError
 from sparkforge.core.paths import ROOT
-from sparkforge.core.vllm_flags import without_flag
-from sparkforge.image import compose
 from sparkforge.models import local
 from sparkforge.serve import access, entrypoint, settings
 from sparkforge.serve.devices import container, embedded
@@ -42,26 +40,15 @@ def image(monkeypatch, tmp_path):
     return snapshot
 
 
-@pytest.mark.parametrize(
-    ("arguments", "request_"),
-    [
-        *((arguments, ContainerArguments(MODEL, FLAGS)) for arguments in SERVERS.values()),
-        ([], ContainerArguments()),
-        ([*FLAGS], ContainerArguments("", FLAGS)),
-        (["validate"], ContainerArguments(only_validate=True)),
-        (["validate", "tiny", *FLAGS], ContainerArguments("tiny", FLAGS, only_validate=True)),
-    ],
-    ids=str,
-)
-def test_every_form_of_a_request_is_read(arguments, request_):
-    assert entrypoint.read_arguments(arguments) == request_
+def test_every_form_of_a_request_is_read():
+    for arguments in SERVERS.values():
+        assert entrypoint.read_arguments(arguments) == ContainerArguments(MODEL, FLAGS)
+    assert entrypoint.read_arguments([*FLAGS]) == ContainerArguments("", FLAGS)
+    assert entrypoint.read_arguments(["validate", "a", *FLAGS]) == ContainerArguments("a", FLAGS, only_validate=True)
 
 
-BEHIND_FLAGS = ("--max-model-len 4", "--enforce-eager", "--a-new-flag", "-tp 2", "--")
-
-
-@pytest.mark.parametrize("flags", BEHIND_FLAGS)
-@pytest.mark.parametrize("start", ["vllm serve", "validate", ""])
+@pytest.mark.parametrize("flags", ["--max-model-len 4", "--enforce-eager", "--a-new-flag", "-tp 2", "--"])
+@pytest.mark.parametrize("start", ["vllm serve", ""])
 def test_two_models_are_refused_and_one_behind_flags_is_never_taken_for_the_default(start, flags):
     with pytest.raises(UsageError, match="'openai/gpt-oss-120b' is cannot be told") as refused:
         entrypoint.read_arguments([*start.split(), *flags.split(), MODEL])
@@ -72,17 +59,10 @@ def test_two_models_are_refused_and_one_behind_flags_is_never_taken_for_the_defa
         entrypoint.read_arguments([*start.split(), "a/b", "--model", "c/d"])
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--dtype auto -tp 2 -O3",
-        "--served-model-name a b --seed -1",
-        "--chat-template /a --tokenizer=a/b --hf_config_path c/d",
-    ],
-)
-def test_values_of_flags_are_no_models(flags):
-    assert entrypoint.read_arguments(flags.split()) == ContainerArguments("", tuple(flags.split()))
-    assert entrypoint.read_arguments([MODEL, *flags.split(), "--a-new-flag", "x/y"]).model == MODEL
+def test_values_of_flags_are_no_models():
+    flags = ("--dtype", "auto", "-tp", "2", "-O3", "--hf_config_path", "c/d", "--served-model-name", "a", "b")
+    assert entrypoint.read_arguments([*flags]) == ContainerArguments("", flags)
+    assert entrypoint.read_arguments([MODEL, *flags, "--a-new-flag", "x/y"]).model == MODEL
 
 
 def plan(arguments, **variables):
@@ -147,11 +127,6 @@ def test_a_bound_of_the_memory_guard_that_is_none_is_refused(monkeypatch, text):
     assert settings.read({"SPARKFORGE_GUARD_GIB": "0"}) == settings.read({"SPARKFORGE_GUARD_GIB": ""})
 
 
-def test_a_flag_and_its_values_are_taken_out():
-    arguments = ["--a", "1", "--max_model_len", "2", "--max-model-len=3", "--b"]
-    assert without_flag(arguments, "--max-model-len") == ["--a", "1", "--b"]
-
-
 def test_an_address_that_other_machines_reach_needs_a_key():
     for loopback in ("127.0.0.1", "::1", "[::1]", "127.3.2.1", "localhost"):
         access.require_key(loopback, "")
@@ -159,60 +134,25 @@ def test_an_address_that_other_machines_reach_needs_a_key():
         with pytest.raises(UsageError, match="would open the server without an API key") as caught:
             access.require_key(address, "")
         # uid 1000 of the container could not read a key that umask 077 alone has made.
-        for word in ("SPARKFORGE_API_KEY", "umask 077", "sudo chown 1000 key; sudo chmod 440 key"):
-            assert word in caught.value.fix
+        assert "sudo chown 1000 key; sudo chmod 440 key" in caught.value.fix
         access.require_key(address, "sesame")
     with pytest.raises(UsageError, match="'eth0' is no address"):
         access.require_key("eth0", "sesame")
 
 
-def test_the_machines_network_is_the_one_with_hardware(tmp_path):
-    (tmp_path / "eth0").mkdir()
-    assert not access.has_host_network(tmp_path)
-    (tmp_path / "enp1s0/device").mkdir(parents=True)
-    assert access.has_host_network(tmp_path)
-
-
-@pytest.mark.parametrize(("hosts", "address"), [(True, "127.0.0.1"), (False, "0.0.0.0")])  # noqa: S104 - a container's
-def test_on_the_machines_network_the_server_listens_on_loopback(image, monkeypatch, hosts, address):
-    monkeypatch.setattr(access, "has_host_network", lambda: hosts)
-    assert plan([MODEL]).address() == (address, 8000)
-
-
-def test_up_refuses_an_open_address_without_a_key_before_it_builds(monkeypatch, fake_engine, docker_command):
-    """`./inv up` with SPARKFORGE_BIND in `.env`; the engine and Compose are stand-ins."""
-    docker_command.answers("compose version", out="Docker Compose version 2.26.1\n")
-    service = compose.Service("image", "spark", "0.0.0.0", 8000, 0, {}, "")  # noqa: S104 - what is refused
-    monkeypatch.setattr(container.docker_compose, "resolved", lambda _env: {})
-    monkeypatch.setattr(container.docker_compose, "service_of", lambda _project: service)
-    monkeypatch.setattr(container.docker_compose, "up", lambda *_more: pytest.fail("it was started"))
-    with pytest.raises(UsageError, match=r"0\.0\.0\.0 would open the server without an API key"):
-        container.Container(StartPlan("docker"), None).prepare()
-
-
 @pytest.mark.parametrize(
-    ("variables", "host", "expected"),
+    ("host", "expected"),
     [
-        (
-            {},
-            "3f2a00bb11cc",
-            "docker start 3f2a00bb11cc   # {why}: docker compose up -d, with your own -f files behind",
-        ),
-        ({}, "spark", "docker compose up -d"),
-        (
-            {"SPARKFORGE_COMPOSE_FILE": "a.yml:my b.yml"},
-            "3f2a00bb11cc",
-            "docker start 3f2a00bb11cc   # {why}: docker compose -f a.yml -f 'my b.yml' up -d",
-        ),
+        ("3f2a00bb11cc", "docker start 3f2a00bb11cc   # after a change of Compose's settings: docker compose {}up -d"),
+        ("spark", "docker compose {}up -d"),
     ],
 )
-def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_path, variables, host, expected):
+def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_path, host, expected):
     monkeypatch.setattr(entrypoint.socket, "gethostname", lambda: host)
     monkeypatch.setattr(paths, "ROOT", tmp_path)  # as in an image
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SPARKFORGE_COMPOSE_FILE", "a.yml:my b.yml")
     advice = paths.where_it_runs(entrypoint.start_again())
-    assert advice == "on the host: " + expected.format(why="after a change of Compose's settings")
+    assert advice == "on the host: " + expected.format("-f a.yml -f 'my b.yml' ")
 
 
 def start(tmp_path, *arguments):
@@ -245,20 +185,8 @@ def test_servers_and_validations_go_to_the_entrypoint(tmp_path, arguments):
     [
         (["python", "-c", "import vllm"], "python|-c|import vllm|"),
         (["vllm", "bench", "serve"], "vllm|bench|serve|"),
-        (["vllm"], "vllm|"),
-        (["sh", "-c", "echo 'a  b'"], "a  b\n"),
         (["/bin/echo", "one", "two words"], "one two words\n"),
-        (["echo", "-n", "x"], "x"),
     ],
 )
 def test_other_programs_are_run_as_they_are(tmp_path, arguments, printed):
     assert start(tmp_path, *arguments) == printed
-
-
-def test_a_command_of_compose_is_shown_with_the_files_that_are_in_use(monkeypatch, tmp_path):
-    more = tmp_path / "my override.yml"
-    more.write_text("")
-    monkeypatch.setenv(compose.MORE, str(more))
-    shown = compose.typed("ps", "--all")
-    assert shown.startswith("docker compose --project-name ")
-    assert f"--file {ROOT / compose.FILE} --file '{more}' ps --all" in shown

@@ -17,7 +17,6 @@ from sparkforge.serve.cluster.node import NodeRequest
 
 # https://github.com/mark-ramsey-ri/vllm-dgx-spark/issues/1, two Sparks under Ray with NVIDIA's plugin.
 RDMA = """\
-(EngineCore_DP0 pid=2301) (RayWorkerWrapper pid=2981, ip=169.254.28.198) spark-3995:2981:3113 [0] NCCL INFO Connected to proxy localRank 0 -> connection 0xe4dcfc005af8
 (EngineCore_DP0 pid=2301) (RayWorkerWrapper pid=2981, ip=169.254.28.198) spark-3995:2981:3111 [0] NCCL INFO NET/IB : GPU Direct RDMA (DMABUF) enabled for HCA 1 'roceP2p1s0f1
 (EngineCore_DP0 pid=2301) (RayWorkerWrapper pid=2981, ip=169.254.28.198) spark-3995:2981:3113 [0] NCCL INFO Channel 09/0 : 1[0] -> 0[0] [send] via NET/IBext_v10/1
 (EngineCore_DP0 pid=2301) (RayWorkerWrapper pid=2981, ip=169.254.28.198) spark-3995:2981:3113 [0] NCCL INFO Channel 10/0 : 1[0] -> 0[0] [send] via NET/IBext_v10/0
@@ -100,16 +99,6 @@ def test_without_gpus_no_rdma_is_asked_for_and_the_file_without_devices_comes_la
     assert variables(docker_command)["SPARKFORGE_STACK"] == "embedded"
 
 
-def test_the_head_has_the_port_and_listens_to_its_workers(config):
-    passed = containers.ContainerNode(config, config.head, "t0").env
-    flags = shlex.split(passed["VLLM_ARGS"])
-    assert "--port=8000" in flags
-    assert "--node-rank=0" in flags
-    assert "--headless" not in flags
-    assert "--listen" in json.loads(passed[entrypoint.CLUSTER])
-    assert passed[watch.TOKEN] == "t0"
-
-
 def test_the_key_of_the_cluster_is_the_heads(config, tmp_path):
     key = tmp_path / "key"
     key.write_text("k" * 32 + "\n")
@@ -135,18 +124,9 @@ def test_the_heads_start_proves_itself_with_the_key_that_compose_resolves(
     assert started == ([str(file)] if content else [])
 
 
-def test_the_log_of_a_removed_container_stays(asked, docker_command):
-    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
-    docker_command.answers("logs --no-color", out="why it failed\n")
-    asked("spark", "down")
-    docker_command.answers("ps --all --quiet", out="")
-    assert asked("spark", "logs")["lines"] == ["why it failed"]
-
-
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"devices": [], "open": []}, "no /dev/infiniband/uverbs*"),
         ({"devices": ["rdma_cm"], "open": ["rdma_cm"]}, "no /dev/infiniband/uverbs*"),
         ({"open": []}, "may not open"),
         ({"memlock": 8 << 20}, "8388608 bytes"),
@@ -217,24 +197,20 @@ def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(asked, do
     assert asked("spark", "logs")["lines"] == TCP.splitlines()
 
 
-@pytest.mark.parametrize("state", ["created", "paused", "restarting", "removing"])
-def test_a_container_that_does_not_run_yet_has_not_died(asked, docker_command, state):
-    entry = {"ID": "0123456789abcdef", "State": state, "Health": "", "ExitCode": 0}
+def test_a_container_that_does_not_run_yet_has_not_died(asked, docker_command):
+    entry = {"ID": "0123456789abcdef", "State": "created", "Health": "", "ExitCode": 0}
     docker_command.answers("ps --all --format json", out=json.dumps(entry) + "\n")
-    assert asked("spark", "status") == {"state": state, "why": f"the container is {state}"}
+    assert asked("spark", "status") == {"state": "created", "why": "the container is created"}
 
 
 @pytest.mark.parametrize(
     ("code", "log", "asked_for"),
     [
         (143, "", True),  # `docker stop`
-        (130, "", True),
         (0, "", True),  # vLLM ends so after SIGTERM; of itself the supervisor never does
         (24, watch.MESSAGE.format(node="spark2", why=watch.STOPPED), True),
-        (24, watch.MESSAGE.format(node="spark2", why="its server ended with code 1"), False),
         (143, watch.MESSAGE.format(node="spark2", why="its server ended with code 1"), False),
         (137, "", False),  # it may have been for memory
-        (1, "", False),
     ],
 )
 def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, docker_command, code, log, asked_for):

@@ -58,18 +58,11 @@ def test_without_a_cable_neither_wifi_nor_a_bridge_is_taken(sheet, change):
     assert refused.value.code == "validation.cluster"
 
 
-def test_of_two_halves_on_one_subnet_the_first_ones_address_is_proposed(sheet):
-    nodes = {name: changed(node, readdressed(".178.", ".177.1")) for name, node in sheet("two-from-eugr").items()}
-    assert {node.interface for node in propose(nodes).nodes} == {"enp1s0f1np1"}
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
         (["a"], "two nodes or more"),
-        (["a", "a"], "a twice"),
         (["u@h", "root@h"], "h twice"),
-        (["local", "local"], "local twice"),
         (["-oProxyCommand=x", "b"], "takes names for ssh"),
     ],
 )
@@ -110,15 +103,12 @@ nodes = [
 TOP, REPLICAS = "schema = 1", 'schema = 1\nmode = "replicas"\ndevice = "embedded"\ntensor = 1\nkey_file = "/key"'
 BAD = [
     (TOP, "schema = 2", "schema"),
-    (TOP, 'schema = 1\nmode = "mpi"', "split"),
     (TOP, "schema = 1\ntensor = 3", "not the number of nodes"),
     (TOP, "schema = 1\nmaster_port = 8000", "must differ"),
-    (TOP, "schema = 1\nport = 80", "1024"),
-    (TOP, "schema = 1\nnode = 1", "node"),
     ('name = "b", ', 'name = "a", ', "same name"),
     ("10.0.0.2", "10.0.0.1", "same address"),
-    *(("10.0.0.2", address, "address") for address in ("spark-2", "::1", "a")),
-    *(("10.0.0.2", bad, "no address of one") for bad in ("0.0.0.0", "224.0.0.1", "255.255.255.255", "240.0.0.1")),  # noqa: S104
+    *(("10.0.0.2", address, "address") for address in ("spark-2", "::1")),
+    *(("10.0.0.2", bad, "no address of one") for bad in ("0.0.0.0", "224.0.0.1")),  # noqa: S104
     ("10.0.0.2", "127.0.0.1", "loopback"),
     ('ssh = "b"', 'ssh = "-oProxyCommand=x"', "ssh"),
     ('ssh = "b"', 'ssh = "me@-l"', "ssh"),
@@ -127,16 +117,10 @@ BAD = [
     ('interface = "eth0"}', 'interface = "eth0; reboot"}', "interface"),
     (TOP, 'schema = 1\nmodel = "--help"', "pattern"),
     (TOP, 'schema = 1\nmodel = "a\\nb"', "pattern"),
-    (TOP, 'schema = 1\nprofile = "--x"', "pattern"),
-    (TOP, 'schema = 1\nkey_file = "/a\\u0000b"', "pattern"),
     (TOP, 'schema = 1\nflags = ["serve"]', "is no flag"),
     (TOP, 'schema = 1\nflags = ["--seed=\\u001b[2J"]', "pattern"),
-    *(
-        (TOP, f'schema = 1\nflags = ["{flag}"]', "cannot be passed to vLLM")
-        for flag in ("--host=0.0.0.0", "--api-key=x", "--api_key", "--uds", "--middleware=m", "--port", "--")
-    ),
+    (TOP, 'schema = 1\nflags = ["--api_key"]', "cannot be passed to vLLM"),
     (TOP, REPLICAS.replace("tensor = 1", "tensor = 2"), "share no layer"),
-    (TOP, f"{REPLICAS}\nexpert = true", "share no layer"),
     (TOP, REPLICAS.replace("embedded", "docker"), "embedded device only"),
     (TOP, REPLICAS.replace("/key", ""), "need key_file"),
     (TOP, f"{REPLICAS}\nreplica_port = 8000", "must differ"),

@@ -7,13 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from sparkforge.core.errors import NetworkError, ProcessError, RefusalError, ServerError, UsageError
+from sparkforge.core.errors import NetworkError, RefusalError, ServerError, UsageError
 from sparkforge.core.paths import ROOT
-from sparkforge.serve import launch
-from sparkforge.serve.cluster import checks, node, remote, start
+from sparkforge.serve.cluster import checks, remote, start
 from sparkforge.serve.cluster.config import ClusterNode
-from sparkforge.serve.command_line import ServerCommand
-from sparkforge.serve.devices import in_environment
 
 pytestmark = pytest.mark.slow  # real programs in most of them
 
@@ -29,22 +26,6 @@ def test_each_node_gets_its_rank_and_only_workers_are_headless(config):
     assert "--headless" not in head
     assert {"--node-rank=1", "--headless", "--master-addr=192.168.177.11"} < set(worker)
     assert "--enable-expert-parallel" in config.model_copy(update={"expert": True}).engine_flags(config.head)
-
-
-def test_a_worker_is_started_by_the_command_that_has_headless():
-    command = ServerCommand("/m", "m", "127.0.0.1", 8000, extra_arguments=("--headless",)).command("python")
-    assert command[:4] == ("python", "-m", "vllm.entrypoints.cli.main", "serve")
-    assert ServerCommand("/m", "m", "127.0.0.1", 8000).command("python")[2] == "vllm.entrypoints.openai.api_server"
-
-
-def test_nccl_and_gloo_take_the_control_network_and_both_halves(config):
-    variables = config.workers[0].variables
-    assert variables == {
-        "VLLM_HOST_IP": "192.168.177.12",
-        "GLOO_SOCKET_IFNAME": "enp1s0f1np1",
-        "NCCL_SOCKET_IFNAME": "=enp1s0f1np1",
-        "NCCL_IB_HCA": "=rocep1s0f1,roceP2p1s0f1",
-    }
 
 
 def ask(request):
@@ -65,11 +46,6 @@ def test_a_node_where_nothing_runs_says_so(config):
     assert ask(json.dumps({"action": "status", **body})) == {"state": "stopped"}
     assert ask(json.dumps({"action": "down", **body})) == {"state": "nothing to stop"}
     assert ask(json.dumps({"action": "logs", **body})) == {"lines": []}
-
-
-def test_an_action_that_there_is_not_is_answered_with_an_error(config):
-    body = {"name": "spark", "config": config.model_dump(by_alias=True, mode="json")}
-    assert "reboot" in ask(json.dumps({"action": "reboot", **body}))["error"]["why"]
 
 
 @pytest.fixture
@@ -140,45 +116,12 @@ def test_a_key_or_host_that_it_would_not_heed_is_refused_by_name(asked, monkeypa
     assert questions == []
 
 
-@pytest.mark.parametrize("lines", [-1, 0, 401])
-def test_a_number_of_lines_that_no_log_has_is_refused(asked, lines):
-    config, questions, _ = asked
-    with pytest.raises(UsageError, match=f"--lines {lines}"):
-        start.show_logs(config, lines)
-    assert questions == []
-
-
-def test_a_server_of_the_checkout_that_runs_is_refused_before_anything_starts(config, monkeypatch):
-    def refuse():
-        raise ServerError("a server of this checkout runs already", "x", "./inv down", code="server.running")
-
-    monkeypatch.setattr(launch, "refuse_second", refuse)
-    monkeypatch.setattr(node, "EmbeddedNode", lambda *_: pytest.fail("it went on"))
-    with pytest.raises(ServerError, match="runs already"):
-        node.answer(node.NodeRequest(action="validate", name="spark", config=config))
-
-
-def test_a_profile_that_is_not_for_this_device_is_refused_before_an_environment_is_made(config, monkeypatch):
-    monkeypatch.setattr(in_environment, "prepare_environment", lambda *_: pytest.fail("it went on"))
-    changed = config.model_copy(update={"profile": "no-such-profile", "device": "embedded"})
-    request = node.NodeRequest(action="validate", name="spark", config=changed)
-    with pytest.raises(UsageError, match="no-such-profile"):
-        node.answer(request)
-
-
 def test_down_asks_all_and_names_the_one_that_does_not_answer(asked):
     config, questions, answers = asked
     answers["spark2", "down"] = NetworkError("unreachable", "No route to host", "ssh spark2 true")
     with pytest.raises(ServerError, match="spark2 may still run"):
         start.down(config)
     assert ("spark", "down") in questions
-
-
-def test_a_silent_node_is_a_state(asked, capsys):
-    config, _, answers = asked
-    answers["spark2", "status"] = NetworkError("unreachable", "No route to host", "ssh spark2 true")
-    start.show_status(start.status(config))
-    assert "spark2  silent   No route to host" in capsys.readouterr().out
 
 
 def test_a_command_on_another_machine_is_quoted_and_asks_nothing():
@@ -188,9 +131,3 @@ def test_a_command_on_another_machine_is_quoted_and_asks_nothing():
     assert "BatchMode=yes" in command
     assert command[-2:] == ["me@b", "cd '/a b' && exec env 'SPARKFORGE_STATE=/s t' python3 - '{\"x\": \"$(reboot)\"}'"]
     assert command[-3] == "--"
-
-
-def test_a_program_that_fails_on_a_node_names_the_node():
-    node = ClusterNode(name="a", address="10.0.0.1", interface="eth0")
-    with pytest.raises(ProcessError, match="false failed on a"):
-        remote.output(node, ["false"], seconds=10)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.core.errors import ServerError
 from sparkforge.core.openai import Endpoint
 from sparkforge.serve.cluster import checks, config, node, start
 
@@ -23,13 +23,6 @@ def replicas(healthy, tmp_path):
     return changed(healthy.config, **settings)
 
 
-def test_the_balancer_is_a_part_on_the_head_with_a_state_of_its_own(replicas):
-    assert [part.name for part in replicas.parts] == ["spark", "spark2", "balancer"]
-    assert (replicas.parts[-1].ssh, replicas.parts[-1].state) == (replicas.head.ssh, ".sparkforge/balancer")
-    assert [replicas.ports(part) for part in replicas.nodes] == [(8000, 8001), (8001,)]
-    assert replicas.parts[:2] == replicas.nodes
-
-
 def test_a_replica_is_a_whole_server_on_its_address_with_the_key(replicas, monkeypatch, tmp_path):
     nodes = tuple(part.model_copy(update={"python": "/python"}) for part in replicas.nodes)
     described = node.EmbeddedNode(replicas.model_copy(update={"nodes": nodes}), nodes[1]).launch()
@@ -45,22 +38,6 @@ def test_a_split_models_head_takes_the_key_and_its_worker_needs_none(replicas, m
     split = split.model_copy(update={"nodes": nodes})
     keys = [node.EmbeddedNode(split, part).launch().plan.key for part in nodes]
     assert keys == ["key-of-a-test", ""]
-
-
-def test_every_server_is_checked_and_sessions_follow_that_check(replicas):
-    text = node.haproxy_text(replicas)
-    assert "bind 127.0.0.1:8000" in text
-    for name, address in zip(("spark", "spark2"), ADDRESSES, strict=True):
-        assert f"server {name} {address}:8001 check" in text
-        assert f"server {name} {address}:8001 track servers/{name}" in text
-
-
-def test_without_haproxy_nothing_is_asked(replicas, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(node, "SYSTEM_FOLDERS", "")
-    monkeypatch.setattr(checks, "look", lambda _config: pytest.fail("it went on"))
-    with pytest.raises(UsageError, match="haproxy is not installed"):
-        start.up(replicas)
 
 
 def test_a_server_with_another_key_is_named(replicas, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 
 import pytest
 
@@ -90,9 +89,8 @@ def test_an_image_that_arrives_changed_or_cut_off_is_an_error(cluster, programs,
 @pytest.fixture
 def listed(cluster, monkeypatch):
     """Return what each node has, which a test changes, and what rsync was called for."""
-    whole = {"config.json": {"size": 9, "sha256": "a"}, "m.safetensors": {"size": 10**9, "sha256": "b"}}
     base = {"path": "/models/x", "whole": True, "free": 10**12}
-    have, sent = {"head": {**base, "files": whole}, "worker": {**base, "files": {}, "whole": False}}, []
+    have, sent = {"head": {**base, "files": WHOLE}, "worker": {**base, "files": {}, "whole": False}}, []
 
     def output(node, argv, **more):
         if argv[0] == "rsync":
@@ -123,20 +121,10 @@ def test_what_cannot_be_sent_is_named_before_a_byte_is(cluster, listed, node, ch
     assert sent == []
 
 
-def test_a_file_that_nothing_compares_may_be_there(cluster, listed):
-    have, sent = listed
-    have["worker"] = {**have["head"], "files": {**WHOLE, "README.txt": {"size": 1, "sha256": "c"}}}
-    sync.send_model(cluster, "/models/x")
-    assert sent == []
-
-
-@pytest.mark.parametrize(
-    ("folder", "message"), [("", "no model is named"), ("models/x", "absolute path"), ("~/models/x", "absolute path")]
-)
+@pytest.mark.parametrize(("folder", "message"), [("", "no model is named"), ("~/models/x", "absolute path")])
 def test_a_model_that_is_another_folder_on_each_node_is_refused(cluster, folder, message):
-    with pytest.raises(UsageError, match=message) as caught:
+    with pytest.raises(UsageError, match=message):
         sync.send_model(cluster.model_copy(update={"model": folder}))
-    assert not folder or re.match('model = "/', caught.value.fix)
 
 
 def test_files_that_stay_different_are_sent_again_once_and_then_an_error(cluster, listed):
@@ -154,7 +142,6 @@ def test_files_that_stay_different_are_sent_again_once_and_then_an_error(cluster
     [
         ("rsync: write failed on x: No space left on device (28)\nrsync error: (code 11)", StorageError, "full"),
         ("bash: line 1: rsync: command not found\nrsync error: (code 12)", ProcessError, "missing"),
-        ("Host key verification failed.\nrsync error: unexplained error (code 255)", NetworkError, "log in"),
         ("nvidia@x: Permission denied (publickey).", NetworkError, "log in"),
         ('rsync: [Receiver] mkdir "/m" failed: Permission denied (13)', StorageError, "cannot write"),
         ("rsync: --mkpath: unknown option", ProcessError, "of head is older than 3.2.4"),
@@ -175,25 +162,3 @@ def test_an_error_of_rsync_is_named_with_the_next_command(cluster, programs, tmp
     assert type(caught.value) is error
     assert caught.value.fix
     assert (tmp_path / "sent").read_text() == "m.safetensors\n"
-
-
-HERE = "sudo apt update && sudo apt install rsync"
-THERE = f"ssh -t nvidia@spark-2 '{HERE}'"
-
-
-@pytest.mark.parametrize(
-    ("printed", "machines", "commands"),
-    [
-        ("rsync: --fsync: unknown option", "head", HERE),
-        ("rsync: on remote machine: --fsync: unknown option", "worker", THERE),
-        ("rsync: unrecognized option", "head or of worker", f"{HERE} && {THERE}"),
-    ],
-)
-def test_the_machine_whose_rsync_is_too_old_is_named_with_its_command(cluster, printed, machines, commands):
-    rest = "rsync error: syntax or usage error [server=3.1.3]\nrsync: connection unexpectedly closed\n(code 12)"
-    failed = ProcessError("rsync failed on head", f"Welcome!\n{printed}\n{rest}", "run it by hand")
-    error = sync.sending_error(failed, cluster.head, *cluster.workers)
-    assert error.what == f"rsync of {machines} is older than 3.2.4"
-    assert error.why.startswith(f"{printed} rsync error")
-    assert "3.1.3" in error.why
-    assert error.fix == f"{commands} && {sync.RESUME}"

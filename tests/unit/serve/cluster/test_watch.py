@@ -182,15 +182,6 @@ def test_a_node_whose_line_is_too_long_is_lost(start):
     assert end(head) | {"time": 0} == {"node": "worker", "why": "it sent a line that is too long", "time": 0}
 
 
-def test_who_does_not_know_the_token_is_no_worker(start):
-    head = start("head", ["worker"], listen=True)
-    wait_for(lambda: listening(head.port), "it does not listen")
-    with socket.create_connection(("127.0.0.1", head.port), timeout=5) as impostor:
-        impostor.sendall(b'{"hello": "worker", "token": "guess"}\n{"end": "x"}\n')
-        assert impostor.recv(100) == b""
-    assert head.poll() is None
-
-
 def listening(port):
     rows = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any(local.endswith(f":{port:04X}") and state == "0A" for local, _, state in rows)
