@@ -11,6 +11,8 @@ ARG VLLM_FROM=wheel
 
 # Wheels that your package index lacks: --build-context wheels=FOLDER
 FROM scratch AS wheels
+# Kernel packs, an OCI layout or pack.tar: --build-context packs=FOLDER
+FROM scratch AS packs
 # vLLM's sources for VLLM_FROM=source without git hosts, an unpacked bundle or checkouts: --build-context bundle=FOLDER
 FROM scratch AS bundle
 
@@ -95,9 +97,13 @@ FROM sources AS kernels
 ARG JOBS=auto
 # `trial` is one small module: it tries the way in a minute, and makes an image that compiles the rest when it starts.
 ARG KERNEL_SET=
+# A registry's repository with kernel packs; what is in none is compiled. The policy says whose pack is taken.
+ARG KERNEL_PACKS=
+COPY pins.toml trust.tom[l] ./
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
+    --mount=type=bind,from=packs,target=/mnt/packs \
     --mount=type=secret,id=ca,required=false \
-    deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs kernels --stack "$SPARKFORGE_STACK" --set "$KERNEL_SET" \
+    SPARKFORGE_PACKS="${KERNEL_PACKS:-/mnt/packs}" deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs kernels --stack "$SPARKFORGE_STACK" --set "$KERNEL_SET" \
         --jobs "$JOBS"
 
 # ── vllm: as it came, or compiled ────────────────────────────────────────────────────────────────────────────────────

@@ -26,6 +26,7 @@ from sparkforge.core.files import write_atomic
 
 OFFLINE = "folder of an unpacked bundle: use it instead of the network"
 STACK = f"a stack of pins.toml (default: {DEFAULT_STACK})"
+PACKS = "where kernel packs are: a .tar, a folder or a repository [SPARKFORGE_PACKS]"
 DRY_RUN = "print what would be done, change nothing"
 JOBS = "auto: as many as memory and cores allow; or a number [BUILD_JOBS, JOBS or MAX_JOBS]"
 JOBS_VARIABLES = ("BUILD_JOBS", "JOBS", "MAX_JOBS")  # as in deploy/stacks.yml
@@ -54,16 +55,16 @@ def chosen_jobs(jobs: str) -> str:
 
 
 def image_path(name: str) -> str:
-    """Return the absolute path of an OCI layout that a user named, else the name as it is: an image of the engine.
+    """Return the absolute path that a user named, else the name as it is: of an image or a repository.
 
     Raises UsageError for an option that is none, which Invoke takes for a name.
     """
     if name.startswith("-"):
-        raise UsageError(f"there is no option {name[:40]}", "its options are in --help", "./inv image.sbom --help")
+        raise UsageError(f"there is no option {name[:40]}", "its options are in --help", "./inv --help")
     return caller_path(name) if name.startswith(("/", ".", "~")) or name.endswith(".tar") else name
 
 
-def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "auto") -> None:
+def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "auto", packs: str = "") -> None:
     """Build a stack's image through Compose."""
     from sparkforge.image import versions
     from sparkforge.image.build import build
@@ -71,7 +72,7 @@ def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "au
 
     command = ready_to_build(stack)
     with versions.named(stack):
-        build(command, stack=stack, steps=steps, way=way, jobs=chosen_jobs(jobs))
+        build(command, stack=stack, steps=steps, way=way, jobs=chosen_jobs(jobs), packs=packs)
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class BuildOptions:
     python: str = option("native: interpreter that serves, which the kernels are for")
     compile_python: str = option("native, from source: interpreter with torch and CUDA to compile against")
     sources: str = option("native: folder of an unpacked bundle, used instead of the network, or of git checkouts")
+    packs: str = option(PACKS)
     stack: str = option(STACK)
 
 
@@ -110,6 +112,7 @@ def build(_ctx: Context, options: BuildOptions) -> None:
         toolchain.print_toolchain()
     elif options.engine == "native":
         from sparkforge.compile import stages
+        from sparkforge.image import packs
 
         stages.build(
             stages.BuildRequest(
@@ -119,42 +122,53 @@ def build(_ctx: Context, options: BuildOptions) -> None:
                 python=caller_path(options.python),
                 compile_python=caller_path(options.compile_python),
                 sources=sources,
+                take=packs.taking(image_path(options.packs)),
             )
         )
     elif options.engine == "docker":
-        build_image(stack, Steps(1), way=options.from_, jobs=options.jobs)
+        build_image(stack, Steps(1), way=options.from_, jobs=options.jobs, packs=image_path(options.packs))
     else:
         raise UsageError(
             f"--engine {options.engine!r} is not known", "there are native and docker", "./inv build --help"
         )
 
 
-@task(
-    example="./inv build.kernels --set gpt-oss",
-    set="a set of the stack's kernel table, such as gpt-oss, or all; default: the image's",
-    arch="12.1a: the DGX Spark's; default: the image's",
-    jobs=JOBS,
-    output="folder of the kernels; build and server must see it under the same path",
-    python="interpreter of the environment that serves, with the patched FlashInfer",
-    stack=STACK,
-)
-def build_kernels(
-    _ctx: Context,
-    set: str = "",  # noqa: A002 - the option's name
-    arch: str = "",
-    jobs: str = "auto",
-    output: str = "",
-    python: str = "",
-    stack: str = "",
-) -> None:
+@dataclass(frozen=True)
+class KernelOptions:
+    """Options of `./inv build.kernels`."""
+
+    set: str = option("a set of the stack's kernel table, such as gpt-oss, or all; default: the image's")
+    arch: str = option("12.1a: the DGX Spark's; default: the image's")
+    jobs: str = option(JOBS, "auto")
+    output: str = option("folder of the kernels; build and server must see it under the same path")
+    python: str = option("interpreter of the environment that serves, with the patched FlashInfer")
+    packs: str = option(PACKS)
+    publish: str = option("put the modules there, as a kernel pack")
+    key: str = option("with --publish: sign it by this key, as image.sign does")
+    stack: str = option(STACK)
+
+
+@task(example="./inv build.kernels --publish registry.example.com/sparkforge/kernels", **texts(KernelOptions))
+@with_fields(KernelOptions)
+def build_kernels(_ctx: Context, options: KernelOptions) -> None:
     """Compile and audit FlashInfer's modules, without a GPU."""
     from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
+    from sparkforge.image import packs
 
-    build_kernels(
-        KernelRequest(
-            chosen_stack(stack), set, arch, chosen_jobs(jobs), output=caller_path(output), python=caller_path(python)
-        )
+    if options.key and not options.publish:
+        raise UsageError("--key has no meaning here", "it signs what --publish puts away", "--publish PLACE --key KEY")
+    request = KernelRequest(
+        chosen_stack(options.stack),
+        options.set,
+        options.arch,
+        chosen_jobs(options.jobs),
+        output=caller_path(options.output),
+        python=caller_path(options.python),
+        take=packs.taking(image_path(options.packs)),
     )
+    build_kernels(request)
+    if options.publish:
+        packs.publish(request, image_path(options.publish), Path(caller_path(options.key)) if options.key else None)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from sparkforge import pins
 from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.report import audit_files
 from sparkforge.compile import jobs, toolchain
-from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
+from sparkforge.compile.flashinfer.build import KernelRequest, Take, build_kernels
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core import manifest, paths
@@ -42,6 +42,7 @@ class BuildRequest:
     python: str = ""
     compile_python: str = ""
     sources: str = ""
+    take: Take | None = None
 
 
 def require_way(way: str) -> None:
@@ -74,7 +75,8 @@ def build(request: BuildRequest) -> dict[str, bool]:
 
     run("sources", lambda: _unpack_sources(request.stack))
     run("patches", lambda: _make_wheels(request.stack))
-    run("kernels", lambda: build_kernels(KernelRequest(request.stack, jobs=request.jobs, python=request.python)))
+    modules = KernelRequest(request.stack, jobs=request.jobs, python=request.python, take=request.take)
+    run("kernels", lambda: build_kernels(modules))
     if request.way == "source":
         extensions = ExtensionRequest(
             request.stack, sources=request.sources, jobs=request.jobs, python=request.compile_python

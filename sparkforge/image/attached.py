@@ -30,7 +30,10 @@ from sparkforge.image.oci import LARGEST_DOCUMENT, LARGEST_FILE, TAG, Descriptor
 MANIFEST, CONFIGURATION, INDEX = (
     f"application/vnd.oci.image.{name}.v1+json" for name in ("manifest", "config", "index")
 )
-KINDS = {"sig": "dev.cosignproject.cosign/sigs", "att": "dev.cosignproject.cosign/atts"}  # in a layout, for cosign
+KINDS = {  # in a layout; cosign's, and ours
+    "sig": "dev.cosignproject.cosign/sigs", "att": "dev.cosignproject.cosign/atts", "pack": "org.sparkforge.pack",
+}  # fmt: skip
+LARGEST_PACK = 1 << 30  # bytes; eleven modules of FlashInfer have less than a tenth of it
 SECONDS = 30
 PORT = re.compile(r"[^/]*[.:][^/]*|localhost")  # what makes the first part of a name a registry's host
 HUB = "registry-1.docker.io"
@@ -59,6 +62,11 @@ class Place(Protocol):
 def tag_of(digest: str, suffix: str) -> str:
     """Return the tag of what is attached to a digest; `suffix` is a key of KINDS."""
     return f"{digest.replace(':', '-')}.{suffix}"
+
+
+def _largest(tag: str) -> int:
+    """Return how many bytes a layer of what has a tag may have."""
+    return LARGEST_PACK if tag.endswith(".pack") else LARGEST_FILE
 
 
 def _described(data: bytes, kind: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
@@ -93,7 +101,7 @@ class Folder:
             if entry.annotations.get(TAG) == tag:
                 manifest = oci.document(layout.blob(entry), f"{self.path}: {tag[:80]}")
                 return [
-                    Attached(layout.blob(layer, LARGEST_FILE), layer.media_type, layer.annotations)
+                    Attached(layout.blob(layer, _largest(tag)), layer.media_type, layer.annotations)
                     for layer in manifest.layers
                 ]
         return []
@@ -141,10 +149,10 @@ class Repository:
         if answer is None:
             return []
         layers = oci.document(answer[1], f"{self.name}:{tag[:80]}").layers
-        return [Attached(self._blob(layer), layer.media_type, layer.annotations) for layer in layers]
+        return [Attached(self._blob(layer, _largest(tag)), layer.media_type, layer.annotations) for layer in layers]
 
-    def _blob(self, descriptor: Descriptor) -> bytes:
-        answer = self._ask("GET", f"blobs/{descriptor.digest}", largest=min(descriptor.size, LARGEST_FILE))
+    def _blob(self, descriptor: Descriptor, largest: int) -> bytes:
+        answer = self._ask("GET", f"blobs/{descriptor.digest}", largest=min(descriptor.size, largest))
         return oci.require_digest(answer[1] if answer else b"", descriptor, f"{self.name}: {descriptor.digest[:19]}")
 
     def write(self, tag: str, attached: Sequence[Attached]) -> None:
@@ -191,13 +199,13 @@ class Repository:
 
     def _get(self, method: str, url: str, largest: int, **options: Any) -> tuple[httpx.Response, bytes]:
         """Return one answer and its body, of so many bytes at most. Raises EngineError, httpx's errors."""
-        body = b""
+        body = bytearray()
         with self._client.stream(method, url, **options) as answer:
             for chunk in answer.iter_bytes():
                 body += chunk
                 if len(body) > largest:
                     raise self._failed(f"{urlsplit(url).path[:200]} has more than {largest:,} bytes")
-        return answer, body
+        return answer, bytes(body)
 
     def _login(self, challenge: str) -> str:
         """Return the header that a registry's challenge asks for, by docker's login: Basic, or a token for it."""
@@ -225,4 +233,4 @@ class Repository:
 
     def _failed(self, why: str) -> EngineError:
         fix = f"docker login {self.host}, then run the same command again"
-        return EngineError(f"cannot ask {self.name} for signatures", why, fix, code="engine.registry")
+        return EngineError(f"cannot use the repository {self.name}", why, fix, code="engine.registry")

@@ -12,24 +12,37 @@ from sparkforge.core import paths
 from sparkforge.core.console import Steps
 from sparkforge.core.docker import docker_logged
 from sparkforge.core.errors import ProcessError
+from sparkforge.core.files import write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.image import compose, devices
 from sparkforge.image.compose import SERVICE
+from sparkforge.image.packs import build_context
 from sparkforge.patching import series
 from sparkforge.pins import locks
 
 
 def build(
-    command: Sequence[str | Path], *, stack: str, way: str = "wheel", jobs: str = "auto", steps: Steps | None = None
+    command: Sequence[str | Path],
+    *,
+    stack: str,
+    way: str = "wheel",
+    jobs: str = "auto",
+    packs: str = "",
+    steps: Steps | None = None,
 ) -> Path:
     """Build a stack's image with `docker` and `command`, which ends in Compose's `build`; return the build's log.
 
-    `way` is how vLLM gets in: upstream's wheel, or compiled from source. Raises UsageError for another one, and a
-    named error of the engine or EngineError with the log's last lines.
+    `way` is how vLLM gets in: upstream's wheel, or compiled from source; `packs` is a place of kernel packs. Raises
+    UsageError for another way, and a named error of the engine or EngineError with the log's last lines.
     """
     require_way(way)
     log = paths.state() / "logs" / "image.log"
-    arguments = {"VLLM_FROM": way, "JOBS": jobs, **commit()}
+    origin, folder = build_context(packs)
+    arguments = {"VLLM_FROM": way, "JOBS": jobs, **({"KERNEL_PACKS": origin} if origin else {}), **commit()}
+    if folder:
+        override = paths.state() / "packs.compose.json"
+        write_json(override, {"services": {SERVICE: {"build": {"additional_contexts": {"packs": str(folder)}}}}})
+        command = [*command[:-1], "--file", override, command[-1]]
     flags = [flag for name, value in arguments.items() for flag in ("--build-arg", f"{name}={value}")]
     with (steps or Steps(1)).step("build", f"{way}, the whole log in {log}") as tell:
         docker_logged([*command, *flags, SERVICE], log, tell, compose.variables(stack))

@@ -29,6 +29,7 @@ from sparkforge.audit import report as audit_report
 from sparkforge.audit.patched import AuditedWheel, audit_installed
 from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
+from sparkforge.compile.flashinfer.environment import AHEAD_OF_TIME
 from sparkforge.compile.jobs import parse_limit
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
@@ -39,15 +40,13 @@ from sparkforge.core.files import sha256_file, write_atomic, write_json
 from sparkforge.core.installed import Installed, is_below
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
-from sparkforge.image import licences, sbom, trimming
+from sparkforge.image import licences, packs, sbom, trimming
 from sparkforge.image.devices import CUDA
 from sparkforge.patching import series
 from sparkforge.pins import StackImage, locks
 from sparkforge.pins.patched import load_patched
 from sparkforge.pins.verify import ImageChanges, patched_packages
 
-# FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
-AHEAD_OF_TIME = "flashinfer/data/aot"
 REPORT, BILL = "audit.json", "sbom.json"  # beside the manifest
 LOCK = ".lock"  # uv's, which it makes writable for everybody
 # Written at install, with times and paths of the build.
@@ -136,7 +135,7 @@ def name_plugins(packages: Path) -> None:
 
 
 def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
-    """Compile a set of FlashInfer's modules with the tree's own CUDA, and put them where a server loads them.
+    """Take or compile a set of FlashInfer's modules with the tree's own CUDA, and put them where a server loads them.
 
     `name` is a set of the stack's kernel table; empty for the image's own. A stack without kernels has none compiled.
     Raises the errors of `build_kernels`, and IntegrityError if it compiled none.
@@ -145,7 +144,8 @@ def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
         say(f"the stack {tree.stack} has no kernels to compile")
         return
     os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
-    build_kernels(KernelRequest(tree.stack, name, "", jobs, output=str(built), python=str(tree.python)))
+    request = KernelRequest(tree.stack, name, "", jobs, str(built), str(tree.python), take=packs.taking(""))
+    build_kernels(request)
     take_kernels(tree, built)
 
 

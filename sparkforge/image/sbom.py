@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from email.message import Message
 from email.parser import HeaderParser
@@ -43,14 +43,24 @@ SOURCES = ("source", "source code", "repository", "github", "code", "homepage") 
 VAGUE = re.compile(r"unknown|copyright|see |licen[cs]e$|other", re.IGNORECASE)
 
 
-def make(packages: Path, manifest: Mapping[str, Any], audit: Mapping[str, Any], table: Pins, debian: Path) -> str:
+def make(
+    packages: Path,
+    manifest: Mapping[str, Any],
+    audit: Mapping[str, Any],
+    table: Pins,
+    debian: Path | None = None,
+    only: Collection[str] = (),
+) -> str:
     """Return the bill of the image with `packages` as its site-packages, as JSON.
 
     `manifest` is what the image says of itself without its audit, `audit` the report on its machine code, and `debian`
-    the root of a file system that has the image's Debian packages.
+    the root of a file system that has the image's Debian packages. Without one it is the bill of a kernel pack, whose
+    modules were compiled from the distributions `only`.
     """
     root = Component(
-        name="sparkforge/vllm", type=ComponentType.CONTAINER, bom_ref="image", version=manifest["key"],
+        name="sparkforge/vllm" if debian else "sparkforge/kernels",
+        type=ComponentType.CONTAINER if debian else ComponentType.LIBRARY,
+        bom_ref="image", version=manifest["key"],
         properties=_properties(
             stack=manifest["stack"], machine=manifest["machine"], python=manifest["python"],
             **{f"lock:{name}": digest for name, digest in manifest["lock"].items()},
@@ -58,9 +68,9 @@ def make(packages: Path, manifest: Mapping[str, Any], audit: Mapping[str, Any], 
         ),
     )  # fmt: skip
     components = [
-        *_pinned(table, manifest),
-        *_python(packages, table, manifest),
-        *_debian(debian, manifest),
+        *(_pinned(table, manifest) if debian else ()),
+        *_python(packages, table, manifest, only),
+        *(_debian(debian, manifest) if debian else ()),
         *_kernels(packages, manifest, audit),
     ]
     bill = Bom(components=components, serial_number=uuid.UUID(int=0, version=4))
@@ -91,7 +101,7 @@ def _pinned(table: Pins, manifest: Mapping[str, Any]) -> Iterator[Component]:
         yield _component(name, source.tag, purl, licences=[source.licence], references=[reference])
 
 
-def _python(packages: Path, table: Pins, manifest: Mapping[str, Any]) -> Iterator[Component]:
+def _python(packages: Path, table: Pins, manifest: Mapping[str, Any], only: Collection[str]) -> Iterator[Component]:
     """Yield each distribution; a patched one has upstream's as its ancestor and the patches in its pedigree."""
     pins: dict[tuple[str, str], Pin] = {}
     for pin in table.stack(manifest["stack"]).components.values():
@@ -101,6 +111,8 @@ def _python(packages: Path, table: Pins, manifest: Mapping[str, Any]) -> Iterato
     for info in sorted(packages.glob("*.dist-info")):
         stem, _, version = info.name.removesuffix(".dist-info").partition("-")
         name = canonicalize_name(stem)
+        if only and name not in only:
+            continue
         pinned, sha256, pedigree = pins.get((name, version)), "", None
         if (info / ORIGIN).is_file():
             origin = WheelOrigin.model_validate(read_json(info / ORIGIN))

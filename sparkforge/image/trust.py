@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,12 +27,13 @@ from sparkforge.core.files import write_json
 from sparkforge.core.tables import Record, parse_object
 from sparkforge.image import inspect, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
-from sparkforge.image.oci import Digest, LayoutImage
+from sparkforge.image.oci import LARGEST_DOCUMENT, Digest, LayoutImage
 from sparkforge.image.provenance import CYCLONEDX, SLSA, Predicate, Statement
 
 SIGNATURE, PROVENANCE, SBOM = "signature", "provenance", "sbom"
 FILE = paths.ROOT / "trust.toml"
 SIGN = "./inv image.sign KEY   # an own build; else ask who published it"
+SIGN_FILE = "make it again with --key KEY, or ask who published it"
 
 
 class Key(Record):
@@ -170,6 +171,49 @@ def require(
     return evidence
 
 
+def signature_path(file: Path) -> Path:
+    """Return where the signature of a bundle or of a kernel pack lies: a DSSE envelope beside it."""
+    return file.with_name(f"{file.name}.sig")
+
+
+def signatures(file: Path) -> list[Attached]:
+    """Return the signature of a bundle or of a kernel pack; empty if there is none. Raises StorageError."""
+    path = signature_path(file)
+    if not path.is_file():
+        return []
+    with path.open("rb") as opened:
+        return [Attached(opened.read(LARGEST_DOCUMENT), signing.ENVELOPE_TYPE)]
+
+
+def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
+    """Return who signed a bundle or a kernel pack, by its sha256; empty if nothing is demanded.
+
+    Raises IntegrityError for one that no key of trust.toml signed, if images need anything.
+    """
+    trust = policy()
+    if trust is None or not trust.images.demand:
+        return ""
+    reasons, keys = list[str](), trust.public()
+    for entry in attached:
+        try:
+            return _signed_statement(entry, keys, {f"sha256:{sha256}"})[0]
+        except (DocumentError, ValueError) as error:
+            reasons.append(str(error)[:200])
+    why = f"trust.toml demands signature by {', '.join(keys)}: {'; '.join(reasons) or 'it has none'}"
+    raise IntegrityError(f"{what} is refused", why, SIGN_FILE, code="integrity.signature")
+
+
+def _signed_statement(entry: Attached, keys: signing.Keys, known: set[str]) -> tuple[str, Statement]:
+    """Return who signed a statement, and the statement, which is about one of `known`. Raises ValueError otherwise."""
+    signer, document = signing.read_statement(entry, keys)
+    if not signer:
+        raise ValueError("a statement is of no key that counts")
+    statement = Statement.model_validate(parse_object(json.dumps(document), "a statement", Statement))
+    if known.isdisjoint(f"sha256:{subject.digest.sha256}" for subject in statement.subject):
+        raise ValueError(f"a statement is about another digest, {statement.subject[0].digest.sha256[:12]}")
+    return signer, statement
+
+
 def _attached(image: Any, known: set[str], repository: str) -> Iterator[tuple[str, Attached]]:
     """Yield (suffix, entry) of what is attached to an image's digests in its layout, here, and in `repository`."""
     places: list[Place] = [signing.own_folder(), *([Repository(repository)] if repository else [])]
@@ -197,12 +241,7 @@ def _take_statement(
 ) -> None:
     """Note a signed statement that is about the image and says what the image holds."""
     client, image, stack = of
-    signer, document = signing.read_statement(entry, trust.public())
-    if not signer:
-        raise ValueError("a statement is of no key that counts")
-    statement = Statement.model_validate(parse_object(json.dumps(document), "a statement", Statement))
-    if known.isdisjoint(f"sha256:{subject.digest.sha256}" for subject in statement.subject):
-        raise ValueError(f"a statement is about another image, {statement.subject[0].digest.sha256[:12]}")
+    signer, statement = _signed_statement(entry, trust.public(), known)
     if statement.kind == CYCLONEDX and SBOM in trust.images.demand:
         if statement.predicate != parse_json(inspect.bill(client, image, stack), "the image's bill of materials"):
             raise ValueError("the signed bill of materials is not the one in the image")

@@ -4,6 +4,7 @@
     files/HASH/NAME           sources and wheels by hash
     simple/…                  a package index over them (PEP 503), for pip and uv
     git/NAME-COMMIT.tar       repositories that the build needs
+    packs/                    kernel packs that ./inv build.kernels --publish .sparkforge/packs left in the checkout
     pins.toml locks/ patches/ vocabulary/
 
 The same inputs give the same bytes: members sorted, times and owners zero, modes 0644. Nothing is compressed, because
@@ -47,6 +48,7 @@ from sparkforge.sources import archive, fetch, offline, pip_download, repositori
 from sparkforge.sources.archive import checked_path, members, unharmful, write_member
 
 SCHEMA = 1
+PACKS = "packs"  # a folder of the checkout's state and of a bundle, with kernel packs as an OCI layout
 EMBEDDED = "embedded"  # the device, whose stack pins.toml names
 BUNDLER = "1"  # raise it when this module would make other bytes of the same inputs
 MACHINES = ("aarch64", "x86_64")  # what the wheels that we pin are for, as `uname -m` says it
@@ -172,7 +174,7 @@ def _embedded(table: Pins) -> Path:
 
 
 def _checkout() -> list[tuple[str, Path]]:
-    """Return (path, file) of what of the checkout goes along: pins, locks and patches."""
+    """Return (path, file) of what of the checkout goes along: pins, locks, patches and kernel packs."""
 
     def refuse(error: OSError) -> None:
         """Raise the error of a folder that cannot be listed, which `os.walk` would leave out silently."""
@@ -181,7 +183,11 @@ def _checkout() -> list[tuple[str, Path]]:
     files = [paths.ROOT / "pins.toml", *(file for file in (paths.ROOT / "locks").iterdir() if file.is_file())]
     for folder, _, names in os.walk(paths.ROOT / "patches", onerror=refuse):
         files += [Path(folder, name) for name in names]
-    return sorted((str(file.relative_to(paths.ROOT)), file) for file in files)
+    packs = [file for file in (paths.state() / PACKS).rglob("*") if file.is_file()]
+    return sorted(
+        [*((str(file.relative_to(paths.ROOT)), file) for file in files)]
+        + [(str(file.relative_to(paths.state())), file) for file in packs]
+    )
 
 
 def gather(
@@ -277,7 +283,7 @@ def index_pages(files: Iterable[Pick]) -> Mapping[str, str]:
     return {path: "\n".join(["<!DOCTYPE html>", *lines, ""]) for path, lines in pages.items()}
 
 
-def write(path: Path, entries: Sequence[BundleMember], absent: Sequence[Absent], about: Mapping[str, str]) -> None:
+def write(path: Path, entries: Sequence[BundleMember], absent: Sequence[Absent], about: Mapping[str, Any]) -> None:
     """Write a bundle. Raises IntegrityError if a file is not what its entry says, or changed meanwhile."""
     listed = {entry.path: {"sha256": entry.sha256, "size": entry.size} for entry in entries}
     value = {"schema": SCHEMA, **about, "members": listed, "absent": [asdict(entry) for entry in absent]}
@@ -340,10 +346,7 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
         _require_unpacked_bundle(folder)
         require_space(folder.parent, file.stat().st_size, "the bundle's content")
         temporary.mkdir(parents=True)
-        try:
-            count = _unpack(file, temporary)
-        except archive.MALFORMED as error:
-            raise _refused(file, f"it is damaged or truncated: {error or type(error).__name__}") from error
+        count = len(unpack_members(file, temporary))
         _require_unpacked_bundle(folder)  # again: unpacking takes minutes
         return Made({"index": sha256_file(temporary / offline.INDEX)}, facts={"members": count})
 
@@ -378,7 +381,18 @@ def _require_unpacked_bundle(folder: Path) -> None:
     )
 
 
-def _unpack(file: Path, folder: Path) -> int:
+def unpack_members(file: Path, folder: Path) -> list[str]:
+    """Unpack what lies beside the index into a new folder, each member verified; return the paths.
+
+    Raises IntegrityError that names the offending member; what was unpacked by then is not to be used.
+    """
+    try:
+        return sorted(_unpack(file, folder))
+    except archive.MALFORMED as error:
+        raise _refused(file, f"it is damaged or truncated: {error or type(error).__name__}") from error
+
+
+def _unpack(file: Path, folder: Path) -> set[str]:
     wanted: dict[str, tuple[str, int]] | None = None
     unpacked: set[str] = set()
     for member in members(file):
@@ -400,7 +414,7 @@ def _unpack(file: Path, folder: Path) -> int:
         unpacked.add(path)
     if wanted is None or (missing := sorted(set(wanted) - unpacked)):
         raise _refused(file, f"it is truncated: {', '.join(missing[:3]) if wanted else 'it is empty'} is missing")
-    return len(unpacked)
+    return unpacked
 
 
 def _read_index(file: Path, data: bytes) -> dict[str, tuple[str, int]]:

@@ -10,10 +10,12 @@ first and written last.
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from sparkforge import environments, pins
 from sparkforge.audit import rules as audit_rules
@@ -34,8 +36,13 @@ from sparkforge.core.files import locked, require_space, sha256_file, write_atom
 from sparkforge.core.manifest import Manifest
 from sparkforge.core.process import run
 
-STAGE = "kernels"
+STAGE, PACK = "kernels", "pack"
 SPACE = 300_000_000  # bytes: objects, libraries and ccache took 0.1 GB on x86-64; the rest is the compilers' own files
+
+
+# Puts an order's libraries, by the modules' names, where they are wanted, and returns facts for the manifest, PACK and
+# the number of units among them. With None they are compiled.
+Take: TypeAlias = "Callable[[KernelOrder, Mapping[str, Path]], Mapping[str, Any] | None]"
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class KernelRequest:
     output: str = ""
     python: str = ""
     checkout: str = ""
+    take: Take | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,13 @@ class KernelOrder:
             "ninja": run([self.environment.ninja(self.chain), "--version"]).stdout.strip(),
         }
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """What decides the modules wherever they are built: `inputs` without folders, and this platform."""
+        folders = {*environment.COMPILER_VARIABLES, "FLASHINFER_WORKSPACE_BASE", "python", "site-packages"}
+        platform = {"machine": os.uname().machine, "libc": str(os.confstr("CS_GNU_LIBC_VERSION"))}
+        return {**{name: value for name, value in self.inputs.items() if name not in folders}, **platform}
+
     def ninja(self, folder: Path) -> tuple[str | Path, ...]:
         """Return the command of the server's ninja for a module's folder."""
         return (self.environment.ninja(self.chain), "-C", folder, "-f", folder / "build.ninja")
@@ -125,7 +140,18 @@ def build_kernels(request: KernelRequest) -> tuple[Path, bool]:
 
     Raises UsageError and the errors of `build`.
     """
-    started, stack = time.monotonic(), request.stack
+    started, order = time.monotonic(), prepare(request)
+    result, changed = build(order, request.take)
+    say(f"{len(order.modules)} modules in {order.output}: {result} ({time.monotonic() - started:.1f} s)")
+    if not changed:
+        say("unchanged: there was nothing to do")
+    say(f"the server's variables: {order.variables_file}")
+    return order.variables_file, changed
+
+
+def prepare(request: KernelRequest) -> KernelOrder:
+    """Return what a request asks for. Raises UsageError and the errors of environment and toolchain."""
+    stack = request.stack
     image = pins.load().image(stack)
     set_name, arch = request.set_name or image.kernels, request.arch or image.architecture
     if not set_name or not arch:
@@ -144,20 +170,15 @@ def build_kernels(request: KernelRequest) -> tuple[Path, bool]:
         interpreter = environments.build_interpreter(stack, "kernels")
     server = environment.examine(interpreter, table, stack, Path(request.checkout) if request.checkout else None)
     folder = Path(request.output).absolute() if request.output else paths.state() / "kernels"
-    order = KernelOrder(table, set_name, modules, arch, folder, server, toolchain.find(arch), limit)
-    result, changed = build(order)
-    say(f"{len(modules)} modules in {folder}: {result} ({time.monotonic() - started:.1f} s)")
-    if not changed:
-        say("unchanged: there was nothing to do")
-    say(f"the server's variables: {order.variables_file}")
-    return order.variables_file, changed
+    return KernelOrder(table, set_name, modules, arch, folder, server, toolchain.find(arch), limit)
 
 
-def build(order: KernelOrder) -> tuple[BuildResult, bool]:
+def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bool]:
     """Build what is not built, audit it, and write the manifest; return the result and whether anything was done.
 
-    With the same inputs and intact outputs nothing is done. Raises ProcessError for a unit that does not compile,
-    CompileError (also where a server would compile again), AuditError, StorageError.
+    With the same inputs and intact outputs nothing is done. Libraries that `take` has are audited as compiled ones are,
+    and lie in the server's package besides, where FlashInfer does not ask ninja. Raises ProcessError for a unit that
+    does not compile, CompileError (also where a server would compile again), AuditError, StorageError.
     """
     inputs = order.inputs
     with locked(order.output / ".sparkforge-kernels.lock", f"build kernels in {order.output}"):
@@ -165,25 +186,33 @@ def build(order: KernelOrder) -> tuple[BuildResult, bool]:
         previous = manifest.current(order.variables_file, STAGE, inputs)
         if previous and ninja_build.outputs_intact(previous, order.output):
             folders = {(order.output / name).parent for name in previous.outputs}
-            if not any(ninja_build.pending(order.ninja(folder)) for folder in folders):
+            if PACK in previous.facts or not any(ninja_build.pending(order.ninja(folder)) for folder in folders):
                 return BuildResult(0, 0, int(previous.facts["units"])), False
         require_space(order.output, SPACE, "the kernels")
+        former, started = manifest.load(order.variables_file), time.monotonic()
         manifest.beside(order.variables_file).unlink(missing_ok=True)
-        started = time.monotonic()
         modules = environment.write(order.environment, order.modules, order.env)
-        for name, folder in modules.items():  # a library without a manifest is not trusted; to link it takes no time
-            (folder / f"{name}.so").unlink(missing_ok=True)
-        result, facts = _compile(order, modules)
+        libraries = {name: folder / f"{name}.so" for name, folder in modules.items()}
+        for library in libraries.values():  # one without a manifest is not trusted; to link it takes no time
+            library.unlink(missing_ok=True)
+        taken = take(order, libraries) if take else None
+        result, facts = (BuildResult(0, 0, int(taken["units"])), dict(taken)) if taken else _compile(order, modules)
         for name, folder in modules.items():
-            if commands := ninja_build.pending(order.ninja(folder)):
+            if not taken and (commands := ninja_build.pending(order.ninja(folder))):
                 raise CompileError(
                     f"{name} is not finished",
                     f"ninja would still run {len(commands)} commands, the first: {commands[0][:120]} …",
                     f"ninja -C {folder} -n -d explain says why; a clock that was put back does this",
                     code="compile.kernels",
                 )
-        libraries = {name: folder / f"{name}.so" for name, folder in modules.items()}
         report = _audit(order, libraries)
+        for name, library in libraries.items():
+            loaded = order.environment.site_packages / environment.AHEAD_OF_TIME / name / library.name
+            if taken:
+                loaded.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(library, loaded)
+            elif former and PACK in former.facts:  # it would be loaded in place of the one that was compiled
+                loaded.unlink(missing_ok=True)
         result = replace(result, seconds=round(time.monotonic() - started, 3))
         variables = order.server_variables
         write_atomic(order.variables_file, "".join(f"{name}={value}\n" for name, value in sorted(variables.items())))

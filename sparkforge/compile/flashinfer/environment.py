@@ -26,6 +26,8 @@ from sparkforge.pins.patched import load_patched
 from sparkforge.pins.verify import ImageChanges
 from sparkforge.sources import archive
 
+# FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
+AHEAD_OF_TIME = "flashinfer/data/aot"
 SPECS = Path(__file__).with_name("specs.py")
 # Read by flashinfer/jit/cpp_ext.py and core.py of 0.7.0.post1; with one of these a build.ninja would be another.
 REMOVED = (

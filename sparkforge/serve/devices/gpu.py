@@ -58,10 +58,12 @@ class Gpu(InEnvironment):
         if not self.capability.flashinfer:
             return
         from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels  # noqa: PLC0415 - for 12.x alone
+        from sparkforge.image import packs  # noqa: PLC0415
 
         with self.steps.step("kernels", f"FlashInfer's modules for {self.capability.architecture}") as tell:
             stack, interpreter = stack_of(GPU, self.plan.stack), str(self.python)
-            request = KernelRequest(stack, arch=self.capability.architecture, python=interpreter)
+            take = packs.taking("")
+            request = KernelRequest(stack, arch=self.capability.architecture, python=interpreter, take=take)
             file, changed = build_kernels(request)
             lines = file.read_text(encoding="utf-8").splitlines()
             self.built = dict(line.split("=", 1) for line in lines)

@@ -1,5 +1,6 @@
 """Building through Compose: the arguments, the commit, and what an image must hold."""
 
+import json
 import os
 
 import pytest
@@ -38,6 +39,27 @@ def test_the_way_the_jobs_and_the_commit_are_build_arguments(docker, monkeypatch
     ]
     assert "COPY x" in log.read_text()
     assert log == paths.state() / "logs" / "image.log"
+
+
+@pytest.mark.parametrize(
+    ("place", "argument"),
+    [("a/packs", ""), ("lab.example/packs", "lab.example/packs"), ("p.tar", "/mnt/packs/pack.tar")],
+)
+def test_packs_go_into_the_build_as_a_folder_or_by_the_name_of_a_repository(
+    docker, monkeypatch, tmp_path, place, argument
+):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    called = docker("")
+    (tmp_path / "p.tar").write_bytes(b"pack")
+    local = place.endswith((".tar", "a/packs"))
+    image.build(WORDS, stack="embedded", packs=str(tmp_path / place) if local else place)
+    words = called()
+    assert (f"KERNEL_PACKS={argument}" in words) == bool(argument)
+    override = tmp_path / "state/packs.compose.json"
+    assert ("--file" in words and words[words.index("build") - 1] == str(override)) == local
+    if local:
+        folder = json.loads(override.read_text())["services"]["vllm"]["build"]["additional_contexts"]["packs"]
+        assert folder == str(tmp_path / place) if not argument else os.listdir(folder) == ["pack.tar"]
 
 
 def test_a_build_that_fails_is_named_and_its_log_is_the_next_step(docker):

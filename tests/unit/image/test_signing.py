@@ -18,7 +18,7 @@ from oci_layout import Writer, ours
 
 from sparkforge.cli import build as commands
 from sparkforge.image import attached, build, provenance, signing
-from sparkforge.image.attached import Folder, Repository
+from sparkforge.image.attached import Attached, Folder, Repository
 
 pytestmark = pytest.mark.needs("openssl")
 DIGEST = f"sha256:{'d' * 64}"
@@ -162,6 +162,8 @@ def test_a_registry_keeps_what_is_attached(registry, key):
     signing.attach(place, DIGEST, "sig", [first])
     signing.attach(place, DIGEST, "sig", [second, first])
     assert Repository(f"{registry}/a/b").read(tag) == [first, second]
+    place.write("kernels-0.pack", [Attached(b"tar", "application/vnd.oci.image.layer.v1.tar"), first])
+    assert [entry.data for entry in place.read("kernels-0.pack")] == [b"tar", first.data]
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_the_docker_engine_gets_the_way_and_the_jobs(monkeypatch):
     calls = []
     monkeypatch.setattr(commands, "build_image", lambda stack, steps, **more: calls.append((stack, more)))
     Program(namespace=tasks.namespace).run("inv build --engine docker --stack s --from source --jobs 3", exit=False)
-    assert calls == [("s", {"way": "source", "jobs": "3"})]
+    assert calls == [("s", {"way": "source", "jobs": "3", "packs": ""})]
 
 
 def test_a_stack_that_has_nothing_to_compile_names_the_command_for_its_image(ready):

@@ -1,0 +1,209 @@
+"""Kernel packs: the compiled, audited modules of a stack as one artifact, taken where they would be compiled.
+
+A pack is a deterministic tar in a bundle's form (`sources.bundle`), so its reader refuses what a bundle's refuses:
+
+    index.json       the key, what it is a hash of, and every other member's sha256 and size
+    audit.json       the report on the machine code; whoever takes a pack audits it again
+    sbom.json        its bill of materials, CycloneDX 1.6
+    libraries/NAME.so
+
+Its place is a .tar with FILE.sig beside it, an OCI layout in a folder, or a registry's repository. In both of these it
+is one small image under the tag kernels-KEY.pack, whose layers are the tar and, if it is signed, the statement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from sparkforge import pins
+from sparkforge.compile.flashinfer import build as kernels
+from sparkforge.compile.flashinfer.build import PACK, STAGE, KernelOrder, KernelRequest, Take
+from sparkforge.core import manifest, paths
+from sparkforge.core.console import say
+from sparkforge.core.documents import DocumentError, parse_json, read_bytes, read_json
+from sparkforge.core.errors import IntegrityError
+from sparkforge.core.files import sha256_file, write_atomic
+from sparkforge.core.tables import parse_object
+from sparkforge.image import provenance, sbom, signing, trust
+from sparkforge.image.attached import LARGEST_PACK, Attached, Folder, Place, Repository
+from sparkforge.image.devices import CUDA
+from sparkforge.sources import bundle, offline
+from sparkforge.sources.bundle import BundleMember
+
+VARIABLE = "SPARKFORGE_PACKS"  # a place, for a command without the option, and for the build of an image
+TAR = "application/vnd.oci.image.layer.v1.tar"
+MOUNTED = "/mnt/packs"  # in the build of an image (Dockerfile)
+FIX = "get it again from whoever made it, or compile: the same command without --packs"
+
+
+class Index(BaseModel):
+    """What is used of a pack's index.json, whose members `bundle` reads."""
+
+    class Facts(BaseModel):
+        """What the build found."""
+
+        units: int
+        modules: dict[str, int]
+
+    key: str
+    inputs: dict[str, str]
+    facts: Facts
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A pack that is a file; whether it is the wanted one, its index says."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def read(self, _tag: str) -> list[Attached]:
+        """Return the pack and its signature. Raises IntegrityError for a file that is too large."""
+        if not self.path.is_file():
+            return []
+        if self.path.stat().st_size > LARGEST_PACK:
+            raise _refused(str(self.path), f"it has more than {LARGEST_PACK:,} bytes", "integrity.archive")
+        return [Attached(read_bytes(self.path), TAR), *trust.signatures(self.path)]
+
+    def write(self, _tag: str, attached: Sequence[Attached]) -> None:
+        """Write it, with its signature."""
+        for path, entry in zip((self.path, trust.signature_path(self.path)), attached, strict=False):
+            write_atomic(path, entry.data)
+
+
+def place(name: str) -> Place:
+    """Return the place of packs that a user names: a path (/…, ./…, ~/…, or FILE.tar), else a repository."""
+    path = paths.typed(name).absolute()
+    if name.endswith(".tar"):
+        return Archive(path)
+    return Folder(path) if name.startswith(("/", ".", "~")) else Repository(name)
+
+
+def own_folders() -> list[Path]:
+    """Return the folders with packs that need not be named: the checkout's own, and the one of the bundle in use."""
+    folders = [paths.state() / bundle.PACKS, *([folder / bundle.PACKS] if (folder := offline.folder()) else [])]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def build_context(name: str) -> tuple[str, Path | None]:
+    """Return what the build of an image gets for the place `name`: the place as it is there, and a folder to mount."""
+    name = name or os.environ.get(VARIABLE, "")
+    origin = place(name) if name else next(map(Folder, own_folders()), None)
+    if isinstance(origin, Archive):  # alone: a context is sent whole
+        folder = paths.state() / "build" / bundle.PACKS
+        manifest.remove(folder)
+        Archive(folder / "pack.tar").write("", origin.read(""))
+        return f"{MOUNTED}/pack.tar", folder
+    return ("", origin.path) if isinstance(origin, Folder) else (name, None)
+
+
+def key_of(inputs: Mapping[str, str]) -> str:
+    """Return the key of a pack, a hash of everything that decides what is in it."""
+    return hashlib.sha256(json.dumps(dict(inputs), sort_keys=True).encode()).hexdigest()
+
+
+def taking(name: str) -> Take:
+    """Return what takes modules from the place `name`, this checkout's own packs, and those of the bundle in use.
+
+    It returns None where none of them has the pack. What it takes was verified: hashes, key, and the signature that
+    trust.toml demands. Raises IntegrityError for a pack that is refused, EngineError for a registry.
+    """
+    name = name or os.environ.get(VARIABLE, "")
+    places: list[Place] = [*([place(name)] if name else []), *map(Folder, own_folders())]
+
+    def take(order: KernelOrder, libraries: Mapping[str, Path]) -> Mapping[str, Any] | None:
+        """Put the libraries of a pack where the order wants them."""
+        key = key_of(order.identity)
+        for origin in places:
+            if layers := origin.read(f"{STAGE}-{key}.pack"):
+                break
+        else:
+            if places:
+                say(f"no pack {key[:12]} of these modules in {', '.join(map(str, places))}: compiling them")
+            return None
+        what = f"the kernel pack of {origin}"
+        signer = trust.require_signed(what, hashlib.sha256(layers[0].data).hexdigest(), layers[1:])
+        with tempfile.TemporaryDirectory(dir=order.output, prefix=".pack-") as scratch:
+            file, content = Path(scratch, "pack.tar"), Path(scratch, "content")
+            file.write_bytes(layers[0].data)
+            content.mkdir()
+            try:
+                names = bundle.unpack_members(file, content)
+                text = (content / offline.INDEX).read_bytes()
+                index = Index.model_validate(parse_object(text, offline.INDEX, Index))
+            except (IntegrityError, DocumentError) as error:
+                code = error.code if isinstance(error, IntegrityError) else "integrity.archive"
+                raise _refused(what, error.why, code) from error
+            wanted = {f"libraries/{name}.so": library for name, library in libraries.items()}
+            if differing := sorted({*index.inputs.items()} ^ {*order.identity.items()}):
+                why = f"it was made of other {', '.join(dict.fromkeys(name[:40] for name, _ in differing))}"
+                raise _refused(what, why, "integrity.image")
+            if index.key != key or {*names} != {*wanted, "audit.json", "sbom.json"}:
+                raise _refused(what, "its key or its members are not those of these modules", "integrity.image")
+            for member, library in wanted.items():
+                shutil.move(content / member, library)
+        say(f"{len(libraries)} modules of {origin}, pack {key[:12]}: {f'signed by {signer}' if signer else 'unsigned'}")
+        return {PACK: key, **index.facts.model_dump()}
+
+    return take
+
+
+def publish(request: KernelRequest, name: str, key_file: Path | None) -> str:
+    """Put the modules that a request has built into the place `name`, signed by a key; return the pack's sha256.
+
+    The same modules give the same bytes. Raises the errors of `kernels.prepare`, and EngineError, StorageError.
+    """
+    order = kernels.prepare(request)
+    record = manifest.load(order.variables_file)
+    if record is None:
+        raise _refused(f"the folder {order.output}", "nothing was built in it", "integrity.image")
+    libraries = {Path(path).stem: order.output / path for path in record.outputs}
+    audit = read_json(order.output / f"audit-{order.set_name}.json")
+    audit = {name: value for name, value in audit.items() if name not in ("seconds", "mb_per_second")}
+    for entry, field in [(file, "path") for file in audit["files"]] + [(row, "file") for row in audit["coverage"]]:
+        entry[field] = Path(entry[field]).name
+    table, inputs = pins.load(), order.identity
+    about = {
+        "stack": request.stack, "key": key_of(inputs), "inputs": inputs,
+        "facts": {name: record.facts[name] for name in ("units", "modules")},
+    }  # fmt: skip
+    image: dict[str, Any] = {
+        "stack": request.stack, "machine": inputs["machine"], "python": Path(order.environment.include).name,
+        "lock": {}, "patches": {str(table.component(request.stack, "flashinfer").patches): order.environment.queue},
+        "key": about["key"], "device": CUDA, "kernels": {name: sha256_file(path) for name, path in libraries.items()},
+    }  # fmt: skip
+    bill = sbom.make(order.environment.site_packages, image, audit, table, only=order.environment.versions)
+    members = [
+        BundleMember.of("audit.json", (json.dumps(audit, indent=1, sort_keys=True) + "\n").encode()),
+        *(BundleMember.of(f"libraries/{path.name}", path) for path in sorted(libraries.values())),
+        BundleMember.of("sbom.json", bill.encode()),
+    ]
+    with tempfile.TemporaryDirectory(dir=order.output, prefix=".pack-") as scratch:
+        file = Path(scratch, "pack.tar")
+        bundle.write(file, members, (), about)
+        digest, layers = sha256_file(file), [Attached(file.read_bytes(), TAR)]
+    if key_file:
+        subject = [(f"{STAGE}-{about['key']}", f"sha256:{digest}")]
+        statement = provenance.statement(subject, provenance.CYCLONEDX, parse_json(bill, "the bill of materials"))
+        layers.append(signing.signed(statement, signing.private_key(key_file)))
+    target = place(name)
+    target.write(f"{STAGE}-{about['key']}.pack", layers)
+    say(f"{target}: pack {str(about['key'])[:12]}, {len(libraries)} modules, sha256 {digest}"
+        f"{'' if key_file else '; an unsigned own build'}")  # fmt: skip
+    return digest
+
+
+def _refused(what: str, why: str, code: str) -> IntegrityError:
+    return IntegrityError(f"{what} is refused", why, FIX, code=code)

@@ -1,0 +1,83 @@
+"""A small FlashInfer, with a real interpreter, ninja and C++ compiler, and an order to build its one module."""
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sparkforge.audit.report import AuditReport
+from sparkforge.compile.flashinfer import build, sets
+from sparkforge.compile.flashinfer.build import KernelOrder
+from sparkforge.compile.flashinfer.environment import KernelEnvironment
+from sparkforge.compile.flashinfer.sets import KernelModule
+from sparkforge.compile.toolchain import Toolchain
+from sparkforge.core.files import write_json
+
+# Its packages cannot be entered by their __init__, as the real ones on a machine without a GPU.
+GENERATOR = """
+import os
+from pathlib import Path
+RULES = '''
+rule compile
+  command = {launcher} c++ -MMD -MF $out.d -fPIC -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = {link}
+'''
+class Spec:
+    def __init__(self, name, link):
+        self.name, self.link = name, link
+        base = Path(os.environ["FLASHINFER_WORKSPACE_BASE"])
+        self.build_dir = base / ".cache/flashinfer/0.7.0.post1/121a/cached_ops" / name
+    def write_ninja(self):
+        self.build_dir.mkdir(parents=True, exist_ok=True)
+        source = Path(__file__).parent
+        lines = [RULES.format(launcher=os.environ["FLASHINFER_CXX_LAUNCHER"], link=self.link)]
+        objects = [f"{self.build_dir}/csrc_{file}.o" for file in ("one", "two")]
+        lines += [f"build {o}: compile {source}/{f}.cpp" for o, f in zip(objects, ("one", "two"))]
+        lines += [f"build {self.build_dir}/{self.name}.so: link " + " ".join(objects), ""]
+        text = "\\n".join(lines)
+        if not (self.build_dir / "build.ninja").exists() or (self.build_dir / "build.ninja").read_text() != text:
+            (self.build_dir / "build.ninja").write_text(text)
+def gen_module(name="tiny", link="c++ -shared $in -o $out"):
+    return Spec(name, link)
+"""
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A site-packages with the small FlashInfer, its interpreter, and an order to build its one module."""
+    packages = tmp_path / "lib/site-packages"
+    jit = packages / "flashinfer/jit"
+    jit.mkdir(parents=True)
+    for package in (jit.parent, jit):
+        (package / "__init__.py").write_text("raise RuntimeError('no GPU')\n")
+    (jit / "small.py").write_text(GENERATOR)
+    (jit / "one.h").write_text("inline int one() { return 1; }\n")
+    (jit / "one.cpp").write_text('#include "one.h"\nint first() { return one(); }\n')
+    (jit / "two.cpp").write_text("int second() { return 2; }\n")
+    for name, version in (("flashinfer_python", "0.7.0.post1"), ("torch", "2.13.0"), ("apache_tvm_ffi", "0.1.11")):
+        folder = packages / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    programs = {name: Path(shutil.which(name)) for name in ("c++", "ninja", "env")}
+    chain = Toolchain(tmp_path, "test", programs["c++"], programs["ninja"], programs["env"], {"nvcc": "0", "c++": "0"})
+    where = KernelEnvironment(python, packages, {"flashinfer-python": "0.7.0.post1"}, "include", "queue")
+    module = KernelModule(name="tiny", sets=(), call="", generator="flashinfer.jit.small:gen_module", audit="sampling")
+    order = KernelOrder(sets.load("0.7.0.post1"), "tiny", (module,), "12.1a", tmp_path / "out", where, chain)
+    clean = AuditReport((), (), (), (), 0, 0.0)
+
+    def audit(order, _libraries):  # the audit has tests of its own, and needs CUDA's tools
+        write_json(order.output / f"audit-{order.set_name}.json", clean.document())
+        return clean
+
+    monkeypatch.setattr(build, "_audit", audit)
+    library = order.output / ".cache/flashinfer/0.7.0.post1/121a/cached_ops/tiny/tiny.so"
+    return SimpleNamespace(order=order, jit=jit, python=python, library=library, module=module)

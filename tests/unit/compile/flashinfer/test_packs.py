@@ -1,0 +1,168 @@
+"""Kernel packs made, taken and attacked, in each place that one may lie in."""
+
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from dataclasses import replace
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from expected import refused
+
+from sparkforge.compile.flashinfer import build
+from sparkforge.compile.flashinfer.build import KernelRequest
+from sparkforge.core import manifest
+from sparkforge.image import packs, provenance, signing, trust
+
+pytestmark = pytest.mark.needs("c++", "ninja")
+LAB, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+REQUEST = KernelRequest("spark")
+
+
+@pytest.fixture
+def world(site, tmp_path, monkeypatch):
+    """The small FlashInfer, built; a key; and nothing of this checkout's own."""
+    monkeypatch.setattr(trust, "FILE", tmp_path / "trust.toml")
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    monkeypatch.setattr(build, "prepare", lambda _request: site.order)
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    site.key = tmp_path / "key.pem"
+    site.key.write_bytes(LAB.private_bytes(*form))
+    site.key.chmod(0o600)
+    build.build(site.order)
+    return site
+
+
+def demand():
+    key = f'[keys.lab]\npublic = """{signing.public_text(LAB)}"""\n'
+    trust.FILE.write_text(f'schema = 1\n{key}[images]\ndemand = ["signature"]\n')
+    trust.FILE.chmod(0o600)
+
+
+def elsewhere(world):
+    """Another machine's order of the same modules, with nothing built."""
+    return replace(world.order, output=world.order.output.with_name("elsewhere"))
+
+
+def take(world, place):
+    order = elsewhere(world)
+    shutil.rmtree(order.output, ignore_errors=True)
+    result, _ = build.build(order, packs.taking(str(place)))
+    return result.compiled == 0, manifest.load(order.variables_file)
+
+
+@pytest.mark.parametrize("name", ["pack.tar", "folder"])
+def test_a_signed_pack_is_taken_and_not_compiled_again(world, tmp_path, capsys, name):
+    place = tmp_path / name
+    digest = packs.publish(REQUEST, str(place), world.key)
+    assert packs.publish(REQUEST, str(tmp_path / "again.tar"), None) == digest
+    demand()
+    taken, record = take(world, place)
+    assert taken
+    assert "signed by lab" in capsys.readouterr().err
+    assert list(record.outputs.values()) == list(manifest.load(world.order.variables_file).outputs.values())
+    loaded = world.order.environment.site_packages / "flashinfer/data/aot/tiny/tiny.so"
+    assert loaded.read_bytes() == world.library.read_bytes()
+    order = elsewhere(world)
+    assert not build.build(order, packs.taking(str(place)))[1]
+    build.build(replace(order, arch="12.0a"))  # compiled: nothing of the pack may be loaded in its place
+    assert not loaded.exists()
+
+
+def test_what_is_in_no_place_is_compiled_and_a_bundle_brings_packs(world, tmp_path, capsys, monkeypatch):
+    assert not take(world, tmp_path / "none")[0]
+    assert "compiling them" in capsys.readouterr().err
+    monkeypatch.setenv("SPARKFORGE_OFFLINE", str(tmp_path / "bundle"))
+    packs.publish(REQUEST, str(tmp_path / "bundle/packs"), None)
+    assert take(world, "")[0]
+    assert "unsigned" in capsys.readouterr().err
+
+
+def test_a_pack_says_what_is_in_it(world, tmp_path):
+    packs.publish(REQUEST, str(tmp_path / "pack.tar"), None)
+    with tarfile.open(tmp_path / "pack.tar") as tar:
+        bill = json.load(tar.extractfile("sbom.json"))
+        assert {(member.mtime, member.uid, member.mode) for member in tar} == {(0, 0, 0o644)}
+        assert tar.getnames() == ["index.json", "audit.json", "libraries/tiny.so", "sbom.json"]
+    assert {"flashinfer-python"} <= {component["name"] for component in bill["components"]}
+
+
+# Attacks. Each is put where the pack is, under its own key; none may be taken, and none gives a traceback.
+
+
+def rewritten(data, *, index=None, **changes):
+    """The same tar; `index` changes its index.json, and `name` or `library` those of the library."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar, tarfile.open(fileobj=out, mode="w") as changed:
+        for member in tar:
+            content = tar.extractfile(member).read()
+            if member.name == "index.json" and index:
+                content = json.dumps({**json.loads(content), **index}).encode()
+            if member.name.startswith("libraries/"):
+                member.name, content = changes.get("name", member.name), changes.get("library", content)
+            member.size = len(content)
+            changed.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+ATTACKS = {
+    "another library": (lambda data: rewritten(data, library=b"x"), "hash"),
+    "truncated": (lambda data: data[: len(data) // 2], "archive"),
+    "rubbish": (lambda _: b"rubbish", "archive"),
+    "a member outside": (lambda data: rewritten(data, name="../../tiny.so"), "archive"),
+    "another key": (lambda data: rewritten(data, index={"key": "0" * 64}), "image"),
+    "other inputs": (lambda data: rewritten(data, index={"inputs": {"nvcc": "1"}}), "image"),
+    "no inputs": (lambda data: rewritten(data, index={"inputs": None}), "archive"),
+    "no members": (lambda data: rewritten(data, index={"members": {}}), "archive"),
+}
+
+
+def test_a_pack_that_was_tampered_with_is_refused(world, tmp_path):
+    place = tmp_path / "pack.tar"
+    packs.publish(REQUEST, str(place), None)
+    honest = place.read_bytes()
+    for attack, code in ATTACKS.values():
+        place.write_bytes(attack(honest))
+        with refused(f"integrity.{code}"):
+            take(world, place)
+        assert not list(elsewhere(world).output.glob("*.manifest.json"))
+        assert not list(elsewhere(world).output.rglob("*.so"))
+    assert not list(tmp_path.rglob("tiny.so"))[1:]  # the one that was built
+
+
+def test_a_pack_of_other_inputs_is_not_taken(world, tmp_path):
+    packs.publish(REQUEST, str(tmp_path / "pack.tar"), world.key)
+    world.order = replace(world.order, arch="12.0a")
+    with refused("integrity.image", "other FLASHINFER_CUDA_ARCH_LIST"):
+        take(world, tmp_path / "pack.tar")
+
+
+def statement(digest, key):
+    return signing.signed(provenance.statement([("x", digest)], provenance.CYCLONEDX, {}), key)
+
+
+def test_a_demanded_signature_that_is_missing_or_wrong_refuses_the_pack(world, tmp_path):
+    place = tmp_path / "pack.tar"
+    digest = packs.publish(REQUEST, str(place), None)
+    demand()
+    for data in (
+        None,
+        statement(hashlib.sha256(b"another").hexdigest(), LAB).data,
+        statement(digest, OTHER).data,
+        b"[" * 9999,
+    ):
+        if data:
+            trust.signature_path(place).write_bytes(data)
+        with refused("integrity.signature", "trust.toml demands signature by lab"):
+            take(world, place)
+
+
+def test_a_blob_that_is_not_what_the_layout_names_is_refused(world, tmp_path):
+    packs.publish(REQUEST, str(tmp_path / "folder"), None)
+    largest = max((tmp_path / "folder/blobs/sha256").iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1] + b"x")
+    with refused("integrity.hash"):
+        take(world, tmp_path / "folder")
