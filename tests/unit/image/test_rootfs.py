@@ -40,7 +40,7 @@ def tree(tmp_path, monkeypatch):
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks/embedded.txt").write_text("# made\nalpha==1.0 \\\n    --hash=sha256:00\nBeta.Two[extra]==1.0\n")
     monkeypatch.setattr(locks, "LOCKS", tmp_path / "locks")
-    monkeypatch.setattr(rootfs, "queues", lambda stack, table: iter(()))
+    monkeypatch.setattr(rootfs.series, "queues", lambda *_: iter(()))
     monkeypatch.setattr(rootfs, "patched_packages", lambda table, stack: [])
     monkeypatch.setattr(trimming, "TABLE", tmp_path / "trim.toml")
     (tmp_path / "trim.toml").write_text("[cpu.big]\npaths = ['alpha/big*']\nwhy = 'too large'\n")
