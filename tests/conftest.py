@@ -23,7 +23,6 @@ INSTALL = {
     "c++": "sudo apt install g++",
     "cc": "sudo apt install gcc",
     "ninja": "sudo apt install ninja-build",
-    "haproxy": "sudo apt install haproxy",
     "ip": "sudo apt install iproute2",
     "iptables": "sudo apt install iptables",
     "rsync": "sudo apt install rsync",

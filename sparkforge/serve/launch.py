@@ -130,7 +130,7 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
 
 
 def begin(launch: Launch) -> Server:
-    """Start a cluster's worker or balancer, whose answers are not proved, and return its record. Inside `starting`."""
+    """Start a cluster's worker, whose answers are not proved, and return its record. Inside `starting`."""
     refuse_second()
     with interrupt.held():
         return _spawn(launch)

@@ -357,7 +357,7 @@ def _split(cluster: ClusterFacts) -> CheckResult:
         problems.append(f"an intermediate size of {model.intermediate} is no multiple of {len(config.nodes)}")
     # The second node's buffers are never made: gpu_model_runner.py:5801.
     if config.pipeline > 1 and not config.has_gpus:
-        problems.append("vLLM's CPU build serves no pipeline; replicas can be any number")
+        problems.append("vLLM's CPU build serves no pipeline")
     if cluster.head != "bf16" and config.tensor > 1 and model.vocab // config.tensor % MARLIN_TILE:
         columns = model.vocab // config.tensor
         problems.append(f"an LM head in {cluster.head} has {columns} columns a node, no multiple of {MARLIN_TILE}")
@@ -390,9 +390,6 @@ def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tupl
     head, nodes = config.head, {node.name: node for node in config.nodes}
     ways: list[tuple[ClusterNode, ClusterNode, str, str, tuple[int, ...]]] = []
     for worker in config.workers:
-        if config.mode == "replicas":
-            ways.append((head, worker, head.address, worker.address, (config.replica_port,)))
-            continue
         ways.append((worker, head, worker.address, head.address, (config.master_port, config.watch_port)))
         ways.append((head, worker, head.address, worker.address, (CHOSEN_PORT,)))
     control = {node.address for node in config.nodes}

@@ -17,8 +17,6 @@ from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
 from sparkforge.serve.cluster import watch
 
 FILE = "cluster.toml"
-BALANCER = "balancer"
-STATE = ".sparkforge"  # in a checkout
 # Also of a vLLM flag, a shell command and a log line, so nothing that either would read otherwise.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 # A destination of ssh: user@host, or a name of ~/.ssh/config. A dash at the start of either would be an option.
@@ -77,7 +75,6 @@ class ClusterConfig(Record):
     """The whole file. The first node is the head: it has the API and vLLM's scheduler."""
 
     schema_: Literal[1] = Field(alias="schema")
-    mode: Literal["split", "replicas"] = "split"
     device: Literal["docker", "docker-cpu", "embedded"] = "docker"
     model: Argument = ""
     profile: Argument = ""
@@ -87,7 +84,6 @@ class ClusterConfig(Record):
     expert: bool = False
     key_file: Folder = ""
     port: Port = 8000
-    replica_port: Port = 8001
     master_port: Port = 29500
     watch_port: Port = 29501
     nodes: tuple[ClusterNode, ...] = Field(min_length=2)
@@ -105,25 +101,17 @@ class ClusterConfig(Record):
         addresses = [ipaddress.IPv4Address(node.address) for node in self.nodes]
         local = [address for address in addresses if address.is_loopback]
         several = next((a for a in addresses if a.is_unspecified or a.is_multicast or a.is_reserved), None)
-        replicas, count, names = self.mode == "replicas", len(self.nodes), {node.name for node in self.nodes}
-        ports = {self.port, self.replica_port, self.master_port, self.watch_port}
+        count, names = len(self.nodes), {node.name for node in self.nodes}
         for wrong, why in (
             (len(names) < count, "two nodes have the same name"),
             (len(set(addresses)) < count, "two nodes have the same address"),
             (several, f"{several} is no address of one machine: take the node's own on the control network"),
             (local and (len(local) < count or self.has_gpus), "other machines cannot reach a node's loopback address"),
             (
-                replicas and (self.tensor, self.pipeline, self.expert) != (1, 1, False),
-                "replicas share no layer: tensor and pipeline are 1, expert is false",
-            ),
-            (replicas and self.in_containers, "replicas are built for the embedded device only, so far"),
-            (replicas and not self.key_file, "replicas need key_file: their servers listen on the control network"),
-            (replicas and BALANCER in names, f"no node of replicas may be called {BALANCER}, as their endpoint is"),
-            (
-                not replicas and self.tensor * self.pipeline != count,
+                self.tensor * self.pipeline != count,
                 f"tensor {self.tensor} x pipeline {self.pipeline} is not the number of nodes, {count}",
             ),
-            (len(ports) < 4, "port, replica_port, master_port and watch_port must differ"),
+            (len({self.port, self.master_port, self.watch_port}) < 3, "port, master_port and watch_port must differ"),
             (sum(not node.ssh for node in self.nodes) > 1, "two nodes have no ssh: only this machine has none"),
         ):
             if wrong:
@@ -155,14 +143,6 @@ class ClusterConfig(Record):
         """The other nodes."""
         return self.nodes[1:]
 
-    @property
-    def parts(self) -> tuple[ClusterNode, ...]:
-        """What runs, each with a state of its own: the nodes' servers, and for replicas the balancer on the head."""
-        if self.mode == "split":
-            return self.nodes
-        state = f"{self.head.state or STATE}/{BALANCER}"
-        return (*self.nodes, self.head.model_copy(update={"name": BALANCER, "state": state}))
-
     def watch_options(self, node: ClusterNode) -> tuple[str, ...]:
         """Return watch.py's options for a node: the head hears its workers, a worker the head."""
         is_head = node == self.head
@@ -190,8 +170,6 @@ class ClusterConfig(Record):
 
     def ports(self, node: ClusterNode) -> tuple[int, ...]:
         """Return the ports on which a node listens."""
-        if self.mode == "replicas":
-            return (self.port, self.replica_port) if node == self.head else (self.replica_port,)
         return (self.port, self.master_port, self.watch_port) if node == self.head else ()
 
 
@@ -204,7 +182,6 @@ def read(path: Path) -> ClusterConfig:
 
 
 COMMENTS = {
-    "mode": "split: one model over all nodes; replicas: a server on each node behind one endpoint",
     "device": "docker; without GPUs docker-cpu, or embedded: vLLM's CPU build without a container",
     "model": "a folder, the same on every node; empty: what the device serves by itself",
     "profile": "a table of sparkforge/serve/profiles.toml; empty: the device's own",
@@ -212,9 +189,8 @@ COMMENTS = {
     "tensor": "machines that share each layer",
     "pipeline": "machines that share the layers; tensor x pipeline is the number of nodes",
     "expert": "whole experts on each machine instead of a part of each",
-    "key_file": "the API key's file, the same path on every node; replicas need one",
+    "key_file": "the API key's file, the same path on every node",
     "port": "of the API, on the head",
-    "replica_port": "of each node's server, on its address; replicas only",
     "master_port": "torch.distributed's, on the head",
     "watch_port": "on which nodes notice that another one has ended, on the head",
 }

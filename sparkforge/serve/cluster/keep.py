@@ -3,7 +3,7 @@
 `cluster.up` starts it on the machine that the commands run on, in a session of its own. It asks the head, whose part
 ends whenever another's does. After an end that nobody asked for it pauses as one machine's server does (restarts.py),
 waits until every node answers, ends what is left, and starts as `cluster.up` does: check, validation, workers, head.
-Of replicas it asks every one, and starts only the one that ended. After too many failures it gives up.
+After too many failures it gives up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from sparkforge.core.files import holder, locked, write_json
 from sparkforge.core.process import spawn, started_at
 from sparkforge.serve import restarts
 from sparkforge.serve.cluster import start
-from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.cluster.config import ClusterConfig
 from sparkforge.serve.restarts import ServerFailure
 
 PURPOSE = "start a cluster again"
@@ -108,10 +107,8 @@ def keep(config: ClusterConfig) -> None:
     Raises ServerError after too many failures.
     """
     failures: tuple[ServerFailure, ...] = ()
-    watched = [config.head] if config.mode == "split" else list(config.parts)
-    _note("watching", ", ".join(node.name for node in watched), failures)
-    while end := _next_end(config, watched):
-        node, why = end
+    _note("watching", config.head.name, failures)
+    while why := _next_end(config):
         while why:
             now = time.time()
             failures = restarts.recent((*failures, ServerFailure(ended=now, why=why)), now)
@@ -122,57 +119,43 @@ def keep(config: ClusterConfig) -> None:
                     "./inv cluster.logs; when the cause is gone: ./inv cluster.up",
                     code="server.restarts",
                 )
-            why = _start_again(config, node, failures)
+            why = _start_again(config, failures)
         _note("watching", f"started again after: {failures[-1].why}", failures)
 
 
-def _next_end(config: ClusterConfig, watched: list[ClusterNode]) -> tuple[ClusterNode, str] | None:
-    """Wait until a part has ended; return it and why. None if somebody asked for all that have."""
-    while watched:
-        for node in tuple(watched):
-            with suppress(SparkforgeError):  # one that does not answer may still serve
-                answer = start.ask(config, node, "status")
-                if answer["state"] == "stopped" or answer.get("asked"):
-                    watched.remove(node)
-                elif answer["state"] == "ended":
-                    return node, str(answer["why"])
+def _next_end(config: ClusterConfig) -> str:
+    """Wait until the head's part has ended, and return why; empty if somebody asked for it."""
+    while True:
+        with suppress(SparkforgeError):  # one that does not answer may still serve
+            answer = start.ask(config, config.head, "status")
+            if answer["state"] == "stopped" or answer.get("asked"):
+                return ""
+            if answer["state"] == "ended":
+                return str(answer["why"])
         time.sleep(LOOK_SECONDS)
-    return None
 
 
-def _start_again(config: ClusterConfig, node: ClusterNode, failures: tuple[ServerFailure, ...]) -> str:
-    """Pause, wait for the nodes, and start; return why that failed, or ""."""
+def _start_again(config: ClusterConfig, failures: tuple[ServerFailure, ...]) -> str:
+    """Pause, wait until every node answers, and start; return why that failed, or ""."""
     pause = restarts.pause_seconds(failures, time.time())
     _note("pausing", f"{failures[-1].why}; the next start is in {pause:.0f} s", failures)
     time.sleep(pause)
+    deadline = time.monotonic() + RETURN_SECONDS
     try:
-        # A replica needs no other one. The balancer asks each replica for its key, so it needs them all.
-        alone = config.mode == "replicas" and node in config.nodes
-        _wait_for_nodes(config, [node] if alone else config.parts, failures)
+        while silent := [name for name, node in start.status(config).items() if node["state"] == "silent"]:
+            why = f"{', '.join(silent)} does not answer"  # one that restarts is no failure
+            _note("waiting", why, failures)
+            if time.monotonic() > deadline:
+                why = f"{why} for {RETURN_SECONDS:g} s"
+                raise ServerError("the cluster has too few nodes", why, "./inv cluster.check", code="server.cluster")
+            time.sleep(LOOK_SECONDS)
         _note("starting", failures[-1].why, failures)
-        if config.mode == "replicas":
-            start.renew(config, node)
-        else:
-            start.down(config)
-            start.up(config)
+        start.down(config)
+        start.up(config)
     except SparkforgeError as error:
         show_error(error)
         return f"{error.what}: {error.why}"
     return ""
-
-
-def _wait_for_nodes(config: ClusterConfig, nodes: Sequence[ClusterNode], failures: tuple[ServerFailure, ...]) -> None:
-    """Wait until these nodes answer: one that restarts is no failure. Raises ServerError."""
-    deadline = time.monotonic() + RETURN_SECONDS
-    while silent := [name for name, node in start.status(config, nodes).items() if node["state"] == "silent"]:
-        why = f"{', '.join(silent)} does not answer"
-        _note("waiting", why, failures)
-        if time.monotonic() > deadline:
-            fix = "./inv cluster.check"
-            raise ServerError(
-                "the cluster has too few nodes", f"{why} for {RETURN_SECONDS:g} s", fix, code="server.cluster"
-            )
-        time.sleep(LOOK_SECONDS)
 
 
 def _note(doing: str, why: str, failures: tuple[ServerFailure, ...]) -> None:

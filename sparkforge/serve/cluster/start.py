@@ -14,8 +14,8 @@ from sparkforge.core.errors import InputError, ServerError, SparkforgeError, Usa
 from sparkforge.image import compose as docker_compose
 from sparkforge.serve import access
 from sparkforge.serve.cluster import checks, remote
-from sparkforge.serve.cluster.config import BALANCER, ClusterConfig, ClusterNode
-from sparkforge.serve.cluster.node import ANSWER_KEYS, LINES, NodeAnswer, haproxy
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.cluster.node import ANSWER_KEYS, LINES, NodeAnswer
 
 MODULE = "sparkforge.serve.cluster.node"
 INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
@@ -28,7 +28,6 @@ START_SECONDS = {"embedded": 1200.0, "docker-cpu": 1200.0, "docker": 3900.0}
 def up(config: ClusterConfig) -> Mapping[str, Any]:
     """Check, validate on every node, start the workers and then the head; return the head's answer.
 
-    Replicas start at the same time, and then the balancer, whose answer is returned.
     Whenever it raises, no node's part is left running, except on a node that it names. Raises UsageError for settings
     that it does not heed, RefusalError if a check or a validation fails, and the first node's error otherwise.
     """
@@ -36,9 +35,7 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
         if os.environ.get(name):  # the head would serve without it
             why = "a cluster's key is key_file in cluster.toml, and it has no further names of hosts yet"
             raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
-    steps, token, is_split = Steps(4), secrets.token_hex(16), config.mode == "split"
-    if not is_split and not config.head.ssh:
-        haproxy()  # known at once, not after minutes
+    steps, token = Steps(4), secrets.token_hex(16)
     with steps.step("check", f"{len(config.nodes)} nodes") as tell:
         findings = checks.evaluate_all(checks.look(config))
         checks.require_fine(findings)
@@ -52,12 +49,10 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
         verdicts = ask_all(config.nodes, "validate")
         tell("; ".join(f"{name}: {answer['verdict']}" for name, answer in verdicts.items()))
     try:
-        parts = config.workers if is_split else config.nodes
-        with steps.step("workers" if is_split else "servers", ", ".join(node.name for node in parts)):
-            ask_all(parts, "begin" if is_split else "start")
-        last = config.head if is_split else config.parts[-1]
-        with steps.step("head" if is_split else BALANCER, f"{config.head.name} starts") as tell:
-            answer = ask(config, last, "start", token=token)
+        with steps.step("workers", ", ".join(node.name for node in config.workers)):
+            ask_all(config.workers, "begin")
+        with steps.step("head", f"{config.head.name} starts") as tell:
+            answer = ask(config, config.head, "start", token=token)
             carried = f"; {answer['transport']}" if "transport" in answer else ""
             tell(f"first answers received at {answer['url']}{carried}")
     except BaseException:
@@ -69,16 +64,9 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
     return answer
 
 
-def renew(config: ClusterConfig, node: ClusterNode) -> None:
-    """End what is left of a replica, or of their balancer, and start it again. Raises the node's error."""
-    for action in ("down", "validate", "start"):
-        if action != "validate" or node in config.nodes:
-            ask(config, node, action)
-
-
-def status(config: ClusterConfig, nodes: Sequence[ClusterNode] = ()) -> dict[str, dict[str, Any]]:
-    """Return the state of each of these nodes, or of all; one that does not answer is `silent` and says why."""
-    answers = remote.on_all(nodes or config.parts, lambda node: ask(config, node, "status"))
+def status(config: ClusterConfig) -> dict[str, dict[str, Any]]:
+    """Return the state of each node; one that does not answer is `silent` and says why."""
+    answers = remote.on_all(config.nodes, lambda node: ask(config, node, "status"))
     return {
         name: {"state": "silent", "why": answer.why} if isinstance(answer, SparkforgeError) else answer
         for name, answer in answers.items()
@@ -96,8 +84,8 @@ def show_logs(config: ClusterConfig, lines: int) -> None:
     """Print the last lines of every node's log, each with the node's name in front. Raises UsageError."""
     if not 1 <= lines <= LINES:
         raise UsageError(f"--lines {lines} has no meaning", f"it is 1 to {LINES}", "./inv cluster.logs --lines 100")
-    answers = remote.on_all(config.parts, lambda node: ask(config, node, "logs", lines=lines))
-    width = max(len(node.name) for node in config.parts)
+    answers = remote.on_all(config.nodes, lambda node: ask(config, node, "logs", lines=lines))
+    width = max(len(node.name) for node in config.nodes)
     for name, answer in answers.items():
         if isinstance(answer, SparkforgeError):
             say(f"{name}: {answer.what}: {answer.why}")
@@ -111,7 +99,7 @@ def down(config: ClusterConfig) -> None:
 
     Raises ServerError, after the others have ended, for one that did not.
     """
-    answers = remote.on_all(config.parts, lambda node: ask(config, node, "down"))
+    answers = remote.on_all(config.nodes, lambda node: ask(config, node, "down"))
     for name, answer in answers.items():
         say(f"{name}: {answer.what if isinstance(answer, SparkforgeError) else answer['state']}")
     failed = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}

@@ -9,8 +9,8 @@ import pytest
 
 from sparkforge.core.errors import NetworkError, RefusalError, ServerError, UsageError
 from sparkforge.core.paths import ROOT
-from sparkforge.serve.cluster import checks, remote, start
-from sparkforge.serve.cluster.config import ClusterNode
+from sparkforge.serve.cluster import checks, node, remote, start
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 
 pytestmark = pytest.mark.slow  # real programs in most of them
 
@@ -131,3 +131,19 @@ def test_a_command_on_another_machine_is_quoted_and_asks_nothing():
     assert "BatchMode=yes" in command
     assert command[-2:] == ["me@b", "cd '/a b' && exec env 'SPARKFORGE_STATE=/s t' python3 - '{\"x\": \"$(reboot)\"}'"]
     assert command[-3] == "--"
+
+
+def test_a_program_that_fails_on_a_node_names_the_node():
+    node = ClusterNode(name="a", address="10.0.0.1", interface="eth0")
+    with pytest.raises(ProcessError, match="false failed on a"):
+        remote.output(node, ["false"], seconds=10)
+
+
+def test_the_head_takes_the_key_and_a_worker_needs_none(healthy, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("key-of-a-test")
+    key.chmod(0o600)
+    nodes = [{**part.model_dump(), "python": "/python"} for part in healthy.config.nodes]
+    settings = {"nodes": nodes, "key_file": str(key), "device": "embedded", "profile": "", "model": ""}
+    split = ClusterConfig.model_validate({**healthy.config.model_dump(by_alias=True), **settings})
+    assert [node.EmbeddedNode(split, part).launch().plan.key for part in split.nodes] == ["key-of-a-test", ""]

@@ -1,4 +1,4 @@
-"""What starts a cluster again, and what does not: ends of a head and of replicas, failures, and somebody's wish."""
+"""What starts a cluster again, and what does not: ends of a head, failures, and somebody's wish."""
 
 import json
 import os
@@ -90,21 +90,6 @@ def test_an_end_that_nobody_asked_for_starts_all_again_after_a_pause(stage, answ
         pauses = [seconds for seconds in stage.pauses if seconds != keep.LOOK_SECONDS]
         assert pauses[-1] == pytest.approx(pause, abs=0.5)
         assert note() == {"state": "watching", "why": f"started again after: {why}", "failures": failures}
-
-
-def test_of_replicas_only_the_one_that_ended_is_started_again_also_while_another_machine_is_gone(stage, monkeypatch):
-    changes = {"mode": "replicas", "tensor": 1, "key_file": "/key"}
-    stage.config = stage.config.model_copy(update=changes)
-    stage.answers.update(spark=[RUNS, SILENT], spark2=[RUNS, DIED], balancer=[RUNS])
-
-    def renew(_config, node):
-        stage.actions.append(f"renew {node.name}")
-        stage.answers.update(spark=[STOPPED], spark2=[STOPPED], balancer=[STOPPED])
-
-    monkeypatch.setattr(start, "renew", renew)
-    monkeypatch.setattr(keep, "RETURN_SECONDS", 0)  # who waits for the machine that is gone gives up
-    keep.keep(stage.config)
-    assert stage.actions == ["renew spark2"]
 
 
 def test_after_three_failures_it_gives_up_and_says_so_and_one_that_is_gone_does_not_count(stage):
