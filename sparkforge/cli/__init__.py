@@ -54,7 +54,6 @@ for _collection in (
     Collection(
         "image",
         verify=build.image_verify,
-        clean=build.image_clean,
         sbom=build.image_sbom,
         sign=build.image_sign,
         publish=build.image_publish,

@@ -362,9 +362,8 @@ def image_sign(_ctx: Context, key: str, image: str = "", builder: str = "", fold
     repository="the registry's host and the repository, without a tag",
     stack=STACK,
     image=IMAGE,
-    output="the record's file; default: below .sparkforge/published",
 )
-def image_publish(_ctx: Context, repository: str, stack: str = "", image: str = "", output: str = "") -> None:
+def image_publish(_ctx: Context, repository: str, stack: str = "", image: str = "") -> None:
     """Push an image to a registry.
 
     Prints its digest, by which `image.pull` gets it. `docker login` gives the credentials.
@@ -373,16 +372,15 @@ def image_publish(_ctx: Context, repository: str, stack: str = "", image: str = 
     from sparkforge.image.build import expected
 
     chosen = chosen_stack(stack)
-    file = Path(caller_path(output)) if output else None
-    registry.publish(chosen, image, repository, partial(expected, stack=chosen), file)
+    registry.publish(chosen, image, repository, partial(expected, stack=chosen))
 
 
 @task(
     example="./inv image.pull registry.example.com/sparkforge/vllm@sha256:…",
-    source="REPOSITORY@sha256:DIGEST, or the record that image.publish wrote",
+    reference="REPOSITORY@sha256:DIGEST, as image.publish prints it",
     stack=STACK,
 )
-def image_pull(_ctx: Context, source: str, stack: str = "") -> None:
+def image_pull(_ctx: Context, reference: str, stack: str = "") -> None:
     """Pull an image by digest in place of building it.
 
     It is checked against this checkout before Compose serves it; a wrong one is removed again.
@@ -391,21 +389,4 @@ def image_pull(_ctx: Context, source: str, stack: str = "") -> None:
     from sparkforge.image.build import expected
 
     chosen = chosen_stack(stack)
-    registry.pull(chosen, source, partial(expected, stack=chosen), Path(caller_path(".")))
-
-
-@task(
-    example="./inv image.clean --keep 1 --dry-run",
-    stack=STACK,
-    keep="how many old images stay; default 3 [SPARKFORGE_KEEP_IMAGES]",
-    dry_run="list the images with their sizes and what would be removed; change nothing",
-)
-def image_clean(_ctx: Context, stack: str = "", keep: str = "", dry_run: bool = False) -> None:
-    """Remove a stack's old images.
-
-    Never one that a container uses, that Compose would serve, or that a known good start has.
-    """
-    from sparkforge.image import versions
-    from sparkforge.serve import known_good
-
-    versions.clean(chosen_stack(stack), versions.kept_number(keep), known_good.images(), dry_run=dry_run)
+    registry.pull(chosen, reference, partial(expected, stack=chosen))

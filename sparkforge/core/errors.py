@@ -116,7 +116,6 @@ CODES = {
     "input.baselines": "The benchmark's baselines are malformed: an unknown key, a figure without source or date.",
     "input.result": "A result file cannot be read, or is not one of ours.",
     "input.trace": "A profiler's trace cannot be read, or is damaged, too large or empty.",
-    "input.record": "The record of a published image cannot be read or is malformed.",
     "input.text": "The text that the accuracy gate scores is missing, or is not the text that the limits are for.",
     "network.fetch": "A pinned file could not be fetched: no network, not on the index, or a broken transfer.",
     "network.node": "A node of a cluster cannot be reached by ssh without a question.",

@@ -1,7 +1,6 @@
 """Where an image comes from: an in-toto Statement v1 about its digests, with the predicate of SLSA Provenance v1.
 
-`image.publish` writes one, unsigned, as the record that `image.pull` takes. It is made from what the image holds, so
-whoever has the image can make it again and compare: `differences`.
+It is made from what the image holds, so whoever has the image can make it again and compare: `differences`.
 """
 
 from __future__ import annotations
@@ -84,12 +83,6 @@ class Statement(BaseModel):
     subject: list[Subject] = Field(min_length=1, max_length=16)
     kind: str = Field(alias="predicateType")
     predicate: dict[str, Any]
-
-
-class Provenance(Statement):
-    """A statement of where an image comes from."""
-
-    kind: Literal["https://slsa.dev/provenance/v1"] = Field(alias="predicateType")
 
 
 def statement(subjects: list[tuple[str, Digest]], kind: str, predicate: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,9 @@ plain HTTP to registries on the loopback address only, unless the engine's `inse
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import docker
@@ -21,15 +19,11 @@ from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.docker import docker as run_docker
 from sparkforge.core.docker import docker_logged
-from sparkforge.core.documents import DocumentError, read_bytes
-from sparkforge.core.errors import EngineError, InputError, IntegrityError, SparkforgeError, UsageError
-from sparkforge.core.files import write_json
-from sparkforge.core.tables import parse_object
+from sparkforge.core.errors import EngineError, IntegrityError, SparkforgeError, UsageError
 from sparkforge.image import compose as docker_compose
-from sparkforge.image import engine, inspect, provenance, trust, versions
+from sparkforge.image import engine, inspect, trust, versions
 from sparkforge.image.devices import build_command
 from sparkforge.image.inspect import Expected
-from sparkforge.image.provenance import Predicate
 
 DENIED = {401, 403}  # HTTP: unauthorized, forbidden
 REFERENCE = re.compile(r"(?P<repository>[a-z0-9][\w.:/-]*)@(?P<digest>sha256:[0-9a-f]{64})")
@@ -37,8 +31,8 @@ REPOSITORY = re.compile(r"[A-Za-z0-9.-]+(?::\d+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+
 EXAMPLE = "registry.example.com/sparkforge/vllm"
 
 
-def publish(stack: str, name: str, repository: str, expected: Expected, output: Path | None = None) -> Path:
-    """Push a stack's image, or the image `name`, and return the record that `pull` takes.
+def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
+    """Push a stack's image, or the image `name`, and print its digest, which `pull` takes.
 
     The image must be this checkout's. Its tag in the registry is its own name, which no other image gets. Raises
     UsageError, IntegrityError for an image that is not this checkout's, or a tag that has another image, EngineError.
@@ -50,7 +44,6 @@ def publish(stack: str, name: str, repository: str, expected: Expected, output: 
         name = name or docker_compose.resolve(docker_compose.variables(stack)).image
         image = engine.image(client, name, build_command(stack))
         manifest, _ = inspect.require_ours(client, image, stack, expected)
-        predicate = provenance.predicate(client, image, stack, manifest)
         tag = versions.own_name(versions.version(manifest), image.id)
         reference = f"{repository}:{tag}"
         known = _digest(image, repository)
@@ -74,26 +67,16 @@ def publish(stack: str, name: str, repository: str, expected: Expected, output: 
         if not (digest := _digest(image, repository)):
             why = f"the engine names none for {repository} after the push"
             raise EngineError("the image's digest is unknown", why, f"docker pull {reference}", code="engine.failed")
-    file = output or paths.state() / "published" / f"{tag}.json"
-    subjects = [(repository, digest), (tag, image.id)]
-    write_json(file, provenance.statement(subjects, provenance.SLSA, predicate))
     echo(f"{repository}@{digest}")
-    say(f"the record is {file}; on another machine: ./inv image.pull {repository}@{digest}   # or the record")
-    return file
+    say(f"on another machine: ./inv image.pull {repository}@{digest}")
 
 
-def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
-    """Pull an image by digest, check it against this checkout and its record, and let Compose serve it.
-
-    `source` is REPOSITORY@sha256:DIGEST, or the path of a record, which a relative one begins at `folder`.
+def pull(stack: str, reference: str, expected: Expected) -> None:
+    """Pull the image REPOSITORY@sha256:DIGEST, check it against this checkout, and let Compose serve it.
 
     Until it has passed, no tag of this machine changes; an image that is refused is removed again. Raises UsageError
-    without a digest, InputError for a record that is none, IntegrityError, EngineError.
+    without a digest, IntegrityError, EngineError.
     """
-    record = folder / source
-    recorded = _read_record(record) if not REFERENCE.fullmatch(source) and record.is_file() else {}
-    subject = recorded["subject"][0] if recorded else {}
-    reference = f"{subject['name']}@sha256:{subject['digest']['sha256']}" if recorded else source
     if not REFERENCE.fullmatch(reference):
         why = "an image is pulled by digest, which says what it is; a tag says only where somebody put something"
         raise UsageError(f"{reference[:200]!r} names no digest", why, f"./inv image.pull {EXAMPLE}@sha256:…")
@@ -109,7 +92,7 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
         with engine.connected() as client:
             image = client.images.get(reference)
             manifest, _ = inspect.require_ours(client, image, stack, expected)
-            _require_same(client, image, manifest, stack, recorded)
+            _require_stack(image, manifest, stack)
             evidence = trust.require(client, image, stack, reference.partition("@")[0])
             name = docker_compose.resolve(docker_compose.variables(stack)).image
             version = versions.move_tags(client, image, name)
@@ -122,22 +105,13 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
     say(f"{name} is {version}; start it: ./inv up, go back: ./inv rollback")
 
 
-def _require_same(
-    client: docker.DockerClient, image: Any, manifest: Mapping[str, Any], stack: str, recorded: Mapping[str, Any]
-) -> None:
-    """Raise IntegrityError where an image is not the stack's, or not what its record says, if there is one."""
+def _require_stack(image: Any, manifest: Mapping[str, Any], stack: str) -> None:
+    """Raise IntegrityError where an image is not the stack's."""
     labels = inspect.labels(image.attrs)
-    problems = [
-        f"its {origin} says {named!r}, and the stack {stack} was asked for"
-        for origin, named in (("manifest", manifest.get("stack")), ("label", labels.get(versions.STACK_LABEL)))
-        if named != stack
-    ]
-    if recorded:
-        own = provenance.predicate(client, image, stack, manifest)
-        problems += provenance.differences(recorded["predicate"], own)
-    if problems:
-        why, fix = "; ".join(problems), build_command(stack)
-        raise IntegrityError(f"{image.short_id} is refused", why, fix, code="integrity.image")
+    named = {"manifest": manifest.get("stack"), "label": labels.get(versions.STACK_LABEL)}
+    if wrong := [f"its {origin} says {name!r}" for origin, name in named.items() if name != stack]:
+        why = f"{', and '.join(wrong)}, and the stack {stack} was asked for"
+        raise IntegrityError(f"{image.short_id} is refused", why, build_command(stack), code="integrity.image")
 
 
 def _digest(image: Any, repository: str) -> str:
@@ -160,13 +134,3 @@ def _in_registry(client: docker.DockerClient, reference: str) -> tuple[str, bool
         if error.status_code not in DENIED:
             raise
         return "", True
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    """Return a record that `publish` wrote. Raises InputError."""
-    try:
-        document = parse_object(read_bytes(path), str(path), provenance.Provenance)
-        return {**document, "predicate": parse_object(json.dumps(document["predicate"]), str(path), Predicate)}
-    except (OSError, DocumentError) as error:
-        fix = "copy the record from the machine that published the image"
-        raise InputError(f"cannot read the record {path}", str(error), fix, code="input.record") from error

@@ -1,4 +1,4 @@
-"""Names of images that last: the tag that an image's locks give it, which old images are kept, and which may go.
+"""Names of images that last: the tag that an image's locks give it, and a name of its own.
 
 A stack's image has up to three tags in its repository: the moving one that Compose names (`spark`), the version, made
 of vLLM's version and the hash of the locks and patch queues (`spark-0.32.0-1a2b3c4d5e6f`), and its own name, the
@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import docker
 from docker.errors import ImageNotFound
 
-from sparkforge.core.console import echo, say
-from sparkforge.core.errors import SparkforgeError, UsageError
+from sparkforge.core.console import say
+from sparkforge.core.errors import SparkforgeError
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, inspect
 
-KEEP_VARIABLE, KEEP = "SPARKFORGE_KEEP_IMAGES", 3  # old images of a stack that `image.clean` leaves
 STACK_LABEL = "org.sparkforge.stack"
 ID_DIGITS = 12
 
@@ -99,73 +96,3 @@ def _keep(client: docker.DockerClient, name: str, repository: str) -> None:
         return
     except SparkforgeError as error:
         say(f"{name} gets no name of its own: {error.why}")
-
-
-@dataclass(frozen=True)
-class LocalImage:
-    """An image of a stack on this machine: `size` in bytes with layers that it shares; `why` it is not removed."""
-
-    id: str
-    tags: tuple[str, ...]
-    digests: tuple[str, ...]
-    tagged: str
-    size: int
-    why: str
-
-
-def local_images(client: docker.DockerClient, stack: str, name: str, known_good: Mapping[str, str]) -> list[LocalImage]:
-    """Return a stack's images, the one tagged last first. `name` is what Compose serves; `known_good` is id → words.
-
-    An image may not go if a container uses it, Compose would serve it, a start with it is a known good one, or somebody
-    gave it a name of another kind.
-    """
-    users: dict[str, str] = {}
-    for container in client.api.containers(all=True):
-        users.setdefault(container["ImageID"], f"container {container['Id'][:12]} uses it")
-    images = []
-    for image in client.images.list(filters={"label": f"{STACK_LABEL}={stack}"}):
-        tags = tuple(sorted(image.tags))
-        foreign = [tag for tag in tags if not split(tag)[1].startswith(f"{stack}-") and tag != name]
-        why = users.get(image.id) or known_good.get(image.id, "")
-        why = why or ("Compose serves it" if name in tags else "") or (f"you named it {foreign[0]}" if foreign else "")
-        last = str((image.attrs.get("Metadata") or {}).get("LastTagTime") or "")
-        created = str(image.attrs.get("Created") or "")
-        digests = tuple(image.attrs.get("RepoDigests") or ())
-        images.append(LocalImage(image.id, tags, digests, max(last, created), int(image.attrs.get("Size", 0)), why))
-    return sorted(images, key=lambda image: image.tagged, reverse=True)
-
-
-def kept_number(text: str) -> int:
-    """Return how many old images are kept: `text`, else the setting, else KEEP. Raises UsageError for no number."""
-    text = text or os.environ.get(KEEP_VARIABLE, "") or str(KEEP)
-    if not (text.isascii() and text.isdecimal() and len(text) < 6):
-        why = f"it is the number of old images that stay ({KEEP_VARIABLE}, default {KEEP})"
-        raise UsageError(f"--keep {text[:40]!r} is no number", why, "./inv image.clean --keep 3")
-    return int(text)
-
-
-def to_remove(images: Sequence[LocalImage], keep: int) -> list[LocalImage]:
-    """Return the images that may go: of those that nothing holds, all but the `keep` that were tagged last."""
-    return [image for image in images if not image.why][keep:]
-
-
-def clean(stack: str, keep: int, known_good: Mapping[str, str], *, dry_run: bool) -> None:
-    """Remove a stack's old images but the `keep` newest, and list the others; with `dry_run` remove none, list all."""
-    name = docker_compose.resolve(docker_compose.variables(stack)).image
-    with engine.connected() as client:
-        images = local_images(client, stack, name, known_good)
-        chosen = to_remove(images, keep)
-        for image in chosen:
-            say(f"{'would remove' if dry_run else 'remove'} {max(image.tags, key=len, default=image.id)}")
-            if not dry_run:
-                for reference in (*image.tags, *image.digests) or (image.id,):
-                    with suppress(ImageNotFound):  # a digest goes with the last tag of its repository
-                        client.images.remove(reference)
-    listed = [image for image in images if dry_run or image not in chosen]
-    for image in listed:
-        tag, note = max(image.tags, key=len, default="no name"), f" · {image.why}" if image.why else ""
-        echo(f"{image.id.removeprefix('sha256:')[:ID_DIGITS]}  {image.size / 1e9:6.2f} GB  {tag}{note}")
-    total = sum(image.size for image in listed) / 1e9
-    say(f"{len(listed)} images, {total:.2f} GB; layers that images share are counted in each of them")
-    if not chosen:
-        say(f"nothing to remove: of the images that nothing holds, the {keep} newest stay")

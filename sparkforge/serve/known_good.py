@@ -113,12 +113,6 @@ def remember(server: Server, plan: StartPlan, **more: Any) -> None:
     add(KnownGood(server.proved, plan, server.model_id, revision, **more))
 
 
-def images() -> dict[str, str]:
-    """Return the images of the recorded starts, id → words: `image.clean` leaves them."""
-    dates = {start.plan.image: time.strftime("%Y-%m-%d", time.localtime(start.time)) for start in reversed(read())}
-    return {image: f"known good on {date}" for image, date in dates.items() if image}
-
-
 def hashed(inputs: Mapping[str, Any]) -> str:
     """Return the hash of what something is made from."""
     return hashlib.sha256(json.dumps(dict(inputs), sort_keys=True).encode()).hexdigest()

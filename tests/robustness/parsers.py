@@ -41,7 +41,7 @@ from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import signatures
-from sparkforge.image import inspect, oci, provenance, registry, signing, trust, versions
+from sparkforge.image import inspect, oci, provenance, signing, trust, versions
 from sparkforge.image.attached import Attached
 from sparkforge.models import hub
 from sparkforge.models import table as models
@@ -703,23 +703,6 @@ def _read_key(data: bytes, scratch: Path) -> None:
         raise AssertionError(key)
 
 
-def _read_publication(data: bytes, scratch: Path) -> None:
-    registry._read_record(write(scratch / "record.json", data))
-
-
-RECORD = json.dumps(
-    {
-        "_type": provenance.STATEMENT,
-        "subject": [{"name": "r/a", "digest": {"sha256": "0" * 64}}],
-        "predicateType": provenance.SLSA,
-        "predicate": {
-            "buildDefinition": {"externalParameters": {"stack": "spark"}},
-            "runDetails": {"builder": {"id": "b"}, "metadata": {"finishedOn": "2026"}},
-        },
-    }
-)
-
-
 def _read_trust(data: bytes, scratch: Path) -> None:
     tables.load(write(scratch / "trust.toml", data), trust.Trust)
 
@@ -741,7 +724,6 @@ OCI_INDEX = json.dumps({"manifests": [{"digest": f"sha256:{'0' * 64}", "size": 2
 
 def _of_images_and_settings() -> Iterator[Parser]:
     yield Parser("image-manifest", _texts(IMAGE_MANIFEST, IMAGE_AUDIT, LABELS), _read_image)
-    yield Parser("image-record", _texts(RECORD), _read_publication)
     yield Parser("trust-toml", _texts(TRUST), _read_trust)
     yield Parser("envelope", _texts(signing.signed(STATEMENT, KEY).data.decode()), _read_envelope)
     yield Parser("oci-index", _texts(OCI_INDEX), _read_layout)

@@ -133,12 +133,6 @@ def test_a_command_on_another_machine_is_quoted_and_asks_nothing():
     assert command[-3] == "--"
 
 
-def test_a_program_that_fails_on_a_node_names_the_node():
-    node = ClusterNode(name="a", address="10.0.0.1", interface="eth0")
-    with pytest.raises(ProcessError, match="false failed on a"):
-        remote.output(node, ["false"], seconds=10)
-
-
 def test_the_head_takes_the_key_and_a_worker_needs_none(healthy, tmp_path):
     key = tmp_path / "key"
     key.write_text("key-of-a-test")
