@@ -32,16 +32,6 @@ def host(path):
         return elf.host(opened)
 
 
-def test_what_a_library_needs_and_offers(library):
-    part = host(library())
-    assert part.shared
-    assert "libc.so.6" in part.needed
-    assert part.undefined == ("foreign",)  # puts has a version, the start-up files' symbols are weak
-    assert "_Z7offeredv" in part.exports
-    assert part.glibc >= (2, 2)
-    assert (part.soname, part.runpath, part.executable_stack, part.cubins) == ("", (), False, 0)
-
-
 def test_flags_of_the_linker_are_seen(library):
     flags = "-Wl,-soname,other.so", "-Wl,-rpath,/opt/lib:$ORIGIN", "-Wl,-z,execstack"
     part = host(library("one.so", *flags))
@@ -60,12 +50,6 @@ def test_truncated_library_is_damaged(library, tmp_path, share):
     reader = Reader(Tools(tmp_path / "none", tmp_path / "none"), rules.watch())
     (binary,) = reader.finished([reader.draft(cut, "cut.so")])
     assert [violation.rule for violation in judge(binary, rules)] == ["damaged"]
-
-
-def test_what_is_no_elf_is_damaged(tmp_path):
-    path = tmp_path / "x.so"
-    path.write_bytes(b"#!/bin/sh\n" * 100)
-    assert Reader(Tools(path, path), load().watch()).draft(path, "x.so").binary.damage
 
 
 SECTION_FIELDS = {"type": (4, "<I"), "offset": (24, "<Q"), "size": (32, "<Q"), "link": (40, "<I"), "info": (44, "<I")}
@@ -112,15 +96,6 @@ def test_versions_without_end_are_damage(library):
     assert f"section .gnu.version_r at byte {at}" in damage(path, data)
 
 
-def test_auxiliary_versions_without_end_are_damage(library):
-    path = library()
-    at = section_start(path, ".gnu.version_r")
-    data = bytearray(path.read_bytes())
-    struct.pack_into("<H", data, at + 2, 2**16 - 1)  # vn_cnt
-    struct.pack_into("<I", data, at + struct.unpack_from("<I", data, at + 8)[0] + 12, 0)  # vna_next
-    assert f"section .gnu.version_r at byte {at}" in damage(path, data)
-
-
 WRONG = [(name, {"link": link}) for name in (".dynamic", ".dynsym", ".gnu.version_r") for link in (0, 1, 2**32 - 1)]
 WRONG += [(name, {"type": 1}) for name in (".dynamic", ".dynsym", ".gnu.version_r")]
 
@@ -148,15 +123,6 @@ def test_a_table_whose_entries_have_no_size_is_damage(library, at, form):
     data = bytearray(path.read_bytes())
     struct.pack_into(form, data, at, 0)
     assert "entries of 0 bytes" in damage(path, data)
-
-
-def test_a_number_of_sections_beyond_sense_is_damage(library):
-    """e_shnum 0 means that the first header's size has the number."""
-    path = library()
-    data = bytearray(path.read_bytes())
-    struct.pack_into("<H", data, 60, 0)
-    struct.pack_into("<Q", data, struct.unpack_from("<Q", data, 40)[0] + 32, 2**60)
-    assert "sections" in damage(path, data)
 
 
 def test_symbols_that_share_one_endless_name_are_damage(library, monkeypatch):

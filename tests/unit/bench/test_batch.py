@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from expected import refused
 
 from sparkforge.bench import batch, compare, runs, schema
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.core.errors import (
-    BenchmarkError,
     UsageError,
 )
 
@@ -27,50 +27,34 @@ def test_a_batch_leaves_json_summary_and_report(stub, flags):
     runs.run_benchmark(flags)
     (folder,) = batches(flags)
     assert folder.name.startswith("batch_isl24_osl8_")
-    assert {path.name for path in folder.iterdir()} == {
-        "batch.json",
-        "report.html",
-        "summary.txt",
-        *(f"result_isl24_osl8_conc{conc}.json" for conc in (1, 2, 4)),
-    }
+    results = {f"result_isl24_osl8_conc{conc}.json" for conc in (1, 2, 4)}
+    assert {path.name for path in folder.iterdir()} == {"batch.json", "report.html", "summary.txt", *results}
     lines = (folder / "summary.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in lines[:3]] == ["✓ CONC=1", "✓ CONC=2", "✓ CONC=4"]
     assert lines[-2:] == ["Passed: 3", "Failed: 0"]
     assert schema.read(folder / "result_isl24_osl8_conc4.json").metrics.completed == 4
 
 
-def test_a_failed_gate_times_nothing(stub, flags):
-    stub.logprob = -9.0
-    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.gate"):
-        runs.run_benchmark(flags)
-    assert not any(body.get("stream") for _, body, _ in stub.bodies)
-    assert batches(flags) == []
-
-
-def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
+def test_a_failed_configuration_does_not_stop_the_others(stub, flags):
     echoes = 18  # chunks of 512 of the text's 9,000 bytes, each of which the stub calls a token
     stub.status, stub.fail_from = 500, echoes + 4 + 1  # within the second configuration
-    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.batch") as caught:
+    with refused("benchmark.batch", "2 of 3") as caught:
         runs.run_benchmark(flags)
-    assert caught.value.exit_code == BenchmarkError.exit_code
-    assert "2 of 3" in caught.value.what
-    summary = (batches(flags)[0] / "summary.txt").read_text()
-    assert "✓ CONC=1: PASSED" in summary
-    shown = capsys.readouterr()
-    assert "✓ [1/3] CONC=1" in shown.err
-    assert "✗ [2/3] CONC=2 · 3 of 4 requests failed" in shown.err
-    assert shown.out == f"{batches(flags)[0]}\n"
-    assert "✗ CONC=2: FAILED" in summary
-    assert "HTTP 500" in summary
-    assert "Failed: 2" in summary
     assert "the same command measures those again" in caught.value.fix
+    summary = (batches(flags)[0] / "summary.txt").read_text()
+    for text in ("✓ CONC=1: PASSED", "✗ CONC=2: FAILED", "HTTP 500", "Failed: 2"):
+        assert text in summary
     stub.status, stub.fail_from = 200, 10**9
     stub.bodies.clear()
     runs.run_benchmark(flags)
     (folder,) = batches(flags)
     assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2  # the first is not measured again
     assert json.loads((folder / "batch.json").read_text())["complete"]
-    assert "Failed: 0" in (folder / "summary.txt").read_text()
+    stub.logprob = -9.0
+    stub.bodies.clear()
+    with refused("benchmark.gate"):
+        runs.run_benchmark(flags)
+    assert not any(body.get("stream") for _, body, _ in stub.bodies), "a failed gate times nothing"
 
 
 def unfinished(bench, config, flags, **changes):
@@ -87,12 +71,6 @@ def test_only_the_very_same_batch_goes_on(bench, config, flags):
     assert unfinished(bench, config, flags) != first
 
 
-def test_a_torn_result_is_measured_again(bench, config, flags):
-    folder = unfinished(bench, config, flags)
-    (folder / f"{config.name}.json").write_text('{"format": "sparkforge-bench/1", ')
-    assert batch.run(bench, [config], folder)[0].passed
-
-
 def test_a_single_configuration_has_the_name_that_was_asked_for(flags, tmp_path):
     single = {**flags, "isl": "", "osl": "", "conc": "2", "result_filename": "mine.json"}
     with pytest.MonkeyPatch.context() as patch:
@@ -103,17 +81,6 @@ def test_a_single_configuration_has_the_name_that_was_asked_for(flags, tmp_path)
         assert (tmp_path / "out" / "mine.html").exists()
         with pytest.raises(UsageError, match="no file name"):
             runs.run_benchmark({**single, "result_filename": "../mine"})
-
-
-def test_a_single_failure_has_its_own_code(stub, flags, monkeypatch):
-    monkeypatch.setenv("ISL", "24")
-    monkeypatch.setenv("OSL", "8")
-    stub.lie = "truncated"
-    with pytest.raises(
-        BenchmarkError, match="cannot be believed", check=lambda error: error.code == "benchmark.load"
-    ) as caught:
-        runs.run_benchmark({**flags, "isl": "", "osl": "", "conc": "2"})
-    assert caught.value.exit_code == BenchmarkError.exit_code
 
 
 def test_the_gate_alone_leaves_its_figures(flags, tmp_path, capsys):
@@ -135,17 +102,6 @@ def test_a_faster_run_is_seen_and_the_same_one_is_not(make_result):
     assert {d.change for d in same} == {"no difference seen"}
 
 
-def test_one_run_each_calls_no_small_difference(make_result):
-    d = compare.differences([make_result(seed=1)], [make_result(seed=1, speed=1.015)])
-    assert {difference.change for difference in d} == {"no difference seen"}
-
-
-def test_intervals_are_the_same_each_time(make_result):
-    sides = [make_result(seed=1)], [make_result(seed=2, speed=0.8)]
-    assert compare.differences(*sides) == compare.differences(*sides)
-    assert {d.change for d in compare.differences(*sides)} == {"worse"}
-
-
 @pytest.mark.parametrize(
     "other", [{"conc": 8}, {"client": {"name": "x", "version": ""}}, {"passed": False}, {"requests": []}]
 )
@@ -163,27 +119,8 @@ def test_compare_reads_several_files_a_side(make_result, tmp_path, capsys):
         compare.print_comparison("", f"{tmp_path}/c.json")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "accuracy",
-        "accuracy.json",
-        "Accuracy",
-        "a\nb",
-        "a\x1b]52;c;x\x07",
-        "a\x00b",
-        "\udcff",
-        "a\u202eb",
-        "x" * 300,
-        "..",
-        "a/b",
-    ],
-)
+@pytest.mark.parametrize("name", ["accuracy", "Accuracy", "a\nb", "\udcff", "a\u202eb", "x" * 300, "a/b"])
 def test_a_result_may_not_be_called_so(name):
     with pytest.raises(UsageError) as caught:
         runs._file_name(BenchSettings({"result_filename": name}, {}), [])
     assert str(caught.value).isprintable()
-
-
-def test_a_result_may_be_called_in_any_language():
-    assert runs._file_name(BenchSettings({"result_filename": "Läufe 1.json"}, {}), []) == "Läufe 1.json"

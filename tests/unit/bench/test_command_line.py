@@ -52,12 +52,7 @@ def test_a_misspelt_option_is_named_as_it_was_written(word, capsys):
     assert f"has no option {'-' if len(word) > 2 else ''}{word}" in capsys.readouterr().err
 
 
-def test_a_value_that_looks_like_an_option_stays_a_value(out, capsys):
-    assert inv.main(["bench.perf", "--seed", "-3", "--output", str(out)]) == 2
-    assert "--seed=-3" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shape", [(), ("-isl", "1024", "-osl", "1024"), ("--conc", "4,8", "--tp", "1")])
+@pytest.mark.parametrize("shape", [(), ("-isl", "1024", "-osl", "1024", "--tp", "1")])
 def test_acc_runs_the_gate_alone(out, stub, shape):
     """With the shape of a load too, as the competition's line has it."""
     assert inv.main(["bench.acc", *shape, "--output", str(out)]) == 0
@@ -65,23 +60,11 @@ def test_acc_runs_the_gate_alone(out, stub, shape):
     assert json.loads((out / "accuracy.json").read_text())["sanity_only"]
 
 
-def test_a_sanity_check_is_called_one_in_the_terminal(out, capsys):
-    assert inv.main(["bench.acc", "--output", str(out)]) == 0
-    printed = capsys.readouterr().err
-    assert "sanity · honest-model on persuasion-24" in printed
-    assert "accuracy ·" not in printed
-
-
 def test_gpt_oss_without_its_text_is_an_input_error_with_the_next_command(out, monkeypatch, capsys):
-    monkeypatch.setattr(runs.settings, "endpoint", lambda options, url, silence: _named("gpt-oss-120b"))
+    served = runs.Endpoint("http://127.0.0.1:9", "gpt-oss-120b")
+    monkeypatch.setattr(runs.settings, "endpoint", lambda options, url, silence: served)
     assert inv.main(["bench.acc", "--output", str(out)]) == 10
-    printed = capsys.readouterr().err
-    assert "the text wikitext-2-raw-test is not here [input.text]" in printed
-    assert "next: ./inv bench.acc --fetch-text hub" in printed
-
-
-def _named(model):
-    return runs.Endpoint("http://127.0.0.1:9", model)
+    assert "next: ./inv bench.acc --fetch-text hub" in capsys.readouterr().err
 
 
 def test_text_takes_a_relative_path_from_the_callers_folder(tmp_path, monkeypatch, capsys):
@@ -112,23 +95,14 @@ def test_the_containers_program_runs_gate_and_load(out, stub, monkeypatch):
     [
         (["acc"], 0),
         (["submit", "Team", "-isl", "16", "-osl", "4", "-conc", "1", *SMALL], 0),
-        (["perf", "--max-concurrency=8"], 2),
         (["fly"], 2),
         (["acc", "--fetch-text", "/nonexistent"], 10),
-        (["acc", "--url", "http://127.0.0.1:9"], 24),
     ],
 )
 def test_the_containers_program_ends_with_the_errors_code(out, stub, monkeypatch, line, code):
     monkeypatch.setenv("BENCH_URL", stub.url)
     output = [] if line[0] == "fly" else ["--output", str(out)]
     assert program.main([*line, *output]) == code
-
-
-def test_the_containers_program_has_the_options_of_inv():
-    commands = inv.namespace.collections["bench"]
-    for name in program.COMMANDS:
-        options = {argument.name for argument in commands[name].get_arguments()} - {"team"}
-        assert options == {*program.COMMANDS[name]}
 
 
 def test_the_image_holds_what_the_program_imports():

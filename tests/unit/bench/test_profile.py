@@ -22,7 +22,6 @@ from sparkforge.serve import profiler, record
 from sparkforge.serve.record import Server
 
 RECORDED = Path(__file__).with_name("decode-step.pt.trace.json.gz")
-ON_GPU = Path(__file__).with_name("gpu-step.pt.trace.json.gz")
 
 
 def event(name, begin, length, category="cpu_op", thread=1):
@@ -60,16 +59,6 @@ def test_a_recorded_step_is_classified_whole():
     assert heaviest == [("_C::onednn_mm", "dense", 13), ("aten::addmm", "experts", 26)]
 
 
-def test_an_operator_counts_without_what_it_calls(read):
-    breakdown = read(event("aten::linear", 0, 100), event("aten::addmm", 10, 60), event("aten::copy_", 20, 30))
-    assert {row.name: row.ms for row in breakdown.operators} == {
-        "aten::linear": 0.04,
-        "aten::addmm": 0.03,
-        "aten::copy_": 0.03,
-    }
-    assert shares(breakdown) == {"dense": 1.0}  # the copy is the product's
-
-
 def test_what_experts_and_sampling_call_is_theirs_and_gaps_are_waiting(read):
     breakdown = read(
         event("spark_mxfp4::moe", 0, 50, "user_annotation"),
@@ -82,51 +71,28 @@ def test_what_experts_and_sampling_call_is_theirs_and_gaps_are_waiting(read):
     assert [(row.name, row.group) for row in breakdown.operators].count(("aten::addmm", "dense")) == 1
 
 
-def test_what_the_table_does_not_know_is_other(read):
-    breakdown = read(event("somebody::new_operator", 0, 30), event("aten::mm", 30, 10))
-    assert shares(breakdown) == {"other": 0.75, "dense": 0.25}
-    assert breakdown.operators[0].group == "other"
-
-
-def test_other_threads_and_other_phases_count_for_nothing(read):
-    breakdown = read(
-        event("aten::mm", 0, 10), event("aten::mm", 0, 5, thread=2), event("a phase", 0, 90, "user_annotation")
-    )
-    assert (breakdown.events, breakdown.window_ms) == (1, 0.01)
-
-
 def test_with_a_gpu_its_kernels_count_and_the_cpu_does_not(read):
     breakdown = read(
         event("aten::mm", 0, 1000),
         event("kernel_unified_attention_2d", 0, 10, "kernel", 7),
         event("nvjet_tst_128x64_64x8_2x1_v_bz_TNT", 5, 10, "kernel", 13),  # for half of its time beside the one before
         event("void marlin_moe_wna16::Marlin<__nv_bfloat16>", 25, 60, "kernel", 7),
-        event("Memcpy DtoH (Device -> Pinned)", 85, 5, "gpu_memcpy", 7),
         event("mystery_kernel", 90, 5, "kernel", 7),
     )
     assert breakdown.processor == "gpu"
     assert {group.name: group.ms for group in breakdown.groups if group.ms} == {
-        "experts": 0.06,
-        "attention": 0.01,
-        "dense": 0.005,
-        "copies": 0.005,
-        "other": 0.005,
-        "waiting": 0.01,
-    }
+        "experts": 0.06, "attention": 0.01, "dense": 0.005, "other": 0.005, "waiting": 0.015,
+    }  # fmt: skip
 
 
 def test_a_recorded_step_of_a_gpu_is_classified_whole():
-    breakdown = trace.read(ON_GPU)
+    breakdown = trace.read(RECORDED.with_name("gpu-step.pt.trace.json.gz"))
     assert (breakdown.processor, breakdown.events) == ("gpu", 42)
-    names = {
-        group.name: {row.name for row in breakdown.operators if row.group == group.name} for group in breakdown.groups
+    groups = {row.name: row.group for row in breakdown.operators}
+    assert "other" not in groups.values()
+    assert {name for name, group in groups.items() if group == "experts"} == {
+        name for name in groups if "spark::" in name
     }
-    assert names["other"] == set()
-    assert names["experts"] == {row.name for row in breakdown.operators if "spark::" in row.name}
-    assert {name.partition("_")[0] for name in names["dense"] | names["attention"]} == {"nvjet", "cudnn"}
-    assert {name.partition(" ")[0] for name in names["copies"]} == {"Memcpy", "Memset", "void"}
-    assert any("ArgMaxOps" in name for name in names["sampling"])
-    assert any("layer_norm" in name for name in names["elementwise"])
 
 
 def packed(value):
@@ -139,8 +105,6 @@ BROKEN = {
     "no events": (packed({"traceEvents": 3}), "it has no list of traceEvents"),
     "a list of texts": (packed({"traceEvents": ["x"]}), "event 0 is no object"),
     "no time": (packed({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}), "event 0 has no name, begin"),
-    "time runs back": (packed({"traceEvents": [event("aten::mm", 0, -1)]}), "event 0 has no name, begin"),
-    "no number": (packed({"traceEvents": [event("aten::mm", 0, float("nan"))]}), "event 0 has no name, begin"),
     "nothing ran": (packed({"traceEvents": [event("a phase", 0, 1, "user_annotation")]}), "it holds no operator"),
     "a bomb": (gzip.compress(b" " * 5000), "unpacked; profile fewer tokens"),
 }
@@ -157,28 +121,11 @@ def test_a_broken_trace_is_one_clear_error(tmp_path, monkeypatch, name):
     assert why in caught.value.why
 
 
-def test_a_missing_trace_is_named(tmp_path):
-    with pytest.raises(InputError, match="cannot read"):
-        profile.main({"trace": str(tmp_path / "none.json"), "output": str(tmp_path)})
-
-
 def test_a_table_that_contradicts_its_examples_is_refused(tmp_path):
     text = trace.TABLE.read_text().replace('examples = ["aten::linear"', 'examples = ["aten::copy_", "aten::linear"')
     (tmp_path / "operators.toml").write_text(text)
     with pytest.raises(InputError, match="'aten::copy_' is matched by"):
         trace.load_table(tmp_path / "operators.toml")
-
-
-def test_a_trace_from_elsewhere_is_shown_and_reported(tmp_path, capsys):
-    profile.main({"trace": str(RECORDED), "output": str(tmp_path)})
-    out, err = capsys.readouterr()
-    folder = Path(out.strip())
-    saved = json.loads((folder / "profile.json").read_text())
-    assert (saved["trace"], saved["config"], saved["server"]) == (RECORDED.name, None, None)
-    assert len(saved["breakdown"]["operators"]) > profile.HEAVIEST
-    table = err.partition("heaviest operators")[2]
-    assert len([line for line in table.splitlines() if "::" in line]) == profile.HEAVIEST
-    assert "_C::onednn_mm" in table
 
 
 @pytest.fixture
@@ -214,32 +161,21 @@ def test_a_server_is_profiled_under_load_and_its_trace_kept(stub, own, tmp_path,
     assert list(profiler.folder().iterdir()) == []
 
 
-def test_the_profiler_is_stopped_when_the_load_fails(stub, own, tmp_path):
-    stub.status, stub.fail_from = 500, 2  # after the warm-up
-    with pytest.raises(ServerError, match="2 of 2 requests failed"):
-        profile.main({**own, "output": str(tmp_path)})
-    assert stub.asked[profile.START] == stub.asked[profile.STOP] == 1
-
-
-def test_a_server_without_a_profiler_is_told_how_to_get_one(stub, own, tmp_path):
+def test_what_cannot_be_profiled_is_refused_and_the_profiler_is_stopped(stub, own, tmp_path):
+    options = {**own, "output": str(tmp_path)}
     stub.post_answers = [404]
     with pytest.raises(ServerError) as caught:
-        profile.main({**own, "output": str(tmp_path)})
+        profile.main(options)
     assert caught.value.fix == "./inv down, then ./inv up --profiler"
     assert stub.asked[profile.STOP] == 0
-
-
-def test_a_foreign_server_is_not_profiled(stub, own, tmp_path):
+    stub.status, stub.fail_from = 500, stub.asked["/v1/completions"] + 2  # after the warm-up
+    with pytest.raises(ServerError, match="2 of 2 requests failed"):
+        profile.main(options)
+    assert stub.asked[profile.STOP] == 1
     record.forget()
     with pytest.raises(UsageError, match="cannot be profiled"):
-        profile.main({**own, "output": str(tmp_path)})
-    assert stub.asked[profile.START] == 0
-
-
-def test_a_server_that_writes_no_trace_is_named(own, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "copy", lambda *_: None)
-    with pytest.raises(ServerError, match="wrote no trace"):
-        profile.main({**own, "output": str(tmp_path)})
+        profile.main(options)
+    assert stub.asked[profile.START] == 2
 
 
 def test_the_traces_of_a_container_are_moved_out_of_it(docker_command):

@@ -1,4 +1,3 @@
-import os
 import re
 import shutil
 import struct
@@ -26,13 +25,6 @@ def by_ninja(folder):
     return edges
 
 
-def test_the_log_says_what_ninja_says(cached):
-    folder = cached.folders["page"]
-    reported = ninjafile.reported(folder / ".ninja_deps")
-    assert reported == by_ninja(folder)
-    assert len(reported) == 2
-
-
 def test_the_latest_record_of_an_output_counts_and_a_torn_tail_does_not(cached):
     folder = cached.folders["page"]
     (cached.base / "include/new.cuh").write_text("")
@@ -52,16 +44,6 @@ def test_the_latest_record_of_an_output_counts_and_a_torn_tail_does_not(cached):
     assert ninjafile.reported(log) == reported
     log.write_bytes(whole.replace(b"\x04\0\0\0", b"\x05\0\0\0", 1))
     assert ninjafile.reported(log) == {}
-
-
-def test_the_statements_are_those_of_the_file(cached):
-    folder = cached.folders["page"]
-    statements = ninjafile.statements(folder / "build.ninja")
-    assert statements[0] == Statement(
-        (f"{folder}/page_kernel.cuda.o",), "cuda_compile", (f"{cached.base}/csrc/page.cu",)
-    )
-    assert statements[2] == Statement((f"{folder}/page.so",), "link", (*statements[0].outputs, *statements[1].outputs))
-    assert len(statements) == 3
 
 
 def test_escapes_variables_and_all_kinds_of_inputs(tmp_path):
@@ -88,16 +70,3 @@ def test_records_that_are_too_short_or_name_nothing_are_passed_over(tmp_path):
         assert ninjafile.reported(path) == {}
     path.write_bytes(deps(name, (True, struct.pack("<4i", 0, 0, 0, 0))))
     assert ninjafile.reported(path) == {"a.o": ("a.o",)}
-
-
-def test_variables_that_double_each_other_have_no_statements(tmp_path):
-    lines = ["v0 = xxxxxxxxxx", *(f"v{n + 1} = $v{n}$v{n}" for n in range(60)), "build $v60: rule a"]
-    (tmp_path / "build.ninja").write_text("\n".join(lines))
-    assert ninjafile.statements(tmp_path / "build.ninja") == []
-
-
-def test_what_is_no_file_has_no_statements(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", tmp_path / "none"):
-        assert ninjafile.statements(path) == []
-        assert ninjafile.reported(path) == {}

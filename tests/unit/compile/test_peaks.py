@@ -12,23 +12,12 @@ GROUP = "120_cutlass_kernel_file_gemm_grouped_sm120_M128_BS_group{}.generated.cu
     ("unit", "gigabytes"),
     [
         ("fused_moe_120_fp8xfp4/" + GROUP.format(2), 9.09),
-        ("fused_moe_120/" + GROUP.format(6), 11.2),
         ("page/page.cuda.o", 11.2),  # never measured: counts as the hungriest
-        ("fused_moe_120/lora_lora.o", 0.44),
         ("page/page.o", 2.0),
     ],
 )
 def test_the_first_row_that_fits_counts(unit, gigabytes):
     assert Peaks("c").cost(unit).peak == gigabytes * 1e9
-
-
-def test_every_row_can_be_reached_and_names_its_source():
-    rows = peaks.table()
-    assert all(cost.peak > 0 and cost.cpu > 0 and cost.source for _, cost in rows)
-    assert len({pattern for pattern, _ in rows}) == len(rows)
-    assert rows[-1][0] == "*", "it fits every unit"
-    unmeasured = max(cost.peak for _, cost in rows)
-    assert dict(rows)["*.cuda.o"].peak == unmeasured
 
 
 def test_what_is_learnt_counts_first_in_its_context_and_survives():
@@ -54,17 +43,8 @@ def test_a_unit_never_measured_takes_after_its_namesake_elsewhere_with_room_and_
     assert Peaks("two").cost("page_256/page.cuda.o").peak == 11_200_000_000, "another compiler teaches nothing"
 
 
-def test_a_measured_row_counts_before_a_namesake():
-    known = Peaks("one")
-    known.learn({"other/" + GROUP.format(2): Cost(10, 1.0)})
-    assert known.cost("fused_moe_120_fp8xfp4/" + GROUP.format(2)).peak == 9.09e9
-
-
 UNREADABLE = {
-    "cut": "{",
     "another shape": "[]",
-    "another schema": '{"schema": 2}',
-    "no cost": '{"schema": 1, "contexts": {"c": {"u": 3}}}',
     "an endless number": '{"schema": 1, "contexts": {"c": {"u": {"peak": 1e999, "cpu": 1}}}}',
     "deep": "[" * 200_000,
     "no UTF-8": "\udcff",
@@ -83,10 +63,3 @@ def test_a_learnt_file_that_is_not_understood_teaches_nothing_and_is_kept(name, 
         assert json.loads(file.read_text())["contexts"] == {"c": {"m/a.cuda.o": {"peak": 5, "cpu": 1.0}}}
         assert file.with_name(kept).read_bytes() == data
         assert kept in "".join(capfd.readouterr().err.split())
-
-
-def test_something_else_in_place_of_the_learnt_file_is_kept(tmp_path):
-    (peaks.learnt_path() / "mine").mkdir(parents=True)
-    Peaks("c").learn({"m/a.cuda.o": Cost(5, 1.0)})
-    assert Peaks("c").cost("m/a.cuda.o").peak == 5
-    assert (peaks.learnt_path().with_name("peaks.json.unreadable") / "mine").is_dir()

@@ -71,14 +71,6 @@ def test_cuda_home_is_used_and_reaches_every_build(machine, tmp_path, monkeypatc
     assert env["FLASHINFER_NVCC_LAUNCHER"] == env["CMAKE_CUDA_COMPILER_LAUNCHER"] == str(machine / "ccache")
 
 
-def test_flags_that_a_user_has_for_nvcc_change_no_kernel(machine, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
-    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-G")
-    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-O0")
-    env = toolchain.find().environment()
-    assert (env["NVCC_PREPEND_FLAGS"], env["NVCC_APPEND_FLAGS"]) == ("", "--objdir-as-tempdir")
-
-
 @pytest.mark.parametrize("setting", ["", "/nonexistent"])
 def test_compilers_get_a_folder_for_temporary_files_that_is_there(machine, tmp_path, monkeypatch, setting):
     """nvcc takes TMPDIR as it stands: with an empty one it writes into / and then reports a missing file."""
@@ -118,14 +110,9 @@ def test_and_passed_over_on_the_path(machine, tmp_path, monkeypatch, capfd):
         toolchain.find()
 
 
-def test_a_machine_without_cuda_asks_for_the_locked_one(machine):
-    with refused("network.fetch", "no network"):
-        toolchain.find()
-
-
 @pytest.mark.parametrize(("version", "architecture", "fits"), [
-    ("12.8.93", "12.1a", False), ("12.9.86", "12.1a", True), ("12.8.93", "12.0a", True), ("12.8.93", "12.0f", False),
-    ("13.0.88", "12.1", True), ("13.0.88", "9.9", False),
+    ("12.8.93", "12.1a", False), ("12.9.86", "12.1a", True), ("12.8.93", "12.0f", False),
+    ("13.0.88", "9.9", False),
 ])  # fmt: skip
 def test_the_compiler_must_know_the_architecture(machine, tmp_path, monkeypatch, version, architecture, fits):
     monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda", version)))

@@ -93,20 +93,3 @@ def test_the_commit_is_told_and_changes_are_marked(tmp_path, monkeypatch):
     assert commit["SOURCE_DATE_EPOCH"] == "1000000000"
     (tmp_path / "a").write_text("b")
     assert image.commit()["REVISION"] == f"{commit['REVISION']}-changed"
-
-
-def test_a_machine_without_git_builds_too(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert image.commit() == {}
-
-
-@pytest.mark.parametrize(
-    ("machine", "stack", "lock"),
-    [("amd64", "embedded", "embedded"), ("arm64", "embedded", "embedded"), ("arm64", "spark", "spark")],
-)
-def test_what_an_image_must_hold_is_this_checkouts(machine, stack, lock):
-    wanted = image.expected(machine, stack=stack)
-    assert list(wanted["lock"]) == [lock]
-    assert "vllm-0.32.0" in wanted["patches"]
-    assert ("flashinfer-0.7.0.post1" in wanted["patches"]) is (stack == "spark")
-    assert all(len(value) == 64 for part in wanted.values() for value in part.values())

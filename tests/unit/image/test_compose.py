@@ -1,7 +1,6 @@
 """What a person relies on in the Compose files without reading them: nothing is reachable, nothing has a privilege."""
 
 import ipaddress
-import json
 import os
 import re
 
@@ -10,7 +9,6 @@ import yaml
 
 from sparkforge import pins
 from sparkforge.cli.build import chosen_jobs
-from sparkforge.core.errors import UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.image import compose, dev
 from sparkforge.models import local
@@ -153,21 +151,10 @@ def test_the_server_on_a_spark():
     assert document["volumes"]["run"]["driver_opts"]["type"] == "tmpfs"
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_every_stack_serves_the_profile_that_is_asked_for(stack):
-    """A bake-off starts one after the other, and `up --profile` checks that Compose passes it on."""
-    default = "embedded" if TABLE.image(stack).device == "cpu" else "safe"
-    for environment, served in (({}, default), ({"SPARKFORGE_SERVE_PROFILE": "mine"}, "mine")):
-        server = resolve(stack, **environment)["services"]["vllm"]
-        assert server["environment"]["SPARKFORGE_SERVE_PROFILE"] == served
-
-
 @pytest.mark.parametrize(
     ("environment", "jobs"),
     [
         ({}, "auto"),
-        ({"MAX_JOBS": "2"}, "2"),
-        ({"JOBS": "3", "MAX_JOBS": "2"}, "3"),
         ({"BUILD_JOBS": "4", "JOBS": "3", "MAX_JOBS": "2"}, "4"),
     ],
 )
@@ -179,13 +166,6 @@ def test_the_number_of_compilers_reaches_the_build_by_compose_and_by_inv(stack, 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (chosen_jobs("auto"), chosen_jobs("7")) == (jobs, "7")
-
-
-@pytest.mark.parametrize("text", ["many", "0", "-1"])
-def test_a_number_of_compilers_that_is_none_is_refused(monkeypatch, text):
-    monkeypatch.setenv("BUILD_JOBS", text)
-    with pytest.raises(UsageError, match="BUILD_JOBS is"):
-        chosen_jobs("auto")
 
 
 def in_bytes(text):
@@ -207,15 +187,6 @@ def test_no_service_swaps_and_memory_on_tmpfs_fits_the_limit_that_counts_it(stac
     assert raised["memswap_limit"] == raised["deploy"]["resources"]["limits"]["memory"] == "12g"
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_a_server_may_lock_what_systemd_allows_and_two_sparks_may_lock_more(stack):
-    if TABLE.image(stack).device == "cpu":  # no RDMA: the engine's own limit
-        assert "ulimits" not in resolve(stack)["services"]["vllm"]
-        return
-    assert resolve(stack)["services"]["vllm"]["ulimits"] == {"memlock": str(8 << 20)}
-    assert resolve(stack, SPARKFORGE_MEMLOCK="-1")["services"]["vllm"]["ulimits"] == {"memlock": "-1"}
-
-
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if TABLE.image(stack).device != "cpu"])
 def test_all_limits_together_leave_a_spark_what_the_guard_keeps_free(stack):
     spark = plan_devices.named("spark")
@@ -226,15 +197,6 @@ def test_all_limits_together_leave_a_spark_what_the_guard_keeps_free(stack):
         share = float(profiles.named(name, stack=stack).flags["--gpu-memory-utilization"].value)
         left[name] = spark.memory_bytes - int(share * spark.memory_bytes) - beside
     assert min(left.values()) > guard.end_below(spark.memory_bytes), left
-
-
-@pytest.mark.parametrize("device", ["embedded", "dev-cpu"])
-def test_a_machine_without_a_gpu_reserves_none(device):
-    for name in {"embedded": ["vllm"], "dev-cpu": ["dev", "serve"]}[device]:
-        service = resolve(device)["services"][name]
-        assert not service["deploy"]["resources"].get("reservations", {}).get("devices")
-        assert service["build"]["args"]["STACK"] == "embedded"
-        assert service["environment"]["SPARKFORGE_PROFILE"] == "embedded"
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -262,21 +224,6 @@ def test_the_competitions_variables_reach_the_benchmark_and_the_server(stack):
     assert (server["SPARKFORGE_TP"], server["SPARKFORGE_MAX_MODEL_LEN"]) == ("2", "16384")
     for gpu in services["vllm"]["deploy"]["resources"].get("reservations", {}).get("devices", []):
         assert gpu["count"] == "2"
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_the_benchmark_in_compose_runs_the_gate(stack):
-    load = resolve(stack)["services"]["bench"]
-    assert load["command"] == ["perf"]  # of sparkforge.bench: the gate, then the load
-    assert load["entrypoint"][-1] == "/opt/sparkforge/deploy/bench"
-    script = (ROOT / "deploy/bench").read_text(encoding="utf-8").splitlines()[-1]
-    assert script == 'exec /opt/venv/bin/python -m sparkforge.bench "$@"'
-
-
-def test_the_default_stack_serves_where_none_is_named():
-    services = read(compose.FILE, {})["services"]
-    assert services["vllm"]["extends"] == {"file": "deploy/stacks.yml", "service": TABLE.default}
-    assert services["vllm"]["environment"]["SPARKFORGE_STACK"] == TABLE.default
 
 
 @pytest.mark.parametrize(("device", "name"), [("spark", "vllm"), ("embedded", "vllm"), ("dev", "serve")])
@@ -324,39 +271,10 @@ def test_models_and_the_cache_are_mounted_as_they_are_and_no_folder_is_made(stac
     assert (ROOT / "models").is_dir()  # of a fresh clone
 
 
-@pytest.mark.parametrize("stack", [stack for stack in STACKS if TABLE.image(stack).device != "cpu"])
-@pytest.mark.parametrize(
-    "variables",
-    [{}, {"SPARKFORGE_MODEL_NAME": "gpt-oss-20b"}, {"SPARKFORGE_MODEL": "openai/gpt-oss-20b", "HF_HOME": "/c"}],
-)
-def test_the_benchmark_has_the_models_of_the_server(stack, variables):
-    services = resolve(stack, **variables)["services"]
-    server, load = services["vllm"], services["bench"]
-    mounted = {volume["target"]: volume for volume in load["volumes"] if volume != str(volume)}
-    assert mounted.keys() == {"/models", f"{local.MOUNTED}/hub"}
-    assert all(volume in server["volumes"] for volume in mounted.values())
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_the_server_starts_by_itself(device):
     services = resolve(device)["services"]
     assert {name for name, service in services.items() if not service.get("profiles")} <= {"vllm", "dev"}
-
-
-def test_the_dashboard_asks_its_own_data_source_only():
-    board = json.loads((ROOT / "deploy/grafana/dashboards/vllm.json").read_text(encoding="utf-8"))
-    provisioned = (ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8")
-    (source,) = yaml.safe_load(provisioned)["datasources"]
-    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    assert all(target["expr"] for panel in board["panels"] for target in panel["targets"])
-
-
-def test_prometheus_reads_the_services_that_compose_names():
-    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8"))
-    static = [entry for job in config["scrape_configs"] for entry in job["static_configs"]]
-    hosts = {target.partition(":")[0] for entry in static for target in entry["targets"]}
-    assert hosts <= resolve("spark")["services"].keys()
 
 
 @pytest.mark.parametrize(("metrics", "file"), [("", "/my/key"), ("open", os.devnull)])
@@ -414,25 +332,3 @@ def test_a_node_of_a_cluster_loosens_these_keys_of_the_server_and_nothing_else(s
     assert node == alone
     assert all(name.startswith(("NCCL_", "GLOO_", "SPARKFORGE_CLUSTER_")) or name == "VLLM_HOST_IP" for name in own)
     assert {value for name, value in own.items() if not name.startswith("NCCL_DEBUG")} == {None}  # only if set outside
-
-
-@pytest.mark.parametrize("stack", [stack for stack in STACKS if TABLE.image(stack).device == "cpu"])
-def test_a_node_without_rdma_loosens_its_network_and_restarts_only(stack):
-    alone, node = resolve(stack), resolve(stack, compose.CLUSTER, compose.CLUSTER_CPU)
-    server, expected = node["services"].pop("vllm"), alone["services"].pop("vllm")
-    loosened = {key: LOOSENED[key] for key in ("network_mode", "networks", "ports", "restart")}
-    for key in ("devices", "ulimits"):
-        assert not server.pop(key)
-        assert key not in expected
-    environment = {name: value for name, value in server.pop("environment").items() if name in expected["environment"]}
-    assert environment == expected.pop("environment")
-    assert server == {**expected, **loosened}
-    assert node == alone
-
-
-def test_each_loosened_key_has_its_reason_above_it():
-    lines = (ROOT / compose.CLUSTER).read_text(encoding="utf-8").splitlines()
-    above = {line.strip().partition(":")[0]: lines[number - 1].strip() for number, line in enumerate(lines)}
-    for key in LOOSENED:
-        assert above[key].startswith("# "), key
-        assert above[key].endswith("."), key

@@ -89,12 +89,6 @@ def test_other_patches_another_lock_or_platform_are_named(fake_engine, holding, 
     assert caught.value.fix == "./inv build --engine docker --stack embedded"
 
 
-def test_a_foreign_image_is_refused(holding):
-    holding({}, labels={"maintainer": "somebody"})
-    with pytest.raises(errors.IntegrityError, match="no image of this Sparkforge"):
-        verify()
-
-
 MODULE = {"path": "/opt/venv/aot/xqa/xqa.so"}
 DIRTY = [{"rule": "trap-stub", "file": "xqa.so", "detail": "", "fix": ""}]
 
@@ -127,8 +121,8 @@ def test_an_image_that_is_not_there_names_the_build(fake_engine):
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"", b"[]", b"null", b"7", b"[" * 100_000, b'{"a":' * 3000 + b"1" + b"}" * 3000, b'{"patches": []}',
-     b'{"lock": {"a": 1}}', b'{"packages": "x"}', b'{"kernels": 5}', b'{"audit": [1]}', b'{"stack": {}}', b"\xff"],
+    [b"{", b"", b"7", b"[" * 100_000, b'{"patches": []}', b'{"lock": {"a": 1}}', b'{"packages": "x"}',
+     b'{"audit": [1]}', b'{"stack": {}}', b"\xff"],
     ids=lambda content: content[:12].decode(errors="replace"),
 )  # fmt: skip
 def test_a_broken_manifest_is_a_named_error_and_nothing_is_left(fake_engine, holding, content):
@@ -138,21 +132,15 @@ def test_a_broken_manifest_is_a_named_error_and_nothing_is_left(fake_engine, hol
     assert fake_engine.asked[-1][0] == "DELETE /containers/abc"
 
 
-def test_inspect_shows_platform_labels_layers_and_manifest(fake_engine, holding, manifest, capsys):
+def test_inspect_shows_layers_by_size_and_the_manifest(fake_engine, holding, manifest, capsys):
     holding(manifest)
-    history = [
-        {"Size": 1_500_000_000, "CreatedBy": "COPY /opt/venv /opt/venv # buildkit"},
-        {"Size": 0, "CreatedBy": "ENV A=b"},
-        {"Size": 49_872_022, "CreatedBy": "RUN  sh   -c 'install'"},
-    ]
+    history = [{"Size": 0, "CreatedBy": "ENV A=b"}, {"Size": 49_872_022, "CreatedBy": "RUN  sh   -c 'install'"}]
     fake_engine.routes[r"GET /images/.+/history"] = lambda query: (200, history)
     verify()
     out = capsys.readouterr().out
     assert "platform   linux/amd64 · user root" in out
-    assert "label      org.sparkforge.manifest=/opt/sparkforge/image.json" in out
-    assert "digests    sparkforge/vllm@sha256:cf264d43272f" in out
     layers = [line.split(maxsplit=1)[1] for line in out.splitlines() if line.startswith("  layer")]
-    assert layers == ["49.9 MB  RUN sh -c 'install'", "1.50 GB  COPY /opt/venv /opt/venv"]
+    assert layers == ["49.9 MB  RUN sh -c 'install'"]
     assert "patches    vllm-0.32.0 " in out
 
 
@@ -170,21 +158,13 @@ def buildable(fake_engine, docker_command, monkeypatch, tmp_path):
     monkeypatch.setattr(docker_image, "CPU_BYTES", 1000)
 
 
-def test_a_build_begins_with_composes_words(buildable):
-    command = docker_image.ready_to_build("embedded")
-    assert command[0] == "compose"
-    assert command[-3:] == ["--progress", "plain", "build"]
-
-
-def test_a_first_build_without_room_is_refused_and_a_second_one_is_not(buildable, fake_engine, monkeypatch):
+def test_a_first_build_without_room_or_buildx_is_refused(buildable, fake_engine, docker_command, monkeypatch):
     monkeypatch.setattr(docker_image, "CPU_BYTES", 10**18)
     with pytest.raises(errors.StorageError, match="docker builder prune"):
         docker_image.ready_to_build("embedded")
     fake_engine.routes["GET /images/json"] = lambda query: (200, [{"Id": fake_engine.image["Id"]}])
-    docker_image.ready_to_build("embedded")
-
-
-def test_a_build_without_buildx_is_refused(buildable, docker_command):
+    command = docker_image.ready_to_build("embedded")
+    assert (command[0], command[-1]) == ("compose", "build")
     (docker_command.folder / "rules" / "000" / "pattern").write_text("nothing")
     docker_command.answers("buildx version", err="docker: 'buildx' is not a docker command.", code=1)
     with pytest.raises(errors.EngineError):

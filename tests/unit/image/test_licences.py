@@ -3,9 +3,6 @@
 import pytest
 from expected import refused
 
-from sparkforge.core.documents import read_toml
-from sparkforge.core.files import sha256_file
-from sparkforge.core.paths import ROOT
 from sparkforge.image import licences
 
 # As their dist-info folders are called in the embedded image.
@@ -40,12 +37,3 @@ def test_a_text_that_is_not_the_pinned_one_stops_the_build(packages, tmp_path):
         (tmp_path / "licences" / text.name).write_bytes(text.read_bytes() + b"edited")
     with refused("integrity.hash", "is not the text"):
         licences.add(packages, table)
-
-
-def test_every_text_is_pinned_and_used():
-    table = read_toml(licences.TABLE)
-    hashes = {path.name: sha256_file(path) for path in licences.TABLE.with_suffix("").iterdir()}
-    assert hashes == table["texts"]
-    assert {text for entry in table["distributions"].values() for text in entry["files"].values()} == set(hashes)
-    own = table["distributions"]["spark-mxfp4"]["files"]["LICENSE"]
-    assert hashes[own] == sha256_file(ROOT / "LICENSE")

@@ -101,19 +101,6 @@ def test_a_release_that_is_pinned_for_another_machine_only_has_no_hash_of_a_whee
         assert ("hashes" in component(json.loads(make(patched_site, debian, manifest)), "torch")) == hashed
 
 
-@pytest.mark.parametrize(
-    ("fields", "names"),
-    [
-        ("License-Expression: MIT\nLicense: x\n", ["MIT"]),
-        ("License: Copyright (c) somebody\nClassifier: License :: OSI Approved :: BSD License\n", ["BSD License"]),
-        (f"License: {'x' * 100}\n", []),
-    ],
-)
-def test_a_licence_is_its_name_and_never_its_text(fields, names, tmp_path):
-    (tmp_path / "METADATA").write_text(fields)
-    assert sbom._licence_names(sbom._headers(tmp_path / "METADATA")) == names
-
-
 # Out of an image
 
 

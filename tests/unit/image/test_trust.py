@@ -115,22 +115,15 @@ def kind_of(entry):
     return kinds[entry.annotations.get("predicateType")]
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
+def test_another_builder_or_stack_is_refused(make, demand):
+    folder = make()
+    for options, reason in (
         ({"builders": ["urn:other"]}, "it was built by urn:lab, which trust.toml does not name"),
         ({"stacks": ["spark"]}, "trust.toml does not take the stack embedded"),
-    ],
-)
-def test_another_builder_or_stack_is_refused(make, demand, options, reason):
-    folder = make()
-    demand(**options)
-    with refused("integrity.signature", reason):
-        require(folder)
-
-
-def test_a_stack_that_was_not_asked_for_is_refused(make, demand):
-    folder = make()
+    ):
+        demand(**options)
+        with refused("integrity.signature", reason):
+            require(folder)
     demand("provenance")
     with refused("integrity.signature", "names the stack embedded, and spark was asked for"):
         trust.require(None, oci.LayoutImage(folder), "spark")
@@ -258,20 +251,17 @@ def test_an_older_image_needs_a_rollback_and_a_rollback_makes_it_the_last(make, 
 @pytest.mark.parametrize(
     ("change", "code", "reason"),
     [
-        (lambda path: path.chmod(0o666), "storage.access", "other users can write it"),
         (lambda path: path.chmod(0o620), "storage.access", "other users can write it"),
-        (lambda path: os.chown(path, 12345, -1), "storage.access", "belongs to uid 12345"),
+        pytest.param(lambda path: os.chown(path, 12345, -1), "storage.access", "belongs to uid 12345",
+                     marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")),
         (lambda path: (path.unlink(), path.symlink_to("gone")), "storage.access", "a link to a file that is not there"),
         (lambda path: path.write_text("schema = 1\n"), "input.table", "keys"),
         (lambda path: path.write_text(path.read_text().replace("MCow", "AAAA")), "input.table", "public"),
-        (lambda path: path.write_text(path.read_text().replace("signature", "nothing")), "input.table", "demand"),
         (lambda path: path.write_text(path.read_text() + '\nkeys = ["x"]'), "input.table", "names no key: x"),
         (lambda path: path.write_text("schema = 1\n[" * 9), "input.table", "no TOML"),
     ],
-)
+)  # fmt: skip
 def test_a_policy_of_another_user_or_a_broken_one_is_not_believed(make, demand, change, code, reason):
-    if os.geteuid() != 0 and "uid" in reason:
-        pytest.skip("only root can give a file away")
     folder = make()
     change(demand())
     with refused(code, reason):

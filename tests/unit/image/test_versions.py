@@ -25,13 +25,6 @@ def test_the_version_is_made_of_vllm_the_lock_and_the_patches_alone():
     assert versions.version(manifest(patches={})) != version
 
 
-def test_two_images_of_one_version_have_names_of_their_own():
-    version = versions.version(manifest())
-    first, second = (versions.own_name(version, f"sha256:{digit * 64}") for digit in "ab")
-    assert first == f"{version}-aaaaaaaaaaaa"
-    assert first != second
-
-
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -49,8 +42,6 @@ def test_a_registrys_port_is_no_tag(name, parts):
     [
         ("127.0.0.1:5000/a/b", "127.0.0.1:5000/a/b"),
         ("docker.io/me/vllm", "me/vllm"),
-        ("index.docker.io/me/vllm", "me/vllm"),
-        ("me/vllm", "me/vllm"),
         ("docker.io/library/vllm", "vllm"),
     ],
 )

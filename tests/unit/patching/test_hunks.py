@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from expected import refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -89,21 +90,5 @@ def test_a_patch_cut_by_its_last_byte_is_refused_as_git_refuses_it(kit, tmp_path
     assert git_apply(kit, tmp_path / "whole", before, diff)[0]
     if ending:
         assert not git_apply(kit, tmp_path / "cut", before, diff[:-1])[0]
-    with pytest.raises(PatchError, match="is cut off", check=lambda error: error.code == "patch.format"):
+    with refused("patch.format", "is cut off"):
         parse("0001-x.patch", diff[:-1].decode())
-
-
-@pytest.mark.parametrize("context", [0, 1, 2])
-def test_less_context_is_judged_as_git_judges_it(kit, tmp_path, context):
-    before = "".join(f"{number}\n" for number in range(9))
-    after = before.replace("4\n", "four\n")
-    kit.write(tmp_path, {"a/f": before, "b/f": after})
-    diff = kit.git(tmp_path, "diff", "--no-index", "--no-prefix", f"-U{context}", "a", "b").stdout
-    (change,) = parse("0001-x.patch", diff.decode())
-    applied, moved, result = git_apply(kit, tmp_path / "tree", before, diff)
-    assert applied == (context > 0)
-    if applied:
-        assert (moved, result) == (False, change.apply(before.encode()))
-    else:
-        with pytest.raises(PatchError, match="without context", check=lambda error: error.code == "patch.conflict"):
-            change.apply(before.encode())

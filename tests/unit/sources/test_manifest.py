@@ -1,12 +1,11 @@
 import errno
 import json
 import multiprocessing
-from pathlib import Path
 
 import pytest
+from expected import refused
 
 from sparkforge.core import manifest
-from sparkforge.core.errors import StorageError
 from sparkforge.core.manifest import Made
 
 
@@ -52,17 +51,6 @@ def test_a_damaged_manifest_or_a_missing_artifact_is_made_again(tmp_path, damage
     assert calls == ["one", "two", "three"]
 
 
-def test_a_stage_that_fails_leaves_nothing(tmp_path):
-    def fail(temporary):
-        temporary.mkdir()
-        (temporary / "a").write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        manifest.once(tmp_path / "p", "s", {}, fail)
-    assert [path.name for path in tmp_path.iterdir()] == [".p.lock"]
-
-
 def test_a_stage_that_fails_keeps_the_older_artifact_and_its_manifest(tmp_path):
     def fail(temporary):
         temporary.mkdir()
@@ -86,33 +74,6 @@ def test_files_beside_an_artifact_that_only_look_like_ours_stay(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {*foreign, ".p.lock", "p", "p.manifest.json"}
 
 
-def test_a_name_that_is_a_pattern_is_a_name(tmp_path):
-    artifact = tmp_path / "p[1]"
-    (tmp_path / ".p1.1.tmp").write_text("foreign")
-    (tmp_path / ".p[1].1.tmp").write_text("litter")
-    manifest.once(artifact, "s", {}, writer("new", []))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".p1.1.tmp", ".p[1].lock", "p[1]", "p[1].manifest.json"]
-
-
-def test_a_folder_of_any_depth_can_be_removed(tmp_path):
-    folder = artifact = tmp_path / "deep"
-    for _ in range(1250):
-        artifact.mkdir()
-        artifact = Path(f"{artifact}/a")
-    manifest.remove(folder)
-    assert not folder.exists()
-
-
-def test_a_manifest_lost_between_two_runs_blocks_nothing(tmp_path):
-    artifact = tmp_path / "p"
-    manifest.once(artifact, "s", {"in": "1"}, writer("old", []))
-    (tmp_path / ".p.old.tmp").mkdir()  # as a kill at the very end leaves it
-    (tmp_path / ".p.old.tmp/a").touch()
-    manifest.beside(artifact).unlink()
-    manifest.once(artifact, "s", {"in": "2"}, writer("new", []))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".p.lock", "p", "p.manifest.json"]
-
-
 def test_two_at_once_are_told_apart(tmp_path):
     context = multiprocessing.get_context("fork")
     inside, leave = context.Event(), context.Event()
@@ -126,7 +87,7 @@ def test_two_at_once_are_told_apart(tmp_path):
     other = context.Process(target=manifest.once, args=(tmp_path / "p", "s", {}, slow))
     other.start()
     assert inside.wait(60)
-    with pytest.raises(StorageError, match="make p", check=lambda error: error.code == "storage.busy"):
+    with refused("storage.busy", "make p"):
         manifest.once(tmp_path / "p", "s", {}, writer("x", []))
     leave.set()
     other.join(60)

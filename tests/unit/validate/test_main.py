@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from sparkforge.core.errors import RefusalError
 from sparkforge.core.paths import ROOT
-from validate import Options, gate, run
+from validate import gate
 from validate.__main__ import main
 from validate.checks import CHECKS
 from validate.checks.finding import Check
@@ -53,40 +52,25 @@ def test_rehearsal_of_the_good_sheet_serves(environment, sheets, tmp_path):
 
 
 def test_report_can_be_rehearsed_again(ask, sheets, tmp_path):
-    out = tmp_path / "deep" / "r.json"
-    arguments = ("--profile", "spark", "--json", str(out), "--facts")
-    ask(*arguments, str(sheets / "gb10-from-public-documents.json"))
+    out, sheet = tmp_path / "deep" / "r.json", sheets / "gb10-from-public-documents.json"
+    ask("--profile", "spark", "--json", str(out), "--facts", str(sheet))
     document = json.loads(out.read_text())
-    assert set(document) == {
-        "schema",
-        "profile",
-        "verdict",
-        "exit_code",
-        "timestamp",
-        "origin",
-        "seconds",
-        "findings",
-        "facts",
-    }
     assert (document["schema"], document["verdict"], document["exit_code"]) == (1, "serve", 0)
     assert set(document["findings"][0]) == {"check", "status", "required", "evidence", "fix", "doc"}
-    assert load_sheet(out) == load_sheet(sheets / "gb10-from-public-documents.json")
+    assert load_sheet(out) == load_sheet(sheet)
 
 
 @pytest.mark.slow
 def test_real_validator_on_this_machine(environment, tmp_path):
     out = tmp_path / "r.json"
-    result = command(environment, "--profile", "embedded", "--json", str(out), "--model", str(tmp_path), "--port", "0")
+    result = command(environment, "--profile", "embedded", "--json", str(out), "--model", str(tmp_path), "--port", "0",
+                     flags=("-O",))  # fmt: skip
     document = json.loads(out.read_text())
-    assert result.returncode == 30  # the directory holds no model
-    assert "Traceback" not in result.stdout + result.stderr
-    statuses = {f["check"]: f["status"] for f in document["findings"]}
+    assert (result.returncode, result.stderr) == (30, "")
+    statuses = {finding["check"]: finding["status"] for finding in document["findings"]}
     assert set(statuses) == {*PROFILES["embedded"].required, *PROFILES["embedded"].advised}
-    assert statuses["model-files"] == "fail"
-    assert statuses["python-optimize"] == "pass"
-    assert statuses["port-free"] == "pass"
+    assert (statuses["model-files"], statuses["python-optimize"], statuses["port-free"]) == ("fail", "fail", "pass")
     assert document["facts"]["memory.total_bytes"]["value"] > 0
-    assert document["seconds"]["deep"] == 0
     assert all(entry["source"] for entry in document["facts"].values())
 
 
@@ -109,20 +93,12 @@ def test_spark_profile_without_gpu_refuses_says_why_and_imports_neither_torch_no
     assert not imported & {"httpx", "tenacity", "pypi_simple"}  # of our own tools, and not where a server runs
 
 
-def test_python_o_is_seen(environment):
-    result = command(environment, "--profile", "embedded", "--no-deep", flags=("-O",))
-    assert "FAIL python-optimize" in result.stdout
-    assert result.returncode == 30
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         (("--profile", "spark", "--facts", "missing.json"), 10, "cannot read the fact sheet"),
         (("--profile", "x"), 2, "no profile"),
-        ((), 2, "cannot read its arguments"),
         (("--profile", "spark", "--frobnicate"), 2, "cannot read its arguments"),
-        (("--profile", "spark", "--port", "x"), 2, "cannot read its arguments"),
     ],
 )
 def test_wrong_arguments_are_one_named_error(ask, arguments, code, said):
@@ -131,20 +107,6 @@ def test_wrong_arguments_are_one_named_error(ask, arguments, code, said):
     assert said in result.stderr
     assert "next:" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_malformed_sheet_is_no_traceback(ask, tmp_path):
-    (tmp_path / "s.json").write_text('{"schema": 1, "facts": {"a": 3}}')
-    result = ask("--profile", "spark", "--facts", str(tmp_path / "s.json"))
-    assert result.returncode == 10
-    assert "Traceback" not in result.stderr
-
-
-def test_empty_sheet_fails_closed(ask, tmp_path):
-    (tmp_path / "s.json").write_text('{"schema": 1, "facts": {}}')
-    result = ask("--profile", "spark", "--facts", str(tmp_path / "s.json"))
-    assert result.returncode == 30
-    assert "0 passed" in result.stdout
 
 
 def test_report_that_cannot_be_written_is_not_green(ask, sheets):
@@ -182,16 +144,6 @@ def test_a_recorded_text_cannot_forge_a_line(good, with_values, tmp_path, capsys
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert not any(line.startswith(("serve:", "ok   gpu-name")) for line in printed.splitlines())
-
-
-def test_api_raises_what_the_command_returns(good, monkeypatch, with_values):
-    facts = with_values(good("embedded"), {"serve.port_free": False})
-    monkeypatch.setattr(gate, "gather", lambda _target, _groups: facts)
-    report = run("embedded", Options(model=None))
-    with pytest.raises(
-        RefusalError, match="port-free: port 8000 is taken", check=lambda error: error.code == "validation.failed"
-    ):
-        report.require_green()
 
 
 def test_another_stack_than_the_profiles_has_other_pins(ask, tmp_path):

@@ -5,10 +5,8 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 
 from spark_mxfp4 import experts
-from spark_mxfp4.experts import ExpertWeights, Projection, moe
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
 from validate.facts import numerics
@@ -126,7 +124,9 @@ def test_a_kernel_that_hangs_is_given_up(tmp_path, environment, monkeypatch):
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [("os.abort()", "killed by signal 6"), ("raise RuntimeError('no kernel image')", "RuntimeError: no kernel image")],
+    [
+        ("os.abort()", "killed by signal 6"),
+    ],
 )
 def test_a_kernel_that_crashes_says_how(gathered, body, message):
     facts = gathered(body)
@@ -134,35 +134,6 @@ def test_a_kernel_that_crashes_says_how(gathered, body, message):
     finding = judge(facts)
     assert finding.status is Status.FAIL
     assert message in finding.evidence
-
-
-def test_an_interpreter_without_torch_is_refused(tmp_path, environment):
-    (tmp_path / "torch.py").write_text("raise ImportError('no libcudart')")
-    env = environment()
-    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
-    finding = judge(numerics.gather(Target(Options(environ=env), "embedded")))
-    assert finding.status is Status.FAIL
-    assert "no libcudart" in finding.evidence
-
-
-def test_the_reference_agrees_with_the_librarys_own():
-    layer = child.make_layer()
-    weights, ids = layer.routing()
-    packed = ExpertWeights(Projection(*layer.gate_up), Projection(*layer.down))
-    wide = ExpertWeights(*(p._replace(bias=p.bias.float()) for p in packed))
-    assert child.difference(moe(layer.x.float(), wide, ids, weights), child.reference(layer)) < 1e-6
-
-
-def test_the_layer_drives_gates_and_ups_over_the_limit():
-    layer = child.make_layer()
-    both = torch.einsum("erc,tc->ter", child.unpack(*layer.gate_up[:2]), layer.x.double()) + layer.gate_up[2].double()
-    assert 0.02 < (both[..., 0::2] > child.LIMIT).double().mean() < 0.5
-    assert 0.02 < (both[..., 1::2].abs() > child.LIMIT).double().mean() < 0.5
-
-
-def test_unpacking_is_the_formats():
-    blocks = torch.tensor([[0x7F] + [0x21] * 15], dtype=torch.uint8)
-    assert child.unpack(blocks, torch.tensor([[128]], dtype=torch.uint8))[0, :4].tolist() == [-12.0, 12.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(

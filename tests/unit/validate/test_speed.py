@@ -5,45 +5,24 @@ import os
 
 import pytest
 
-from sparkforge.bench import baselines
 from sparkforge.core import paths
-from sparkforge.core.paths import ROOT
-from sparkforge.models import table as models
-from sparkforge.plan import devices, speed
-from sparkforge.plan.architecture import DenseFormat, parse
-from sparkforge.plan.budget import Workload
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
 from validate.facts import machine, measured
-from validate.facts.fact import Fact, take
+from validate.facts.fact import take
 from validate.facts.target import Options, Target
-
-BIG = parse(models.load()["gpt-oss-120b"].config, "test")
-SPARK = devices.table()["spark"]
 
 
 def result(**more):
+    shape = {"model": "gpt-oss-120b", "url": "http://127.0.0.1:8000", "tp": 1, "isl": 1024, "osl": 128, "conc": 1}
     value = {
-        "format": "sparkforge-bench/1",
-        "passed": True,
-        "config": {
-            "model": "gpt-oss-120b",
-            "url": "http://127.0.0.1:8000",
-            "tp": 1,
-            "isl": 1024,
-            "osl": 128,
-            "conc": 1,
-        },
+        "format": "sparkforge-bench/1", "passed": True, "config": shape, "server": {"device": "docker"},
         "metrics": {"ttft_ms": {"median": 400.0}, "tpot_ms": {"median": 20.0}},
-        "server": {"device": "docker"},
         "machine": {"measured_at": "2026-11-21T10:00:00+00:00"},
-    }
+    }  # fmt: skip
     for path, changed in more.items():
-        *parents, last = path.split("__")
-        holder = value
-        for name in parents:
-            holder = holder[name]
-        holder[last] = changed
+        holder, _, name = path.rpartition("__")
+        (value[holder] if holder else value)[name] = changed
     return value
 
 
@@ -59,16 +38,6 @@ def facts(tmp_path, model="gpt-oss-120b"):
     return {reading.name: take(reading, target) for reading in measured.READINGS}
 
 
-def test_nothing_measured_is_told_and_no_warning(tmp_path, good):
-    gathered = facts(tmp_path)
-    assert {fact.value for fact in gathered.values()} == {None}
-    assert {fact.error for fact in gathered.values()} == {None}
-    finding = evaluate(CHECKS["measured-speed"], View({**good("spark"), **gathered}), required=False)
-    assert (finding.status, finding.fix) == (Status.PASS, "")
-    assert "nothing was measured" in finding.evidence
-    assert "--device this, on the host" in finding.evidence
-
-
 def test_the_newest_result_counts_by_its_own_time(tmp_path):
     write("batch_isl1024/result_a.json", result(machine__measured_at="2026-11-21T09:00:00+00:00"))
     write("accepted/result_b.json", result(metrics__tpot_ms={"median": 30.0}), age=500)
@@ -82,16 +51,11 @@ NOT_OURS = {
     "without figures": {"metrics": None},
     "of another model": {"config__model": "tiny-gpt-oss"},
     "of another machine": {"config__url": "http://10.0.0.7:8000"},
-    "on a processor": {"server__device": "docker-cpu"},
     "of the embedded device": {"server__device": "embedded"},
     "of two GPUs": {"config__tp": 2},
     "of another format": {"format": "something/9"},
-    "without a median": {"metrics__ttft_ms": {}},
-    "with a list": {"config": []},
-    "without a machine": {"machine": None},
     "with a shape of nothing": {"config__isl": 0},
     "with words for numbers": {"metrics__tpot_ms": {"median": "20"}},
-    "with a truth for a number": {"config__conc": True},
 }
 
 
@@ -104,7 +68,11 @@ def test_a_result_that_is_not_ours_does_not_count(tmp_path, case):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", "[" * 50_000, "\ud83d".encode("utf-8", "surrogatepass").decode("latin1")]
+    "text",
+    [
+        "{",
+        "[" * 50_000,
+    ],
 )
 def test_files_that_are_no_results_do_not_matter(tmp_path, text):
     write("broken.json", text)
@@ -123,18 +91,15 @@ def judged(good, tmp_path, **more):
         ({}, Status.PASS, "decode 50.0 tok/s each"),
         ({"metrics__tpot_ms": {"median": 54.0}}, Status.FAIL, "MARLIN"),  # 18.5 of 54 tok/s
         ({"metrics__tpot_ms": {"median": 38.5}}, Status.WARN, "48%"),  # 26 tok/s: a Spark stuck at 700 MHz
-        ({"metrics__tpot_ms": {"median": 52.0}}, Status.WARN, "36%"),
-        ({"metrics__tpot_ms": {"median": 30.0}}, Status.PASS, "62%"),
         ({"metrics__ttft_ms": {"median": 2_200.0}}, Status.PASS, "9.4 times"),
         ({"metrics__ttft_ms": {"median": 2_600.0}}, Status.WARN, "JIT"),  # the floor is 235 ms
         ({"metrics__tpot_ms": None}, Status.PASS, "first token"),
-        (
-            {"config__conc": 16, "metrics__tpot_ms": {"median": 110.0}, "metrics__ttft_ms": {"median": 2_600.0}},
-            Status.PASS,
-            "",
-        ),
+        ({"metrics__tpot_ms": {"median": 90.0}, "machine__measured_at": "2001-01-01T00:00:00+00:00"}, Status.WARN,
+         "was started since"),
+        ({"config__conc": 16, "metrics__tpot_ms": {"median": 110.0}, "metrics__ttft_ms": {"median": 2_600.0}},
+         Status.PASS, ""),
     ],
-)
+)  # fmt: skip
 def test_far_under_the_plan_warns_with_the_likely_causes(good, tmp_path, more, status, message):
     finding = judged(good, tmp_path, **more)
     assert finding.status is status, finding
@@ -143,30 +108,12 @@ def test_far_under_the_plan_warns_with_the_likely_causes(good, tmp_path, more, s
     assert ("-name result.json -delete" in finding.fix) == (status is Status.FAIL)
 
 
-def test_a_speed_from_before_the_last_start_does_not_refuse(good, tmp_path):
-    finding = judged(
-        good, tmp_path, metrics__tpot_ms={"median": 90.0}, machine__measured_at="2001-01-01T00:00:00+00:00"
-    )
-    assert finding.status is Status.WARN
-    assert "was started since" in finding.evidence
-
-
 def test_another_gpu_has_no_ceiling(good, tmp_path, with_values):
     write("result.json", result(metrics__tpot_ms={"median": 9_000.0}))
     sheet = with_values({**good("spark"), **facts(tmp_path)}, {"gpu.name": "NVIDIA A100"})
     finding = evaluate(CHECKS["measured-speed"], View(sheet), required=False)
     assert finding.status is Status.PASS
     assert "no ceiling" in finding.evidence
-
-
-def test_the_servers_arguments_count(good, tmp_path, with_values):
-    write("result.json", result(config__isl=100_000, metrics__tpot_ms={"median": 100.0}))
-    sheet = {**good("spark"), **facts(tmp_path)}
-    wide = evaluate(CHECKS["measured-speed"], View(sheet), required=False).evidence
-    narrow = evaluate(
-        CHECKS["measured-speed"], View(with_values(sheet, {"serve.args": ["--kv-cache-dtype", "fp8"]})), required=False
-    ).evidence
-    assert wide != narrow
 
 
 def test_the_ceiling_is_that_of_the_formats_that_are_served(good, tmp_path, with_values):
@@ -185,79 +132,14 @@ def test_the_ceiling_is_that_of_the_formats_that_are_served(good, tmp_path, with
 @pytest.mark.parametrize(
     ("arguments", "variables", "formats"),
     [
-        ((), {}, ["bf16", "bf16"]),
-        (("--quantization-config.linear", "fp8_per_channel"), {}, ["fp8", "bf16"]),
-        (("--quantization-config.linear.weight=mxfp8",), {}, ["mxfp8", "bf16"]),
-        (('--quantization-config={"linear": "mxfp4"}',), {}, ["mxfp4", "bf16"]),
-        (('--quantization-config={"linear": {"weight": "fp8_per_block_static"}}',), {}, ["fp8", "bf16"]),
-        (("--quantization-config", "{"), {}, ["bf16", "bf16"]),
-        (("--quantization-config", "[1]"), {}, ["bf16", "bf16"]),
-        (
-            ("--quantization=spark-mxfp4",),
-            {"SPARK_MXFP4_LINEAR": "fp8", "SPARK_MXFP4_LM_HEAD": "mxfp4"},
-            ["fp8", "mxfp4"],
-        ),
-        ((), {"SPARK_MXFP4_LM_HEAD": "nonsense"}, ["bf16", "bf16"]),
-        (("--quantization-config.linear", "mxfp4"), {"SPARK_MXFP4_LINEAR": "bf16"}, ["mxfp4", "bf16"]),
-        (("--quantization-config.lm_head", "mxfp8"), {}, ["bf16", "mxfp8"]),
-        (
-            ('--quantization-config={"linear": "fp8_per_channel", "lm_head": {"weight": "mxfp4"}}',),
-            {},
-            ["fp8", "mxfp4"],
-        ),
+        ("--quantization-config.linear fp8_per_channel", {}, ["fp8", "bf16"]),
+        ('--quantization-config={"linear":{"weight":"fp8_per_block_static"}}', {}, ["fp8", "bf16"]),
+        ("--quantization-config {", {}, ["bf16", "bf16"]),
+        ("--x", {"SPARK_MXFP4_LINEAR": "fp8", "SPARK_MXFP4_LM_HEAD": "mxfp4"}, ["fp8", "mxfp4"]),
+        ("--x", {"SPARK_MXFP4_LM_HEAD": "nonsense"}, ["bf16", "bf16"]),
+        ('--quantization-config={"linear":"fp8_per_channel","lm_head":{"weight":"mxfp4"}}', {}, ["fp8", "mxfp4"]),
     ],
 )
 def test_the_formats_that_flags_and_variables_ask_for(arguments, variables, formats):
-    target = Target(Options(serve_args=arguments, environ=variables), "spark")
+    target = Target(Options(serve_args=tuple(arguments.split()), environ=variables), "spark")
     assert machine.dense_format(target) == formats
-
-
-def test_cited_spark_figures_pass_the_thresholds():
-    bounds = speed.judging().thresholds
-    rows = speed.against(BIG, SPARK, baselines.load().figures)
-    decode = [row.share for row in rows if row.quantity != "prefill"]
-    prefill = [row.share for row in rows if row.quantity == "prefill"]
-    bound = bounds.decode["GB10"]
-    assert (bound.value, bound.refuse) == (0.6, 0.35)
-    assert min(decode) > 1.5 * bound.refuse
-    assert 1 / min(prefill) < bounds.first_token.value
-    assert (f"{min(s for s in decode):.2f}", f"{1 / max(prefill):.1f} to {1 / min(prefill):.0f}") == (
-        "0.58",
-        "2.0 to 5",
-    )
-    assert "0.58 to 0.92" in bound.why
-    assert "2.0 to 5 times" in bounds.first_token.why
-
-
-H200_FORMATS = {
-    "spark": ("bf16", "bf16"),
-    "spark-dense-8": ("mxfp8", "mxfp8"),
-    "spark-dense-4": ("mxfp4", "mxfp8"),
-    "spark-all-4": ("mxfp4", "mxfp4"),
-}
-
-
-def test_our_own_h200_figures_pass_too():
-    results = ROOT / "bench" / "results"
-    ratios = []
-    for file in ("serve-h200.json", "serve-dense-h200.json", "serve-dense-h200-2.json"):
-        backends = json.loads((results / file).read_text())["backends"]
-        for name in backends.keys() & H200_FORMATS.keys():
-            for row in backends[name]["rows"]:
-                taken = speed.Measured(
-                    prompt=row["input_tokens"], answer=row["output_tokens"], concurrency=row["concurrency"],
-                    ttft_ms=row["ttft_ms"], tpot_ms=row["tpot_ms"],
-                )  # fmt: skip
-                served = Workload(1, dense=DenseFormat(*H200_FORMATS[name]))
-                decode, first = speed.compare(BIG, devices.table()["h200"], taken, served)
-                assert (decode.causes, first.causes) == ("", ""), (file, name, row)
-                if row["concurrency"] == 1:
-                    ratios.append(decode.measured / decode.computed)
-    text = speed.judging().thresholds.decode["other"].why
-    assert f"our own on an H200 {min(ratios):.2f} to {max(ratios):.2f}" in text
-
-
-def test_the_fact_of_a_result_that_cannot_be_read_is_none(tmp_path, monkeypatch):
-    write("result.json", result())
-    monkeypatch.setattr(speed, "LARGEST", 3)
-    assert facts(tmp_path)["measured.file"] == Fact(None, measured.SOURCE)

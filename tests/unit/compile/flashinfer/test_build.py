@@ -80,14 +80,6 @@ def test_a_generator_that_makes_another_module_is_refused(site):
         build.build(with_arguments(site, name="other"))
 
 
-def test_other_inputs_are_built_although_the_library_is_there(site):
-    build.build(site.order)
-    wide = replace(site.order, arch="12.0a")
-    assert wide.inputs != site.order.inputs
-    assert not build.build(site.order)[1]
-    assert build.build(wide)[1]
-
-
 def test_it_waits_for_compilers_of_a_killed_build(site, monkeypatch):
     site.order.output.mkdir()
     lock = site.order.output / ".sparkforge-units.lock"

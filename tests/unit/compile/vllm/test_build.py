@@ -1,7 +1,6 @@
 """Build the small vLLM for real: what is compiled, what a second run does, what a killed or a failed one leaves."""
 
 import ctypes
-import json
 import os
 import shlex
 import signal
@@ -20,10 +19,8 @@ from sparkforge.core.errors import (
     AuditError,
     UsageError,
 )
-from sparkforge.core.files import sha256_file
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
-from sparkforge.sources import archive
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("cmake", "ninja", "c++")]
 
@@ -44,16 +41,6 @@ def test_the_overlay_holds_what_was_ordered_compiled_from_patched_sources(order)
     assert record.facts["machine"] == os.uname().machine
 
 
-def test_vllms_source_tree_is_left_as_it_was_and_only_what_cmake_reads_is_copied(order):
-    extension_order = order("spinloop")
-    before = archive.read_listing(extension_order.sources.tree)
-    vllm_build.build(extension_order)
-    assert not (extension_order.sources.tree / "csrc/generated.h").exists()
-    assert {path: sha256_file(extension_order.sources.tree / path) for path in before} == before
-    assert (extension_order.folder / "tree/csrc/generated.h").exists()
-    assert not (extension_order.folder / "tree/docs").exists()
-
-
 def test_a_second_run_does_nothing_and_another_target_reuses_the_configuration(order):
     vllm_build.build(order("spinloop"))
     order.forget()
@@ -63,14 +50,6 @@ def test_a_second_run_does_nothing_and_another_target_reuses_the_configuration(o
     stamp = (order("spinloop").folder / "configured.json").stat().st_mtime_ns
     assert vllm_build.build(order("spinloop", "fs_io_C")).compiled == 1
     assert (order("spinloop").folder / "configured.json").stat().st_mtime_ns == stamp
-
-
-def test_a_library_that_was_changed_is_made_again(order):
-    extension_order = order("spinloop")
-    vllm_build.build(extension_order)
-    (extension_order.output / "vllm/spinloop.abi3.so").write_bytes(b"other")
-    vllm_build.build(extension_order)
-    assert answer(extension_order.output, "spinloop") == 43
 
 
 @pytest.fixture
@@ -151,14 +130,6 @@ jobs.run([unit], jobs.make_schedule(["u"], peaks, memory.measure()), peaks, site
     assert answer(extension_order.output, "fs_io_C") == 42
 
 
-def test_a_configuration_that_was_killed_is_begun_afresh(order):
-    extension_order = order("spinloop")
-    (extension_order.folder / "tree").mkdir(parents=True)
-    (extension_order.folder / "tree/CMakeLists.txt").write_text("half of it")
-    vllm_build.build(extension_order)
-    assert json.loads((extension_order.folder / "configured.json").read_text())["arch"] == "12.1a"
-
-
 def test_a_unit_alone_is_compiled_audited_and_not_linked(order, capsys):
     extension_order = order("spinloop", "fs_io_C")
     (compiled,) = vllm_build.compile_units(extension_order, ["csrc/fs*.cpp"])
@@ -173,44 +144,12 @@ def test_a_unit_alone_is_compiled_audited_and_not_linked(order, capsys):
     assert vllm_build.build(extension_order).units == 2  # the whole goes on from there
 
 
-def test_a_pattern_that_no_unit_matches_is_refused_with_units_that_there_are(order):
-    with pytest.raises(UsageError, match=r"no unit is made of csrc/none\.cu") as error:
-        vllm_build.compile_units(order("spinloop"), ["csrc/none.cu"])
-    assert "csrc/spinloop.cpp" in error.value.why
-
-
-def test_an_audit_that_fails_refuses_a_unit_too(order, monkeypatch):
-    extension_order = order("spinloop")
-    monkeypatch.setattr(vllm_build.os, "uname", lambda: type("Machine", (), {"machine": "another"}))
-    with pytest.raises(AuditError):
-        vllm_build.compile_units(extension_order, ["*"])
-
-
 def test_repositories_that_cannot_be_had_are_left_out_where_that_is_asked(small, tmp_path, capsys):
     sources = vllm_sources.fetch_sources(
         vllm_build.vllm_targets.load("0.32.0"), ["_C_stable_libtorch"], tmp_path, "spark", without_missing=True
     )
     assert sources.repositories["cutlass"].folder is None
     assert "without cutlass" in capsys.readouterr().err
-
-
-def test_units_are_known_by_target_and_source_wherever_they_are_built(order):
-    extension_order = order("spinloop", "fs_io_C")
-    vllm_build.configure(extension_order)
-    assert sorted(unit.name for unit in vllm_build.units_of(extension_order)) == [
-        "fs_io_C/csrc/fs_io_C.cpp.o",
-        "spinloop/csrc/spinloop.cpp.o",
-    ]
-    assert [unit.name for unit in vllm_build.units_of(order("spinloop"))] == ["spinloop/csrc/spinloop.cpp.o"]
-
-
-def test_the_machine_code_of_units_is_counted_by_what_their_commands_ask_for():
-    def unit(*codes):
-        flags = " ".join(f"-gencode arch=compute_120,code={code}" for code in codes)
-        return vllm_build.Unit("u", ("sh", "-c", f"nvcc {flags} -c x.cu"))
-
-    units = [unit("sm_120"), unit("sm_120"), unit("sm_120f"), unit("sm_80", "compute_80"), unit()]
-    assert vllm_build.code_of(units) == {"sm_120": 2, "sm_120f": 1, "compute_80 sm_80": 1}
 
 
 # --- what is needed and missing ---
@@ -267,24 +206,6 @@ def test_a_folder_that_a_variable_names_is_taken_by_its_content_and_said_aloud(s
     monkeypatch.setenv("VLLM_CUTLASS_SRC_DIR", str(tmp_path / "nothing"))
     with pytest.raises(UsageError, match="there is no such folder"):
         vllm_sources.fetch_sources(table, ["_C_stable_libtorch"], None, "spark")
-
-
-def test_targets_that_include_nothing_of_it_need_no_repository(small):
-    brought = vllm_sources.fetch_sources(vllm_build.vllm_targets.load("0.32.0"), ["cumem_allocator"], None, "spark")
-    assert {repository.identity for repository in brought.repositories.values()} == {"left out"}
-
-
-def test_a_stand_in_cannot_be_compiled(order):
-    extension_order = order("spinloop")
-    variables = vllm_sources.stand_ins(
-        extension_order.table, extension_order.sources, extension_order.folder / "left-out"
-    )
-    file = f"{variables['QUTLASS_SRC_DIR']}/qutlass/csrc/bindings.cpp"
-    result = subprocess.run(
-        [extension_order.chain.cxx, "-fsyntax-only", file], capture_output=True, text=True, check=False
-    )
-    assert result.returncode != 0
-    assert "left out of this build" in result.stderr
 
 
 @pytest.mark.parametrize(

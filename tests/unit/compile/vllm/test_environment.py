@@ -33,19 +33,6 @@ def test_one_that_fits_is_taken_with_the_cmake_beside_it(interpreter, tmp_path):
     assert examined.versions == {"torch": "2.13.0+cu130", "built for python": "3.12.3", "cmake": "4.1.2"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [({"torch": "2.13.0+cpu", "cuda": ""}, r"its torch 2\.13\.0\+cpu is built without CUDA"),
-     ({"torch": "2.12.0+cu130"}, r"its torch is 2\.12\.0\+cu130 and not 2\.13\.0"),
-     ({"torch": "", "cuda": "", "error": "ModuleNotFoundError"}, "it has no torch: ModuleNotFoundError"),
-     ({"missing": ["jinja2"]}, "it lacks jinja2")],
-)  # fmt: skip
-def test_one_that_does_not_fit_is_refused_with_the_reason(interpreter, changes, reason):
-    with refused("compile.inputs", reason) as caught:
-        vllm_env.examine(interpreter(**changes), "spark")
-    assert "without --python" in caught.value.fix
-
-
 def test_all_that_is_wrong_is_told_at_once(interpreter):
     with refused("compile.inputs", r"not 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools"):
         vllm_env.examine(interpreter(torch="2.11.0", cuda="", missing=["jinja2", "setuptools"]), "spark")

@@ -14,7 +14,6 @@ import pytest
 from invoke.program import Program
 
 import tasks
-from sparkforge.cli import build as commands
 from sparkforge.compile import stages as build
 from sparkforge.compile.stages import BuildRequest
 from sparkforge.compile.vllm import overlay as vllm_overlay
@@ -109,15 +108,6 @@ def test_the_last_audit_sees_what_was_changed_behind_the_stages_back(ready):
         build.build(BuildRequest("spark"))
 
 
-def test_another_rule_means_another_audit(ready, monkeypatch, tmp_path):
-    build.build(BuildRequest("spark"))
-    other = tmp_path / "rules.toml"
-    other.write_text(build.audit_rules.PATH.read_text() + "\n# changed\n")
-    monkeypatch.setattr(build.audit_rules, "PATH", other)
-    again = build.build(BuildRequest("spark"))
-    assert (again["vllm"], again["audit"]) == (False, True)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [("build --engine podman", 2, "--engine 'podman' is not known"), ("build --from git", 2, "--from 'git' is no way"),
@@ -129,13 +119,6 @@ def test_the_command_line_is_refused_with_a_next_step(ready, arguments, code, me
         Program(namespace=tasks.namespace).run(f"inv {arguments}", exit=True)
     assert ended.value.code == code
     assert message in capfd.readouterr().err
-
-
-def test_the_docker_engine_gets_the_way_and_the_jobs(monkeypatch):
-    calls = []
-    monkeypatch.setattr(commands, "build_image", lambda stack, steps, **more: calls.append((stack, more)))
-    Program(namespace=tasks.namespace).run("inv build --engine docker --stack s --from source --jobs 3", exit=False)
-    assert calls == [("s", {"way": "source", "jobs": "3", "packs": ""})]
 
 
 def test_a_stack_that_has_nothing_to_compile_names_the_command_for_its_image(ready):

@@ -118,13 +118,6 @@ def test_what_does_not_fit_is_refused_and_nothing_is_replaced(overlay, tree, rea
     assert not (tree / vllm_overlay.RECORD).exists()
 
 
-def test_a_tree_without_upstreams_library_is_refused(overlay, tree):
-    (tree / NAMES[0]).unlink()
-    with refused("compile.incomplete", "cannot be replaced"):
-        vllm_overlay.replace_libraries(overlay, tree)
-    assert not (tree / vllm_overlay.RECORD).exists()
-
-
 def test_a_folder_that_is_not_there_is_named(overlay):
     with pytest.raises(UsageError, match="there is no such folder"):
         vllm_overlay.install_overlay(overlay, "/nowhere/site-packages")
