@@ -276,12 +276,11 @@ def test_pull_refuses_an_unsigned_image_before_a_tag_moves_and_removes_it(
 ):
     demand("signature")
     monkeypatch.setattr(inspect, "require_ours", lambda *_: ({"stack": STACK}, None))
-    monkeypatch.setattr(registry, "_require_same", lambda *_: None)
     monkeypatch.setattr(trust, "Repository", lambda name: Folder(tmp_path / "registry"))
     fake_engine.routes[r"GET /images/.+/json"] = missing_once(fake_engine)
     reference = f"registry.example.com/a/b@sha256:{'d' * 64}"
     with refused("integrity.signature", "nothing is attached to it"):
-        registry.pull(STACK, reference, None, tmp_path)
+        registry.pull(STACK, reference, None)
     assert docker_command.calls[-1] == f"image rm {reference}"
     assert not [call for call, _ in fake_engine.asked if "/tag" in call]
 
