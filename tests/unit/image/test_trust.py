@@ -271,24 +271,27 @@ def test_a_policy_of_another_user_or_a_broken_one_is_not_believed(make, demand, 
 # The doors of an engine
 
 
-def test_pull_refuses_an_unsigned_image_before_a_tag_moves_and_removes_it(
-    demand, fake_engine, docker_command, monkeypatch, tmp_path
+@pytest.mark.parametrize(
+    ("stack", "code", "reason"),
+    [
+        ("spark", "integrity.image", "its label says 'spark'"),
+        (STACK, "integrity.signature", "nothing is attached to it"),
+    ],
+)
+def test_pull_refuses_another_or_an_unsigned_image_before_a_tag_moves_and_removes_it(
+    demand, fake_engine, docker_command, monkeypatch, tmp_path, stack, code, reason
 ):
     demand("signature")
     monkeypatch.setattr(inspect, "require_ours", lambda *_: ({"stack": STACK}, None))
     monkeypatch.setattr(trust, "Repository", lambda name: Folder(tmp_path / "registry"))
-    fake_engine.routes[r"GET /images/.+/json"] = missing_once(fake_engine)
+    fake_engine.image["Config"]["Labels"] = {"org.sparkforge.stack": stack}
+    before_the_pull = iter([(404, {"message": "No such image"})])
+    fake_engine.routes[r"GET /images/.+/json"] = lambda query: next(before_the_pull, (200, fake_engine.image))
     reference = f"registry.example.com/a/b@sha256:{'d' * 64}"
-    with refused("integrity.signature", "nothing is attached to it"):
+    with refused(code, reason):
         registry.pull(STACK, reference, None)
     assert docker_command.calls[-1] == f"image rm {reference}"
     assert not [call for call, _ in fake_engine.asked if "/tag" in call]
-
-
-def missing_once(engine):
-    """An image that is not here before the pull."""
-    answers = iter([(404, {"message": "No such image"})])
-    return lambda query: next(answers, (200, engine.image))
 
 
 def test_what_was_verified_in_a_registry_is_kept_for_the_next_start(demand, tmp_path, monkeypatch):
