@@ -113,20 +113,6 @@ def test_documented_commands_exist(pages, commands):
     assert [(page, wrong) for page, *arguments in lines if (wrong := unknown(arguments, commands))] == []
 
 
-def test_every_command_is_documented(commands):
-    page = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
-    headings = {name for line in re.findall(r"^### (.+)$", page, re.MULTILINE) for name in line.split(", ")}
-    documented = headings | set(re.findall(r"^\| `([\w.-]+)", page, re.MULTILINE))
-    contexts = tasks.namespace.to_contexts()
-    assert [context.name for context in contexts if not documented & {context.name, *context.aliases}] == []
-
-
-def test_the_page_has_every_commands_example(commands):
-    page = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
-    lines = {line.strip() for _, block in FENCE.findall(page) for line in block.splitlines()}
-    assert [example for name in commands if (example := tasks.namespace[name].example) not in lines] == []
-
-
 def files_of_the_repository(pages):
     """Yield page and file of each path in backticks that begins with a folder of the repository."""
     names = re.compile(r"`((?:sparkforge|validate|spark_mxfp4|tests|deploy|bench|docs)/[\w./-]+)`")

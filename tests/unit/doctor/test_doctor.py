@@ -222,14 +222,6 @@ def test_what_is_from_before_the_failed_up_is_left_out(state):
     assert "left out: 2 h ago, before the last ./inv up" in [source.note for source in gathered.sources]
 
 
-def test_the_doctor_does_not_send_to_itself(state):
-    fail(ServerError("the server ended", "x", "./inv doctor   # the whole log: less x", code="server.start"))
-    put(state, "logs/server.log", KV_LOG.read_bytes())
-    problems = look()[0]
-    assert [problem.id for problem in problems] == ["kv-cache-too-small", "engine-core-failed", "last-up"]
-    assert not [problem for problem in problems if "doctor" in problem.fix]
-
-
 # Odd input
 
 

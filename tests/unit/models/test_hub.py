@@ -94,17 +94,6 @@ def test_a_corrupted_shard_is_refused_and_not_kept(server, target):
 
 
 @pytest.mark.slow
-def test_a_connection_that_breaks_is_taken_up_by_itself(server, target):
-    server.files = server.listed = hub_server.checkpoint(size=30_000_000)  # the library writes pieces of 10 MB
-    server.cut[SHARDS[0]] = 15_000_000
-    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
-    begins = [begin for name, begin in server.downloads() if name == SHARDS[0]]
-    assert begins[0] == 0
-    assert len(begins) == 2
-    assert begins[1] > 5_000_000
-
-
-@pytest.mark.slow
 def test_a_killed_run_is_taken_up_where_it_stopped(server, target, tmp_path):
     server.files = server.listed = hub_server.checkpoint(size=40_000_000)  # the library writes pieces of 10 MB
     server.delay = 0.002

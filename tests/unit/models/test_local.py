@@ -128,10 +128,3 @@ def test_a_cache_of_somebody_else_is_told_by_owner_and_mode(somebody_else, part,
     option = f"--group-add {os.getgid()}" if mode == 0o750 else f"--user {os.getuid()}:{os.getgid()}"
     assert caught.value.fix.endswith(option)
     assert "fetch" not in caught.value.fix
-
-
-def test_a_cache_that_cannot_be_read_does_not_hide_another_one(somebody_else):
-    cache(somebody_else / "closed", "c1", main="c1")
-    (somebody_else / "closed").chmod(0o700)
-    folder = cache(somebody_else / "home/.cache/huggingface", "c1", main="c1")
-    assert local.find(NAME, {"HF_HOME": str(somebody_else / "closed")}) == folder / "snapshots/c1"

@@ -1,6 +1,5 @@
 """The tiny checkpoint: format, determinism, whole or absent, and a tokenizer that agrees with openai_harmony."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -24,11 +23,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.models import harmony, tiny, tiny_random
 
 TEXTS = [
-    "Hello world's  \n\n tést 12345678 foo_bar() {}\t//x\r\n  ",
-    "日本語 हिन्दी العربية 🎉🎉👩‍👩‍👧 ﬁ ǅ Ⅷ",
-    "I'LL we've DON'T CamelCaseHTTPServer snake_case\n\n\n   indented",
-    "a" * 300 + " " * 50 + "1" * 20,
-    "\x00\x7f\u200b\ufeff\U0010ffff",
+    "Hello world's  \n\n tést 12345678 foo_bar() {}\t//x\r\n  I'LL CamelCaseHTTPServer" + " " * 50 + "1" * 20,
+    "日本語 हिन्दी العربية 🎉🎉👩‍👩‍👧 ﬁ ǅ Ⅷ\x00\x7f\u200b\ufeff\U0010ffff",
 ]
 
 
@@ -150,12 +146,6 @@ def test_weights_of_the_other_kind_are_replaced(small, tmp_path):
     tiny.verify_tiny(tiny.write_tiny(tmp_path / "model", tiny.RANDOM), tiny.RANDOM)
 
 
-def test_the_vocabulary_is_o200k(tmp_path):
-    path = harmony.write_vocabulary(tmp_path)
-    assert path.name == "o200k_base.tiktoken"
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == harmony.VOCABULARY_SHA256
-
-
 def test_a_wrong_vocabulary_is_refused(monkeypatch):
     harmony.base_vocabulary.cache_clear()
     monkeypatch.setattr(harmony, "_token_bytes", lambda i: b"x%d" % i)
@@ -185,13 +175,11 @@ def test_tokenizer_agrees_with_harmony(tokenizer, encoding, text):
 
 CONVERSATIONS = {
     "user": [("user", "What is 2 + 2?")],
-    "system": [("system", "Be brief.\nNo lists."), ("user", "hi")],
     "developer": [("developer", "Talk like a pirate."), ("user", "Olá 🎉")],
     "turns": [
         ("developer", "Be brief."), ("user", "hi"), ("assistant", "yo"), ("user", "again"),
         ("assistant", "again what?"), ("user", "x"),
     ],
-    "spaces": [("user", "  leading and trailing\n\n")],
 }  # fmt: skip
 
 
@@ -219,8 +207,3 @@ def test_template_renders_what_harmony_renders(tokenizer, encoding, name, effort
         current_date="2026-01-31", reasoning_effort=effort,
     )  # fmt: skip
     assert got == wanted
-
-
-def test_template_refuses_a_role_that_it_does_not_render(tokenizer):
-    with pytest.raises(Exception, match="not tool"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])

@@ -13,7 +13,7 @@ from sparkforge.core import errors, openai, paths
 from sparkforge.core.errors import IntegrityError
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import signing
-from sparkforge.serve import first_answers, launch, proof, record, restarts, screen, settings
+from sparkforge.serve import first_answers, launch, proof, record, restarts, screen
 from sparkforge.serve.devices import container as docker_device
 from sparkforge.serve.devices.device import run
 from sparkforge.serve.plan import StartPlan
@@ -145,13 +145,40 @@ def fails(error, docker_command, **more):
     return caught.value
 
 
-@pytest.mark.parametrize("status", ["exited", "restarting"])
-def test_a_refusing_validator_is_told_with_its_findings(checkout, fake_engine, docker_command, status):
-    fake_engine.container["State"] |= {"Status": status, "ExitCode": 30, "Health": {"Status": "starting", "Log": []}}
-    fake_engine.log = REFUSAL
-    error = fails(errors.RefusalError, docker_command)
-    assert error.why == "FAIL memory-host  2.0 GiB can be had, wanted 4.1 GiB"
-    assert error.fix == "ps aux --sort=-rss | head   # stop something large; then ./inv up --device docker-cpu"
+HELD = f"{restarts.TOO_OFTEN}: 3 times within 60 min; the last time it was out of memory"
+WAITS = "refused: the validator refuses to serve; validates again"
+KERNEL = "INFO 11-21 03:40:12 [x.py:1] a\nRuntimeError: no such kernel\n"
+REASON, MEMORY = "RuntimeError: no such kernel", "FAIL memory-host  2.0 GiB can be had, wanted 4.1 GiB"
+
+
+def health(status, output):
+    return {"Health": {"Status": status, "Log": [{"Output": output}]}}
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "log", "what", "why"),
+    [
+        ({"Status": "exited", "ExitCode": 30}, {}, REFUSAL, "", MEMORY),
+        ({"Status": "restarting", "ExitCode": 30}, {}, REFUSAL, "", MEMORY),
+        # A container that waits after a refusal is not waited for, before and after Docker started it again.
+        (health("starting", WAITS), {}, f"{REFUSAL}✗ the validator refuses to serve\n", "", MEMORY),
+        ({"Health": {}}, {"RestartCount": 1}, f"{REFUSAL}✗ the validator refuses to serve\n", "", MEMORY),
+        (health("starting", HELD), {}, "", "", HELD),
+        ({"Status": "exited", "ExitCode": 1}, {}, KERNEL, "ended with code 1", REASON),
+        ({"Status": "exited", "OOMKilled": True}, {}, KERNEL, "memory limit", REASON),
+        (health("unhealthy", "no /run/ready"), {}, KERNEL, "unhealthy: no /run/ready", REASON),
+        ({}, {"RestartCount": 1}, KERNEL, "Docker started it again", REASON),
+    ],
+)
+def test_a_start_that_fails_is_told_with_its_reason(checkout, fake_engine, docker_command, state, more, log, what, why):
+    fake_engine.container["State"] |= state
+    fake_engine.container |= more
+    fake_engine.log = log
+    error = fails(errors.RefusalError if why == MEMORY else errors.ServerError, docker_command)
+    assert what in error.what
+    assert error.why.startswith(why)
+    if why == MEMORY:
+        assert error.fix.startswith("ps aux --sort=-rss | head   # stop something large; then ")
 
 
 def test_a_refusal_of_an_earlier_run_is_not_this_ones(checkout, fake_engine, docker_command):
@@ -165,40 +192,6 @@ def test_a_refusal_of_an_earlier_run_is_not_this_ones(checkout, fake_engine, doc
 
     fake_engine.routes[r"GET /containers/\w+/logs"] = logs
     assert fails(errors.ServerError, docker_command).why == "RuntimeError: new"
-
-
-def test_a_container_that_holds_is_told_at_once(checkout, fake_engine, docker_command):
-    held = f"{restarts.TOO_OFTEN}: 3 times within 60 min; the last time it was out of memory"
-    fake_engine.container["State"] |= {"Health": {"Status": "starting", "Log": [{"Output": held}]}}
-    error = fails(errors.ServerError, docker_command)
-    assert (error.code, error.why) == ("server.restarts", held)
-
-
-@pytest.mark.parametrize(
-    ("state", "more", "message"),
-    [
-        ({"Status": "exited", "ExitCode": 1}, {}, "ended with code 1"),
-        ({"Status": "exited", "ExitCode": 137, "OOMKilled": True}, {}, "memory limit"),
-        ({"Health": {"Status": "unhealthy", "Log": [{"Output": "no /run/ready"}]}}, {}, "unhealthy: no /run/ready"),
-        ({}, {"RestartCount": 1}, "Docker started it again"),
-    ],
-)
-def test_other_ends_show_what_the_log_says(checkout, fake_engine, docker_command, state, more, message):
-    fake_engine.container["State"] |= state
-    fake_engine.container |= more
-    fake_engine.log = "INFO 11-21 03:40:12 [x.py:1] a\nRuntimeError: no such kernel\n"
-    error = fails(errors.ServerError, docker_command)
-    assert message in error.what
-    assert error.why == "RuntimeError: no such kernel"
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_a_container_that_waits_after_a_refusal_is_not_waited_for(checkout, fake_engine, docker_command, restarted):
-    waits = {"Status": "starting", "Log": [{"Output": "refused: the validator refuses to serve; validates again"}]}
-    fake_engine.container["State"]["Health"] = {} if restarted else waits
-    fake_engine.container["RestartCount"] = int(restarted)
-    fake_engine.log = REFUSAL + "✗ the validator refuses to serve\n"
-    assert "memory-host" in fails(errors.RefusalError, docker_command).why
 
 
 def test_a_container_that_vanishes_is_a_named_end(checkout, fake_engine, docker_command):
@@ -283,29 +276,6 @@ def test_a_known_good_image_is_served_by_its_id_and_never_built(checkout, fake_e
     fake_engine.routes[r"GET /images/.+/json"] = lambda query: (404, {"message": "No such image: x"})
     with pytest.raises(errors.EngineError, match="there is no image sha256:old"):
         up(port=api, image="sha256:old")
-
-
-def test_compose_files_of_the_user_come_last(checkout, fake_engine, monkeypatch, tmp_path):
-    (checkout / "docker-compose.override.yml").write_text("services: {}\n")
-    (tmp_path / "ci.yml").write_text("services: {}\n")
-    monkeypatch.setenv("SPARKFORGE_COMPOSE_FILES", str(tmp_path / "ci.yml"))
-    names = [path.name for path in docker_compose.files()]
-    assert names == ["docker-compose.yml", "docker-compose.override.yml", "ci.yml"]
-    monkeypatch.setenv("SPARKFORGE_COMPOSE_FILES", "none.yml")
-    with pytest.raises(errors.UsageError, match=r"none\.yml"):
-        docker_compose.files()
-
-
-def test_what_is_set_nowhere_is_neither_a_variable_nor_a_key(checkout, docker_command):
-    def change(config):
-        config["services"]["vllm"]["environment"]["SPARKFORGE_VALIDATE_SECONDS"] = None
-        config["secrets"]["api_key"]["file"] = "/dev/null"
-
-    change_config(docker_command, change)
-    service = docker_compose.resolve({})
-    assert "SPARKFORGE_VALIDATE_SECONDS" not in service.environment
-    assert settings.read(service.environment).seconds == settings.SECONDS
-    assert service.key_file == ""
 
 
 @pytest.mark.parametrize("text", ["{", '{"services": {"vllm": {"image": "x"}}}'])
@@ -409,17 +379,6 @@ def test_on_a_gpu_the_tiny_model_answers_first_in_the_same_container(
     output = "".join(capsys.readouterr())
     assert ("differ by 0.012 from float32" in output) == bool(served)
     assert ("the Compose files do not read SPARKFORGE_MODEL" in output) == (model[0] == "/")
-
-
-def test_wrong_first_answers_in_a_container_end_the_start(checkout, docker_command, gpu, monkeypatch):
-    def wrong(_endpoint):
-        raise errors.ServerError("the tiny model's first answers are wrong", "by the test", "", code="server.reply")
-
-    monkeypatch.setattr(first_answers, "compare", wrong)
-    monkeypatch.setenv("SPARKFORGE_MODEL", "/models/gpt-oss-20b")
-    change_config(docker_command, on_a_gpu("@MODEL@"))
-    error = fails(errors.ServerError, docker_command, device="docker", tiny_first=True)
-    assert (error.why, len(called(docker_command, " up "))) == ("by the test", 1)
 
 
 def test_an_image_that_trust_toml_does_not_take_is_not_started(

@@ -38,8 +38,3 @@ def test_auto_on_a_spark_is_docker_if_its_engine_has_the_gpu(spark, fake_engine,
     assert choose("auto") == device.Choice("docker", why.format("NVIDIA_DGX_Spark"))
     monkeypatch.setattr(device, "PRODUCT", tmp_path / "none")
     assert choose("auto").why == why.format("an aarch64 machine with an NVIDIA driver")
-
-
-def test_auto_on_a_spark_without_an_engine_says_so(spark, monkeypatch, tmp_path, no_docker):
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    assert "no Docker engine is installed" in choose("auto").why

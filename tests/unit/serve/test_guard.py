@@ -1,14 +1,12 @@
 """What the memory guard sees in the kernel's files, and when it says that a server must end."""
 
 import resource
-import time
 from dataclasses import replace
 
 import pytest
 
 from sparkforge.plan import thresholds
 from sparkforge.plan.thresholds import GIB
-from sparkforge.serve import guard
 from sparkforge.serve.guard import MemoryWatch
 
 SPARK = 120 * GIB
@@ -116,16 +114,6 @@ def test_kills_by_the_kernel_count_in_the_servers_cgroup_alone(kernel, limits, v
     kernel.group(version, limit, 1 << 20, kills=3)
     place = "the container's or cgroup's limit" if limited else "this machine"
     assert watch.killed() == f"the kernel killed 1 of its processes for memory: {place} was used up"
-
-
-def test_a_kill_of_long_ago_is_no_reason_where_only_the_machine_counts(kernel, limits):
-    kernel.write("proc/vmstat", "nr_free_pages 1\noom_kill 2\n")
-    watch, now = MemoryWatch(limits, kernel.root), time.monotonic()
-    kernel.write("proc/vmstat", "nr_free_pages 1\noom_kill 3\n")
-    assert watch.killed().startswith("the kernel killed 1 ")
-    for looks in (1, 2):
-        watch.look(now + looks * 2 * guard.RECENT_SECONDS)
-    assert watch.killed() == ""
 
 
 @pytest.mark.parametrize(("text", "total", "end"), [("", SPARK, 3 * GIB), ("2", SPARK, 2 * GIB), ("", GIB, GIB // 10)])

@@ -9,7 +9,6 @@ import sys
 from contextlib import suppress
 from subprocess import PIPE
 
-import httpx
 import misbehaving
 import psutil
 import pytest
@@ -76,14 +75,6 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
     nothing_is_left(begin, port)
     with pytest.raises(ServerError, match=r"\./inv up", check=lambda error: error.code == "server.not-running"):
         launch.stop()
-
-
-def test_every_process_of_a_server_ends_with_it(begin):
-    server = begin("has children")
-    members = session_members(server.pid)
-    assert len(members) == 4  # the supervisor too, and its child that drops the weights' pages
-    launch.stop()
-    assert [pid for pid in members if started_at(pid) is not None] == []
 
 
 @pytest.mark.slow
@@ -156,13 +147,6 @@ def test_an_interrupted_start_leaves_nothing(begin, port, monkeypatch, owner, st
     nothing_is_left(begin, port)
 
 
-def test_a_second_start_is_refused_and_the_first_lives(begin, port):
-    server = begin()
-    with pytest.raises(ServerError, match=str(port), check=lambda error: error.code == "server.running"):
-        begin()
-    assert record.running() == server
-
-
 @pytest.mark.slow
 def test_two_commands_that_start_a_server_are_told_apart():
     """The second one ends before it makes anything, and names the process of the first."""
@@ -180,17 +164,6 @@ def test_two_commands_that_start_a_server_are_told_apart():
     assert [path.name for path in state().iterdir()] == ["serve.lock"]
 
 
-def test_an_engine_that_dies_is_an_error_with_a_code(begin):
-    server = begin()
-    with suppress(httpx.HTTPError):
-        httpx.get(f"{server.url}/end")
-    psutil.wait_procs([psutil.Process(server.pid)], timeout=120)
-    with pytest.raises(ServerError, match=r"ended by itself .* with exit code 24"):
-        record.running()
-    with pytest.raises(ServerError, match="by itself", check=lambda error: error.code == "server.start"):
-        screen.stay(server)
-
-
 @pytest.fixture
 def leftovers(begin):
     """A server whose first two processes were killed at once: what is left, and the record."""
@@ -204,23 +177,6 @@ def leftovers(begin):
     for process in top:
         with suppress(psutil.Error):
             process.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["down", "the next start"])
-def test_what_a_killed_server_left_is_seen_and_ended(leftovers, capsys, by):
-    server, left = leftovers
-    with pytest.raises(ServerError, match=f"pid {left.pid} hold.*inv down"):
-        record.running()
-    if by == "down":
-        assert launch.stop() == server
-        with pytest.raises(ServerError, match="started none"):
-            launch.stop()
-    else:
-        with launch.starting():
-            pass
-        assert f"pid {left.pid}" in capsys.readouterr().err
-    assert started_at(left.pid) is None
 
 
 def test_a_server_that_was_started_but_not_recorded_is_found(port, tmp_path):

@@ -134,11 +134,6 @@ def test_half_of_a_surrogate_pair_is_refused_by_its_field(field, request_):
     assert "surrogate" in error["message"]
 
 
-def test_vllm_gets_the_bounds_that_its_patches_read():
-    variables = limits.variables({limits.VARIABLE: "header-seconds=7, grammar-seconds=0"})
-    assert variables == {"VLLM_GRAMMAR_COMPILATION_CPU_S": "0", "VLLM_HTTP_TIMEOUT_HEADERS": "7"}
-
-
 @pytest.mark.parametrize("body", [b"{", b"[1]", b"\xff", b'{"n": ' + b"9" * 5000 + b"}"], ids=lambda b: str(b[:9]))
 def test_what_is_no_request_is_left_to_vllm(body):
     assert Server().post(body) == (200, body)

@@ -91,18 +91,6 @@ def test_a_stack_changes_a_profile_and_what_extends_it_and_adds_its_own(table):
         profiles.named("trial", path)
 
 
-def test_no_profile_of_a_stack_asks_a_vllm_for_our_plugin_that_it_does_not_support():
-    supported = pytest.importorskip("spark_mxfp4.vllm.versions").SUPPORTED
-    table = pins.load()
-    for stack in (name for name, pinned in table.stacks.items() if pinned.image):
-        ours = [
-            name
-            for name, profile in profiles.load(stack=stack).items()
-            if profile.device != "embedded" and "--quantization=spark-mxfp4" in profile.arguments()
-        ]
-        assert bool(ours) is (table.component(stack, "vllm").version.partition("+")[0] in supported), stack
-
-
 @pytest.mark.parametrize("stack", [name for name, stack in pins.load().stacks.items() if stack.image])
 def test_responses_are_stored_where_the_store_is_bounded(stack):
     """By patch 0011; without it the server's memory grows."""

@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from sparkforge.core.errors import ServerError
-from sparkforge.plan import thresholds
 from sparkforge.serve.supervise import supervised
 
 # A fake vLLM: prints its process id, then does what it is told.
@@ -116,13 +115,6 @@ def test_memory_that_runs_out_ends_the_server_by_name(tmp_path):
     )
     assert "memory guard: this machine has" in result.stdout
     assert "Outcome(code=24, asked=False, why='this machine has" in result.stdout
-
-
-def test_a_server_runs_without_a_guard_too(serve, monkeypatch, tmp_path):
-    monkeypatch.setenv(thresholds.VARIABLE, "much")
-    supervisor, _ = serve("3")
-    supervisor.wait(30)
-    assert end(tmp_path) == (3, False)
 
 
 @pytest.mark.slow

@@ -91,14 +91,6 @@ def test_a_token_that_was_mounted_with_the_cache_is_named(image, capsys, monkeyp
     assert "hf_secret" not in noted
 
 
-def test_the_checkpoints_own_format_changes_nothing(image, capsys):
-    server = plan([*SERVERS["vllm serve"], "--quantization", "mxfp4"])
-    assert server.extra_arguments == FLAGS
-    assert "--moe-backend=flashinfer_cutlass" in server.arguments
-    assert "what the checkpoint is already" in capsys.readouterr().err
-    assert plan([MODEL, "--quantization=fp8"]).extra_arguments == ("--quantization=fp8",)
-
-
 def test_vllm_args_are_split_as_a_shell_would_and_stay_out_of_the_environment(image, monkeypatch):
     monkeypatch.setenv("VLLM_ARGS", "--max-num-seqs 8 --chat-template '/my templates/a b'")
     server = plan([MODEL, "--max-num-seqs=3"])

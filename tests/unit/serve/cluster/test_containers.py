@@ -197,12 +197,6 @@ def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(asked, do
     assert asked("spark", "logs")["lines"] == TCP.splitlines()
 
 
-def test_a_container_that_does_not_run_yet_has_not_died(asked, docker_command):
-    entry = {"ID": "0123456789abcdef", "State": "created", "Health": "", "ExitCode": 0}
-    docker_command.answers("ps --all --format json", out=json.dumps(entry) + "\n")
-    assert asked("spark", "status") == {"state": "created", "why": "the container is created"}
-
-
 @pytest.mark.parametrize(
     ("code", "log", "asked_for"),
     [

@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
-from sparkforge.core.errors import NetworkError, RefusalError, ServerError, UsageError
+from sparkforge.core.errors import NetworkError, ServerError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.serve.cluster import checks, node, remote, start
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
@@ -79,14 +78,6 @@ def test_a_refused_validation_starts_nothing(asked):
     with pytest.raises(ServerError, match="spark2"):
         start.up(config)
     assert {action for _, action in questions} == {"validate"}
-
-
-def test_a_refused_check_asks_no_node_for_anything(asked, healthy, monkeypatch):
-    config, questions, _ = asked
-    monkeypatch.setattr(checks, "look", lambda _config: replace(healthy, reaches={}))
-    with pytest.raises(RefusalError, match="firewall"):
-        start.up(config)
-    assert questions == []
 
 
 @pytest.mark.parametrize("failing", [("spark2", "begin"), ("spark", "start")])
