@@ -16,6 +16,7 @@ from pathlib import Path
 
 from invoke.parser.argument import Argument
 
+from lab.ledger import render
 from sparkforge import pins
 from sparkforge.cli import namespace, program
 from sparkforge.cli.command import DEFAULT_STACK, CommandTask
@@ -349,7 +350,7 @@ def _profile(heading: str, profile: profiles.ServeProfile) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "../hardware.md": lambda: ledger.render(ledger.load()),
+    "../hardware.md": lambda: render(ledger.load()),
     "checks.md": checks,
     "commands.md": commands,
     "errors.md": errors,

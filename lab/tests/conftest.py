@@ -12,7 +12,7 @@ from tests.conftest import (  # noqa: F401
     state_folders,
 )
 from tests.unit.bench.conftest import endpoint, stub  # noqa: F401
-from tests.unit.conftest import kit  # noqa: F401
+from tests.unit.conftest import docker_command, kit  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

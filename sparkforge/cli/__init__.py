@@ -32,7 +32,7 @@ _patch.add_task(build.patch_make, name="make", default=True)
 _bundle = Collection("bundle", unpack=maintain.bundle_unpack)
 _bundle.add_task(maintain.bundle_make, name="make", default=True)
 
-_qualify = Collection("qualify", accept=diagnose.qualify_accept)
+_qualify = Collection("qualify")
 _qualify.add_task(diagnose.qualify, name="run", default=True)
 
 for _collection in (

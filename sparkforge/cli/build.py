@@ -11,7 +11,6 @@ from invoke.context import Context
 
 from sparkforge.cli.command import (
     DEFAULT_STACK,
-    arguments,
     caller_path,
     caller_paths,
     listed,
@@ -290,26 +289,19 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
     example="./inv image.verify --stack embedded",
     stack=STACK,
     image=IMAGE,
-    reproduce="instead: build the stack's image twice from this checkout, and compare the bytes",
-    more="with --reproduce: more arguments for docker buildx build, such as --build-context NAME=PLACE",
 )
-def image_verify(_ctx: Context, stack: str = "", image: str = "", reproduce: bool = False, more: str = "") -> None:
+def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
     """Print an image and check that this checkout made it.
 
     Prints labels, digests, provenance and layers. Patches and locks must be those of the checkout, and the signatures
     those that trust.toml demands.
     """
-    from sparkforge.image import inspect, reproducible, trust
+    from sparkforge.image import inspect, trust
     from sparkforge.image.build import expected
 
     chosen = chosen_stack(stack)
-    if (more and not reproduce) or (image and reproduce):
-        raise UsageError("--more is for --reproduce, and --image is not", "it builds the image itself", "--reproduce")
-    if reproduce:
-        reproducible.verify_reproducible(chosen, arguments("--more", more))
-    else:
-        inspect.verify(chosen, image_path(image), partial(expected, stack=chosen))
-        trust.print_trust(chosen, image_path(image))
+    inspect.verify(chosen, image_path(image), partial(expected, stack=chosen))
+    trust.print_trust(chosen, image_path(image))
 
 
 @task(

@@ -122,12 +122,3 @@ def qualify(
     finished = report.qualify(Qualification(kind(plan), own, folder, SHAPES[device]), again=again)
     report.print_report(finished)
     echo(str(folder / "report.json"))
-
-
-@task(example="./inv qualify.accept report.json", report="report.json of a DGX Spark")
-def qualify_accept(_ctx: Context, report: str) -> None:
-    """Write a Spark's report into the hardware ledger."""
-    from sparkforge.qualify.report import accept
-
-    count = accept(Path(caller_path(report)))
-    say(f"{count} claims have an answer now: git diff docs/hardware.md")

@@ -30,10 +30,10 @@ GROUPS = {
     "build": ("build", "build.*", "patch", "dev.*", "audit", "image.*"),
     "models": ("model.fetch", "plan"),
     "measure": ("bench.perf", "bench.*"),
-    "diagnose": ("doctor", "validate", "qualify", "qualify.*"),
+    "diagnose": ("doctor", "validate", "qualify"),
     "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
 }
-IN_A_CLONE = ("patch.make", "pins.lock", "test", "check", "qualify.accept")  # a wheel lacks what they work on
+IN_A_CLONE = ("patch.make", "pins.lock", "test", "check")  # a wheel lacks what they work on
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 HELP = ("-h", "--help")
 WIDEST = 100  # columns

@@ -126,7 +126,6 @@ CODES = {
     "integrity.installed": "An installed package is not the wheel that it was made from: its RECORD or a file differs.",
     "integrity.image": "An image or kernel pack is for another platform, or not made from this checkout.",
     "integrity.signature": "An image, pack or bundle lacks a signature that trust.toml demands, or an image is older.",
-    "integrity.not-reproducible": "Two builds of the same commit gave different images.",
     "patch.format": "A patch or its series is malformed or would write outside its tree.",
     "patch.lock": "A patched wheel, or the queue that makes it, is not what locks/patched.toml says.",
     "patch.conflict": "A patch does not apply with fuzz 0; the tree is as it was.",

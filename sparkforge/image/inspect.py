@@ -168,7 +168,7 @@ def verify(stack: str, name: str, expected: Expected) -> None:
         f"{image.short_id} claims, by its own manifest: {', '.join(sorted(document['patches'] or {}))} "
         f"and every lock as in this checkout, {len(kernels)} compiled modules of FlashInfer; audited in the build: "
         f"{audit['files']} files hashed, {len(_code(audit))} read for machine code. Nothing contradicts it; proven is "
-        "only what is built here: ./inv image.verify --reproduce"
+        "only what is built here"
     )
 
 

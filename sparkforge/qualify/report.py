@@ -1,16 +1,15 @@
-"""`./inv qualify`: runs every part, goes on where a killed run was, and writes one report; `accept` reads one."""
+"""`./inv qualify`: runs every part, goes on where a killed run was, and writes one report."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from sparkforge import __version__
 from sparkforge.bench import context
@@ -18,14 +17,13 @@ from sparkforge.bench.report import make_table, write_page
 from sparkforge.core import gpus
 from sparkforge.core.console import echo, say
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import InputError, RefusalError
 from sparkforge.core.files import write_json
 from sparkforge.core.process import ProbeError
 from sparkforge.core.redact import for_support
 from sparkforge.core.tables import Record
 from sparkforge.image.devices import GPU
 from sparkforge.qualify import ledger
-from sparkforge.qualify.ledger import Claim, SparkAnswer, Verdict
+from sparkforge.qualify.ledger import Claim, Verdict
 from sparkforge.qualify.parts import COULD_NOT_RUN, DIFFERS, HELD, PARTS, Outcome, Qualification, run
 
 CAPABILITY = "12.1"  # of a GB10: reports of other GPUs settle nothing
@@ -184,41 +182,3 @@ def _write_html(path: Path, report: Report) -> None:
             make_table("seconds of each part", ("part", "seconds"), report.seconds.items()),
         ),
     )
-
-
-def accept(path: Path) -> int:
-    """Write what a report from a Spark says into the ledger, and return of how many claims.
-
-    Raises InputError for a file that is no report, RefusalError for one of another GPU or with nothing to accept.
-    """
-    again = "./inv qualify   # on a DGX Spark"
-    try:
-        data = path.read_bytes()
-        report = Report.model_validate(json.loads(data))
-    except OSError as error:
-        raise InputError(f"cannot read {path}", error.strerror or str(error), again, code="input.table") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise InputError(f"{path} is no report of ./inv qualify", why, again, code="input.table") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is no JSON", " ".join(str(error).split()), again, code="input.table") from error
-    if (capability := report.gpu.get("compute_cap", "none")) != CAPABILITY:
-        name = report.gpu.get("name", "a machine without a GPU")
-        why = f"it is of {name}, compute capability {capability}; the ledger is about {CAPABILITY}"
-        raise RefusalError("this report settles nothing", why, again)
-    known = {claim.id for claim in ledger.load().claims}
-    answers = {
-        row.id: SparkAnswer(
-            verdict=HELD if row.verdict == HELD else DIFFERS,
-            evidence=row.evidence,
-            report=hashlib.sha256(data).hexdigest()[:32],
-            date=report.measured_at[:10],
-        )
-        for row in report.rows
-        if row.verdict != COULD_NOT_RUN and row.id in known
-    }
-    if not answers:
-        raise RefusalError("this report settles nothing", "none of the ledger's claims could be run", again)
-    ledger.write_answers(answers)
-    return len(answers)

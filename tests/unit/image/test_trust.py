@@ -283,6 +283,7 @@ def test_pull_refuses_another_or_an_unsigned_image_before_a_tag_moves_and_remove
 ):
     demand("signature")
     monkeypatch.setattr(inspect, "require_ours", lambda *_: ({"stack": STACK}, None))
+    monkeypatch.setitem(fake_engine.image, "Config", {"Labels": {"org.sparkforge.stack": STACK}})
     monkeypatch.setattr(trust, "Repository", lambda name: Folder(tmp_path / "registry"))
     fake_engine.image["Config"]["Labels"] = {"org.sparkforge.stack": stack}
     before_the_pull = iter([(404, {"message": "No such image"})])

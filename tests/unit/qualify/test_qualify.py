@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab import ledger as accepted
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import InputError, RefusalError
 from sparkforge.plan import devices, speed
@@ -45,8 +46,8 @@ def files(tmp_path, monkeypatch):
     file, page = tmp_path / "hardware.toml", tmp_path / "hardware.md"
     file.write_text(LEDGER)
     monkeypatch.setattr(ledger, "FILE", file)
-    monkeypatch.setattr(ledger, "PAGE", page)
-    for function in (ledger.load, ledger.write_answers):
+    monkeypatch.setattr(accepted, "PAGE", page)
+    for function in (ledger.load, accepted.write_answers):
         defaults = (file,) if function is ledger.load else (file, page)
         monkeypatch.setattr(function, "__defaults__", defaults)
     return file, page
@@ -160,8 +161,8 @@ GB10 = {"name": "NVIDIA GB10", "compute_cap": "12.1", "driver_version": "580.126
 def test_a_sparks_report_is_written_into_ledger_and_page(qualification, files, monkeypatch, verdict):
     path = report_of(qualification, monkeypatch, GB10, verdict)
     before = files[0].read_text()
-    assert report.accept(path) == 1
-    assert report.accept(path) == 1  # a second time changes nothing
+    assert accepted.accept(path) == 1
+    assert accepted.accept(path) == 1  # a second time changes nothing
     answer = ledger.load().claims[0].spark
     assert (answer.verdict, answer.evidence) == (verdict, '0.3 % "off" \\')
     assert ledger.load().claims[1].spark is None
@@ -176,16 +177,16 @@ def test_reports_that_settle_nothing_are_refused(qualification, files, monkeypat
     before = files[0].read_bytes()
     h100 = report_of(qualification, monkeypatch, {**GB10, "name": "NVIDIA H100", "compute_cap": "9.0"})
     with pytest.raises(RefusalError, match="settles nothing"):
-        report.accept(h100)
+        accepted.accept(h100)
     nothing = report_of(qualification, monkeypatch, GB10, "could not run")
     with pytest.raises(RefusalError, match="settles nothing"):
-        report.accept(nothing)
+        accepted.accept(nothing)
     for text in ("{}", "no JSON", "[" * 100_000, '{"schema": 1, "rows": NaN}', "\x00"):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(InputError):
-            report.accept(tmp_path / "bad.json")
+            accepted.accept(tmp_path / "bad.json")
     with pytest.raises(InputError, match="cannot read"):
-        report.accept(tmp_path / "absent.json")
+        accepted.accept(tmp_path / "absent.json")
     assert files[0].read_bytes() == before
 
 

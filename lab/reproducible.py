@@ -1,4 +1,4 @@
-"""`./inv image.verify --reproduce`: build an image twice, as differently as an honest builder could, and compare.
+"""`python -m lab.reproducible`: build an image twice, as differently as an honest builder could, and compare.
 
 The second build has no cache, another path, umask, time zone, locale and number of jobs. What is compared is the whole
 OCI archive: configuration, layers, manifest. Times in it are the commit's (SOURCE_DATE_EPOCH).
@@ -6,11 +6,13 @@ OCI archive: configuration, layers, manifest. Times in it are the commit's (SOUR
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import os
 import shlex
 import shutil
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkforge import pins
+from sparkforge.cli.build import chosen_stack
 from sparkforge.core import paths
 from sparkforge.core.console import say
 from sparkforge.core.docker import docker_logged, require_plugin
@@ -26,6 +29,7 @@ from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import require_space, write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.core.manifest import remove
+from sparkforge.core.program import exit_code
 from sparkforge.image.devices import CPU, CUDA
 
 NEEDED_BYTES = {CPU: 6_000_000_000, CUDA: 24_000_000_000}  # two archives, with some air
@@ -190,5 +194,13 @@ def require_identical(report: Mapping[str, Any], fix: str) -> None:
         "two builds of this checkout are not the same image",
         f"layers {', '.join(map(str, layers)) or 'none'} differ: {differing_files}",
         fix,
-        code="integrity.not-reproducible",
+        code="integrity.image",
     )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m lab.reproducible", description=__doc__)
+    parser.add_argument("--stack", default="", help="stack of pins.toml; default: its default")
+    parser.add_argument("more", nargs="*", help="more arguments for docker buildx build, behind --")
+    options = parser.parse_args()
+    sys.exit(exit_code(lambda: verify_reproducible(chosen_stack(options.stack), options.more)))
