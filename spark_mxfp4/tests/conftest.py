@@ -42,6 +42,12 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def same_numbers():
+    """A test that fails for its random numbers fails again. On a GPU they are fresh each time (device/conftest.py)."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def one_thread():
     """Small tensors on shared cores: threads that wait for each other take ten times as long."""
     before = torch.get_num_threads()

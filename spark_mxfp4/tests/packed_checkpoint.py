@@ -14,8 +14,11 @@ SCALES = (118, 124)  # as in kernels/check.py: activations stay in range
 def write(folder, *, device="cpu", deviation=0.02, **sizes):
     """Write a packed checkpoint of those sizes (`GptOssConfig`) into `folder`; return one layer's bytes of experts.
 
+    Its bytes are the same each time: tokens of random weights may have a tie, or end at once.
+
     `deviation` is that of all other weights, around 1 for norms and around 0 for the rest.
     """
+    torch.manual_seed(0)
     config = GptOssConfig(**sizes)
     with torch.device("meta"):
         names = GptOssForCausalLM(config).state_dict()

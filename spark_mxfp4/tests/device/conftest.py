@@ -11,3 +11,9 @@ import torch
 def needs_gpu():
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU here: torch.cuda.is_available() is False")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Other numbers each time: a kernel must be right for all of them."""
+    torch.seed()
