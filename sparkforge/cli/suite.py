@@ -33,7 +33,7 @@ FAST = "SPARKFORGE_TEST_FAST"
 # plugin for each of them would take a quarter of their time.
 RERUNS = ("--reruns=1", "--reruns-delay=5")
 COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov-report=term:skip-covered")
-SHELL_SCRIPTS = ("inv", ".ci/run", "spark_mxfp4/test", "tests/packages", "deploy", "tests/engine")
+SHELL_SCRIPTS = ("inv", ".ci", "spark_mxfp4/test", "tests/packages", "deploy", "tests/engine")
 LIBRARY_PATH = str(ROOT / "spark_mxfp4" / "src")
 # Name → a program of the environment and its arguments; `check` adds the files of shellcheck.
 CHECKS = {
@@ -44,8 +44,8 @@ CHECKS = {
     "spelling": ("codespell",),
     "shell": ("shellcheck", "--severity=warning"),
     "Dockerfiles": ("hadolint", "Dockerfile", "Dockerfile.dev"),
-    # `correctness`: actionlint's rules. The actions' commits could not be looked up yet (.github/workflows/ci.yml).
-    "workflows": ("jactionlint", "--profile=correctness"),
+    "workflows": ("jactionlint", "--profile=correctness"),  # actionlint's rules
+    "workflows' security": ("zizmor", "--offline", "--quiet", "--min-severity=medium", ".github/workflows"),
 }
 
 # Architecture → programs of CHECKS for which locks/lint.in has no wheel: the machine's own are run, if it has them.

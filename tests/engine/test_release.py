@@ -15,10 +15,12 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sparkforge.core.paths import ROOT
 from sparkforge.image.build import expected
@@ -279,6 +281,32 @@ def test_a_registry_with_tls_and_a_login(shipped, closed_registry, tmp_path):
         assert shipped.id() == original
     finally:
         shutil.rmtree(trusted)
+
+
+@pytest.mark.needs("docker-registry", "openssl")
+def test_the_workflow_builds_publishes_and_signs_by_the_step_that_it_writes(release, registry, tmp_path):
+    """The embedded stack in place of the Spark's, and on this machine in place of GitHub's."""
+    steps = yaml.safe_load((ROOT / ".github/workflows/image.yml").read_text())["jobs"]["image"]["steps"]
+    (step,) = (step for step in steps if step.get("id") == "publish")
+    assert set(step["env"]) == {"STACK", "SIGNING_KEY", "BUILDER"}
+    genpkey = ["openssl", "genpkey", "-algorithm", "ed25519"]
+    key = subprocess.run(genpkey, check=True, capture_output=True, text=True)
+    output = tmp_path / "output"
+    given = {"STACK": "embedded", "SIGNING_KEY": key.stdout, "BUILDER": "urn:example:workflow", "REGISTRY": registry}
+    # The image of this checkout, not the one with a stand-in for vLLM that `release` serves.
+    github = {"GITHUB_REPOSITORY": "Owner/Sparkforge", "GITHUB_OUTPUT": str(output), "SPARKFORGE_COMPOSE_FILES": ""}
+    run = ["bash", "-e", "-o", "pipefail", "-c", step["run"]]
+    done = subprocess.run(
+        run, cwd=ROOT, env={**release.environment, **given, **github}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = dict(line.partition("=")[::2] for line in output.read_text().splitlines())
+    assert said["repository"] == f"{registry}/owner/sparkforge"
+    assert json.loads((ROOT / "published/sbom.cdx.json").read_text())["specVersion"] == "1.6"
+    with urllib.request.urlopen(f"http://{registry}/v2/owner/sparkforge/tags/list", timeout=30) as answer:
+        tags = json.load(answer)["tags"]
+    name = said["digest"].replace(":", "-")
+    assert {f"{name}.sig", f"{name}.att"} < set(tags)
 
 
 @pytest.mark.needs("docker-registry")
