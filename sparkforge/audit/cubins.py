@@ -157,7 +157,7 @@ def _unpacked(data: bytes, size: int) -> bytes:
 
 
 def _ptx(path: Path, entry: elf.FatbinEntry) -> str:
-    """Return what a PTX is for, such as compute_120a: its own `.target`, else the fatbin's number."""
+    """Return what a PTX is for, such as compute_120a: its own `.target`, else (packed by LZ4) the fatbin's number."""
     with path.open("rb") as file:
         file.seek(entry.offset)
         data = file.read(min(entry.size, PTX_HEAD))
@@ -166,37 +166,8 @@ def _ptx(path: Path, entry: elf.FatbinEntry) -> str:
 
         with suppress(zstandard.ZstdError):
             data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
-    elif entry.unpacked != entry.size:
-        data = _lz4_head(data)
     target = PTX_TARGET.search(data[:PTX_HEAD])
     return f"compute_{target[1].decode() if target else entry.sm}"
-
-
-def _lz4_head(data: bytes) -> bytes:
-    """Return the begin of an LZ4 block, which nvcc packs PTX in up to CUDA 12.6, as far as `data` goes."""
-    output, position = bytearray(), 0
-
-    def length(nibble: int) -> int:
-        nonlocal position
-        while nibble >= 15 and (nibble - 15) % 255 == 0 and position < len(data):
-            position += 1
-            nibble += data[position - 1]
-            if data[position - 1] != 255:
-                break
-        return nibble
-
-    while position < len(data) and len(output) < PTX_HEAD:
-        token = data[position]
-        position += 1
-        literals = length(token >> 4)
-        output += data[position : position + literals]
-        position += literals + 2
-        back = int.from_bytes(data[position - 2 : position], "little")
-        if position > len(data) or not 0 < back <= len(output):
-            break
-        for _ in range(min(length(token & 15) + 4, PTX_HEAD)):
-            output.append(output[-back])
-    return bytes(output)
 
 
 def scan(piece: Piece, watch: Watch) -> Scanned:
@@ -298,7 +269,6 @@ class Reader:
             list(threads.map(Decoder.learn, decoders, samples.values()))
 
     def _decoded(self, scanned: Scanned) -> Cubin:
-        """Return the cubin with the kernels that have a watched mnemonic or name."""
         if not scanned.cubin.loads:
             return scanned.cubin
         decoder, kernels = self.decoders[scanned.cubin.target], []

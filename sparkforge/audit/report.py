@@ -185,7 +185,6 @@ def _sources(path: Path, machine: str, rules: Rules, broken: list[Violation]) ->
 
 
 def _members(wheel: Path, machine: str) -> list[AuditedFile]:
-    """Return a wheel's libraries, with their hashes."""
     tag = WHEEL_MACHINE.search(wheel.name)
     with zipfile.ZipFile(wheel) as opened:
         members = opened.infolist()

@@ -231,7 +231,6 @@ def _image(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:
     """Yield (rule, detail) for what a library of our image may not ask of the others in it."""
 
     def without(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-        """Names in which no pattern is found."""
         return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
     if needed := without(host.needed, rules.needed):

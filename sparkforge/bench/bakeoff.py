@@ -115,7 +115,6 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
 
 
 def _up(plan: StartPlan, profile: str) -> str:
-    """Return the command that starts the server of `plan` with a profile, as a user types it."""
     context = plan.variables.get(CONTEXT_VARIABLE, "")
     chosen = {"profile": profile, "device": plan.device, "model": plan.model, "stack": plan.stack, "context": context}
     arguments = shlex.join(
@@ -139,12 +138,10 @@ def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _profile(name: str, device: str, stack: str) -> ServeProfile:
-    """Return a profile. Raises UsageError for an unknown one, or one for another device."""
     return embedded.profile_named(name) if device == EMBEDDED else profiles.named(name, stack=stack)
 
 
 def _settings(profile: ServeProfile) -> dict[str, str]:
-    """Return a profile's flags and variables."""
     flags = {flag: str(setting.value) for flag, setting in profile.flags.items()}
     return {**flags, **profile.variables()}
 

@@ -47,7 +47,6 @@ class Bench:
         start, completed = time.monotonic(), 0
 
         def advance(count: int) -> None:
-            """Count requests that ended, well or not."""
             nonlocal completed
             completed += count
             progress(f"{completed} of {config.num_prompts}")

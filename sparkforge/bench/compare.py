@@ -36,7 +36,6 @@ def median_of(pick: Callable[[Request], float | None]) -> Statistic:
     """Return a statistic: the median of what `pick` takes from each request."""
 
     def median(requests: Sequence[Request]) -> float:
-        """0 where no request has such a figure."""
         values = [value for request in requests if (value := pick(request)) is not None]
         return statistics.median(values) if values else 0.0
 
@@ -87,7 +86,6 @@ def interval(before: Sequence[Result], after: Sequence[Result], statistic: Stati
     rng, ratios = random.Random(0), list[float]()  # noqa: S311 (a bootstrap)
 
     def draw(results: Sequence[Result]) -> float:
-        """Draw results, and requests of each, with replacement."""
         drawn = rng.choices(results, k=len(results))
         return statistic([request for r in drawn for request in rng.choices(r.requests, k=len(r.requests))])
 

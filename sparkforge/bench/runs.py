@@ -141,14 +141,12 @@ def measure(flags: Mapping[str, str], judge: Callable[[Gate], None] = gate.requi
 
 
 def _bench(prepared: Prepared) -> Bench:
-    """Run the gate and require it."""
     limit = float(parse_whole(prepared.flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
     verdict = _gate(prepared)
     return Bench(prepared.endpoint, LoadClient(limit), prepared.baselines, verdict, prepared.passage.text)
 
 
 def _gate(prepared: Prepared) -> Gate:
-    """Run the gate, write accuracy.json, print every check. Raises BenchmarkError."""
     threshold = prepared.baselines.threshold(prepared.endpoint.model, prepared.passage.name)
     name = "sanity" if threshold and threshold.reference is None else "accuracy"
     with Steps(1).step(name, f"{prepared.endpoint.model} on {prepared.passage.name}"):

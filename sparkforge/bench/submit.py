@@ -28,7 +28,7 @@ from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.openai import require_url, uses_proxy
-from sparkforge.core.redact import redact
+from sparkforge.core.redact import for_support
 from sparkforge.plan.speed import CitedFigure
 
 WAITS = (1.0, 4.0, 15.0)  # seconds before each further try
@@ -174,7 +174,7 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
         response = send(call, {"data": [values[name] for name in names]}, retry_command)
         _await_event(call, response, retry_command)
     else:
-        body = {"team": destination.team, "result": redact(result.model_dump(mode="json"))}
+        body = {"team": destination.team, "result": for_support(result.model_dump(mode="json"))}
         send(url.rstrip("/"), body, retry_command, key=result.digest)
     write_json(record, {**post, "posted_at": datetime.now(UTC).isoformat(timespec="seconds")})
     say(f"posted {path.name} to {url}")

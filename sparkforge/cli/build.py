@@ -293,7 +293,7 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
 def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
     """Print an image and check that this checkout made it.
 
-    Prints labels, digests, provenance and layers. Patches and locks must be those of the checkout, and the signatures
+    Prints its digests and what it was made from. Patches and locks must be those of the checkout, and the signatures
     those that trust.toml demands.
     """
     from sparkforge.image import inspect, trust

@@ -190,7 +190,6 @@ class Steps:
             return Text(for_people(" · ".join(part for part in (label, last[0]) if part)))
 
         def update(text: str) -> None:
-            """The last detail stands in the finished step's line too."""
             last[0] = text
             status.update(line())
 

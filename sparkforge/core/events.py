@@ -487,7 +487,6 @@ def parse(text: str, number: int = 0) -> Line:
 
 
 def _windows(raw: bytes, lower: bytes) -> bytes:
-    """Return the parts of a long line around its words."""
     places = (
         sorted({lower.find(word) for word in WORDS} - {-1})[:2] + sorted({lower.rfind(word) for word in WORDS})[-1:]
     )

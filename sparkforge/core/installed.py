@@ -93,7 +93,6 @@ class Installed:
         compiled = compiled or {}
 
         def judge(line: RecordLine) -> str:
-            """Compare one file; return an empty text if it is as recorded."""
             size = None if line.path in compiled else line.size
             change = _change(f"{self.packages}/{line.path}", size, compiled.get(line.path, line.sha256))
             expected = not change or (change == MISSING and is_below(line.path, left_out))
@@ -168,7 +167,6 @@ def _line(path: str, digest: str, size: str) -> RecordLine:
 
 
 def _change(path: str, size: int | None, sha256: str) -> str:
-    """Return how a file differs from its record; empty if it does not."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())

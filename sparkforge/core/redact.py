@@ -1,7 +1,6 @@
 r"""Takes out of a text or JSON value what says who and where: tokens, paths, host names, addresses.
 
-Two degrees. `redact` is for results that are published: every path and every host goes. `for_support` is for logs that
-somebody must still be able to read: paths that are the same on every machine and hosts that everybody knows stay.
+Somebody must still be able to read a log: paths that are the same on every machine and hosts that everybody knows stay.
 
 A rule is a pattern and what replaces a match. Order matters: secrets go before places. Every repetition that is tried
 at every position of a text is bounded, possessive, or begins where a word begins: a log may hold a megabyte without a
@@ -58,21 +57,20 @@ NO_SECRET = re.compile(
 )
 QUOTE = r"(?:\\{0,8}[\"'`])"
 # What can stand between a name and its value: `: `, `=`, ` => `, `%3D`; in a tuple or a list `, `; in JSON and YAML
-# `"name": "KEY", "value": `; in XML `>`.
+# `"name": "KEY", "value": `.
 BETWEEN = (
-    rf"(?>{QUOTE}?[ \t]{{0,8}}(?:=>|:=|==?|:|%3D)[ \t]{{0,8}}|>(?=[^<\s])"
+    rf"(?>{QUOTE}?[ \t]{{0,8}}(?:=>|:=|==?|:|%3D)[ \t]{{0,8}}"
     rf"|{QUOTE}[ \t]{{0,4}},\s{{0,8}}(?=b?\\{{0,8}}[\"'](?!val))"
     rf"|{QUOTE}?\s{{0,40}}[,;]?\s{{0,40}}{QUOTE}?val(?:ue)?{QUOTE}?\s{{0,4}}[:=]\s{{0,4}})"
 )
-# A value: a list, a text in quotes, the text of an XML element, or a word. A word ends at a space or quote, and at a
+# A value: a list, a text in quotes, or a word. A word ends at a space or quote, and at a
 # separator or closing bracket only if the next pair or nothing follows.
 VALUE = (
     r"(?:(?P<list>[\[({](?=\s{0,40}[^\s\])}])[^\])}]{1,2000}|(?:\n[ \t]{0,40}- [^\n]{1,512})++)"
-    rf"|(?P<open>b?(?P<quote>{QUOTE}))(?P<quoted>(?:(?!(?P=quote))\\?[^\n]){{0,4096}}+)|(?<=[^=]>)(?P<element>[^<\n]+)"
+    rf"|(?P<open>b?(?P<quote>{QUOTE}))(?P<quoted>(?:(?!(?P=quote))\\?[^\n]){{0,4096}}+)"
     r"|(?P<bare>(?!<token>)(?:[^\s\"'`,;&)\]}\\]|\\(?![nrt\"'])"
     r"|[,;&)\]}](?![\w.-]{0,64}[=:]|[\s\"'`,;&)\]}]|$))++))"
 )
-LOGIN = r"(?:(?:-[a-zA-Z]{0,6}u|-U|--(?:proxy-)?user)(?:[ =]\s{0,4}|(?=[\w\"'])))"  # curl -u user:password
 
 # Plugins of detect-secrets whose formats count. The patterns of others look back and forth without bound, or hit words.
 DETECTORS = (
@@ -114,18 +112,8 @@ VERSION = re.compile(r"\d+(?:\.\d+){1,4}[\w.+-]*")
 NAME_KEYS, VALUE_KEYS = {"name", "key", "variable", "header"}, {"value", "val", "default"}
 
 
-def redact(value: Any) -> Any:
-    """Return a copy of a JSON value whose strings, keys too, hold no secret and no place."""
-    return _without(value, (*_secrets(), *_places(LOOPBACK, _path)))
-
-
 def for_support(value: Any) -> Any:
     """Return a copy of a JSON value or a text without secrets, names and homes; what all machines share stays."""
-    return _without(value, (*_secrets(), *_places(rf"(?:{LOOPBACK}|{PUBLIC})", _support_path)))
-
-
-def _without(value: Any, rules: Rules) -> Any:
-    """Return a copy of a JSON value without what the rules and this machine's own names match."""
     names = {socket.gethostname(), socket.gethostname().partition(".")[0], str(ROOT), str(Path.home())}
     with suppress(KeyError, OSError):
         names.add(getpass.getuser())
@@ -134,7 +122,7 @@ def _without(value: Any, rules: Rules) -> Any:
     own = re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in telling) or r"(?!)")
 
     def redacted(text: str) -> str:
-        for pattern, replacement in rules:
+        for pattern, replacement in (*_secrets(), *_places()):
             text = pattern.sub(replacement, text)
         return own.sub("<host>", text)
 
@@ -175,7 +163,7 @@ def _named_value(match: re.Match[str]) -> str:
     prefix = match[0][: match.start("value") - match.start()]
     if match["list"]:
         return f"{prefix}{match['list'][0].strip()}{TOKEN}"
-    text = next(text for text in (match["quoted"], match["element"], match["bare"]) if text is not None)
+    text = match["bare"] if match["quoted"] is None else match["quoted"]
     return match[0] if NO_SECRET.fullmatch(text) else f"{prefix}{match['open'] or ''}{TOKEN}"
 
 
@@ -198,13 +186,7 @@ def _host_name(match: re.Match[str]) -> str:
 
 
 def _path(match: re.Match[str]) -> str:
-    """Keep a path's last part where it lies deeper than a home: a model is known by it."""
-    parts = [part for part in match[0].split("/") if part]
-    return f"<path>/{parts[-1]}" if len(parts) > 2 else "<path>"
-
-
-def _support_path(match: re.Match[str]) -> str:
-    """Keep also what lies in a checkout, in a Python package, or where every machine has the same."""
+    """Keep what lies in a checkout, in a Python package, or where every machine has the same; else the last part."""
     path = match[0]
     if path.count("/") == 1 and path[0] == "/":  # a route of the API, or a top folder
         return path
@@ -212,8 +194,10 @@ def _support_path(match: re.Match[str]) -> str:
         return path
     if path.startswith(f"{ROOT}/") and len(ROOT.parts) > 1:
         return f"<checkout>/{path.removeprefix(f'{ROOT}/')}"
-    inside = PACKAGES.fullmatch(path)
-    return f"<path>/{inside[1]}" if inside else _path(match)
+    if inside := PACKAGES.fullmatch(path):
+        return f"<path>/{inside[1]}"
+    parts = [part for part in path.split("/") if part]
+    return f"<path>/{parts[-1]}" if len(parts) > 2 else "<path>"  # a model is known by it
 
 
 def _address(match: re.Match[str]) -> str:
@@ -243,22 +227,12 @@ def _secrets() -> Rules:
         ((rf"(?i)((?:cookies?{BETWEEN}|\s-b[ =]\s{{0,4}}|--cookie[ =]\s{{0,4}})(?:b?{QUOTE})?)(?=[\w-]{{1,64}}=)"
           r"[^\"'\n\\]+"), rf"\1{TOKEN}"),
         (r"(?i)\b(bearer|basic)\s+(?!auth|authentication\b|access\b|<)[\w.~+/=-]{6,}", rf"\1 {TOKEN}"),
-        (r"\b(token)\s+(?=[a-z]{0,40}\d)[0-9a-f]{32,}\b", rf"\1 {TOKEN}"),
-        # Logins: curl -u user:password, .netrc, programs that take a password as an argument.
-        ((rf"(?<!\S)({LOGIN}(?P<q>[\"'])?(?(q)[^:\"'\n]{{0,128}}|[^\s:\"'=/]{{0,128}}):)(?!\d+(?:[\s\"']|$)|//)"
-         r"(?(q)[^\"'\n]+|[^\s\"']+)"), rf"\1{TOKEN}"),
-        (r"(?i)(?<!\S)(login\s+)\S+(\s+password\s+)\S+", rf"\1<user>\2{TOKEN}"),
-        ((r"(?i)\b((?:sshpass|(?:docker|podman|helm|oras|skopeo)\s+(?:registry\s+)?login|mysql\w{0,12}|redis-cli)\b"
-         r"[^\n|;&]{0,200}?\s-[pa]\s?)(?!ort\b|<)([\"']?)[^\s\"']+"), rf"\1\2{TOKEN}"),
-        # A name and a value without a sign between them.
-        (r"(?i)\b((?:[a-z0-9]{1,32}_){1,6}(?:key|token|secret|password)[ \t]+)(?!<)(?=\S{0,120}\d)[\w+/=.-]{16,}",
+        # Logins on a command line: curl -u user:password, docker login -p.
+        ((r"(?<!\S)((?:-[a-zA-Z]{0,6}u|-U|--(?:proxy-)?user)[ =]?\s{0,4}(?P<q>[\"'])?"
+         r"(?(q)[^:\"'\n]{0,128}|[^\s:\"'=/]{0,128}):)(?!\d+(?:[\s\"']|$)|//)(?(q)[^\"'\n]+|[^\s\"']+)"),
          rf"\1{TOKEN}"),
-        (r"\b(ENV\s+\w{0,64}?(?:KEY|TOKEN|SECRET|PASSWORD|PASS)\s+)(?!<)\S+", rf"\1{TOKEN}"),
-        (r"(?i)\b(password\s+(?:for\s+[\w.@'-]{1,64}\s{0,4}:|is)\s+)(?!<)(?=\S{0,64}\d)\S+", rf"\1{TOKEN}"),
-        (r"(?i)\b((?:identified\s+by|password)\s+)(['\"])(?!<token>)[^'\"\n]+", rf"\1\2{TOKEN}"),
-        # The value before its name: "value": "…", "name": "API_KEY".
-        ((rf"(?i)({QUOTE}value{QUOTE}\s{{0,4}}:\s{{0,4}}{QUOTE})[^\"'\\\n]{{1,512}}(?={QUOTE}\s{{0,40}},\s{{0,40}}{QUOTE}"
-         rf"(?:name|key){QUOTE}\s{{0,4}}:\s{{0,4}}{QUOTE}[\w.-]{{0,64}}?{KEYWORD}{QUOTE})"), rf"\1{TOKEN}"),
+        ((r"(?i)\b((?:docker|podman|helm|oras|skopeo)\s+(?:registry\s+)?login\b[^\n|;&]{0,200}?\s-p\s?)(?!<)"
+         r"([\"']?)[^\s\"']+"), rf"\1\2{TOKEN}"),
         ((rf"(?i)(?<![\w.-])(?!(?<=<)token>)(?P<name>[\w.-]{{0,128}}?(?!authorization{QUOTE}?\s{{0,8}}[:=,%]){KEYWORD})"
           rf"{BETWEEN}(?P<value>{VALUE})"), _named_value),
         ((r"(?<![\w-])(--?([A-Za-z][\w-]*+))(\s+(?:\\\n\s*)?[\"']?|[\"'],\s{0,8}[\"'])(?!-|id=)((?<=[\"'])[^\"'\n]+"
@@ -272,25 +246,23 @@ def _secrets() -> Rules:
         (re.compile(r"(?s)-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?"
                     r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)"), TOKEN),
         (USER_INFO, f"{TOKEN}@"),
-        (re.compile(r"(?i)(%3a%2f%2f)[^\s/\"'<>]{1,256}?%40"), rf"\1{TOKEN}%40"),
         *known,
         *((re.compile(pattern), replacement) for pattern, replacement in own),
     )  # fmt: skip
 
 
 @cache
-def _places(allowed: str, path: Callable[[re.Match[str]], str]) -> Rules:
-    """Return the rules for machines, hosts but `allowed`, people and paths, which `path` replaces."""
+def _places() -> Rules:
+    """Return the rules for machines, hosts that not everybody knows, people and paths."""
     key_lines = r"(?m)^(?=[^A-Z\n]{0,80}[A-Z])[A-Za-z0-9+/=]{60,80}$"  # of a private key whose first line was cut off
     rules: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         (key_lines, TOKEN),  # a sha256 has no capitals
-        (rf"(?i)(?<![a-z0-9+.-])(?!file:)([a-z][a-z0-9+.-]{{1,30}})://(?!{allowed}(?:[:/?#\s\"'>)\]]|$))[^\s/\"'?#]+",
+        (rf"(?i)(?<![a-z0-9+.-])(?!file:)([a-z][a-z0-9+.-]{{1,30}})://(?!(?:{LOOPBACK}|{PUBLIC})(?:[:/?#\s\"'>)\]]|$))[^\s/\"'?#]+",
          r"\1://<host>"),
         # Hardware addresses with bytes or words apart, and GUIDs of InfiniBand.
         (r"(?i)(?<![\w:-])(?:[0-9a-f]{2}[:-]){5,19}[0-9a-f]{2}(?![\w:-])", "<address>"),
         (r"(?i)(?<![\w.:-])[0-9a-f]{4}([.:-])[0-9a-f]{4}\1[0-9a-f]{4}(?![\w.:-]\w|\w)", "<address>"),
         (r"(?i)(?<![\w.:-])(?:0x)?(?:[0-9a-f]{4}:){3}[0-9a-f]{4}(?![\w:])", "<address>"),
-        (r"(?i)\b((?:mac|hwaddr|ether|lladdr)[\w ]{0,12}[=: ]\s{0,4}[\"']?)[0-9a-f]{12}\b", r"\1<address>"),
         ((r"(?i)(?<![\w.])(?<!::)(?![0-9a-f:]{40})(?=[0-9a-f]{0,4}:[0-9a-f]{0,4}:)[0-9a-f:]{2,39}(?:(?:\d{1,3}\.){3}\d{1,3})?"
          r"(?:%\w+)?(?![\w:]|\.\d)"), _address),
         # Four numbers are a version behind a comparison, the word, or cuDNN's name: 9.20.0.48.
@@ -305,14 +277,12 @@ def _places(allowed: str, path: Callable[[re.Match[str]], str]) -> Rules:
         (r"\b((?:SUDO_USER|USER|LOGNAME|USERNAME)=|[ug]id=\d{1,10}\()(?!root\b|<)[\w.@-]{1,64}", r"\1<user>"),
         ((rf"(?<![\w.@/~%+-])(?!(?:www\.)?{PUBLIC}(?![\w-]))(?!{LABEL}\.(?:in|co|test|name|host|app)(?![\w.-]))"
          rf"(?=(?P<host>(?:{LABEL}\.){{1,8}}[A-Za-z]{{2,12}}(?![\w-])(?!\.\w)))(?P=host)(?!\()"), _host_name),
-        # Homes with escaped slashes or percent signs, a space in a name, on Windows, ~anna, and on other disks.
-        ((r"(?i)(?:\\{1,4}/|%2f)(?:home|Users)(?:(?:\\{1,4}/|%2f)[\w.+@~-]{1,128}){1,32}"
-         r"|(?<=[\"'])/(?:home|Users)/(?=[^\"'\n]{0,256} )[^\"'\n]{1,512}(?=[\"'])"
-         r"|\b[a-z]:(?:\\{1,4}|/)Users(?:\\{1,4}|/)[^\\/\s\"']{1,64}|(?<![\w./~-])~[a-z_][\w.-]{0,31}(?=/)"
+        # Homes on Windows, ~anna, and on other disks.
+        ((r"(?i)\b[a-z]:(?:\\{1,4}|/)Users(?:\\{1,4}|/)[^\\/\s\"']{1,64}|(?<![\w./~-])~[a-z_][\w.-]{0,31}(?=/)"
          r"|/(?:mnt|media|data|srv|scratch|export|nfs|net|var)/"
          r"(?:[\w.+-]{1,64}/){0,4}?(?:home|users|people|user)/[\w.+@~-]{1,128}/?(?![\w/])"), "<path>"),
         # A home wherever it stands (-I/home/anna/include), any other path where one can begin.
         ((r"/(?:home|Users|root|media|mnt)(?:/[\w.+@~%-]+)+/?"
-         r"|(?:(?<![\w./>])|(?<=file://))~?/(?:[\w.+@~%-]+/)*[\w.+@~%-]+/?"), path),
+         r"|(?:(?<![\w./>])|(?<=file://))~?/(?:[\w.+@~%-]+/)*[\w.+@~%-]+/?"), _path),
     )  # fmt: skip
     return tuple((re.compile(pattern), replacement) for pattern, replacement in rules)

@@ -191,7 +191,6 @@ def _print(problems: Sequence[Problem], evidence: Evidence) -> None:
 
 
 def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem]:
-    """Read every log to its end, and yield what it shows."""
     for log in evidence.logs:
         with console().status(f"reading {log.name}"):
             event = events.read(log.chunks())
@@ -255,7 +254,6 @@ def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: P
 
 
 def _failed_checks(evidence: Evidence) -> Iterator[Problem]:
-    """Yield the required checks of validation reports that failed or were skipped, and warnings."""
     for name, report in evidence.reports.items():
         findings = report.get("findings")
         for finding in findings if isinstance(findings, list) else []:
@@ -276,7 +274,6 @@ def _failed_checks(evidence: Evidence) -> Iterator[Problem]:
 
 
 def _refused_audits(evidence: Evidence) -> Iterator[Problem]:
-    """Yield what the audits of builds refused."""
     for name, audit in evidence.documents.items():
         violations = audit.get("violations")
         if isinstance(violations, list) and violations and isinstance(first := violations[0], dict):
@@ -319,7 +316,6 @@ def _of_error(name: str, error: SparkforgeError, source: str) -> Problem:
 
 
 def _merged(problems: Iterable[Problem]) -> list[Problem]:
-    """Merge problems of the same id and text from several sources."""
     merged: dict[tuple[str, str], Problem] = {}
     for problem in problems:
         key = (problem.id, problem.what)

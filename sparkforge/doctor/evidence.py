@@ -90,7 +90,6 @@ class Log:
         """Return the log in a file, which is opened when it is read."""
 
         def chunks() -> Iterator[bytes]:
-            """CHUNK bytes at a time: a log may be larger than memory."""
             with _open_file(path) as file:
                 while chunk := file.read(CHUNK):
                     yield chunk
@@ -319,7 +318,6 @@ def _add_packages(state: Path, evidence: Evidence) -> None:
 
 
 def _add_report(state: Path, evidence: Evidence) -> None:
-    """Add the embedded server's validation report."""
     path = state / "validation.json"
     if _usable(path, evidence):
         try:
@@ -330,7 +328,6 @@ def _add_report(state: Path, evidence: Evidence) -> None:
 
 
 def _add_server(state: Path, evidence: Evidence) -> None:
-    """Add the embedded server's log, whether it runs, and what killed servers left."""
     server = evidence.server
     with suppress(StorageError):  # a record that is not believed
         if leftovers := record.leftovers(state):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -112,24 +111,21 @@ def named(error: Exception) -> SparkforgeError:
     """Return our error for one of the SDK's."""
     if isinstance(error, APIError) and error.response is not None:
         return explained(str(error.explanation or error), f"the engine answered {error.status_code}", "docker info")
-    chain = list(_chain(error))
-    if any(isinstance(link, requests.Timeout | TimeoutError) for link in chain):
+    text = str(error)  # of the SDK, requests and urllib3, each around the one below
+    if innermost := re.search(r"\w+Error\(\d[^()]*\)", text):
+        text = innermost[0]
+    if "timed out" in text.lower():
+        why = f"no answer within {SECONDS} s"
         return EngineError(
-            "the Docker engine does not answer",
-            f"no answer within {SECONDS} s",
-            "sudo systemctl restart docker",
-            code="engine.down",
+            "the Docker engine does not answer", why, "sudo systemctl restart docker", code="engine.down"
         )
-    numbers = {link.errno for link in chain if isinstance(link, OSError)}
-    if numbers & {errno.EACCES, errno.EPERM}:
-        return EngineError(
-            "no permission to use the Docker engine", _system_message(chain), JOIN, code="engine.permission"
-        )
-    if numbers & {errno.ENOENT, errno.ECONNREFUSED, errno.ENOTSOCK, errno.ENOTDIR, errno.ECONNRESET}:
+    if "PermissionError" in text:
+        return EngineError("no permission to use the Docker engine", text, JOIN, code="engine.permission")
+    if re.search(r"FileNotFoundError|NotADirectoryError|Connection(?:Refused|Reset)Error|non-socket", text):
         if shutil.which("docker") or shutil.which("dockerd"):
-            return EngineError("the Docker engine does not run", _system_message(chain), START, code="engine.down")
-        return EngineError("no Docker engine is installed", _system_message(chain), INSTALL, code="engine.missing")
-    return EngineError("the Docker engine cannot be used", _system_message(chain), "docker info", code="engine.failed")
+            return EngineError("the Docker engine does not run", text, START, code="engine.down")
+        return EngineError("no Docker engine is installed", text, INSTALL, code="engine.missing")
+    return EngineError("the Docker engine cannot be used", text, "docker info", code="engine.failed")
 
 
 def read(client: docker.DockerClient) -> Engine:
@@ -251,27 +247,3 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and everything it was made from: the SDK, requests and urllib3 each wrap the one below."""
-    seen, waiting = set[int](), [error]
-    while waiting:
-        link = waiting.pop()
-        if id(link) in seen:
-            continue
-        seen.add(id(link))
-        yield link
-        waiting += [
-            cause for cause in (*link.args, link.__cause__, link.__context__) if isinstance(cause, BaseException)
-        ]
-
-
-def _system_message(chain: list[BaseException]) -> str:
-    """Return the operating system's message if there is one, else the outermost error's."""
-    messages = [
-        f"{link.strerror}: {link.filename}" if link.filename else link.strerror
-        for link in chain
-        if isinstance(link, OSError) and link.strerror
-    ]
-    return str(messages[0]) if messages else str(chain[0])

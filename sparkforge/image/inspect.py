@@ -153,8 +153,7 @@ def verify(stack: str, name: str, expected: Expected) -> None:
     COMPARED → name of a queue or a lock → its sha256.
     """
     with opened(stack, name) as (client, image):
-        for line in lines(image.attrs, client.api.history(image.id) if client else []):
-            echo(line)
+        echo("\n".join(lines(image.attrs)))
         document = manifest(client, image, stack)
         if source := made_from(client, image, stack):
             revision = source.get("revision")
@@ -208,18 +207,15 @@ def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str,
     return lines
 
 
-def lines(attrs: Mapping[str, Any], history: list[dict[str, Any]]) -> list[str]:
-    """Return what the engine knows of an image, for a person; layers by size, in the order of the build."""
+def lines(attrs: Mapping[str, Any]) -> list[str]:
+    """Return what the engine knows of an image, for a person."""
     config = attrs.get("Config")
     user = config.get("User") if isinstance(config, dict) else ""
-    layers = [layer for layer in reversed(history) if layer.get("Size")]
     return [
         f"{', '.join(attrs.get('RepoTags') or ['no tag'])} · {attrs['Id']}",
         f"  platform   {engine.platform_of(attrs)} · user {user or 'root'} · made {attrs.get('Created')}",
-        f"  size       {_size(int(attrs.get('Size', 0)))} in the engine's storage",
+        f"  size       {int(attrs.get('Size', 0)) / 1e9:.2f} GB in the engine's storage",
         f"  digests    {', '.join(attrs.get('RepoDigests') or ['none: not pushed, not pulled'])}",
-        *(f"  label      {name}={value}" for name, value in sorted(labels(attrs).items())),
-        *(f"  layer      {_size(int(layer['Size'])):>9}  {_layer_command(layer)}" for layer in layers),
     ]
 
 
@@ -292,15 +288,6 @@ def _joined(stream: Iterable[bytes]) -> bytes:
         if len(data) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
     return bytes(data)
-
-
-def _layer_command(layer: Mapping[str, Any]) -> str:
-    text = " ".join(str(layer.get("CreatedBy", "")).removesuffix("# buildkit").split())
-    return text if len(text) <= 100 else f"{text[:99]}…"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _brief(value: Any) -> str:

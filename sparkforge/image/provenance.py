@@ -120,7 +120,6 @@ def predicate(
 
 
 def _inputs(manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield locks and patch queues, by the names of their files."""
     for key, form in (("lock", "file:locks/{}.txt"), ("patches", "file:patches/{}")):
         for name, sha256 in sorted(dict(manifest.get(key) or {}).items()):
             yield {"uri": form.format(name), "digest": {"sha256": sha256}}

@@ -106,7 +106,6 @@ def pull(stack: str, reference: str, expected: Expected) -> None:
 
 
 def _require_stack(image: Any, manifest: Mapping[str, Any], stack: str) -> None:
-    """Raise IntegrityError where an image is not the stack's."""
     labels = inspect.labels(image.attrs)
     named = {"manifest": manifest.get("stack"), "label": labels.get(versions.STACK_LABEL)}
     if wrong := [f"its {origin} says {name!r}" for origin, name in named.items() if name != stack]:

@@ -211,7 +211,6 @@ def compile_bytecode(tree: Tree, jobs: int) -> None:
     env = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def compile_package(path: Path) -> None:
-        """Compile one package, or one module beside the packages."""
         flags = ["--invalidation-mode", "unchecked-hash", "-q", "-q", "-j", "1"]
         run_unchecked([tree.python, "-m", "compileall", *flags, path], env=env)
 

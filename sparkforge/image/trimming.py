@@ -56,7 +56,6 @@ def trim(packages: Path, cuts: Sequence[Cut]) -> dict[str, int]:
 
 
 def _remove(path: Path) -> int:
-    """Remove a file, link or folder; return its bytes on disk."""
     if path.is_symlink() or not path.is_dir():
         size = 0 if path.is_symlink() else path.stat().st_size
         path.unlink()

@@ -226,7 +226,6 @@ def _attached(image: Any, known: set[str], repository: str) -> Iterator[tuple[st
 
 
 def _take_signature(evidence: Evidence, entry: Attached, keys: signing.Keys, known: set[str]) -> None:
-    """Note a signature of the image's digest."""
     signer = signing.signer(entry.data, [entry.annotations.get(signing.SIGNATURE, "")], keys)
     if not signer:
         raise ValueError("a signature is of no key that counts")

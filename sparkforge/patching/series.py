@@ -120,7 +120,6 @@ class Queue:
         """Return this queue with the paths that an archive of the files `names` has, as `for_tree` does for a tree."""
 
         def holds(folder: str) -> bool:
-            """Tell whether a file lies in it."""
             return any(name.startswith(f"{folder}/") for name in names)
 
         return self._with({old: new for old, new in self.installed.items() if not holds(old) and holds(new)})

@@ -122,7 +122,6 @@ def locked(component: Component, filename: str, patches: Path = PATCHES) -> tupl
 
 
 def _make_checked(component: Component, filename: str, queue: Queue, lock: PatchedFile, output: IO[bytes]) -> None:
-    """Write the patched file to `output`. Raises PatchError if it is not the locked one."""
     result = make(fetch_upstream(component, filename), component, queue, lock.revision, output)
     if result != lock:
         why = f"its sha256 is {result.sha256}, and {lock.sha256} is locked"
@@ -220,7 +219,6 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
 
 
 def _write_sdist(source: Path, component: Component, queue: Queue, version: str, output: HashedOutput) -> None:
-    """Write a patched source archive."""
     top = source.name.removesuffix(SDIST)
     before = archive.read_files(source, top, {*queue.paths, "PKG-INFO"})
     metadata = _metadata(source, before.pop("PKG-INFO"), component.version, version)
@@ -252,7 +250,6 @@ def _dist_info(source: Path, names: Iterable[str], version: str) -> str:
 
 
 def _rows(source: Path, record: Content) -> dict[str, tuple[str, str]]:
-    """Read a RECORD: (hash, size) by path."""
     if record is None:
         raise _refused(source, "it has no RECORD")
     rows = list(csv.reader(io.StringIO(record.decode(), newline="")))
@@ -268,7 +265,6 @@ def _row(content: bytes) -> tuple[str, str]:
 
 
 def _metadata(source: Path, metadata: Content, version: str, local_version: str) -> bytes:
-    """Return METADATA or PKG-INFO with our version."""
     head, blank, body = (metadata or b"").partition(b"\n\n")
     old, new = f"Version: {version}".encode(), f"Version: {local_version}".encode()
     lines = head.split(b"\n")

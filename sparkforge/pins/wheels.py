@@ -169,7 +169,6 @@ def picks(lock: Path, target: TargetMachine) -> list[Pick]:
     inputs = {"lock": sha256, "target": str(target), "glibc": f"2.{GLIBC}"}
 
     def make(temporary: Path) -> Made:
-        """Ask the index. Raises InputError and NetworkError."""
         with client() as http:
             chosen = [
                 choose(requirement, hashes, project_page(requirement.name, http).packages, target)

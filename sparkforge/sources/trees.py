@@ -113,7 +113,6 @@ def unpack_archive(component: Component, filename: str) -> tuple[Manifest, bool]
     target, inputs = tree_folder(component, filename), {filename: component.files[filename], "unpacker": UNPACKER}
 
     def make(temporary: Path) -> Made:
-        """Fetch and unpack. Raises NetworkError and IntegrityError."""
         file = fetch.fetch_pinned(component, filename)
         archive.require_space_for(file, target)
         listing = archive.unpack(file, temporary, top=filename.removesuffix(ARCHIVE))
@@ -146,7 +145,6 @@ def _unpack_bundled(name: str, pin: GitSource, target: Path) -> tuple[Manifest, 
     file = Path(offline.folder() or "") / bundled_path(name, pin)
 
     def make(temporary: Path) -> Made:
-        """Unpack the bundle's copy. Raises NetworkError and IntegrityError."""
         if not file.is_file():
             raise NetworkError(
                 f"cannot fetch {name}", "the bundle has no copy", "see absent in its index.json", code="network.fetch"

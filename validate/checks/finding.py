@@ -169,7 +169,6 @@ class CheckList(list[Check[FactSource]]):
         """Return a decorator that adds a check with this function as its judge."""
 
         def register(judge: Judge[FactSource]) -> Judge[FactSource]:
-            """Add the check; the function stays as it is."""
             self.append(Check(name, meaning, needs, judge, fix, about, self.doc))
             return judge
 

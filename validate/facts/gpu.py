@@ -89,7 +89,6 @@ def _memory(kind: str) -> Reading:
     """Return the reading of a GPU's `total` or `free` memory in MiB; none on a GB10, which reports [N/A]."""
 
     def read(target: Target) -> float | None:
-        """Raises ProbeError."""
         return gpus.number(gpus.query(f"memory.{kind}", units=False, env=target.options.environ)[0][f"memory.{kind}"])
 
     return Reading(f"gpu.memory_{kind}_mib", f"nvidia-smi --query-gpu=memory.{kind}", read)
@@ -97,7 +96,6 @@ def _memory(kind: str) -> Reading:
 
 def _cuda(name: str, key: str, function: str) -> Reading:
     def read(target: Target) -> object:
-        """Raises ProbeError where CUDA has no device, or no such answer for it."""
         if key not in libcuda(target):
             raise ProbeError("libcuda sees no device")
         return libcuda(target)[key]

@@ -204,7 +204,6 @@ def mix(numerics: ModuleType, weights: Weights, name: str, x: torch.Tensor, logi
     for expert in range(EXPERTS):
 
         def times(projection: str, entering: torch.Tensor, expert: int = expert) -> torch.Tensor:
-            """Multiply by one expert's projection and add its bias."""
             blocks, scales, bias = (
                 weights[f"{name}.{projection}_{part}"][expert] for part in ("blocks", "scales", "bias")
             )

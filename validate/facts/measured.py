@@ -27,7 +27,6 @@ def last(target: Target) -> Measured | None:
 
 def _reading(name: str) -> Reading:
     def read(target: Target) -> Any:
-        """None if nothing was measured, which is an answer."""
         measured = last(target)
         return None if measured is None else getattr(measured, name)
 

@@ -42,7 +42,6 @@ def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
 
     @functools.wraps(function)
     def answer(*args: *Arguments) -> T:
-        """Return what was answered the first time, or raise what was raised."""
         value, error = outcome(*args)
         if error is not None:
             raise error

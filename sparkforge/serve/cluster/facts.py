@@ -121,7 +121,6 @@ def reach(
     }
 
     def put(node: ClusterNode) -> Reach:
-        """Run this node's side."""
         more = {**options[node.name], "address": addresses[1], "ports": list(ports)}
         return remote.ask_probe(node, shape=Reach, seconds=2 * LISTEN_SECONDS, **more)
 

@@ -42,7 +42,6 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
         tell(f"{len(findings)} checks, none failed")
 
     def ask_all(nodes: Sequence[ClusterNode], action: str) -> dict[str, dict[str, Any]]:
-        """Ask several nodes at the same time. Raises the first one's error."""
         return remote.on_every(nodes, lambda node: ask(config, node, action, token=token))
 
     with steps.step("validation", "on every node") as tell:

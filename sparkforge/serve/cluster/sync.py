@@ -94,7 +94,6 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, head_files: N
     sizes = {name: file.size for name, file in head_files.files.items()}
 
     def look() -> tuple[NodeFiles, list[str]]:
-        """Return what the node has, and the names of the files that are not as on the head."""
         there = _list(node, folder, sizes=sizes)
         return there, [name for name, file in head_files.files.items() if there.files.get(name) != file]
 
