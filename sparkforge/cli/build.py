@@ -152,10 +152,13 @@ class KernelOptions:
 def build_kernels(_ctx: Context, options: KernelOptions) -> None:
     """Compile and audit FlashInfer's modules, without a GPU."""
     from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
-    from sparkforge.image import packs
+    from sparkforge.image import packs, signing
 
-    if options.key and not options.publish:
+    key_file = Path(caller_path(options.key)) if options.key else None
+    if key_file and not options.publish:
         raise UsageError("--key has no meaning here", "it signs what --publish puts away", "--publish PLACE --key KEY")
+    if key_file:
+        signing.private_key(key_file)  # refused before minutes go into the modules
     request = KernelRequest(
         chosen_stack(options.stack),
         options.set,
@@ -167,7 +170,7 @@ def build_kernels(_ctx: Context, options: KernelOptions) -> None:
     )
     build_kernels(request)
     if options.publish:
-        packs.publish(request, image_path(options.publish), Path(caller_path(options.key)) if options.key else None)
+        packs.publish(request, image_path(options.publish), key_file)
 
 
 @dataclass(frozen=True)

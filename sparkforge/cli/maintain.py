@@ -76,6 +76,7 @@ def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
     machine="x86_64 or aarch64; default: this one",
     python="such as 3.12; default: this one",
     more="more locks, such as spark, with commas",
+    key="sign it by this key, as image.sign does: OUTPUT.sig",
 )
 def bundle_make(
     _ctx: Context,
@@ -84,16 +85,21 @@ def bundle_make(
     machine: str = "",
     python: str = "",
     more: str = "",
+    key: str = "",
 ) -> None:
     """Pack everything for a machine without a network.
 
-    A bundle holds sources, wheels, patches and the vocabulary.
+    A bundle holds sources, wheels, patches, the vocabulary and kernel packs.
     """
+    from sparkforge.image import signing
     from sparkforge.sources import bundle
 
-    bundle.make_and_report(
-        Path(caller_path(output)), stack=chosen_stack(stack), machine=machine, python=python, more=listed(more)
-    )
+    file, chosen, key_file = Path(caller_path(output)), chosen_stack(stack), Path(caller_path(key))
+    if key:
+        signing.private_key(key_file)  # refused before minutes go into the bundle
+    sha256 = bundle.make_and_report(file, stack=chosen, machine=machine, python=python, more=listed(more))
+    if key:
+        signing.sign_bundle(file, sha256, chosen, key_file)
 
 
 @task(
@@ -103,10 +109,13 @@ def bundle_make(
     sha256="of the whole file, as `./inv bundle` printed it",
 )
 def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> None:
-    """Unpack a bundle and verify every member of it."""
+    """Unpack a bundle and verify every member of it, and the signature that trust.toml demands."""
+    from sparkforge.image import trust
     from sparkforge.sources import bundle
 
-    bundle.unpack(Path(caller_path(file)), Path(caller_path(folder)), sha256=sha256)
+    path = Path(caller_path(file))
+    signed = trust.require_file(path) if path.is_file() else ""
+    bundle.unpack(path, Path(caller_path(folder)), sha256=sha256 or signed)
 
 
 @task(example="./inv pins.lock")

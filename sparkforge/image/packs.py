@@ -79,7 +79,7 @@ class Archive:
 
     def write(self, _tag: str, attached: Sequence[Attached]) -> None:
         """Write it, with its signature."""
-        for path, entry in zip((self.path, trust.signature_path(self.path)), attached, strict=False):
+        for path, entry in zip((self.path, signing.signature_path(self.path)), attached, strict=False):
             write_atomic(path, entry.data)
 
 

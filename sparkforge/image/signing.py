@@ -25,6 +25,7 @@ from sparkforge.core import paths
 from sparkforge.core.console import echo, say
 from sparkforge.core.documents import DocumentError, parse_json
 from sparkforge.core.errors import StorageError
+from sparkforge.core.files import write_atomic
 from sparkforge.core.tables import parse_object
 from sparkforge.image import inspect, provenance
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
@@ -33,6 +34,7 @@ from sparkforge.image.oci import LayoutImage
 
 STATEMENT_TYPE, ENVELOPE_TYPE = "application/vnd.in-toto+json", "application/vnd.dsse.envelope.v1+json"
 SIMPLE_TYPE = "application/vnd.dev.cosign.simplesigning.v1+json"
+BUNDLE = "urn:sparkforge:bundle:1"  # the predicate of a bundle's statement
 SIGNATURE = "dev.cosignproject.cosign/signature"
 LARGEST_KEY = 1 << 14
 Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*=*$")]
@@ -112,6 +114,18 @@ def signed(statement: Mapping[str, Any], key: Ed25519PrivateKey) -> Attached:
     }  # fmt: skip
     annotations = {SIGNATURE: "", "predicateType": str(statement["predicateType"])}
     return Attached(json.dumps(text).encode(), ENVELOPE_TYPE, annotations)
+
+
+def sign_bundle(file: Path, sha256: str, stack: str, key_file: Path) -> None:
+    """Write the signed statement that a bundle is ours to FILE.sig. Raises StorageError for the key."""
+    statement = provenance.statement([(file.name, sha256)], BUNDLE, {"stack": stack})
+    write_atomic(signature_path(file), signed(statement, private_key(key_file)).data)
+    say(f"signed: {signature_path(file)}")
+
+
+def signature_path(file: Path) -> Path:
+    """Return where the signature of a bundle or of a kernel pack lies: a DSSE envelope beside it."""
+    return file.with_name(f"{file.name}.sig")
 
 
 def signature(name: str, digest: str, key: Ed25519PrivateKey) -> Attached:

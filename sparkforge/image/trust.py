@@ -23,10 +23,11 @@ from sparkforge.core import paths, tables
 from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, parse_json, read_bytes
 from sparkforge.core.errors import IntegrityError, StorageError
-from sparkforge.core.files import write_json
+from sparkforge.core.files import sha256_file, write_json
 from sparkforge.core.tables import Record, parse_object
 from sparkforge.image import inspect, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
+from sparkforge.image.devices import build_command
 from sparkforge.image.oci import LARGEST_DOCUMENT, Digest, LayoutImage
 from sparkforge.image.provenance import CYCLONEDX, SLSA, Predicate, Statement
 
@@ -171,18 +172,41 @@ def require(
     return evidence
 
 
-def signature_path(file: Path) -> Path:
-    """Return where the signature of a bundle or of a kernel pack lies: a DSSE envelope beside it."""
-    return file.with_name(f"{file.name}.sig")
-
-
 def signatures(file: Path) -> list[Attached]:
     """Return the signature of a bundle or of a kernel pack; empty if there is none. Raises StorageError."""
-    path = signature_path(file)
+    path = signing.signature_path(file)
     if not path.is_file():
         return []
     with path.open("rb") as opened:
         return [Attached(opened.read(LARGEST_DOCUMENT), signing.ENVELOPE_TYPE)]
+
+
+def require_file(file: Path) -> str:
+    """Return the sha256 of a bundle that a key of trust.toml signed, empty if nothing is demanded; say which it is.
+
+    Raises what `require_signed` raises.
+    """
+    attached = signatures(file)
+    if not is_demanding():
+        say(f"{file.name} {'has a signature; no trust.toml says whose key counts' if attached else 'is unsigned'}")
+        return ""
+    sha256 = sha256_file(file)
+    say(f"{file.name} is signed by {require_signed(file.name, sha256, attached)}")
+    return sha256
+
+
+def is_demanding() -> bool:
+    """Tell whether trust.toml demands anything."""
+    trust = policy()
+    return bool(trust and trust.images.demand)
+
+
+def require_buildable(stack: str) -> None:
+    """Raise IntegrityError where an image that is built now would be refused, as nobody has signed it."""
+    if is_demanding():
+        why = "trust.toml demands what an image has only once it was signed"
+        fix = f"./inv image.pull REPOSITORY@sha256:…; or {build_command(stack)} && ./inv image.sign KEY"
+        raise IntegrityError("an image built now would be refused", why, fix, code="integrity.signature")
 
 
 def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
@@ -191,7 +215,7 @@ def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
     Raises IntegrityError for one that no key of trust.toml signed, if images need anything.
     """
     trust = policy()
-    if trust is None or not trust.images.demand:
+    if not trust or not trust.images.demand:
         return ""
     reasons, keys = list[str](), trust.public()
     for entry in attached:

@@ -132,8 +132,8 @@ def make(
     return manifest.once(output, "bundle", inputs, build)
 
 
-def make_and_report(output: Path, *, stack: str, machine: str = "", python: str = "", more: Sequence[str] = ()) -> None:
-    """Make a bundle and print what is in it and what is absent.
+def make_and_report(output: Path, *, stack: str, machine: str = "", python: str = "", more: Sequence[str] = ()) -> str:
+    """Make a bundle, print what is in it and what is absent, and return its sha256.
 
     It is for a machine whose `uname -m` is `machine` and a Python such as 3.12; `more` names locks besides the basic
     ones.
@@ -152,6 +152,7 @@ def make_and_report(output: Path, *, stack: str, machine: str = "", python: str 
     say(f"sha256 {bundle.outputs[output.name]}")
     for absent in bundle.facts["absent"]:
         say(f"absent: {absent['name']}, because {absent['why']}\n  next: {absent['command']}")
+    return bundle.outputs[output.name]
 
 
 def basic_locks(table: Pins) -> tuple[str, str]:

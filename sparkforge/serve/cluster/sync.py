@@ -27,6 +27,7 @@ from sparkforge.core.errors import (
 )
 from sparkforge.core.process import run
 from sparkforge.core.tables import Record, parse_object
+from sparkforge.image import trust
 from sparkforge.models.hub import WANTED
 from sparkforge.models.hub_source import NOTE, Note
 from sparkforge.serve.cluster import probe, remote
@@ -216,7 +217,8 @@ def sending_error(error: ProcessError, head: ClusterNode, node: ClusterNode) -> 
 def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
     """Load the head's image on every other node that has none, or another one, and compare the ids.
 
-    Raises UsageError on the embedded device, InputError if the head has no image, IntegrityError, NetworkError.
+    Raises UsageError on the embedded device, InputError if the head has no image, NetworkError, and IntegrityError for
+    another image there, or one that trust.toml does not take.
     """
     if not config.in_containers:
         raise UsageError("there is no image to send", f"device {config.device} has none", "leave --image out")
@@ -224,6 +226,11 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
     wanted = image_id(config.head, name)
     if not wanted:
         raise InputError(f"{config.head.name} has no image {name}", "docker lists none", "./inv build, on the head")
+    if trust.is_demanding():
+        if config.head.ssh:
+            why = "trust.toml demands signatures, and they are looked for where the image is"
+            raise UsageError("this machine is not the head", why, "./inv cluster.sync --image, on the head")
+        trust.print_trust(config.stack, wanted)
     for node in config.workers:
         if image_id(node, name) == wanted:
             say(f"{node.name}: has {name} already, {wanted[:19]}")

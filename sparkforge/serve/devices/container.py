@@ -112,11 +112,13 @@ class Container(Device):
             except EngineError as error:
                 if error.code != "engine.image" or self.plan.image:
                     raise
+                trust.require_buildable(service.stack)  # before minutes go into what would be refused
                 self.build(service.stack, self.steps)
                 image = engine.require_image(*needed)
             # A rollback goes back to an older image; a start never does.
             self.evidence = trust.require(client, image, service.stack, back=bool(self.plan.image))
-            tell(str(image.short_id))
+            signers = sorted(set(self.evidence.signed.values())) if self.evidence else ["nobody: none is demanded"]
+            tell(f"{image.short_id}, signed by {', '.join(signers)}")
 
     def validate(self) -> str:
         """Leave it to the container, which validates itself before it serves: only it has the packages and the GPU."""

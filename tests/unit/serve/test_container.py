@@ -390,7 +390,12 @@ def test_an_image_that_trust_toml_does_not_take_is_not_started(
     (tmp_path / "trust.toml").write_text(text)
     with pytest.raises(IntegrityError, match=r"trust\.toml demands signature by lab: nothing is attached to it"):
         up()
+    fake_engine.routes[r"GET /images/.+/json"] = lambda query: (404, {"message": "No such image: x"})
+    with pytest.raises(IntegrityError, match="an image built now would be refused") as error:
+        up()
+    assert "./inv image.sign KEY" in error.value.fix
     assert not called(docker_command, " up ")
+    assert not called(docker_command, " build ")
 
 
 def test_a_proved_start_is_the_last_accepted_image_and_only_a_rollback_may_be_older(

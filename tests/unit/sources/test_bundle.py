@@ -8,11 +8,16 @@ import sys
 import tarfile
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from expected import refused
+from invoke.exceptions import Exit
 
 from sparkforge import pins
+from sparkforge.cli import maintain
 from sparkforge.core import manifest, paths
 from sparkforge.core.errors import IntegrityError, UsageError
+from sparkforge.image import signing, trust
 from sparkforge.pins import wheels
 from sparkforge.pins.wheels import Pick
 from sparkforge.sources import archive, bundle, fetch, offline, trees
@@ -98,6 +103,43 @@ def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
     absent = {entry["name"]: entry["command"] for entry in index(tmp_path / "out")["absent"]}
     assert set(absent) == {"dep", "vocabulary"}
     assert f"fetch -q --depth 1 https://e.invalid/dep.git {COMMIT}" in absent["dep"]
+
+
+def test_the_signature_that_trust_toml_demands_is_verified_before_a_bundle_is_unpacked(
+    tmp_path, world, monkeypatch, capsys
+):
+    monkeypatch.setattr(trust, "FILE", tmp_path / "trust.toml")
+    keys = {name: Ed25519PrivateKey.generate() for name in ("lab", "other")}
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    for name, key in keys.items():
+        (tmp_path / name).write_bytes(key.private_bytes(*form))
+        (tmp_path / name).chmod(0o600)
+
+    def unpack():
+        maintain.bundle_unpack.body(None, str(tmp_path / "b.tar"), str(tmp_path / "out"))
+        return capsys.readouterr().err
+
+    maintain.bundle_make.body(None, output=str(tmp_path / "b.tar"), stack="spark")
+    assert "b.tar is unsigned" in unpack()
+    public = signing.public_text(keys["lab"])
+    trust.FILE.write_text(f'schema = 1\n[keys.lab]\npublic = """{public}"""\n[images]\ndemand = ["sbom"]\n')
+    trust.FILE.chmod(0o600)
+    signed, refusals = tmp_path / "b.tar.sig", []
+    for sha256, key in ((None, None), ("0" * 64, "lab"), (fetch.sha256_file(tmp_path / "b.tar"), "other")):
+        if key:
+            signing.sign_bundle(tmp_path / "b.tar", sha256, "spark", tmp_path / key)
+        with pytest.raises(Exit):
+            unpack()
+        refusals.append(capsys.readouterr().err)
+    signed.write_bytes(b"[" * 9999)
+    with pytest.raises(Exit):
+        unpack()
+    refusals.append(capsys.readouterr().err)
+    for refusal, why in zip(refusals, ("it has none", "another digest", "no key that counts", ""), strict=True):
+        assert "[integrity.signature]" in refusal
+        assert why in refusal
+    maintain.bundle_make.body(None, output=str(tmp_path / "b.tar"), stack="spark", key=str(tmp_path / "lab"))
+    assert "b.tar is signed by lab" in unpack()
 
 
 def test_the_same_inputs_give_the_same_bytes_and_a_second_run_does_nothing(tmp_path, world):

@@ -155,7 +155,7 @@ def test_a_demanded_signature_that_is_missing_or_wrong_refuses_the_pack(world, t
         b"[" * 9999,
     ):
         if data:
-            trust.signature_path(place).write_bytes(data)
+            signing.signature_path(place).write_bytes(data)
         with refused("integrity.signature", "trust.toml demands signature by lab"):
             take(world, place)
 

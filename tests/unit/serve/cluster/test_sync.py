@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,6 +71,17 @@ def test_an_image_goes_over_the_links_address_and_only_once(cluster, tmp_path):
     calls = (tmp_path / "calls").read_text()
     assert "-o HostKeyAlias=10.0.0.2 -o HostName=192.168.100.11 nvidia@spark-2 docker load" in calls
     assert calls.count("docker load") == 1
+
+
+def test_an_image_that_trust_toml_does_not_take_is_not_sent(cluster, monkeypatch, tmp_path):
+    (tmp_path / "head/image").write_text("sha256:aaaa")
+    monkeypatch.setattr(sync.trust, "is_demanding", lambda: True)
+    refusal = IntegrityError("it is refused", "it has no signature", "", code="integrity.signature")
+    monkeypatch.setattr(sync.trust, "print_trust", Mock(side_effect=refusal))
+    with pytest.raises(IntegrityError, match="no signature"):
+        sync.send_image(cluster)
+    sync.trust.print_trust.assert_called_once_with(cluster.stack, "sha256:aaaa")
+    assert not (tmp_path / "worker/image").exists()
 
 
 @pytest.mark.parametrize(
