@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.plan import choose, devices, roofline, speed
 from sparkforge.plan.architecture import Architecture, DenseFormat, parse
 from sparkforge.plan.budget import Workload

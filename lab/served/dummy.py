@@ -16,11 +16,11 @@ from sparkforge.core.console import say
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.program import exit_code
-from sparkforge.models import table, tiny_format, tiny_random
+from sparkforge.models import recipes, tiny_format, tiny_random
 from sparkforge.models.harmony import tokenizer_files
 
-# Where they differ from a tiny model: sparkforge/models/models.toml.
-SIZES: Mapping[str, Mapping[str, Any]] = {size: table.load()[f"gpt-oss-{size}"].config for size in ("20b", "120b")}
+# Where they differ from a tiny model: sparkforge/recipes.
+SIZES: Mapping[str, Mapping[str, Any]] = {size: recipes.load()[f"gpt-oss-{size}"].config for size in ("20b", "120b")}
 
 
 def config(size: str) -> dict[str, Any]:

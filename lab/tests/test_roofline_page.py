@@ -1,7 +1,7 @@
 """The computed tables and sentences of docs/performance.md are what the code computes."""
 
 from lab import roofline_page
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.plan import devices, roofline, speed
 from sparkforge.plan.architecture import DenseFormat, parse
 from sparkforge.plan.budget import Workload

@@ -13,6 +13,7 @@ namespace = Collection(
     serve.shell,
     serve.rollback,
     build.audit,
+    models.models,
     models.plan,
     diagnose.doctor,
     diagnose.validate,

@@ -85,9 +85,9 @@ def task(
     return lambda function: CommandTask(command(function), example, options, optional=optional, rest=rest)
 
 
-def option(text: str, default: Any = "") -> Any:
-    """Return a field of a dataclass of options: its default and its help text."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def option(text: str, default: Any = "", *, positional: bool = False) -> Any:
+    """Return a field of a dataclass of options: its default and its help text; a `positional` one has no flag."""
+    return dataclasses.field(default=default, metadata={"help": text, "positional": positional})
 
 
 def texts(options: type) -> dict[str, str]:
@@ -109,7 +109,12 @@ def with_fields(options: type[R]) -> Callable[[Callable[Concatenate[Context, R, 
         signature = inspect.signature(function)
         context, _, *own = signature.parameters.values()
         shared = [
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default) for field in fields
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.metadata.get("positional") else field.default,
+            )
+            for field in fields
         ]
         own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         wrapped.__signature__ = signature.replace(parameters=[context, *shared, *own])  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Commands about models: get one, and compute what it needs."""
+"""Commands about models: list them, get one, and compute what it needs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from invoke.context import Context
 from sparkforge.cli.command import caller_path, name_or_path, task
 
 
+@task(example="./inv models", json_="print them as JSON")
+def models(_ctx: Context, json_: bool = False) -> None:
+    """List the families and recipes, and what was shown of each.
+
+    ./inv plan, model.fetch and up take a recipe's name.
+    """
+    from sparkforge.models import recipes
+
+    recipes.report(as_json=json_)
+
+
 @task(
-    example="./inv model.fetch openai/gpt-oss-120b",
-    repository="such as openai/gpt-oss-120b",
+    example="./inv model.fetch gpt-oss-120b",
+    repository="a recipe, or a repository such as openai/gpt-oss-120b",
     revision="a commit, tag or branch; default: the pinned one",
     to="the folder to write; default: models/NAME in the checkout, where Compose looks",
     mirror="folder with a copy of it, instead of the hub",
@@ -18,18 +29,22 @@ from sparkforge.cli.command import caller_path, name_or_path, task
 def model_fetch(
     _ctx: Context, repository: str, revision: str = "", to: str = "", mirror: str = "", replace: bool = False
 ) -> None:
-    """Download a gpt-oss checkpoint and check every hash.
+    """Download a checkpoint and check every hash.
 
-    Fetches only what vLLM reads, and resumes what was interrupted.
+    Its config.json comes first: a model that no family describes is refused before its weights. Fetches only what vLLM
+    reads, and resumes what was interrupted.
     """
-    from sparkforge.models import hub
+    from sparkforge.models import hub, recipes
 
+    if "/" not in repository:
+        recipe = recipes.named(repository)
+        repository = recipe.repository or repository
     hub.fetch_and_report(repository, revision, caller_path(to), caller_path(mirror), replace=replace)
 
 
 @task(
     example="./inv plan gpt-oss-120b --device spark --context 32768",
-    model="gpt-oss-120b, gpt-oss-20b, tiny-gpt-oss, a folder of a checkpoint, or a config.json",
+    model="a recipe (./inv models), a folder of a checkpoint, or a config.json",
     device="spark, h100, h200, b200, rtx-pro-6000, rtx-5090, or this: the machine that you are on",
     context="tokens a sequence, prompt and answer; default 8192, or the device's profiles",
     concurrency="sequences at once; default 4",
@@ -54,14 +69,15 @@ def plan(
     Prints what the model needs, what fits, how fast it can be, and the serve profile for it.
     """
     from sparkforge.bench import baselines
-    from sparkforge.models import table
-    from sparkforge.plan import screen
+    from sparkforge.models import recipes
+    from sparkforge.plan import planner, screen
     from sparkforge.plan.planner import PlanRequest
     from sparkforge.serve import profiles
     from validate.facts import gpu
 
-    known = table.load()
+    known = recipes.load()
     request = PlanRequest(name_or_path(model, known), device, context, concurrency, kv_dtype, resident, nodes)
     name = gpu.name() if device == "this" else ""
     figures = baselines.load().figures
-    screen.report(request, known, profiles.load(), figures, gpu=name, as_json=json_)
+    family = planner.read_subject(request.model, known).model.family
+    screen.report(request, known, profiles.load(family=family), figures, gpu=name, as_json=json_)

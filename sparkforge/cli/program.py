@@ -28,7 +28,7 @@ from sparkforge.core.errors import SparkforgeError, UsageError
 GROUPS = {
     "serve": ("up", "down", "status", "logs", "chat", "shell", "rollback", "service.*", "cluster.*", "max.*"),
     "build": ("build", "build.*", "patch", "dev.*", "audit", "image.*"),
-    "models": ("model.fetch", "plan"),
+    "models": ("models", "model.fetch", "plan"),
     "measure": ("bench.perf", "bench.*"),
     "diagnose": ("doctor", "validate", "qualify"),
     "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
@@ -89,6 +89,7 @@ def run(arguments: list[str]) -> int:
         if paths.INSTALLED and contexts[name].name in IN_A_CLONE:
             why = "it tests or changes Sparkforge's own files, and an installation's next update would undo that"
             raise UsageError(f"./inv {name} is for a clone of Sparkforge", why, "docs/guide/develop.md of the clone")
+        _require_options(contexts[name], arguments[1:], contexts)
         try:
             parsed = _parse(_with_two_dashes(arguments, contexts))
         except ParseError as error:
@@ -120,6 +121,16 @@ def _parse(arguments: list[str]) -> list[ParserContext]:
         if "positional arguments" not in str(error):
             raise
         return list(Parser(contexts=namespace.to_contexts()).parse_argv([*arguments, ""]))
+
+
+def _require_options(context: ParserContext, arguments: list[str], contexts: dict[str, ParserContext]) -> None:
+    """Raise UsageError for an option that `./inv up` has not: Invoke would take it for the positional argument."""
+    command = namespace[context.name]
+    if isinstance(command, CommandTask) and command.rest and command.may_be_left_out:
+        known = {*context.flags, *context.inverse_flags}
+        for word in _with_two_dashes([str(context.name), *arguments], contexts)[1:]:
+            if word.startswith("--") and word.partition("=")[0] not in known:
+                raise usage_error(ParseError(f"No idea what '{word}' is!", context), contexts)
 
 
 def _give_rest(context: ParserContext, arguments: list[str]) -> None:

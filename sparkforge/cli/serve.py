@@ -18,6 +18,7 @@ from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.serve.hold import held
 
 if TYPE_CHECKING:
+    from sparkforge.models.recipes import Recipe
     from sparkforge.serve.plan import StartPlan
     from sparkforge.serve.record import Server
 
@@ -83,10 +84,29 @@ def planned(options: ServeOptions) -> StartPlan:
     )
 
 
+def chosen(options: UpOptions, recipe: Recipe) -> UpOptions:
+    """Return the options with the recipe's model and flags. Raises UsageError beside a model, and RefusalError.
+
+    The latter is for a recipe of other stacks, or of a model that does not fit this machine, and names the nearest one.
+    """
+    from sparkforge.image.devices import stack_of
+    from sparkforge.serve import recipe_check
+    from sparkforge.serve.devices.choose import choose
+
+    if options.model:
+        raise UsageError(f"the recipe {options.recipe} and --model", "both name a model", "leave one of them out")
+    device = choose(options.device).device
+    context = whole_number("--context", options.context) if options.context else 0
+    recipe_check.require(options.recipe, recipe, stack_of(device, options.stack), device, context)
+    flags = (*recipe.arguments(), *options.vllm_flags)
+    return replace(options, model=recipe.repository, vllm_flags=flags)
+
+
 @dataclass(frozen=True)
 class UpOptions(ServeOptions):
     """Options of `./inv up`."""
 
+    recipe: str = option("a recipe, see ./inv models; default: the device's default model", positional=True)
     quantization: str = option("spark-mxfp4: our own experts, by the profile of that name or beside yours")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
     tiny_first: bool = option(
@@ -98,16 +118,23 @@ class UpOptions(ServeOptions):
     offline: str = option(OFFLINE)
 
 
-@task(example="./inv up --device docker --profile fast", rest="vllm_flags", **texts(UpOptions))
+@task(
+    example="./inv up gpt-oss-120b --device docker --profile fast",
+    optional="recipe",
+    rest="vllm_flags",
+    **texts(UpOptions),
+)
 @held
 @with_fields(UpOptions)
 def up(_ctx: Context, options: UpOptions) -> None:
     """Prepare what is missing, validate it, and serve a model.
 
-    The steps are environment, model, validation, server and first answers. MODEL, PORT, TP and MAX_MODEL_LEN are taken
-    from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
+    The steps are environment, model, validation, server and first answers. A recipe names the model, the profile on a
+    Spark, and flags. MODEL, PORT, TP and MAX_MODEL_LEN are taken from the environment where no option says otherwise.
+    vLLM's own flags stand behind --, and win over the others.
     """
     from sparkforge.image.devices import DOCKER, GPU
+    from sparkforge.models import recipes
     from sparkforge.plan import capabilities
     from sparkforge.serve import failure, profiles, screen
     from sparkforge.serve.devices.choose import device_for
@@ -116,8 +143,9 @@ def up(_ctx: Context, options: UpOptions) -> None:
 
     with failure.remembered():
         use_bundle(caller_path(options.offline))
-        plan = planned(options)
-        profile = options.profile
+        recipe = recipes.named(options.recipe) if options.recipe else None
+        plan = planned(chosen(options, recipe) if recipe else options)
+        profile = options.profile or (recipe.profile if recipe and plan.device == DOCKER else "")
         if plan.device == GPU and options.quantization:
             profile = profile or capabilities.find(os.environ)[1].profile
         profile, flags = profiles.with_quantization(

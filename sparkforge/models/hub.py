@@ -22,10 +22,11 @@ from pathlib import Path
 
 from sparkforge.core import paths
 from sparkforge.core.console import download_bar, echo, say
+from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError, IntegrityError, StorageError, UsageError
 from sparkforge.core.files import CHUNK, fsync_directory, locked, require_space, sha256_file, write_json
 from sparkforge.core.program import ArgumentParser, exit_code
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.models.hub_source import NOTE, CheckpointSource, Mirror, Note, RemoteFile
 from sparkforge.plan import architecture
 from validate.facts import checkpoint
@@ -45,6 +46,7 @@ WANTED = (
     "model.safetensors.index.json",
     "*.safetensors",
 )
+FIRST = ("config.json", checkpoint.INDEX)  # by which a model is judged before its weights are fetched
 WORKERS = 4  # files at a time: one connection seldom fills a line
 
 
@@ -75,7 +77,9 @@ def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = 
         if different or not target.exists():
             missing = _missing(work, different)
             require_space(work, sum(file.size - _size(_part(work, file)) for file in missing), source.name)
-            _fetch_all(source, work, missing)
+            _fetch_all(source, work, [file for file in missing if file.name in FIRST])
+            _require_known(target, work, files, source.repository)
+            _fetch_all(source, work, [file for file in missing if file.name not in FIRST])
         _check(target, work, files, different, source.repository)
         if not target.exists():
             for stale in work.glob(".*.part"):
@@ -221,6 +225,24 @@ def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:
     return missing
 
 
+def _require_known(target: Path, work: Path, files: list[RemoteFile], repository: str) -> None:
+    """Raise InputError, with the nearest recipe, for a model of no family, or whose config lies about its tensors."""
+    config, index = (next((f / name for f in (work, target) if (f / name).is_file()), work / name) for name in FIRST)
+    total = sum(file.size for file in files if file.name.endswith(".safetensors"))
+    what, why = f"{repository} is not what its config.json says", ""
+    try:
+        model = architecture.read(config)
+        metadata = read_json(index, largest=checkpoint.HEADER_LIMIT).get("metadata") if index.is_file() else None
+        stored = metadata.get("total_size") if isinstance(metadata, dict) else None
+        why = model.disagreement(stored) if type(stored) is int else ""
+    except InputError as error:
+        what, why = f"{repository} is not fetched: {error.what}", error.why
+    except (DocumentError, AttributeError) as error:
+        what, why = f"{repository} is not fetched", str(error)
+    if why:
+        raise InputError(what, why, models.advice(total), code="input.model")
+
+
 def _fetch_all(source: CheckpointSource, work: Path, files: list[RemoteFile]) -> None:
     """Fetch files side by side, the largest first. The first failure, or Ctrl-C, ends them all; parts are kept."""
     stopping, counting = threading.Event(), threading.Lock()
@@ -300,7 +322,7 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
     if problems := models.differences(config, repository):
         raise InputError(
             f"this checkpoint is not {repository}",
-            f"its config.json has {'; '.join(problems[:3])} (sparkforge/models/models.toml)",
+            f"its config.json has {'; '.join(problems[:3])} (sparkforge/recipes)",
             f"check the mirror, or name the model that it is; then rm -r {work}",
             code="input.model",
         )

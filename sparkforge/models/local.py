@@ -6,6 +6,7 @@ Hugging Face's cache (huggingface_hub, "Understand caching") has a folder `model
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from sparkforge.core import files, paths
 from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError, StorageError
-from sparkforge.models import table
+from sparkforge.models import recipes
 from sparkforge.plan import families
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -106,7 +107,9 @@ def family_of(folder: Path) -> str:
         name = families.name_of(content, folder.name)
         families.stored(content, name, folder.name)
     except InputError as error:
-        raise InputError(f"{folder.name} cannot be served: {error.what}", error.why, fix, code="input.model") from error
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        failure = f"{folder.name} cannot be served: {error.what}"
+        raise InputError(failure, error.why, recipes.advice(size or math.inf), code="input.model") from error
     return name
 
 
@@ -149,7 +152,7 @@ def _snapshot(cache: Path, repository: str, revision: str) -> Path | None:
     reference = cache / "refs" / (revision or "main")
     commit_of_ref = reference.read_text(encoding="utf-8").strip() if reference.is_file() else ""
     snapshots = sorted(path for path in cache.glob("snapshots/*") if path.is_dir())
-    commits = [revision, commit_of_ref] if revision else [table.pinned_revision(repository), commit_of_ref]
+    commits = [revision, commit_of_ref] if revision else [recipes.pinned_revision(repository), commit_of_ref]
     wanted = [path for commit in commits for path in snapshots if path.name == commit]
     if not revision and len(snapshots) == 1:
         wanted += snapshots

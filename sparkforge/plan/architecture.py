@@ -25,18 +25,23 @@ KV_BYTES = {"bf16": 2, "fp8": 1}  # a key or value element; vLLM's --kv-cache-dt
 KV_BLOCK = 16  # tokens a block of the KV cache: vLLM 0.32.0, vllm/config/cache.py DEFAULT_BLOCK_SIZE
 STEPS_UNDER_WAY = 2  # with asynchronous scheduling, vLLM's own choice: vllm/config/vllm.py, max_concurrent_batches
 DECODING = STEPS_UNDER_WAY  # tokens that a decoding sequence has in flight: one a step
+TOLERANCE = 0.02  # of the bytes that config.json promises: scales of FP8 blocks, and what formulas leave out
 LARGEST = 10**9  # no size in a config.json is larger; keeps arithmetic within sense
 CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 
 
 class KnownModel(Record):
-    """The sizes in a model's config.json, and their source. `tensor_bytes`: of all weights, None if not known."""
+    """The sizes in a model's config.json, and their source. `tensor_bytes`: of all weights, None if not known.
+
+    `repository` is OWNER/NAME on the hub, empty for none.
+    """
 
     config: dict[str, Any]
     source: str
-    sizes: str = ""  # a safetensors file beside the table whose metadata has the sizes
+    sizes: str = ""  # a safetensors file, by its path from the recipe, whose metadata has the sizes
     tensor_bytes: int | None = None
     tensor_bytes_source: str = ""
+    repository: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Architecture:
     intermediate: int
     active: int
     expert_layers: int
+    draft_layers: int
     sliding_layers: int
     linear_layers: int
     window: int
@@ -139,6 +145,17 @@ class Architecture:
     def weight_bytes(self, dense: DenseFormat = BF16) -> int:
         """Bytes of all weights; by default as the checkpoint stores them."""
         return sum(part.bytes for part in self.parts(dense))
+
+    def disagreement(self, stored: int) -> str:
+        """Return how a checkpoint's `stored` bytes of tensors contradict its config.json; empty if they do not.
+
+        A draft layer, which is on disk and not loaded, is about as large as the largest layer.
+        """
+        expected = self.weight_bytes()
+        draft = self.draft_layers * (self.experts * self.expert_bytes + 4 * self.hidden * self.hidden)
+        if expected * (1 - TOLERANCE) <= stored <= (expected + draft) * (1 + TOLERANCE):
+            return ""
+        return f"config.json promises {expected / 1e9:.2f} GB of tensors, the files have {stored / 1e9:.2f}"
 
     def padding_bytes(self, align: int) -> int:
         """Bytes that a kernel adds when it pads MXFP4 experts' sizes to multiples of `align` (1: none)."""

@@ -18,7 +18,7 @@ from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("families.toml")
-LIST = "./inv plan --help   # names models that are known"
+LIST = "./inv models   # lists the families and recipes that are known"
 UNQUANTIZED = "none"
 Form = Literal["bf16", "fp8", "mxfp8", "mxfp4"]
 OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -79,6 +79,7 @@ class Sizes(Record):
     intermediate: Formula = "0"  # of one routed expert
     active: Formula = "top_k * intermediate"  # width of all MLPs of a layer that a token takes
     expert_layers: Formula = "layers"
+    draft_layers: Formula = "0"  # on disk and not loaded
     sliding_layers: Formula = "0"
     linear_layers: Formula = "0"
     window: Formula = "0"
@@ -118,7 +119,7 @@ class Chat(Record):
 
 
 class Family(Record):
-    """One row. A serve profile's flags in `without` are left out: they are for experts that the family has not.
+    """One row. A serve profile's flags and variables in `without` are left out: they are for other experts.
 
     `served` is the model that is served where none is named. `attention` says of which kind it is, with `sinks` or
     without; `attention_backends` are those that vLLM may select on 12.x, none for no claim. `gate` says what the
@@ -164,6 +165,12 @@ def load(table: Path = TABLE) -> Mapping[str, Family]:
 def default() -> str:
     """Return the family of the models that are served where none is named."""
     return next(iter(load()))
+
+
+def defaults() -> tuple[str, ...]:
+    """Return the models that are served where none is named: the large one, and the tiny one without a GPU."""
+    row = load()[default()]
+    return row.served, row.tiny
 
 
 def name_of(config: Any, where: str) -> str:

@@ -62,14 +62,15 @@ class Subject:
     source: str
     model: Architecture
     on_disk: int | None = None
+    recipe: str = ""
 
 
 def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
     """Return the model: a name in `known`, a folder, or a config.json. Raises InputError."""
-    if (row := known.get(name.removeprefix("openai/"))) is not None:
-        name = name.removeprefix("openai/")
-        model = architecture.parse(row.config, f"sparkforge/models/models.toml, {name}")
-        return Subject(name, row.source, model, row.tensor_bytes)
+    name = next((own for own, row in known.items() if row.repository == name), name) if "/" in name else name
+    if (row := known.get(name)) is not None:
+        model = architecture.parse(row.config, f"sparkforge/recipes/{name}.toml")
+        return Subject(name, row.source, model, row.tensor_bytes, name)
     try:
         path = Path(name).expanduser()
         exists = path.exists()
@@ -168,7 +169,7 @@ def make_plan(
         loading=_loading(device, subject.on_disk or model.weight_bytes()),
         profiles=verdicts,
         recommended=recommended.name if recommended else "",
-        advice=_advice(model, device, load, recommended, nearest),
+        advice=_advice(subject, device, load, recommended, nearest),
         cited=speed.against(model, device, figures) if is_cited else [],
         measured=_measured(subject, device, load) if request.device == devices.THIS else [],
         cluster=cluster.make(model, device, load, nodes) if nodes else None,
@@ -292,13 +293,14 @@ def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -
 
 
 def _advice(
-    model: Architecture, device: Device, load: Workload, recommended: ProfileFit | None, nearest: ProfileFit | None
+    subject: Subject, device: Device, load: Workload, recommended: ProfileFit | None, nearest: ProfileFit | None
 ) -> str:
     """Say the next command, or what to change, in one line."""
-    if not budget.fits(model, device, load):
-        return _smaller(model, device, load)
+    if not budget.fits(subject.model, device, load):
+        return _smaller(subject.model, device, load)
     if recommended:
-        return "./inv up" if "embedded" in device.profiles else f"./inv up --device docker --profile {recommended.name}"
+        up = f"./inv up {subject.recipe}".rstrip() if subject.recipe not in families.defaults() else "./inv up"
+        return up if "embedded" in device.profiles else f"{up} --device docker --profile {recommended.name}"
     if nearest is None:
         return f"{PROFILES} has no profile for this device; its flags are for a Spark and for processors"
     against = "; ".join(nearest.against)

@@ -32,7 +32,7 @@ def report(
 ) -> None:
     """Compute the plan and print it.
 
-    `known` are the models of sparkforge/models/models.toml, `figures` those of sparkforge/bench/baselines.toml, and
+    `known` are the models of sparkforge/recipes, `figures` those of sparkforge/bench/baselines.toml, and
     `gpu` is the name of this machine's GPU, for the device `this`. Raises InputError and UsageError; RefusalError,
     after the plan was printed, if it does not fit.
     """

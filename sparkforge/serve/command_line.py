@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sparkforge.core.errors import UsageError
 from sparkforge.core.vllm_flags import HEADLESS, HOST, PORT, flag_value, meant
-from sparkforge.models import local, table
+from sparkforge.models import local, recipes
 from sparkforge.models.harmony import offline_environment
 from sparkforge.serve import access
 from sparkforge.serve.profiles import ServeProfile
@@ -93,7 +93,7 @@ def api_names(model_id: str) -> tuple[str, ...]:
     owner, _, name = model_id.rpartition("/")
     if owner:
         return model_id, name
-    return (model_id, *table.repositories(model_id))
+    return (model_id, *recipes.repositories(model_id))
 
 
 def served_name(directory: Path) -> str:

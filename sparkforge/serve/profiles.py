@@ -96,7 +96,11 @@ class ServeProfiles(Record):
 
         def changed(profile: ServeProfile) -> ServeProfile:
             flags = {**profile.flags, **(family.flags() if profile.family else {})}
-            return profile.model_copy(update={"flags": {f: s for f, s in flags.items() if f not in family.without}})
+            kept = {
+                "flags": {name: reason for name, reason in flags.items() if name not in family.without},
+                "environment": {n: reason for n, reason in profile.environment.items() if n not in family.without},
+            }
+            return profile.model_copy(update=kept)
 
         rows = {"profiles": self.profiles, "bases": self.bases}
         return self.model_copy(

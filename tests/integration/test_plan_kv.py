@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.plan.architecture import KV_BLOCK, STEPS_UNDER_WAY, parse
 
 pytestmark = pytest.mark.integration

@@ -44,7 +44,7 @@ from sparkforge.doctor import signatures
 from sparkforge.image import inspect, oci, provenance, signing, trust, versions
 from sparkforge.image.attached import Attached
 from sparkforge.models import hub
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.models.hub_source import Mirror
 from sparkforge.patching import hunks
 from sparkforge.patching import wheels as patched_wheels
@@ -780,7 +780,9 @@ def _parsers() -> Iterator[Parser]:
     yield Parser(
         "profiles", _files("sparkforge/serve/profiles.toml"), _loaded(profiles.load, "profiles.toml"), cost=4.0
     )
-    yield Parser("models", _files("sparkforge/models/models.toml"), _loaded(models.load, "models.toml"), cost=4.0)
+    yield Parser(
+        "recipe", _files("sparkforge/recipes/gpt-oss-120b.toml"), _loaded(models.read, "recipe.toml"), cost=4.0
+    )
     yield Parser("peaks", _texts('{"schema": 1, "contexts": {"c": {"m/a.o": {"peak": 1, "cpu": 1.5}}}}'), _read_peaks)
     yield Parser("server-record", _record, _read_state("server.json", lambda state: record.read(state / "server.json")))
     yield Parser("failure-record", _texts(

@@ -43,7 +43,7 @@ def _model_files(view: View) -> CheckResult:
     fix="--model DIR of a checkpoint of a known family",
     about=(
         "`config.json`'s `model_type`, `architectures` and `quantization_config` must be those of a row of "
-        "`sparkforge/plan/families.toml`, and its sizes must make sense."
+        "`sparkforge/plan/families.toml`; its sizes must make sense, and be those of the tensors within 2 %."
     ),
 )
 def _model_format(view: View) -> CheckResult:
@@ -54,4 +54,6 @@ def _model_format(view: View) -> CheckResult:
         return failed(f"{error.what}: {error.why}")
     if config.get("model_type") != view.text("model.model_type"):
         return failed(f"model_type is {view.text('model.model_type')}, config.json says {config.get('model_type')}")
+    if lie := model.disagreement(int(view.number("model.weight_bytes"))):
+        return failed(lie, "copy or download the checkpoint again: config.json is not of these files")
     return passed(f"{model.family}, experts in {model.experts_form}, other layers in {model.dense_form}")

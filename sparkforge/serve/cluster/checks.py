@@ -13,7 +13,7 @@ from ipaddress import IPv4Interface
 from pathlib import Path
 
 from sparkforge.core.errors import InputError, RefusalError, SparkforgeError
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.pins import locks
 from sparkforge.plan import architecture, choose
 from sparkforge.plan import cluster as plan

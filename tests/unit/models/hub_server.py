@@ -7,7 +7,7 @@ import re
 import threading
 import time
 
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

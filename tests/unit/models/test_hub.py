@@ -16,7 +16,7 @@ import pytest
 from sparkforge.core import errors
 from sparkforge.core.paths import ROOT
 from sparkforge.models import hub
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.models.hub_online import Hub
 from sparkforge.models.hub_source import Mirror
 

@@ -7,10 +7,10 @@ import pytest
 
 from sparkforge.core import files, paths
 from sparkforge.core.errors import StorageError
-from sparkforge.models import local, table
+from sparkforge.models import local, recipes
 
 NAME = "openai/gpt-oss-120b"
-PINNED = table.pinned_revision(NAME)
+PINNED = recipes.pinned_revision(NAME)
 
 
 @pytest.fixture(autouse=True)

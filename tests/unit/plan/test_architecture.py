@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sparkforge.core.errors import InputError
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.models import tiny
 from sparkforge.plan import architecture
 from sparkforge.plan.architecture import parse

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.plan import budget, devices
 from sparkforge.plan.architecture import parse
 from sparkforge.plan.budget import Workload

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sparkforge.core.errors import UsageError
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.plan import budget, cluster, devices, roofline
 from sparkforge.plan.architecture import parse
 from sparkforge.plan.budget import Workload

@@ -37,7 +37,7 @@ LING = {
     "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768, "intermediate_size": 6144,
     "first_k_dense_replace": 2, "layer_group_size": 6, "kv_lora_rank": 512, "q_lora_rank": None,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "short_conv_kernel_size": 4,
-    "max_position_embeddings": 262144,
+    "max_position_embeddings": 262144, "num_nextn_predict_layers": 1,
     "quantization_config": {"quant_method": "fp8", "routed_experts_quant_method": "mxfp4"},
 }  # fmt: skip
 
@@ -84,8 +84,12 @@ def test_no_code_names_a_family():
 
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [(QWEN3_MOE, 30_532_122_624), (QWEN3, 1_720_574_976)],
-    ids=["30.5B of the card", "1.7B of the card"],
+    [
+        (QWEN3_MOE, 30_532_122_624),
+        (QWEN3, 1_720_574_976),
+        ({**QWEN3, "hidden_size": 1024, "intermediate_size": 3072}, 596_049_920),
+    ],
+    ids=["30.5B of the card", "1.7B of the card", "0.6B of the card"],
 )
 def test_weights_are_those_that_are_published(config, parameters):
     assert parse(config, "t").weight_bytes() == 2 * parameters
@@ -95,10 +99,12 @@ def test_ling_flash_is_as_large_as_published():
     """127.5 billion weights with the draft layer, 124 without it; 70.4 GB on disk, 64.3 loaded (docs: its recipe)."""
     model = parse(LING, "t")
     count = sum(part.count + part.plain for part in model.parts())
-    draft = model.expert * model.experts + 2 * model.hidden**2
+    draft = model.expert * model.experts
     assert 123.5e9 < count < 124.6e9
-    assert abs(count + draft - 127.5e9) < 0.5e9
-    assert 66e9 < model.weight_bytes() < 70.4e9
+    assert abs(count + draft - 127.5e9) < 0.3e9
+    assert abs(model.weight_bytes() + model.experts * model.expert_bytes - 70.4e9) < 0.2e9
+    assert not model.disagreement(70_400_000_000)
+    assert "promises" in model.disagreement(128_400_000_000)
     assert (model.full_layers, model.linear_layers, model.expert_layers) == (7, 35, 40)
 
 

@@ -12,7 +12,7 @@ from sparkforge.cli import program
 from sparkforge.core import tables
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.paths import ROOT
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.plan import choose, devices, document, planner, screen
 from sparkforge.plan.document import Plan
 from sparkforge.plan.planner import PlanRequest

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.plan import devices, roofline
 from sparkforge.plan.architecture import parse
 from sparkforge.plan.budget import Workload

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sparkforge.core.errors import ServerError
 from sparkforge.core.paths import ROOT
-from sparkforge.models import table
+from sparkforge.models import recipes
 from sparkforge.pins import patched
 from sparkforge.serve import access, entrypoint, restarts, settings
 from sparkforge.serve import health as healthy
@@ -89,7 +89,7 @@ def site(tmp_path_factory, patched_wheel):
 def model(tmp_path):
     folder = tmp_path / "my-gpt-oss"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(dict(table.load()["tiny-gpt-oss"].config)))
+    (folder / "config.json").write_text(json.dumps(dict(recipes.load()["tiny-gpt-oss"].config)))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_text("{}")
     header = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()

@@ -6,7 +6,7 @@ import pytest
 
 from sparkforge.core.errors import RefusalError
 from sparkforge.image.compose import Service
-from sparkforge.models import table
+from sparkforge.models import recipes
 from sparkforge.serve import memory_plan
 
 
@@ -23,7 +23,7 @@ def judged(monkeypatch):
 def model(tmp_path):
     folder = tmp_path / "gpt-oss-20b"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(dict(table.load()["gpt-oss-20b"].config)))
+    (folder / "config.json").write_text(json.dumps(dict(recipes.load()["gpt-oss-20b"].config)))
     header = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
     return folder

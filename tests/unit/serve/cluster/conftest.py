@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.models import table as models
+from sparkforge.models import recipes as models
 from sparkforge.plan.architecture import parse
 from sparkforge.serve.cluster import discover
 from sparkforge.serve.cluster.checks import ClusterFacts

@@ -1,0 +1,191 @@
+"""Recipes: one file a model in sparkforge/recipes, with what is fetched, how it is served, and what was shown of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich.box import SIMPLE
+from rich.table import Table
+
+from sparkforge.core import tables
+from sparkforge.core.console import console, echo_json, say
+from sparkforge.core.documents import parse_json
+from sparkforge.core.errors import InputError
+from sparkforge.core.tables import Record
+from sparkforge.plan import architecture, families
+from sparkforge.plan.architecture import Architecture, KnownModel
+from sparkforge.plan.families import Reason
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+HEADER_BYTES = 10_000_000  # of a safetensors file; ours has 20 kB
+UNKNOWN = "unknown"  # a revision that we could not read: the hub is asked for its main branch
+# Names of sizes in training/ → in config.json.
+NAMES = {
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "experts": "num_local_experts",
+    "top_k": "num_experts_per_tok",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+}
+
+
+class Shown(Record):
+    """One thing that was shown of a recipe: what, where, and by whom or which command."""
+
+    what: str = Field(min_length=1)
+    where: str = Field(min_length=1)
+    how: str = Field(min_length=1)
+
+
+class MemoryPlan(Record):
+    """What the recipe is for: a row of devices.toml, tokens a sequence, sequences at once, machines."""
+
+    device: str
+    context: int = Field(ge=1)
+    concurrency: int = Field(ge=1)
+    machines: int = Field(default=1, ge=1)
+
+
+class Recipe(KnownModel):
+    """A model to serve. `repository` is OWNER/NAME, empty for a checkpoint that we write.
+
+    `revision` is a commit or `unknown`, with its source. `profile` is the serve profile on a Spark; `flags` come behind
+    its flags, each with a reason. `shown` is empty if nobody has shown anything of it.
+    """
+
+    about: str
+    repository: str = Field(default="", pattern=r"^([\w.-]+/[\w.-]+)?$")
+    revision: str = Field(default=UNKNOWN, pattern=r"^([0-9a-f]{40}|unknown)$")
+    revision_source: str = ""
+    family: str
+    stacks: tuple[str, ...] = Field(min_length=1)
+    profile: str
+    flags: dict[str, Reason] = Field(default_factory=dict)
+    plan: MemoryPlan
+    shown: tuple[Shown, ...] = ()
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return the flags as arguments."""
+        return tuple(f"{flag}={reason.value}" if reason.value != "" else flag for flag, reason in self.flags.items())
+
+
+def load(folder: Path = FOLDER) -> dict[str, Recipe]:
+    """Return every recipe by name. Raises InputError."""
+    return {file.stem: read(file) for file in sorted(folder.glob("*.toml"))}
+
+
+@cache
+def read(file: Path) -> Recipe:
+    """Read one recipe. Raises InputError, also for a family that its configuration is not of."""
+    recipe = tables.load(file, Recipe)
+    if recipe.sizes:
+        sizes = _sizes(file.parent / recipe.sizes)
+        recipe = recipe.model_copy(update={"config": {**recipe.config, **sizes}})
+    if recipe.family != families.name_of(recipe.config, file.name):
+        why = f"family is {recipe.family!r}, its config is of {families.name_of(recipe.config, file.name)}"
+        raise InputError(f"{file.name} is malformed", why, f"correct {file.name}", code="input.table")
+    return recipe
+
+
+def named(name: str) -> Recipe:
+    """Return one recipe. Raises InputError, with the names that there are, for an unknown one."""
+    known = load()
+    if name not in known:
+        why = f"there are {', '.join(known)}"
+        raise InputError(f"there is no recipe {name[:80]!r}", why, families.LIST, code="input.config")
+    return known[name]
+
+
+def of_repository(repository: str) -> Recipe | None:
+    """Return the recipe of a repository; None if there is none. Raises InputError."""
+    return next((recipe for recipe in load().values() if recipe.repository == repository), None)
+
+
+def pinned_revision(repository: str) -> str:
+    """Return the revision pinned for a repository; empty if there is none. Raises InputError."""
+    recipe = of_repository(repository)
+    return recipe.revision if recipe and recipe.revision != UNKNOWN else ""
+
+
+def repositories(name: str) -> tuple[str, ...]:
+    """Return the repository of the recipe of this name; nothing for another."""
+    recipe = load().get(name)
+    return (recipe.repository,) if recipe and recipe.repository else ()
+
+
+def differences(config: Mapping[str, Any], repository: str) -> list[str]:
+    """Return how a config.json differs from that of the recipe for its repository, or of this name."""
+    recipe = of_repository(repository) or (load().get(repository) if "/" not in repository else None)
+    expected = recipe.config if recipe else {}
+    different = {
+        key: value for key, value in expected.items() if not isinstance(value, dict) and config.get(key) != value
+    }
+    return [f"{key} {str(config.get(key))[:40]} instead of {value}" for key, value in different.items()]
+
+
+def nearest(size: float = math.inf, fits: Callable[[Recipe], bool] = lambda _recipe: True) -> str:
+    """Return the recipe whose weights are nearest to `size` bytes, of those that `fits` takes; empty if none does."""
+    known = {name: recipe for name, recipe in load().items() if recipe.repository and fits(recipe)}
+    sizes = {name: architecture.parse(recipe.config, name).weight_bytes() for name, recipe in known.items()}
+    return min(sizes, key=lambda name: abs(math.log(sizes[name] / min(max(size, 1.0), 1e13))), default="")
+
+
+def advice(size: float = math.inf, fits: Callable[[Recipe], bool] = lambda _recipe: True) -> str:
+    """Return the next command after a refusal: the nearest recipe's, or the list of all."""
+    name = nearest(size, fits)
+    return f"./inv plan {name}   # the nearest recipe: {load()[name].about}" if name else families.LIST
+
+
+def report(*, as_json: bool) -> None:
+    """Print every family and recipe, with what was shown of each."""
+    if as_json:
+        recipes = {name: recipe.model_dump(mode="json", exclude={"config"}) for name, recipe in load().items()}
+        rows = {name: {"about": row.about, "model_type": row.model_type} for name, row in families.load().items()}
+        echo_json({"families": rows, "recipes": recipes})
+        return
+    table = Table("family", "what it is", "weights in", title="families", box=SIMPLE)
+    for name, row in families.load().items():
+        table.add_row(name, row.about, ", ".join(row.quantization))
+    console().print(table)
+    table = Table("recipe", "family", "GB", "stacks", "revision", title="recipes", box=SIMPLE)
+    for name, recipe in load().items():
+        size, revision = weights(recipe).weight_bytes() / 1e9, recipe.revision[:12] if recipe.repository else "ours"
+        table.add_row(name, recipe.family, f"{size:.1f}", ", ".join(recipe.stacks), revision)
+    console().print(table)
+    for name, recipe in load().items():
+        shown = "; ".join(f"{row.what} ({row.where}; {row.how})" for row in recipe.shown)
+        say(f"{name}: {shown or 'nothing was shown of it'}")
+
+
+def weights(recipe: Recipe) -> Architecture:
+    """Return the recipe's sizes. Raises InputError."""
+    return architecture.parse(recipe.config, recipe.repository or recipe.about)
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """Return the sizes in a safetensors file's metadata by config.json's names; none if there is no such file.
+
+    Its README has the layout: header length, then JSON. Without sizes only a plan for this very model is refused.
+    """
+    if not file.exists():
+        return {}
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = parse_json(opened.read(min(size, HEADER_BYTES)), file.name)
+        sizes = parse_json(header["__metadata__"]["sizes"], file.name)
+        return {config: int(sizes[name]) for name, config in NAMES.items()}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise InputError(
+            f"the sizes in {file.name} cannot be read",
+            f"{type(error).__name__}: {' '.join(str(error).split())}",
+            f"git checkout sparkforge/models/{file.name}",
+            code="input.table",
+        ) from error

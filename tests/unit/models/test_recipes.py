@@ -1,0 +1,103 @@
+"""Recipes: each fits what it is for, is listed with what was shown, and a wrong one is refused with a near one."""
+
+import json
+
+import pytest
+
+from sparkforge import pins
+from sparkforge.cli import program
+from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.models import hub, local, recipes
+from sparkforge.models.hub_source import Mirror
+from sparkforge.plan import choose, devices, families, planner
+from sparkforge.plan.planner import PlanRequest
+from sparkforge.serve import profiles, recipe_check
+
+KNOWN = recipes.load()
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_recipe_fits_its_device_by_its_profile_on_each_of_its_stacks(name):
+    recipe = KNOWN[name]
+    assert recipe.source
+    assert recipe.revision_source or not recipe.repository
+    assert set(recipe.stacks) <= set(pins.load().stacks)
+    for stack in set(recipe.stacks) - {"embedded"}:
+        rows = choose.read_profiles(profiles.load(stack=stack, family=recipe.family))
+        request = PlanRequest(name, recipe.plan.device, str(recipe.plan.context), str(recipe.plan.concurrency))
+        subject, device = planner.read_subject(name, KNOWN), devices.named(recipe.plan.device)
+        load = planner.read_load(request, subject.model, device, rows)
+        plan = planner.make_plan(subject, device, load, rows, request)
+        assert recipe.profile in [row.name for row in plan.profiles if not row.against]
+
+
+def test_the_small_model_fits_a_machine_of_8_gb():
+    machine = devices.describe("", 8 * GIB, 7 * GIB, None)
+    recipe_check.require_fit("qwen3-0.6b", KNOWN["qwen3-0.6b"], "embedded", machine, "embedded")
+
+
+def test_what_does_not_fit_is_refused_with_the_largest_that_does():
+    machine = devices.describe("", 8 * GIB, 7 * GIB, None)
+    with pytest.raises(RefusalError, match="GiB are missing", check=lambda e: "qwen3-0.6b" in e.fix):
+        recipe_check.require_fit("gpt-oss-120b", KNOWN["gpt-oss-120b"], "embedded", machine, "embedded")
+
+
+def test_a_recipe_of_another_stack_is_refused_with_one_of_this():
+    with pytest.raises(UsageError, match="not for the stack embedded", check=lambda e: "qwen3-0.6b" in e.fix):
+        recipe_check.require("qwen3-30b-a3b-fp8", KNOWN["qwen3-30b-a3b-fp8"], "embedded", "embedded")
+
+
+def test_up_takes_a_recipe_and_refuses_it_beside_a_model(capsys):
+    assert program.main(["up", "qwen3-0.6b", "--model", "/x", "--device", "embedded"]) == UsageError.exit_code
+    assert "both name a model" in capsys.readouterr().err
+    assert program.main(["up", "qwen4", "--device", "embedded"]) == InputError.exit_code
+    assert "./inv models" in capsys.readouterr().err
+
+
+def test_models_lists_every_family_and_recipe(capsys):
+    assert program.main(["models"]) == 0
+    printed = "".join(capsys.readouterr())
+    assert all(name in printed for name in (*families.load(), *KNOWN))
+    assert program.main(["models", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert (set(listed["families"]), set(listed["recipes"])) == (set(families.load()), set(KNOWN))
+
+
+def test_a_recipe_is_fetched_by_its_repository_and_planned_by_both_names(capsys):
+    assert program.main(["model.fetch", "qwen3-0.6b", "--mirror", "/nowhere"]) != 0
+    assert "Qwen/Qwen3-0.6B" in capsys.readouterr().err
+    assert planner.read_subject("Qwen/Qwen3-0.6B", KNOWN) == planner.read_subject("qwen3-0.6b", KNOWN)
+
+
+CONFIG = KNOWN["qwen3-0.6b"].config
+GOOD = recipes.weights(KNOWN["qwen3-0.6b"]).weight_bytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "message"),
+    [
+        ({**CONFIG, "model_type": "glm4_moe"}, GOOD, "another architecture"),
+        ({**CONFIG, "quantization_config": {"quant_method": "fp8", "config_groups": {"a": 1, "b": 2}}}, GOOD, "format"),
+        ({**CONFIG, "num_hidden_layers": 40}, GOOD, "promises"),
+    ],
+)
+def test_a_wrong_model_is_refused_before_its_weights_are_fetched(tmp_path, config, total, message):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    index = {"metadata": {"total_size": total}, "weight_map": {"a": "model.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "model.safetensors").write_bytes(b"weights")
+    target = tmp_path / "target"
+    with pytest.raises(InputError, check=lambda e: message in f"{e.what} {e.why}" and "nearest recipe" in e.fix):
+        hub.fetch_checkpoint(Mirror(source, "somebody/model", ""), target)
+    assert not [
+        file for file in tmp_path.rglob("*model.safetensors*") if "source" not in str(file) and "index" not in str(file)
+    ]
+
+
+def test_a_folder_of_no_family_is_refused_with_the_nearest_recipe(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe"}))
+    with pytest.raises(InputError, match="cannot be served", check=lambda e: "nearest recipe" in e.fix):
+        local.family_of(tmp_path)
