@@ -219,7 +219,7 @@ def main() -> None:
     version = Path("/proc/driver/nvidia/version")
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "commit": arguments.commit, "library": precompile.file_name(precompile.HOPPER, hopper.TARGET), "blocks": BLOCKS,
+        "commit": arguments.commit, "library": precompile.file_name(*hopper.LIBRARIES[9, 0]), "blocks": BLOCKS,
         "driver": version.read_text(encoding="utf-8").splitlines()[0] if version.exists() else "", "failed": {},
     }  # fmt: skip
     small = LayerPlan(5, 3, (4, 1), BLOCKS)

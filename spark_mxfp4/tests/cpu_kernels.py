@@ -33,9 +33,10 @@ def shared_library(folder: Path, unit: str, *sources: str, change: Callable[[str
     return str(library)
 
 
-def set_processors(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the GPU that hopper.py sees one of so many multiprocessors."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=number))
+def set_processors(number: int, monkeypatch: pytest.MonkeyPatch, shared: int = 232_448) -> None:
+    """Make the GPU that hopper.py sees one of so many multiprocessors, with `shared` bytes of memory for a block."""
+    properties = SimpleNamespace(multi_processor_count=number, shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
 
 def activations(tokens: int, hidden: int) -> torch.Tensor:

@@ -3,16 +3,25 @@
 They run in device/.
 """
 
+import itertools
 import re
 import subprocess
 
 import pytest
 
-from spark_mxfp4.kernels import hopper, precompile
+from spark_mxfp4.kernels import precompile
+from spark_mxfp4.kernels.layout import CHUNK_BYTES
 from spark_mxfp4.kernels.offline import NVDISASM
 
 # ptxas: C7512 and C7520 say that it made the matrix instructions wait for each other.
 WAITING = re.compile(r"\(C75(?:12|20)\)")
+# Of a GB10: bytes of memory a second, multiprocessors, each with four schedulers, a low clock under load in Hz, and the
+# rate of bf16 products: docs/performance.md has the sources.
+BANDWIDTH, PROCESSORS, CLOCK, FLOPS = 234e9, 48, 2.0e9, 213e12
+SLOTS = CHUNK_BYTES / (BANDWIDTH / PROCESSORS) * CLOCK
+MATRIX_CYCLES = 2 * 16 * 8 * 16 / (FLOPS / PROCESSORS / 4) * CLOCK
+# Rows of 64, split and tokens of shapes 4 to 9 → instructions for 64 x 64 weights, as docs/performance.md has them.
+COUNTS = {(1, 3, 8): 82, (3, 1, 8): 80, (2, 2, 8): 89, (3, 1, 16): 96, (3, 1, 32): 116, (2, 1, 64): 172}
 
 
 def compile_unit(nvcc, unit, target, output):
@@ -27,9 +36,36 @@ def compile_unit(nvcc, unit, target, output):
 
 def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path, nvcc):
     for unit in sorted((precompile.FOLDER / "hopper_units").glob("*.cu")):
-        said = compile_unit(nvcc, unit, hopper.TARGET, tmp_path / "unit.cubin")
+        said = compile_unit(nvcc, unit, "90a", tmp_path / "unit.cubin")
         assert said.count("Compiling entry function") == 2
         assert not WAITING.search(said), said
+
+
+def stage_path(kernel, matrix):
+    """Return the fewest instructions of a warp for one stage of weights with `matrix` matrix instructions.
+
+    The stage is one round of the smallest loop with most of them, where no barrier lets the warp wait. `kernel` is
+    nvdisasm's text of one.
+    """
+    labels, code = {}, []
+    for line in kernel.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    targets = {at: re.search(r"\bBRA.*`\((\.L_x_\d+)\)", text) for at, text in enumerate(code)}
+    branches = {at: labels[found[1]] for at, found in targets.items() if found}
+    matrices = [0, *itertools.accumulate("HMMA" in text for text in code)]
+    loops = [(matrices[head] - matrices[end + 1], end - head, head) for end, head in branches.items() if head <= end]
+    _, length, head = min(loops)
+    paths = {head: {0: 1}}  # place → matrix instructions of a path to it → its fewest instructions
+    for at in range(head, head + length):
+        after = [] if re.match(r"(BRA|EXIT)\s", code[at]) else [at + 1]
+        after += [branches[at]] if at < branches.get(at, 0) <= head + length else []
+        for place, (number, count) in itertools.product(after, paths.get(at, {}).items()):
+            known, number_then = paths.setdefault(place, {}), number + ("HMMA" in code[place])
+            known[number_then] = min(count + 1, known.get(number_then, count + 1))
+    return paths[head + length][matrix]
 
 
 @pytest.mark.parametrize(("target", "shapes"), [("90a", 9), ("121a", 6)])
@@ -40,8 +76,18 @@ def test_a_layer_of_few_tokens_compiles_for_hopper_and_for_the_spark(tmp_path, n
     code = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
     kernels = code.split(".section\t.text.")[1:]
     assert len(kernels) == shapes
+    counts = {}
     for kernel in kernels:
         assert "UBLKCP" in kernel  # bulk copies
         assert "SYNCS" in kernel  # mbarriers
         assert "HMMA.16816.F32.BF16" in kernel
         assert not re.search(r"BPT\.TRAP|\b(LDL|STL|HGMMA|USETMAXREG|UCGABAR)", kernel)
+        rows, split, step, tokens = map(int, re.findall(r"Li(\d+)E", kernel.partition(",")[0])[:4])
+        matrix = tokens // 8 * 4  # matrix instructions for a warp's 16 rows of 64 x 64 weights
+        counts[rows, split, tokens] = stage_path(kernel, step * matrix) / step
+        # While a GB10's memory brings 64 x 64 weights to one multiprocessor, each scheduler, which has one of the four
+        # warps, can issue SLOTS instructions: the kernel takes less than a fifth, and a third in the matrix unit.
+        assert counts[rows, split, tokens] < SLOTS / 5
+        assert matrix * MATRIX_CYCLES < SLOTS / 3
+    if target == "121a":
+        assert counts == pytest.approx(COUNTS, abs=3)

@@ -7,7 +7,7 @@ import torch
 
 import cpu_kernels
 from cpu_kernels import BF16, activations
-from spark_mxfp4.kernels import hopper
+from spark_mxfp4.kernels import hopper, tuning
 from spark_mxfp4.kernels.check import error, plain_swiglu, random_routing, random_weights, reference
 from spark_mxfp4.kernels.hopper import LayerPlan
 from spark_mxfp4.kernels.layout import pack
@@ -42,6 +42,7 @@ def library(tmp_path_factory):
     return loaded
 
 
+HOPPER_SHARED, GB10_SHARED = 232_448, 101_376  # bytes that a block can have
 PLANS = [
     LayerPlan(1, 1), LayerPlan(1, 3), LayerPlan(2, 1), LayerPlan(2, 2), LayerPlan(3, 2, (3, 1)),
     *(LayerPlan(shape, 2, (1, 1)) for shape in (4, 5, 6, 7, 8, 9)),
@@ -130,6 +131,45 @@ def test_no_warp_has_to_keep_up_with_the_others(library, monkeypatch, blocks, bl
     finally:
         library.make_slow(-1, -1)
     assert error(got, reference(x, weights, ids, shares)) < BF16
+
+
+@pytest.fixture
+def gb10(library, gpu_on_cpu, monkeypatch):
+    """A GPU of 48 multiprocessors with 99 KB for a block, and no kernels for each product."""
+    cpu_kernels.set_processors(48, monkeypatch, GB10_SHARED)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA GB10")
+    library.limit_bytes(GB10_SHARED)
+    yield
+    library.limit_bytes(HOPPER_SHARED)
+
+
+@pytest.mark.usefixtures("gb10")
+@pytest.mark.parametrize(
+    ("sizes", "top_k", "tokens", "shape"),
+    [
+        ((8, 96, 160), 4, 1, 5), ((8, 32, 64), 4, 2, 5), ((20, 64, 64), 4, 9, 5), ((4, 160, 96), 2, 13, 7),
+        ((4, 64, 64), 2, 33, 8), ((1, 96, 64), 1, 18, 8), ((2, 64, 96), 2, 57, 9), ((1, 64, 64), 1, 64, 9),
+        ((2, 64, 64), 1, 150, 9),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("bias", [True, False])
+def test_within_a_gb10s_limits_every_load_is_right_by_one_launch(monkeypatch, sizes, top_k, tokens, shape, bias):
+    plans, plan = [], tuning.plan
+    monkeypatch.setattr(tuning, "plan", lambda *load: plans.append(plan(*load)) or plans[-1])
+    torch.manual_seed(tokens)
+    weights, x = random_weights(*sizes, "cpu", bias=bias), activations(tokens, sizes[1])
+    ids, shares = random_routing(tokens, sizes[0], top_k, device="cpu")
+    got = hopper.HopperKernel("hopper").run(x, pack(weights), ids, shares)
+    assert error(got, reference(x, weights, ids, shares)) < BF16
+    assert [chosen["shape"] for chosen in plans] == [shape]
+
+
+@pytest.mark.usefixtures("gb10")
+def test_a_shape_that_wants_more_shared_memory_than_a_gb10_has_is_refused():
+    weights, (ids, shares) = random_weights(2, 32, 32, "cpu"), random_routing(1, 2, 1, device="cpu")
+    with pytest.raises(RuntimeError, match="could not be started"):
+        run(weights, activations(1, 32), ids, shares, LayerPlan(3, 1))
 
 
 def vectors(x, chunks):

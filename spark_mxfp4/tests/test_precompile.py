@@ -59,12 +59,13 @@ def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path,
     assert precompile.library("layer", "121a") is None
 
 
-def test_compiled_libraries_are_bound_in_place_of_a_build(compiled, fake_nvcc, monkeypatch):
+@pytest.mark.parametrize(("capability", "target"), [((9, 0), "90a"), ((12, 1), "121a")])
+def test_compiled_libraries_are_bound_in_place_of_a_build(compiled, fake_nvcc, monkeypatch, capability, target):
     bound = []
     for module in (hopper, linear, router):
         monkeypatch.setattr(module, "bind", bound.append)
     monkeypatch.setattr(extension, "compiler", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     device = torch.device("cuda", 7)
     loads = (
         hopper.library.__wrapped__,
@@ -75,7 +76,7 @@ def test_compiled_libraries_are_bound_in_place_of_a_build(compiled, fake_nvcc, m
         with pytest.raises(NotImplementedError, match="there is no nvcc"):
             load()
     assert not hopper.HopperKernel.available(device)
-    paths = precompile.compile_target("90a")
+    paths = precompile.compile_target(target)
     for load in loads:
         load()
     assert bound == list(map(str, paths))

@@ -8,7 +8,8 @@ using cudaStream_t = void*;
 
 namespace spark {
 
-constexpr int MOST_BLOCKS = 4, BLOCK_BYTES = 256 << 10;
+constexpr int MOST_BLOCKS = 48, BLOCK_BYTES = 256 << 10;
+inline int bytes_of_block = BLOCK_BYTES;
 alignas(1024) uint8_t raw[MOST_BLOCKS * BLOCK_BYTES];
 
 struct Barriers {
@@ -32,7 +33,8 @@ namespace {
 template <class S>
 int run(const Layer& l, int blocks) {
   static_assert(LAYER_SHARED<S> <= BLOCK_BYTES);
-  forget_blocks(sizeof(raw));
+  if (LAYER_SHARED<S> + LAYER_STATIC > bytes_of_block || blocks > MOST_BLOCKS) return 1;
+  forget_blocks(size_t(blocks) * BLOCK_BYTES);
   const int stuck = cpu::launch(blocks, LAYER_THREADS<S>, 0, [&] { whole_layer<S>(l); });
   return stuck + static_cast<int>(spins > MOST_SPINS);
 }
@@ -41,6 +43,7 @@ int run(const Layer& l, int blocks) {
 
 extern "C" {
 
+void limit_bytes(int bytes) { bytes_of_block = bytes; }
 int spark_layer_chunks(int number) {
   return with_shape(number, [](auto shape) { return decltype(shape)::CHUNKS; }, 0);
 }

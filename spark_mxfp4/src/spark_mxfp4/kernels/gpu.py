@@ -1,7 +1,8 @@
 """The kernel that `SPARK_MXFP4_KERNEL=triton` names: the fastest that this GPU, its compiler and these weights allow.
 
-On compute capability 9.0 with nvcc that is the CUDA kernel of `hopper`, which wants the weights in an order of its own;
-everywhere else, and for layers with scales above 2^1, it is the Triton kernel, which takes the checkpoint's bytes.
+On compute capability 9.0 and 12.1 with nvcc that is the CUDA kernel of `hopper`, which wants the weights in an order of
+its own; everywhere else, and for layers with scales above 2^1, it is the Triton kernel, which takes the checkpoint's
+bytes.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class GpuKernel(MoeKernel):
         return self._chosen(prepared).restore(prepared, hidden, intermediate)
 
     def variant(self, prepared: ExpertWeights) -> str:
-        """Return which kernel will run these weights: "hopper" (CUDA C++) or "triton"."""
-        return self._chosen(prepared).name
+        """Return which kernel will run these weights: "hopper" or, on 12.1, "layer" (CUDA C++); or "triton"."""
+        return self._chosen(prepared).variant(prepared)
 
     def _chosen(self, weights: ExpertWeights) -> MoeKernel:
         return self._hopper if weights.down.weight.dim() == 4 else self._triton

@@ -1,9 +1,10 @@
-"""The mixture of experts for Hopper GPUs (compute capability 9.0): kernels in CUDA C++.
+"""The mixture of experts in CUDA C++, for compute capability 9.0 (Hopper) and 12.1 (GB10).
 
 For up to 32 pairs of token and expert one launch does everything (layer.cuh); for some more another sorts them before
-it (rows.cuh). For more tokens four launches: sort, first product with bias and activation, second product with bias
-(gemm.cuh), weighted sum; for many a fifth writes activations in the order of the sorted pairs. Nothing waits for the
-device, so CUDA graphs hold it, and the same inputs give the same bits. Weights are laid out once by `prepare`.
+it (rows.cuh). On 12.1 that is all. On 9.0 more tokens take four launches: sort, first product with bias and activation,
+second product with bias (gemm.cuh), weighted sum; for many a fifth writes activations in the order of the sorted pairs.
+Nothing waits for the device, so CUDA graphs hold it, and the same inputs give the same bits. Weights are laid out once
+by `prepare`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels import extension, precompile, search, tuning
 from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
 
-CAPABILITY = (9, 0)
-TARGET = "90a"
+# Compute capability → the library of `precompile` and its target. LAYER has no launch for each product.
+LIBRARIES = {(9, 0): (precompile.HOPPER, "90a"), (12, 1): (precompile.LAYER, "121a")}
+MUCH_SHARED = 232_448  # bytes of shared memory that a block must be able to have for layer.cuh's shapes 1 to 3
 ROW_MULTIPLE = 8  # in planes each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
 SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
 MAX_EXPERTS, MAX_TOP_K = 512, 16
@@ -54,20 +56,22 @@ class HopperKernel(MoeKernel):
 
     @staticmethod
     def available(device: torch.device) -> bool:
-        """Tell whether `device` is a Hopper GPU and the kernels are built or can be."""
-        if torch.version.hip is not None or torch.cuda.get_device_capability(device) != CAPABILITY:
+        """Tell whether there are kernels for `device`, and they are built or can be."""
+        build = LIBRARIES.get(torch.cuda.get_device_capability(device))
+        if torch.version.hip is not None or build is None:
             return False  # AMD's gfx90a says 9.0 too
-        return precompile.library(precompile.HOPPER, TARGET) is not None or extension.compiler() is not None
+        return precompile.library(*build) is not None or extension.compiler() is not None
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """Return `weights` (packed MXFP4 on the GPU) in the kernel's layout, and build the kernels if needed.
 
-        Raises NotImplementedError where the device is no Hopper GPU, and ValueError for weights that are not packed.
+        Raises NotImplementedError where there are no kernels for the device, and ValueError for weights that are not
+        packed.
         """
         device = weights.down.weight.device
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) not in LIBRARIES:
             raise NotImplementedError(
-                f"kernel 'hopper' cannot run on {device} · its instructions exist on compute capability 9.0 only · "
+                f"kernel 'hopper' cannot run on {device} · it is built for compute capability 9.0 and 12.1 · "
                 "set SPARK_MXFP4_KERNEL=triton"
             )
         library()
@@ -75,6 +79,8 @@ class HopperKernel(MoeKernel):
 
     def tune(self, prepared: ExpertWeights) -> None:
         """Choose the products' shapes for layers of these sizes, as `search` describes; see MoeKernel."""
+        if not has_products(prepared.down.weight.device):
+            return
 
         def layer(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, shapes: tuning.Pair) -> torch.Tensor:
             return grouped_layer(x, prepared, ids, shares, None, shapes)
@@ -86,6 +92,11 @@ class HopperKernel(MoeKernel):
         """Undo `prepare`: the checkpoint's bytes, biases in bfloat16."""
         plain = unpack(prepared, hidden, intermediate)
         return ExpertWeights(*(p._replace(bias=None if p.bias is None else p.bias.bfloat16()) for p in plain))
+
+    def variant(self, prepared: ExpertWeights) -> str:
+        """Return "layer" where only layer.cuh's kernel runs, else this kernel's name."""
+        device = prepared.down.weight.device
+        return self.name if device.type != "cuda" or has_products(device) else "layer"
 
     def run(
         self,
@@ -103,10 +114,16 @@ class HopperKernel(MoeKernel):
         _check(x, weights, topk_ids)
         if topk_ids.numel() == 0:
             return torch.empty_like(x)
-        shapes = tuning.shapes(torch.cuda.get_device_name(x.device), topk_ids.numel(), sizes(weights))
-        if shapes is None:
-            return whole_layer(x, weights, topk_ids, topk_weights, expert_map)
-        return grouped_layer(x, weights, topk_ids, topk_weights, expert_map, shapes)
+        if has_products(x.device):
+            shapes = tuning.shapes(torch.cuda.get_device_name(x.device), topk_ids.numel(), sizes(weights))
+            if shapes is not None:
+                return grouped_layer(x, weights, topk_ids, topk_weights, expert_map, shapes)
+        return whole_layer(x, weights, topk_ids, topk_weights, expert_map)
+
+
+def has_products(device: torch.device) -> bool:
+    """Tell whether there are kernels for each product on `device`: they need Hopper's matrix instruction."""
+    return LIBRARIES[torch.cuda.get_device_capability(device)][0] == precompile.HOPPER
 
 
 def sizes(prepared: ExpertWeights) -> tuning.LaidOut:
@@ -163,19 +180,22 @@ def whole_layer(
     """Return `HopperKernel.run`'s result by one launch, behind another that sorts where there are more than 32 pairs.
 
     Right for any load, and meant for few tokens: each tile of an expert, of 8 to 64 tokens, reads its weights again.
-    `plan` is by default what `plan_layer` says.
+    `plan` is by default what `plan_layer` says, or `tuning.plan` where a block has little shared memory.
     """
     gate_up, down = weights
     result = torch.empty_like(x)
     shares = topk_weights.to(torch.float32).contiguous()
     stream = torch.cuda.current_stream(x.device).cuda_stream
     row_tiles, chunks = down.weight.shape[1:3]
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    plan = plan or plan_layer(topk_ids.numel(), gate_up.weight.shape[1], (row_tiles, chunks), processors)
+    limits = torch.cuda.get_device_properties(x.device)
+    processors, pairs = limits.multi_processor_count, topk_ids.numel()
+    if plan is None and limits.shared_memory_per_block_optin < MUCH_SHARED:
+        plan = LayerPlan(**tuning.plan(torch.cuda.get_device_name(x.device), pairs, len(down.weight)))
+    plan = plan or plan_layer(pairs, gate_up.weight.shape[1], (row_tiles, chunks), processors)
     routed = Routed(x, weights, topk_ids, expert_map, library().spark_layer_tokens(plan.shape), 1)
     part_chunks = part_of(chunks, plan.parts, library().spark_layer_chunks(plan.shape))
     parts = -(-chunks // part_chunks)
-    sort = topk_ids.numel() > FEW_PAIRS
+    sort = pairs > FEW_PAIRS
     if sort:
         routed.sort(stream)
     hidden = torch.empty(routed.rows, chunks * COLUMNS, dtype=x.dtype, device=x.device)
@@ -323,11 +343,12 @@ class Routed:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the kernels, built when first used if `precompile` left none.
+    """Return the kernels for the current GPU, built when first used if `precompile` left none.
 
     Raises NotImplementedError where there are none and no nvcc.
     """
-    return bind(extension.library(precompile.HOPPER, TARGET, "kernel 'hopper'", "set SPARK_MXFP4_KERNEL=triton"))
+    build = LIBRARIES[torch.cuda.get_device_capability()]
+    return bind(extension.library(*build, "kernel 'hopper'", "set SPARK_MXFP4_KERNEL=triton"))
 
 
 def bind(path: str) -> ctypes.CDLL:
@@ -336,7 +357,8 @@ def bind(path: str) -> ctypes.CDLL:
     loaded.spark_error.restype = ctypes.c_char_p
     loaded.spark_sort.argtypes = (POINTER, POINTER, INT, POINTER)
     loaded.spark_planes.argtypes = (POINTER, POINTER, LONG, POINTER)
-    loaded.spark_gemm.argtypes = (POINTER, INT, INT, INT, POINTER)
+    if hasattr(loaded, "spark_gemm"):
+        loaded.spark_gemm.argtypes = (POINTER, INT, INT, INT, POINTER)
     loaded.spark_layer.argtypes = (POINTER, INT, INT, POINTER)
     loaded.spark_reduce.argtypes = (POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER)
     return loaded

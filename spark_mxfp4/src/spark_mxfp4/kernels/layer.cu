@@ -5,6 +5,11 @@
 
 namespace spark {
 
+#define SPARK_FITS(number, ...) \
+  static_assert(LAYER_SHARED<Shape<__VA_ARGS__>> + LAYER_STATIC <= SMALL_SHARED);
+SPARK_SMALL_LAYERS(SPARK_FITS)
+#undef SPARK_FITS
+
 int layer_chunks(int shape) {
   return with_shape(shape, [](auto s) { return decltype(s)::CHUNKS; }, 0);
 }

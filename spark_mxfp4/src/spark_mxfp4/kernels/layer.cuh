@@ -236,7 +236,7 @@ struct Zero {
 template <class S, int SHIFT, class First>
 struct Activations {
   static constexpr int ROUNDS = ((S::CHUNKS << SHIFT) + 3) / 4;  // of a stage
-  static constexpr int FITS = (S::CHUNKS < 3 ? 6 : 2 * S::CHUNKS) / ROUNDS, AT_ONCE = FITS < S::STAGES ? FITS : S::STAGES;  // stages
+  static constexpr int FITS = (S::CHUNKS < 3 ? 8 : 2 * S::CHUNKS) / ROUNDS, AT_ONCE = FITS < S::STAGES ? FITS : S::STAGES;  // stages
   uint4 vectors[AT_ONCE][ROUNDS];
   static constexpr int ROWS = SHIFT > 2 ? 1 << (SHIFT - 2) : 1;
   const uint8_t* rows[ROWS];  // this lane's, of its rounds in turn
@@ -410,9 +410,10 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
     for (int i = 0; i < 4; ++i) a[i] = multiply(a[i], factor[i & 1]);
   };
   const auto one_chunk = [&](uint32_t w_at, uint32_t x_at) {
-    uint32_t words[4], factor[2], b[2][4];
+    uint32_t words[4], factor[2];
     weights(w_at, words, factor);
     if constexpr (EIGHTS == 1) {  // expand the weights of one step at a time, which takes fewer registers
+      uint32_t b[2][4];
       load_shared(b[0], x + x_at);
       load_shared(b[1], (x ^ 64) + x_at);
 #pragma unroll
@@ -426,14 +427,21 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
 #pragma unroll
       for (int step = 0; step < 4; ++step) expand(words[step], factor, a[step]);
 #pragma unroll
-      for (int n = 0; n < EIGHTS; ++n) {
+      for (int n = 0; n < EIGHTS; n += 2) {  // two at a time: products of the same sums wait for each other
         if (n * EIGHT >= tokens) break;
-        const uint32_t from = x_at + n * EIGHT * PLANE_BYTES;
-        load_shared(b[0], x + from);
-        load_shared(b[1], (x ^ 64) + from);
+        uint32_t b[2][2][4];
 #pragma unroll
-        for (int step = 0; step < 4; ++step)
-          mma(sums[n][0], a[step], b[step / 2][step % 2 * 2], b[step / 2][step % 2 * 2 + 1]);
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t from = x_at + (n + i) * EIGHT * PLANE_BYTES;
+          load_shared(b[i][0], x + from);
+          load_shared(b[i][1], (x ^ 64) + from);
+        }
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            mma(sums[n + i][0], a[step], b[i][step / 2][step % 2 * 2], b[i][step / 2][step % 2 * 2 + 1]);
+        }
       }
     }
   };
@@ -544,6 +552,7 @@ template <class S>
 constexpr int LAYER_THREADS = S::GROUPS * 128 + 32 + PRODUCER_WARPS<S> * 32;
 template <class S>
 constexpr int LAYER_SHARED = 1024 + S::STAGES * (S::X_BYTES + S::W_BYTES + 16) + S::SUM_BYTES;
+constexpr int LAYER_STATIC = sizeof(Few) + sizeof(Queue) + 8 * QUEUE + 16, SMALL_SHARED = 99 << 10;
 
 template <class S>
 __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const __grid_constant__ Layer l) {

@@ -8,7 +8,11 @@ using namespace spark;
 
 namespace {
 
+#ifdef SPARK_SMALL
+constexpr int ROUTE_BLOCKS = 1;
+#else
 constexpr int ROUTE_BLOCKS = 8;  // of one cluster that sorts; 8 are portable
+#endif
 constexpr int FEW_TO_SORT = 1024;  // pairs that one block sorts
 constexpr int MANY_TOKENS = 1024;
 

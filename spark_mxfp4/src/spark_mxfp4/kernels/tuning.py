@@ -50,7 +50,16 @@ def adopt(device: str, sizes: LaidOut, rules: Rules) -> None:
 
 def tiles(device: str, pairs: int, experts: int) -> dict[str, Any]:
     """Return the fields of `fused.Tiles` for `pairs` of token and expert among `experts` on `device`."""
-    rule = _choose(_rules("triton", device), pairs, experts)
+    return _fields("triton", device, pairs, experts)
+
+
+def plan(device: str, pairs: int, experts: int) -> dict[str, Any]:
+    """Return the fields of `hopper.LayerPlan` for a GPU whose blocks have little shared memory; as `tiles`."""
+    return _fields("layer", device, pairs, experts)
+
+
+def _fields(kernel: str, device: str, pairs: int, experts: int) -> dict[str, Any]:
+    rule = _choose(_rules(kernel, device), pairs, experts)
     return {key: value for key, value in rule.items() if key not in ("pairs", "pairs_per_expert")}
 
 
