@@ -21,6 +21,7 @@ from sparkforge import pins
 from sparkforge.cli import namespace, program
 from sparkforge.cli.command import DEFAULT_STACK, CommandTask
 from sparkforge.core import tables
+from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import CODES, ProcessError, SparkforgeError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
@@ -248,10 +249,13 @@ def checks() -> str:
         f"| [{name}](#{name}) | {_severity(spark, name)} | {_severity(embedded, name)} | {check.meaning} |"
         for name, check in CHECKS.items()
     ]
-    sections = []
+    sections, texts = list[str](), read_toml(ROOT / "lab" / "checks.toml")
+    if texts.keys() != CHECKS.keys():
+        why = ", ".join(sorted(texts.keys() ^ CHECKS.keys()))
+        raise ProcessError("lab/checks.toml is not up to date", why, "add or remove these rows", code="process.checks")
     for name, check in CHECKS.items():
         deep = "*Deep.* " if check.deep else ""
-        sections += [f"## {name}", f"{deep}{check.about}"]
+        sections += [f"## {name}", f"{deep}{texts[name]}"]
         if name == "serve-arguments":
             sections.append(_rows("| Argument | Result | Why |\n| --- | --- | --- |", _argument_rows()))
         if name == "unknown-environment":

@@ -5,28 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from sparkforge.core.console import echo, show_error
-from sparkforge.core.declare import declare
+from sparkforge.core import program
+from sparkforge.core.console import echo
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import SparkforgeError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_json
+from sparkforge.core.program import ArgumentParser
 from validate import Options, ValidationReport, rehearse, run
 from validate.facts.fact import load_sheet
 from validate.profiles import PROFILES
 from validate.report import as_document, exit_code, lines, one_line
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise UsageError where argparse would print its usage and exit."""
-        raise UsageError("validate cannot read its arguments", message, "python -m validate --help")
-
-
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> ArgumentParser:
     """Return the parser of the command's arguments; it raises UsageError."""
-    parser = _Parser(prog="python -m validate", description=__doc__, allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m validate", description=__doc__, allow_abbrev=False)
     parser.add_argument("--profile", required=True, help=f"one of {', '.join(PROFILES)}")
     parser.add_argument("--stack", help="the stack of pins.toml that is installed (default: the profile's)")
     parser.add_argument("--foreign", action="store_true", help="an environment of yours: other versions only warn")
@@ -76,28 +70,21 @@ def validate(arguments: argparse.Namespace) -> ValidationReport:
 
 def main(argv: list[str] | None = None) -> int:
     """Validate, print, write; return the exit code."""
-    try:
+    reports = list[ValidationReport]()
+
+    def run_once() -> None:
         arguments = make_parser().parse_args(argv)
-        report = validate(arguments)
-        for line in lines(report):
+        reports.append(validate(arguments))
+        for line in lines(reports[0]):
             echo(line)
         if arguments.json is not None:
             try:
-                write_json(arguments.json, as_document(report))
+                write_json(arguments.json, as_document(reports[0]))
             except OSError as error:
-                raise UsageError(
-                    f"cannot write the report to {arguments.json}", str(error.strerror), "name a writable file"
-                ) from error
-    except SparkforgeError as error:
-        show_error(error)
-        return error.exit_code
-    except Exception as error:
-        declared = declare(error)
-        if declared is None:
-            raise
-        show_error(declared)
-        return declared.exit_code
-    return exit_code(report)
+                failure = f"cannot write the report to {arguments.json}"
+                raise UsageError(failure, str(error.strerror), "name a writable file") from error
+
+    return program.exit_code(run_once) or exit_code(reports[0])
 
 
 if __name__ == "__main__":

@@ -29,103 +29,50 @@ class Profile:
         return replace(self, required=kept, advised=(*self.advised, *compared))
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # Checks that compare the environment with pins, locks and patches.
-PINNED = (
-    "python-version",
-    "vllm-version",
-    "torch-version",
-    "torch-cpu-build",
-    "torch-companions",
-    "flashinfer-version",
-    "cudnn-version",
-    "patches-intact",
+PINNED = _names(
+    "python-version vllm-version torch-version torch-cpu-build torch-companions flashinfer-version "
+    "cudnn-version patches-intact"
 )
 
 SPARK = Profile(
     "spark",
     "gpt-oss on DGX Spark with hardware FP4",
     "spark",
-    required=(
-        "architecture",
-        "gpu-name",
-        "gpu-capability",
-        "driver-version",
-        "cuda-version",
-        "memory-unified",
-        "cuda-memory-uncounted",
-        "serve-arguments",
-        "disk-space",
-        "port-free",
-        "python-version",
-        "python-optimize",
-        "vllm-version",
-        "torch-version",
-        "flashinfer-version",
-        "cudnn-version",
-        "flashinfer-arch-list",
-        "jit-toolchain",
-        "patches-intact",
-        "unknown-environment",
-        "blackwell-class",
-        "moe-backend",
-        "dense-kernels",
-        "attention-backend",
-        "numerics",
-        "layers",
-        "model-files",
-        "model-format",
-        "measured-speed",
+    required=_names(
+        "architecture gpu-name gpu-capability driver-version cuda-version memory-unified cuda-memory-uncounted "
+        "serve-arguments disk-space port-free python-version python-optimize vllm-version torch-version "
+        "flashinfer-version cudnn-version flashinfer-arch-list jit-toolchain patches-intact unknown-environment "
+        "blackwell-class moe-backend dense-kernels attention-backend numerics layers model-files model-format "
+        "measured-speed"
     ),
-    advised=("gpu-clock", "shared-memory", "remove-ipc", "sm121-modules", "offline-hub"),
+    advised=_names("gpu-clock shared-memory remove-ipc sm121-modules offline-hub"),
 )
 EMBEDDED = Profile(
     "embedded",
     "a tiny gpt-oss on the CPU, without GPU and without Docker",
     "embedded",
-    required=(
-        "cpu-instructions",
-        "cpu-arguments",
-        "memory-host",
-        "disk-space",
-        "port-free",
-        "python-version",
-        "python-optimize",
-        "vllm-version",
-        "torch-version",
-        "torch-cpu-build",
-        "torch-companions",
-        "patches-intact",
-        "spark-mxfp4-plugin",
-        "numerics",
-        "model-files",
-        "model-format",
+    required=_names(
+        "cpu-instructions cpu-arguments memory-host disk-space port-free python-version python-optimize "
+        "vllm-version torch-version torch-cpu-build torch-companions patches-intact spark-mxfp4-plugin numerics "
+        "model-files model-format"
     ),
-    advised=("shared-memory", "remove-ipc", "unknown-environment", "offline-hub"),
+    advised=_names("shared-memory remove-ipc unknown-environment offline-hub"),
 )
 GPU = Profile(
     "gpu",
     "gpt-oss on one NVIDIA GPU with memory of its own, without Docker",
     "spark",
-    required=(
-        "gpu-supported",
-        "driver-version",
-        "cuda-version",
-        "gpu-memory",
-        "disk-space",
-        "port-free",
-        "python-version",
-        "python-optimize",
-        "vllm-version",
-        "torch-version",
-        "patches-intact",
-        "unknown-environment",
-        "spark-mxfp4-plugin",
-        "numerics",
-        "layers",
-        "model-files",
-        "model-format",
+    required=_names(
+        "gpu-supported driver-version cuda-version gpu-memory disk-space port-free python-version python-optimize "
+        "vllm-version torch-version patches-intact unknown-environment spark-mxfp4-plugin numerics layers "
+        "model-files model-format"
     ),
-    advised=("gpu-clock", "flashinfer-version", "cudnn-version", "shared-memory", "remove-ipc", "offline-hub"),
+    advised=_names("gpu-clock flashinfer-version cudnn-version shared-memory remove-ipc offline-hub"),
 )
 PROFILES = {profile.name: profile for profile in (SPARK, EMBEDDED, GPU)}
 

@@ -1,32 +1,4 @@
-'''Known problems: `sparkforge/doctor/signatures.toml`, a table of rules over an event (sparkforge/core/events.py).
-
-[[signature]]
-id = "kebab-case"
-kind = "cuda"               # a heading of docs/reference/problems.md
-severity = "fatal"          # fatal: does not serve, or answers wrongly; slow: serves worse, or soon not; or harmless
-# A line shows the problem if all of these that are given hold for it:
-line = """…(?P<name>…)"""   # regex, searched in the line without prefixes; what, why and fix may use its groups
-exception = """…"""         # regex, searched in the type of the exception
-xid = [79]                  # the number of an Xid
-code = [137]                # how a process ended, with a signal's number as well
-signal = [9]
-unless = """…"""            # regex, searched in the same line: it is something else
-also = """…"""              # regex, which another line of the log must match
-warning = true              # lines logged as WARNING count, too (they always do for what is not fatal)
-info = true                 # lines logged as INFO and DEBUG count, too
-orderly = true              # after the server was asked to end it is no problem
-alone = true                # only if the log shows no other cause
-block = true                # the line begins an error of ours; `why` and `next` become groups
-facts = {"container.oom_killed" = true, "container.restarts" = {at_least = 2}}   # or: all of these hold
-what = "what failed"
-why = "the cause"
-fix = "the next command"    # {log} is the command that shows the log
-before = {vllm = "0.32.0", fix = "advice for a log of an older vLLM"}
-follows = ["id", …]         # its causes, which are listed before it; ["*"]: every other cause
-[[signature.seen]]
-where = "URL of an upstream issue or document, or a page of ours"
-date = 2026-11-21           # when that was written, if it says so
-'''
+"""Known problems: `sparkforge/doctor/signatures.toml`, a table of rules over an event (sparkforge/core/events.py)."""
 
 from __future__ import annotations
 
@@ -124,7 +96,7 @@ class Before(Record):
 
 
 class Signature(Record):
-    """One known problem; the module's docstring describes the fields."""
+    """One known problem; the head of the table describes the fields."""
 
     id: str
     kind: Kind

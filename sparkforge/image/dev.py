@@ -27,12 +27,13 @@ from sparkforge.compile.jobs import make_schedule
 from sparkforge.compile.peaks import Peaks
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core import manifest, memory, paths
-from sparkforge.core.console import echo, say, show_error
+from sparkforge.core.console import echo, say
 from sparkforge.core.documents import read_text
-from sparkforge.core.errors import ProcessError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.errors import ProcessError, StorageError, UsageError
 from sparkforge.core.files import atomic_file, sha256_file, write_atomic
 from sparkforge.core.git import git
 from sparkforge.core.process import run_unchecked
+from sparkforge.core.program import exit_code
 from sparkforge.image import compose, rootfs
 from sparkforge.image.devices import CUDA
 from sparkforge.patching import series
@@ -403,15 +404,9 @@ def install_libraries(overlay: Path, root: Path) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Check what is mounted, or print the number of jobs; return the exit code."""
     stack = os.environ[compose.STACK]
-    try:
-        if arguments[:1] == ["jobs"]:
-            echo(str(max_jobs()))
-        else:
-            check_mounted(rootfs.Tree(TREE, stack).packages, stack)
-    except SparkforgeError as error:
-        show_error(error)
-        return error.exit_code
-    return 0
+    if arguments[:1] == ["jobs"]:
+        return exit_code(lambda: echo(str(max_jobs())))
+    return exit_code(lambda: check_mounted(rootfs.Tree(TREE, stack).packages, stack))
 
 
 if __name__ == "__main__":

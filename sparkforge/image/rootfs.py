@@ -33,13 +33,14 @@ from sparkforge.compile.flashinfer.environment import AHEAD_OF_TIME
 from sparkforge.compile.jobs import parse_limit
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
-from sparkforge.core.console import say, show_error
+from sparkforge.core.console import say
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import IntegrityError, SparkforgeError
+from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import sha256_file, write_atomic, write_json
 from sparkforge.core.installed import Installed, is_below
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
+from sparkforge.core.program import exit_code
 from sparkforge.image import licences, packs, sbom, trimming
 from sparkforge.image.devices import CUDA
 from sparkforge.patching import series
@@ -338,12 +339,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--describe", type=Path, default=Path("/opt/image.json"), help="where to write the manifest")
     parser.add_argument("--debian", type=Path, default=Path("/"), help="a root with the image's Debian packages")
     options = parser.parse_args(arguments)
-    try:
-        STEPS[options.step](Tree(options.tree, options.stack), options)
-    except SparkforgeError as error:
-        show_error(error)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: STEPS[options.step](Tree(options.tree, options.stack), options))
 
 
 if __name__ == "__main__":

@@ -116,10 +116,6 @@ def _values(arguments: Sequence[str]) -> dict[str, str]:
     "No argument asks for what gpt-oss or a Spark cannot do, or what nobody tried there.",
     needs=("serve", "model"),
     fix="leave the argument out",
-    about=(
-        "Abbreviated flags count too, and so do a `--max-model-len` above 131,072 and more than one GPU without "
-        "`--nnodes`. None of this was tried on a Spark."
-    ),
 )
 def _serve_arguments(view: View) -> CheckResult:
     arguments, model = view.names("serve.args"), serving.architecture(view)
@@ -167,10 +163,6 @@ def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str])
     "The processor has the instructions that the server's arguments need.",
     needs=("serve", "os", "cpu"),
     fix="leave --kv-cache-dtype out, or: ./inv up --profile embedded",
-    about=(
-        "Without AVX-512 and AMX, and on aarch64, vLLM's CPU build refuses a quantized KV cache (profile "
-        "`embedded-kv8`)."
-    ),
 )
 def _cpu_arguments(view: View) -> CheckResult:
     missing = missing_on_cpu(view.names("serve.args"), view.text("os.machine"), view.names("cpu.flags"))

@@ -141,7 +141,7 @@ class Check(Generic[FactSource]):
     """One row of the table: what is judged from which facts, and the next command if it fails.
 
     `needs` are the first words of the facts' names: `memory` stands for `memory.total_bytes` and its kin.
-    `about` is for the reference page: why the check exists and what it compares, in two sentences. `doc` is that page.
+    `doc` is the page that explains it; its text is in lab/checks.toml.
     """
 
     name: str
@@ -149,7 +149,6 @@ class Check(Generic[FactSource]):
     needs: tuple[str, ...]
     judge: Judge[FactSource]
     fix: str
-    about: str = ""
     doc: str = DOC
 
     @property
@@ -164,12 +163,12 @@ class CheckList(list[Check[FactSource]]):
     doc = DOC
 
     def add(
-        self, name: str, meaning: str, *, fix: str, needs: tuple[str, ...] = (), about: str = ""
+        self, name: str, meaning: str, *, fix: str, needs: tuple[str, ...] = ()
     ) -> Callable[[Judge[FactSource]], Judge[FactSource]]:
         """Return a decorator that adds a check with this function as its judge."""
 
         def register(judge: Judge[FactSource]) -> Judge[FactSource]:
-            self.append(Check(name, meaning, needs, judge, fix, about, self.doc))
+            self.append(Check(name, meaning, needs, judge, fix, self.doc))
             return judge
 
         return register

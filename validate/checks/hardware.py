@@ -32,7 +32,6 @@ CHECKS = CheckList[View]()
     "The processor is aarch64, as in every DGX Spark.",
     needs=("os",),
     fix="python -m validate --profile embedded   # the profile for other machines",
-    about=("The Spark's wheels, image and kernels are for aarch64. Other machines use the profile `embedded`."),
 )
 def _architecture(view: View) -> CheckResult:
     machine = view.text("os.machine")
@@ -44,10 +43,6 @@ def _architecture(view: View) -> CheckResult:
     "The processor has the instructions vLLM's CPU build is compiled for.",
     needs=("os", "cpu"),
     fix="grep -m1 -E 'flags|Features' /proc/cpuinfo",
-    about=(
-        "vLLM's CPU build needs AVX2 on x86-64 and Advanced SIMD on aarch64. The check warns without AVX-512F or "
-        "BF16: the server works and is slow."
-    ),
 )
 def _cpu_instructions(view: View) -> CheckResult:
     machine, flags = view.text("os.machine"), set(view.names("cpu.flags"))
@@ -66,10 +61,6 @@ def _cpu_instructions(view: View) -> CheckResult:
     "nvidia-smi names one GB10.",
     needs=("gpu",),
     fix=NO_GPU,
-    about=(
-        "If `nvidia-smi` is missing inside a container, the container was started without the GPU. A `nvidia-smi` "
-        "that hangs fails after 5 s."
-    ),
 )
 def _gpu_name(view: View) -> CheckResult:
     name, count = view.text("gpu.name"), view.number("gpu.count")
@@ -83,7 +74,6 @@ def _gpu_name(view: View) -> CheckResult:
     "Compute capability is 12.1, by nvidia-smi and by CUDA itself.",
     needs=("gpu", "cuda"),
     fix=NO_GPU,
-    about=("If `nvidia-smi` and CUDA's own library differ, driver and libraries have different versions: reboot."),
 )
 def _gpu_capability(view: View) -> CheckResult:
     smi, cuda = view.text("gpu.compute_capability"), view.text("cuda.compute_capability")
@@ -97,7 +87,6 @@ def _gpu_capability(view: View) -> CheckResult:
     "nvidia-smi and CUDA name the same compute capability, and there are kernels for it.",
     needs=("gpu", "cuda"),
     fix="./inv up --device embedded",
-    about=("`sparkforge/plan/capabilities.toml` says what serves on each compute capability, and what of it was run."),
 )
 def _gpu_supported(view: View) -> CheckResult:
     smi, cuda = view.text("gpu.compute_capability"), view.text("cuda.compute_capability")
@@ -114,10 +103,6 @@ def _gpu_supported(view: View) -> CheckResult:
     "The GPU's free memory covers vLLM's share, and the share covers the weights.",
     needs=("gpu", "serve", "model"),
     fix="nvidia-smi   # shows which processes hold it; end them, or lower --gpu-memory-utilization",
-    about=(
-        "vLLM refuses to start if less than its share of the GPU's memory is free. The share must hold the weights and "
-        "3.5 GiB to work in (`devices.toml`)."
-    ),
 )
 def _gpu_memory(view: View) -> CheckResult:
     total, free = view.number("gpu.memory_total_mib") * 2**20, view.number("gpu.memory_free_mib") * 2**20
@@ -134,10 +119,6 @@ def _gpu_memory(view: View) -> CheckResult:
     "The container's memory limit does not count what CUDA takes.",
     needs=("memory", "model", "numerics"),
     fix="SPARKFORGE_MEMORY=110g ./inv up   # and report this: docs/hardware.md says that no driver does it",
-    about=(
-        "The limit of 7 GiB is for vLLM's processes. With a driver that charges CUDA memory to it the kernel would end "
-        "the server while weights are loaded, so the check allocates 512 MiB and looks at the container's use."
-    ),
 )
 def _cuda_memory_uncounted(view: View) -> CheckResult:
     limit, weights = headroom(view), view.number("model.weight_bytes")
@@ -155,11 +136,6 @@ def _cuda_memory_uncounted(view: View) -> CheckResult:
     "Nothing holds the GPU's clock down: neither heat, nor power, nor a limit that somebody set.",
     needs=("gpu", "numerics"),
     fix="nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE",
-    about=(
-        "A Spark whose USB-C power delivery failed stays at 500 to 850 of 3,003 MHz under load ([Power and "
-        "clocks](../hardware.md#power-and-clocks)). The check multiplies matrices for 1.5 s and warns if the SM "
-        "clock is below half of its highest, or if the driver reports heat or a power brake."
-    ),
 )
 def _gpu_clock(view: View) -> CheckResult:
     now = GpuState.read(view.table("gpu.state"))
@@ -176,10 +152,6 @@ def _gpu_clock(view: View) -> CheckResult:
     "The driver is of branch 580 or later, and not of 590.",
     needs=("gpu",),
     fix="sudo apt update && sudo apt full-upgrade && sudo reboot",
-    about=(
-        "CUDA 13.0 needs a driver of branch 580 or later. The check warns of branch 590, with which people report "
-        "hanging CUDA graphs on GB10 ([The machine](../hardware.md#the-machine))."
-    ),
 )
 def _driver_version(view: View) -> CheckResult:
     major, driver = view.version("gpu.driver_version").major, view.text("gpu.driver_version")
@@ -196,10 +168,6 @@ def _driver_version(view: View) -> CheckResult:
     "CUDA is 13.0 or later, in the driver and in the runtime.",
     needs=("cuda",),
     fix="install the locked set again: ./inv up",
-    about=(
-        "The kernels for 12.1a are built with CUDA 13. A newer minor runtime on an older driver of the same major "
-        "version is allowed."
-    ),
 )
 def _cuda_version(view: View) -> CheckResult:
     driver, runtime = view.version("cuda.driver_api"), view.version("cuda.runtime_version")
@@ -255,12 +223,6 @@ def longest_that_fits(view: View, free: float, beside: float) -> int:
     "Unified memory that can be had covers the weights, what vLLM will ask for, the host's side and a reserve.",
     needs=("memory", "model", "serve"),
     fix=FREE_MEMORY,
-    about=(
-        "`MemAvailable` must cover the weights, vLLM's working memory and one sequence "
-        "([Planning](../concepts/planning.md)), and also the share that `--gpu-memory-utilization` requests; each "
-        "with 4 GiB for vLLM's processes and what the [memory guard](../concepts/memory-guard.md) keeps free. The "
-        "check warns above 0.87, because a starting vLLM takes more than its share."
-    ),
 )
 def _memory_unified(view: View) -> CheckResult:
     share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
@@ -312,10 +274,6 @@ def _memory_unified(view: View) -> CheckResult:
     "Free memory covers the weights, the server and a reserve.",
     needs=("memory", "model"),
     fix=FREE_MEMORY,
-    about=(
-        "Free memory must cover the weights, 4 GiB for the server, and what the [memory "
-        "guard](../concepts/memory-guard.md) keeps free. The rest of the container's limit counts too."
-    ),
 )
 def _memory_host(view: View) -> CheckResult:
     free, weights, limit = free_memory(view), view.number("model.weight_bytes"), headroom(view)
@@ -332,11 +290,6 @@ def _memory_host(view: View) -> CheckResult:
     "The end of a login does not delete the server's shared memory.",
     needs=("os",),
     fix='sudo loginctl enable-linger "$USER"   # or RemoveIPC=no in /etc/systemd/logind.conf',
-    about=(
-        "`systemd-logind` deletes the shared memory of a user whose last session ends, unless `RemoveIPC=no` or "
-        "the user lingers. A server that starts meanwhile fails "
-        "([RemoveIPC](../concepts/memory-guard.md#removeipc))."
-    ),
 )
 def _remove_ipc(view: View) -> CheckResult:
     removed = view.flag("os.remove_ipc")
@@ -349,9 +302,6 @@ def _remove_ipc(view: View) -> CheckResult:
     "The disk with vLLM's caches has room.",
     needs=("disk",),
     fix="VLLM_CACHE_ROOT=/a/larger/disk, or free some space",
-    about=(
-        "vLLM, Triton, torch.compile and FlashInfer write caches. The check fails below 2 GiB and warns below 10 GiB."
-    ),
 )
 def _disk_space(view: View) -> CheckResult:
     free, folder = view.number("disk.cache_free_bytes"), view.text("disk.cache_directory")
@@ -364,7 +314,6 @@ def _disk_space(view: View) -> CheckResult:
     "The shared memory in /dev/shm is not Docker's 64 MiB.",
     needs=("shm",),
     fix="start the container with --shm-size=1g",
-    about=("vLLM's processes communicate through `/dev/shm`. The check warns below 1 GiB."),
 )
 def _shared_memory(view: View) -> CheckResult:
     total = view.number("shm.total_bytes")
@@ -376,7 +325,6 @@ def _shared_memory(view: View) -> CheckResult:
     "The server's port can be bound.",
     needs=("serve",),
     fix="choose another --port",
-    about=("The check binds the port as the server will. A port in TIME_WAIT is free."),
 )
 def _port_free(view: View) -> CheckResult:
     port = view.number("serve.port")

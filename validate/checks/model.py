@@ -20,10 +20,6 @@ def some(names: list[str]) -> str:
     "Every shard of the index is there and whole, and so are the tokenizer's files.",
     needs=("model",),
     fix=MODEL_FIX,
-    about=(
-        "Every shard must have the size that its header promises and the tensors that the index places in it. The "
-        "bytes of the weights are not hashed, because that takes minutes."
-    ),
 )
 def _model_files(view: View) -> CheckResult:
     for fact, problem in (
@@ -41,10 +37,6 @@ def _model_files(view: View) -> CheckResult:
     "The checkpoint is of a known family, and its weights have a known format.",
     needs=("model",),
     fix="--model DIR of a checkpoint of a known family",
-    about=(
-        "`config.json`'s `model_type`, `architectures` and `quantization_config` must be those of a row of "
-        "`sparkforge/plan/families.toml`; its sizes must make sense, and be those of the tensors within 2 %."
-    ),
 )
 def _model_format(view: View) -> CheckResult:
     config = view.table("model.config")

@@ -22,11 +22,6 @@ CHECKS = CheckList[View]()
     "A small MXFP4 MoE layer through the kernel that will serve gives the reference's numbers.",
     needs=("numerics",),
     fix="./inv logs; a kernel that computes wrongly must not serve: choose another --moe-backend and report this",
-    about=(
-        "A layer of 4 experts is computed by the kernel that will serve, and compared with float64: at most 2 % "
-        "root mean square for bfloat16 activations, 10 % for MXFP8. On a GPU a CUDA graph must replay the same "
-        "bits; FlashInfer's kernel has not run on 12.x."
-    ),
 )
 def _numerics(view: View) -> CheckResult:
     if not_run := NOT_RUN.get(view.text("numerics.state")):
@@ -58,12 +53,6 @@ FP8_CACHE = 0.15
     "Each part of two gpt-oss layers, through the classes that vLLM selects here, gives the reference's numbers.",
     needs=("layers", "numerics"),
     fix="./inv logs; a part that computes wrongly must not serve: report this, and choose another backend for it",
-    about=(
-        "vLLM's engine serves 254 random tokens and 5 more with your flags, eagerly. Attention with sinks (window and "
-        "full, prefill and decode), its projections, the router, the experts and the LM head are compared with "
-        "float64 of what entered each: at most 1 % root mean square in bfloat16, more in 8 and 4 bits. It has not "
-        "run on 12.x."
-    ),
 )
 def _layers(view: View) -> CheckResult:
     if not_run := NOT_RUN.get(view.text("layers.state")):

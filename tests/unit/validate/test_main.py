@@ -98,7 +98,7 @@ def test_spark_profile_without_gpu_refuses_says_why_and_imports_neither_torch_no
     [
         (("--profile", "spark", "--facts", "missing.json"), 10, "cannot read the fact sheet"),
         (("--profile", "x"), 2, "no profile"),
-        (("--profile", "spark", "--frobnicate"), 2, "cannot read its arguments"),
+        (("--profile", "spark", "--frobnicate"), 2, "the arguments cannot be read"),
     ],
 )
 def test_wrong_arguments_are_one_named_error(ask, arguments, code, said):
