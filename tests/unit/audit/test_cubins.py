@@ -8,7 +8,7 @@ import zstandard
 from invoke.program import Program
 
 import tasks
-from sparkforge.audit import cubins, elf
+from sparkforge.audit import cubins, elf, sass
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.rules import judge, load
 from sparkforge.core.errors import AuditError
@@ -225,7 +225,10 @@ def test_a_section_that_ptxas_lists_twice_is_no_overlap():
         elf.code(bytes(data))
 
 
-def test_names_of_a_cubins_sections_have_an_end(monkeypatch):
+def test_names_of_sections_and_kinds_of_instructions_have_an_end(monkeypatch):
     monkeypatch.setattr(elf, "MOST_NAMES", 20)
     with pytest.raises(elf.CutError, match="names of its sections"):
         elf.code(cubin())
+    monkeypatch.setattr(sass, "MOST_SHAPES", 100)
+    with pytest.raises(ValueError, match="kinds of instructions"):
+        sass.count([("k", b"".join(bytes([number, 1]) + bytes(14) for number in range(200)))])

@@ -12,16 +12,17 @@ def sample(**changes):
 
 
 def test_figures_follow_vllms_definitions(config):
-    figures = samples.compute_metrics(
-        FinishedLoad([sample(), sample(ttft=0.3, latency=1.2)], 2.0), config.model_copy(update={"tp": 2})
-    )
+    load = FinishedLoad([sample(), sample(ttft=0.3, latency=1.2)], 2.0)
+    figures = samples.compute_metrics(load, config.model_copy(update={"tp": 2}))
     assert figures.tpot_ms.median == pytest.approx(100)  # (1.4 - 0.5) / 9
     assert figures.interactivity == pytest.approx(10)
-    assert figures.ttft_ms.median == pytest.approx(400)
+    assert (figures.ttft_ms.median, figures.ttft_ms.p99) == pytest.approx((400, 498))  # numpy's percentile
     assert figures.e2el_ms.mean == pytest.approx(1300)
     assert figures.output_throughput == pytest.approx(10)
     assert figures.total_token_throughput == pytest.approx(34)
     assert figures.tput_per_gpu == pytest.approx(17)
+    impossible = samples.check_load(FinishedLoad([sample(latency=9.0)], 1.0), config)
+    assert not next(check for check in impossible if check.name == "times are possible").ok
 
 
 @pytest.mark.parametrize(

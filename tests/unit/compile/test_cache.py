@@ -160,10 +160,14 @@ def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, capfd, op
     assert "finishing removals that were interrupted" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("names", "unknown"), [(["rope", "pgae"], "pgae"), (["[pr]*", "fused_*"], r"fused_\*")])
-def test_a_name_that_fits_nothing_is_refused(cached, names, unknown):
-    with pytest.raises(UsageError, match=f"no module {unknown}"):
-        clean(names=names)
+@pytest.mark.parametrize(
+    ("selection", "reason"),
+    [({"names": ["rope", "pgae"]}, "no module pgae"), ({"names": ["[pr]*", "fused_*"]}, r"no module fused_\*"),
+     ({}, "nothing chosen"), ({"everything": True}, "no terminal")],
+)  # fmt: skip
+def test_what_names_nothing_or_all_without_a_terminal_is_refused(cached, selection, reason):
+    with pytest.raises(UsageError, match=reason):
+        clean(**selection)
     assert left(cached) == ["page", "rope", "sampling"]
 
 

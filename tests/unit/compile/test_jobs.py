@@ -232,3 +232,4 @@ def test_a_compiler_is_the_kernels_first_victim(tmp_path):
 def test_a_number_of_jobs_that_is_none_is_refused(text):
     with pytest.raises(UsageError, match="--jobs"):
         jobs.parse_limit(text)
+    assert (jobs.parse_limit("auto"), jobs.parse_limit("3")) == (None, 3)

@@ -114,14 +114,16 @@ def test_a_path_in_a_wheel_that_could_lead_out_is_refused(tmp_path, path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [(0o120777, "symbolic link"), (0o20644, "special file"), (0o10644, "special file")]
-)
-def test_a_wheel_with_a_link_or_a_device_is_refused(tmp_path, mode, kind):
+    ("mode", "method", "reason"),
+    [(0o120777, zipfile.ZIP_STORED, "pkg/odd.*symbolic link"), (0o20644, zipfile.ZIP_STORED, "pkg/odd.*special file"),
+     (0o100644, zipfile.ZIP_LZMA, "packed by method 14")],
+)  # fmt: skip
+def test_a_wheel_with_a_link_a_device_or_another_packing_is_refused(tmp_path, mode, method, reason):
     member = zipfile.ZipInfo("pkg/odd")
-    member.external_attr = mode << 16
+    member.external_attr, member.compress_type = mode << 16, method
     with zipfile.ZipFile(tmp_path / "w.whl", "w") as out:
         out.writestr(member, "target")
-    refused(tmp_path / "w.whl", tmp_path / "t", f"pkg/odd.*{kind}")
+    refused(tmp_path / "w.whl", tmp_path / "t", reason)
 
 
 TWICE = [["p-1/a", "p-1/a"], ["p-1/a", "p-1/a/b"], ["p-1/a/b", "p-1/a"]]

@@ -115,12 +115,19 @@ def endless(handler):
             handler.wfile.write(b"x" * 65536)
 
 
-def test_a_download_stops_at_the_size_of_its_pin(server):
+def test_a_download_stops_at_the_size_of_its_pin(server, monkeypatch):
     server.behave = endless
     with refused("integrity.hash", f"at most {len(DATA)} bytes"):
         fetch.fetch("thing", NAME, SHA, len(DATA))
     server.behave = lambda handler: handler.reply(200, b"", length=len(DATA) + 1)
     with refused("integrity.hash", SHA):
+        fetch.fetch("thing", NAME, SHA, len(DATA))
+    server.behave = lambda handler: handler.reply(200, b"", length=1 << 60)
+    with refused("storage.full", NAME):
+        fetch.fetch("thing", NAME, SHA, 1 << 61)
+    server.behave = lambda handler: handler.reply(200, DATA)
+    monkeypatch.setattr(fetch, "START_SECONDS", -1e9)
+    with refused("network.fetch", "bytes came in"):
         fetch.fetch("thing", NAME, SHA, len(DATA))
     assert leftovers() == []
 

@@ -65,13 +65,15 @@ def test_a_stage_that_fails_keeps_the_older_artifact_and_its_manifest(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".p.lock", "p", "p.manifest.json"]
 
 
-def test_files_beside_an_artifact_that_only_look_like_ours_stay(tmp_path):
-    foreign = [".p.notes.tmp", ".p.1.2.tmp", ".p.chapters.tmp", "p.tmp", ".px.1.tmp"]
-    litter = [".p.1.tmp", ".p.7.parts.tmp", ".p.manifest.json.abcd_123.tmp", "..p.7.tmp.manifest.json.abcd_123.tmp"]
-    for name in [*foreign, *litter]:
-        (tmp_path / name).write_text("x")
-    manifest.once(tmp_path / "p", "s", {}, writer("new", []))
-    assert {path.name for path in tmp_path.iterdir()} == {*foreign, ".p.lock", "p", "p.manifest.json"}
+@pytest.mark.parametrize("name", ["p", "p[1]"])
+def test_files_beside_an_artifact_that_only_look_like_ours_stay(tmp_path, name):
+    foreign = [f".{name}.notes.tmp", f".{name}.1.2.tmp", f"{name}.tmp", f".{name}x.1.tmp", ".p1.1.tmp"]
+    litter = [f".{name}.1.tmp", f".{name}.7.parts.tmp", f".{name}.manifest.json.abcd_123.tmp",
+              f"..{name}.7.tmp.manifest.json.abcd_123.tmp"]  # fmt: skip
+    for file in [*foreign, *litter]:
+        (tmp_path / file).write_text("x")
+    manifest.once(tmp_path / name, "s", {}, writer("new", []))
+    assert {path.name for path in tmp_path.iterdir()} == {*foreign, f".{name}.lock", name, f"{name}.manifest.json"}
 
 
 def test_two_at_once_are_told_apart(tmp_path):

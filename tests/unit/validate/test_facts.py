@@ -8,6 +8,7 @@ from expected import refused
 
 from sparkforge.core.process import ProbeError, ask, require
 from validate.facts.fact import Fact, Reading, as_json, gather, load_sheet
+from validate.facts.target import once
 
 
 def test_what_goes_wrong_becomes_the_facts_error(target):
@@ -42,6 +43,20 @@ def test_sheet_comes_back_as_it_was_written(tmp_path):
     facts = {"a": Fact([1, "x"], "cmd"), "b": Fact(None, "cmd", "why"), "c": Fact(None, "cmd")}
     (tmp_path / "s.json").write_text(json.dumps({"schema": 1, "facts": as_json(facts)}))
     assert load_sheet(tmp_path / "s.json") == facts
+
+
+def test_a_probe_that_failed_does_not_run_again():
+    calls = []
+
+    @once
+    def probe(key):
+        calls.append(key)
+        raise ProbeError("no")
+
+    for _ in range(2):
+        with pytest.raises(ProbeError):
+            probe("x")
+    assert calls == ["x"]
 
 
 MALFORMED = {
