@@ -55,6 +55,12 @@ def test_escapes_variables_and_all_kinds_of_inputs(tmp_path):
         Statement(("/a/o 1.o", "/a/b.d", "side"), "r", ("/a/x:y.cu", "c.cu", "implicit", "order", "valid"))
     ]
     assert ninjafile.statements(tmp_path / "none") == []
+    doubling = ["v0 = xxxxxxxxxx", *(f"v{n + 1} = $v{n}$v{n}" for n in range(60)), "build $v60: rule a"]
+    (tmp_path / "build.ninja").write_text("\n".join(doubling))
+    assert ninjafile.statements(tmp_path / "build.ninja") == []
+    doubling = ["v0 = xxxxxxxxxx", *(f"v{n + 1} = $v{n}$v{n}" for n in range(60)), "build $v60: rule a"]
+    (tmp_path / "build.ninja").write_text("\n".join(doubling))
+    assert ninjafile.statements(tmp_path / "build.ninja") == []
 
 
 def deps(*records):

@@ -77,3 +77,9 @@ def test_provenance_differs_by_name(monkeypatch):
     changed["runDetails"]["metadata"]["finishedOn"] = "2020"
     words = {line.partition(" ")[0] for line in provenance.differences(predicate, changed)}
     assert words == {"platform", "patches", "resolvedDependencies", "metadata"}
+
+
+def test_upstreams_wheel_behind_a_patched_one_is_a_resolved_dependency_too():
+    patched = {"purl": "pkg:pypi/v@1+s", "pedigree": {"ancestors": [{"purl": "pkg:pypi/v@1"}]}}
+    uris = [entry["uri"] for entry in provenance._components([patched, {"name": "a file"}])]
+    assert uris == ["pkg:pypi/v@1+s", "pkg:pypi/v@1"]

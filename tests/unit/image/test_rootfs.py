@@ -162,6 +162,18 @@ def test_the_report_on_machine_code_says_nothing_that_differs_from_build_to_buil
     assert rootfs.audit_code(cuda) == {"violations": [], "files": [str(module)]}
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_vllm_is_compiled_from_the_bundle_if_there_is_one(tree, tmp_path, monkeypatch, held):
+    (tmp_path / ("bundle/cutlass" if held else "bundle")).mkdir(parents=True)
+    asked = []
+    monkeypatch.setattr(rootfs, "build_extensions", lambda request: asked.append(request) or ("the overlay", True))
+    monkeypatch.setattr(rootfs.vllm_overlay, "install_overlay", lambda *arguments: asked.append(arguments))
+    monkeypatch.setenv("CUDA_HOME", "")
+    rootfs.compile_vllm(Tree(tree.root, "spark"), tmp_path / "bundle", "spinloop", "3")
+    assert (asked[0].sources, asked[0].targets) == (str(tmp_path / "bundle") if held else "", "spinloop")
+    assert asked[1] == ("the overlay", str(tree.packages))
+
+
 # Patched wheels
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lab import ledger as accepted
 from sparkforge.core.console import Steps
-from sparkforge.core.errors import InputError, RefusalError
+from sparkforge.core.errors import InputError, RefusalError, ServerError
 from sparkforge.plan import devices, speed
 from sparkforge.qualify import ledger, parts, report
 from sparkforge.qualify.ledger import Claim
@@ -139,7 +139,12 @@ def test_a_report_names_no_person_and_no_place(qualification, monkeypatch):
     assert json.loads(text)["rows"][0]["verdict"] == "held"
 
 
-def test_without_gpu_and_model_the_rest_says_why(qualification):
+def test_without_gpu_and_model_the_rest_says_why_and_an_error_is_an_outcome(qualification, monkeypatch):
+    def fail(_qualification):
+        raise ServerError("the tiny model's first answers are wrong", "other tokens", "", code="server.reply")
+
+    monkeypatch.setitem(parts.PARTS, "tiny", fail)
+    assert parts.run("tiny", qualification)["first-answers"].verdict == "differs"
     assert "no CUDA memory here" in parts.guard(qualification)["memory-guard"].evidence
     assert {outcome.verdict for outcome in parts.model(qualification).values()} == {"could not run"}
     assert parts.kernels(qualification)["kernels"].verdict == "could not run"

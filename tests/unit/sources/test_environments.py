@@ -8,7 +8,7 @@ from expected import refused
 
 from sparkforge import environments, pins
 from sparkforge.core.errors import NetworkError
-from sparkforge.core.files import write_json
+from sparkforge.core.files import locked, write_json
 
 ENV = environments.Environment("embedded")
 
@@ -72,10 +72,12 @@ def test_a_failed_remake_puts_the_old_one_back(table, filled):
     assert not (ENV.path / "precious").exists()
 
 
-def test_too_little_space_is_named_before_anything_starts(table, filled):
+def test_too_little_space_and_a_second_one_at_once_are_refused_before_anything_starts(table, filled):
     small = table.environment("embedded").model_copy(update={"size": 1 << 60})
     table = table.model_copy(update={"environments": {**table.environments, "embedded": small}})
     with refused("storage.full", "embedded environment"):
+        environments.ensure(ENV, table)
+    with locked(ENV.path.with_suffix(".lock"), "make it"), refused("storage.busy"):
         environments.ensure(ENV, table)
     assert filled.calls == []
 

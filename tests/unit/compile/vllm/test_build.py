@@ -139,6 +139,8 @@ def test_a_unit_alone_is_compiled_audited_and_not_linked(order, capsys):
     assert not extension_order.output.exists()
     assert not list(extension_order.folder.glob("cmake/*.so"))
     order.forget()
+    with pytest.raises(UsageError, match=r"no unit is made of csrc/none\.cu"):
+        vllm_build.compile_units(extension_order, ["csrc/none.cu"])
     vllm_build.compile_units(extension_order, ["csrc/fs*.cpp"])
     assert order.compiled() == []
     assert vllm_build.build(extension_order).units == 2  # the whole goes on from there
