@@ -41,7 +41,6 @@ def started(monkeypatch):
         ({}, {"cores": 4, "available": 15 * GB}, [*ALL, "-m", "not nightly"]),
         ({}, {"CI": True}, [*ALL, "-m", "not nightly", "--numprocesses=2", *suite.RERUNS]),
         ({"all_": True}, {}, [*ALL, "--numprocesses=2"]),
-        ({"select": "ctrl"}, {}, [*ALL, "-k", "ctrl"]),
         ({"fast": True}, {}, [*FAST, "--numprocesses=4"]),
         ({"fast": True}, {"cores": 20}, [*FAST, "--numprocesses=8"]),
         ({"fast": True, "coverage": True}, {}, [*FAST, "--numprocesses=4", *suite.COVERAGE]),

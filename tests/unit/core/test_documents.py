@@ -16,26 +16,19 @@ BAD_JSON = {
     "NUL": b'{"a": "\0"}',
     "deep": b"[" * 200_000,
     "closed and deep": b"[" * 100 + b"]" * 100,
-    "deep table": b'{"a":' * 100 + b"1" + b"}" * 100,
     "NaN": b'{"a": NaN}',
     "infinite": b'{"a": [1e999]}',
-    "negative infinity": b'{"a": -Infinity}',
     "digits": b'{"a": ' + b"9" * 5000 + b"}",
     "huge": b'{"a": 1180591620717411303424}',
-    "hugely negative": b"[-1180591620717411303424]",
     "cut": b'{"a": "b',
-    "twice": b"{}{}",
 }
 BAD_TOML = {
     "bytes": b"\xff\xfe",
-    "NUL": b"a = '\0'",
     "deep": b"a = " + b"[" * 20_000 + b"]" * 20_000,
     "deep table": b"a" + b".a" * 200 + b" = 1",
     "deeper table": b"a" + b".a" * 2_000_000 + b" = 1",
     "NaN": b"a = nan",
-    "infinite": b"a = inf",
     "cut": b"a = 'b",
-    "twice": b"a = 1\na = 2",
 }
 
 

@@ -12,7 +12,7 @@ from sparkforge.core import interrupt
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
 
-# Commands as in sparkforge.cli. Each starts programs that start programs, one of which ignores SIGTERM for a while.
+# Commands as in sparkforge.cli. Each starts programs that start programs.
 TASKS = '''
 import sys, time
 from pathlib import Path
@@ -27,21 +27,14 @@ from sparkforge.core.process import call, run
 
 NEST = "sleep 600 & echo $! >> pids; echo $$ >> pids; wait"
 
-STUBBORN = "trap 'sleep 1; exit 1' TERM; " + NEST
-
 @task()
-def plan(_ctx, units=NEST):
+def plan(_ctx):
     """Run two units."""
     peaks = Peaks("test")
-    units = [Unit(f"u{n}", ("sh", "-c", units)) for n in range(2)]
+    units = [Unit(f"u{n}", ("sh", "-c", NEST)) for n in range(2)]
     peaks.learnt = {unit.name: Cost(1, 1.0) for unit in units}
     made = jobs.make_schedule([unit.name for unit in units], peaks, memory.Machine(1 << 40, 2))
     jobs.run(units, made, peaks, Site({}, Path("logs"), Path("lock")))
-
-@task()
-def slow(_ctx):
-    """Run two units that take their time to end."""
-    plan.body(_ctx, STUBBORN)
 
 @task()
 def program(_ctx):
@@ -64,7 +57,7 @@ def stays(_ctx):
     except KeyboardInterrupt:
         print("tidied", flush=True)
 
-namespace = Collection(plan, slow, program, shown, stays)
+namespace = Collection(plan, program, shown, stays)
 '''
 
 
@@ -108,17 +101,6 @@ def test_a_verb_that_takes_the_exception_ends_with_the_signals_code_all_the_same
     started.send_signal(signal.SIGTERM)
     out, _ = started.communicate(timeout=60)
     assert (started.returncode, out) == (143, "tidied\n")
-
-
-@pytest.mark.slow
-def test_a_second_signal_does_not_cut_the_cleaning_up_short(tmp_path):
-    started, pids = begin(tmp_path, "slow")
-    started.send_signal(signal.SIGTERM)
-    time.sleep(0.5)  # the first of two units is taking its second to end
-    started.send_signal(signal.SIGHUP)
-    _, errors = started.communicate(timeout=60)
-    assert started.returncode == 143
-    assert [started_at(pid) for pid in pids] == [None] * 4, errors
 
 
 def send(number):

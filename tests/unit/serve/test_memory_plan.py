@@ -48,12 +48,6 @@ def test_a_share_that_leaves_nothing_beside_it_is_refused_with_figures(model):
     assert "GiB free" in refused.value.why
 
 
-def test_what_cannot_be_known_here_is_left_to_the_container(tmp_path, judged):
-    memory_plan.require_room(service(SPARKFORGE_MODEL="/data/x"), project(tmp_path))
-    memory_plan.require_room(service(SPARKFORGE_MODEL="/models/x"), {"services": {"vllm": {}}})
-    assert judged == []
-
-
 def test_the_mounted_model_and_the_profiles_share_are_judged(model, judged):
     environment = {"SPARKFORGE_MODEL": "/models/gpt-oss-20b", "SPARKFORGE_SERVE_PROFILE": "fast"}
     environment |= {"SPARKFORGE_MAX_MODEL_LEN": "4096", "SPARKFORGE_GUARD_GIB": "5"}

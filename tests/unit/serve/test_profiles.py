@@ -44,14 +44,6 @@ def table(tmp_path):
     return lambda text: (tmp_path / "profiles.toml").write_text(text) and tmp_path / "profiles.toml"
 
 
-def test_flags_and_variables_come_from_the_table_and_from_what_it_extends(table):
-    safe = profiles.named("safe", table(GOOD))
-    assert safe.arguments() == ("--shutdown-timeout=45", "--max-num-seqs=16", "--enforce-eager")
-    assert safe.variables() == {"X": "1"}
-    fast = profiles.named("fast", table(GOOD))
-    assert (fast.about, fast.arguments(), fast.variables()) == ("b", safe.arguments(), {"X": "2"})
-
-
 @pytest.mark.parametrize("name", ["quick", "common"])
 def test_an_unknown_name_is_refused_with_the_known_ones_and_a_base_is_none(table, name):
     with pytest.raises(UsageError, match="there are safe, fast"):

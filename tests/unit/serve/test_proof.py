@@ -159,12 +159,3 @@ def streamed(content):
 def test_both_answers_of_a_mixed_step_are_checked(events, response, fault):
     assert fault in proof.CALLS[MIXED].fault([events, response])
     assert bool(proof.CALLS[MIXED].fault([events, response])) == bool(fault)
-
-
-def test_a_context_that_is_too_short_for_the_long_prompt_is_a_known_limit(monkeypatch):
-    def refuse(*_):
-        raise reply_error(400, "This model's maximum context length is 512 tokens.")
-
-    monkeypatch.setattr(Endpoint, "events", lambda _endpoint, path, body, *_: iter(fake_api.stream(body)))
-    monkeypatch.setattr(Endpoint, "post", refuse)
-    assert proof.fault_of(MIXED, Endpoint("http://127.0.0.1:1", "m", key=""), 60.0) == proof.LIMITS[MIXED][0].fault

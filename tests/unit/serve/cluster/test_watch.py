@@ -141,15 +141,6 @@ def test_a_node_that_does_not_come_ends_the_others(start):
     assert end(head)["node"] == "third, worker"
 
 
-def test_the_third_node_hears_of_the_second_ones_end_by_its_name(start):
-    head = start("head", ["worker", "third"], listen=True)
-    worker, third = start("worker", ["head"]), start("third", ["head"])
-    wait_for(lambda: joined(head) == {"worker", "third"}, "they do not meet")
-    os.kill(child(worker), signal.SIGKILL)
-    assert (head.wait(15), third.wait(15)) == (24, 24)
-    assert end(third)["node"] == "worker"
-
-
 STRANGERS = [
     b"",
     b"GET / HTTP/1.1\r\n\r\n",
@@ -200,8 +191,3 @@ def test_a_server_that_ends_before_the_head_has_read_a_hello_is_named_all_the_sa
         while received := worker.recv(100):
             lines += received
     assert json.loads(lines.splitlines()[-1]) == {"node": "head", "end": "signal 9 ended its server"}
-
-
-def test_the_command_that_ends_by_itself_with_0_is_an_end_all_the_same(start):
-    head = start("head", ["worker"], [sys.executable, "-c", ""], listen=True)
-    assert head.wait(15) == 24
