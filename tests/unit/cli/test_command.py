@@ -11,13 +11,11 @@ import subprocess
 import sys
 import tomllib
 import traceback
-from dataclasses import dataclass
 
 import pytest
-from invoke.context import Context
 from invoke.exceptions import Exit
 
-from sparkforge.cli.command import command, option, task, texts, whole_number, with_fields
+from sparkforge.cli.command import command, whole_number
 from sparkforge.core import paths
 from sparkforge.core.errors import NetworkError, UsageError
 
@@ -104,26 +102,3 @@ def test_a_word_that_is_no_number_is_refused():
         with pytest.raises(UsageError, match="--port") as caught:
             whole_number("--port", text)
         assert len(caught.value.what) < 100
-
-
-@dataclass(frozen=True)
-class Options:
-    context: str = option("a length")  # Invoke's first argument has that name too
-    key: str | None = option("a file", None)
-
-
-def test_a_command_has_the_fields_of_a_dataclass_as_options():
-    calls = []
-
-    @task(example="./inv it", twice="do it twice", **texts(Options))
-    @with_fields(Options)
-    def it(_ctx, options, twice=False):
-        """Do it."""
-        calls.append((options, twice))
-
-    defaults = {argument.name: argument.default for argument in it.get_arguments()}
-    assert defaults == {"context": "", "key": None, "twice": False}
-    assert {argument.name: argument.help for argument in it.get_arguments()}["key"] == "a file"
-    it.body(Context(), context="8", twice=True)
-    it.body(Context())
-    assert calls == [(Options("8"), True), (Options(), False)]

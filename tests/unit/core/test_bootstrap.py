@@ -137,3 +137,5 @@ def test_the_stamp_is_written_when_all_that_it_vouches_for_is_on_the_disk(tmp_pa
     bootstrap.make(venv, lock)
     assert events == ["venv", "pip", ("sync", False)]
     assert bootstrap.is_complete(venv, lock)
+    lock.write_text("# something else\n")
+    assert not bootstrap.is_complete(venv, lock)

@@ -10,6 +10,7 @@ from sparkforge.models import recipes as models
 from sparkforge.plan import budget, devices
 from sparkforge.plan.architecture import parse
 from sparkforge.plan.budget import Workload
+from sparkforge.plan.devices import GIB
 
 KNOWN = models.load()
 MODELS = {name: parse(known.config, name) for name, known in KNOWN.items()}
@@ -57,6 +58,17 @@ def test_what_is_said_to_fit_fits_and_no_more(model, device, load):
         assert budget.fits(m, d, replace(load, context=tokens))
     assert tokens == m.longest or not budget.fits(m, d, replace(load, context=tokens + 1))
     assert budget.fits(m, d, load) == (budget.missing(m, d, load) <= 0)
+
+
+def test_gpt_oss_120b_on_a_spark_by_hand():
+    load = Workload(32_768, 16, batched=4_096, sequences=16)
+    lines = {line.name: line.bytes for line in budget.make(MODELS["gpt-oss-120b"], DEVICES["spark"], load).lines}
+    block = 18 * 16 * 2_048
+    assert lines["weights"] == 65_248_815_744
+    assert lines["KV cache"] == block * (16 * (2_048 + 10) + (2_048 + 521) - (2_048 + 10))
+    tokens = 4_096 * (4 * (3 * 2_880 + 2_880) + 80 * 64 + 4 * 2_880)
+    assert lines["activations"] == 2 * tokens + 4 * 2 * 16 * 201_088
+    assert lines["graphs, workspaces"] == 3.5 * GIB
 
 
 @pytest.mark.parametrize(("resident", "share"), [(0.0, 0.87), (6.2, 0.87), (20.0, 0.79), (200.0, 0.0)])

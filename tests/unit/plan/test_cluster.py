@@ -32,6 +32,14 @@ def test_two_machines_hold_half_of_the_weights_each_and_send_two_hidden_states_a
     assert all(row.fits for row in rows.values())
 
 
+def test_an_all_reduce_takes_the_cited_latency_and_beyond_it_the_bandwidth():
+    link = SPARK.link
+    assert cluster.reduce_seconds(link, 5760, 2) == pytest.approx(35.15e-6)
+    assert cluster.reduce_seconds(link, 24576, 2) == pytest.approx((31.67 + 39.56) / 2 * 1e-6)
+    assert cluster.reduce_seconds(link, 65536 + 23_700_000, 2) == pytest.approx(67.93e-6 + 1e-3)
+    assert cluster.reduce_seconds(link, 5760, 4) == pytest.approx(3 * 35.15e-6)
+
+
 def test_one_user_gains_by_the_half_of_the_bytes_and_pays_for_the_link():
     row = cluster.speeds(BIG, SPARK, LOAD, 2, 1)
     work = roofline.decode(BIG, 1, LOAD)

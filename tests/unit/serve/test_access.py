@@ -129,6 +129,12 @@ def test_only_this_machines_names_are_hosts_also_without_a_key(guard):
         assert guard(SPARKFORGE_ALLOWED_HOSTS=allowed)("/v1/models", (b"host", host)) == "passed"
 
 
+@pytest.mark.parametrize("environment", [{"SPARKFORGE_API_KEY_FILE": "/k"}, {"SPARKFORGE_METRICS": "opne"}])
+def test_settings_without_sense_end_the_server(guard, environment):
+    with pytest.raises(RuntimeError, match="SPARKFORGE_"):
+        guard(**environment)
+
+
 @pytest.fixture
 def key_file(tmp_path):
     def write(data, mode=0o600):

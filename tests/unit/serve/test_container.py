@@ -337,27 +337,6 @@ def test_options_become_the_variables_that_compose_reads(tmp_path, monkeypatch):
         docker_device.variables(StartPlan("docker", str(tmp_path)))
 
 
-def on_a_gpu(model):
-    """Return a change of Compose's project: a GPU, and `model` as its Compose file has it."""
-
-    def change(config):
-        service = config["services"]["vllm"]
-        service["deploy"] = {"resources": {"reservations": {"devices": [{"driver": "nvidia"}]}}}
-        service["environment"]["SPARKFORGE_MODEL"] = model
-
-    return change
-
-
-@pytest.fixture
-def gpu(fake_engine, monkeypatch):
-    """An engine with NVIDIA's runtime, memory enough, and what the tiny model's comparison gives."""
-    fake_engine.info["Runtimes"]["nvidia"] = {"path": "nvidia-container-runtime"}
-    monkeypatch.setattr(docker_device.memory_plan, "require_room", lambda *_: None)
-    compared = []
-    monkeypatch.setattr(first_answers, "compare", lambda endpoint: compared.append(endpoint.model) or 0.012)
-    return compared
-
-
 @pytest.mark.parametrize(
     ("model", "options", "served"),
     [
@@ -367,12 +346,21 @@ def gpu(fake_engine, monkeypatch):
     ],
 )
 def test_on_a_gpu_the_tiny_model_answers_first_in_the_same_container(
-    checkout, docker_command, gpu, monkeypatch, capsys, model, options, served
+    checkout, fake_engine, docker_command, monkeypatch, capsys, model, options, served
 ):
+    def change(config):
+        service = config["services"]["vllm"]
+        service["deploy"] = {"resources": {"reservations": {"devices": [{"driver": "nvidia"}]}}}
+        service["environment"]["SPARKFORGE_MODEL"] = model
+
+    compared = []
+    fake_engine.info["Runtimes"]["nvidia"] = {"path": "nvidia-container-runtime"}
+    monkeypatch.setattr(docker_device.memory_plan, "require_room", lambda *_: None)
+    monkeypatch.setattr(first_answers, "compare", lambda endpoint: compared.append(endpoint.model) or 0.012)
     monkeypatch.setenv("SPARKFORGE_MODEL", "/models/gpt-oss-20b")
-    change_config(docker_command, on_a_gpu(model))
+    change_config(docker_command, change)
     server = up(device="docker", **options)
-    assert gpu == served
+    assert compared == served
     assert server.model == (model if model[0] == "/" else "/models/gpt-oss-20b")
     assert len(called(docker_command, " up ")) == 1 + len(served)
     assert len(called(docker_command, " stop vllm")) == len(served), "Prometheus and its company stay"

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -163,23 +162,10 @@ def test_a_refused_or_empty_answer_is_told_and_forgotten_and_a_cut_one_is_told(t
     assert terminal.end(again=signal.SIGTERM) == 128 + signal.SIGTERM
 
 
-@pytest.fixture
-def once(served, monkeypatch, capsys):
-    """Return a function: run `./inv chat` in this process, with `stdin` from a pipe."""
-
-    def once(*options, stdin=""):
-        with monkeypatch.context() as patch:
-            patch.setattr("sys.stdin", io.StringIO(stdin))
-            code = program.main(["chat", *options])
-        printed = capsys.readouterr()
-        return subprocess.CompletedProcess(options, code, printed.out, printed.err)
-
-    return once
-
-
 @pytest.mark.parametrize(("options", "stdin"), [(("hello",), "not read"), ((), "hello")])
-def test_a_message_is_an_argument_or_stdin(once, served, options, stdin):
-    result = once(*options, stdin=stdin)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "hmanswer 1\n", "")
+def test_a_message_is_an_argument_or_stdin(served, monkeypatch, capsys, options, stdin):
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    assert program.main(["chat", *options]) == 0
+    assert capsys.readouterr() == ("hmanswer 1\n", "")
     assert messages(served.asked[0]) == [("user", "hello")]
     assert served.asked[0]["max_tokens"] == 64

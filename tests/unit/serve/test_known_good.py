@@ -10,7 +10,7 @@ from sparkforge.cli import program
 from sparkforge.core import errors
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import known_good, launch, record
-from sparkforge.serve.devices import choose, embedded, in_environment
+from sparkforge.serve.devices import choose, device, embedded, in_environment
 from sparkforge.serve.known_good import KnownGood
 from sparkforge.serve.plan import StartPlan
 
@@ -181,3 +181,15 @@ def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, tmp_pa
     known_good.roll_back(starter)
     assert plans == [replace(first.plan, stack="embedded", profile="embedded")]
     assert [start.time for start in known_good.read()] == [2.0]
+
+
+def test_a_full_disk_ends_no_server(monkeypatch, capsys, state):
+    def full(*_args, **_more):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(embedded.Embedded, "prepare", lambda self: None)
+    monkeypatch.setattr(embedded.Embedded, "validate", lambda self: "")
+    monkeypatch.setattr(embedded.Embedded, "start", lambda self: server_of(8000, 1.0))
+    monkeypatch.setattr(embedded.Embedded, "remember", full)
+    assert device.run(embedded.Embedded(PLAN)) == server_of(8000, 1.0)
+    assert "is not recorded as known good" in capsys.readouterr().err

@@ -202,7 +202,8 @@ def test_the_guard_judges_behind_the_key(monkeypatch):
     server.limiter = guard
     assert server.post({"n": 10_000})[0] == 401
     assert json.loads(server.post({}, path=MESSAGES)[1])["type"] == "error"  # in Anthropic's shape too
-    assert server.post({"n": 10_000}, headers=[(b"authorization", b"Bearer sesame")])[0] == 400
+    status, body = server.post({"n": 10_000}, path=MESSAGES, headers=[(b"authorization", b"Bearer sesame")])
+    assert (status, json.loads(body)["type"]) == (400, "error")
 
 
 @pytest.mark.parametrize("text", ["sequences", "sequences=-1", "sequence=1", "n=²"])

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from sparkforge.core import paths
+from sparkforge.core import files, paths
 from sparkforge.core.paths import ROOT
 from sparkforge.serve import health, record, restarts
 
@@ -35,6 +35,15 @@ def test_an_end_that_nobody_asked_for_counts_with_its_reason():
     restarts.begin(WHO)
     ends(code=1)
     assert [failure.why for failure in known()][1:] == ["it ended by itself with exit code 1"]
+
+
+def test_a_full_disk_prevents_no_start(monkeypatch, tmp_path):
+    def full(*_args, **_more):
+        raise files.disk_full(tmp_path)
+
+    monkeypatch.setattr(restarts, "write_json", full)
+    restarts.begin(WHO)
+    restarts.admit(WHO, tmp_path)
 
 
 def test_a_start_without_an_end_counts_and_one_that_was_asked_for_forgives_the_others():

@@ -42,6 +42,13 @@ def test_logs_are_printed_without_escapes(capsys):
     assert out.startswith("one \nü\ntwo \ufffd")
 
 
+def test_a_containers_log_is_printed_without_escapes(docker_command, capsys):
+    docker_command.answers("logs", out=f"out {EVIL}\n", err=f"err {EVIL}\n")
+    screen._container_log(record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", "c0ffee"), follow=False)
+    out = capsys.readouterr().out
+    assert ("out " in out, "err " in out, UNSAFE.search(out)) == (True, True, None)
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_doctor_prints_a_log_without_escapes_and_passwords(tmp_path, capsys, as_json):
     log = tmp_path / "a.log"

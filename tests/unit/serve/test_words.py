@@ -132,6 +132,14 @@ def test_an_address_that_other_machines_reach_needs_a_key():
         access.require_key("eth0", "sesame")
 
 
+def test_on_the_machines_network_the_server_listens_on_loopback(image, monkeypatch, tmp_path):
+    seen = access.has_host_network
+    monkeypatch.setattr(access, "has_host_network", lambda: seen(tmp_path / "net"))
+    for card, address in (("eth0", "0.0.0.0"), ("enp1s0/device", "127.0.0.1")):  # noqa: S104 - a container's
+        (tmp_path / "net" / card).mkdir(parents=True)
+        assert plan([MODEL]).address() == (address, 8000)
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
