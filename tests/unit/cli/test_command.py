@@ -44,9 +44,10 @@ def test_a_file_that_cannot_be_used_is_named(number, capsys, tmp_path):
     assert f"ls -ld {tmp_path}" in printed
 
 
-def test_a_full_disk_has_its_own_code(tmp_path):
+def test_a_full_disk_has_its_own_code(tmp_path, capsys):
     assert code_of(OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))) == 28
     assert code_of(OSError(errno.ENOSPC, "No space left on device")) == 28  # from an open file, without a name
+    assert capsys.readouterr().err.count("[storage.full]") == 2
 
 
 def test_ctrl_c_is_what_shells_expect():

@@ -19,7 +19,6 @@ from openai_harmony import (
 from transformers import AutoTokenizer
 
 from sparkforge.core.errors import InputError, UsageError
-from sparkforge.core.paths import ROOT
 from sparkforge.models import harmony, tiny, tiny_random
 
 TEXTS = [
@@ -41,18 +40,6 @@ def tokenizer(model):
 @pytest.fixture(scope="module")
 def encoding():
     return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
-
-
-def test_another_process_in_another_locale_writes_the_same_bytes(model, tmp_path):
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7", "LC_ALL": "C", "OMP_NUM_THREADS": "1",
-        "TZ": "Asia/Tokyo",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "sparkforge.models.tiny", "--random", tmp_path / "again"]
-    subprocess.run(command, env=environment, check=True, cwd=tmp_path)
-    names = {path.name for path in model.iterdir()}
-    assert {path.name for path in (tmp_path / "again").iterdir()} == names
-    assert all((model / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
 
 
 def test_the_weights_are_the_recipes(model):
@@ -173,37 +160,18 @@ def test_tokenizer_agrees_with_harmony(tokenizer, encoding, text):
     assert tokenizer.decode(ids) == text
 
 
-CONVERSATIONS = {
-    "user": [("user", "What is 2 + 2?")],
-    "developer": [("developer", "Talk like a pirate."), ("user", "Olá 🎉")],
-    "turns": [
-        ("developer", "Be brief."), ("user", "hi"), ("assistant", "yo"), ("user", "again"),
-        ("assistant", "again what?"), ("user", "x"),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("effort", ["low", "medium", "high"])
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_template_renders_what_harmony_renders(tokenizer, encoding, name, effort):
-    turns = CONVERSATIONS[name]
-    system = (
-        SystemContent.new()
-        .with_conversation_start_date("2026-01-31")
-        .with_reasoning_effort(ReasoningEffort(effort.capitalize()))
-    )
-    messages = [Message.from_role_and_content(Role.SYSTEM, system)]
-    for role, text in turns:
-        if role in ("system", "developer"):
-            messages.append(
-                Message.from_role_and_content(Role.DEVELOPER, DeveloperContent.new().with_instructions(text))
-            )
-        else:
-            message = Message.from_role_and_content(Role(role), text)
-            messages.append(message.with_channel("final") if role == "assistant" else message)
+def test_template_renders_what_harmony_renders(tokenizer, encoding):
+    turns = ("hi", "yo", "Olá 🎉", "again what?", "  x\n\n")
+    system = SystemContent.new().with_conversation_start_date("2026-01-31")
+    instructions = DeveloperContent.new().with_instructions("Be brief.")
+    messages = [Message.from_role_and_content(Role.SYSTEM, system.with_reasoning_effort(ReasoningEffort.HIGH))]
+    messages.append(Message.from_role_and_content(Role.DEVELOPER, instructions))
+    spoken = [{"role": "developer", "content": "Be brief."}]
+    for number, text in enumerate(turns):
+        role = ("user", "assistant")[number % 2]
+        message = Message.from_role_and_content(Role(role), text)
+        messages.append(message.with_channel("final") if role == "assistant" else message)
+        spoken.append({"role": role, "content": text})
     wanted = encoding.render_conversation_for_completion(Conversation.from_messages(messages), Role.ASSISTANT)
-    got = tokenizer.apply_chat_template(
-        [{"role": role, "content": text} for role, text in turns], add_generation_prompt=True, return_dict=False,
-        current_date="2026-01-31", reasoning_effort=effort,
-    )  # fmt: skip
-    assert got == wanted
+    more = {"current_date": "2026-01-31", "reasoning_effort": "high"}
+    assert tokenizer.apply_chat_template(spoken, add_generation_prompt=True, return_dict=False, **more) == wanted
