@@ -10,16 +10,21 @@ namespace = Collection(
     serve.status,
     serve.logs,
     serve.chat,
+    serve.run,
     serve.shell,
     serve.rollback,
     build.audit,
     models.models,
+    models.pull,
+    models.rm,
     models.plan,
     diagnose.doctor,
     diagnose.validate,
+    diagnose.qualify,
     maintain.clean_cache,
     maintain.test,
     maintain.check,
+    list=models.list_,
 )
 
 _build = Collection(
@@ -32,9 +37,6 @@ _patch = Collection("patch")
 _patch.add_task(build.patch_make, name="make", default=True)
 _bundle = Collection("bundle", unpack=maintain.bundle_unpack)
 _bundle.add_task(maintain.bundle_make, name="make", default=True)
-
-_qualify = Collection("qualify")
-_qualify.add_task(diagnose.qualify, name="run", default=True)
 
 for _collection in (
     _build,
@@ -50,7 +52,6 @@ for _collection in (
         logs=cluster.cluster_logs,
         down=cluster.cluster_down,
     ),
-    _qualify,
     Collection("dev", build=build.dev_build),
     Collection(
         "image",
@@ -60,7 +61,6 @@ for _collection in (
         publish=build.image_publish,
         pull=build.image_pull,
     ),
-    Collection("model", fetch=models.model_fetch),
     Collection(
         "bench",
         measure.acc,

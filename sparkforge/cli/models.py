@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from invoke.context import Context
 
 from sparkforge.cli.command import caller_path, name_or_path, task
@@ -11,7 +13,7 @@ from sparkforge.cli.command import caller_path, name_or_path, task
 def models(_ctx: Context, json_: bool = False) -> None:
     """List the families and recipes, and what was shown of each.
 
-    ./inv plan, model.fetch and up take a recipe's name.
+    ./inv plan, pull and up take a recipe's name.
     """
     from sparkforge.models import recipes
 
@@ -19,14 +21,14 @@ def models(_ctx: Context, json_: bool = False) -> None:
 
 
 @task(
-    example="./inv model.fetch gpt-oss-120b",
+    example="./inv pull gpt-oss-120b",
     repository="a recipe, or a repository such as openai/gpt-oss-120b",
     revision="a commit, tag or branch; default: the pinned one",
     to="the folder to write; default: models/NAME in the checkout, where Compose looks",
     mirror="folder with a copy of it, instead of the hub",
-    replace="replace files in a folder that model.fetch did not write, or that holds another model",
+    replace="replace files in a folder that pull did not write, or that holds another model",
 )
-def model_fetch(
+def pull(
     _ctx: Context, repository: str, revision: str = "", to: str = "", mirror: str = "", replace: bool = False
 ) -> None:
     """Download a checkpoint and check every hash.
@@ -40,6 +42,25 @@ def model_fetch(
         recipe = recipes.named(repository)
         repository = recipe.repository or repository
     hub.fetch_and_report(repository, revision, caller_path(to), caller_path(mirror), replace=replace)
+
+
+@task(example="./inv list", json_="print it as JSON")
+def list_(_ctx: Context, json_: bool = False) -> None:
+    """List the models on this machine, their size and what uses them.
+
+    It looks where pull writes and into Hugging Face's cache, in which a blob counts once.
+    """
+    from sparkforge.serve import stored
+
+    stored.show(os.environ, as_json=json_)
+
+
+@task(example="./inv rm gpt-oss-120b", model="a name or a folder of the list", yes="do not ask")
+def rm(_ctx: Context, model: str, yes: bool = False) -> None:
+    """Remove a model from this machine, unless something uses it."""
+    from sparkforge.serve import stored
+
+    stored.remove(caller_path(model) if model.startswith((".", "/", "~")) else model, os.environ, yes=yes)
 
 
 @task(

@@ -26,17 +26,24 @@ from sparkforge.core.errors import SparkforgeError, UsageError
 
 # What `./inv --list` shows, by the user's job. `NAME.*` stands for the commands of a collection that no other line has.
 GROUPS = {
-    "serve": ("up", "down", "status", "logs", "chat", "shell", "rollback", "service.*", "cluster.*", "max.*"),
+    "serve": ("up", "down", "status", "logs", "chat", "run", "shell", "rollback", "service.*", "cluster.*", "max.*"),
     "build": ("build", "build.*", "patch", "dev.*", "audit", "image.*"),
-    "models": ("models", "model.fetch", "plan"),
+    "models": ("models", "pull", "list", "rm", "plan"),
     "measure": ("bench.perf", "bench.*"),
     "diagnose": ("doctor", "validate", "qualify"),
     "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
 }
-IN_A_CLONE = ("patch.make", "pins.lock", "test", "check")  # a wheel lacks what they work on
+OTHER_NAMES = {"ps": "status", "model.fetch": "pull", "qualify.run": "qualify"}
+IN_A_CLONE = ("pins.lock", "test", "check")  # a wheel lacks what they work on
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 HELP = ("-h", "--help")
 WIDEST = 100  # columns
+SHELLS = {"bash": "", "zsh": "autoload -U compinit bashcompinit && compinit && bashcompinit\n"}
+COMPLETION = """{before}_sparkforge() {{
+    COMPREPLY=($(compgen -W "$("$1" --complete -- "${{COMP_WORDS[@]:1:$COMP_CWORD}}" 2> /dev/null)" -- "$2"))
+}}
+complete -F _sparkforge -o default ./inv inv sparkforge
+"""
 USAGE = """Usage: ./inv COMMAND [OPTIONS]
 
 {commands}
@@ -44,6 +51,7 @@ USAGE = """Usage: ./inv COMMAND [OPTIONS]
   ./inv --list            every command
   ./inv COMMAND --help    its options and an example
   ./inv --version         the version
+  eval "$(./inv --print-completion-script bash)"   completion; or zsh
 
 Example:
   ./inv up && ./inv chat "Hello"
@@ -73,17 +81,17 @@ def run(arguments: list[str]) -> int:
     contexts = {str(context.name): context for context in namespace.to_contexts()}
     for context in tuple(contexts.values()):
         contexts.update(dict.fromkeys(context.aliases, context))
+    contexts.update({name: contexts[command] for name, command in OTHER_NAMES.items()})
     if arguments[1:] and arguments[0] not in contexts and (name := ".".join(arguments[:2])) in contexts:
         arguments = [name, *arguments[2:]]  # `service install`, as other programs have it
+    arguments = [OTHER_NAMES.get(argument, argument) for argument in arguments[:1]] + arguments[1:]
     if help_flags := [argument for argument in arguments if argument in HELP]:
         command = next((argument for argument in arguments if argument not in help_flags), "")
         echo(command_help(contexts[require(command, contexts)], command) if command else overview(), end="")
     elif not arguments:
         echo(overview(), end="")
-    elif arguments[0] == "--version":
-        echo(f"sparkforge {sparkforge.__version__}")
-    elif arguments[0] == "--list":
-        echo(listing(arguments[1] if arguments[1:] else ""), end="")
+    elif (text := _information(arguments, rest, contexts)) is not None:
+        echo(text, end="")
     else:
         name = require(arguments[0], contexts)
         if paths.INSTALLED and contexts[name].name in IN_A_CLONE:
@@ -98,6 +106,32 @@ def run(arguments: list[str]) -> int:
             _give_rest(parsed[-1], rest)
         Executor(namespace, Config(lazy=True)).execute(*parsed)
     return 0
+
+
+def _information(arguments: list[str], rest: list[str] | None, contexts: Mapping[str, ParserContext]) -> str | None:
+    """Return what an option without a command prints; None for another first word. Raises UsageError."""
+    value = arguments[1] if arguments[1:] else ""
+    match arguments[0]:
+        case "--version":
+            return f"sparkforge {sparkforge.__version__}\n"
+        case "--list":
+            return listing(value)
+        case "--complete":
+            return "".join(f"{word}\n" for word in completions(rest or [""], contexts))
+        case "--print-completion-script":
+            if value in SHELLS:
+                return COMPLETION.format(before=SHELLS[value])
+            fix = "./inv --print-completion-script bash"
+            raise UsageError(f"there is no completion for {value or 'no shell'}", f"it is {' or '.join(SHELLS)}", fix)
+    return None
+
+
+def completions(words: Sequence[str], contexts: Mapping[str, ParserContext]) -> list[str]:
+    """Return what the last word may be: a command, or an option of the command before it; files are the shell's."""
+    command = next((word for word in reversed(words[:-1]) if word in contexts), "")
+    if command:
+        return sorted(contexts[command].flag_names()) if words[-1].startswith("-") else []
+    return [*_names(), "--list", "--version", "--help"]
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:

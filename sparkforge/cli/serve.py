@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invoke.context import Context
@@ -133,10 +134,22 @@ def up(_ctx: Context, options: UpOptions) -> None:
     Spark, and flags. MODEL, PORT, TP and MAX_MODEL_LEN are taken from the environment where no option says otherwise.
     vLLM's own flags stand behind --, and win over the others.
     """
+    from sparkforge.serve import failure, screen
+
+    server = started(options)
+    screen.show_ready(server)
+    notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")
+    if options.foreground:
+        with failure.remembered():
+            screen.stay(server)
+
+
+def started(options: UpOptions) -> Server:
+    """Start the server that the options ask for. Raises what `start` of its device raises."""
     from sparkforge.image.devices import DOCKER, GPU
     from sparkforge.models import recipes
     from sparkforge.plan import capabilities
-    from sparkforge.serve import failure, profiles, screen
+    from sparkforge.serve import failure, profiles
     from sparkforge.serve.devices.choose import device_for
     from sparkforge.serve.devices.device import start
     from sparkforge.sources.offline import use_bundle
@@ -158,12 +171,7 @@ def up(_ctx: Context, options: UpOptions) -> None:
             profiled=options.profiler,
             tiny_first=options.tiny_first,
         )
-        server = start(device_for(plan, build_image))
-    screen.show_ready(server)
-    notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")
-    if options.foreground:
-        with failure.remembered():
-            screen.stay(server)
+        return start(device_for(plan, build_image))
 
 
 @task(example="./inv down")
@@ -234,16 +242,63 @@ def chat(_ctx: Context, message: str, system: str = "", max_tokens: str = "") ->
     Without MESSAGE it is a conversation, in which the model sees what was said before; /help shows its commands. Where
     stdin is a pipe or a file, its text is the message.
     """
-    from sparkforge.serve import conversation, record
+    from sparkforge.serve import record
 
-    if message.startswith("-"):  # Invoke takes an option that it does not know for the message
+    require_message(message, "chat")
+    limit = whole_number("--max-tokens", max_tokens) if max_tokens else None
+    talk(record.running(), message, system, limit)
+
+
+@task(
+    example='./inv run gpt-oss-120b "Hello"',
+    optional="message",
+    model="a name of ./inv list, or a folder",
+    message="answer this one message and end",
+    device="as in ./inv up",
+    profile="as in ./inv up",
+)
+@held
+def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: str = "") -> None:
+    """Talk with a model, which is started if it is not served.
+
+    It is up and chat in one: the server stays. A server of another model is not replaced.
+    """
+    from sparkforge.image.devices import EMBEDDED
+    from sparkforge.serve import record, screen, stored
+    from sparkforge.serve.command_line import api_names
+    from sparkforge.serve.settings import TINY_ID
+
+    require_message(message, "run")
+    name, folder = (Path(model).name, caller_path(model)) if model.startswith((".", "/", "~")) else (model, "")
+    server = record.read()
+    if server is None or not server.alive:
+        if name == TINY_ID:
+            device = EMBEDDED if device == "auto" else device
+        elif not folder:
+            found = stored.find(name, os.environ)
+            folder = found.name if "/" in found.name else str(found.folder)
+        server = started(UpOptions(device=device, model=folder, profile=profile))
+        screen.show_ready(server)
+    elif not set(api_names(name)) & set(api_names(server.model_id)):
+        failure, why = f"{name} is not served", f"{server.model_id} is, at {server.url}"
+        raise ServerError(failure, why, f"./inv down, then ./inv run {model}", code="server.running")
+    talk(server, message, "", None)
+
+
+def require_message(message: str, command: str) -> None:
+    """Raise UsageError for an option that the command does not have: Invoke takes it for the message."""
+    if message.startswith("-"):
         raise UsageError(
-            f"./inv chat has no option {message[:40]}",
+            f"./inv {command} has no option {message[:40]}",
             "its options are in --help",
             "echo TEXT | ./inv chat, for a message that begins with -",
         )
-    limit = whole_number("--max-tokens", max_tokens) if max_tokens else None
-    server = record.running()
+
+
+def talk(server: Server, message: str, system: str, limit: int | None) -> None:
+    """Print the answer to a message, or to that on stdin; without one, converse."""
+    from sparkforge.serve import conversation
+
     if text := message or conversation.message_on_stdin():
         conversation.answer_once(server, text, conversation.ONCE_TOKENS if limit is None else limit, system)
     else:

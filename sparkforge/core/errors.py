@@ -142,7 +142,7 @@ CODES = {
     "server.restarts": "The server ended too often in a short time; restart it by hand.",
     "storage.access": "A file or folder cannot be read or written: no permission, read-only, in the way, or gone.",
     "storage.full": "A file system has too little room for the next step.",
-    "storage.busy": "Another Sparkforge command is changing the same files.",
+    "storage.busy": "Another Sparkforge command is changing the same files, or a program uses the model.",
     "storage.cache": "A path cannot be removed from a kernel cache: it lies outside the cache, or a process uses it.",
     "validation.failed": "At least one required check failed, so no server was started.",
     "validation.incomplete": "A required check was skipped, so validation did not pass; no check failed.",

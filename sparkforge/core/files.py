@@ -135,7 +135,8 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
         raise StorageError(
             f"not enough room for {purpose}",
             f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed",
-            "rm -r ~/.cache/sparkforge/files   # fetched again if needed; or set SPARKFORGE_STATE and SPARKFORGE_CACHE",
+            "./inv list, then ./inv rm MODEL; or rm -r ~/.cache/sparkforge/files, which is fetched again if needed; "
+            "or set SPARKFORGE_STATE and SPARKFORGE_CACHE",
             code="storage.full",
         )
 

@@ -106,7 +106,7 @@ def _require_ours(target: Path, note: Note | None, source: CheckpointSource) -> 
     if not target.exists() or {path.name for path in target.iterdir()} <= {PARTIAL}:
         return
     if note is None:
-        why = f"it is not a folder that model.fetch made: {NOTE} is not in it, or cannot be read"
+        why = f"it is not a folder that pull made: {NOTE} is not in it, or cannot be read"
     elif note.repository != source.repository:
         why = f"it holds {note.repository}"
     else:
@@ -153,7 +153,7 @@ def choose(source: CheckpointSource) -> list[RemoteFile]:
         raise InputError(
             f"{source.name} is no safetensors checkpoint",
             why,
-            "./inv model.fetch openai/gpt-oss-120b",
+            "./inv pull openai/gpt-oss-120b",
             code="input.model",
         )
     return files
@@ -205,9 +205,7 @@ def main(command_line: list[str]) -> int:
     parser.add_argument("repository", help="such as openai/gpt-oss-120b")
     for flag in ("--revision", "--to", "--mirror"):
         parser.add_argument(flag, default="")
-    parser.add_argument(
-        "--replace", action="store_true", help="replace files in a folder that model.fetch did not make"
-    )
+    parser.add_argument("--replace", action="store_true", help="replace files in a folder that pull did not make")
 
     def fetch() -> None:
         options = parser.parse_args(command_line)

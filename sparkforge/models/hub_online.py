@@ -160,9 +160,9 @@ def _as_ours(error: Exception, repository: str, revision: str) -> SparkforgeErro
     elif isinstance(error, hub_errors.GatedRepoError) or status in {401, 403}:
         if status:
             why = f"the hub answered {status}: it is gated or private, or there is no such name"
-        fix = f"accept its terms at {page}, then HF_TOKEN=hf_… ./inv model.fetch {repository}"
+        fix = f"accept its terms at {page}, then HF_TOKEN=hf_… ./inv pull {repository}"
     elif isinstance(error, hub_errors.RepositoryNotFoundError | hub_errors.HFValidationError):
-        why, fix = "the hub knows no such repository", "./inv model.fetch openai/gpt-oss-120b"
+        why, fix = "the hub knows no such repository", "./inv pull openai/gpt-oss-120b"
     return NetworkError(f"cannot fetch {repository}", why, fix, code="network.fetch")
 
 

@@ -1,4 +1,4 @@
-"""Find a checkpoint on this machine: a folder, what `model.fetch` wrote, or a snapshot in Hugging Face's cache.
+"""Find a checkpoint on this machine: a folder, what `pull` wrote, or a snapshot in Hugging Face's cache.
 
 Hugging Face's cache (huggingface_hub, "Understand caching") has a folder `models--OWNER--NAME` for each repository:
 `refs/main` holds a commit, and `snapshots/COMMIT` holds the files, as links into `blobs`.
@@ -44,7 +44,7 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
     raise InputError(
         f"{model} is not on this machine" + (f" at {revision}" if revision else ""),
         f"{why}, and no {' and no '.join(map(str, fetched))}" if fetched else why,
-        f"./inv model.fetch {model}, or hf download {model}; a container needs the folder that has it: "
+        f"./inv pull {model}, or hf download {model}; a container needs the folder that has it: "
         f"docker run -v ~/.cache/huggingface:{MOUNTED}:ro, or HF_HOME=~/.cache/huggingface docker compose up -d",
         code="input.model",
     )

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from validate.facts.fact import Fact, Facts, Value
 
 DOC = "docs/reference/checks.md"
-MODEL_FIX = "./inv model.fetch REPOSITORY   # resumes; a whole folder is named by --model DIR"
+MODEL_FIX = "./inv pull REPOSITORY   # resumes; a whole folder is named by --model DIR"
 
 ACCESS_FIX = "chmod -R a+rX the model's folder (of a container: the one that is mounted), or run as its owner"
 

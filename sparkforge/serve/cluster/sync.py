@@ -85,7 +85,7 @@ def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False)
     names = head_files.files.keys()
     if not head_files.whole or "config.json" not in names or not any(n.endswith(".safetensors") for n in names):
         why = f"{folder} has no config.json with safetensors beside it"
-        raise InputError(f"{head.name} has no such model", why, "./inv model.fetch, on the head", code="input.model")
+        raise InputError(f"{head.name} has no such model", why, "./inv pull, on the head", code="input.model")
     total = sum(file.size for file in head_files.files.values())
     say(f"{head.name} has {len(names)} files of {Path(folder).name}, {total / 1e9:.2f} GB")
     remote.on_every(config.workers, lambda node: _send_files(head, node, folder, head_files, dry_run=dry_run))
@@ -124,7 +124,7 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, head_files: N
         say(f"{node.name}: {', '.join(names)} came with other bytes")
     else:
         why = f"{', '.join(names)} has another sha256 than {NOTE} or the file on {head.name}"
-        fix = f"check the model on {head.name}: ./inv model.fetch; then {RESUME}"
+        fix = f"check the model on {head.name}: ./inv pull; then {RESUME}"
         raise IntegrityError(f"{node.name} did not get the head's files", why, fix, code="integrity.hash")
     if not node_files.whole:
         # An earlier run may have been cut off when the files were complete, before rsync had flushed them to the disk.

@@ -1,10 +1,12 @@
 """`./inv` as a user runs it: help, the list, errors, old names, and paths from another folder."""
 
 import os
+import shutil
 import signal
 import subprocess
 
 import pytest
+from terminal import Terminal
 
 from sparkforge.cli import namespace, program
 from sparkforge.core.errors import UsageError
@@ -103,7 +105,7 @@ def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, fail
         ("audit", "here"),
         ("bench.compare", "here", "here"),
         ("bundle.unpack", "here", "there"),
-        ("model.fetch", "openai/gpt-oss-20b", "--mirror", "here"),
+        ("pull", "openai/gpt-oss-20b", "--mirror", "here"),
     ],
     ids=" ".join,
 )
@@ -128,3 +130,28 @@ def test_output_into_a_file_on_a_full_disk_is_an_error_of_three_lines():
     assert result.returncode == 28
     assert "[storage.full]" in result.stderr
     assert len(result.stderr.splitlines()) == 3
+
+
+@pytest.mark.needs("bash", "zsh")
+@pytest.mark.parametrize("shell", [("bash", "--norc", "-i"), ("zsh", "-f", "-i")], ids=lambda words: words[0])
+def test_a_shell_completes_commands_and_options(shell, tmp_path):
+    terminal = Terminal(shutil.which(shell[0]), *shell[1:], cwd=ROOT, env={**os.environ, "HOME": str(tmp_path)})
+    terminal.type(f'eval "$(./inv --print-completion-script {shell[0]})"; echo re"ady"\r')
+    terminal.expect("ready")
+    terminal.type("./inv roll\t")
+    terminal.expect("rollback")
+    terminal.type("--t\t")
+    terminal.expect("--to")
+    terminal.process.kill()
+    terminal.process.wait()
+
+
+def test_no_color_is_respected(tmp_path):
+    texts = {}
+    for no_color in ("", "1"):
+        terminal = Terminal(ROOT / "inv", "upp", cwd=tmp_path, env={**os.environ, "NO_COLOR": no_color})
+        terminal.expect("next: ./inv up")
+        texts[no_color] = terminal.text
+        assert terminal.end() == 2
+    assert "31m" in texts[""]
+    assert "31m" not in texts["1"]

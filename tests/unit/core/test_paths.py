@@ -56,7 +56,7 @@ def test_a_home_that_nobody_has_is_refused(named):
 @pytest.mark.parametrize(
     ("advice", "in_an_image"),
     [
-        ("./inv model.fetch openai/gpt-oss-120b", "on the host: ./inv model.fetch openai/gpt-oss-120b"),
+        ("./inv pull openai/gpt-oss-120b", "on the host: ./inv pull openai/gpt-oss-120b"),
         ("on the host: ./inv up", "on the host: ./inv up"),
         ("then `docker compose up -d`", "on the host: then `docker compose up -d`"),
         ("nvidia-smi   # if that hangs too, reboot", "nvidia-smi   # if that hangs too, reboot"),

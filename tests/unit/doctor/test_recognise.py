@@ -17,7 +17,7 @@ UNKNOWN = signatures.UNKNOWN
 HANDLE = b"RuntimeError: CUDA error: invalid resource handle"
 VARIABLE = b"Unknown vLLM environment variable detected: VLLM_%s"
 FAIL = b"FAIL port-free  port 8000 is taken\n       next: ./inv up --port 8001\n       read: docs/reference/checks.md\n"
-ERROR = "✗ the model is gone\n  why:  first line\n        second line\n  next: ./inv model.fetch x\n".encode()
+ERROR = "✗ the model is gone\n  why:  first line\n        second line\n  next: ./inv pull x\n".encode()
 # Both hold for a log of the first.
 ALSO = {
     ("killed", "engine-core-failed"),
@@ -170,7 +170,7 @@ def test_an_error_of_ours_is_read_with_its_reason_and_its_next_command(code):
     error = ERROR.replace(b"gone", f"gone{code}".encode())
     (hit,) = signatures.recognise(events.read([b"x\n" + error + b"INFO more\n"]), KNOWN)[0]
     assert (hit.signature.id, hit.line.number) == ("own-error", 2)
-    assert hit.groups == {"told": "the model is gone", "why": "first line; second line", "next": "./inv model.fetch x"}
+    assert hit.groups == {"told": "the model is gone", "why": "first line; second line", "next": "./inv pull x"}
 
 
 @pytest.mark.parametrize(

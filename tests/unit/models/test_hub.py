@@ -140,7 +140,7 @@ def test_a_revision_or_name_that_is_not_there_is_named(server):
 
 def test_a_gated_repository_asks_for_a_token_and_takes_it(server, target, monkeypatch):
     server.token = "hf_secret"
-    with pytest.raises(errors.NetworkError, match=r"HF_TOKEN=hf_… \./inv model\.fetch openai/gpt-oss-120b"):
+    with pytest.raises(errors.NetworkError, match=r"HF_TOKEN=hf_… \./inv pull openai/gpt-oss-120b"):
         Hub(NAME, "main")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.fetch_checkpoint(Hub(NAME, "main"), target)

@@ -92,7 +92,7 @@ def test_a_snapshot_whose_blobs_are_not_mounted_says_so(tmp_path):
     with pytest.raises(StorageError, match=r"config\.json is a link to \.\./\.\./blobs/") as caught:
         local.find(NAME, {"HF_HOME": str(tmp_path)})
     assert "mount the whole cache" in caught.value.fix
-    assert "model.fetch" not in caught.value.fix
+    assert "pull" not in caught.value.fix
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_models_lists_every_family_and_recipe(capsys):
 
 
 def test_a_recipe_is_fetched_by_its_repository_and_planned_by_both_names(capsys):
-    assert program.main(["model.fetch", "qwen3-0.6b", "--mirror", "/nowhere"]) != 0
+    assert program.main(["pull", "qwen3-0.6b", "--mirror", "/nowhere"]) != 0
     assert "Qwen/Qwen3-0.6B" in capsys.readouterr().err
     assert planner.read_subject("Qwen/Qwen3-0.6B", KNOWN) == planner.read_subject("qwen3-0.6b", KNOWN)
 

@@ -240,7 +240,7 @@ def test_a_refused_machine_gets_no_server_and_code_30(container, model):
     code, out = container.ends()
     assert code == 30
     assert "FAIL model-files" in out
-    assert "next: on the host: ./inv model.fetch" in out  # the image has no ./inv
+    assert "next: on the host: ./inv pull" in out  # the image has no ./inv
     assert not (container.run / "ready").exists()
     assert not container.server_file.exists()
     assert json.loads((container.run / "validation.json").read_text())["exit_code"] == 30
