@@ -22,7 +22,7 @@ from sparkforge.cli import namespace, program
 from sparkforge.cli.command import DEFAULT_STACK, CommandTask
 from sparkforge.core import tables
 from sparkforge.core.documents import read_toml
-from sparkforge.core.errors import CODES, ProcessError, SparkforgeError
+from sparkforge.core.errors import ProcessError, SparkforgeError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
 from sparkforge.core.program import exit_code
@@ -35,6 +35,7 @@ from validate.checks import CHECKS, arguments, software
 from validate.profiles import PROFILES, Profile
 
 FOLDER = ROOT / "docs" / "reference"
+CODES = ROOT / "lab" / "errors.toml"
 COMMANDS = """# Commands
 
 Run every command as `./inv COMMAND` from the checkout. The first run makes `.venv` from `locks/tools.txt`.
@@ -310,7 +311,7 @@ def errors() -> str:
     families = sorted(SparkforgeError.__subclasses__(), key=lambda family: family.exit_code)
     return ERRORS.format(
         families="\n".join(f"| {f.exit_code} | {f.family} | {f.__doc__} |" for f in families),
-        codes="\n".join(ERROR_ROW.format(code=code, text=text) for code, text in CODES.items()),
+        codes="\n".join(ERROR_ROW.format(code=code, text=text) for code, text in read_toml(CODES).items()),
     )
 
 

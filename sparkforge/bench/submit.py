@@ -1,14 +1,12 @@
 """Posts a result to a board: only to a URL that was given, only what passed, redacted, and never twice.
 
-A post that may have arrived is tried again only where the receiver can tell that it is the same: our JSON carries its
-digest as Idempotency-Key, the competition's Gradio form does not. Whatever happens, the result's file stays.
+Our JSON carries its digest as Idempotency-Key, so that the same command can be run again. The result's file stays.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,14 +29,10 @@ from sparkforge.core.openai import require_url, uses_proxy
 from sparkforge.core.redact import for_support
 from sparkforge.plan.speed import CitedFigure
 
-WAITS = (1.0, 4.0, 15.0)  # seconds before each further try
-LONGEST_WAIT = 60.0  # what a Retry-After may ask for
 TIMEOUT = httpx.Timeout(30.0)
 ANSWER_SECONDS = 120.0  # for the board's whole answer
 ANSWER_BYTES = 1 << 20
-NOT_TAKEN = {429, 503}  # the receiver did not take it: safe for every form
 EVENT = re.compile(r"[\w-]{1,100}")
-PERHAPS_TAKEN = {500, 502, 504}
 BOARD = "board"  # for --to: the competition's board for the result's shape
 
 
@@ -219,38 +213,21 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 
 def send(url: str, body: Mapping[str, Any], retry_command: str, key: str = "") -> httpx.Response:
-    """POST until it is taken. Tries again what surely did not arrive, and with an Idempotency-Key also what may have.
-
-    Raises NetworkError; `retry_command` is the one that tries later.
-    """
-    headers, repeatable = {"Idempotency-Key": key} if key else {}, bool(key)
-    why = ""
-    for wait in (*WAITS, None):
-        try:
-            with httpx.Client(timeout=TIMEOUT, trust_env=uses_proxy(url)) as client:
-                response = http.request(
-                    client, "POST", url, seconds=ANSWER_SECONDS, limit=ANSWER_BYTES, json=body, headers=headers
-                )
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            why, retry, pause = repr(error), True, 0.0
-        except httpx.HTTPError as error:
-            why, retry, pause = f"{error!r}; it may have arrived", repeatable, 0.0
-        else:
-            if response.is_success:
-                return response
-            why, pause = f"HTTP {response.status_code}: {response.text[:200]}", _retry_after(response)
-            retry = response.status_code in NOT_TAKEN or (repeatable and response.status_code in PERHAPS_TAKEN)
-        if not retry or wait is None:
-            break
-        time.sleep(min(max(wait, pause), LONGEST_WAIT))
-    raise NetworkError("the result was not posted; its file is kept", why, retry_command, code="network.submit")
-
-
-def _retry_after(response: httpx.Response) -> float:
+    """POST once, with an Idempotency-Key if there is one. Raises NetworkError; `retry_command` tries later."""
+    headers = {"Idempotency-Key": key} if key else {}
     try:
-        return float(response.headers.get("Retry-After", "0"))
-    except ValueError:  # a date: the usual wait will do
-        return 0.0
+        with httpx.Client(timeout=TIMEOUT, trust_env=uses_proxy(url)) as client:
+            response = http.request(
+                client, "POST", url, seconds=ANSWER_SECONDS, limit=ANSWER_BYTES, json=body, headers=headers
+            )
+        if response.is_success:
+            return response
+        why = f"HTTP {response.status_code}: {response.text[:200]}"
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        why = repr(error)
+    except httpx.HTTPError as error:
+        why = f"{error!r}; it may have arrived"
+    raise NetworkError("the result was not posted; its file is kept", why, retry_command, code="network.submit")
 
 
 def _await_event(call: str, response: httpx.Response, retry_command: str) -> None:

@@ -7,7 +7,6 @@ are in place. The next run repairs what a kill leaves; an artifact never lies be
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -87,32 +86,11 @@ def once(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, however deep, or do nothing if there is none."""
+    """Remove a file or a folder, or do nothing if there is none."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
-        return
-    try:
+    else:
         shutil.rmtree(path)
-    except RecursionError:
-        _remove_deep(path)
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-        _remove_deep(path)
-
-
-def _remove_deep(path: Path) -> None:
-    """Remove a folder that is too deep for `shutil.rmtree`, which recurses and holds one descriptor a level."""
-    folders = [path]
-    for folder in folders:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry.path))
-                else:
-                    Path(entry.path).unlink()
-    for folder in reversed(folders):
-        folder.rmdir()
 
 
 def _make(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> Manifest:

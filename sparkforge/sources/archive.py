@@ -31,6 +31,7 @@ MAX_MEMBERS = 200_000
 MAX_HEADER = 1 << 20  # bytes of one tar header with its extensions; a longer one only serves to fill memory
 MAX_TAIL = 1 << 20  # bytes of zeros behind a tar's end; GNU tar pads to 10 KiB by default
 LARGEST = 64 << 20  # bytes of one file that `read_files` reads; the largest that a patch of ours touches has 0.2 MB
+DEEPEST = 64  # folders in each other
 BLOCK = 512  # POSIX.1-2017, pax: a tar archive's unit; two of zeros end it
 # What the standard library raises for damaged archives; its OSError for an impossible offset is BadZipFile here.
 MALFORMED = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, struct.error, EOFError, ValueError,
@@ -123,7 +124,7 @@ def unharmful(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     plain = name.isprintable() and "\\" not in name and name[1:2] != ":"
-    return plain and all(0 < len(part) < 256 and part not in (b".", b"..") for part in parts)
+    return plain and len(parts) <= DEEPEST and all(0 < len(part) < 256 and part not in (b".", b"..") for part in parts)
 
 
 def parents(path: str) -> list[str]:
