@@ -16,6 +16,7 @@ from sparkforge.core.errors import UsageError
 MODEL, REVISION, HOST, PORT = "--model", "--revision", "--host", "--port"
 QUANTIZATION, CONTEXT = "--quantization", "--max-model-len"
 HEADLESS = "--headless"  # a worker of another machine's server, without an API
+NAMES = "--served-model-name"
 MANY_VALUES = 1 << 30
 
 
@@ -47,9 +48,7 @@ FLAGS: Mapping[str, VllmFlag] = {
     MODEL: VllmFlag(refusal="./inv up sets it, and validates that model", instead="./inv up --model FOLDER"),
     "--api-key": VllmFlag(refusal=_VISIBLE, instead="./inv up --api-key-file FILE"),
     "--hf-token": VllmFlag(refusal=_VISIBLE, instead="hf auth login"),
-    "--served-model-name": VllmFlag(
-        MANY_VALUES, refusal=_NAME, instead="name the model's folder so, then ./inv up --model FOLDER"
-    ),
+    NAMES: VllmFlag(MANY_VALUES, refusal=_NAME, instead="name the model's folder so, then ./inv up --model FOLDER"),
     "--middleware": VllmFlag(refusal=_GUARD, instead="run a proxy of yours in front"),
     "--root-path": VllmFlag(refusal=_GUARD, instead="run a proxy of yours in front"),
     "--uds": VllmFlag(refusal=_HTTP, instead="./inv up --host ADDRESS"),
@@ -112,6 +111,19 @@ def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
         else:
             remaining.append(argument)
     return remaining
+
+
+def taken(arguments: Sequence[str], flag: str) -> tuple[list[str], list[str]]:
+    """Return all values of a flag that takes several, and the other arguments."""
+    values, remaining, inside = list[str](), list[str](), False
+    for argument in arguments:
+        inside = flag_of(argument) == flag if argument.startswith("-") else inside
+        value = argument.partition("=")[2] if argument.startswith("-") else argument
+        if not inside:
+            remaining.append(argument)
+        elif value:
+            values.append(value)
+    return values, remaining
 
 
 def positional(arguments: Sequence[str]) -> list[tuple[str, str]]:

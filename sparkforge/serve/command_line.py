@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sparkforge.core.errors import UsageError
-from sparkforge.core.vllm_flags import HEADLESS, HOST, PORT, flag_value, meant
+from sparkforge.core.vllm_flags import HEADLESS, HOST, NAMES, PORT, flag_value, meant, taken
 from sparkforge.models import local, recipes
 from sparkforge.models.harmony import offline_environment
 from sparkforge.serve import access
@@ -47,11 +47,13 @@ class ServerCommand:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The arguments for vLLM."""
-        flags = ("--model", self.model, "--served-model-name", *api_names(self.model_id))
+        named, extra = taken(self.extra_arguments, NAMES)  # by who runs the image; the model's own names answer too
+        names = dict.fromkeys(name for model_id in (*named, self.model_id) for name in api_names(model_id))
+        flags = ("--model", self.model, NAMES, *names)
         address = ("--host", self.host, "--port", str(self.port))
         profile = self.profile.arguments() if self.profile else ()
         guard = access.flags(self.environment.get(access.KEY, "")) if self.guarded else ()
-        return (*flags, *address, *profile, *self.extra_arguments, *guard)
+        return (*flags, *address, *profile, *extra, *guard)
 
     @property
     def environment(self) -> dict[str, str]:

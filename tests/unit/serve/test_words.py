@@ -190,3 +190,22 @@ def test_servers_and_validations_go_to_the_entrypoint(tmp_path, arguments):
 )
 def test_other_programs_are_run_as_they_are(tmp_path, arguments, printed):
     assert start(tmp_path, *arguments) == printed
+
+
+@pytest.mark.parametrize(
+    ("more", "first"),
+    [
+        ([], MODEL),
+        (["--served-model-name", "gpt-oss-120b", "--enforce-eager"], "gpt-oss-120b"),
+        (["--served_model_name=chat", "--enforce-eager"], "chat"),
+        (["--served-model-name", "chat", "gpt-4"], "chat"),
+    ],
+)
+@pytest.mark.parametrize("form", ["vllm serve", "the module"])
+def test_both_names_answer_whatever_docker_run_names_the_model(image, form, more, first):
+    arguments = plan([*SERVERS[form], *more]).arguments
+    assert arguments.count("--served-model-name") == 1
+    names = arguments[arguments.index("--served-model-name") + 1 : arguments.index("--host")]
+    assert names[0] == first
+    assert {MODEL, "gpt-oss-120b"} <= set(names)
+    assert ("--enforce-eager" in arguments) == ("--enforce-eager" in more)
