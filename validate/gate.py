@@ -73,11 +73,6 @@ class ValidationReport:
             )
         return None
 
-    def require_green(self) -> None:
-        """Raise RefusalError unless the server may start."""
-        if (error := self.error()) is not None:
-            raise error
-
 
 def run(profile: str, options: Options) -> ValidationReport:
     """Validate this machine for `profile`. Raises UsageError for an unknown profile and nothing else.

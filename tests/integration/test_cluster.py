@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -84,22 +83,18 @@ def test_a_slow_link_is_named(nodes):
     assert shown["firewall"]["status"] == "pass"
 
 
-def test_a_clock_that_is_off_wifi_and_another_image_are_named_by_stand_ins_for_what_a_node_is_asked(nodes, tmp_path):
-    ahead = "import sys, time; now = time.time; time.time = lambda: now() + 300; exec(sys.stdin.read())"
+def test_wifi_and_another_image_are_named_by_stand_ins_for_what_a_node_is_asked(nodes, tmp_path):
     cable = namespaces.CABLES[1]
     (tmp_path / "wireless").mkdir()
     for name in ("address", "mtu", "operstate", "carrier", "speed"):
         command = nodes.inside(1, "cat", f"/sys/class/net/{cable}/{name}")
         (tmp_path / name).write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     with ExitStack() as stack:
-        python = f'exec {sys.executable} -c {shlex.quote(ahead)} "$2"'
-        stack.enter_context(nodes.program(nodes.theirs, "python3", python))
         stack.enter_context(nodes.mounted(tmp_path, f"/sys/devices/virtual/net/{cable}"))
         for folder, digit in ((nodes.ours, 1), (nodes.theirs, 2)):
             stack.enter_context(nodes.program(folder, "docker", f"echo sha256:{str(digit) * 64}"))
         code, shown = findings(nodes, device="docker")
     assert code == 30
-    assert re.match(r"worker is (299|30\d)\.\d s ahead of head", shown["clocks"]["evidence"])
     assert shown["control-network"]["evidence"] == f"WiFi carries the control network: {cable} of worker"
     assert shown["link"]["status"] == "pass"
     assert shown["images"]["evidence"].startswith("the image differs: head has sha256:111")

@@ -6,7 +6,6 @@ each.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Interface
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from sparkforge.core.errors import InputError, RefusalError, SparkforgeError
 from sparkforge.models import recipes as models
-from sparkforge.pins import locks
 from sparkforge.plan import architecture, choose
 from sparkforge.plan import cluster as plan
 from sparkforge.plan.architecture import Architecture
@@ -38,14 +36,12 @@ from validate.checks.finding import (
 )
 from validate.report import one_line
 
-CLOCK_SECONDS = 2.0  # our own bound: logs of two nodes are read side by side, and tokens of registries expire
 FULL_MTU = 9000  # RDMA packets of 4096 bytes need more than 4200; 1500 leaves 1024
 # Registering NCCL's buffers fails with ENOMEM while the page cache has all memory. Our own bound.
 LEAST_FREE = 4 * GIB
 # Gloo and vLLM's message queues listen on ports that the kernel chooses: a firewall that lets only named ones through
 # stops them. One such port stands for all.
 CHOSEN_PORT = 47_113
-HANGING_NCCL = {"2.30.4": "NVIDIA/nccl issue 2167"}
 # A Spark's cable takes tens of microseconds, a switch a few more, WiFi milliseconds. Every layer waits for two
 # all-reduces: 1 ms each would be 72 ms a token of gpt-oss-120b. Our own bound.
 ROUND_TRIP_SECONDS = 1e-3
@@ -56,14 +52,13 @@ MARLIN_TILE = 128  # columns: a quantised LM head's part of 100,544 is no multip
 class ClusterFacts:
     """What is known: the configuration, facts or error of every node, and what comes from one node to another.
 
-    `nccl` is the version in the stack's lock, `model` the sizes of what will be served, `head` its LM head's format.
+    `model` has the sizes of what will be served, `head` is its LM head's format.
     """
 
     config: ClusterConfig
     facts: Mapping[str, NodeFacts]
     errors: Mapping[str, SparkforgeError] = field(default_factory=dict)
     reaches: Mapping[tuple[str, str], Reach | SparkforgeError] = field(default_factory=dict)
-    nccl: str = ""
     model: Architecture | None = None
     head: str = "bf16"
 
@@ -115,21 +110,6 @@ def _nodes(cluster: ClusterFacts) -> CheckResult:
         first = next(iter(silent.values()))
         return failed("; ".join(f"{name}: {error.why}" for name, error in silent.items()), first.fix)
     return judged(len(cluster.facts) == len(cluster.config.nodes), f"{len(cluster.facts)} nodes answer")
-
-
-@CHECKS.add("clocks", "The nodes' clocks agree.", fix="sudo timedatectl set-ntp true   # on the node that is off")
-def _clocks(cluster: ClusterFacts) -> CheckResult:
-    offsets = {node.name: facts.clock_offset for node, facts in cluster.nodes() if facts.clock_offset is not None}
-    errors = [facts.clock_error for _, facts in cluster.nodes()]
-    if len(offsets) < 2:
-        return failed("fewer than two clocks are known")
-    late, early = min(offsets, key=offsets.__getitem__), max(offsets, key=offsets.__getitem__)
-    apart, surely = offsets[early] - offsets[late], sum(sorted(errors)[-2:])
-    evidence = f"{early} is {apart:.1f} s ahead of {late}, measured to {surely:.1f} s"
-    if apart - surely > CLOCK_SECONDS:
-        return failed(evidence)
-    free = [node.name for node, facts in cluster.nodes() if facts.clock_synchronised is False]
-    return warned(f"{', '.join(free)}: the clock follows no server") if free else passed(evidence)
 
 
 def _add_same(name: str, subject: str, fact: str, fix: str, needs: tuple[str, ...] = ()) -> None:
@@ -304,30 +284,6 @@ def _ports(cluster: ClusterFacts) -> CheckResult:
 
 
 @CHECKS.add(
-    "nccl",
-    "NCCL is no version that is known to hang.",
-    needs=GPUS,
-    fix="take another version into locks/spark.in, then ./inv pins.lock",
-)
-def _nccl(cluster: ClusterFacts) -> CheckResult:
-    if not cluster.nccl:
-        return failed("the stack's lock names no NCCL")
-    if report := HANGING_NCCL.get(cluster.nccl):
-        return failed(f"NCCL {cluster.nccl} hangs between Sparks ({report})")
-    return passed(f"NCCL {cluster.nccl}")
-
-
-@CHECKS.add(
-    "remove-ipc",
-    "A logout does not delete a server's shared memory.",
-    fix="sudo loginctl enable-linger USER   # on each node",
-)
-def _remove_ipc(cluster: ClusterFacts) -> CheckResult:
-    deleting = [node.name for node, facts in cluster.nodes() if facts.remove_ipc]
-    return warned(f"RemoveIPC is on for this user: {', '.join(deleting)}") if deleting else passed("off, or no logind")
-
-
-@CHECKS.add(
     "free-memory",
     "Enough memory is free, not only available, for RDMA buffers.",
     needs=GPUS,
@@ -372,14 +328,11 @@ def look(config: ClusterConfig) -> ClusterFacts:
     )
     known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
     errors = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}
-    lock = locks.lock_path(config.stack).read_text(encoding="utf-8")
-    nccl = re.search(r"^nvidia-nccl-cu\d+==(\S+)", lock, re.MULTILINE)
     return ClusterFacts(
         config,
         known,
         errors,
         _reaches(config, known),
-        nccl=nccl[1] if nccl else "",
         model=_model(config),
         head=_head_format(config),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,15 +60,10 @@ class NodeFacts(Record):
 
     hostname: str
     machine: str = ""
-    time: float
-    clock_offset: float | None = None  # seconds that its clock is ahead of ours
-    clock_error: float = 0.0  # half of the seconds that the question took
-    clock_synchronised: bool | None = None
     interfaces: tuple[NetworkInterface, ...] | None = None
     rdma: tuple[RdmaDevice, ...] | None = None
     infiniband: tuple[str, ...] | None = None
     memory: Mapping[str, int] | None = None
-    remove_ipc: bool | None = None
     driver: str | None = None
     ports_taken: tuple[int, ...] | None = None
     image: str | None = None
@@ -99,13 +93,8 @@ class Reach(Record):
 
 
 def ask(node: ClusterNode, **options: Any) -> NodeFacts:
-    """Return a node's facts, and how far its clock is from ours. Raises what `remote.ask_probe` raises."""
-    begun = time.time()
-    facts = remote.ask_probe(node, "facts", NodeFacts, seconds=FACTS_SECONDS, **options)
-    ended = time.time()
-    # The node reads its clock somewhere between; Python's start and the facts before it take most of the time.
-    clock = {"clock_offset": facts.time - (begun + ended) / 2, "clock_error": (ended - begun) / 2}
-    return facts.model_copy(update=clock)
+    """Return a node's facts. Raises what `remote.ask_probe` raises."""
+    return remote.ask_probe(node, "facts", NodeFacts, seconds=FACTS_SECONDS, **options)
 
 
 def reach(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import select
 import shutil
@@ -41,7 +40,6 @@ FAREWELLS = 5  # packets of a byte, which end the other side where the large one
 ECHO_SECONDS = 2.0  # for all of them, and again for late ones
 PROGRAM_SECONDS = 20
 CHUNK = 1 << 20  # bytes
-CLOCK = ("timedatectl", "show", "-p", "NTPSynchronized", "--value")  # whether the clock follows a server
 
 
 def facts(options: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
@@ -59,13 +57,10 @@ def facts(options: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
     answers = {
         "hostname": socket.gethostname(),
         "machine": platform.machine(),
-        "time": time.time(),
-        "clock_synchronised": ask("clock_synchronised", lambda: program(*CLOCK) == "yes"),
         "interfaces": ask("interfaces", lambda: interfaces(root)),
         "rdma": ask("rdma", lambda: rdma(root)),
         "infiniband": ask("infiniband", lambda: sorted(path.name for path in (root / "dev/infiniband").iterdir())),
         "memory": ask("memory", lambda: memory(root)),
-        "remove_ipc": ask("remove_ipc", remove_ipc),
         "driver": ask("driver", driver),
         "ports_taken": ask("ports_taken", lambda: [port for port in options.get("ports", ()) if is_taken(port)]),
     }
@@ -131,14 +126,6 @@ def memory(root: Path) -> dict[str, int]:
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     sizes = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
     return {name: int(sizes[name]) * 1024 for name in ("MemTotal", "MemFree", "MemAvailable")}
-
-
-def remove_ipc() -> bool:
-    """Tell whether logind deletes this user's shared memory at the end of the last session."""
-    names = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager", "RemoveIPC")
-    if program("busctl", "get-property", *names).split()[-1] != "true":
-        return False
-    return not Path("/var/lib/systemd/linger", os.environ.get("USER", "")).is_file()
 
 
 def driver() -> str:

@@ -37,7 +37,7 @@ def healthy(sheet):
     reach = Reach(sent=50, fastest=5e-5)
     reaches = {("spark", "spark2"): reach, ("spark2", "spark"): reach}
     model = parse(models.load()["gpt-oss-120b"].config, "test")
-    return ClusterFacts(config, facts, reaches=reaches, nccl="2.29.7", model=model)
+    return ClusterFacts(config, facts, reaches=reaches, model=model)
 
 
 @pytest.fixture
