@@ -99,6 +99,7 @@ def build(stack: str, circumstances: Circumstances, work: Path, more: Sequence[s
     copy_checkout(checkout, circumstances.umask)
     output = work / f"{circumstances.name}.tar"
     epoch = checkout_git(paths.ROOT, "log", "-1", "--format=%ct").strip()  # every file's time in the image
+    # BuildKit's own provenance has the times of its build, in which no two are equal; `image.sign` attaches ours.
     command = ["buildx", "build", "--no-cache", "--provenance=false", "--target", "runtime"]
     for name, value in {"STACK": stack, "JOBS": circumstances.jobs, "SOURCE_DATE_EPOCH": epoch}.items():
         command += ["--build-arg", f"{name}={value}"]

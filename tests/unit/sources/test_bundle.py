@@ -82,7 +82,9 @@ def index(folder):
 
 
 def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
-    file = tmp_path / "b.tar"
+    file, pack = tmp_path / "b.tar", paths.state() / "packs/oci-layout"
+    pack.parent.mkdir(parents=True)
+    pack.write_text("{}")
     _, is_new = bundle.make(file, stack="spark")
     bundle.unpack(file, tmp_path / "out")
     members = index(tmp_path / "out")["members"]
@@ -95,6 +97,7 @@ def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
         "tools.txt",
         "embedded.txt",
         "series",
+        "oci-layout",
     }
     assert expected <= {path.split("/")[-1] for path in members}
     assert all((tmp_path / "out" / path).stat().st_size == member["size"] for path, member in members.items())
