@@ -2,6 +2,9 @@
 
 The second build has no cache, another path, umask, time zone, locale and number of jobs. What is compared is the whole
 OCI archive: configuration, layers, manifest. Times in it are the commit's (SOURCE_DATE_EPOCH).
+
+`--against IMAGE.tar` is a second witness: it builds once, compares configuration and layers with an image that somebody
+else built so, and with `--key KEY` attaches a signed statement that `image.verify` prints.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ import shlex
 import shutil
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sparkforge import pins
+from sparkforge.audit import elf
 from sparkforge.cli.build import chosen_stack
 from sparkforge.core import paths
 from sparkforge.core.console import say
@@ -30,7 +35,11 @@ from sparkforge.core.files import require_space, write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.core.manifest import remove
 from sparkforge.core.program import exit_code
+from sparkforge.image import provenance, signing
+from sparkforge.image.attached import Place, Repository
+from sparkforge.image.build import commit
 from sparkforge.image.devices import CPU, CUDA
+from sparkforge.image.oci import LayoutImage
 
 NEEDED_BYTES = {CPU: 6_000_000_000, CUDA: 24_000_000_000}  # two archives, with some air
 SHOWN = 20  # differing files that are named
@@ -68,26 +77,41 @@ def report_path(stack: str) -> Path:
     return paths.state() / f"reproducible-{stack}.json"
 
 
-def verify_reproducible(stack: str, more: Sequence[str]) -> None:
+def verify_reproducible(
+    stack: str, more: Sequence[str], against: Path | None = None, key_file: Path | None = None, repository: str = ""
+) -> None:
     """Build twice, compare, write `.sparkforge/reproducible-STACK.json`; archives that differ are kept beside it.
 
-    Raises IntegrityError, EngineError without buildx.
+    With `against`, an OCI archive, build once; `key_file` then signs that it was rebuilt, for this machine and for the
+    image's `repository`. Raises IntegrityError, EngineError without buildx, StorageError for the key.
     """
+    key = signing.private_key(key_file) if key_file else None
+    witnessed = LayoutImage(against) if against else None
     needed = NEEDED_BYTES[pins.load().image(stack).device]
     require_plugin("buildx")
     work = paths.state() / f"reproducible-{stack}"
     remove(work)
     work.mkdir(parents=True)
     require_space(work, needed, "two images")
-    archives = [build(stack, circumstances, work, more) for circumstances in BUILDS]
+    circumstances = BUILDS[1:] if against else BUILDS
+    archives = [*([against] if against else []), *(build(stack, builder, work, more) for builder in circumstances)]
     images = [read(archive) for archive in archives]
+    if against:  # whoever copied it may have packed it anew
+        images = [replace(image, archive="") for image in images]
     report = compare(images, archives)
     write_json(report_path(stack), report)
-    for image, circumstances in zip(images, BUILDS, strict=True):
-        say(f"{circumstances.name}: {len(image.layers)} layers, archive sha256 {image.archive}")
+    for name, image in zip("ab", images, strict=True):
+        say(f"{name}: {len(image.layers)} layers, {image.archive or image.config}")
     require_identical(report, f"diffoscope {shlex.join(map(str, archives))}   # sudo apt install diffoscope")
     remove(work)
-    say("identical: the archives are the same, byte for byte")
+    say(f"identical: {'configuration and layers' if against else 'the archives'} are the same, byte for byte")
+    if witnessed and key:
+        named = signing.digests(witnessed)
+        statement = signing.signed(provenance.statement(named, provenance.REBUILD, {"stack": stack, **commit()}), key)
+        places: list[Place] = [signing.own_folder(), *([Repository(repository)] if repository else [])]
+        for digest, place in itertools.product((digest for _, digest in named), places):
+            signing.attach(place, digest, "att", [statement])
+        say(f"signed that it was rebuilt: {', '.join(digest[:19] for _, digest in named)}")
 
 
 def build(stack: str, circumstances: Circumstances, work: Path, more: Sequence[str]) -> Path:
@@ -98,10 +122,9 @@ def build(stack: str, circumstances: Circumstances, work: Path, more: Sequence[s
     checkout = work / circumstances.folder
     copy_checkout(checkout, circumstances.umask)
     output = work / f"{circumstances.name}.tar"
-    epoch = checkout_git(paths.ROOT, "log", "-1", "--format=%ct").strip()  # every file's time in the image
     # BuildKit's own provenance has the times of its build, in which no two are equal; `image.sign` attaches ours.
     command = ["buildx", "build", "--no-cache", "--provenance=false", "--target", "runtime"]
-    for name, value in {"STACK": stack, "JOBS": circumstances.jobs, "SOURCE_DATE_EPOCH": epoch}.items():
+    for name, value in {"STACK": stack, "JOBS": circumstances.jobs, **commit()}.items():
         command += ["--build-arg", f"{name}={value}"]
     # Level 1: bytes are compared, not sizes, and level 6 takes minutes of one core for 6 GB.
     options = "rewrite-timestamp=true,compression=gzip,compression-level=1,force-compression=true"
@@ -151,7 +174,9 @@ def _blob(digest: str) -> str:
 def compare(images: Sequence[Image], archives: Sequence[Path]) -> dict[str, Any]:
     """Return the comparison of two images as a document; it names the first files that differ."""
     first, second = images
-    differences = () if first == second else itertools.islice(differing(archives), SHOWN)
+    differences = [] if first == second else list(itertools.islice(differing(archives), SHOWN))
+    if differences and "content" in differences[0][1]:
+        differences[0] = (differences[0][0], f"{differences[0][1]}, first {first_section(archives, differences[0][0])}")
     return {
         "identical": first == second,
         "archives": [first.archive, second.archive],
@@ -171,6 +196,26 @@ def differing(archives: Sequence[Path]) -> Iterator[tuple[str, str]]:
             yield name, f"only in {'b' if a is None else 'a'}"
         elif a != b:
             yield name, ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
+
+
+def first_section(archives: Sequence[Path], name: str) -> str:
+    """Return the first section of an ELF file that differs, of another file the first byte; `differing` gave `name`."""
+    number, _, path = name.removeprefix("layer ").partition(": ")
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, letter) for letter in "ab"]
+        for archive, file in zip(archives, files, strict=True):
+            with (
+                tarfile.open(archive) as tar,
+                tarfile.open(fileobj=tar.extractfile(_blob(read(archive).layers[int(number)])), mode="r:*") as layer,
+            ):
+                file.write_bytes(layer.extractfile(path).read())  # type: ignore[union-attr]
+        try:
+            sections = [[(part.name, part.data()) for part in elf.opened(file).iter_sections()] for file in files]
+            pairs = itertools.zip_longest(*sections, fillvalue=("none", b""))
+            return f"in section {next((a[0] or b[0] for a, b in pairs if a != b), 'headers')}"
+        except elf.MALFORMED:
+            contents = itertools.zip_longest(*(file.read_bytes() for file in files))
+            return f"at byte {next((offset for offset, (a, b) in enumerate(contents) if a != b), 0)}"
 
 
 def _entries(archive: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -202,6 +247,10 @@ def require_identical(report: Mapping[str, Any], fix: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m lab.reproducible", description=__doc__)
     parser.add_argument("--stack", default="", help="stack of pins.toml; default: its default")
+    parser.add_argument("--against", type=Path, help="OCI archive of an image that somebody else built: build once")
+    parser.add_argument("--key", type=Path, help="with --against: sign that it was rebuilt, as image.sign does")
+    parser.add_argument("--repository", default="", help="with --key: the image's, which gets the statement too")
     parser.add_argument("more", nargs="*", help="more arguments for docker buildx build, behind --")
     options = parser.parse_args()
-    sys.exit(exit_code(lambda: verify_reproducible(chosen_stack(options.stack), options.more)))
+    witness = (options.against, options.key, options.repository)
+    sys.exit(exit_code(lambda: verify_reproducible(chosen_stack(options.stack), options.more, *witness)))

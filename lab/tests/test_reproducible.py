@@ -4,11 +4,20 @@ import hashlib
 import io
 import json
 import tarfile
+from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lab import reproducible
+from sparkforge.audit import elf
+from sparkforge.image import provenance, signing
+from sparkforge.image.attached import tag_of
+from sparkforge.image.build import expected
+from sparkforge.image.oci import LayoutImage
 from tests.expected import refused
+from tests.oci_layout import Writer, ours
 
 
 def layer(files):
@@ -68,6 +77,38 @@ def test_what_differs_is_named(tmp_path, changed, differing):
     assert [line for line in report["differing"] if line.startswith(differing)]
     with refused("integrity.image", "layers 0 differ.*diffoscope a b"):
         reproducible.require_identical(report, "diffoscope a b")
+
+
+def test_the_first_section_or_byte_that_differs_is_named(tmp_path):
+    program = Path("/bin/true").read_bytes()
+    offset = elf.opened(Path("/bin/true")).section_headers[".rodata"]["sh_offset"]
+    changed = program[:offset] + bytes([program[offset] ^ 1]) + program[offset + 1 :]
+    for before, after, where in ((program, changed, "in section .rodata"), (b"abc", b"abd", "at byte 2")):
+        layers = ([layer({"x": (data, 0o644, 5)})] for data in (before, after))
+        report = compared(tmp_path, *([content] for content in layers))
+        assert report["differing"][0].endswith(f", first {where}")
+
+
+def test_a_witness_that_gets_the_same_image_signs_so(tmp_path, monkeypatch, docker_command):
+    docker_command.answers("buildx version", "v0.1")
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    monkeypatch.setattr(reproducible, "require_space", lambda *_: None)
+    writer = Writer(tmp_path / "image")
+    ours(writer, expected("amd64", stack="embedded"))
+    for name in ("theirs.tar", "ours.tar"):
+        with tarfile.open(tmp_path / name, "w") as tar:
+            for part in writer.folder.iterdir():
+                tar.add(part, part.name)
+    monkeypatch.setattr(reproducible, "build", lambda *_: tmp_path / "ours.tar")
+    key = Ed25519PrivateKey.generate()
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (tmp_path / "key").write_bytes(key.private_bytes(*form))
+    (tmp_path / "key").chmod(0o600)
+    reproducible.verify_reproducible("embedded", (), tmp_path / "theirs.tar", tmp_path / "key")
+    (digest, *_) = LayoutImage(writer.folder).digests
+    (entry,) = signing.own_folder().read(tag_of(digest, "att"))
+    signer, statement = signing.read_statement(entry, {"us": key.public_key()})
+    assert (signer, statement["predicateType"]) == ("us", provenance.REBUILD)
 
 
 def test_a_copy_has_the_modes_of_its_umask(tmp_path):

@@ -22,6 +22,7 @@ from sparkforge.pins.table import Sha256
 STATEMENT, SLSA, CYCLONEDX = (
     "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1", "https://cyclonedx.org/bom",
 )  # fmt: skip
+REBUILD = "urn:sparkforge:rebuild:1"  # somebody built the same image, bit for bit (lab.reproducible)
 BUILD_TYPE = "urn:sparkforge:image-build:1"
 OWN_BUILD = "urn:sparkforge:builder:own"  # the builder where nobody names one
 REVISION_LABEL = "org.opencontainers.image.revision"

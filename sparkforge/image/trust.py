@@ -29,9 +29,9 @@ from sparkforge.image import inspect, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
 from sparkforge.image.devices import build_command
 from sparkforge.image.oci import LARGEST_DOCUMENT, Digest, LayoutImage
-from sparkforge.image.provenance import CYCLONEDX, SLSA, Predicate, Statement
+from sparkforge.image.provenance import CYCLONEDX, REBUILD, SLSA, Predicate, Statement
 
-SIGNATURE, PROVENANCE, SBOM = "signature", "provenance", "sbom"
+SIGNATURE, PROVENANCE, SBOM, REBUILT = "signature", "provenance", "sbom", "rebuilt bit for bit"
 FILE = paths.ROOT / "trust.toml"
 SIGN = "./inv image.sign KEY   # an own build; else ask who published it"
 SIGN_FILE = "make it again with --key KEY, or ask who published it"
@@ -279,6 +279,9 @@ def _take_statement(
         if not evidence.finished or _time(predicate.run.metadata.finished) > _time(evidence.finished):
             evidence.finished = predicate.run.metadata.finished
         evidence.signed[PROVENANCE] = f"{signer}, built by {predicate.run.builder.id}"
+    elif statement.kind == REBUILD:
+        witnesses = {signer, *filter(None, evidence.signed.get(REBUILT, "").split(", "))}
+        evidence.signed[REBUILT] = ", ".join(sorted(witnesses))
 
 
 def _wrong(predicate: Predicate, demanded: Images, stack: str) -> Iterator[str]:

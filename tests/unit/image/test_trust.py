@@ -78,6 +78,21 @@ def test_what_is_demanded_and_there_is_accepted_and_said(make, demand, capsys):
         assert line in said
 
 
+def test_machines_that_rebuilt_an_image_are_one_line(make, demand, capsys):
+    folder, second = make(), Ed25519PrivateKey.generate()
+    path = demand("signature")
+    path.write_text(
+        path.read_text().replace("[images]", f'[keys.office]\npublic = """{signing.public_text(second)}"""\n[images]')
+    )
+    named = signing.digests(oci.LayoutImage(folder))
+    statements = [
+        signing.signed(provenance.statement(named, provenance.REBUILD, {}), key) for key in (LAB, second, OTHER)
+    ]
+    signing.attach(Folder(folder), named[0][1], "att", statements)
+    commands.image_verify.body(None, image=str(folder), stack=STACK)
+    assert "rebuilt bit for bit by lab, office\n" in capsys.readouterr().err
+
+
 def test_without_a_policy_nothing_is_demanded_and_an_own_build_is_said_to_be_unsigned(
     make, capsys, monkeypatch, tmp_path
 ):
