@@ -61,7 +61,8 @@ class Device(Record):
 
     `resident` is in use before a server starts, `runtime` what vLLM's share holds besides weights, KV cache and
     activations, `host` what vLLM takes outside its share of a unified memory, `most` the highest share for vLLM,
-    `align` what the experts' sizes are padded to.
+    `align` what the experts' sizes are padded to, `few_pairs` the pairs of token and expert, for each expert, up to
+    which our experts read each weight once a step.
     """
 
     about: str
@@ -81,6 +82,7 @@ class Device(Record):
     rates: dict[str, Figure] = Field(default={})
     loading: tuple[Loading, ...] = ()
     link: Interconnect | None = None
+    few_pairs: Figure | None = None
 
     @property
     def memory_bytes(self) -> int:

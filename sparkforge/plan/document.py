@@ -150,6 +150,7 @@ class Plan(Record):
     fit: Capacity
     decode: list[DecodeRow]
     prefill: list[PrefillRow]
+    few_tokens: int | None
     formats: list[FormatRow]
     caches: list[CacheRow]
     for_users: list[ProfileForUsers]

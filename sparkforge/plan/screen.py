@@ -122,6 +122,9 @@ def _print_speed(plan: Plan) -> None:
             for row in plan.prefill
         ],
     )
+    if plan.few_tokens:
+        say(f"experts: ours (profile spark-mxfp4) read each weight once in steps of up to {plan.few_tokens:,} tokens,")
+        say("CUTLASS's (safe, fast) in every step: take ours for decoding · by arithmetic, not run on 12.1")
 
 
 def _print_formats(plan: Plan) -> None:

@@ -152,10 +152,28 @@ def test_a_folder_is_planned_for_with_its_files_sizes(capsys, tmp_path):
     assert shown.cited == []
 
 
+@pytest.mark.parametrize(
+    ("model", "device", "tokens"),
+    [("gpt-oss-120b", "spark", 1024), ("gpt-oss-20b", "spark", 256), ("gpt-oss-120b", "h200", None)],
+)
+def test_the_plan_says_up_to_how_many_tokens_our_experts_read_each_weight_once(capsys, model, device, tokens):
+    assert show(capsys, model, device=device).few_tokens == tokens
+
+
 def test_tables_name_every_part(capsys):
     request = PlanRequest("openai/gpt-oss-120b", concurrency="2", kv_dtype="fp8")
     screen.report(request, KNOWN, SERVE_PROFILES, FIGURES, as_json=False)
     printed = capsys.readouterr()
     assert printed.out == ""
-    for word in ("computed, not measured", "lm_head", "KV cache", "fits", "even routing", "prefill", "safe", "SGLang"):
+    for word in (
+        "computed, not measured",
+        "up to 1,024 tokens",
+        "lm_head",
+        "KV cache",
+        "fits",
+        "even routing",
+        "prefill",
+        "safe",
+        "SGLang",
+    ):
         assert word in printed.err
