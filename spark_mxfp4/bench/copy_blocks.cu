@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "pace.cuh"  // of src/spark_mxfp4/kernels
+
 namespace {
 
 constexpr int MOST_STAGES = 16, SHARED = 96 << 10;
@@ -24,6 +26,7 @@ __global__ void move(const uint8_t* from, uint8_t* to, int64_t pieces, int bytes
   for (int i = 0; i < stages; ++i) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(full + i)));
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   const auto bring = [&](int64_t piece, int stage) {
+    wait_for_memory(bytes);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(address(full + stage)), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

@@ -1,8 +1,12 @@
 """`python bench/measure_small.py`: the kernel of few tokens within the limits of a GB10, on another GPU.
 
-48 blocks of at most 99 KB, one a multiprocessor, warps' matrix instructions only. Checks every shape against float32 on
-fresh inputs with poisoned memory, then times layers beside what as many blocks read and copy by bulk copies alone, with
-as many bytes on their way, and beside the whole GPU's kernel. The figures are saved after each part.
+12.1's kernels built for 9.0 (`python -m spark_mxfp4.kernels.precompile 90a-limited`): 48 blocks of at most 99 KB, one a
+multiprocessor, warps' matrix instructions only. Checks every shape against float32 on fresh inputs with poisoned
+memory, then times layers beside what as many blocks read and copy by bulk copies alone, with as many bytes on their
+way. The figures are saved after each part.
+
+SPARK_PACE=234, set for both compilations and for this program, puts a memory of 234 GB/s before the GPU's (pace.cuh),
+for the kernel and for the blocks that only read: what the kernel loses then is its own.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +25,7 @@ import torch
 
 from common import LAYERS, MODELS, LayerSizes, count_of, figures, output_file
 from spark_mxfp4.experts import ExpertWeights, swiglu
-from spark_mxfp4.kernels import hopper, precompile
+from spark_mxfp4.kernels import hopper, precompile, tuning
 from spark_mxfp4.kernels.check import error, plain_swiglu, random_routing, random_weights, reference
 from spark_mxfp4.kernels.hopper import Activation, LayerPlan, whole_layer
 from spark_mxfp4.kernels.timing import graph_time
@@ -60,7 +65,7 @@ def check(until: float) -> dict[str, Any]:
     wrong: list[list[Any]] = []
     sizes = [(4, 256, 128, 2), (8, 96, 160, 3), (32, 2880, 2880, 4), (256, 64, 32, 8), (6, 4096, 64, 4), (1, 32, 32, 1)]
     loads = [(t, kind) for t in (1, 2, 3, 8, 9, 17, 33, 64, 200) for kind in ("even", "uneven", "one")]
-    checked = [LayerPlan(shape, parts, (2, 1)) for shape in (1, 2, 3) for parts in (1, 2)] + [
+    checked = [
         LayerPlan(shape, parts, at_once, blocks)
         for shape, (stages, _) in STAGES.items()
         for parts, at_once, blocks in ((1, (2, 2), BLOCKS), (3, (stages, 1), BLOCKS), (2, (1, 1), 5))
@@ -133,10 +138,15 @@ def layers_of(model: LayerSizes) -> list[ExpertWeights]:
     return [kernel.prepare(random_weights(model.experts, model.hidden, model.intermediate)) for _ in range(LAYERS)]
 
 
-def plans_of(tokens: int, *, many: bool) -> list[LayerPlan | None]:
-    """Return the ways to compute a layer: ours by shape, parts and stages on their way; None is the whole GPU's."""
+def chosen(pairs: int, experts: int) -> LayerPlan:
+    """Return what 12.1 takes for so many pairs."""
+    return LayerPlan(**tuning.plan("NVIDIA GB10", pairs, experts), processors=BLOCKS)
+
+
+def plans_of(tokens: int, *, many: bool) -> list[LayerPlan]:
+    """Return other ways to compute a layer, by shape, parts and stages on their way."""
     shapes = (4, 5, 6, 8, 9) if many else (4, 5, 6)
-    plans: list[LayerPlan | None] = [None]
+    plans: list[LayerPlan] = []
     for shape in shapes:
         most = STAGES[shape][0]
         at_once = {(1, 1), (2, 1), (2, 2), (most, 1), (most, 2), (most, most)}
@@ -145,38 +155,43 @@ def plans_of(tokens: int, *, many: bool) -> list[LayerPlan | None]:
             for parts in ((1, 3) if tokens > 4 else (1, 2, 3, 5))
             for pair in sorted(at_once)
         ]
-    plans += [LayerPlan(shape, 2, at_once, BLOCKS) for shape, at_once in ((1, (2, 2)), (2, (2, 2)), (3, (3, 1)))]
     return plans
 
 
-def time_model(model: LayerSizes, tokens: tuple[int, ...], until: float) -> list[dict[str, Any]]:
-    """Time each plan for each number of tokens, until the clock says so."""
-    layers, kernel = layers_of(model), hopper.HopperKernel("hopper")
+def time_model(
+    model: LayerSizes, tokens: tuple[int, ...], moved: dict[str, dict[str, float]], until: float
+) -> list[dict[str, Any]]:
+    """Time each plan for each number of tokens, until the clock says so; the plan that 12.1 takes comes first.
+
+    `moved` are the rates of blocks that only read and copy, by bytes on their way.
+    """
+    layers = layers_of(model)
     rows: list[dict[str, Any]] = []
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
         routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
         touched = sum(len(set(ids.flatten().tolist())) for ids, _ in routes) / LAYERS
-        for plan in plans_of(number, many=number * model.top_k > 4 * model.experts):
+        taken = chosen(number * model.top_k, model.experts)
+        for plan in (taken, *plans_of(number, many=number * model.top_k > 4 * model.experts)):
             if time.monotonic() > until:
                 return [*rows, {"cut_short_at": number}]
 
-            def once(i: int, plan: LayerPlan | None = plan) -> torch.Tensor:
-                arguments = (x, layers[i % LAYERS], *routes[i % LAYERS])  # noqa: B023
-                return whole_layer(*arguments, None, plan) if plan else kernel.run(*arguments)
+            def once(i: int, plan: LayerPlan = plan) -> torch.Tensor:
+                return whole_layer(x, layers[i % LAYERS], *routes[i % LAYERS], None, plan)  # noqa: B023
 
             row = figures(model, number, touched, graph_time(once, count_of(number), 9))
-            rows.append({**row, "plan": None if plan is None else list(plan)})
-        ours = [row for row in rows if row.get("tokens") == number and row["plan"] and row["plan"][0] > 3]
+            same = moved.get(f"{STAGES[plan.shape][1]}x{plan.at_once[0]}", {})
+            shares = {f"of_{way}": round(row["weights_gbs"] / rate, 3) for way, rate in same.items()}
+            rows.append({**row, **shares, "plan": list(plan), "chosen": plan is taken})
+        ours = [row for row in rows if row.get("tokens") == number]
         best = sorted(ours, key=lambda row: row["us"])[:4]
-        whole = next(row for row in rows if row.get("tokens") == number and row["plan"] is None)
         fastest = [(row["plan"], row["us"], row["weights_gbs"]) for row in best]
-        sys.stdout.write(f"{number} tokens: whole GPU {whole['weights_gbs']} GB/s, small {fastest}\n")
+        sys.stdout.write(f"{number} tokens: {ours[0]}, fastest {fastest}\n")
         sys.stdout.flush()
     return rows
 
 
-def latency(plans: list[LayerPlan | None]) -> list[dict[str, Any]]:
+def latency(plans: list[LayerPlan]) -> list[dict[str, Any]]:
     """Time one token with 1 to 8 experts: the time without bytes is the latency between layers; and a tiny layer."""
     model = MODELS["gpt-oss-120b"]
     layers, rows = layers_of(model), []
@@ -187,7 +202,7 @@ def latency(plans: list[LayerPlan | None]) -> list[dict[str, Any]]:
             x = torch.randn(1, model.hidden, device="cuda").bfloat16()
             routes = [random_routing(1, model.experts, top_k) for _ in range(LAYERS)]
 
-            def once(i: int, x: torch.Tensor = x, routes: Routes = routes, plan: LayerPlan | None = plan) -> object:
+            def once(i: int, x: torch.Tensor = x, routes: Routes = routes, plan: LayerPlan = plan) -> object:
                 return whole_layer(x, layers[i % LAYERS], *routes[i % LAYERS], None, plan)
 
             points.append((model.weight_bytes(top_k) / 1e3, graph_time(once, 40, 9)))
@@ -197,7 +212,7 @@ def latency(plans: list[LayerPlan | None]) -> list[dict[str, Any]]:
         ids, shares = random_routing(1, 4, 1)
         alone = graph_time(lambda _: whole_layer(x, tiny, ids, shares, None, plan), 40, 9)  # noqa: B023
         rows.append({
-            "plan": None if plan is None else list(plan), "us_by_kb": [[round(kb), round(us, 2)] for kb, us in points],
+            "plan": list(plan), "us_by_kb": [[round(kb), round(us, 2)] for kb, us in points],
             "intercept_us": round(mean_us - slope * mean_kb, 2), "slope_gbs": round(1 / slope, 1),
             "tiny_layer_us": round(alone, 2),
         })  # fmt: skip
@@ -216,21 +231,23 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("cannot measure · torch sees no NVIDIA GPU · use a GPU machine and a torch that is built for CUDA")
     begin = time.monotonic()
+    hopper.LIBRARIES[9, 0] = precompile.LAYER, precompile.LIMITED
     version = Path("/proc/driver/nvidia/version")
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "commit": arguments.commit, "library": precompile.file_name(*hopper.LIBRARIES[9, 0]), "blocks": BLOCKS,
+        "pace_gbs": os.environ.get("SPARK_PACE"),
         "driver": version.read_text(encoding="utf-8").splitlines()[0] if version.exists() else "", "failed": {},
     }  # fmt: skip
     small = LayerPlan(5, 3, (4, 1), BLOCKS)
     parts: dict[str, Callable[[float], Any]] = {
         "rates": lambda _: rates(arguments.copy_library),
         "check": check,
-        "gpt-oss-120b": lambda until: time_model(MODELS["gpt-oss-120b"], TOKENS, until),
-        "latency": lambda _: latency(
-            [None, small, small._replace(at_once=(2, 1)), LayerPlan(4, 3, (3, 1), BLOCKS), small._replace(shape=6)]
+        "gpt-oss-120b": lambda until: time_model(MODELS["gpt-oss-120b"], TOKENS, result.get("rates", {}), until),
+        "latency": lambda _: latency([chosen(4, 128), small, LayerPlan(4, 3, (3, 1), BLOCKS), small._replace(shape=6)]),
+        "16 experts": lambda until: time_model(
+            MODELS["16 experts, top-2"], (64, 128, 256), result.get("rates", {}), until
         ),
-        "16 experts": lambda until: time_model(MODELS["16 experts, top-2"], (64, 128, 256), until),
     }
     ends = {"check": 0.4, "gpt-oss-120b": 0.85, "16 experts": 1.0}
     for name, part in parts.items():

@@ -25,8 +25,10 @@ def for_fibers(text):
 def library(tmp_path_factory):
     """moe.cu's doors, with every shape."""
     folder = tmp_path_factory.mktemp("grouped")
-    sources = ("moe.cu", "grouped.cu", "launch.cuh", "shapes.cuh", "gemm.cuh", "layer.cuh", "routing.cuh", "rows.cuh")
-    return hopper.bind(cpu_kernels.shared_library(folder, "grouped.cpp", *sources, change=for_fibers))
+    headers = ("launch.cuh", "shapes.cuh", "gemm.cuh", "layer.cuh", "pace.cuh", "routing.cuh", "rows.cuh")
+    return hopper.bind(
+        cpu_kernels.shared_library(folder, "grouped.cpp", "moe.cu", "grouped.cu", *headers, change=for_fibers)
+    )
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def for_blocks(text):
 def library(tmp_path_factory):
     """The kernels' doors; the arrays of shared memory are the stand-in's."""
     folder = tmp_path_factory.mktemp("layer")
-    sources = ("layer.cuh", "gemm.cuh", "routing.cuh", "rows.cuh")
+    sources = ("layer.cuh", "gemm.cuh", "pace.cuh", "routing.cuh", "rows.cuh")
     loaded = ctypes.CDLL(cpu_kernels.shared_library(folder, "layer.cpp", *sources, change=for_blocks))
     loaded.spark_planes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     return loaded

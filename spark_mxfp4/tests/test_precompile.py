@@ -48,6 +48,17 @@ def test_the_libraries_of_a_target_are_made_once_from_all_their_units(compiled, 
     assert paths[0].stat().st_mtime_ns == before
 
 
+def test_12_1s_kernels_are_built_for_hopper_too_with_a_memory_as_slow_if_asked(compiled, fake_nvcc, monkeypatch):
+    [limited] = precompile.compile_target(precompile.LIMITED)
+    monkeypatch.setenv("SPARK_PACE", "234")
+    [paced] = precompile.compile_target(precompile.LIMITED)
+    assert limited.name.startswith("layer-")
+    for path, pace in ((limited, False), (paced, True)):
+        line = path.read_text()
+        assert ("code=sm_90a" in line, "-DSPARK_SMALL" in line, "-DSPARK_PACE=234" in line) == (True, True, pace)
+        assert line.count(".o") == len(precompile.sources(precompile.LAYER))
+
+
 def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path, monkeypatch):
     copy = tmp_path / "kernels"
     shutil.copytree(precompile.FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__", "compiled"))

@@ -14,6 +14,7 @@
 // sum does not depend on which block computed which part. Blocks wait for each other, hence the cooperative launch.
 #pragma once
 #include "gemm.cuh"
+#include "pace.cuh"
 #include "routing.cuh"
 
 namespace spark {
@@ -200,6 +201,7 @@ struct Weights {
     for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
       barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
       for (; on_the_way >= at_once; --on_the_way, landing.next()) barrier_wait(landing.full_bar(), landing.parity);
+      wait_for_memory(copies.chunks_at(chunk) * copies.groups * CHUNK_BYTES);
       copies.weights(ring, chunk, 0), ++on_the_way;
     }
   }

@@ -23,13 +23,19 @@ FOLDER = Path(__file__).parent
 COMPILED = FOLDER / "compiled"
 LINEAR, HOPPER, LAYER, ROUTER = "linear", "hopper", "layer", "router"
 # Target → the libraries that its GPUs use: HOPPER has the experts' kernels for any number of tokens, LAYER for few.
-LIBRARIES = {"90a": (HOPPER, LINEAR, ROUTER), "120a": (LINEAR, ROUTER), "121a": (LAYER, LINEAR, ROUTER)}
+# LIMITED are 12.1's kernels for 9.0, for measurements: behind a memory as fast as a GB10's where SPARK_PACE names it.
+LIMITED = "90a-limited"
+LIBRARIES = {
+    "90a": (HOPPER, LINEAR, ROUTER), "120a": (LINEAR, ROUTER), "121a": (LAYER, LINEAR, ROUTER), LIMITED: (LAYER,),
+}  # fmt: skip
 
 
 def flags(target: str) -> tuple[str, ...]:
     """Return nvcc's flags for `target`, such as "90a"."""
-    small = ("-DSPARK_SMALL",) if target.startswith("12") else ()  # less shared memory, see layer.cu
-    return ("-O3", "-std=c++17", f"-gencode=arch=compute_{target},code=sm_{target}", *small)
+    small = ("-DSPARK_SMALL",) if target.startswith("12") or target == LIMITED else ()  # see layer.cu
+    paced = (f"-DSPARK_PACE={pace}",) if target == LIMITED and (pace := os.environ.get("SPARK_PACE")) else ()
+    architecture = target.partition("-")[0]
+    return ("-O3", "-std=c++17", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", *small, *paced)
 
 
 def sources(name: str) -> list[Path]:
