@@ -16,9 +16,8 @@ from sparkforge import __version__
 from sparkforge.bench.schema import ServedModel
 from sparkforge.core import paths
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import ProcessError
 from sparkforge.core.files import sha256_file
-from sparkforge.core.git import checkout_git
+from sparkforge.core.git import checkout_commit
 from sparkforge.core.gpus import query
 from sparkforge.core.openai import Endpoint, uses_proxy
 from sparkforge.core.process import ProbeError, session_members
@@ -92,7 +91,7 @@ def facts() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "sparkforge": __version__,
-        "commit": _commit(),
+        "commit": checkout_commit(paths.ROOT),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -103,11 +102,3 @@ def gpus() -> list[str]:
         return [", ".join(row.values()) for row in query("name", "driver_version")]
     except ProbeError:
         return []
-
-
-def _commit() -> str:
-    """Return the commit, marked if files differ from it; empty outside a git checkout."""
-    try:
-        return checkout_git(paths.ROOT, "describe", "--always", "--dirty", "--abbrev=12").strip()
-    except ProcessError:
-        return ""

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sparkforge.core import tables
 from sparkforge.core.documents import DocumentError, parse_json, read_bytes
@@ -65,19 +65,6 @@ class OperatorTable(Record):
     groups: list[Group]
     patterns: list[Pattern]
 
-    @model_validator(mode="after")
-    def _check(self) -> OperatorTable:
-        names = {group.name for group in self.groups}
-        for row in self.patterns:
-            if row.group not in names - {OTHER, WAITING}:
-                raise ValueError(f"{row.pattern!r} is of the group {row.group!r}, which no operator can have")
-            re.compile(row.pattern)
-            for example in row.examples:
-                first = self.first(row.processor, example)
-                if first is not row:
-                    raise ValueError(f"{example!r} is matched by {first.pattern if first else 'nothing'!r} first")
-        return self
-
     def first(self, processor: Processor, name: str) -> Pattern | None:
         """Return the first pattern that an operator's name matches."""
         rows = (row for row in self.patterns if row.processor == processor)
@@ -86,7 +73,7 @@ class OperatorTable(Record):
 
 @cache
 def load_table(path: Path = TABLE) -> OperatorTable:
-    """Read the table. Raises InputError for one that is malformed or contradicts its own examples."""
+    """Read the table. Raises InputError for one that is malformed."""
     return tables.load(path, OperatorTable)
 
 

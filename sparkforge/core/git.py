@@ -56,3 +56,11 @@ def git(
 def checkout_git(root: Path, *arguments: str | Path) -> str:
     """Return git's output about the checkout that we run from, whoever owns it. Raises ProcessError."""
     return git(root, *arguments, settings=[f"safe.directory={root}"]).stdout
+
+
+def checkout_commit(root: Path) -> str:
+    """Return the commit that we run from, marked if files differ from it; empty outside a git checkout."""
+    try:
+        return checkout_git(root, "describe", "--always", "--dirty", "--abbrev=12").strip()
+    except ProcessError:
+        return ""

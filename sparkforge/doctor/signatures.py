@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from sparkforge.core import tables
 from sparkforge.core.errors import InputError
@@ -73,12 +73,6 @@ class FactCondition(Record):
     at_least: float | None = None
     below: float | None = None
 
-    @model_validator(mode="after")
-    def _refuse_empty(self) -> Self:
-        if self.equal is self.at_least is self.below is None:
-            raise ValueError("a fact has neither a value nor a bound")
-        return self
-
     def holds(self, value: Any) -> bool:
         """Tell whether a fact's value is so; an unknown one (None), or one of another type, is not."""
         if self.equal is not None:
@@ -126,19 +120,6 @@ class Signature(Record):
     def _plain_values_are_equalities(cls, facts: dict[str, Any]) -> dict[str, Any]:
         return {name: value if isinstance(value, dict) else {"is": value} for name, value in facts.items()}
 
-    @model_validator(mode="after")
-    def _refuse_unusable(self) -> Self:
-        """Raise ValueError for what would fail, or match every line, only when somebody needs the answer."""
-        if not self.reads_logs and not self.facts:
-            raise ValueError(f"{self.id} has neither a condition for lines nor facts")
-        if self.line and self.line.search(""):
-            raise ValueError(f"{self.id}: `line` matches every line")
-        groups = {*(self.line.groupindex if self.line else ()), *(("why", "next") if self.block else ()), *GIVEN}
-        for text in (self.what, self.why, self.fix, self.before.fix if self.before else ""):
-            if unknown := sorted(set(re.findall(r"\{(\w*)\}", text)) - groups):
-                raise ValueError(f"{self.id}: no group fills {{{unknown[0]}}}")
-        return self
-
     @property
     def reads_logs(self) -> bool:
         """Whether it has a condition for the lines of a log."""
@@ -183,16 +164,6 @@ class SignatureTable(Record):
     """The whole file."""
 
     signature: tuple[Signature, ...]
-
-    @model_validator(mode="after")
-    def _refuse_unknown_causes(self) -> Self:
-        names = [signature.id for signature in self.signature]
-        if duplicates := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{duplicates[0]} is there twice")
-        for signature in self.signature:
-            if unknown := sorted(set(signature.follows) - {*names, EVERY, AUDIT, ENGINE, LAST}):
-                raise ValueError(f"{signature.id} follows {unknown[0]!r}, which is no signature")
-        return self
 
 
 @dataclass

@@ -13,16 +13,15 @@ import platform
 import re
 import tarfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sparkforge import __version__
 from sparkforge.core import paths
 from sparkforge.core.console import say
-from sparkforge.core.errors import ProcessError, StorageError
+from sparkforge.core.errors import StorageError
 from sparkforge.core.files import atomic_file
-from sparkforge.core.git import checkout_git
+from sparkforge.core.git import checkout_commit
 from sparkforge.core.redact import for_support
 from sparkforge.doctor.evidence import UNIT, Evidence, size
 
@@ -68,11 +67,17 @@ def write(path: Path, document: Mapping[str, Any], evidence: Evidence) -> None:
 
 def members(document: Mapping[str, Any], evidence: Evidence) -> dict[str, bytes]:
     """Return the archive's files by name, redacted."""
+    commit = checkout_commit(paths.ROOT)
+    versions = {
+        "sparkforge": __version__,
+        "python": platform.python_version(),
+        **({"commit": commit} if commit else {}),
+    }
     other_facts = {name: value for name, value in evidence.facts.items() if name not in evidence.machine}
     files = {
         "README.txt": ABOUT.encode(),
         "doctor.json": _json(document),
-        "facts.json": _json({"versions": _versions(), "machine": evidence.machine, "found": other_facts}),
+        "facts.json": _json({"versions": versions, "machine": evidence.machine, "found": other_facts}),
     }
     for folder, table in (("reports", evidence.reports), ("manifests", evidence.documents)):
         for name, value in table.items():
@@ -89,14 +94,6 @@ def members(document: Mapping[str, Any], evidence: Evidence) -> dict[str, bytes]
             free -= len(data)
             files[f"logs/{_name(log.name)}"] = data
     return files
-
-
-def _versions() -> dict[str, str]:
-    """Return ours and Python's, and the commit, marked if files differ from it."""
-    versions = {"sparkforge": __version__, "python": platform.python_version()}
-    with suppress(ProcessError):
-        versions["commit"] = checkout_git(paths.ROOT, "describe", "--always", "--dirty", "--abbrev=12").strip()
-    return versions
 
 
 def _json(value: Any) -> bytes:

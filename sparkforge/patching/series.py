@@ -41,10 +41,6 @@ class Condition:
     path: str
     text: str
 
-    def holds(self, tree: Path) -> bool:
-        """Evaluate the condition on an unpatched upstream tree; a missing file lacks every text."""
-        return self.holds_for(read_files(tree, [self.path])[self.path])
-
     def holds_for(self, content: bytes | None) -> bool:
         """Evaluate the condition on the bytes of the unpatched file at `path`; None: there is no such file."""
         return (self.text.encode() in (content or b"")) == (self.kind == "contains")

@@ -111,16 +111,16 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
             outcomes = run(name, qualification)
             tell(f"{sum(outcome.verdict == HELD for outcome in outcomes.values())} of {len(outcomes)} held")
         finished[name] = PartResult(outcomes=outcomes, seconds=steps.seconds[f"qualify {name}"])
-        kept = {key: part for key, part in finished.items() if _has_run(part)}
+        kept = {
+            key: part
+            for key, part in finished.items()
+            if any(outcome.verdict != COULD_NOT_RUN for outcome in part.outcomes.values())
+        }
         write_json(progress, Progress(inputs=inputs, parts=kept).model_dump())
     report = _report(qualification, finished, facts)
     write_json(folder / "report.json", report.model_dump(mode="json", by_alias=True))
     _write_html(folder / "report.html", report)
     return report
-
-
-def _has_run(part: PartResult) -> bool:
-    return any(outcome.verdict != COULD_NOT_RUN for outcome in part.outcomes.values())
 
 
 def _inputs(qualification: Qualification, facts: Mapping[str, object]) -> str:

@@ -23,10 +23,6 @@ class ArgumentRule(NamedTuple):
     applies: Callable[[str], bool] = lambda _value: True
 
 
-def _above_one(value: str) -> bool:
-    return value.strip() not in ("", "1")
-
-
 def _other_than(*names: str) -> Callable[[str], bool]:
     return lambda value: value.strip().lower() not in names
 
@@ -137,7 +133,7 @@ def _serve_arguments(view: View) -> CheckResult:
         problems.append((Status.FAIL, why, f"--max-model-len {model.longest}"))
     if flag_value(arguments, "--nnodes") in (None, "1"):
         for flag in PARALLEL:
-            if _above_one(values.get(flag, "")):
+            if values.get(flag, "").strip() not in ("", "1"):
                 why = f"{flag} {values[flag]}: a Spark has one GPU"
                 problems.append((Status.FAIL, why, f"leave {flag} out; several Sparks: ./inv cluster.up"))
     if not problems:

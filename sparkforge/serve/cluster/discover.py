@@ -64,7 +64,13 @@ def propose(
     Raises RefusalError if two of them share no network that can carry a model.
     """
     control = control_network(facts)
-    nodes = [_node(name, facts[name], control[name], destinations[name], folder) for name in facts]
+    nodes = [
+        ClusterNode(
+            name=name, ssh=destinations[name], folder=folder, address=address, interface=interface.name,
+            hcas=tuple(_hcas(facts[name])),
+        )
+        for name, (interface, address) in control.items()
+    ]  # fmt: skip
     return ClusterConfig.model_validate({"schema": 1, "device": device, **split(len(nodes)), "nodes": nodes})
 
 
@@ -116,15 +122,6 @@ def _order(interface: NetworkInterface) -> tuple[str, str]:
 
 def _host(interface: NetworkInterface, network: IPv4Network) -> str:
     return interface.hosts[interface.networks.index(network)]
-
-
-def _node(
-    name: str, facts: NodeFacts, control: tuple[NetworkInterface, str], destination: str, folder: str
-) -> ClusterNode:
-    interface, address = control
-    return ClusterNode(
-        name=name, ssh=destination, folder=folder, address=address, interface=interface.name, hcas=tuple(_hcas(facts))
-    )
 
 
 def _hcas(facts: NodeFacts) -> Iterator[str]:

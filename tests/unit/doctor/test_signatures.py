@@ -62,13 +62,7 @@ fix = "f"
     ("change", "message"),
     [
         (("", 'colour = "red"'), "signature.0.colour: Extra inputs are not permitted"),
-        (('line = "x"', ""), "neither a condition for lines nor facts"),
-        (('line = "x"', 'line = "x?"'), "`line` matches every line"),
         (('line = "x"', 'line = "("'), "signature.0.line: Input should be a valid regular expression"),
-        (('what = "w"', 'what = "{gone}"'), "no group fills {gone}"),
-        (("", 'follows = ["b"]'), "is no signature"),
-        (("", 'facts = {"a" = {}}'), "neither a value nor a bound"),
-        ((GOOD, GOOD + GOOD), "is there twice"),
         ((GOOD, "[[signature]"), "it is no TOML"),
     ],
 )
@@ -78,3 +72,22 @@ def test_a_malformed_table_is_refused_by_name(tmp_path, change, message):
     table.write_text(GOOD.replace(old, new) if old else f"{GOOD}{new}\n")
     with pytest.raises(InputError, match=re.escape(message), check=lambda error: error.code == "input.signatures"):
         signatures.load(table)
+
+
+def test_every_row_can_be_used():
+    """It has a condition that not every line meets, texts whose groups are filled, and causes that are rows."""
+    names = [signature.id for signature in signatures.load()]
+    assert len(set(names)) == len(names)
+    for signature in signatures.load():
+        assert signature.reads_logs or signature.facts, signature.id
+        assert not (signature.line and signature.line.search("")), signature.id
+        bounds = [(fact.equal, fact.at_least, fact.below) for fact in signature.facts.values()]
+        assert (None, None, None) not in bounds, signature.id
+        groups = {*(signature.line.groupindex if signature.line else ()), *signatures.GIVEN}
+        groups |= {"why", "next"} if signature.block else set()
+        advice = signature.before.fix if signature.before else ""
+        assert {*re.findall(r"\{(\w*)\}", signature.what + signature.why + signature.fix + advice)} <= groups, (
+            signature.id
+        )
+        known = {*names, signatures.EVERY, signatures.AUDIT, signatures.ENGINE, signatures.LAST}
+        assert {*signature.follows} <= known, signature.id

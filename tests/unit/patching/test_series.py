@@ -211,8 +211,8 @@ def test_no_patch_makes_a_file_of_a_folder_or_below_a_file(kit, tmp_path, files,
 
 
 @pytest.mark.parametrize(("text", "contains"), [("nothing of the kind", True), ("something", False), (None, False)])
-def test_drop_conditions_are_judged_on_a_tree(kit, tmp_path, text, contains):
-    tree = kit.write(tmp_path / "tree", {"pkg/a.py": text})
+def test_drop_conditions_are_judged_on_a_file(kit, tmp_path, text, contains):
+    content = text and text.encode()
     (condition,) = load(kit, tmp_path, GOOD).patches[0].drop_when
     opposite = load(kit, tmp_path / "o", GOOD, header=kit.HEADER.replace("contains", "lacks")).patches[0].drop_when[0]
-    assert (condition.holds(tree), opposite.holds(tree)) == (contains, not contains)
+    assert (condition.holds_for(content), opposite.holds_for(content)) == (contains, not contains)
