@@ -1,9 +1,11 @@
 """Small patch queues and trees, their diffs made by git; a small patched wheel, installed; a fake Docker engine."""
 
 import base64
+import contextlib
 import csv
 import gzip
 import hashlib
+import http.server
 import importlib.util
 import io
 import json
@@ -12,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +26,7 @@ from sparkforge.core.files import sha256_file
 from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, patched
+from sparkforge.sources import fetch
 
 # No test depends on the machine being quiet: Hypothesis' own limit is 200 ms an example.
 settings.register_profile("sparkforge", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -111,6 +115,48 @@ def sdist(top, files):
     return gzip.compress(data.getvalue(), mtime=0)
 
 
+def seed(name, data):
+    """Put a file into the cache, as if it had been fetched; return its sha256."""
+    sha256 = hashlib.sha256(data).hexdigest()
+    path = fetch.cached(name, sha256)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return sha256
+
+
+@pytest.fixture
+def serve():
+    """Return a function that serves on the loopback: `answer(handler)` gives status, body, headers, or sends."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(answer):
+            class Handler(http.server.BaseHTTPRequestHandler):
+                def do_GET(self):
+                    server.asked.append((self.path, self.headers.get("Authorization")))
+                    if reply := answer(self):
+                        self.reply(*reply)
+
+                def reply(self, status, body=b"", headers=()):
+                    self.send_response(status)
+                    for name, value in {"Content-Length": len(body), **dict(headers)}.items():
+                        self.send_header(name, str(value))
+                    self.end_headers()
+                    with contextlib.suppress(OSError):
+                        self.wfile.write(body)
+
+                def log_message(self, *_):
+                    pass
+
+            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+            server.daemon_threads, server.asked, server.url = True, [], f"http://127.0.0.1:{server.server_port}"
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            return server
+
+        yield serve
+
+
 @pytest.fixture(scope="session")
 def kit():
     """The helpers above, for tests that cannot import one another."""
@@ -122,6 +168,7 @@ def kit():
         diff=diff,
         write_queue=write_queue,
         sdist=sdist,
+        seed=seed,
     )
 
 

@@ -7,8 +7,8 @@ import pytest
 from expected import refused
 
 from lab.patches import checkout
+from lab.tests.patches.conftest import commit_all
 from sparkforge.core.errors import PatchError, UsageError
-from tests.unit.patching.conftest import commit_all
 
 NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]
 

@@ -4,9 +4,9 @@ import pytest
 from tests.unit.patching.test_checkout import FIELDS, commit, state
 
 from lab.patches import authoring
+from lab.tests.patches.conftest import commit_all
 from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.patching.series import Queue
-from tests.unit.patching.conftest import commit_all
 
 
 def draft(world, name="do-more"):

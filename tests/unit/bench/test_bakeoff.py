@@ -6,11 +6,13 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from expected import refused
 
 from sparkforge.bench import bakeoff
 from sparkforge.core import paths
@@ -226,6 +228,19 @@ def test_options_text_and_port_are_checked_before_a_server_is_ended(starter, wro
     with pytest.raises((UsageError, InputError)):
         bake(starter, "safe", replace=True, **{name: value for name, value in wrong.items() if name != "port"})
     assert (starter.started, starter.processes[0].poll()) == ([], None)
+
+
+def test_the_winners_command_has_the_options_and_without_a_winner_the_logs_are_named(starter, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    variables = {"MAX_MODEL_LEN": "8192", "TP": "1"}
+    starter.request = replace(starter.request, model=str(tmp_path), stack="spark-next", variables=variables)
+    bake(starter, "safe")
+    server = f"--device docker --model {tmp_path} --stack spark-next --context 8192"
+    assert f"TP=1 ./inv up --profile safe {server}\n" in capsys.readouterr().err
+    starter.acts = {"safe": fails(NO_START)}
+    with refused("benchmark.bakeoff", "no such kernel") as caught:
+        bake(starter, "safe")
+    assert Path(caught.value.fix.removeprefix("less ")).read_text() == "RuntimeError: in the container"
 
 
 PARENT = """

@@ -10,6 +10,8 @@ from sparkforge.bench.load import LoadClient
 from sparkforge.core.errors import ServerError
 
 LIES = {
+    "no tokens": "HTTP 200 without a token",
+    "only pings": "not answered within 1 s",
     "truncated": "the stream ended without [DONE]",
     "silent": "silence for too long",
     "endless": "more than",

@@ -188,3 +188,12 @@ def test_the_traces_of_a_container_are_moved_out_of_it(docker_command):
         f"cp c0ffee:/var/cache/sparkforge/profiler/. {profiler.folder()}",
         "exec c0ffee rm -r /var/cache/sparkforge/profiler",
     ]
+
+
+def test_a_trace_from_elsewhere_is_shown_and_reported(tmp_path, capsys):
+    profile.main({"trace": str(RECORDED), "output": str(tmp_path)})
+    out, err = capsys.readouterr()
+    saved = json.loads((Path(out.strip()) / "profile.json").read_text())
+    assert (saved["trace"], saved["config"], saved["server"]) == (RECORDED.name, None, None)
+    table = err.partition("heaviest operators")[2]
+    assert len([line for line in table.splitlines() if "::" in line]) == profile.HEAVIEST

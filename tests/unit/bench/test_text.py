@@ -2,9 +2,7 @@
 
 import hashlib
 import io
-import threading
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from expected import refused
@@ -40,29 +38,11 @@ def pin(monkeypatch):
 
 
 @pytest.fixture
-def hub():
-    """A hub on loopback: yields its URL, what it answers by path, and the paths that were asked."""
-    answers, asked = {}, []
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-        def do_GET(self):
-            asked.append(self.path)
-            data = answers.get(self.path)
-            self.send_response(200 if data is not None else 404)
-            self.send_header("Content-Length", str(len(data or b"")))
-            self.end_headers()
-            self.wfile.write(data or b"")
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", answers, asked
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def hub(serve):
+    """A hub on loopback: its URL, what it answers by path, and the paths that were asked."""
+    answers = {}
+    server = serve(lambda handler: (200, answers[handler.path]) if handler.path in answers else (404,))
+    return server.url, answers, server.asked
 
 
 def fetched():
@@ -81,7 +61,7 @@ def test_the_hub_is_asked_for_the_archive_at_the_pinned_commit(hub, pin, monkeyp
     monkeypatch.setenv("HF_ENDPOINT", url + "/")
     text.fetch("hub")
     assert text.fetch("hub") == text.path(NAME)  # nothing is fetched twice
-    assert asked == [path]
+    assert asked == [(path, None)]
     assert fetched() == RAW.encode()
 
 

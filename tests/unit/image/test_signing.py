@@ -2,13 +2,11 @@
 
 import base64
 import contextlib
-import http.server
 import json
 import os
 import shutil
 import socket
 import subprocess
-import threading
 import time
 
 import pytest
@@ -161,36 +159,19 @@ def test_a_registry_keeps_what_is_attached(registry, key):
 
 
 @pytest.fixture
-def hostile():
+def hostile(serve):
     """Return a function: a registry on the loopback that answers by path → (status, headers, body)."""
-    with contextlib.ExitStack() as stack:
 
-        def serve(answers):
-            asked = []
+    def hostile(answers):
+        def answer(handler):
+            path = handler.path.partition("?")[0].rpartition("/v2/a/b/")[2]
+            status, headers, body = answers.get(path, (404, {}, b""))
+            return status, body, headers
 
-            class Handler(http.server.BaseHTTPRequestHandler):
-                def do_GET(self):
-                    asked.append((self.path, self.headers.get("Authorization")))
-                    status, headers, body = answers.get(
-                        self.path.partition("?")[0].rpartition("/v2/a/b/")[2], (404, {}, b"")
-                    )
-                    self.send_response(status)
-                    for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    with contextlib.suppress(OSError):
-                        self.wfile.write(body)
+        server = serve(answer)
+        return server.url.removeprefix("http://"), server.asked
 
-                def log_message(self, *_):
-                    pass
-
-            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            stack.callback(server.server_close)
-            stack.callback(server.shutdown)
-            return f"127.0.0.1:{server.server_port}", asked
-
-        yield serve
+    return hostile
 
 
 TAG = attached.tag_of(DIGEST, "sig")

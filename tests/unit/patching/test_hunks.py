@@ -92,3 +92,13 @@ def test_a_patch_cut_by_its_last_byte_is_refused_as_git_refuses_it(kit, tmp_path
         assert not git_apply(kit, tmp_path / "cut", before, diff[:-1])[0]
     with refused("patch.format", "is cut off"):
         parse("0001-x.patch", diff[:-1].decode())
+
+
+def test_a_hunk_without_context_is_refused_as_git_refuses_it(kit, tmp_path):
+    before = "".join(f"{number}\n" for number in range(9))
+    kit.write(tmp_path, {"a/f": before, "b/f": before.replace("4\n", "four\n")})
+    diff = kit.git(tmp_path, "diff", "--no-index", "--no-prefix", "-U0", "a", "b").stdout
+    (change,) = parse("0001-x.patch", diff.decode())
+    assert not git_apply(kit, tmp_path / "tree", before, diff)[0]
+    with refused("patch.conflict", "without context"):
+        change.apply(before.encode())

@@ -48,6 +48,10 @@ def world(kit, tmp_path, monkeypatch, patched_wheel):
     body += kit.diff(tmp_path / "kernel", {"src/kernel.cu": "slow\n"}, {"src/kernel.cu": "fast\n"})
     folder = kit.write_queue(tmp_path / "patches" / "up-1.0", body)
     (folder / "installed").write_text("src lib/data\n")
+
+    def seed(file):
+        return fetch.cached(file.name, kit.seed(file.name, file.read_bytes()))
+
     wheel = seed(patched_wheel.build(tmp_path, {path: text.encode() for path, text in BEFORE.items()}, "up", "1.0"))
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as out:
@@ -82,13 +86,6 @@ def world(kit, tmp_path, monkeypatch, patched_wheel):
         lock=lambda: lock_stack("s", table=table, patches=folder.parent),
         patched=lambda name=NAME: wheels.patched(pinned, name, patches=folder.parent),
     )  # fmt: skip
-
-
-def seed(file):
-    """Move a file into the cache, as if it had been downloaded."""
-    target = fetch.cached(file.name, sha256_file(file))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return file.rename(target)
 
 
 def contents(file):

@@ -100,7 +100,9 @@ def test_what_nobody_has_read_of_a_repository_is_listed(tmp_path):
     assert load(tmp_path, GIT.replace('tree = "unknown"', f'tree = "{COMMIT}"')).unread() == []
 
 
-def test_bytes_that_are_not_text_and_a_missing_file_are_refused(tmp_path):
+def test_bytes_that_are_not_text_and_what_is_missing_are_refused(tmp_path):
+    with refused("input.pins", r"pins\.toml has c"):
+        load(tmp_path, GOOD).component("s", "x")
     (tmp_path / "pins.toml").write_bytes(b"\xff\xfe")
     with refused("input.pins", "no valid TOML"):
         pins.load(tmp_path / "pins.toml")

@@ -1,8 +1,6 @@
 """Which files of a lock a machine gets, from a real package index on loopback."""
 
 import hashlib
-import http.server
-import threading
 
 import pytest
 from expected import refused
@@ -29,30 +27,16 @@ def sha(name):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    class Index(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.server.asked.append(self.path)
-            names = [name for name in self.server.files if self.path == f"/simple/{name.split('-')[0]}/"]
-            body = "".join(f'<a href="/f/{name}#sha256={sha(name)}">{name}</a>' for name in names).encode()
-            self.send_response(200 if names else 404)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(body)
+def server(monkeypatch, serve):
+    def answer(handler):
+        names = [name for name in FILES if handler.path == f"/simple/{name.split('-')[0]}/"]
+        body = "".join(f'<a href="/f/{name}#sha256={sha(name)}">{name}</a>' for name in names).encode()
+        return 200 if names else 404, body, {"Content-Type": "text/html"}
 
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
-    server.asked, server.files = [], FILES
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+    server = serve(answer)
+    monkeypatch.setenv("PIP_INDEX_URL", f"{server.url}/simple")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    return server
 
 
 def lock(tmp_path, *lines):

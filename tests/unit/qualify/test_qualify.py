@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lab import ledger as accepted
+from sparkforge.core import gpus
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import InputError, RefusalError, ServerError
 from sparkforge.plan import devices, speed
@@ -200,3 +201,13 @@ def test_a_speed_is_compared_with_the_plan_of_the_gpu(monkeypatch):
     assert "of the computed ceiling" in outcome.evidence
     monkeypatch.setattr(devices, "by_gpu", lambda _name: None)
     assert parts._against_plan(view, measured).verdict == "could not run"
+
+
+def test_power_is_sampled_while_a_load_runs(monkeypatch):
+    monkeypatch.setattr(parts, "POWER_SECONDS", 0.001)
+    answers = ["[N/A]", "40.5"]
+    monkeypatch.setattr(gpus, "query", lambda *_args, **_options: [{"power.draw": answers.pop()}])
+    with parts._watts() as watts:
+        while answers:
+            pass
+    assert watts == [40.5]

@@ -1,6 +1,5 @@
 """Small archives and pins for the tests of the stages, and a way to kill a stage at each of its steps."""
 
-import hashlib
 import itertools
 import os
 import signal
@@ -11,19 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from sparkforge.pins import Component, Pins
-from sparkforge.sources import fetch, trees
+from sparkforge.sources import trees
 
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree"}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-
-
-def seed(name, data):
-    """Put a file into the cache, as if it had been fetched; return its sha256."""
-    sha256 = hashlib.sha256(data).hexdigest()
-    path = fetch.cached(name, sha256)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return sha256
 
 
 def component(files, **changes):
@@ -90,11 +80,11 @@ def no_sync(monkeypatch):
 def kit(kit):
     def upstream(files):
         """Seed the sdist of `up` 1 with `files` and return the table that pins it."""
-        return table({"up": component({"up-1.tar.gz": seed("up-1.tar.gz", kit.sdist("up-1", files))})})
+        return table({"up": component({"up-1.tar.gz": kit.seed("up-1.tar.gz", kit.sdist("up-1", files))})})
 
     return SimpleNamespace(
         sdist=kit.sdist,
-        seed=seed,
+        seed=kit.seed,
         component=component,
         table=table,
         upstream=upstream,

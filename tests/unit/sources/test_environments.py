@@ -126,3 +126,11 @@ def test_a_kill_while_it_is_made_anew_loses_neither_the_old_one_nor_the_disk_spa
     aside.mkdir()  # as a kill after the new one stood leaves it
     assert not environments.ensure(ENV, table)
     assert not aside.exists()
+
+
+@pytest.mark.parametrize("name", ["kernels", "vllm"])
+def test_the_environments_to_build_in_are_made_alike(table, filled, name):
+    env = environments.Environment(table.image("spark").environments[name])
+    assert environments.build_interpreter("spark", name) == env.python
+    assert environments.build_interpreter("spark", name) == env.python
+    assert filled.calls == [env.name]

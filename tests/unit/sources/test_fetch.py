@@ -3,7 +3,6 @@
 import contextlib
 import gzip
 import hashlib
-import http.server
 import json
 import multiprocessing
 import subprocess
@@ -26,45 +25,26 @@ PAGE = f'<a href="../../files/{NAME}#sha256={SHA}">{NAME}</a>'.encode()
 JSON = "application/vnd.pypi.simple.v1+json"
 
 
-class Index(http.server.BaseHTTPRequestHandler):
-    """`behave` decides what the file's request gets; pages are as a simple index has them."""
-
-    def do_GET(self):
-        if self.path == "/simple/thing/":
-            self.server.page(self)
-        elif self.path == f"/files/{NAME}":
-            self.server.file_requests += 1
-            self.server.behave(self)
-        else:
-            self.reply(404, b"", "text/plain")
-
-    def reply(self, status, body, kind="application/octet-stream", length=None):
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body) if length is None else length))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+HTML = {"Content-Type": "text/html"}
 
 
 @pytest.fixture
-def server(monkeypatch):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
-    server.daemon_threads, server.request_queue_size = True, 128
-    server.file_requests, server.behave = 0, lambda handler: handler.reply(200, DATA)
-    server.page = lambda handler: handler.reply(200, PAGE, "text/html")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+def server(monkeypatch, serve):
+    """A package index: `page` answers for its page of `thing`, `behave` for the file."""
+
+    def answer(handler):
+        if handler.path == f"/files/{NAME}":
+            server.file_requests += 1
+            return server.behave(handler)
+        return server.page(handler) if handler.path == "/simple/thing/" else (404,)
+
+    server = serve(answer)
+    server.file_requests, server.behave, server.page = 0, lambda _: (200, DATA), lambda _: (200, PAGE, HTML)
+    monkeypatch.setenv("PIP_INDEX_URL", f"{server.url}/simple")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(index, "FIRST_WAIT", 0.0)
     fetch.sweep.cache_clear()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    return server
 
 
 def leftovers():
@@ -81,7 +61,7 @@ def test_a_damaged_copy_in_the_cache_is_brought_again(server):
 
 def test_wrong_bytes_are_refused_with_both_hashes_and_nothing_is_kept(server):
     wrong = DATA[:-1] + b"X"
-    server.behave = lambda handler: handler.reply(200, wrong)
+    server.behave = lambda _: (200, wrong)
     with refused("integrity.hash") as caught:
         fetch.fetch("thing", NAME, SHA)
     assert SHA in caught.value.why
@@ -91,7 +71,7 @@ def test_wrong_bytes_are_refused_with_both_hashes_and_nothing_is_kept(server):
 
 @pytest.mark.parametrize(("status", "requests"), [(403, 1), (404, 1), (500, index.ATTEMPTS), (429, index.ATTEMPTS)])
 def test_an_error_status_is_an_error_and_only_a_busy_server_is_asked_again(server, status, requests):
-    server.behave = lambda handler: handler.reply(status, b"no")
+    server.behave = lambda _: (status, b"no")
     with refused("network.fetch", str(status)):
         fetch.fetch("thing", NAME, SHA)
     assert leftovers() == []
@@ -99,9 +79,9 @@ def test_an_error_status_is_an_error_and_only_a_busy_server_is_asked_again(serve
 
 
 def test_what_passes_is_repeated_and_heals(server, capsys):
-    answers, pages = iter([(503, b"", "", None), (200, DATA[:9], "", len(DATA))]), iter([(429, b"", "")])
-    server.behave = lambda handler: handler.reply(*next(answers, (200, DATA)))
-    server.page = lambda handler: handler.reply(*next(pages, (200, PAGE, "text/html")))
+    answers, pages = iter([(503,), (200, DATA[:9], {"Content-Length": len(DATA)})]), iter([(429,)])
+    server.behave = lambda _: next(answers, (200, DATA))
+    server.page = lambda _: next(pages, (200, PAGE, HTML))
     assert fetch.fetch("thing", NAME, SHA).read_bytes() == DATA
     assert server.file_requests == 3
     assert capsys.readouterr().err.count("attempt") == 3
@@ -119,13 +99,13 @@ def test_a_download_stops_at_the_size_of_its_pin(server, monkeypatch):
     server.behave = endless
     with refused("integrity.hash", f"at most {len(DATA)} bytes"):
         fetch.fetch("thing", NAME, SHA, len(DATA))
-    server.behave = lambda handler: handler.reply(200, b"", length=len(DATA) + 1)
+    server.behave = lambda _: (200, b"", {"Content-Length": len(DATA) + 1})
     with refused("integrity.hash", SHA):
         fetch.fetch("thing", NAME, SHA, len(DATA))
-    server.behave = lambda handler: handler.reply(200, b"", length=1 << 60)
+    server.behave = lambda _: (200, b"", {"Content-Length": 1 << 60})
     with refused("storage.full", NAME):
         fetch.fetch("thing", NAME, SHA, 1 << 61)
-    server.behave = lambda handler: handler.reply(200, DATA)
+    server.behave = lambda _: (200, DATA)
     monkeypatch.setattr(fetch, "START_SECONDS", -1e9)
     with refused("network.fetch", "bytes came in"):
         fetch.fetch("thing", NAME, SHA, len(DATA))
@@ -136,10 +116,10 @@ def test_a_download_without_a_pinned_size_stops_at_the_size_in_the_index_or_at_t
     server.behave = endless
     files = [{"filename": NAME, "url": f"/files/{NAME}", "hashes": {"sha256": SHA}, "size": len(DATA)}]
     page = json.dumps({"meta": {"api-version": "1.1"}, "name": "thing", "files": files, "versions": ["1"]}).encode()
-    server.page = lambda handler: handler.reply(200, page, JSON)
+    server.page = lambda _: (200, page, {"Content-Type": JSON})
     with refused("integrity.hash", f"at most {len(DATA)} bytes"):
         fetch.fetch("thing", NAME, SHA)
-    server.page = lambda handler: handler.reply(200, PAGE, "text/html")
+    server.page = lambda _: (200, PAGE, HTML)
     monkeypatch.setattr(fetch, "LARGEST", 1 << 20)
     with refused("integrity.hash", "at most 1048576 bytes"):
         fetch.fetch("thing", NAME, SHA)
@@ -162,7 +142,7 @@ MALFORMED = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_page_is_an_error_of_ours(server, name):
     body, kind = MALFORMED[name]
-    server.page = lambda handler: handler.reply(200, body, kind)
+    server.page = lambda _: (200, body, {"Content-Type": kind})
     with refused("network.fetch"):
         fetch.fetch("thing", NAME, SHA)
 

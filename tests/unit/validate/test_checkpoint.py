@@ -55,6 +55,7 @@ MODEL_DAMAGE = {
     "cut short": (lambda m: shard(m / "b.safetensors", ["z"], cut=1), "model.shards_damaged", "its header promises"),
     "too long": (lambda m: shard(m / "b.safetensors", ["z"], cut=-1), "model.shards_damaged", "its header promises"),
     "cut in the header": (lambda m: shard(m / "b.safetensors", ["z"], cut=30), "model.shards_damaged", CUT),
+    "a web page": (lambda m: (m / "b.safetensors").write_text("<html>" * 9), "model.shards_damaged", CUT),
     "no header": (
         lambda m: (m / "b.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"),
         "model.shards_damaged",

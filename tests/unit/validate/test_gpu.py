@@ -16,7 +16,7 @@ def smi(tmp_path, script):
     return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
 
 
-def test_nvidia_smi_tells(target, tmp_path):
+def test_nvidia_smi_tells(target, tmp_path, monkeypatch):
     env = smi(tmp_path, "echo 'NVIDIA GB10, 580.142, 12.1'; echo \"$*\" > " + str(tmp_path / "args"))
     validated = target(environ=env)
     values = {r.name: take(r, validated).value for r in gpu.SMI_READINGS}
@@ -26,6 +26,8 @@ def test_nvidia_smi_tells(target, tmp_path):
         "gpu.compute_capability": "12.1",
         "gpu.count": 1,
     }
+    monkeypatch.setenv("PATH", env["PATH"])
+    assert gpu.name() == "NVIDIA GB10"
     assert (tmp_path / "args").read_text() == "--query-gpu=name,driver_version,compute_cap --format=csv,noheader\n"
 
 

@@ -73,6 +73,16 @@ def test_cudnn_is_loaded_and_asked(target, site, install, monkeypatch, body, val
     assert error in (facts.error or "")
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_of_the_systems_libraries_the_newest_version_is_asked(target, site, tmp_path, monkeypatch):
+    """As text 9.9.0 is above 9.20.0."""
+    for name, number in (("9.9.0", 90900), ("9.20.0", 92000)):
+        compiled(tmp_path / "lib" / f"libcudnn.so.{name}", f"size_t cudnnGetVersion(void) {{ return {number}; }}")
+    monkeypatch.setattr(software, "LIBRARY_DIRECTORIES", (str(tmp_path / "lib"),))
+    monkeypatch.setattr(software, "CUDNN", "libcudnn-that-no-machine-has.so")
+    assert fact("cudnn.version", target(python=site.parent / "python")).value == "9.20.0"
+
+
 def vllm(site, known="{'VLLM_PORT': 1, 'MAX_JOBS': 2}"):
     (site / "vllm").mkdir()
     (site / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')\n")

@@ -1,11 +1,7 @@
 """A vLLM in small: an sdist with the real one's layout and target names, C++ only, configured by a real CMake."""
 
-import gzip
-import hashlib
-import io
 import shutil
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,6 @@ from sparkforge.compile.vllm import targets as vllm_targets
 from sparkforge.compile.vllm.build import ExtensionOrder
 from sparkforge.compile.vllm.environment import Interpreter
 from sparkforge.pins import Pins
-from sparkforge.sources import fetch
 
 CMAKE = """\
 cmake_minimum_required(VERSION 3.20)
@@ -52,36 +47,16 @@ Drop-when: contains csrc/spinloop.cpp nothing of the kind
 """
 
 
-def packed(top, files):
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as out:
-        for path, text in files.items():
-            info = tarfile.TarInfo(f"{top}/{path}")
-            info.size = len(text.encode())
-            out.addfile(info, io.BytesIO(text.encode()))
-    return gzip.compress(data.getvalue(), mtime=0)
-
-
-def seed(data, name="vllm-0.32.0.tar.gz"):
-    """Put a file into the cache as if it had been fetched; return its sha256."""
-    sha256 = hashlib.sha256(data).hexdigest()
-    path = fetch.cached(name, sha256)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return sha256
-
-
 @pytest.fixture
-def small(tmp_path, monkeypatch):
+def small(kit, tmp_path, monkeypatch):
     """Pin the small vLLM with a queue of one patch, and the real pins' repositories; return the checkout's root."""
     files = {"CMakeLists.txt": CMAKE, "setup.py": "", "docs/page.md": "not copied\n", "cmake/utils.cmake": ""}
     files |= {f"csrc/{name}.cpp": UNIT.format(name=name) for name in ("spinloop", "fs_io_C")}
     real = pins.load()
     stack = real.stacks["spark"].model_dump(by_alias=True)
     stack["components"] = {"vllm": stack["components"]["vllm"], "torch": stack["components"]["torch"]}
-    stack["components"]["vllm"]["files"] = {
-        "vllm-0.32.0.tar.gz": {"sha256": seed(packed("vllm-0.32.0", files)), "size": "unknown"}
-    }
+    sha256 = kit.seed("vllm-0.32.0.tar.gz", kit.sdist("vllm-0.32.0", files))
+    stack["components"]["vllm"]["files"] = {"vllm-0.32.0.tar.gz": {"sha256": sha256, "size": "unknown"}}
     table = Pins.model_validate({"schema": 1, "default": "spark", "stacks": {"spark": stack}})
     monkeypatch.setattr(pins, "load", lambda: table)
     queue = tmp_path / "root/patches/vllm-0.32.0"

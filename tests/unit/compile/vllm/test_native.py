@@ -35,9 +35,9 @@ def library(path, text):
 
 
 @pytest.fixture
-def ready(small, order, tmp_path, monkeypatch):
+def ready(kit, small, order, tmp_path, monkeypatch):
     """Pin a wheel with one library and the file that the queue patches; stand in for the kernels' hour."""
-    from .conftest import UNIT, seed
+    from .conftest import UNIT
 
     code = library(tmp_path / "made/spinloop.abi3.so", 'extern "C" int PyInit_spinloop() { return 1; }')
     members = {
@@ -58,7 +58,7 @@ def ready(small, order, tmp_path, monkeypatch):
         "licence": "Apache-2.0",
         "why": "test",
         "patches": "vllm-0.32.0",
-        "files": {WHEEL: {"sha256": seed((tmp_path / WHEEL).read_bytes(), WHEEL), "size": "unknown"}},
+        "files": {WHEEL: {"sha256": kit.seed(WHEEL, (tmp_path / WHEEL).read_bytes()), "size": "unknown"}},
     }
     table = vllm_overlay.pins.load().model_dump(by_alias=True)
     table["stacks"]["spark"]["components"]["vllm-wheel"] = wheel
