@@ -29,7 +29,9 @@ class Api(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body.get("stream") and body.get("messages", [{}])[0].get("content") == "hello":
+        if self.server.behaviour == "needs the key" and self.headers.get("Authorization") != "Bearer sesame":
+            self.reply(401, {"error": {"message": "Unauthorized"}})
+        elif body.get("stream") and body.get("messages", [{}])[0].get("content") == "hello":
             self.stream(self.server.behaviour)
         elif body.get("stream"):
             self.events(fake_api.stream_text(body))

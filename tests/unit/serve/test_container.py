@@ -1,11 +1,9 @@
 """Bringing the container up, and how that ends: a fake engine, a stand-in `docker` command, a real API server."""
 
-import http.server
 import json
-import threading
 from datetime import UTC, datetime
 
-import fake_api
+import misbehaving
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -30,32 +28,9 @@ refuse: the server must not start · 1 passed, 0 warned, 1 failed, 0 skipped
 
 @pytest.fixture
 def api():
-    """An OpenAI-shaped server that gives one token to who has the key."""
-
-    class Api(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            streamed = bool(body.get("stream"))
-            status, value = (200, None) if streamed else fake_api.answer(body)
-            if self.headers.get("Authorization") != "Bearer sesame":
-                streamed, status, value = False, 401, {"error": {"message": "Unauthorized"}}
-            self.send_response(status)
-            self.send_header("Content-Type", "text/event-stream" if streamed else "application/json")
-            self.end_headers()
-            self.wfile.write((fake_api.stream_text(body) if streamed else json.dumps(value)).encode())
-
-        def log_message(self, *args):
-            pass
-
-    server = fake_api.Server(("127.0.0.1", 0), Api)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield server.server_address[1]
-    server.shutdown()
-    server.server_close()
+    """The port of an OpenAI-shaped server that gives one token to who has the key."""
+    with misbehaving.answering("needs the key") as port:
+        yield port
 
 
 @pytest.fixture
