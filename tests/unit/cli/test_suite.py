@@ -1,11 +1,14 @@
 """`./inv test` and `./inv check`: what they start, and what their failures say."""
 
+from types import SimpleNamespace
+
 import pytest
 from invoke.context import Context
 from invoke.exceptions import Exit
 
 from sparkforge.cli import maintain, suite
 from sparkforge.core.errors import ProcessError, UsageError
+from sparkforge.core.memory import Machine
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,26 @@ def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path,
     assert output.out.startswith("bad says x\n")
     assert output.out.endswith("['--check'] a page is old\n")
     assert ("NOT CHECKED: shellcheck" in " ".join(output.err.split())) == (failed == "one, three")
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "arguments"),
+    [
+        ({"fast": True}, 20, ["pytest", "tests/unit", "-m", "not slow", "--dist=worksteal", "--numprocesses=8"]),
+        ({}, 2, ["pytest", "tests", "--durations=15", "-m", "not nightly", "--numprocesses=2"]),
+        ({"select": "ctrl"}, 2, ["pytest", "tests", "--durations=15", "-k", "ctrl"]),
+        ({"robustness": True, "minutes": "7"}, 2, ["robustness.campaign", "--minutes", "7", "--output"]),
+    ],
+)
+def test_the_programs_of_a_run_and_its_failure(monkeypatch, options, cores, arguments):
+    calls = []
+    monkeypatch.setattr(suite, "prepare_environment", lambda *_: SimpleNamespace(python="all"))
+    monkeypatch.setattr(suite.environments, "ensure", lambda *_: True)
+    monkeypatch.setattr(suite.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(suite.memory, "measure", lambda: Machine(64 * 10**9, cores))
+    monkeypatch.setattr(suite, "call", lambda command, **_: calls.append(command) or len(calls) - 1)
+    monkeypatch.delenv("CI", raising=False)
+    maintain.test.body(Context(), **options)
+    assert calls[0][2 : 2 + len(arguments)] == arguments
+    with pytest.raises(Exit):  # the second run ends with code 1
+        maintain.test.body(Context(), **options)

@@ -365,3 +365,9 @@ def test_a_hub_that_names_no_commit_or_sends_more_than_it_says_is_refused(server
     with pytest.raises((errors.IntegrityError, errors.NetworkError)):
         hub.fetch_checkpoint(Hub(NAME, "main"), target)
     assert not target.exists()
+
+
+def test_what_is_no_checkpoint_is_refused(server, target):
+    server.listed = {"README.md": b"x"}
+    with pytest.raises(errors.InputError, match="no safetensors checkpoint"):
+        hub.fetch_checkpoint(Hub(NAME, "main"), target)

@@ -377,3 +377,34 @@ def test_a_proved_start_is_the_last_accepted_image_and_only_a_rollback_may_be_ol
     up(port=api, image=fake_engine.image["Id"])
     assert asked == [False, True]
     assert json.loads((paths.state() / "accepted-images.json").read_text()) == {"embedded": "2026-11-02T00:00:00Z"}
+
+
+def test_logs_and_shell_are_the_containers(checkout, fake_engine, docker_command, capfd):
+    server = up()
+    screen.show_log(follow=False)
+    assert capfd.readouterr().out == "the log\n"
+    screen.show_log(follow=True)
+    screen.shell(server)
+    container = server.container
+    assert called(docker_command, "logs ") == [f"logs {container}", f"logs --follow {container}"]
+    assert called(docker_command, "exec") == [f"exec --interactive --tty {container} bash"]
+
+
+def test_the_last_log_is_that_of_a_stopped_container_too(checkout, fake_engine, docker_command):
+    fake_engine.container["State"] |= {"Status": "exited", "ExitCode": 1}
+    fake_engine.log = "RuntimeError: no such kernel\n"
+    fails(errors.ServerError, docker_command)
+    assert docker_device.last_log() == "RuntimeError: no such kernel\n"
+    fake_engine.routes["GET /containers/json"] = lambda query: (200, [])
+    assert docker_device.last_log() == ""
+
+
+def test_compose_files_of_the_user_come_last(checkout, fake_engine, monkeypatch, tmp_path):
+    (checkout / "docker-compose.override.yml").write_text("services: {}\n")
+    (tmp_path / "ci.yml").write_text("services: {}\n")
+    monkeypatch.setenv("SPARKFORGE_COMPOSE_FILES", str(tmp_path / "ci.yml"))
+    names = [path.name for path in docker_compose.files()]
+    assert names == ["docker-compose.yml", "docker-compose.override.yml", "ci.yml"]
+    monkeypatch.setenv("SPARKFORGE_COMPOSE_FILES", "none.yml")
+    with pytest.raises(errors.UsageError, match=r"none\.yml"):
+        docker_compose.files()

@@ -27,6 +27,7 @@ from sparkforge.core.errors import ServerError
 from sparkforge.core.paths import ROOT
 from sparkforge.models import recipes
 from sparkforge.pins import patched
+from sparkforge.plan.architecture import parse
 from sparkforge.serve import access, entrypoint, restarts, settings
 from sparkforge.serve import health as healthy
 from sparkforge.serve.cluster import watch
@@ -89,11 +90,14 @@ def site(tmp_path_factory, patched_wheel):
 def model(tmp_path):
     folder = tmp_path / "my-gpt-oss"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(dict(recipes.load()["tiny-gpt-oss"].config)))
+    small = {"hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    config = {**recipes.load()["tiny-gpt-oss"].config, **small}
+    (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_text("{}")
-    header = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
+    size = parse(config, "config.json").weight_bytes()
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
     return folder
 
 

@@ -100,3 +100,10 @@ def test_words_behind_the_images_name_name_the_model_too(model, judged):
     document["services"]["vllm"]["command"] = ["/models/gpt-oss-20b", "--model=/models/x"]  # the container refuses it
     memory_plan.require_room(service(), document)
     assert len(judged) == 1
+
+
+def test_a_machine_without_such_a_gpu_is_not_judged(model, monkeypatch):
+    monkeypatch.setattr(memory_plan, "_unified", lambda: False)
+    monkeypatch.setattr(memory_plan, "judge", lambda *_: pytest.fail("there is no unified memory"))
+    environment = service(SPARKFORGE_MODEL="/models/gpt-oss-20b")
+    memory_plan.require_room(environment, project(model.parent))

@@ -159,3 +159,26 @@ def streamed(content):
 def test_both_answers_of_a_mixed_step_are_checked(events, response, fault):
     assert fault in proof.CALLS[MIXED].fault([events, response])
     assert bool(proof.CALLS[MIXED].fault([events, response])) == bool(fault)
+
+
+def test_another_404_is_a_fault(monkeypatch):
+    def refuse(_endpoint, path, body, *rest):
+        if "previous_response_id" in body:
+            raise reply_error(404, "The model `m` does not exist.")
+        return fake_api.GOOD
+
+    monkeypatch.setattr(Endpoint, "post", refuse)
+    with pytest.raises(ServerError, match="does not exist"):
+        proof.fault_of("a continued response", Endpoint("http://127.0.0.1:1", "m", key=""), 60.0)
+
+
+@pytest.mark.parametrize("name", ["a continued response", "a response that fails"])
+def test_what_needs_the_store_knows_when_it_is_off(monkeypatch, name):
+    def refuse(*arguments):
+        if "background" in proof.CALLS[name].body or "previous_response_id" in arguments[2]:
+            raise ServerError("the server answered 400", f"set {proof.STORE}=1", "./inv logs", code="server.reply")
+        return fake_api.GOOD
+
+    monkeypatch.setattr(Endpoint, "post", refuse)
+    monkeypatch.setattr(Endpoint, "events", refuse)
+    assert proof.fault_of(name, Endpoint("http://127.0.0.1:1", "m", key=""), 60.0) == proof.LIMITS[name][0].fault

@@ -179,3 +179,13 @@ def test_watch_redraws_on_a_terminal_and_ctrl_c_ends_it_with_0(server):
         assert terminal.text.rstrip().endswith("\x1b[?25h")  # the cursor is back
     finally:
         terminal.close()
+
+
+def test_watch_ends_once_the_server_has_ended(server, no_gpu, monkeypatch, capsys):
+    def report(running, _before):
+        record.forget()
+        return status.report_of_none(), None
+
+    monkeypatch.setattr(status, "report", report)
+    assert program.main(["status", "--watch"]) == ServerError.exit_code
+    assert "no server is running" in capsys.readouterr().err

@@ -104,6 +104,28 @@ def test_a_unit_of_somebody_else_is_neither_replaced_nor_removed(monkeypatch, tm
     assert file.exists()
 
 
+def test_without_systemd_or_a_unit_the_command_to_use_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(service, "SYSTEM_UNITS", tmp_path / "system")
+    with pytest.raises(
+        ServerError, match="no service is installed", check=lambda error: f"{tmp_path}/systemd/user" in error.why
+    ):
+        service.installed(system=False)
+    monkeypatch.setattr(service, "BOOTED", tmp_path / "none")
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.service" and "./inv up" in error.fix):
+        service.version()
+
+
+def test_an_account_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(service, "version", lambda: 257)
+    for account, system, message in (
+        ("nobody-of-that-name", True, "no account nobody"),
+        ("root", False, "needs --system"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            service.install(ServiceUnit(), system=system, account=account, now=False)
+
+
 PROPERTIES = "Result=exit-code\nExecMainStatus=24\nStartLimitBurst=6\nUnitFileState=enabled\nUnknown=1\n"
 
 

@@ -132,3 +132,10 @@ def test_the_head_takes_the_key_and_a_worker_needs_none(healthy, tmp_path):
     settings = {"nodes": nodes, "key_file": str(key), "device": "embedded", "profile": "", "model": ""}
     split = ClusterConfig.model_validate({**healthy.config.model_dump(by_alias=True), **settings})
     assert [node.EmbeddedNode(split, part).launch().plan.key for part in split.nodes] == ["key-of-a-test", ""]
+
+
+def test_a_silent_node_is_a_state(asked, capsys):
+    config, _, answers = asked
+    answers["spark2", "status"] = NetworkError("unreachable", "No route to host", "ssh spark2 true")
+    start.show_status(start.status(config))
+    assert "spark2  silent   No route to host" in capsys.readouterr().out
