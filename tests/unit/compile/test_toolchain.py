@@ -67,6 +67,9 @@ def test_cuda_home_is_used_and_reaches_every_build(machine, tmp_path, monkeypatc
     assert int(chain.versions["c++"].split(".")[0]) >= toolchain.MINIMUM_CXX
     env = chain.environment()
     assert env["PATH"].split(os.pathsep)[:2] == [str(home / "bin"), str(machine)]
+    assert (env["NVCC_PREPEND_FLAGS"], env["NVCC_APPEND_FLAGS"]) == ("", "--objdir-as-tempdir"), (
+        "a user's change nothing"
+    )
     assert env["NVCC_CCBIN"] == env["CXX"] == env["CUDAHOSTCXX"] == str(machine / "c++")
     assert env["FLASHINFER_NVCC_LAUNCHER"] == env["CMAKE_CUDA_COMPILER_LAUNCHER"] == str(machine / "ccache")
 

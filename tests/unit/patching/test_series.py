@@ -165,6 +165,7 @@ CONTENT = b"one\ntwo\nthree\n"
             "ends without context",
         ),
         (CONTENT, "@@ -1,3 +1,3 @@\n one\n", "@@ -2,2 +2,2 @@\n", None),
+        (CONTENT, " three\n", " three\n@@ -1,2 +1,2 @@\n-one\n+ONE\n two\n", "the text at line 1"),  # out of order
     ],
 )
 def test_a_hunk_applies_at_its_line_with_its_text_or_not_at_all(kit, tmp_path, content, old, new, reason):

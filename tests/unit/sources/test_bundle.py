@@ -243,6 +243,7 @@ FINE = {"sha256": "0" * 64, "size": 1}
 DEEP = "a/" * 1250 + "f"
 ATTACKS = {
     "unlisted": (lambda m: [*m, (odd("extra"), b"x")], "'extra' is not in its index"),
+    "twice": (lambda m: [*m, m[-1]], "is in it twice"),
     "index not first": (lambda m: [m[1], m[0], *m[2:]], "begins with"),
     "empty": (lambda m: [], "empty"),
     "a member missing": (lambda m: m[:-1], "truncated: simple"),
