@@ -32,6 +32,7 @@ from spark_mxfp4.kernels.timing import graph_time
 
 Routes = list[tuple[torch.Tensor, torch.Tensor]]
 BLOCKS = 48  # multiprocessors of a GB10
+PACE = os.environ.get("SPARK_PACE")
 BF16 = 0.006
 TOKENS = (1, 2, 4, 8, 16, 32)
 # Shapes of layer.cuh that fit a GB10: stages of the ring, and bytes of a stage's weights, of 8, 16, 32 and 64 tokens.
@@ -144,7 +145,9 @@ def chosen(pairs: int, experts: int) -> LayerPlan:
 
 
 def plans_of(tokens: int, *, many: bool) -> list[LayerPlan]:
-    """Return other ways to compute a layer, by shape, parts and stages on their way."""
+    """Return other ways to compute a layer, by shape, parts and stages on their way; few behind a slow memory."""
+    if PACE:
+        return [LayerPlan(5, parts, at_once, BLOCKS) for parts in (1, 2, 3) for at_once in ((1, 1), (2, 1), (4, 4))]
     shapes = (4, 5, 6, 8, 9) if many else (4, 5, 6)
     plans: list[LayerPlan] = []
     for shape in shapes:
@@ -236,7 +239,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "commit": arguments.commit, "library": precompile.file_name(*hopper.LIBRARIES[9, 0]), "blocks": BLOCKS,
-        "pace_gbs": os.environ.get("SPARK_PACE"),
+        "pace_gbs": PACE,
         "driver": version.read_text(encoding="utf-8").splitlines()[0] if version.exists() else "", "failed": {},
     }  # fmt: skip
     small = LayerPlan(5, 3, (4, 1), BLOCKS)

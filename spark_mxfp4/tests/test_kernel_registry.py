@@ -1,6 +1,7 @@
 """Kernels are found by name, and every wrong name has its own message."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,13 @@ def test_a_kernel_names_the_implementation_that_will_run():
     laid_out = ExpertWeights(*(p._replace(weight=p.weight.unsqueeze(1)) for p in plain))
     assert registry.load("torch").variant(plain) == "torch"
     assert [registry.load("triton").variant(weights) for weights in (plain, laid_out)] == ["triton", "hopper"]
+
+
+def test_on_a_gb10_the_kernel_of_few_tokens_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (12, 1))
+    weight = SimpleNamespace(device=torch.device("cuda"), dim=lambda: 4)
+    weights = ExpertWeights(Projection(weight), Projection(weight))
+    assert registry.load("triton").variant(weights) == "layer"
 
 
 def test_without_triton_the_kernel_says_what_to_install(monkeypatch):
