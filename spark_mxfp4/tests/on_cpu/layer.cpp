@@ -51,7 +51,8 @@ int spark_layer_tokens(int number) {
   return with_shape(number, [](auto shape) { return decltype(shape)::TOKENS; }, 0);
 }
 int spark_sort(const Routing* r, const Ordering* o, int, void*) {
-  cpu::cluster_size = r->pairs > 1024 ? 2 : 1;  // with fewer the second block would have none
+  // With fewer pairs the second block would have none; within a GB10's limits there is but one.
+  cpu::cluster_size = r->pairs > 1024 && bytes_of_block > SMALL_SHARED ? 2 : 1;
   const int others = o->ordered == nullptr ? 0 : 2 * cpu::cluster_size;
   const int bytes = ((ROUTE_WARPS + cpu::cluster_size) * r->experts + ROUTE_WARPS) * 4;
   const int stuck = cpu::launch(cpu::cluster_size + others, ROUTE_THREADS, bytes, [&] { sort_pairs(*r, *o); });
