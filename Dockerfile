@@ -103,8 +103,12 @@ COPY pins.toml trust.tom[l] ./
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=bind,from=packs,target=/mnt/packs \
     --mount=type=secret,id=ca,required=false \
-    SPARKFORGE_PACKS="${KERNEL_PACKS:-/mnt/packs}" deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs kernels --stack "$SPARKFORGE_STACK" --set "$KERNEL_SET" \
-        --jobs "$JOBS"
+    --mount=type=secret,id=signing-key,required=false \
+    SPARKFORGE_PACKS="${KERNEL_PACKS:-/mnt/packs}" deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs kernels \
+        --stack "$SPARKFORGE_STACK" --set "$KERNEL_SET" --jobs "$JOBS"
+# The modules as a pack, for the next build: --target kernel-packs --output .sparkforge/packs --secret id=signing-key,src=KEY.pem
+FROM scratch AS kernel-packs
+COPY --from=kernels /kernels/packs/ /
 
 # ── vllm: as it came, or compiled ────────────────────────────────────────────────────────────────────────────────────
 FROM kernels AS vllm-wheel

@@ -357,15 +357,20 @@ def image_sign(_ctx: Context, key: str, image: str = "", builder: str = "", fold
     repository="the registry's host and the repository, without a tag",
     stack=STACK,
     image=IMAGE,
+    packs="in place of an image: the kernel packs in this folder",
 )
-def image_publish(_ctx: Context, repository: str, stack: str = "", image: str = "") -> None:
+def image_publish(_ctx: Context, repository: str, stack: str = "", image: str = "", packs: str = "") -> None:
     """Push an image to a registry.
 
     Prints its digest, by which `image.pull` gets it. `docker login` gives the credentials.
     """
+    from sparkforge.image import packs as kernel_packs
     from sparkforge.image import registry
     from sparkforge.image.build import expected
 
+    if packs:
+        kernel_packs.copy(Path(caller_path(packs)), repository)
+        return
     chosen = chosen_stack(stack)
     registry.publish(chosen, image, repository, partial(expected, stack=chosen))
 

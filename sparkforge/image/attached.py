@@ -92,6 +92,11 @@ class Folder:
     def __str__(self) -> str:
         return str(self.path)
 
+    def tags(self) -> list[str]:
+        """Return every tag; empty without a layout."""
+        manifests = oci.Layout(self.path).index.manifests if (self.path / "index.json").exists() else []
+        return [entry.annotations[TAG] for entry in manifests if TAG in entry.annotations]
+
     def read(self, tag: str) -> list[Attached]:
         """Return what has a tag."""
         if not (self.path / "index.json").exists():

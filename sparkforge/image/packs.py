@@ -31,7 +31,7 @@ from sparkforge.compile.flashinfer.build import PACK, STAGE, KernelOrder, Kernel
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, parse_json, read_bytes, read_json
-from sparkforge.core.errors import IntegrityError
+from sparkforge.core.errors import IntegrityError, UsageError
 from sparkforge.core.files import sha256_file, write_atomic
 from sparkforge.core.tables import parse_object
 from sparkforge.image import provenance, sbom, signing, trust
@@ -203,6 +203,18 @@ def publish(request: KernelRequest, name: str, key_file: Path | None) -> str:
     say(f"{target}: pack {str(about['key'])[:12]}, {len(libraries)} modules, sha256 {digest}"
         f"{'' if key_file else '; an unsigned own build'}")  # fmt: skip
     return digest
+
+
+def copy(folder: Path, repository: str) -> None:
+    """Send the packs of a folder, as they are, to a registry's repository. Raises UsageError, EngineError."""
+    origin, target = Folder(folder), Repository(repository)
+    tags = [tag for tag in origin.tags() if tag.endswith(".pack")]
+    if not tags:
+        fix = "./inv build.kernels --publish FOLDER, or docker build --target kernel-packs --output FOLDER ."
+        raise UsageError(f"{folder} has no kernel packs", "no tag of an OCI layout in it names one", fix)
+    for tag in tags:
+        target.write(tag, origin.read(tag))
+        say(f"{repository}:{tag}")
 
 
 def _refused(what: str, why: str, code: str) -> IntegrityError:

@@ -47,7 +47,9 @@ from sparkforge.patching import series
 from sparkforge.pins import StackImage, locks
 from sparkforge.pins.patched import load_patched
 from sparkforge.pins.verify import ImageChanges, patched_packages
+from sparkforge.sources import bundle
 
+SIGNING_KEY = Path("/run/secrets/signing-key")  # a secret of the build; the kernel pack stays unsigned without it
 REPORT, BILL = "audit.json", "sbom.json"  # beside the manifest
 LOCK = ".lock"  # uv's, which it makes writable for everybody
 # Written at install, with times and paths of the build.
@@ -138,6 +140,7 @@ def name_plugins(packages: Path) -> None:
 def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
     """Take or compile a set of FlashInfer's modules with the tree's own CUDA, and put them where a server loads them.
 
+    They are a kernel pack under `built`, besides: the Dockerfile's target `kernel-packs`.
     `name` is a set of the stack's kernel table; empty for the image's own. A stack without kernels has none compiled.
     Raises the errors of `build_kernels`, and IntegrityError if it compiled none.
     """
@@ -147,6 +150,7 @@ def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
     os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
     request = KernelRequest(tree.stack, name, "", jobs, str(built), str(tree.python), take=packs.taking(""))
     build_kernels(request)
+    packs.publish(request, str(built / bundle.PACKS), SIGNING_KEY if SIGNING_KEY.is_file() else None)
     take_kernels(tree, built)
 
 

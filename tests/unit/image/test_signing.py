@@ -156,6 +156,12 @@ def test_a_registry_keeps_what_is_attached(registry, key):
     assert Repository(f"{registry}/a/b").read(tag) == [first, second]
     place.write("kernels-0.pack", [Attached(b"tar", "application/vnd.oci.image.layer.v1.tar"), first])
     assert [entry.data for entry in place.read("kernels-0.pack")] == [b"tar", first.data]
+    folder = key.with_name("packs")
+    Folder(folder).write("kernels-1.pack", [Attached(b"other", "application/octet-stream")])
+    commands.image_publish.body(None, f"{registry}/a/b", packs=str(folder))
+    assert [entry.data for entry in place.read("kernels-1.pack")] == [b"other"]
+    with pytest.raises(Exit):
+        commands.image_publish.body(None, f"{registry}/a/b", packs=str(key.parent / "none"))
 
 
 @pytest.fixture
