@@ -129,21 +129,6 @@ def test_what_flashinfer_is_building_stays(cached):
         pass
 
 
-def test_a_removal_that_was_killed_leaves_no_half_module_and_is_finished_next_time(cached, monkeypatch):
-    monkeypatch.setattr(cache.shutil, "rmtree", lambda _: os.kill(os.getpid(), 9))
-    child = os.fork()
-    if child == 0:
-        clean(names=["page"])
-        os._exit(0)
-    os.waitpid(child, 0)
-    monkeypatch.undo()
-    assert [module.name for module in cache.modules(cached.root)] == ["rope", "sampling"]
-    assert len(left(cached)) == 3
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(cached.base))
-    assert clean(names=["rope"]) == ["rope"]
-    assert left(cached) == ["sampling"]
-
-
 def interrupted(cached, name="page"):
     """Leave a module as a killed removal leaves it."""
     folder = cached.folders[name]

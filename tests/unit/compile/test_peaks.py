@@ -8,18 +8,6 @@ from sparkforge.compile.peaks import Cost, Peaks
 GROUP = "120_cutlass_kernel_file_gemm_grouped_sm120_M128_BS_group{}.generated.cuda.o"
 
 
-@pytest.mark.parametrize(
-    ("unit", "gigabytes"),
-    [
-        ("fused_moe_120_fp8xfp4/" + GROUP.format(2), 9.09),
-        ("page/page.cuda.o", 11.2),  # never measured: counts as the hungriest
-        ("page/page.o", 2.0),
-    ],
-)
-def test_the_first_row_that_fits_counts(unit, gigabytes):
-    assert Peaks("c").cost(unit).peak == gigabytes * 1e9
-
-
 def test_what_is_learnt_counts_first_in_its_context_and_survives():
     Peaks("one").learn({"m/a.cuda.o": Cost(5, 1.0)})
     Peaks("one").learn({"m/a.cuda.o": Cost(3, 4.0), "m/b.cuda.o": Cost(7, 2.0)})

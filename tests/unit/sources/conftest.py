@@ -1,19 +1,12 @@
-"""Small archives and pins for the tests of the stages, and a way to kill a stage at each of its steps."""
+"""Small archives and pins for the tests of the stages."""
 
-import itertools
 import os
-import signal
-import sys
-import traceback
 from types import SimpleNamespace
 
 import pytest
 
 from sparkforge.pins import Component, Pins
 from sparkforge.sources import trees
-
-CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree"}
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def component(files, **changes):
@@ -37,39 +30,6 @@ def install_pins(pins):
     return trees.tree_folder(component, next(iter(component.files)))
 
 
-def kill_at_each_step(action, check):
-    """Run `action` in a child killed at its Nth change to the disk, then `check()`, for every N; return the last N."""
-    for step in itertools.count(1):
-        child = os.fork()
-        if child == 0:
-            _die_at(step, action)
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0, "the action failed by itself"
-            check()
-            return step - 1
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        check()
-    return None
-
-
-def _die_at(step, action):
-    seen = itertools.count(1)
-
-    def hook(event, arguments):
-        changes = event in CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES)
-        if changes and next(seen) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        sys.addaudithook(hook)
-        action()
-    except BaseException:  # noqa: BLE001 - the child must not return into pytest
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
 @pytest.fixture(autouse=True)
 def no_sync(monkeypatch):
     """The machine does not lose power here, and a sync waits for everybody's disk."""
@@ -89,5 +49,4 @@ def kit(kit):
         table=table,
         upstream=upstream,
         install_pins=install_pins,
-        kill_at_each_step=kill_at_each_step,
     )

@@ -4,17 +4,11 @@ import contextlib
 import gzip
 import hashlib
 import json
-import multiprocessing
-import subprocess
-import sys
-import threading
-import time
 
 import httpx
 import pytest
 from expected import refused
 
-from sparkforge.core.paths import ROOT
 from sparkforge.pins import index
 from sparkforge.sources import fetch
 
@@ -191,74 +185,6 @@ def test_a_proxy_that_cannot_be_used_is_named(server, monkeypatch, proxy):
 def test_a_file_name_that_is_a_path_is_refused(server, name):
     with refused("network.fetch", "no plain file name"):
         fetch.fetch("thing", name, SHA)
-
-
-CHILD = """
-import sys
-from sparkforge.sources import fetch
-fetch.fetch("thing", sys.argv[1], sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-def test_sixty_processes_fetch_the_same_file_at_once_over_a_damaged_copy(server):
-    path = fetch.cached(NAME, SHA)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(DATA[:-1] + b"X")
-    fork = multiprocessing.get_context("fork")
-    barrier = fork.Barrier(60)
-
-    def child():
-        barrier.wait()
-        assert fetch.fetch("thing", NAME, SHA).read_bytes() == DATA
-
-    children = [fork.Process(target=child) for _ in range(60)]
-    for process in children:
-        process.start()
-    for process in children:
-        process.join()
-    assert [process.exitcode for process in children] == [0] * 60
-    assert server.file_requests == 1
-    assert leftovers() == [NAME]
-
-
-@pytest.mark.slow
-def test_what_a_killed_fetch_left_is_swept_by_the_next_one_and_a_live_ones_stays(server):
-    reached, go_on = threading.Event(), threading.Event()
-
-    def half(handler):
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(DATA)))
-        handler.end_headers()
-        handler.wfile.write(DATA[:300_000])
-        reached.set()
-        go_on.wait()
-        with contextlib.suppress(OSError):
-            handler.wfile.write(DATA[300_000:])
-
-    def running():
-        reached.clear()
-        child = subprocess.Popen([sys.executable, "-c", CHILD, NAME, SHA], cwd=ROOT)
-        assert reached.wait(60)
-        while not leftovers():  # the child has the bytes and is about to write them
-            assert child.poll() is None
-            time.sleep(0.01)
-        return child
-
-    server.behave = half
-    child = running()
-    child.kill()
-    child.wait()
-    (stale,) = leftovers()
-    child = running()
-    assert stale not in leftovers()
-    (live,) = leftovers()
-    fetch.sweep.cache_clear()
-    fetch.sweep(fetch.cached(NAME, SHA).parent.parent)
-    assert leftovers() == [live]
-    go_on.set()
-    assert child.wait() == 0
-    assert leftovers() == [NAME]
 
 
 def test_an_index_without_the_file_or_the_package_says_so(server):

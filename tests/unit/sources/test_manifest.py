@@ -96,29 +96,25 @@ def test_two_at_once_are_told_apart(tmp_path):
     assert (tmp_path / "p").read_text() == "x"
 
 
-def test_a_kill_while_litter_is_swept_gives_no_artifact_the_manifest_of_another(tmp_path, kit):
+@pytest.mark.parametrize("removal", [1, 2])
+def test_a_kill_while_litter_is_swept_gives_no_artifact_the_manifest_of_another(tmp_path, monkeypatch, removal):
+    """A run was killed before its swap, the older artifact has no manifest, and the next run is killed as it sweeps."""
     artifact, temporary = tmp_path / "p", tmp_path / ".p.1.tmp"
+    writer("old", [])(artifact)
+    manifest.once(temporary, "s", {"in": "2"}, writer("new", []))
+    remove, removed = manifest.remove, []
 
-    def litter():
-        """A run was killed before its swap, and the older artifact has no manifest."""
-        manifest.once(temporary, "s", {"in": "2"}, writer("new", []))
-        (tmp_path / "..p.1.tmp.lock").unlink()
-        artifact.mkdir(exist_ok=True)
-        for name in ("a", "b"):
-            (artifact / name).write_text("old")
+    def killed(path):
+        removed.append(path)
+        if len(removed) == removal:
+            raise KeyboardInterrupt
+        remove(path)
 
-    def action():
-        with pytest.raises(KeyboardInterrupt):
-            manifest.once(artifact, "s", {"in": "3"}, interrupted)
-
-    def interrupted(_temporary):
-        raise KeyboardInterrupt
-
-    def check():
-        action()
-        assert manifest.load(artifact) is None
-        assert (artifact / "a").read_text() == "old"
-        litter()
-
-    litter()
-    assert kit.kill_at_each_step(action, check) >= 4
+    monkeypatch.setattr(manifest, "remove", killed)
+    with pytest.raises(KeyboardInterrupt):
+        manifest.once(artifact, "s", {"in": "3"}, writer("x", []))
+    monkeypatch.undo()
+    with pytest.raises(ZeroDivisionError):
+        manifest.once(artifact, "s", {"in": "3"}, lambda _: 1 / 0)
+    assert manifest.load(artifact) is None
+    assert (artifact / "a").read_text() == "old"
