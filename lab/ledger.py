@@ -1,4 +1,4 @@
-"""`python -m lab.ledger REPORT`: write what a Spark's report says into the hardware ledger and its page."""
+"""`./inv qualify.accept REPORT`: write what a Spark's report says into the hardware ledger and its page."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ namespace = Collection(
     models.plan,
     diagnose.doctor,
     diagnose.validate,
-    diagnose.qualify,
     maintain.clean_cache,
     maintain.test,
     maintain.check,
@@ -37,6 +36,9 @@ _patch = Collection("patch")
 _patch.add_task(build.patch_make, name="make", default=True)
 _bundle = Collection("bundle", unpack=maintain.bundle_unpack)
 _bundle.add_task(maintain.bundle_make, name="make", default=True)
+
+_qualify = Collection("qualify", accept=diagnose.qualify_accept)
+_qualify.add_task(diagnose.qualify, name="run", default=True)
 
 for _collection in (
     _build,
@@ -71,6 +73,7 @@ for _collection in (
         measure.profile,
     ),
     _bundle,
+    _qualify,
     Collection("pins", lock=maintain.pins_lock),
     Collection(
         "max",

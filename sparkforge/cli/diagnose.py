@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,7 +119,15 @@ def qualify(
     own = kind(replace(plan, model=caller_path(model))) if model else None
     folder = paths.state() / "qualify"
     with launch.alone():
-        launch.refuse_second()
+        launch.refuse_second("./inv qualify")
     finished = report.qualify(Qualification(kind(plan), own, folder, SHAPES[device]), again=again)
     report.print_report(finished)
     echo(str(folder / "report.json"))
+
+
+@task(example="./inv qualify.accept report.json", report="report.json of a DGX Spark")
+def qualify_accept(_ctx: Context, report: str) -> None:
+    """Write a Spark's report into the hardware ledger and its page."""
+    command = [sys.executable, "-m", "lab.ledger", caller_path(report)]
+    if code := call(command, cwd=paths.ROOT, env={}):
+        raise Exit(code=code)

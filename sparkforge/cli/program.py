@@ -30,11 +30,11 @@ GROUPS = {
     "build": ("build", "build.*", "patch", "dev.*", "audit", "image.*"),
     "models": ("models", "pull", "list", "rm", "plan"),
     "measure": ("bench.perf", "bench.*"),
-    "diagnose": ("doctor", "validate", "qualify"),
+    "diagnose": ("doctor", "validate", "qualify", "qualify.*"),
     "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
 }
-OTHER_NAMES = {"ps": "status", "model.fetch": "pull", "qualify.run": "qualify"}
-IN_A_CLONE = ("pins.lock", "test", "check")  # a wheel lacks what they work on
+OTHER_NAMES = {"ps": "status", "model.fetch": "pull"}
+IN_A_CLONE = ("pins.lock", "test", "check", "qualify.accept")  # a wheel lacks what they work on
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 HELP = ("-h", "--help")
 WIDEST = 100  # columns

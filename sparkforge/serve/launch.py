@@ -82,17 +82,17 @@ def make_ready() -> None:
         _remove_container()
 
 
-def refuse_second() -> None:
-    """Raise ServerError if our server runs."""
+def refuse_second(command: str = "./inv up") -> None:
+    """Raise ServerError, with `command` as what to run after `./inv down`, if our server runs."""
     server = record.read()
     if server and server.alive:
         failure, why = "a server of this checkout runs already", f"{server.model_id} at {server.url}"
-        raise ServerError(failure, why, "./inv down, then ./inv up", code="server.running")
+        raise ServerError(failure, why, f"./inv down, then {command}", code="server.running")
 
 
 def check_free(port: int, host: str = LOOPBACK, command: str = "./inv up") -> None:
     """Raise ServerError if our server runs or another program has the port."""
-    refuse_second()
+    refuse_second(command)
     check_port(port, host, command)
 
 
