@@ -189,8 +189,8 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
             if PACK in previous.facts or not any(ninja_build.pending(order.ninja(folder)) for folder in folders):
                 return BuildResult(0, 0, int(previous.facts["units"])), False
         require_space(order.output, SPACE, "the kernels")
-        former, started = manifest.load(order.variables_file), time.monotonic()
         manifest.beside(order.variables_file).unlink(missing_ok=True)
+        started = time.monotonic()
         modules = environment.write(order.environment, order.modules, order.env)
         libraries = {name: folder / f"{name}.so" for name, folder in modules.items()}
         for library in libraries.values():  # one without a manifest is not trusted; to link it takes no time
@@ -211,8 +211,9 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
             if taken:
                 loaded.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(library, loaded)
-            elif former and PACK in former.facts:  # it would be loaded in place of the one that was compiled
-                loaded.unlink(missing_ok=True)
+            elif loaded.is_file() and sha256_file(loaded) != sha256_file(library):
+                say(f"{loaded} goes: it would be loaded in place of the one that was compiled")
+                loaded.unlink()
         result = replace(result, seconds=round(time.monotonic() - started, 3))
         variables = order.server_variables
         write_atomic(order.variables_file, "".join(f"{name}={value}\n" for name, value in sorted(variables.items())))

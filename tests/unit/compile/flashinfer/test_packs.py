@@ -68,6 +68,7 @@ def test_a_signed_pack_is_taken_and_not_compiled_again(world, tmp_path, capsys, 
     assert loaded.read_bytes() == world.library.read_bytes()
     order = elsewhere(world)
     assert not build.build(order, packs.taking(str(place)))[1]
+    (world.jit / "one.h").write_text("inline int one() { return 11; }\n")
     build.build(replace(order, arch="12.0a"))  # compiled: nothing of the pack may be loaded in its place
     assert not loaded.exists()
 
