@@ -308,14 +308,3 @@ def test_a_queue_that_is_not_the_locked_one_is_refused_and_locking_it_raises_the
     patch.write_text(patch.read_text().replace("-line 5", "-line five"))
     with refused("patch.conflict", "does not apply"):
         world.lock()
-
-
-def test_a_full_disk_leaves_nothing(world, monkeypatch):
-    world.lock()
-    wheel = world.patched()
-    wheel.path.unlink()
-    monkeypatch.setattr(wheels.repack.HashedOutput, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
-    with refused("storage.full"):
-        world.patched()
-    assert not wheel.path.exists()
-    assert [path.name for path in wheel.path.parent.iterdir()] == ["verified.json"]

@@ -1,9 +1,7 @@
 import errno
 import json
-import multiprocessing
 
 import pytest
-from expected import refused
 
 from sparkforge.core import manifest
 from sparkforge.core.manifest import Made
@@ -74,26 +72,6 @@ def test_files_beside_an_artifact_that_only_look_like_ours_stay(tmp_path, name):
         (tmp_path / file).write_text("x")
     manifest.once(tmp_path / name, "s", {}, writer("new", []))
     assert {path.name for path in tmp_path.iterdir()} == {*foreign, f".{name}.lock", name, f"{name}.manifest.json"}
-
-
-def test_two_at_once_are_told_apart(tmp_path):
-    context = multiprocessing.get_context("fork")
-    inside, leave = context.Event(), context.Event()
-
-    def slow(temporary):
-        inside.set()
-        assert leave.wait(60)
-        temporary.write_text("x")
-        return Made({})
-
-    other = context.Process(target=manifest.once, args=(tmp_path / "p", "s", {}, slow))
-    other.start()
-    assert inside.wait(60)
-    with refused("storage.busy", "make p"):
-        manifest.once(tmp_path / "p", "s", {}, writer("x", []))
-    leave.set()
-    other.join(60)
-    assert (tmp_path / "p").read_text() == "x"
 
 
 @pytest.mark.parametrize("removal", [1, 2])
