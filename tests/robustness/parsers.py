@@ -41,7 +41,7 @@ from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import signatures
-from sparkforge.image import inspect, oci, provenance, signing, trust, versions
+from sparkforge.image import inspect, oci, packs, provenance, signing, trust, versions
 from sparkforge.image.attached import Attached
 from sparkforge.models import hub
 from sparkforge.models import recipes as models
@@ -261,6 +261,30 @@ def _read_bundle(data: bytes, scratch: Path) -> None:
     bundle.unpack(file, scratch / "out")
     for path, entry in json.loads((scratch / "out/index.json").read_bytes())["members"].items():
         assert hashlib.sha256((scratch / "out" / path).read_bytes()).hexdigest() == entry["sha256"], path
+
+
+PACKED = {"nvcc": "13.0", "machine": "aarch64"}  # what a pack is keyed by
+LIBRARY = b"machine code"
+
+
+def _packs(_scratch: Path) -> list[bytes]:
+    members = {"audit.json": b"{}", "libraries/m.so": LIBRARY, "sbom.json": b"{}"}
+    listed = {path: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for path, data in members.items()}
+    about = {"key": packs.key_of(PACKED), "inputs": PACKED, "facts": {"units": 1, "modules": {"m": 1}}}
+    value = {"schema": bundle.SCHEMA, **about, "members": listed, "absent": []}
+    return [_raw_tar({"index.json": json.dumps(value, indent=1).encode(), **members})]
+
+
+def _read_pack(data: bytes, scratch: Path) -> None:
+    """Take modules from a kernel pack: what is taken is one library, whose hash the index has."""
+    file, output = write(scratch / "pack.tar", data), scratch / "out"
+    manifest.remove(output)
+    output.mkdir()
+    order = mock.Mock(identity=PACKED, output=output)
+    facts = packs.taking(str(file))(order, {"m": output / "m.so"})
+    assert facts
+    assert [path.name for path in output.rglob("*")] == ["m.so"]
+    assert hashlib.sha256((output / "m.so").read_bytes()).hexdigest().encode() in data
 
 
 # Binaries
@@ -757,6 +781,7 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("tar-gz", lambda scratch: [archives.tar("", SMALL)], _unpack("x.tar.gz"), cost=3.0)
     yield Parser("zip", _zips, _unpack("x.whl"), cost=3.0)
     yield Parser("bundle", _bundles, _read_bundle, cost=8.0)
+    yield Parser("kernel-pack", _packs, _read_pack, cost=8.0)
     yield Parser("elf", _binaries, _read_binary, cost=10.0)
     yield Parser("wheel", _wheels, _read_wheel, cost=20.0)
     yield Parser("sass", _texts(SASS), _read_sass, _fake_nvdisasm)
