@@ -30,21 +30,6 @@ foreach(name spinloop fs_io_C)
 endforeach()
 """
 UNIT = '#include "generated.h"\nextern "C" int PyInit_{name}() {{ return ANSWER; }}\n'
-PATCH = """\
-Description: Return one more
-Origin: vendor, Sparkforge
-Bug: https://example.org/1
-Forwarded: no
-Last-Update: 2026-11-21
-Drop-when: contains csrc/spinloop.cpp nothing of the kind
----
---- a/csrc/spinloop.cpp
-+++ b/csrc/spinloop.cpp
-@@ -1,2 +1,2 @@
- #include "generated.h"
--extern "C" int PyInit_spinloop() { return ANSWER; }
-+extern "C" int PyInit_spinloop() { return ANSWER + 1; }
-"""
 
 
 @pytest.fixture
@@ -59,10 +44,9 @@ def small(kit, tmp_path, monkeypatch):
     stack["components"]["vllm"]["files"] = {"vllm-0.32.0.tar.gz": {"sha256": sha256, "size": "unknown"}}
     table = Pins.model_validate({"schema": 1, "default": "spark", "stacks": {"spark": stack}})
     monkeypatch.setattr(pins, "load", lambda: table)
-    queue = tmp_path / "root/patches/vllm-0.32.0"
-    queue.mkdir(parents=True)
-    (queue / "series").write_text("0001-return-one-more.patch\n")
-    (queue / "0001-return-one-more.patch").write_text(PATCH)
+    unit = {"csrc/spinloop.cpp": files["csrc/spinloop.cpp"]}
+    patched = {name: text.replace("ANSWER;", "ANSWER + 1;") for name, text in unit.items()}
+    kit.write_queue(tmp_path / "root/patches/vllm-0.32.0", kit.diff(tmp_path / "diff", unit, patched))
     monkeypatch.setattr(vllm_sources, "ROOT", tmp_path / "root")
     for name in [source.variable for source in vllm_targets.load("0.32.0").repositories.values()]:
         monkeypatch.delenv(name, raising=False)

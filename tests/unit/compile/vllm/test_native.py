@@ -3,12 +3,9 @@
 Stages and audit are the real ones; compiling FlashInfer's kernels, an hour, is stood in for by a library in its place.
 """
 
-import hashlib
 import io
 import shutil
 import subprocess
-import zipfile
-from base64 import urlsafe_b64encode
 
 import pytest
 from invoke.program import Program
@@ -35,31 +32,17 @@ def library(path, text):
 
 
 @pytest.fixture
-def ready(kit, small, order, tmp_path, monkeypatch):
+def ready(kit, patched_wheel, small, order, tmp_path, monkeypatch):
     """Pin a wheel with one library and the file that the queue patches; stand in for the kernels' hour."""
     from .conftest import UNIT
 
     code = library(tmp_path / "made/spinloop.abi3.so", 'extern "C" int PyInit_spinloop() { return 1; }')
-    members = {
-        "vllm/spinloop.abi3.so": code.read_bytes(),
-        "csrc/spinloop.cpp": UNIT.format(name="spinloop").encode(),
-        "vllm-0.32.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n\n",
-    }
-    with zipfile.ZipFile(tmp_path / WHEEL, "w") as packed:
-        for name, data in members.items():
-            packed.writestr(name, data)
-        hashes = {name: urlsafe_b64encode(hashlib.sha256(data).digest()).decode() for name, data in members.items()}
-        lines = [f"{name},sha256={hashes[name].rstrip('=')},{len(data)}\n" for name, data in members.items()]
-        packed.writestr("vllm-0.32.0.dist-info/RECORD", "".join([*lines, "vllm-0.32.0.dist-info/RECORD,,\n"]))
-    wheel = {
-        "version": "0.32.0",
-        "kind": "wheel",
-        "package": "vllm",
-        "licence": "Apache-2.0",
-        "why": "test",
-        "patches": "vllm-0.32.0",
-        "files": {WHEEL: {"sha256": kit.seed(WHEEL, (tmp_path / WHEEL).read_bytes()), "size": "unknown"}},
-    }
+    unit = UNIT.format(name="spinloop").encode()
+    members = {"vllm/spinloop.abi3.so": code.read_bytes(), "csrc/spinloop.cpp": unit}
+    built = patched_wheel.build(tmp_path, members, "vllm", "0.32.0").rename(tmp_path / WHEEL)
+    wheel = {"version": "0.32.0", "kind": "wheel", "package": "vllm", "licence": "Apache-2.0", "why": "test",
+             "patches": "vllm-0.32.0",
+             "files": {WHEEL: {"sha256": kit.seed(WHEEL, built.read_bytes()), "size": "unknown"}}}  # fmt: skip
     table = vllm_overlay.pins.load().model_dump(by_alias=True)
     table["stacks"]["spark"]["components"]["vllm-wheel"] = wheel
     tiny = {"device": "cpu", "locks": {"x86_64": "l"}}
