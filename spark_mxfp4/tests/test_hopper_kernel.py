@@ -6,6 +6,7 @@ They run in device/.
 import itertools
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,16 @@ def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path, nvcc)
         assert not WAITING.search(said), said
 
 
+def machine_code(nvcc, unit, target, folder):
+    """Return nvdisasm's text of each kernel of a unit."""
+    cubin = folder / "unit.cubin"
+    said = compile_unit(nvcc, unit, target, cubin)
+    code = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    kernels = code.split(".section\t.text.")[1:]
+    assert len(kernels) == said.count("Compiling entry function")
+    return kernels
+
+
 def stage_path(kernel, matrix):
     """Return the fewest instructions of a warp for one stage of weights with `matrix` matrix instructions.
 
@@ -55,7 +66,7 @@ def stage_path(kernel, matrix):
             code.append(instruction[1])
     targets = {at: re.search(r"\bBRA.*`\((\.L_x_\d+)\)", text) for at, text in enumerate(code)}
     branches = {at: labels[found[1]] for at, found in targets.items() if found}
-    matrices = [0, *itertools.accumulate("HMMA" in text for text in code)]
+    matrices = [0, *itertools.accumulate("MMA" in text for text in code)]
     loops = [(matrices[head] - matrices[end + 1], end - head, head) for end, head in branches.items() if head <= end]
     _, length, head = min(loops)
     paths = {head: {0: 1}}  # place → matrix instructions of a path to it → its fewest instructions
@@ -63,18 +74,14 @@ def stage_path(kernel, matrix):
         after = [] if re.match(r"(BRA|EXIT)\s", code[at]) else [at + 1]
         after += [branches[at]] if at < branches.get(at, 0) <= head + length else []
         for place, (number, count) in itertools.product(after, paths.get(at, {}).items()):
-            known, number_then = paths.setdefault(place, {}), number + ("HMMA" in code[place])
+            known, number_then = paths.setdefault(place, {}), number + ("MMA" in code[place])
             known[number_then] = min(count + 1, known.get(number_then, count + 1))
     return paths[head + length][matrix]
 
 
 @pytest.mark.parametrize(("target", "shapes"), [("90a", 9), ("121a", 6)])
 def test_a_layer_of_few_tokens_compiles_for_hopper_and_for_the_spark(tmp_path, nvcc, target, shapes):
-    cubin = tmp_path / "layer.cubin"
-    said = compile_unit(nvcc, precompile.FOLDER / "layer.cu", target, cubin)
-    assert said.count("Compiling entry function") == shapes
-    code = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    kernels = code.split(".section\t.text.")[1:]
+    kernels = machine_code(nvcc, precompile.FOLDER / "layer.cu", target, tmp_path)
     assert len(kernels) == shapes
     counts = {}
     for kernel in kernels:
@@ -91,3 +98,11 @@ def test_a_layer_of_few_tokens_compiles_for_hopper_and_for_the_spark(tmp_path, n
         assert matrix * MATRIX_CYCLES < SLOTS / 3
     if target == "121a":
         assert counts == pytest.approx(COUNTS, abs=3)
+
+
+def test_block_scaled_products_would_issue_fewer_of_what_is_not_scarce(tmp_path, nvcc):
+    kernels = machine_code(nvcc, Path(__file__).with_name("block_scaled.cu"), "121a", tmp_path)
+    assert all("QMMA.SF.16832.F32.E2M1.E4M3.E8" in kernel for kernel in kernels)
+    tokens = [int(re.search(r"Li(\d+)E", kernel)[1]) for kernel in kernels]
+    counts = {number: stage_path(kernel, 3 * number // 4) / 3 for number, kernel in zip(tokens, kernels, strict=True)}
+    assert counts == pytest.approx({8: 22, 16: 26, 32: 35, 64: 54}, abs=2)  # as docs/performance.md has them
