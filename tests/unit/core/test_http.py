@@ -145,3 +145,9 @@ def test_a_stream_that_sends_nothing_more_ends_in_its_time():
         with pytest.raises(ServerError, match="ReadTimeout", check=lambda error: error.code == "server.reply"):
             proof.fault_of("a response that fails", Endpoint(url, "m", key=""), 0.2)
         test_ends.set()
+
+
+@pytest.mark.parametrize("count", [b"1.2.3", b"1e999", b"+", b"."])
+def test_a_counter_that_is_no_number_is_no_counter(count):
+    with server(b"vllm:generation_tokens_total " + count) as url:
+        assert Endpoint(url).generated() is None

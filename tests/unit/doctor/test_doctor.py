@@ -436,3 +436,14 @@ def test_a_lock_that_cannot_be_read_is_said(packages, tmp_path):
     problems, gathered = look()
     assert problems == []
     assert any(source.note.startswith("not compared: patched.toml") and not source.read for source in gathered.sources)
+
+
+def test_a_log_that_breaks_off_is_read_so_far_and_said(state, monkeypatch):
+    def broken():
+        yield b"torch.OutOfMemoryError: CUDA out of memory.\n"
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(evidence, "open_log", lambda _: evidence.Log("x.log", broken))
+    problems, gathered = look(log="x.log")
+    assert [problem.id for problem in problems] == ["cuda-out-of-memory"]
+    assert gathered.sources[-1].note == "read to byte 44 only: Input/output error"

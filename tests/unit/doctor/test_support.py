@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.core.errors import RefusalError
+from sparkforge.core.errors import RefusalError, StorageError
 from sparkforge.doctor import doctor, evidence, support
 from validate.facts.fact import Fact
 
@@ -183,3 +183,9 @@ def test_names_in_the_archive_stay_in_its_folders():
     names = support.members({}, collected)
     assert "reports/c0ffee_refused.json" in names
     assert not [name for name in names if ".." in Path(name).parts or Path(name).is_absolute()]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"support\.tar\.gz", check=lambda error: error.code == "storage.access"):
+        support.write(tmp_path / "file" / "support.tar.gz", {}, evidence.Evidence())

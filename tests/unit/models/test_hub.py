@@ -371,3 +371,10 @@ def test_what_is_no_checkpoint_is_refused(server, target):
     server.listed = {"README.md": b"x"}
     with pytest.raises(errors.InputError, match="no safetensors checkpoint"):
         hub.fetch_checkpoint(Hub(NAME, "main"), target)
+
+
+@pytest.mark.parametrize("config", ["[]", '{"model_type": "gpt_oss", "quantization_config": [1]}'])
+def test_a_malformed_config_is_an_error_of_ours(server, target, config):
+    server.listed = server.files = {**server.files, "config.json": config.encode()}
+    with pytest.raises(errors.InputError):
+        hub.fetch_checkpoint(Hub(NAME, "main"), target)

@@ -128,3 +128,9 @@ def test_a_cache_of_somebody_else_is_told_by_owner_and_mode(somebody_else, part,
     option = f"--group-add {os.getgid()}" if mode == 0o750 else f"--user {os.getuid()}:{os.getgid()}"
     assert caught.value.fix.endswith(option)
     assert "fetch" not in caught.value.fix
+
+
+def test_the_api_offers_a_snapshot_by_its_repository(tmp_path):
+    snapshot = cache(tmp_path, "c1") / "snapshots/c1"
+    assert (local.name_of(snapshot), local.hub_cache_of(snapshot)) == (NAME, tmp_path / "hub")
+    assert (local.name_of(tmp_path / "mine"), local.hub_cache_of(tmp_path / "mine")) == ("mine", None)

@@ -1,5 +1,6 @@
 """The tiny checkpoint: format, determinism, whole or absent, and a tokenizer that agrees with openai_harmony."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -175,3 +176,9 @@ def test_template_renders_what_harmony_renders(tokenizer, encoding):
     wanted = encoding.render_conversation_for_completion(Conversation.from_messages(messages), Role.ASSISTANT)
     more = {"current_date": "2026-01-31", "reasoning_effort": "high"}
     assert tokenizer.apply_chat_template(spoken, add_generation_prompt=True, return_dict=False, **more) == wanted
+
+
+def test_the_vocabulary_is_o200k(tmp_path):
+    path = harmony.write_vocabulary(tmp_path)
+    assert path.name == "o200k_base.tiktoken"
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == harmony.VOCABULARY_SHA256

@@ -44,3 +44,22 @@ def test_systemd_is_told_in_its_own_words(monkeypatch, tmp_path, abstract):
         monkeypatch.setenv("NOTIFY_SOCKET", name)
         notify.tell(ready=True, status="serves\nX_INJECTED=1")
         assert manager.recv(4096) == b"READY=1\nSTATUS=serves X_INJECTED=1"
+
+
+def test_without_systemd_nothing_is_told(monkeypatch):
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    notify.tell(ready=True)
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nonexistent/notify")
+    notify.tell(ready=True)
+
+
+def test_only_the_option_holds(monkeypatch):
+    monkeypatch.setattr(hold, "until_admitted", lambda *_: "held")
+
+    @hold.held
+    def up(**_options):
+        raise REFUSAL
+
+    assert up(hold=True, model="~/model") == "held"
+    with pytest.raises(RefusalError):
+        up(hold=False)

@@ -281,3 +281,22 @@ def test_down_signals_no_process_that_a_killed_start_named_and_says_who_holds_th
     monkeypatch.setattr(launch, "CANCEL_SECONDS", 0.0)
     with locked(state() / launch.LOCK, "do another thing"), pytest.raises(StorageError, match="do another thing"):
         launch.down()
+
+
+def test_staying_shows_the_log_and_names_a_server_that_ends_by_itself(begin, monkeypatch):
+    server = begin()
+    psutil.Process(server.pid).kill()
+    with pytest.raises(ServerError, match="by itself", check=lambda error: error.code == "server.start"):
+        screen.stay(server)
+    assert record.read() is None
+
+
+def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
+    server = begin()
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logs, "follow", interrupted)
+    screen.stay(server)
+    nothing_is_left(begin, port)

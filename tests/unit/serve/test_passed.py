@@ -268,3 +268,10 @@ def test_a_kernel_of_the_shell_that_the_container_does_not_get_is_refused(
         assert "fast_moe:FastMoe has no effect" in caught.value.what
         assert "vllm.env" in caught.value.fix
         assert "--device embedded" in caught.value.fix
+
+
+@pytest.mark.parametrize("profile", ["fast-dense-8", "fast-dense-4"])
+def test_a_profile_with_vllms_experts_is_refused_beside_ours(profile):
+    with pytest.raises(UsageError, match=f"has no effect beside --profile {profile}"):
+        profiles.with_quantization("spark-mxfp4", profile, (), gpu=True)
+    assert profiles.with_quantization("", profile, (), gpu=True) == (profile, ())
