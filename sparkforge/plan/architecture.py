@@ -23,6 +23,8 @@ BITS = {"bf16": 16.0, "fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "q8_0": 8.5}
 BLOCK = 32  # MXFP4 elements that share one scale
 KV_BYTES = {"bf16": 2, "fp8": 1}  # a key or value element; vLLM's --kv-cache-dtype auto is the model's own bf16
 KV_BLOCK = 16  # tokens a block of the KV cache: vLLM 0.32.0, vllm/config/cache.py DEFAULT_BLOCK_SIZE
+STATES = 2  # blocks of a linear layer a sequence (vllm/v1/kv_cache_interface.py, MambaSpec, mamba_cache_mode "align")
+LATENT_BLOCK = 128  # whole multiples of it are the blocks of latent attention beside linear layers
 STEPS_UNDER_WAY = 2  # with asynchronous scheduling, vLLM's own choice: vllm/config/vllm.py, max_concurrent_batches
 DECODING = STEPS_UNDER_WAY  # tokens that a decoding sequence has in flight: one a step
 TOLERANCE = 0.02  # of the bytes that config.json promises: scales of FP8 blocks, and what formulas leave out
@@ -119,6 +121,11 @@ class Architecture:
         return self.layers - self.sliding_layers - self.linear_layers
 
     @property
+    def latent(self) -> bool:
+        """Whether the KV cache holds latent vectors, which heads share, in place of keys and values."""
+        return self.kv_elements != 2 * self.kv_heads * self.head_dim
+
+    @property
     def expert(self) -> int:
         """Weights of one expert of one layer: gate and up, and down; without biases."""
         return 3 * self.hidden * self.intermediate
@@ -191,14 +198,16 @@ class Architecture:
 
         A sliding layer also keeps the tokens of the steps under way, `in_flight` of them: STEPS_UNDER_WAY steps of
         --max-num-batched-tokens (vllm/config/vllm.py, max_in_flight_tokens). Beside linear layers vLLM makes the blocks
-        so large that one holds a linear layer's state, and each of these layers has a block a sequence.
+        so large that one holds a linear layer's state (vllm/platforms/interface.py, _align_hybrid_block_size), and
+        with prefix caching, its default, each of these layers has STATES blocks a sequence.
         """
         block, layer = KV_BLOCK, self.kv_layer_token(kv)
         if self.linear_layers:
-            block = -(-self.state // self.linear_layers // (KV_BLOCK * layer)) * KV_BLOCK
+            step = LATENT_BLOCK if self.latent else KV_BLOCK
+            block = -(-self.state // self.linear_layers // (step * layer)) * step
         whole = -(-context // block)
         kept = -(-min(self.window - 1 + in_flight, context) // block) + 1 if self.sliding_layers else 0
-        blocks = self.full_layers * whole + self.sliding_layers * kept + self.linear_layers
+        blocks = self.full_layers * whole + self.sliding_layers * kept + STATES * self.linear_layers
         return blocks * block * layer
 
 

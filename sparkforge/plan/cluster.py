@@ -212,8 +212,8 @@ def _way(model: Architecture, device: Device, load: Workload, nodes: int, way: W
         )
     else:
         whole = _replicated_bytes(model, load.dense)
-        latent = model.kv_elements != 2 * model.kv_heads * model.head_dim  # each machine has the latent vectors
-        weights, cache = (weights - whole) // nodes + whole, cache if latent else cache // min(nodes, model.kv_heads)
+        copies = 1 if model.latent else min(nodes, model.kv_heads)  # each machine has the latent vectors
+        weights, cache = (weights - whole) // nodes + whole, cache // copies
         narrow = replace(model, intermediate=-(-model.intermediate // nodes // BLOCK) * BLOCK)
         padding = narrow.padding_bytes(device.align) if way == "tensor" else padding // nodes
     share = (weights + cache + padding + sum(lines.values())) / device.memory_bytes

@@ -72,5 +72,69 @@ def test_a_request_takes_what_vllm_reserves_for_it(answers, case):
     assert reserved == MODEL.kv_admitted(length, STEPS_UNDER_WAY * batched, kv)
 
 
+# The layers of the other families' recipes, built by vLLM's model (Ling) or by the sizes that its classes take.
+FAMILIES = """
+import contextlib, json, sys
+from types import SimpleNamespace as Some
+import torch
+import vllm.config.vllm
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models import bailing_moe_v3 as hybrid
+from vllm.platforms.interface import Platform
+from vllm.v1.core import kv_cache_utils as utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+
+class Backend:
+    get_supported_kernel_block_sizes = staticmethod(lambda: [64])
+
+class Machine(Platform):
+    _find_non_ssm_backends = classmethod(lambda cls, config: [Backend])
+
+ModelRegistry.resolve_model_cls = lambda *args, **named: (hybrid.BailingMoeV3ForCausalLM, "")
+vllm.config.vllm.set_current_vllm_config = lambda config: contextlib.nullcontext()
+
+def reserved(name, hf, length):
+    cache = Some(cache_dtype="auto", block_size=16, mamba_cache_mode="align", mamba_page_size_padded=None,
+                 mamba_block_size=None, mamba_cache_dtype="auto", kv_cache_dtype_skip_layers=[])
+    model = Some(dtype=torch.bfloat16, use_mla=True, get_num_kv_heads=lambda _: 1, hf_config=hf, max_model_len=length,
+                 get_head_size=lambda: hf.kv_lora_rank + hf.qk_rope_head_dim, architecture=name)
+    parallel = Some(tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    config = Some(cache_config=cache, model_config=model, parallel_config=parallel, speculative_config=None)
+    if name.startswith("ling"):
+        Machine._align_hybrid_block_size(config, Backend)
+        shapes = hybrid.BailingMoeV3ForCausalLM.get_mamba_state_shape_from_config(config)
+        dtypes = hybrid.BailingMoeV3ForCausalLM.get_mamba_state_dtype_from_config(config)
+        state = MambaSpec(shapes=shapes, dtypes=dtypes, block_size=cache.block_size, mamba_cache_mode="align",
+                          page_size_padded=cache.mamba_page_size_padded)
+        latent = MLAAttentionSpec(block_size=cache.block_size, num_kv_heads=1, dtype=torch.bfloat16,
+                                  head_size=model.get_head_size())
+        linear = lambda n: hybrid._is_kda_layer(n, hf.layer_group_size, hf.num_hidden_layers)
+        specs = {f"layer.{n}": state if linear(n) else latent for n in range(hf.num_hidden_layers)}
+        groups = utils._get_kv_cache_groups_uniform_page_size(specs)
+    else:
+        full = FullAttentionSpec(block_size=16, num_kv_heads=hf.num_key_value_heads, head_size=hf.head_dim,
+                                 dtype=torch.bfloat16)
+        specs = {f"layer.{n}": full for n in range(hf.num_hidden_layers)}
+        groups = utils._get_kv_cache_groups_uniform_spec(specs)
+    width = max(len(group.layer_names) for group in groups)
+    return sum(group.kv_cache_spec.max_memory_usage_bytes(config) for group in groups) * width
+
+print(json.dumps([reserved(name, Some(**hf), length) for name, hf, length in json.loads(sys.argv[1])]))
+"""
+OTHERS = [
+    (name, length) for name in ("ling-3.0-flash-fp4", "qwen3-30b-a3b-fp8", "qwen3-0.6b") for length in (100, 40_960)
+]
+
+
+def test_a_request_of_another_family_takes_what_vllm_reserves_for_it(vllm_trees, vllm_process, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(FAMILIES)
+    known = models.load()
+    asked = [(name, known[name].config, length) for name, length in OTHERS]
+    output = vllm_process(vllm_trees.patched).run(program, (json.dumps(asked),))
+    sizes = [parse(known[name].config, name).kv_admitted(length, 1, "bf16") for name, length in OTHERS]
+    assert json.loads(output.splitlines()[-1]) == sizes
+
+
 def test_two_steps_are_under_way(answers):
     assert answers.steps == [STEPS_UNDER_WAY] * 2
