@@ -107,7 +107,8 @@ class Chat(Record):
     """How the family writes and reads messages.
 
     `asks_for_reasoning`: --reasoning-parser is passed; otherwise vLLM chooses it by the model. `tokens` are those of
-    the vocabulary that the proof's requests force by a bias; without them it sends no forced request and no canary.
+    the vocabulary that the proof's requests force by a bias; without them it sends no forced request and no canary, but
+    adds `request` to each chat, so that what a grammar forces comes first.
     """
 
     tokenizer: str
@@ -116,6 +117,7 @@ class Chat(Record):
     reasoning_parser: Reason
     asks_for_reasoning: bool = True
     tokens: dict[str, int] = Field(default_factory=dict)
+    request: dict[str, Any] = Field(default_factory=dict)
 
 
 class Family(Record):

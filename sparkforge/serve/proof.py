@@ -107,9 +107,9 @@ def prove(
     `family` of another vocabulary, by default that of the default models, gets no canaries, and no token is forced.
     Raises ServerError, which names each call that failed, if one is answered wrongly, or not within `timeout` seconds.
     """
-    forced = bool(families.load()[family or families.default()].chat.tokens)
-    ask = fault_of if forced else partial(fault_of, forced=False)
-    sent = {"", *patches} if forced else {""}
+    chat = families.load()[family or families.default()].chat
+    ask = fault_of if chat.tokens else partial(fault_of, added=chat.request)
+    sent = {"", *patches} if chat.tokens else {""}
     chosen = [name for name, call in CALLS.items() if name in (calls or CALLS) and call.patch in sent]
     outcome: dict[str, str] = {}
     faults: dict[str, ServerError] = {}
@@ -142,11 +142,17 @@ def describe(outcome: Mapping[str, str]) -> str:
     return f"proved: {proved}" + (f"; known limit: {limits}" if limits else "")
 
 
-def fault_of(name: str, endpoint: Endpoint, timeout: float, *, forced: bool = True) -> str:
-    """Send one of CALLS and return what is wrong with its answer. Raises ServerError where there is none."""
+def fault_of(name: str, endpoint: Endpoint, timeout: float, *, added: Mapping[str, Any] | None = None) -> str:
+    """Send one of CALLS and return what is wrong with its answer. Raises ServerError where there is none.
+
+    With `added`, of a family whose tokens are others, no token is forced, and a chat has these keys too.
+    """
     call = CALLS[name]
-    if not forced:
-        call = replace(call, body={key: value for key, value in call.body.items() if key != BIAS})
+    if added is not None:
+        body = {key: value for key, value in call.body.items() if key != BIAS}
+        if body.get("max_tokens", 0) > CHAT_TOKENS:
+            body["max_tokens"] *= 2  # another vocabulary may have shorter words
+        call = replace(call, body={**body, **(added if call.path == CHAT else {})})
     try:
         return _exchange(call, endpoint, timeout)
     except openai.NO_ANSWER as error:

@@ -182,3 +182,13 @@ def test_what_needs_the_store_knows_when_it_is_off(monkeypatch, name):
     monkeypatch.setattr(Endpoint, "post", refuse)
     monkeypatch.setattr(Endpoint, "events", refuse)
     assert proof.fault_of(name, Endpoint("http://127.0.0.1:1", "m", key=""), 60.0) == proof.LIMITS[name][0].fault
+
+
+def test_a_family_of_another_vocabulary_gets_no_canary_no_bias_and_its_own_keys_in_chats(monkeypatch):
+    answer_rightly(monkeypatch)
+    sent, real = [], proof._exchange
+    monkeypatch.setattr(proof, "_exchange", lambda call, *rest: sent.append(call) or real(call, *rest))
+    outcome = proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES, family="qwen3")
+    assert set(outcome) == set(proof.REQUESTS)
+    assert not [call for call in sent if "logit_bias" in call.body]
+    assert {call.path for call in sent if "chat_template_kwargs" in call.body} == {proof.CHAT}
