@@ -103,7 +103,6 @@ def test_what_has_no_meaning_is_refused(tmp_path):
         {"paths": [tmp_path / "none.so"]},
         {"paths": [tmp_path / "a.txt"]},
         {"paths": []},
-        {"paths": []},
         {"paths": [], "modules": ["x"]},
     ):
         with pytest.raises(UsageError):

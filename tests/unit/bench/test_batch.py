@@ -47,7 +47,6 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags):
     stub.status, stub.fail_from = 200, 10**9
     stub.bodies.clear()
     (batches(flags)[0] / "result_isl24_osl8_conc4.json").write_text('{"format": "sparkforge-bench/1", ')  # torn
-    (batches(flags)[0] / "result_isl24_osl8_conc4.json").write_text('{"format": "sparkforge-bench/1", ')  # torn
     runs.run_benchmark(flags)
     (folder,) = batches(flags)
     assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2  # the first is not measured again

@@ -27,9 +27,6 @@ def test_a_unit_never_measured_takes_after_its_namesake_elsewhere_with_room_and_
     measured = "fused_moe_120_fp8xfp4/" + GROUP.format(2)
     known.learn({"other/" + GROUP.format(2): Cost(10, 1.0)})
     assert known.cost(measured).peak == 9.09e9, "a measured row counts before a namesake"
-    measured = "fused_moe_120_fp8xfp4/" + GROUP.format(2)
-    known.learn({"other/" + GROUP.format(2): Cost(10, 1.0)})
-    assert known.cost(measured).peak == 9.09e9, "a measured row counts before a namesake"
     known.learn({"page_512/page.cuda.o": Cost(10**10, 9.0)})
     assert known.cost("page_256/page.cuda.o").peak == 11_200_000_000
     assert known.cost("page_64/page.cuda.o").peak == 10**9, "its own history counts before a namesake's"

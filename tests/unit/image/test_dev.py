@@ -198,7 +198,6 @@ def test_units_alone_are_compiled_and_accept_nothing(folders, tree, tmp_path, mo
     dev.build("vllm", "spark", dev.BuildOptions(units=units), tree=tree, sources=sources)
     assert [(request.checkout, request.units) for request in asked] == [(str(sources / "vllm"), patterns)]
     dev.build("vllm", "spark", dev.BuildOptions(targets="spinloop"), tree=tree, sources=sources)  # a part, no more
-    dev.build("vllm", "spark", dev.BuildOptions(targets="spinloop"), tree=tree, sources=sources)  # a part, no more
     assert dev.changed(VLLM, sources) == ["csrc/a.cu", "csrc/a.cuh"]
     assert "nothing was linked" in capsys.readouterr().err
     dev.accept(VLLM, dev.fingerprints(VLLM, sources))

@@ -35,7 +35,6 @@ def test_serve_args_are_read_as_vllm_would(target, args, port, share):
     validated = target(serve_args=args)
     assert fact("serve.port", validated).value == port
     assert fact("serve.port", target(serve_args=args, port=7)).value == 7
-    assert fact("serve.port", target(serve_args=args, port=7)).value == 7
     assert fact("serve.gpu_memory_utilization", validated).value == share
 
 
