@@ -4,6 +4,7 @@ import hashlib
 import math
 import tomllib
 
+import httpx
 import pytest
 from expected import refused
 
@@ -118,3 +119,8 @@ def test_a_canary_says_what_is_wrong(stub, endpoint, fault):
     check = canary.run(endpoint, [name])[0]
     assert not check.ok
     assert fault in check.told
+
+
+def test_an_answer_of_another_form_fails_a_canary(endpoint, monkeypatch):
+    monkeypatch.setattr(httpx.Response, "json", lambda _: {"choices": []})
+    assert "does not have the API's form" in canary.run(endpoint, ["answers"])[0].told

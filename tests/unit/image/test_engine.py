@@ -114,3 +114,18 @@ def test_what_a_health_check_said_before_a_container_was_started_again_is_forgot
         assert not engine.state(client, "c0ffee").health_output
         fake_engine.container["State"]["StartedAt"] = "2026-11-22T09:59:59Z"
         assert engine.state(client, "c0ffee").health_output == "the server ended too often"
+
+
+def test_the_newest_container_of_the_service_runs_only_if_its_engine_says_so(
+    fake_engine, monkeypatch, tmp_path, docker_command
+):
+    listed = [{"Id": "old", "Created": 1}, {"Id": "new", "Created": 2}]
+    fake_engine.routes["GET /containers/json"] = lambda query: (200, listed)
+    with engine.connected() as client:
+        assert engine.service_container(client, "sparkforge", "vllm") == "new"
+    assert "com.docker.compose.service=vllm" in fake_engine.asked[-1][1]["filters"]
+    assert engine.runs("c0ffee")
+    fake_engine.container["State"]["Status"] = "exited"
+    assert not engine.runs("c0ffee")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    assert not engine.runs("c0ffee")
