@@ -30,40 +30,10 @@ REPEATS = (
     "*", "+", "?", "*?", "++", "{2}", "{0,300}", "{1,3}", "{3,1}", "{,3}", "{0}", "{0,0}", "{1,}",
     "{a}", "{99999999999}", "**", "{2}{3}",
 )  # fmt: skip
-KINDS = (
-    "json_schema", "regex", "grammar", "const_string", "any_text", "sequence", "or", "tag", "optional", "star",
-    "triggered_tags", "tags_with_separator", "qwen_xml_parameter", "nonsense",
-)  # fmt: skip
 NUMBERS = (0, 1, -1, 2, 0.5, 1e308, -1e308, 10**30, 2**63, float("nan"), float("inf"), True, "1", None, [], {})
-TYPES = (
-    "string",
-    "number",
-    "integer",
-    "object",
-    "array",
-    "boolean",
-    "null",
-    "nonsense",
-    "",
-    ["string", "null"],
-    [],
-    1,
-    None,
-)
-FORMATS = ("date", "date-time", "email", "uuid", "ipv4", "uri", "regex", "nonsense", "", 1)
-REFERENCES = (
-    "#",
-    "#/",
-    "#/$defs/a",
-    "#/$defs/none",
-    "#/properties/a",
-    "http://x/y",
-    "",
-    "#/$defs/%61",
-    "#/~1",
-    1,
-    None,
-)
+TYPES = ("string", "integer", "object", "array", "boolean", "nonsense", "", ["string", "null"], 1, None)
+FORMATS = ("date", "date-time", "email", "uuid", "ipv4", "regex", "nonsense", 1)
+REFERENCES = ("#", "#/$defs/a", "#/$defs/none", "http://x/y", "", "#/~1", 1)
 SYMBOLS = (
     '"a"', "root", "x", "[a-z]", "[^", '"\\x00"', '"\\u{1F99C}"', "(", ")", "|", "*", "+", "?", "{2,3}", "::=",
     "\n", "#", '"', "start", ":", "/a+/", "/(?i)a/", "%ignore", "EOS", "Token(1)", "TagDispatch()", "(?=a)",
@@ -128,26 +98,14 @@ class Dice(random.Random):
         words = " ".join(self.choices(SYMBOLS, k=self.randint(1, 8)))
         return self.choice(("root ::= ", "root ::= x\nx ::= ", "start: ", "")) + words
 
-    def tag_format(self, depth: int = 3) -> Any:
-        """Return a format of a structural tag."""
-        kind = self.choice(KINDS)
-        inner = [self.tag_format(depth - 1) for _ in range(self.randint(0, 2))] if depth else []
-        tags = [{"type": "tag", "begin": self.text(), "content": each, "end": self.text()} for each in inner]
-        fields: dict[str, Any] = {
-            "json_schema": self.schema(2), "pattern": self.regex(), "grammar": self.grammar(), "value": self.text(),
-            "elements": inner, "tags": tags, "triggers": [self.text()], "begin": self.text(), "end": self.text(),
-            "content": inner[0] if inner else self.value(), "separator": self.text(), "at_least_one": True,
-            "stop_after_first": self.choice((True, False, 1)), "excludes": [self.text()],
-        }  # fmt: skip
-        for name in self.sample(sorted(fields), 2 if self.random() < 0.3 else 0):
-            del fields[name]
-        return {"type": kind, **fields}
-
     def structural_tag(self) -> str:
         """Return a structural tag, of the old form or the new one."""
         structures = [{"begin": self.text(), "schema": self.schema(2), "end": self.text()}]
         forms = (
-            {"type": "structural_tag", "format": self.tag_format()},
+            {
+                "type": "structural_tag",
+                "format": {"type": self.text(), "content": self.schema(2), "begin": self.text()},
+            },
             {"structures": structures, "triggers": [self.text()]},
             {"structures": structures, "triggers": [structures[0]["begin"][:3]]},
             {"structures": self.value(), "triggers": self.value()},

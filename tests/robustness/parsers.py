@@ -29,11 +29,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from robustness.scenario import write
 from robustness.scenarios import archives, benchmarks, checkpoints, patching
 from sparkforge import pins
-from sparkforge.audit import elf, sass
+from sparkforge.audit import elf
 from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.report import audit_files
-from sparkforge.bench import baselines, schema, settings, trace
+from sparkforge.bench import schema, settings, trace
 from sparkforge.compile import ninjafile, peaks
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core import documents, events, manifest, redact, tables
@@ -49,10 +49,9 @@ from sparkforge.models.hub_source import Mirror
 from sparkforge.patching import hunks
 from sparkforge.patching import wheels as patched_wheels
 from sparkforge.patching.series import Patch, Queue
-from sparkforge.pins import index, verify, wheels
-from sparkforge.pins.patched import load_patched
+from sparkforge.pins import index, wheels
 from sparkforge.plan import architecture
-from sparkforge.serve import access, failure, profiles, proof, record
+from sparkforge.serve import access, failure, proof, record
 from sparkforge.serve import settings as container
 from sparkforge.serve.cluster import config as cluster_config
 from sparkforge.serve.command_line import ServerCommand
@@ -122,10 +121,6 @@ def _read_hunks(data: bytes, _scratch: Path) -> None:
         change.apply(before.encode() if before else None)
 
 
-def _read_header(data: bytes, scratch: Path) -> None:
-    Patch.load(write(scratch / "0001-x.patch", data + b"---\n" + DIFF.encode()))
-
-
 def _read_series(data: bytes, scratch: Path) -> None:
     folder = scratch / "up-1"
     write(folder / "0001-a.patch", PATCH)
@@ -133,34 +128,11 @@ def _read_series(data: bytes, scratch: Path) -> None:
     Queue.load(write(folder / "series", data).parent)
 
 
-def _read_installed(data: bytes, scratch: Path) -> None:
-    folder = scratch / "up-1"
-    write(folder / "0001-a.patch", PATCH)
-    write(folder / "series", "0001-a.patch\n")
-    Queue.load(write(folder / "installed", data).parent)
-
-
 def _tree(scratch: Path) -> Path:
     manifest.remove(scratch / "tree")
     for path, text in patching.BEFORE.items():
         write(scratch / "tree" / path, text)
     return scratch / "tree"
-
-
-def _origins(scratch: Path) -> list[bytes]:
-    """Return the patches/upstream.json of a patched wheel."""
-    component = patching.table().component("s", "up")
-    source = write(scratch / patching.NAME, patching.wheel())
-    queue = Queue.load(patching.queue(scratch, "patches", "TWO"))
-    with (scratch / "out.whl").open("wb") as output:
-        patched_wheels.make(source, component, queue, 1, output)
-    with zipfile.ZipFile(scratch / "out.whl") as opened:
-        return [opened.read("up-1+sparkforge.1.dist-info/patches/upstream.json")]
-
-
-def _read_origin(data: bytes, scratch: Path) -> None:
-    write(scratch / "up-1.dist-info/patches/upstream.json", data)
-    verify.read_origin(scratch / "up-1.dist-info")
 
 
 def _read_upstream_wheel(data: bytes, scratch: Path) -> None:
@@ -366,30 +338,6 @@ def _read_wheel(data: bytes, scratch: Path) -> None:
     audit_files([file], tools=lambda: Tools(Path("/bin/false"), Path("/bin/false")), rules=_rules())
 
 
-@contextmanager
-def _fake_nvdisasm(_scratch: Path) -> Iterator[None]:
-    """Have nvdisasm print the input."""
-    with mock.patch.object(sass, "run", side_effect=lambda *_, **_options: mock.Mock(stdout=_Printed.text)):
-        yield
-
-
-class _Printed:
-    text = ""
-
-
-def _read_sass(data: bytes, scratch: Path) -> None:
-    _Printed.text = data.decode(errors="replace")
-    sass.Decoder(Path("nvdisasm"), TARGET, r"QMMA|HMMA").learn({1: bytes(16), 2: bytes(16)})
-    sass.count([("kernel", data)])
-
-
-SASS = """\
-	.text
-        /*0000*/                   QMMA.SF R1, R2 ;
-        /*0010*/ @!P0 EXIT ;
-"""
-
-
 # Build files
 
 
@@ -477,11 +425,6 @@ def _read_stream(data: bytes, _scratch: Path) -> None:
     _Answer.body, _Answer.kind = data, "text/event-stream"
     for piece in Endpoint(URL, "m", key="").stream_text("hello", 8):
         piece.encode(errors="surrogatepass")
-
-
-def _read_first_token(data: bytes, _scratch: Path) -> None:
-    _Answer.body, _Answer.kind = data, "application/json"
-    Endpoint(URL, "m", key="").first_token(5.0)
 
 
 def _read_proof(data: bytes, _scratch: Path) -> None:
@@ -617,12 +560,6 @@ HF_TOKEN=hf_PlantedToken123 --api-key sesame /home/anna/models 10.1.2.3 48:b0:2d
 @cache
 def _signatures() -> Sequence[signatures.Signature]:
     return signatures.load()
-
-
-def _signatures_alone(_scratch: Path) -> list[bytes]:
-    """Return the first signatures that refer to no other; `_files` would cut off those that others follow."""
-    tables = signatures.TABLE.read_bytes().split(b"\n\n")
-    return [_short(b"\n\n".join(table for table in tables if b"\nfollows = " not in table))]
 
 
 def _read_log(data: bytes, _scratch: Path) -> None:
@@ -761,17 +698,10 @@ def _parsers() -> Iterator[Parser]:
     yield from _of_images_and_settings()
     yield Parser("patch", _texts(PATCH), _loaded(Patch.load, "0001-x.patch"))
     yield Parser("hunks", _texts(DIFF), _read_hunks)
-    yield Parser("patch-header", _texts(patching.HEADER.removesuffix("---\n")), _read_header, cost=2.0)
     yield Parser("series", _texts("# a comment\n\n0001-a.patch\n0002-b.patch # more\n"), _read_series, cost=4.0)
-    yield Parser(
-        "installed", _texts("# a comment\nsrc flashinfer/data/src\ninclude x/include\n"), _read_installed, cost=4.0
-    )
-    yield Parser("patched-origin", _origins, _read_origin, cost=4.0)
     yield Parser("patched-wheel", lambda scratch: [patching.wheel()], _read_upstream_wheel, cost=8.0)
-    yield Parser("patched-lock", _files("locks/patched.toml"), _loaded(load_patched, "patched.toml"), cost=4.0)
     yield Parser("patch-like-git", _texts(DIFF), _read_oracle, cost=20.0)
     yield Parser("pins", _pins_without_git, _loaded(pins.load, "pins.toml"), cost=8.0)
-    yield Parser("pins-small", _texts(PINS, PINS.replace("size = 7\n", "")), _loaded(pins.load, "pins.toml"))
     yield Parser("lock", _texts(LOCK), _read_lock, cost=2.0)
     yield Parser("index-html", _texts(INDEX_HTML), _read_index("text/html"), _answering, cost=4.0)
     yield Parser(
@@ -784,12 +714,9 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("kernel-pack", _packs, _read_pack, cost=8.0)
     yield Parser("elf", _binaries, _read_binary, cost=10.0)
     yield Parser("wheel", _wheels, _read_wheel, cost=20.0)
-    yield Parser("sass", _texts(SASS), _read_sass, _fake_nvdisasm)
     yield Parser("ninja", _texts(NINJA), _loaded(ninjafile.statements, "build.ninja"))
     yield Parser("ninja-deps", _ninja_log, _loaded(ninjafile.reported, ".ninja_deps"))
     yield Parser("stream", _texts(STREAM), _read_stream, _answering, cost=6.0)
-    yield Parser("first-token", _texts(TOKEN),
-                 _read_first_token, _answering, cost=6.0)  # fmt: skip
     yield Parser("proof", _texts(TOKEN, PROOF, STREAM),
                  _read_proof, _answering, cost=20.0)  # fmt: skip
     yield Parser("endpoint", _texts(MODELS, TOKENS, COUNTER),
@@ -798,13 +725,6 @@ def _parsers() -> Iterator[Parser]:
                  _read_url, _answering, cost=6.0)  # fmt: skip
     yield Parser("result", _results, _read_result, cost=3.0)
     yield Parser("trace", _traces, _loaded(trace.read, "trace.json"), cost=2.0)
-    yield Parser(
-        "baselines", _files("sparkforge/bench/baselines.toml"), _loaded(baselines.load, "baselines.toml"), cost=8.0
-    )
-    yield Parser("signatures", _signatures_alone, _loaded(signatures.load, "signatures.toml"), cost=8.0)
-    yield Parser(
-        "profiles", _files("sparkforge/serve/profiles.toml"), _loaded(profiles.load, "profiles.toml"), cost=4.0
-    )
     yield Parser(
         "recipe", _files("sparkforge/recipes/gpt-oss-120b.toml"), _loaded(models.read, "recipe.toml"), cost=4.0
     )

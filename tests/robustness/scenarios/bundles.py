@@ -108,26 +108,8 @@ def _judge_unpack(work: Path) -> None:
         assert hashlib.sha256(data).hexdigest() == entry["sha256"], name
 
 
-def _prepare_foreign(work: Path) -> None:
-    """The user's own folder, that happens to hold an index.json, is in the way."""
-    _checkout(work)
-    bundle.make(work / "new.tar", stack="spark")
-    write(work / "offline/b/index.json", "{}")
-    write(work / "offline/b/mine.txt", "mine")
-
-
-def _unpack_refused(work: Path) -> None:
-    """Be refused: a foreign folder stays as it is."""
-    try:
-        bundle.unpack(work / "new.tar", work / "offline/b")
-    except bundle.UsageError:
-        return
-    raise AssertionError("a foreign folder was taken for a bundle")
-
-
 VOLATILE = ("*.manifest.json",)
 SCENARIOS = [
     Scenario("bundle", _prepare_make, _make, _judge_make, volatile=VOLATILE, races=(0, BUSY), cost=2.0),
     Scenario("bundle-unpack", _prepare_unpack, _unpack, _judge_unpack, volatile=VOLATILE, races=(0, BUSY), cost=2.0),
-    Scenario("bundle-foreign", _prepare_foreign, _unpack_refused, volatile=VOLATILE, races=(0, BUSY), cost=2.0),
 ]
