@@ -200,13 +200,6 @@ def test_compose_serves_beyond_loopback_to_who_has_the_key(project, compose_proj
         opened.compose("down", "--volumes", "--timeout", "20", check=False)
 
 
-def test_a_stop_while_the_model_loads_ends_with_143(project, run):
-    name = run.start("tiny", "--max-num-seqs=2", options=("-e", "SPARKFORGE_VALIDATE=off"))
-    wait_for(lambda: "non-default args" in project.engine.docker("logs", name, both=True))
-    project.engine.docker("stop", "--time", "120", name)
-    assert project.engine.inspect(name)["State"]["ExitCode"] == 143
-
-
 def test_a_server_that_always_fails_waits_longer_each_time_and_is_then_held(project, run):
     docker, inspect = project.engine.docker, project.engine.inspect
     options = ("--restart", "on-failure:3", "-e", "SPARKFORGE_VALIDATE=off")
@@ -272,11 +265,6 @@ def test_other_programs_run_without_a_validation(run, arguments, printed):
     assert (code, printed in out, "validate ·" in out) == (0, True, False), out
 
 
-def test_an_address_for_others_without_a_key_is_refused(run):
-    code, out = run(options=("-e", "SPARKFORGE_BIND=0.0.0.0"))
-    assert (code, "would open the server without an API key" in out) == (2, True), out
-
-
 @pytest.mark.parametrize("network", ["bridge", "host"])
 def test_a_container_knows_whose_network_it_has(run, network):
     code, out = run(
@@ -284,16 +272,6 @@ def test_a_container_knows_whose_network_it_has(run, network):
         options=("--network", network),
     )
     assert (code, out.strip()) == (0, str(network == "host" and access.has_host_network()))
-
-
-def test_compose_finds_the_same_snapshot_by_its_name(project, cache):
-    project.env |= {"HF_HOME": str(cache), "SPARKFORGE_MODEL": MODEL, "VLLM_ARGS": "--max-num-seqs '3'"}
-    try:
-        out = project.compose("run", "--rm", "--no-deps", "vllm", "validate")
-    finally:
-        for name in ("HF_HOME", "SPARKFORGE_MODEL", "VLLM_ARGS"):
-            del project.env[name]
-    assert "ok   model-files" in out
 
 
 def test_compose_does_not_make_a_folder_that_is_missing(project, tmp_path):

@@ -368,12 +368,6 @@ def test_a_wrong_image_is_refused_and_the_old_one_stays(shipped, registry, tmp_p
     assert shipped.id() == original
 
 
-def test_a_registry_that_is_not_there_is_named(shipped, free_port):
-    code, said = shipped.inv("image.publish", f"127.0.0.1:{free_port()}/sparkforge/vllm")
-    assert code == 62, said
-    assert "engine.registry" in said
-
-
 def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_path):  # noqa: PLR0915 - one story
     engine, old, key = release.engine, release.id(), release.key()
     next_image = release.id(upgraded(engine, tmp_path / "next", release.name))
@@ -476,32 +470,3 @@ def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, 
         release.inv("down")
         engine.docker("compose", "-p", PROJECT, "down", "--volumes", check=False)
         release.remove()
-
-
-LOAD = {"isl": 32, "osl": 8, "conc": 2, "num-prompts": 4, "warmups": 0}
-
-
-@pytest.mark.timeout(3600)  # many starts of vLLM
-def test_a_bake_off_of_profiles_with_vllm(engine, project, tmp_path_factory, free_port):
-    """Two profiles serve in containers, are gated and loaded."""
-    release = release_of(engine, tmp_path_factory.mktemp("bakeoff"), free_port(), "sparkforge/vllm")
-    load = [word for name, value in LOAD.items() for word in (f"--{name}", value)]
-    arguments = ("--profiles", "embedded,embedded-dense-8", "--device", "docker-cpu", "--port", release.port, *load)
-    try:
-        said = release.good("bench.bakeoff", *arguments)
-        stored = json.loads((release.state / "bakeoff.json").read_text())["standings"]
-        standings = {standing["name"]: standing for standing in stored}
-        assert all(standing["score"] > 0 for standing in standings.values()), standings
-        bits = {name: standing["results"][0]["gate"]["bits_per_byte"] for name, standing in standings.items()}
-        assert 0 < abs(bits["embedded-dense-8"] - bits["embedded"]) < 0.02  # another format was served, and it is close
-        for name in standings:
-            log = (release.state / "bench/bakeoff" / name / "server.log").read_text()
-            assert "serve: the server may start" in log  # the container's own validation
-        assert release.running() == []
-        assert not (release.state / "known-good.json").exists()
-
-        winner = max(standings, key=lambda name: standings[name]["score"])
-        assert f"the winner is {winner}: ./inv up --profile {winner} --device docker-cpu" in said
-    finally:
-        release.inv("down")
-        engine.docker("compose", "-p", PROJECT, "down", "--volumes", check=False)

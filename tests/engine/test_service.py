@@ -74,13 +74,6 @@ class Machine:
         journal = self.sh("journalctl --no-pager -n 60; systemctl status --no-pager sparkforge.service", check=False)
         raise AssertionError(f"{key} is {seen!r} and not {value!r}\n{journal}")
 
-    def until_user(self, uid, seconds=60):
-        """Wait for a user's own service manager."""
-        end = time.monotonic() + seconds
-        while self.sh(f"systemctl is-active user@{uid}.service || true").strip() != "active":
-            assert time.monotonic() < end, self.sh(f"systemctl status user@{uid}.service", check=False)
-            time.sleep(0.2)
-
     def power_cycle(self):
         self.engine.docker("restart", "-t", "20", self.name)
 
@@ -260,34 +253,6 @@ def test_a_logout_does_not_reach_the_shared_memory_of_a_system_unit(machine):
     machine.until("ActiveState", "active")
     doctor = alice.command(f'cd "{CHECKOUT}" && ./inv doctor --log "{STATE}/logs/server.previous.log"')
     assert "[shared-memory-deleted]" in doctor, doctor
-
-
-def test_a_logout_does_not_reach_a_users_unit_that_lingers_and_ends_one_that_does_not(machine):
-    alice = Login(machine)
-    machine.sh(f"loginctl enable-linger {alice.NAME}")
-    machine.until_user(1000)
-    own = " ".join(word for word in INSTALL if word != "--system").replace("'", '"')
-    installed = alice.command(f'cd "{CHECKOUT}" && ./inv {own} --now')
-    assert "it starts now" in installed, installed
-    assert "RemoveIPC" not in installed
-
-    def state(key="ActiveState"):
-        return alice.command(f"systemctl --user show -p {key} --value sparkforge.service").strip()
-
-    end = time.monotonic() + 180
-    while state() != "active":
-        assert time.monotonic() < end, alice.command("journalctl --user --no-pager -n 40")
-        time.sleep(0.5)
-    assert alice.log_in_and_out(), "who lingers keeps the shared memory"
-    assert (state(), state("NRestarts")) == ("active", "0")
-
-    machine.sh(f"loginctl disable-linger {alice.NAME}")
-    assert not alice.log_in_and_out()
-    assert machine.sh(f"pgrep -fc '{SERVER}' || true").strip() == "0", "it ends with the session, in order"
-    # Now there is no manager to ask; a session that lasts has one.
-    machine.sh(f"systemd-run --quiet --property PAMName=login --uid {alice.NAME} sleep 600")
-    machine.until_user(1000)
-    assert f"enable-linger {alice.NAME}" in (again := alice.command(f'cd "{CHECKOUT}" && ./inv {own}')), again
 
 
 def test_a_unit_that_somebody_edited_or_another_checkout_wrote_stays(machine):
