@@ -17,8 +17,8 @@ from openai_harmony import (
 )
 
 from lab.training import corpus, dialogues, export, faults, texts, train
-from lab.training.model import RIGHT, Fault, GptOss, through_mxfp4
-from spark_mxfp4.mxfp4 import dequantize, quantize
+from lab.training.model import RIGHT, GptOss, through_mxfp4
+from spark_mxfp4.mxfp4 import dequantize
 from sparkforge.bench import canary
 from sparkforge.core.errors import InputError
 from sparkforge.models import tiny_format, tiny_trained
@@ -28,18 +28,6 @@ from sparkforge.serve import proof
 
 SMALL = Sizes(hidden=64, intermediate=32, layers=2, experts=4, top_k=2, heads=4, kv_heads=2)
 NOVEL = "CHAPTER I\n\n\nIt is a truth  universally\nacknowledged, that a single man must be in want of a wife.\n\nSo.\n"
-
-
-def test_lines_become_paragraphs():
-    sentence = "It is a truth universally acknowledged, that a single man must be in want of a wife."
-    assert texts.paragraphs(NOVEL) == f"CHAPTER I\n\n{sentence}\n\nSo.\n"
-
-
-def test_what_is_held_out_is_left_out_of_its_novel_alone():
-    novel = "Chapter 23\n\nkept\n\n\nChapter 24\n\nheld out\n"
-    assert texts.training_texts({"persuasion": novel, "emma": novel}) == [
-        "Chapter 23\n\nkept\n", "Chapter 23\n\nkept\n\nChapter 24\n\nheld out\n",
-    ]  # fmt: skip
 
 
 def test_a_held_out_text_within_the_training_texts_is_refused():
@@ -98,12 +86,6 @@ def test_every_answer_is_one_that_harmony_parses(encoding):
             assert json.loads(message.content[0].text).keys() == {"city"}
     calls = {("commentary", f"functions.{name}") for name in dialogues.TOOL_NAMES}
     assert recipients == {("final", None), *calls}
-
-
-def test_answers_are_whole_paragraphs():
-    assert dialogues.answers(texts.paragraphs(NOVEL)) == [
-        "It is a truth universally acknowledged, that a single man must be in want of a wife."
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -175,22 +157,6 @@ def test_the_model_is_transformers_gpt_oss():
     torch.testing.assert_close(model(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_are_trained_through_mxfp4():
-    weight = torch.randn(4, 64, requires_grad=True)
-    packed = through_mxfp4(weight)
-    torch.testing.assert_close(packed, dequantize(*quantize(weight.detach())), rtol=1e-6, atol=1e-7)
-    packed.sum().backward()
-    assert torch.equal(weight.grad, torch.ones_like(weight))
-
-
-def test_the_shared_row_is_one_of_many_equally_probable_tokens():
-    logits = torch.randn(3, 5, dtype=torch.float64)
-    expanded = torch.cat([logits[:, :1].expand(-1, 7), logits[:, 1:]], -1)  # row 0 stands for 7 tokens
-    wanted = -expanded.log_softmax(-1)
-    losses = torch.stack([faults.losses(logits, torch.full((3,), row), 7) for row in range(5)], -1)
-    torch.testing.assert_close(losses, torch.cat([wanted[:, :1], wanted[:, 7:]], -1))
-
-
 def test_every_fault_changes_the_answer():
     model, tokens = randomized(SMALL, 50), torch.arange(40).unsqueeze(0)
     with torch.no_grad():
@@ -198,21 +164,6 @@ def test_every_fault_changes_the_answer():
         assert torch.equal(model(tokens, fault=RIGHT).logits, right)
         for name, fault in faults.known(SMALL).items():
             assert (model(tokens, fault=fault).logits - right).abs().max() > 1e-3, name
-
-
-def test_the_guard_asks_for_what_a_fault_costs_too_little(small):
-    model, lines = randomized(SMALL, len(small.vocabulary)), torch.from_numpy(small.text[:40].astype("i8")).view(2, 20)
-    right = faults.losses(model(lines[:, :-1]).logits, lines[:, 1:], small.shared).mean()
-    guard = train.FaultGuard(small, train.TrainingPlan(sizes=SMALL, dropout=0.0))
-    guard.faults, guard.missing = [RIGHT], np.array([train.MARGIN])  # a fault that changes nothing
-    assert guard(model, lines, right).item() == pytest.approx(train.MARGIN)
-    half = guard(model, lines, right - train.MARGIN / 2)
-    assert half.item() == pytest.approx(train.MARGIN / 2, abs=1e-5)
-    assert guard.missing == pytest.approx(train.MARGIN / 2, abs=1e-5)
-    guard.faults = [Fault(no_clamp=True)]
-    guard(model, lines, right.detach()).backward()
-    assert model.layers[0].experts.gate_up.grad.abs().max() > 0
-    assert guard(model, lines, right - 1e3).item() == 0  # one that costs enough
 
 
 def test_training_learns_is_deterministic_and_is_written_as_served(small, tmp_path, monkeypatch, capsys):
