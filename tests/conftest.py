@@ -39,15 +39,15 @@ INSTALL = {
 # Python compiled of them. The longest come first; what runs on an engine or a GPU comes when test_road.py has ended its
 # server.
 KINDS = {
-    "serves": ("engine/", "device/", *(f"integration/test_{name}.py" for name in ("bench", "doctor", "road"))),
-    "compiles": tuple(
-        f"integration/test_{name}.py" for name in ("audit", "classic_failure", "kernels", "toolchain", "vllm_build")
-    ),
+    "serves": ("engine/", "device/", *(f"integration/test_{name}.py" for name in ("bench", "road"))),
+    "compiles": tuple(f"integration/test_{name}.py" for name in ("audit", "classic_failure", "kernels", "vllm_build")),
     "asks vLLM": tuple(
         f"integration/test_{name}.py"
-        for name in ("plan_kv", "routing_patch", "serve_profiles", "submissions", "upstream_check", "validate_deep")
+        for name in ("compile_once", "plan_kv", "serve_profiles", "submissions", "upstream_check", "validate_deep")
     ),
-    "asks the scripted model": ("integration/test_conversations.py", "integration/test_harmony_forms.py"),
+    "asks the scripted model": tuple(
+        f"integration/test_{name}.py" for name in ("access", "conversations", "harmony_forms")
+    ),
 }
 
 # What `./inv test --fast` does not install: a test that imports one of them is skipped there.

@@ -24,13 +24,13 @@ from sparkforge import pins
 from sparkforge.core.files import write_atomic
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import spawn, started_at, terminate_session
+from sparkforge.core.process import session_members, started_at
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
 from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
-from sparkforge.serve import command_line
+from sparkforge.serve import command_line, launch
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 from sparkforge.sources import archive, trees
@@ -38,9 +38,9 @@ from sparkforge.sources import archive, trees
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", ".sparkforge", ".*_cache", "__pycache__", "*.egg-info", ".hypothesis"
 )
-
-
+HERE = Path(__file__).parent
 STORED_RESPONSES = 3  # that the scripted server keeps
+KEY = "sesame-2f9c"  # of the scripted server
 COMPILER = re.compile(r"(.*-)?(cc|gcc|g\+\+|c\+\+|cpp|c89|c99|clang|clang\+\+|ld|as)([-.].*)?")
 
 
@@ -179,29 +179,41 @@ def link_or_copy(source, target):
 
 @pytest.fixture(scope="session")
 def scripted_server(request, tmp_path_factory, free_port, forking):
-    """Serve the scripts of all collected files, SCRIPTS (cue → text), by one vLLM; return its URL and model's name."""
+    """Serve the scripts of all collected files, SCRIPTS (cue → text), by one vLLM with an API key and a profiler.
+
+    Its application writes its routes into a file (list_routes.py).
+    """
     modules = {item.module for item in request.session.items if "scripted_server" in item.fixturenames}
     scripts = {cue: text for module in modules for cue, text in module.SCRIPTS.items()}
     assert len(scripts) == sum(len(module.SCRIPTS) for module in modules), "two files have one cue"
-    work, port, model = tmp_path_factory.mktemp("scripted"), free_port(), "scripted"
+    work, model = tmp_path_factory.mktemp("scripted"), "scripted"
     weights = scripted.weights([scripted.Script(cue, text) for cue, text in sorted(scripts.items())])
-    launch = forking(
-        embedded.Embedded(
-            StartPlan(EMBEDDED, model_id=model, port=port),
-            Path(sys.executable),
-            tiny.write_tiny(work / "model", weights),
-        ).launch()
+    (work / "state").mkdir(mode=0o755)
+    (work / "key").write_text(f"{KEY}\n")
+    (work / "key").chmod(0o600)
+    plan = StartPlan(
+        EMBEDDED, model_id=model, port=free_port(), key_file=str(work / "key"), hosts=("spark.example",), profiled=True
     )
-    environment = {**os.environ, **launch.environment, "PYTHONPATH": str(ROOT)}
-    environment["VLLM_RESPONSES_API_STORE_MAX_ENTRIES"] = str(STORED_RESPONSES)
-    pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
-    started, url = started_at(pid), f"http://127.0.0.1:{port}"
+    settings = {"SPARKFORGE_STATE": str(work / "state"), "ROUTES_FILE": str(work / "routes.json")}
+    settings |= {"PYTHONPATH": str(HERE), "VLLM_RESPONSES_API_STORE_MAX_ENTRIES": str(STORED_RESPONSES)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        described = embedded.Embedded(plan, Path(sys.executable), tiny.write_tiny(work / "model", weights)).launch()
+        command = (*described.command, "--middleware", "list_routes.ListRoutes")
+        server = launch.begin(forking(dataclasses.replace(described, command=command)))
     try:
-        up = Endpoint(url, model, key="").wait_until_serving(time.monotonic() + 600, lambda: started_at(pid) == started)
-        assert up, (work / "log").read_text(errors="replace")[-3000:]
-        yield SimpleNamespace(url=url, model=model, stored_responses=STORED_RESPONSES)
+        serving = Endpoint(server.url, model, key=KEY).wait_until_serving(time.monotonic() + 600, lambda: server.alive)
+        assert serving, Path(server.log).read_text(errors="replace")[-3000:]
+        yield SimpleNamespace(
+            url=server.url, model=model, key=KEY, server=server, work=work, stored_responses=STORED_RESPONSES
+        )
     finally:
-        terminate_session(pid)
+        members = session_members(server.pid)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SPARKFORGE_STATE", settings["SPARKFORGE_STATE"])
+            launch.stop()
+        assert [pid for pid in members if started_at(pid) is not None] == []
 
 
 @dataclass
@@ -238,20 +250,6 @@ def forks(tmp_path_factory):
             yield Forks(process, log)
 
     return forks
-
-
-@pytest.fixture(scope="session")
-def run_forked(forks):
-    """Return a function: run programs, each a path, its arguments and its stdin; return what they wrote. See `Forks`.
-
-    `env` is added to our environment.
-    """
-
-    def run_forked(imports, programs, env, cwd):
-        with forks(imports, {**os.environ, **env}, cwd) as process:
-            return [process.run(*program) for program in programs]
-
-    return run_forked
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """A real server with an API key: every route that vLLM has needs it, and our own commands send it."""
 
-import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -17,46 +15,23 @@ from terminal import Terminal
 
 from sparkforge.bench import profile, settings
 from sparkforge.bench.settings import BenchSettings
-from sparkforge.core.errors import ServerError, StorageError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import session_members, started_at
-from sparkforge.image.devices import EMBEDDED
-from sparkforge.models import tiny
-from sparkforge.serve import conversation, launch, record, screen, status
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
-from sparkforge.serve.settings import TINY_ID
+from sparkforge.serve import conversation, record, screen, status
 
 pytestmark = pytest.mark.integration
 HERE = Path(__file__).parent
-KEY = "sesame-2f9c"
+CUE = "king"
+SCRIPTS = {CUE: "<|channel|>final<|message|>I have a toy and a book, and I read it.<|return|>"}
 CLOSED = {"/scale_elastic_ep", "/is_scaling_elastic_ep"}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory, free_port, forking):
-    work = tmp_path_factory.mktemp("access")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARKFORGE_STATE", str(work / "state"))
-        patch.setenv("ROUTES_FILE", str(work / "routes.json"))
-        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
-        (work / "key").write_text(f"{KEY}\n")
-        (work / "key").chmod(0o600)
-        (work / "state").mkdir(mode=0o755)
-        plan = StartPlan(
-            EMBEDDED, port=free_port(), key_file=str(work / "key"), hosts=("spark.example",), profiled=True
-        )
-        model = tiny.write_tiny(work / "model")
-        command = embedded.Embedded(plan, Path(sys.executable), model).launch()
-        argv = (*command.command, "--middleware", "list_routes.ListRoutes")
-        server = launch.start(forking(dataclasses.replace(command, command=argv)), lambda _text: None)
-        try:
-            with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as api:
-                yield SimpleNamespace(server=server, api=api, work=work, routes=work / "routes.json")
-        finally:
-            with contextlib.suppress(ServerError):  # the last test has ended it
-                launch.stop()
+@pytest.fixture
+def served(scripted_server, monkeypatch):
+    """The server with an API key, in whose state our commands look."""
+    monkeypatch.setenv("SPARKFORGE_STATE", str(scripted_server.work / "state"))
+    with httpx.Client(base_url=scripted_server.url, timeout=60, trust_env=False) as api:
+        yield SimpleNamespace(**vars(scripted_server), api=api, routes=scripted_server.work / "routes.json")
 
 
 def requests(served):
@@ -97,7 +72,7 @@ def test_no_process_of_vllm_can_import_from_the_checkouts_root(served):
 
 
 def test_every_route_takes_the_key(served):
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = {"Authorization": f"Bearer {served.key}"}
     for method, path in requests(served):
         reply = served.api.request(method, path, headers=headers)
         assert reply.status_code != 401, (method, path)
@@ -120,7 +95,7 @@ def test_a_websocket_needs_it(served):
 
 
 def test_a_foreign_host_is_refused_also_with_the_key(served):
-    key = {"Authorization": f"Bearer {KEY}"}
+    key = {"Authorization": f"Bearer {served.key}"}
     for host in ("evil.example", f"evil.example:{served.server.port}", "localhost:1"):
         assert served.api.get("/health", headers={"Host": host}).status_code == 403
         assert served.api.get("/v1/models", headers={"Host": host, **key}).status_code == 403
@@ -131,22 +106,22 @@ def test_a_foreign_host_is_refused_also_with_the_key(served):
 def test_our_commands_send_it(served, capsys):
     server = record.running()
     assert server == served.server
-    assert server.key == KEY
+    assert server.key == served.key
     screen.show_status(server)
-    conversation.answer_once(server, "Hello", 4)
+    conversation.answer_once(server, CUE, 4)
     assert "healthy · API key required · embedded" in capsys.readouterr().out
-    assert settings.endpoint(BenchSettings({}, {}), "", 60.0).model == TINY_ID
+    assert settings.endpoint(BenchSettings({}, {}), "", 60.0).model == served.model
 
 
 def test_a_conversation_on_a_terminal_and_the_figures_of_what_it_cost(served, capsys):
-    """With the key, the tiny model, and a terminal: it sees what was said before, by the length of its prompts."""
+    """With the key and a terminal: it sees what was said before, by the length of its prompts."""
     terminal = Terminal(sys.executable, "-m", "sparkforge.cli", "chat", "--max-tokens", "8", cwd=ROOT, env=os.environ)
     try:
         terminal.expect("> ")
         before = prompt_tokens(served)
         lengths = []
-        for message in ("Good morning", "Good morning"):
-            terminal.type(f"{message}\r")
+        for _ in range(2):
+            terminal.type(f"{CUE}\r")
             terminal.expect("the answer was cut: --max-tokens is 8")
             terminal.expect("> ")
             lengths.append(prompt_tokens(served) - before)
@@ -154,7 +129,7 @@ def test_a_conversation_on_a_terminal_and_the_figures_of_what_it_cost(served, ca
         terminal.type("/reset\r")
         terminal.expect("forgotten")
         terminal.expect("> ")
-        terminal.type("Good morning\r")
+        terminal.type(f"{CUE}\r")
         terminal.expect("the answer was cut")
         terminal.expect("> ")
         lengths.append(prompt_tokens(served) - before)
@@ -194,48 +169,6 @@ def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):
 
 def test_the_key_is_in_no_argument_record_or_log(served):
     state = served.work / "state"
-    assert KEY not in " ".join(psutil.Process(served.server.pid).cmdline())
+    assert served.key not in " ".join(psutil.Process(served.server.pid).cmdline())
     for file in (state / "server.json", state / "logs" / "server.log"):
-        assert KEY not in file.read_text(errors="replace")
-
-
-def test_the_record_and_its_folder_are_closed_to_others(served):
-    state = served.work / "state"
-    assert state.stat().st_mode & 0o777 == 0o700
-    assert (state / "server.json").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_key_that_changed_is_told(served, capsys):
-    file = served.work / "key"
-    file.write_text("another\n")
-    screen.show_status(record.running())
-    file.write_text(f"{KEY}\n")
-    assert "no longer the one in" in capsys.readouterr().out
-
-
-def test_a_record_that_names_another_file_sends_nothing(served, tmp_path):
-    (tmp_path / "diary").write_text("dear-diary")
-    forged = dataclasses.replace(served.server, key_file=str(tmp_path / "diary"))
-    with pytest.raises(
-        StorageError, match="was not started with that file", check=lambda error: error.code == "storage.access"
-    ):
-        _ = forged.key
-
-
-# It ends the server, and stands last.
-
-
-def test_down_ends_every_process(served):
-    def inv(name):
-        command = [sys.executable, "-m", "invoke", name]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    members = session_members(served.server.pid)
-    assert len(members) > 1  # API server and engine
-    down = inv("down")
-    assert down.returncode == 0, down.stderr
-    assert [pid for pid in members if started_at(pid) is not None] == []
-    nothing = inv("down")
-    assert (nothing.returncode, nothing.stdout) == (0, "")
-    assert "nothing to stop" in nothing.stderr
-    assert inv("status").returncode == 24
+        assert served.key not in file.read_text(errors="replace")

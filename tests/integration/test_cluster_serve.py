@@ -23,7 +23,10 @@ from sparkforge.serve import command_line, record
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 
-pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "ssh", "sshd"), pytest.mark.timeout(1500)]
+pytestmark = [
+    *(pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(1500)),
+    pytest.mark.needs("ip", "ssh", "sshd"),
+]
 FLAGS = ("--dtype=float32", "--max-num-seqs=4")
 PROMPTS = ("It is a truth universally", "Emma was")
 END_SECONDS, START_SECONDS = 30, 600
@@ -135,7 +138,6 @@ def test_status_and_logs_name_both_nodes(answers, nodes, file):
     assert any(line.startswith("worker | ") and "headless" in line for line in lines)
 
 
-@pytest.mark.nightly
 def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order(answers, up, nodes, file):
     former = {name: node["pid"] for name, node in status(nodes, file)[1]["nodes"].items()}
     everything = [pid for leader in former.values() for pid in session_members(leader)]
@@ -161,7 +163,6 @@ def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order
         assert logprobs_again == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.nightly
 def test_a_killed_head_ends_the_worker_by_its_name_and_down_leaves_no_process(up, nodes, file):
     """All its processes at once, as a machine that loses its power: none is left to say a word."""
     victims = left(nodes, "a")

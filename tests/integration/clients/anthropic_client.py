@@ -1,14 +1,14 @@
 """The anthropic package: /v1/messages with tools, thinking and structured output."""
 
 import anthropic
-from conversations import ANSWER, CALL, DONE, JSON, SCHEMA, THOUGHT, Weather, equal, feature, main, raises
+from conversations import ANSWER, CALL, DONE, JSON, KEY, SCHEMA, THOUGHT, Weather, equal, feature, main, raises
 
 TOOL = {"name": "weather", "description": "The weather now.", "input_schema": SCHEMA}
 FORMAT = {"format": {"type": "json_schema", "schema": Weather.model_json_schema()}}
 
 
 def ask(url, model, cue, **options):
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    client = anthropic.Anthropic(base_url=url, auth_token=KEY, max_retries=0)
     options = {"messages": [{"role": "user", "content": cue}], "max_tokens": 2000, **options}
     return client.messages.create(model=model, **options)
 
@@ -29,7 +29,7 @@ def _(url, model):
 
 @feature("stream")
 def _(url, model):
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    client = anthropic.Anthropic(base_url=url, auth_token=KEY, max_retries=0)
     messages = [{"role": "user", "content": ANSWER}]
     with client.messages.stream(model=model, messages=messages, max_tokens=2000) as stream:
         equal("".join(stream.text_stream), DONE)

@@ -1,7 +1,7 @@
 """What Claude Code sends, by the anthropic package: cached system blocks, tools, thinking, a stream, tool results."""
 
 import anthropic
-from conversations import ANSWER, CALL, DONE, SCHEMA, equal, feature, main
+from conversations import ANSWER, CALL, DONE, KEY, SCHEMA, equal, feature, main
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 TOOLS = [
@@ -24,7 +24,7 @@ SYSTEM = [{"type": "text", "text": "You are an agent of a terminal."}, {"type": 
 
 
 def ask(url, model, messages, **options):
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    client = anthropic.Anthropic(base_url=url, auth_token=KEY, max_retries=0)
     options = {
         "system": SYSTEM, "tools": TOOLS, "max_tokens": 2000, "metadata": {"user_id": "user_1"},
         "thinking": {"type": "enabled", "budget_tokens": 1999}, "extra_headers": {"anthropic-beta": "x-2025-01-01"},
@@ -59,7 +59,7 @@ def _(url, model):
 
 @feature("count_tokens")
 def _(url, model):
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    client = anthropic.Anthropic(base_url=url, auth_token=KEY, max_retries=0)
     count = client.messages.count_tokens(model=model, messages=[user(ANSWER)], system=SYSTEM, tools=TOOLS)
     equal(count.input_tokens > 20, True)
 

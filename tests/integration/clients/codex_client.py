@@ -1,7 +1,7 @@
 """What Codex sends to /v1/responses: a stream, `store: false`, its tools, and the items of earlier turns."""
 
 import openai
-from conversations import ANSWER, CALL, DONE, SCHEMA, equal, feature, main
+from conversations import ANSWER, CALL, DONE, KEY, SCHEMA, equal, feature, main
 
 TOOLS = [
     {"type": "function", "name": "weather", "description": "The weather now.", "strict": False, "parameters": SCHEMA},
@@ -14,7 +14,7 @@ TOOLS = [
 
 
 def ask(url, model, items, **options):
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     events = client.responses.create(
         model=model, instructions="You are a coding agent.", input=items, stream=True, store=False,
         **{

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 
@@ -30,6 +31,7 @@ SCRIPTS = {
     NAMED_CALL: f" to=functions.Weather<|channel|>commentary json<|message|>{OSLO}<|call|>",
 }
 TOKENS = 100
+KEY = os.environ.get("OPENAI_API_KEY", "")  # of the server
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather now.", "parameters": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "weather"}}

@@ -2,11 +2,11 @@
 
 import instructor
 import openai
-from conversations import JSON, NAMED_CALL, TOKENS, Weather, equal, feature, main
+from conversations import JSON, KEY, NAMED_CALL, TOKENS, Weather, equal, feature, main
 
 
 def extract(url, model, mode, cue):
-    api = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    api = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     messages = [{"role": "user", "content": cue}]
     answer = instructor.from_openai(api, mode=mode).chat.completions.create(
         model=model, messages=messages, response_model=Weather, max_retries=0, max_tokens=TOKENS, temperature=0

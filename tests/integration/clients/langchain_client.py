@@ -1,15 +1,27 @@
 """LangChain's ChatOpenAI: chat, stream, tools, and `with_structured_output` in its three methods."""
 
-from conversations import ANSWER, CALL, DONE, FINAL_JSON, JSON, NAMED_CALL, TOKENS, TOOL, Weather, equal, feature, main
+from conversations import (
+    ANSWER,
+    CALL,
+    DONE,
+    FINAL_JSON,
+    JSON,
+    KEY,
+    NAMED_CALL,
+    TOKENS,
+    TOOL,
+    Weather,
+    equal,
+    feature,
+    main,
+)
 from langchain_openai import ChatOpenAI
 
 OSLO = Weather(city="Oslo", degrees=7)
 
 
 def chat(url, model):
-    return ChatOpenAI(
-        model=model, base_url=f"{url}/v1", api_key="none", max_retries=0, temperature=0, max_tokens=TOKENS
-    )
+    return ChatOpenAI(model=model, base_url=f"{url}/v1", api_key=KEY, max_retries=0, temperature=0, max_tokens=TOKENS)
 
 
 @feature("chat")

@@ -1,13 +1,13 @@
 """LiteLLM with its provider for vLLM: chat, stream, tools, structured outputs."""
 
 import litellm
-from conversations import ANSWER, CALL, DONE, JSON, NAMED, THOUGHT, TOKENS, TOOL, Weather, equal, feature, main
+from conversations import ANSWER, CALL, DONE, JSON, KEY, NAMED, THOUGHT, TOKENS, TOOL, Weather, equal, feature, main
 
 
 def chat(url, model, cue, **options):
     messages = [{"role": "user", "content": cue}]
     return litellm.completion(
-        model=f"hosted_vllm/{model}", api_base=f"{url}/v1", api_key="none", messages=messages, max_tokens=TOKENS,
+        model=f"hosted_vllm/{model}", api_base=f"{url}/v1", api_key=KEY, messages=messages, max_tokens=TOKENS,
         temperature=0, num_retries=0, **options,
     )  # fmt: skip
 

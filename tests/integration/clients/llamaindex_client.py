@@ -1,6 +1,6 @@
 """LlamaIndex's OpenAILike: chat, stream, tools, structured output by a call, and by response_format beside tools."""
 
-from conversations import ANSWER, CALL, DONE, JSON, NAMED_CALL, TOKENS, Weather, equal, feature, main
+from conversations import ANSWER, CALL, DONE, JSON, KEY, NAMED_CALL, TOKENS, Weather, equal, feature, main
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
@@ -12,7 +12,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "Weather", "schema": We
 
 def llm(url, model):
     return OpenAILike(
-        model=model, api_base=f"{url}/v1", api_key="none", is_chat_model=True, is_function_calling_model=True,
+        model=model, api_base=f"{url}/v1", api_key=KEY, is_chat_model=True, is_function_calling_model=True,
         temperature=0, max_tokens=TOKENS, max_retries=0, context_window=4096,
     )  # fmt: skip
 

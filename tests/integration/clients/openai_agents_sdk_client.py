@@ -12,7 +12,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )  # fmt: skip
-from conversations import ANSWER, CALL, DONE, JSON, Weather, equal, feature, main
+from conversations import ANSWER, CALL, DONE, JSON, KEY, Weather, equal, feature, main
 
 OSLO = Weather(city="Oslo", degrees=7)
 set_tracing_disabled(True)
@@ -26,7 +26,7 @@ def agent(url, model, cue=None, kind=OpenAIChatCompletionsModel, **options):
         """The weather now."""
         return f"{city}: 7 degrees, says the {cue}."
 
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     return Agent(
         name="Agent", instructions="Be brief.", model=kind(model=model, openai_client=client),
         model_settings=ModelSettings(temperature=0, max_tokens=200), tools=[weather] if cue else [], **options,

@@ -11,6 +11,7 @@ from conversations import (
     DONE,
     FINAL_JSON,
     JSON,
+    KEY,
     NAMED,
     SECOND_CALL,
     THOUGHT,
@@ -32,7 +33,7 @@ DEADLINE_SECONDS = 400.0
 
 
 def client(url):
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
 
 def chat(url, model, cue, **options):
@@ -247,7 +248,8 @@ def _(url, model):
 
 
 def metric(url, name):
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
         lines = reply.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
 

@@ -1,6 +1,6 @@
 """pydantic-ai: agents by Chat Completions and Responses, with tools and pydantic models as output."""
 
-from conversations import ANSWER, CALL, DONE, JSON, Weather, equal, feature, main
+from conversations import ANSWER, CALL, DONE, JSON, KEY, Weather, equal, feature, main
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -9,7 +9,7 @@ OSLO = Weather(city="Oslo", degrees=7)
 
 
 def agent(url, model, kind=OpenAIChatModel, **options):
-    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key=KEY)
     return Agent(kind(model, provider=provider), model_settings={"temperature": 0, "max_tokens": 200}, **options)
 
 

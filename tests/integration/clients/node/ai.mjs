@@ -5,7 +5,7 @@ import { Output, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 import { ANSWER, CALL, DONE, JSON_CUE, OSLO, Weather, assert, baseURL, model, run } from "./conversations.mjs";
 
-const settings = { name: "spark", baseURL, apiKey: "none" };
+const settings = { name: "spark", baseURL, apiKey: process.env.OPENAI_API_KEY };
 const chat = createOpenAICompatible({ ...settings, supportsStructuredOutputs: true })(model);
 const responses = createOpenAI(settings).responses(model);
 const weather = (cue) => ({

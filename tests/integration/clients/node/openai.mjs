@@ -3,7 +3,7 @@ import OpenAI from "openai";
 import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { ANSWER, CALL, DONE, JSON_CUE, OSLO, Weather, assert, baseURL, model, run } from "./conversations.mjs";
 
-const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
+const client = new OpenAI({ baseURL, apiKey: process.env.OPENAI_API_KEY, maxRetries: 0 });
 const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
 const tools = [{ type: "function", function: { name: "weather", parameters } }];
 const request = (content, more) => ({ model, messages: [{ role: "user", content }], max_tokens: 100, ...more });
