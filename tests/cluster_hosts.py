@@ -15,7 +15,6 @@ import cluster_nodes as namespaces
 import pytest
 
 from sparkforge.core.paths import ROOT
-from sparkforge.serve.cluster import start
 
 MANAGEMENT, LINKS = ("10.78.0.1", "10.78.0.2"), ("link0", "link1")
 ENTER = 'mount --bind "$0/etc" /etc && mount --bind "$0/lib" /var/lib && exec "$@"'
@@ -160,11 +159,3 @@ def config(hosts, addresses=MANAGEMENT, **settings):
     file = hosts[0].files / "cluster.toml"
     file.write_text("\n".join(lines) + "\n")
     return str(file)
-
-
-def checkout(host):
-    """Make a host's folder pass for a checkout on which ./inv was run."""
-    interpreter = host.files / start.INTERPRETER
-    interpreter.parent.mkdir(parents=True, exist_ok=True)
-    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
-    interpreter.chmod(0o755)

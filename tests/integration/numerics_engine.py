@@ -1,4 +1,4 @@
-"""Runs vLLM in this process on given prompts, plain and with faults, and writes every logprob as JSON.
+"""Runs vLLM in this process on given prompts and writes every logprob as JSON.
 
 Usage: numerics_engine.py MODEL PROMPTS.json OUT.json ENGINE... One process runs the engines after each other: importing
 vLLM costs more than any of them.
@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 os.environ |= {
@@ -22,7 +21,6 @@ os.environ |= {
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from spark_mxfp4 import experts
 from sparkforge.serve import forked_vllm  # noqa: F401 - the ranks are forks of this process
 
 GENERATED = 8
@@ -43,47 +41,6 @@ ENGINES = {
 }
 
 
-@contextmanager
-def clamp_removed(_model):
-    kept = experts.swiglu
-    experts.swiglu = lambda gate_up: kept(gate_up, limit=float("inf"))
-    yield
-    experts.swiglu = kept
-
-
-@contextmanager
-def changed(tensors, change):
-    """Overwrite `tensors` by what `change` makes of each, and put them back."""
-    tensors = [tensor.detach() for tensor in tensors]
-    kept = [tensor.clone() for tensor in tensors]
-    for tensor in tensors:
-        tensor.copy_(change(tensor))
-    yield
-    for tensor, value in zip(tensors, kept, strict=True):
-        tensor.copy_(value)
-
-
-def sinks_removed(model):
-    sinks = [layer.attn.attn.impl.sinks for layer in model.model.layers]
-    return changed(sinks, lambda sink: sink * 0 - 1e30)
-
-
-def weights_of(model, *names):
-    layers = [layer.mlp.experts.routed_experts for layer in model.model.layers]
-    return [getattr(layer, name).data for layer in layers for name in names]
-
-
-def nibbles_swapped(model):
-    return changed(weights_of(model, "w13_weight", "w2_weight"), lambda byte: byte << 4 | byte >> 4)
-
-
-def scale_off_by_one(model):
-    return changed(weights_of(model, "w13_weight_scale"), lambda scale: scale + 1)
-
-
-FAULTS = {f.__name__: f for f in (clamp_removed, sinks_removed, nibbles_swapped, scale_off_by_one)}
-
-
 def complete(llm, prompts):
     """Return, per prompt, all token ids and the logprob of each token but the first."""
     sampling = SamplingParams(temperature=0, max_tokens=GENERATED, logprobs=0, prompt_logprobs=0, ignore_eos=True)
@@ -95,21 +52,15 @@ def complete(llm, prompts):
     return results
 
 
-def run(model, prompts, dtype, mode, kernel, traced, *, faults=False, **ranks):
+def run(model, prompts, dtype, mode, kernel, traced, **ranks):
     os.environ |= {"SPARK_MXFP4_MODE": mode, "SPARK_MXFP4_KERNEL": kernel}
     llm = LLM(
         model, dtype=dtype, quantization="spark-mxfp4", max_model_len=512, max_num_seqs=4, enforce_eager=not traced,
         enable_prefix_caching=False, distributed_executor_backend="mp" if ranks else "uni", disable_log_stats=True,
         skip_tokenizer_init=True, **ranks,  # ids go in and come out; transformers takes 3 s for each tokenizer it loads
     )  # fmt: skip
-    results, loaded = {"": complete(llm, prompts)}, []
-    if faults:
-        llm.apply_model(loaded.append)
-        for name, fault in FAULTS.items():
-            with fault(loaded[0]):
-                results[name] = complete(llm, prompts)
-        results["again"] = complete(llm, prompts)  # every fault was taken back
-    del llm, loaded
+    results = complete(llm, prompts)
+    del llm
     gc.collect()
     cleanup_dist_env_and_memory()
     return results
@@ -118,9 +69,7 @@ def run(model, prompts, dtype, mode, kernel, traced, *, faults=False, **ranks):
 def main(model, prompts_file, out, *names):
     prompts = json.loads(Path(prompts_file).read_text())
     results = {
-        name: run(model, prompts, *engine, faults=name == "float32", **RANKS.get(name, {}))
-        for name, engine in ENGINES.items()
-        if name in names
+        name: run(model, prompts, *engine, **RANKS.get(name, {})) for name, engine in ENGINES.items() if name in names
     }
     Path(out).write_text(json.dumps(results))
 

@@ -79,11 +79,6 @@ def test_hardware_fp4_passes(build, tools, code, name):
     assert row.cubins == (2 if name.endswith(".so") else 1)  # nvcc links an empty one into a library
 
 
-def test_architecture_without_suffix(build, tools):
-    findings = rules_of(audit_files([build("one.o", PLAIN, "-DWITH_CONVERSION")], tools=lambda: tools))
-    assert findings == {"arch-suffix": 2}  # the file, and the conversion in it
-
-
 def test_software_under_the_right_label(build, tools):
     path = build("one.cubin", MISLABELLED, "-DWITH_CONVERSION")
     report = audit_files([path], tools=lambda: tools)
@@ -104,31 +99,6 @@ def test_software_emulated_conversion_in_a_unit_that_only_its_name_gives_away(bu
         "software-fp4": 1
     }
     assert not rules_of(audit_files([build("nvfp4_quantise.o", NATIVE, *flags)], tools=lambda: tools))
-
-
-def test_wrong_architecture_is_no_support(build, tools):
-    report = audit_files([build("one.so", HOPPER)], tools=lambda: tools)
-    assert rules_of(report) == {"wrong-arch": 1}
-    assert not report.coverage[0].loads
-
-
-def test_two_targets_in_one_file_are_listed_apart(build, tools):
-    extra = "-gencode", "arch=compute_90a,code=sm_90a", "-gencode", "arch=compute_120,code=compute_120"
-    report = audit_files([build("one.so", NATIVE, *extra)], tools=lambda: tools)
-    rows = [("sm_121a", True), ("sm_90a", False), ("compute_120", True)]
-    assert [(row.target, row.loads) for row in report.coverage] == rows
-    assert report.binaries[0].host.ptx == ("compute_120",)
-
-
-def test_swapped_and_missing_modules(build, tools, tmp_path):
-    other = build("cached_ops/sampling/sampling.so", NATIVE)
-    assert rules_of(audit_files([tmp_path], modules=["fused_moe_120"], tools=lambda: tools)) == {"missing-module": 1}
-    path = tmp_path / "cached_ops/fused_moe_120/fused_moe_120.so"
-    path.parent.mkdir()
-    shutil.copyfile(other, path)
-    assert rules_of(audit_files([path], modules=["fused_moe_120"], tools=lambda: tools)) == {"swapped-library": 1}
-    shutil.copyfile(other, path.parent / "page.so")
-    assert rules_of(audit_files([path.parent / "page.so"], tools=lambda: tools)) == {"swapped-library": 1}
 
 
 @pytest.mark.parametrize("name", ["one.cubin", "one.o", "one.so"])

@@ -74,33 +74,6 @@ def test_a_blocked_port_and_lost_packets_are_named(nodes):
     assert re.search(r"[1-9]\d* of 50 packets are lost", shown["round-trip"]["evidence"])
 
 
-def test_a_slow_link_is_named(nodes):
-    with nodes.slow_link(0.005):
-        code, shown = findings(nodes, addresses=("10.78.0.1", "10.78.0.2"), interfaces=namespaces.SLOW)
-    assert code == 30
-    evidence = shown["round-trip"]["evidence"]
-    assert re.search(r"from worker \S+ to head \S+: the fastest packet took \d+\.\d ms", evidence)
-    assert shown["firewall"]["status"] == "pass"
-
-
-def test_wifi_and_another_image_are_named_by_stand_ins_for_what_a_node_is_asked(nodes, tmp_path):
-    cable = namespaces.CABLES[1]
-    (tmp_path / "wireless").mkdir()
-    for name in ("address", "mtu", "operstate", "carrier", "speed"):
-        command = nodes.inside(1, "cat", f"/sys/class/net/{cable}/{name}")
-        (tmp_path / name).write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    with ExitStack() as stack:
-        stack.enter_context(nodes.mounted(tmp_path, f"/sys/devices/virtual/net/{cable}"))
-        for folder, digit in ((nodes.ours, 1), (nodes.theirs, 2)):
-            stack.enter_context(nodes.program(folder, "docker", f"echo sha256:{str(digit) * 64}"))
-        code, shown = findings(nodes, device="docker")
-    assert code == 30
-    assert shown["control-network"]["evidence"] == f"WiFi carries the control network: {cable} of worker"
-    assert shown["link"]["status"] == "pass"
-    assert shown["images"]["evidence"].startswith("the image differs: head has sha256:111")
-    assert "worker has sha256:222" in shown["images"]["evidence"]
-
-
 def test_other_weights_on_one_node_refuse_the_start(nodes, random_model, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(random_model, other)
@@ -141,16 +114,6 @@ def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_pat
         assert time.monotonic() - began < 30
     assert [json.loads(end.read_text())["node"] for end in ends] == ["worker", "head"]
     assert {json.loads(end.read_text())["why"] for end in ends} == {"nothing came from it for 10 s"}
-
-
-def test_a_port_that_another_program_has_is_named(nodes):
-    program = "import socket, sys; s = socket.create_server(('', 29501)); print(1, flush=True); sys.stdin.read()"
-    pipe = subprocess.PIPE
-    with subprocess.Popen(nodes.inside(0, "python3", "-c", program), stdin=pipe, stdout=pipe) as taking:
-        taking.stdout.readline()
-        _, checks = findings(nodes)
-        taking.stdin.close()
-    assert checks["ports"]["evidence"] == "head: 29501"
 
 
 def test_a_link_that_is_down_ends_with_the_node_that_is_not_reached(nodes):

@@ -1,9 +1,7 @@
 """cluster.sync and the start of containers between two network namespaces with an sshd."""
 
 import os
-import re
 import shutil
-import sys
 
 import cluster_hosts
 import pytest
@@ -78,71 +76,3 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts):
 def sent(host):
     """Bytes that went over the head's end of the link."""
     return int(host.run("cat", f"/sys/class/net/{cluster_hosts.LINKS[0]}/statistics/tx_bytes").stdout)
-
-
-# Stands for docker: writes down its words with the variables that Compose would read, and has no engine.
-STAND_IN_DOCKER = """#!/bin/sh
-{ printf '%s | ' "$*"; env | grep -E '^(VLLM_|NCCL_|GLOO_|SPARKFORGE_CLUSTER)' | tr '\\n' ' '; echo; } >> CALLS
-case "$*" in
-*--entrypoint*) echo '{"devices": ["uverbs0"], "open": ["uverbs0"], "memlock": MEMLOCK}' ;;
-*"ps --all --quiet"*) echo 0123456789abcdef ;;
-*"config --format json"*) echo '{"services": {"vllm": {"image": "x", "environment": {"SPARKFORGE_STACK": "spark"}}}}' ;;
-esac
-"""
-UP = """
-import sys
-from pathlib import Path
-from sparkforge.core.errors import SparkforgeError
-from sparkforge.serve.cluster import checks, config, start
-checks.look = lambda cluster: None
-checks.evaluate_all = lambda facts: []  # these hosts have no GPU
-try:
-    start.up(config.read(Path(sys.argv[1])))
-except SparkforgeError as error:
-    sys.exit(str(error))
-"""
-
-
-def containers_up(hosts, memlock="-1"):
-    """Start containers on both hosts by a stand-in docker, which cannot; return the error and each host's calls."""
-    for host in hosts:
-        cluster_hosts.checkout(host)
-        calls = host.files / "calls"
-        calls.unlink(missing_ok=True)
-        limit = memlock if host is hosts[1] else "-1"
-        host.stand_in("docker", STAND_IN_DOCKER.replace("CALLS", str(calls)).replace("MEMLOCK", limit))
-        host.environment["DOCKER_HOST"] = f"unix://{host.files}/no.sock"
-    file = cluster_hosts.config(hosts, profile='"safe"')
-    result = hosts[0].run(sys.executable, "-c", UP, file)
-    return result.stderr, [(host.files / "calls").read_text().splitlines() for host in hosts]
-
-
-def test_containers_are_validated_on_every_node_before_one_starts_the_workers_first(hosts):
-    error, (head, worker) = containers_up(hosts)
-    assert "Docker engine" in error  # the head's start, which asks the engine itself
-    compose_calls = [
-        [line.partition(" | ")[0].partition("docker-compose.cluster.yml ")[2] for line in calls]
-        for calls in (head, worker)
-    ]
-    once = "run --rm --no-deps --no-TTY"
-    for calls in compose_calls:
-        assert calls[0].startswith(f"{once} --entrypoint /opt/venv/bin/python vllm -c")
-        assert calls[1] == f"{once} vllm validate"
-        assert "up --detach --no-build vllm" in calls
-        assert calls[-1] == "down"  # nothing is left on either
-    variables = [next(line for line in calls if " up --detach" in line).partition(" | ")[2] for calls in (head, worker)]
-    for rank, (text, address) in enumerate(zip(variables, cluster_hosts.MANAGEMENT, strict=True)):
-        assert f"--node-rank={rank} --master-addr={cluster_hosts.MANAGEMENT[0]}" in text
-        assert f"VLLM_HOST_IP={address} " in text
-        assert f"GLOO_SOCKET_IFNAME={cluster_hosts.LINKS[rank]} " in text
-        assert "NCCL_IB_HCA==rocep1s0f1 " in text
-    assert ("--headless" in variables[0], "--headless" in variables[1]) == (False, True)
-    tokens = {re.search(r"SPARKFORGE_CLUSTER_TOKEN=([0-9a-f]{32}) ", text)[1] for text in variables}
-    assert len(tokens) == 1
-
-
-def test_a_container_without_locked_memory_on_one_node_starts_none(hosts):
-    error, calls = containers_up(hosts, memlock="8388608")
-    assert "the container of worker has no RDMA" in error
-    assert "8388608 bytes" in error
-    assert not any(" up --detach" in line for lines in calls for line in lines)

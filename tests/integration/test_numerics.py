@@ -1,4 +1,4 @@
-"""Real vLLM with our experts against transformers' float32 model of the same checkpoint; faults must be noticed."""
+"""Real vLLM with our experts against transformers' float32 model of the same checkpoint."""
 
 import json
 import os
@@ -19,12 +19,11 @@ HERE = Path(__file__).parent
 GENERATED = 8
 # Lengths below and above the sliding window of 128 tokens.
 PROMPTS = [[200006, *((i * 7919 + seed * 104729) % 199998 for i in range(n))] for seed, n in enumerate((9, 40, 150))]
-FAULTS = ["clamp_removed", "sinks_removed", "nibbles_swapped", "scale_off_by_one"]
 
 
 @pytest.fixture(scope="module")
 def engine(random_model, tmp_path_factory, request):
-    """Run every engine that a test is about, and each fault once, in one process; see numerics_engine.py."""
+    """Run every engine that a test is about in one process; see numerics_engine.py."""
     engines = {"float32", "bfloat16"} | {
         item.callspec.params["name"] for item in request.session.items
         if item.module is request.module and "name" in getattr(item, "fixturenames", ())
@@ -75,12 +74,6 @@ def check_float32(reference, completions):
         assert gap.max() <= 1e-4
 
 
-def test_prompts_were_scored_and_continued_whole(engine):
-    for completion, prompt in zip(engine.runs["float32"][""], PROMPTS, strict=True):
-        assert completion["ids"][: len(prompt)] == prompt
-        assert len(completion["ids"]) == len(prompt) + GENERATED == len(completion["logprobs"]) + 1
-
-
 PADDED = "Using 'SPARK_NUMERICS_KERNELS:PADDED' Mxfp4 MoE backend (dequant)."
 
 
@@ -93,20 +86,8 @@ PADDED = "Using 'SPARK_NUMERICS_KERNELS:PADDED' Mxfp4 MoE backend (dequant)."
     ],
 )
 def test_float32_logprobs_equal_the_reference(engine, reference, name, logged):
-    check_float32(reference, engine.runs[name][""])
+    check_float32(reference, engine.runs[name])
     assert logged in engine.log
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_makes_the_comparison_fail(engine, reference, fault):
-    for completion in engine.runs["float32"][fault]:
-        with pytest.raises(AssertionError):
-            check_float32(reference, [completion])
-        assert differences(reference, completion)[0].max() > 0.1
-
-
-def test_without_the_faults_the_same_engine_is_right_again(engine, reference):
-    assert engine.runs["float32"]["again"] == engine.runs["float32"][""]
 
 
 @pytest.mark.nightly
@@ -116,7 +97,7 @@ def test_without_the_faults_the_same_engine_is_right_again(engine, reference):
 )
 def test_two_ranks_together_equal_the_reference(engine, reference, name, second):
     """Two real processes that share the layers' columns, or the experts."""
-    check_float32(reference, engine.runs[name][""])
+    check_float32(reference, engine.runs[name])
     (pid,) = set(re.findall(rf"\({second}(\d+)\)", engine.log))
     (first,) = set(re.findall(rf"\({second.replace('1', '0')}(\d+)\)", engine.log))
     assert pid != first
@@ -125,7 +106,7 @@ def test_two_ranks_together_equal_the_reference(engine, reference, name, second)
 def test_bfloat16_chooses_the_best_token_or_one_that_ties_with_it(engine, reference):
     # bfloat16 has 8 bits, so near-equal logits swap and a near-equal router score may take another expert for a token:
     # single logprobs move by some tenths. The mean must not, and each choice must be within rounding of the best.
-    for completion in engine.runs["bfloat16"][""]:
+    for completion in engine.runs["bfloat16"]:
         difference, gap = differences(reference, completion)
         assert difference.mean() < 0.15
         assert gap.max() < 0.3
@@ -155,17 +136,6 @@ def test_a_checkpoint_is_claimed_when_asked_or_where_stock_vllm_has_no_backend(
     monkeypatch.setattr(vllm_plugin, "stock_has_backend", lambda: stock)
     got = vllm_plugin.SparkMxfp4Config.override_quantization_method({"quant_method": method}, asked, hf_config=config)
     assert got == ("spark-mxfp4" if claimed else None)
-
-
-def test_registering_twice_changes_nothing():
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
-
-    from spark_mxfp4.vllm.plugin import SparkMxfp4Config, register
-
-    register()
-    register()
-    assert QUANTIZATION_METHODS.count("spark-mxfp4") == 1
-    assert get_quantization_config("spark-mxfp4") is SparkMxfp4Config
 
 
 def test_the_mode_is_checked_by_name(monkeypatch):

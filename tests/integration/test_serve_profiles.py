@@ -60,12 +60,3 @@ def test_our_experts_are_a_profile_of_their_own(parsed):
     assert (options["moe"], options["activation"]) == ("auto", "")  # nothing of vLLM's own choice of experts
     same = ("attention", "seqs", "length", "sizes", "share")
     assert [options[name] for name in same] == [safe[name] for name in same]
-
-
-def test_long_context_is_the_models_own_limit(parsed):
-    assert parsed["long-context"]["length"] == 131072
-
-
-def test_the_embedded_profile_is_read_too(parsed):
-    assert parsed["embedded"]["seqs"] == 16
-    assert parsed["embedded"]["activation"] == ""

@@ -241,16 +241,6 @@ def test_dense_kernels_on_a_claimed_gb10(request, deep_facts, large, release, cl
     assert facts["deep.dense_kernels"].value == {"qkv_proj": kernel, "o_proj": kernel, "lm_head": "bf16"}
 
 
-def test_one_devices_share_decides(deep_facts, large, trees, claim):
-    """On 64 devices each has one head: 64 columns of o_proj, which FlashInfer's kernel does not take."""
-    args = ("--quantization-config.linear", "mxfp8", "--tensor-parallel-size", "64")
-    facts = deep_facts(large, trees["upstream"], claim, args=args)
-    assert facts["deep.dense_kernels"].error is None
-    kernels = facts["deep.dense_kernels"].value
-    assert kernels["qkv_proj"] == "FlashInferCutlassMxfp8LinearKernel"  # 64 rows of queries, as many of keys and values
-    assert kernels["o_proj"] == "MarlinMxfp8LinearKernel"
-
-
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("args", "kernel"),
@@ -290,12 +280,6 @@ def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
     (finding,) = (finding for finding in report.findings if finding.check == "moe-backend")
     assert finding.evidence == evidence
     assert [f.check for f in report.findings if f.status is Status.FAIL] == ["moe-backend"] * (tree == "upstream")
-
-
-def test_argument_that_vllm_does_not_know_is_an_unknown_fact(deep_facts, model, trees, claim):
-    facts = deep_facts(model, trees["upstream"], claim, args=("--no-such-option",))
-    assert facts["deep.moe_backend"].value is None
-    assert facts["deep.moe_backend"].error.startswith("SystemExit")
 
 
 # FlashInfer's doors that vLLM's MXFP8 x MXFP4 experts go through, in plain torch. Scales stay in rows: swizzling them

@@ -26,7 +26,6 @@ from sparkforge.compile.vllm.environment import Interpreter
 from sparkforge.core import manifest, memory
 from sparkforge.core.errors import CompileError
 from sparkforge.core.process import run
-from sparkforge.image import dev
 from sparkforge.pins import locks
 
 pytestmark = pytest.mark.integration
@@ -88,24 +87,6 @@ def order(chain, cmake, large_folder):
         yield ExtensionOrder(WHOLE, "12.1a", path / "overlay", chain, interpreter, sources, TABLE)
 
 
-def test_the_table_has_every_target_of_cmake_and_of_setup_py_at_the_line_it_says(order):
-    tree = order.sources.tree
-    defined = set()
-    for file in (tree / "CMakeLists.txt", *(tree / "cmake/external_projects").glob("*.cmake")):
-        text = file.read_text()
-        defined |= set(re.findall(r"define_extension_target\(\s*(\w+)", text))
-        defined |= set(re.findall(r"add_custom_target\((\w+)", text))
-    asked = set(re.findall(r'CMakeExtension\(name="[\w.]*?(\w+)"', (tree / "setup.py").read_text()))
-    other_devices = {"_C", "_rocm_C", "_C_AVX2", "_C_AVX512"}
-    assert set(TABLE.targets) == (defined | asked) - other_devices
-    for name, target in TABLE.targets.items():
-        path, _, line = target.where.partition(":")
-        lines = (tree / path).read_text().splitlines()[int(line) - 1 :]
-        start = "define_extension_target(", "add_custom_target(", "FetchContent_MakeAvailable(vllm-flash-attn)"
-        assert lines[0].strip().startswith(start), (name, lines[0])
-        assert "define" not in lines[0] or lines[1].strip() == name
-
-
 @pytest.mark.nightly
 def test_whole_extensions_are_built_loaded_beside_torch_and_not_built_twice(order, chain):
     build = vllm_build.build(order)
@@ -150,22 +131,3 @@ def test_cuda_units_for_121a_come_out_as_vllm_maps_them_and_fp4_is_in_hardware(o
         wanted = [kernel for kernel in kernels if re.search(name, kernel.name)]
         assert wanted
         assert all(kernel.count(needs) >= 8 for kernel in wanted if needs)
-
-
-@pytest.mark.nightly
-def test_an_edited_checkout_is_compiled_as_it_is(order, tmp_path):
-    """What `./inv dev.build vllm` compiles: a clone's own sources, without the sdist, without the queue."""
-    checkout, edit = tmp_path / "vllm", "vllm of mine"
-    for path in order.sources.listing:
-        if path.split("/")[0] in vllm_sources.PARTS:
-            (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-            (checkout / path).write_bytes((order.sources.tree / path).read_bytes())
-    source = next(path for path in (checkout / "csrc").rglob("*.cpp") if "spinloop" in path.name)
-    source.write_text(source.read_text() + f'\nextern "C" __attribute__((used)) const char edited[] = "{edit}";\n')
-    sources = vllm_sources.fetch_sources(TABLE, ["spinloop"], None, "spark", checkout)
-    mine = replace(order, targets=("spinloop",), output=tmp_path / "overlay", sources=sources)
-    build = vllm_build.build(mine)
-    assert build.units == build.compiled + build.cached == 1
-    assert edit.encode() in (mine.output / TABLE.targets["spinloop"].output).read_bytes()
-    assert sorted(dev.install_libraries(mine.output, checkout)) == [TABLE.targets["spinloop"].output]
-    assert vllm_build.build(mine).compiled == 0

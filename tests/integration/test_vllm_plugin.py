@@ -6,7 +6,7 @@ It runs on the release that is installed; test_vllm_releases.py runs it on each 
 import dataclasses
 import json
 import os
-import pickle
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from spark_mxfp4 import registry
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
 from spark_mxfp4.vllm import versions
 from sparkforge import pins
+from sparkforge.core.paths import ROOT
 from sparkforge.models import tiny_random
 from sparkforge.models.tiny_format import config
 from sparkforge.plan import families
@@ -286,31 +287,6 @@ def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, 
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_on_cuda_the_router_is_one_operator(one_process, configure, fused_router, monkeypatch):
-    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-
-    from spark_mxfp4.vllm import router
-
-    calls = []
-
-    def route(x, weight, bias, top_k, padding):
-        calls.append((x.shape[0], padding))
-        return torch.zeros(2, x.shape[0], top_k)
-
-    def vllm_topk(shares, ids, indices, logits, renormalize):
-        calls.append((tuple(logits.shape), renormalize))
-
-    monkeypatch.setattr(router, "fits", lambda tokens, *_: tokens <= 16)
-    monkeypatch.setattr(router, "route", route)
-    monkeypatch.setattr(router, "vllm_topk_softmax", vllm_topk)
-    layer = build(configure(SMALL), lambda _config: (router.replace_routers(), GateLinear(64, 4, bias=True))[1])
-    weight, bias = layer.weight.bfloat16(), layer.bias.bfloat16()
-    for tokens in (1, 16, 17):
-        x = torch.zeros(tokens, 64).bfloat16()
-        assert torch.ops.spark_mxfp4.router(x, weight, bias, 2).shape == (2, tokens, 2)
-    assert calls == [(1, None), (16, None), ((17, 4), True)]
-
-
 def test_a_wrong_router_and_what_routes_cannot_do_are_refused(monkeypatch):
     from spark_mxfp4.vllm import plugin, router
 
@@ -447,11 +423,6 @@ def test_the_compile_cache_knows_kernel_and_mode(one_process, configure, stored)
     assert vllm_config.compute_hash() != before
 
 
-def test_the_configuration_travels_to_workers(configure):
-    arrived = pickle.loads(pickle.dumps(configure(SMALL).quant_config))  # noqa: S301 (our own bytes)
-    assert (arrived.kernel_name, arrived.mode) == ("torch", "packed")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -481,38 +452,10 @@ def test_another_release_is_refused_by_name(configure, monkeypatch, version, qua
         configure(SMALL, quantization=quantization)
 
 
-def test_an_unbuilt_checkout_over_no_installation_is_refused(monkeypatch):
-    def no_distribution(name):
-        raise versions.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(vllm, "__version__", "dev")
-    monkeypatch.setattr(versions.metadata, "version", no_distribution)
-    with pytest.raises(NotImplementedError, match="does not support vLLM dev · "):
-        versions.refuse_other_releases()
-
-
-def test_another_release_serves_other_checkpoints_as_before(configure, monkeypatch):
-    monkeypatch.setattr(vllm, "__version__", "0.34.0")
-    other = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": None}
-    assert configure({**SMALL, **other}, quantization=None).quant_config is None
-
-
-@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.0+sparkforge.1", "dev"])
-def test_a_local_version_and_an_unbuilt_checkout_are_the_release(configure, monkeypatch, version):
-    monkeypatch.setattr(vllm, "__version__", version)
-    assert configure(SMALL).quant_config.kernel_name == "torch"
-
-
 def test_an_unknown_kernel_is_refused_before_weights_are_read(configure, monkeypatch):
     monkeypatch.setenv("SPARK_MXFP4_KERNEL", "tritn")
     with pytest.raises(ValueError, match="there is no kernel 'tritn'"):
         configure(SMALL)
-
-
-def test_lora_is_refused_by_name(one_process, configure):
-    vllm_config = configure(SMALL, enable_lora=True)
-    with pytest.raises(NotImplementedError, match=r"do not support LoRA \(--enable-lora\)"):
-        build(vllm_config, whole_model, "meta")
 
 
 def layer_facts(**changes):
@@ -712,14 +655,6 @@ def test_two_ranks_dense_shares_together_are_one_ranks(one_process, configure, f
     torch.testing.assert_close(sum(projected), whole[3], **exact)
 
 
-def test_without_formats_dense_layers_stay_as_stored(one_process, configure, formats, checkpoint):
-    formats()
-    model = dense_model(configure(DENSE), checkpoint)
-    assert type(model.lm_head).__name__ == "ParallelLMHead"
-    names = [type(model.get_submodule(name).quant_method).__name__ for name in DENSE_LAYERS]
-    assert names == ["UnquantizedLinearMethod", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"]
-
-
 @pytest.mark.parametrize("format_name", ["fp8", "mxfp8", "mxfp4"])
 def test_a_gpu_gets_the_kernels_bytes_and_calls(one_process, configure, formats, checkpoint, on_a_gpu, format_name):
     from spark_mxfp4.kernels.linear import Format, Weight
@@ -771,17 +706,6 @@ def test_torch_compile_sees_our_operator(one_process, configure, formats, checkp
     assert vllm_config.additional_config["spark_mxfp4:SPARK_MXFP4_LINEAR"] == "FP8"
 
 
-def test_a_tied_head_leaves_the_embedding_as_it_is(one_process, configure, formats, checkpoint):
-    formats("", "mxfp4")
-    model = dense_model(configure(DENSE), checkpoint)
-    embedding = model.model.embedding
-    before = embedding.weight.data.clone()
-    head = model.lm_head.tie_weights(embedding)
-    head.quant_method.process_weights_after_loading(head)
-    assert torch.equal(embedding.weight, before)
-    assert not torch.equal(head.weight, before)
-
-
 TWO_HEADS = [("", "fp8", {"quantization_config": {"lm_head": "mxfp8"}}, "the LM head cannot be quantised twice")]
 if "lm_head" not in {field.name for field in dataclasses.fields(QuantizationConfigArgs)}:
     TWO_HEADS = []  # upstream's vLLM has no such option: patch 0013 adds it
@@ -800,23 +724,6 @@ def test_formats_that_cannot_be_are_refused(configure, formats, linear, head, op
     formats(linear, head)
     with pytest.raises(ValueError, match=message):
         configure(DENSE, dtype="bfloat16", **options)
-
-
-def test_vllms_own_formats_go_with_our_experts(one_process, configure, formats):
-    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
-
-    formats()
-    vllm_config = configure(DENSE, dtype="bfloat16", quantization_config={"linear": "fp8_per_channel"})
-    online = vllm_config.quant_config.online_quantization_config
-    from vllm.model_executor.layers.linear import QKVParallelLinear
-
-    assert online.resolve_quant_method_cls(QKVParallelLinear, DENSE_LAYERS[0])[-1] is Fp8PtpcOnlineLinearMethod
-
-
-def test_a_format_alone_claims_the_checkpoint(configure, formats, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)  # stock vLLM would serve it
-    formats("", "fp8")
-    assert configure(DENSE, quantization=None).quant_config.head_format == "fp8"
 
 
 def test_shares_of_broken_blocks_are_refused_by_name(configure, formats):
@@ -863,3 +770,11 @@ def test_the_validator_sees_whose_experts_run(configure, formats, monkeypatch, k
     questions.config = configure(DENSE, dtype="bfloat16")
     assert questions.quantization() == {"vllm": "gpt_oss_mxfp4", "torch": "spark-mxfp4"}[kernel]
     assert (questions.quantization() in families.load()[families.default()].experts.methods) is (kernel == "vllm")
+
+
+def test_the_example_of_the_readme_makes_our_configuration():
+    readme = (ROOT / "spark_mxfp4" / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(from vllm\.model_executor.*?)```", readme, re.DOTALL)
+    names = {}
+    exec(example, names)  # noqa: S102 - our own README
+    assert names["config"].__name__ == "SparkMxfp4Config"

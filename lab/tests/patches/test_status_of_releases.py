@@ -18,10 +18,6 @@ pytestmark = pytest.mark.integration
 A, O, U, C = Verdict.APPLIES, Verdict.OFFSET, Verdict.UPSTREAM, Verdict.CONFLICTS  # noqa: E741
 TABLE = pins.load()
 ORACLE = "vllm/model_executor/layers/fused_moe/oracle/mxfp4.py"
-UNPINNED = (
-    "0.31.0",
-    "dde46f1efbe846e5bd0c5c4ec6ec71842c42254c7ff3d9bebb2a57028715d380",
-)  # of vLLM, as the index has it
 # (stack, against): verdicts in the queue's order, and what the evidence or misfits of one patch say
 EXPECTED = {
     ("spark", "0.32.0"): ((A,) * 24, {}),
@@ -65,13 +61,6 @@ def test_the_verdict_on_each_patch(stack, against):
     assert tuple(finding.verdict for finding in findings) == verdicts, "\n".join(map(str, findings))
     for number, text in texts.items():
         assert text in "\n".join([findings[number].evidence, *map(str, findings[number].misfits)])
-
-
-def test_a_release_that_is_not_pinned_is_the_one_the_index_has():
-    version, sha256 = UNPINNED
-    release = upstream.release(TABLE, TABLE.component("spark", "vllm"), version)
-    assert release == Release("vllm", version, f"vllm-{version}.tar.gz", sha256, pinned=False)
-    assert "(unpinned, hash as the index gives it)" in str(release)
 
 
 @pytest.mark.parametrize("name", ["vllm", "flashinfer"])

@@ -1,4 +1,4 @@
-"""The data of the stack spark-next against the sources that it cites: vLLM's and FlashInfer's own archives."""
+"""The data of the stacks for a Spark against the sources that they cite: vLLM's and FlashInfer's own archives."""
 
 import ast
 import re
@@ -14,9 +14,6 @@ from sparkforge.patching.series import Queue
 from sparkforge.sources import trees
 
 pytestmark = pytest.mark.integration
-STACK = pins.load().stack("spark-next")
-VLLM, FLASHINFER = STACK.components["vllm"], STACK.components["flashinfer"]
-KERNELS, TARGETS = sets.load(FLASHINFER.version), targets.load(VLLM.version)
 OTHER_DEVICES = {"_C", "_rocm_C", "_C_AVX2", "_C_AVX512"}
 
 
@@ -26,43 +23,49 @@ def source(component):
     return trees.tree_folder(component, filename)
 
 
+@pytest.fixture(scope="module", params=["spark", "spark-next"])
+def stack(request):
+    return pins.load().stack(request.param)
+
+
 @pytest.fixture(scope="module")
-def vllm():
-    return source(VLLM)
+def vllm(stack):
+    return source(stack.components["vllm"])
 
 
-def test_what_the_build_would_fetch_by_git_is_pinned(vllm):
-    hidden.check(hidden.declared(vllm), f"vllm {VLLM.version}", STACK.git)
+def test_what_the_build_would_fetch_by_git_is_pinned(stack, vllm):
+    hidden.check(hidden.declared(vllm), "vllm", stack.git)
 
 
-def test_every_call_of_a_kernel_is_at_its_line(vllm):
-    assert KERNELS.flashinfer == FLASHINFER.version
-    for call in KERNELS.calls.values():
+def test_every_call_of_a_kernel_is_at_its_line(stack, vllm):
+    kernels = sets.load(stack.components["flashinfer"].version)
+    for call in kernels.calls.values():
         assert call.text in (vllm / call.file).read_text().splitlines()[call.line - 1], call
 
 
-def test_every_cmake_target_is_in_the_table_at_its_line(vllm):
-    paths = {target.where.partition(":")[0] for target in TARGETS.targets.values()}
+def test_every_cmake_target_is_in_the_table_at_its_line(stack, vllm):
+    table = targets.load(stack.components["vllm"].version)
+    paths = {target.where.partition(":")[0] for target in table.targets.values()}
     files = {path: (vllm / path).read_text() for path in paths}
     defined = {name for text in files.values() for name in re.findall(r"define_extension_target\(\s*(\w+)", text)}
     defined |= {name for text in files.values() for name in re.findall(r"add_custom_target\((\w+)", text)}
     defined |= set(re.findall(r'CMakeExtension\(name="[\w.]*?(\w+)"', (vllm / "setup.py").read_text()))
-    assert TARGETS.version == VLLM.version
-    assert set(TARGETS.targets) == defined - OTHER_DEVICES
-    for name, target in TARGETS.targets.items():
+    assert set(table.targets) == defined - OTHER_DEVICES
+    for name, target in table.targets.items():
         path, _, line = target.where.partition(":")
         first, second = files[path].splitlines()[int(line) - 1 : int(line) + 1]
         assert first.strip().startswith(
             ("define_extension_target(", "add_custom_target(", "FetchContent_MakeAvailable(")
         )
         assert "define" not in first or second.strip() == name
-    assert {name: option.variable for name, option in TARGETS.repositories.items()} == {
-        name: STACK.git[name].src_dir for name in TARGETS.repositories
+    assert {name: option.variable for name, option in table.repositories.items()} == {
+        name: stack.git[name].src_dir for name in table.repositories
     }
 
 
-def test_the_sink_modules_have_the_names_that_the_patched_wrapper_requests():
-    tree, queue = source(FLASHINFER), Queue.load(ROOT / "patches" / FLASHINFER.patches)
+def test_the_sink_modules_have_the_names_that_the_patched_wrapper_requests(stack):
+    component = stack.components["flashinfer"]
+    tree, queue = source(component), Queue.load(ROOT / "patches" / component.patches)
     path = "flashinfer/attention/_core.py"
     text = (tree / path).read_bytes()
     for change in (change for patch in queue.patches for change in patch.changes if change.path == path):
@@ -78,7 +81,7 @@ def test_the_sink_modules_have_the_names_that_the_patched_wrapper_requests():
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("jit_args", "jit_kwargs")
     }
     name = compile(ast.Expression(parts["jit_args"].elts[0]), "wrapper", "eval")
-    modules = [module for module in KERNELS.module if module.call == "prefill"]
+    modules = [module for module in sets.load(component.version).module if module.call == "prefill"]
     assert len(modules) == 4
     for module in modules:
         scope = {
