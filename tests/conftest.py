@@ -40,7 +40,7 @@ INSTALL = {
 # server.
 KINDS = {
     "serves": ("engine/", "device/", *(f"integration/test_{name}.py" for name in ("bench", "road"))),
-    "compiles": tuple(f"integration/test_{name}.py" for name in ("audit", "classic_failure", "kernels", "vllm_build")),
+    "compiles": tuple(f"integration/test_{name}.py" for name in ("audit", "classic_failure", "kernels")),
     "asks vLLM": tuple(
         f"integration/test_{name}.py"
         for name in ("compile_once", "plan_kv", "serve_profiles", "submissions", "upstream_check", "validate_deep")

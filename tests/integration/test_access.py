@@ -1,7 +1,6 @@
 """A real server with an API key: every route that vLLM has needs it, and our own commands send it."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,13 +10,12 @@ from types import SimpleNamespace
 import httpx
 import psutil
 import pytest
-from terminal import Terminal
 
 from sparkforge.bench import profile, settings
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.serve import conversation, record, screen, status
+from sparkforge.serve import conversation, record, screen
 
 pytestmark = pytest.mark.integration
 HERE = Path(__file__).parent
@@ -111,44 +109,6 @@ def test_our_commands_send_it(served, capsys):
     conversation.answer_once(server, CUE, 4)
     assert "healthy · API key required · embedded" in capsys.readouterr().out
     assert settings.endpoint(BenchSettings({}, {}), "", 60.0).model == served.model
-
-
-def test_a_conversation_on_a_terminal_and_the_figures_of_what_it_cost(served, capsys):
-    """With the key and a terminal: it sees what was said before, by the length of its prompts."""
-    terminal = Terminal(sys.executable, "-m", "sparkforge.cli", "chat", "--max-tokens", "8", cwd=ROOT, env=os.environ)
-    try:
-        terminal.expect("> ")
-        before = prompt_tokens(served)
-        lengths = []
-        for _ in range(2):
-            terminal.type(f"{CUE}\r")
-            terminal.expect("the answer was cut: --max-tokens is 8")
-            terminal.expect("> ")
-            lengths.append(prompt_tokens(served) - before)
-            before = prompt_tokens(served)
-        terminal.type("/reset\r")
-        terminal.expect("forgotten")
-        terminal.expect("> ")
-        terminal.type(f"{CUE}\r")
-        terminal.expect("the answer was cut")
-        terminal.expect("> ")
-        lengths.append(prompt_tokens(served) - before)
-        terminal.type("\x04")
-        assert terminal.end() == 0
-    finally:
-        terminal.close()
-    first, second, after_reset = lengths
-    assert second > first
-    assert after_reset == first
-    report, _ = status.report(served.server)
-    assert (report.server.context, report.server.key_accepted, report.server.healthy) == (4096, True, True)
-    assert report.server.load.running == 0
-    assert report.host.server > 1e8
-
-
-def prompt_tokens(served):
-    """Return how many tokens of prompts vLLM has read since it started."""
-    return status.read_metrics(served.server).values[status.PROMPT][0]
 
 
 def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):

@@ -111,20 +111,6 @@ def platform(tree, capability, kind=Kind.CUDA):
     return device
 
 
-@pytest.mark.parametrize(
-    ("capability", "kind", "expected"),
-    [
-        ((10, 0), Kind.CUDA, True), ((10, 3), Kind.CUDA, True), ((11, 0), Kind.CUDA, True), ((12, 0), Kind.CUDA, True),
-        ((12, 1), Kind.CUDA, True), ((9, 0), Kind.CUDA, False), ((13, 0), Kind.CUDA, False), (None, Kind.CUDA, False),
-        ((12, 0), Kind.ROCM, False),
-    ],
-)  # fmt: skip
-def test_blackwell_class(pristine, patched, capability, kind, expected):
-    assert not hasattr(platform(pristine, capability, kind), "is_blackwell_class")
-    assert platform(patched, capability, kind).is_blackwell_class() is expected
-    assert platform(patched, capability, kind).is_device_capability_family(100) is (capability in ((10, 0), (10, 3)))
-
-
 def backend(tree, capability, kind=Kind.CUDA, *, flashinfer=True, asked=True, triton=False):
     """Run vLLM's own selection; stands in: platform, packages found, environment, logger. Returns (name, warnings)."""
     warnings = []
