@@ -6,7 +6,6 @@ import pytest
 
 from lab.patches import checkout, status, upstream
 from lab.patches.status import Verdict
-from lab.patches.upstream import Release
 from sparkforge import pins
 from sparkforge.core.git import git
 from sparkforge.patching.hunks import read_files
