@@ -134,3 +134,7 @@ def test_a_request_of_another_family_takes_what_vllm_reserves_for_it(vllm_trees,
     output = vllm_process(vllm_trees.patched).run(program, (json.dumps(asked),))
     sizes = [parse(known[name].config, name).kv_admitted(length, 1, "bf16") for name, length in OTHERS]
     assert json.loads(output.splitlines()[-1]) == sizes
+
+
+def test_two_steps_are_under_way(answers):
+    assert answers.steps == [STEPS_UNDER_WAY] * 2
