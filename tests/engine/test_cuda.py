@@ -12,7 +12,7 @@ import pytest
 
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
-from sparkforge.image.rootfs import queues
+from sparkforge.patching.series import queues
 
 BASE = re.search(r"^FROM (\S+) AS base-cuda$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
 TABLE = pins.load()
@@ -96,7 +96,7 @@ def test_one_module_was_compiled_audited_and_put_where_flashinfer_takes_it(built
 
 
 def test_both_queues_are_in_the_tree_and_every_file_was_hashed(stack, built):
-    for queue in queues(stack, TABLE):
+    for _, queue in queues(TABLE, stack):
         assert f'"{queue.upstream}-{queue.version}": "{queue.sha256}"' in built
     files, wheels = re.search(r"(\d+) files are as their wheels say, (\d+) wheels are ours", built).groups()
     assert int(files) > 20_000

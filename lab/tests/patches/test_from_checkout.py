@@ -1,10 +1,11 @@
 """Patches that are written from a checkout of upstream which holds the queue, with real git."""
 
 import pytest
-from tests.unit.patching.test_checkout import FIELDS, commit, state
 
 from lab.patches import authoring
 from lab.tests.patches.conftest import commit_all
+from lab.tests.patches.test_authoring import FIELDS
+from lab.tests.patches.test_checkout import commit, state
 from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.patching.series import Queue
 
