@@ -4,10 +4,11 @@ import pytest
 
 from lab.patches import authoring
 from lab.tests.patches.conftest import commit_all
-from lab.tests.patches.test_authoring import FIELDS
 from lab.tests.patches.test_checkout import commit, state
 from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.patching.series import Queue
+
+FIELDS = {"bug": "https://example.org/2", "drop_when": "contains pkg/b.py more"}
 
 
 def draft(world, name="do-more"):
