@@ -125,6 +125,7 @@ def gather_in_forks(forks):
         def gather(facts, target, path):
             def run_in_a_fork(program, *_, **request):
                 request |= {"model": checkpoint.path(target), "serve_args": list(target.options.serve_args)}
+                request["layer"] = checkpoint.layer(target)
                 with tempfile.TemporaryDirectory() as folder:
                     process(path).run(program, (json.dumps(request), Path(folder) / "facts"))
                     return {entry["name"]: entry for entry in entries(Path(folder) / "facts")}, ""
