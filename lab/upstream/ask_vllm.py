@@ -1,13 +1,13 @@
 """Ask vLLM's own code, of the tree that is first on the path. A program for an interpreter with torch; never imported.
 
-Reads {"cases": [{"capability": [12, 1] | null, "flashinfer": true, "config": {…}}, …], "parser": MODULE,
-"profiles": {name: [argument, …]}} from stdin. The last line of stdout is {"version": …, "source": folder,
+Reads {"cases": [{"capability": [12, 1] | null, "flashinfer": true, "config": {…}, "selector": NAME}, …],
+"parser": MODULE, "profiles": {name: [argument, …]}} from stdin. The last line of stdout is {"version": …, "source": folder,
 "selections": [{"backend", "error", "warnings"}, …], "profiles": {name: error or ""}}; a part that was not asked for is
 empty, and one that could not run at all is {"error": …}.
 
-`cases` go to the MXFP4 selector. Those without a capability are asked of the CPU as it is and stand first. For the
-others the CPU build's platform claims to be CUDA: nothing but the answers to "which platform?", "which capability?" and
-"is FlashInfer there?" is made up. `profiles` go to the parser of the API server.
+`cases` go to the MXFP4 selector, or to another function of its module. Those without a capability are asked of the CPU
+as it is and stand first. For the others the CPU build's platform claims to be CUDA: nothing but the answers to "which
+platform?", "which capability?" and "is FlashInfer there?" is made up. `profiles` go to the parser of the API server.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def select(cases: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
         mxfp4.logger.warning_once = lambda message, *values, warnings=warnings, **_: warnings.append(message % values)
         backend = error = None
         try:
-            backend = mxfp4.select_mxfp4_moe_backend(moe.FusedMoEConfig(**{**model, **case["config"]}))[0].value
+            selector = getattr(mxfp4, case.get("selector", "select_mxfp4_moe_backend"))
+            backend = selector(moe.FusedMoEConfig(**{**model, **case["config"]}))[0].value
         except (ValueError, NotImplementedError) as refusal:
             error = str(refusal)
         answers.append({"backend": backend, "error": error, "warnings": warnings})

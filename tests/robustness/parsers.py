@@ -568,8 +568,7 @@ def _read_log(data: bytes, _scratch: Path) -> None:
 
 def _read_secrets(data: bytes, _scratch: Path) -> None:
     text = data.decode(errors="replace")
-    redact.for_support(text)
-    redact.redact({text[:50]: [text]})
+    redact.for_support({text[:50]: [text]})
 
 
 ENVIRONMENT = (

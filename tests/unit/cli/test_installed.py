@@ -51,7 +51,8 @@ def sparkforge(wheel, tmp_path_factory):
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
     install = [*pip, "install", "--quiet", "--no-index", "--find-links", wheel.parent, "--no-deps"]
     subprocess.run([*install, "--ignore-installed", "sparkforge"], check=True, timeout=120)
-    subprocess.run([*pip, "check"], check=True, capture_output=True, timeout=120)
+    checked = subprocess.run([*pip, "check"], capture_output=True, text=True, check=False, timeout=120)
+    assert "sparkforge " not in checked.stdout  # the environment of all tests has overridden versions of other packages
 
     def run(*arguments, **more):
         env = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **more}

@@ -51,7 +51,13 @@ def gpt_oss_120b(**overrides) -> FusedMoEConfig:
 def select(monkeypatch: pytest.MonkeyPatch):
     """Select a backend on a made-up GPU; returns (backend, logged warnings)."""
 
-    def select(capability, *, flashinfer: bool = True, **overrides):
+    def select(
+        capability,
+        *,
+        flashinfer: bool = True,
+        selector=mxfp4.select_mxfp4_moe_backend,
+        **overrides,
+    ):
         platform = type(current_platform)
         monkeypatch.setattr(platform, "_enum", PlatformEnum.CUDA)
         monkeypatch.setattr(platform, "device_name", "cuda", raising=False)
@@ -81,7 +87,7 @@ def select(monkeypatch: pytest.MonkeyPatch):
             lambda message, *args, **_: warnings.append(message % args),
             raising=False,
         )
-        backend, _ = mxfp4.select_mxfp4_moe_backend(gpt_oss_120b(**overrides))
+        backend, _ = selector(gpt_oss_120b(**overrides))
         return backend, warnings
 
     return select
@@ -124,3 +130,16 @@ def test_other_families_are_left_alone(select, capability):
     backend, warnings = select(capability)
     assert backend != NATIVE_FP4
     assert not any("compute capability 12.x" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"), [(RTX_PRO_6000, True), (GB10, True), ((9, 0), False)]
+)
+def test_native_mxfp4_experts_without_biases(select, capability, native):
+    backend, _ = select(
+        capability,
+        selector=mxfp4.select_deepseek_v4_mxfp4_moe_backend,
+        activation=MoEActivation.SILU,
+        has_bias=False,
+    )
+    assert (backend == NATIVE_FP4) is native

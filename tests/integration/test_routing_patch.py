@@ -1,0 +1,78 @@
+"""Patches 0001 and 0002 by vLLM's own code: what a stock and a patched tree of each stack say of made-up devices."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lab.upstream import experts
+
+pytestmark = pytest.mark.integration
+FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
+SPARK = (12, 1)
+NATIVE = {"selector": "select_deepseek_v4_mxfp4_moe_backend"}  # of experts in MXFP4 in an FP8 checkpoint
+# name: compute capability, whether FlashInfer is there, what differs from gpt-oss's layer, more of the question
+CASES = {
+    "cpu": (None, True, {}, {}),
+    "spark": (SPARK, True, {}, {}),
+    "rtx": ((12, 0), True, {}, {}),
+    "spark named": (SPARK, True, {"moe_backend": "flashinfer_cutlass"}, {}),
+    "spark marlin": (SPARK, True, {"moe_backend": "marlin"}, {}),
+    "spark lora": (SPARK, True, {"is_lora_enabled": True}, {}),
+    "spark without flashinfer": (SPARK, False, {}, {}),
+    "spark without bias": (SPARK, True, {"has_bias": False}, {}),
+    "native": (SPARK, True, {"has_bias": False}, NATIVE),
+    "native rtx": ((12, 0), True, {"has_bias": False}, NATIVE),
+    "native marlin": (SPARK, True, {"has_bias": False, "moe_backend": "marlin"}, NATIVE),
+    "native without flashinfer": (SPARK, False, {"has_bias": False}, NATIVE),
+    "native hopper": ((9, 0), True, {"has_bias": False}, NATIVE),
+    "native b200": ((10, 0), True, {"has_bias": False}, NATIVE),
+    "hopper": ((9, 0), True, {}, {}),
+    "b200": ((10, 0), True, {}, {}),
+    "thor": ((11, 0), True, {}, {}),
+}
+CHANGED = {"spark", "rtx", "spark named", "native", "native rtx"}
+WARNED = {
+    "spark lora": "kernel does not support LoRA",
+    "spark without flashinfer": "FlashInfer's CUTLASS fused MoE is not installed",
+}
+BLACKWELL = {(8, 0): False, (9, 0): False, (10, 0): True, (10, 3): True, (11, 0): True, (12, 0): True, (12, 1): True}
+
+
+@pytest.fixture(scope="module", params=["vllm_trees", pytest.param("next_trees", marks=pytest.mark.nightly)])
+def trees(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def ask(trees, vllm_process):
+    """Return a function: a tree's name, a program, its question → the answer."""
+
+    def ask(tree, program, question):
+        return json.loads(vllm_process(vars(trees)[tree]).run(program, (), json.dumps(question)).splitlines()[-1])
+
+    return ask
+
+
+def test_hardware_fp4_is_taken_on_12x_and_everything_else_stays(ask):
+    cases = [{"capability": c, "flashinfer": f, "config": config, **more} for c, f, config, more in CASES.values()]
+    before, after = (
+        dict(zip(CASES, ask(tree, experts.PROGRAM, {"cases": cases})["selections"], strict=True))
+        for tree in ("upstream", "patched")
+    )
+    assert {name for name in CASES if before[name]["backend"] == FP4} == set()
+    assert {before[name]["backend"] for name in ("spark", "rtx", "native", "native rtx")} == {"MARLIN"}
+    assert {name for name in CASES if after[name]["backend"] == FP4} == CHANGED
+    for name in CASES.keys() - CHANGED:
+        assert [after[name][key] for key in ("backend", "error")] == [before[name][key] for key in ("backend", "error")]
+    for name, reason in WARNED.items():
+        assert any(reason in warning for warning in after[name]["warnings"]), name
+
+
+def test_blackwell_class_is_the_generation_and_no_family(ask):
+    program = Path(__file__).with_name("blackwell_class.py")
+    devices = [*(("CUDA", capability) for capability in BLACKWELL), ("CUDA", None), ("ROCM", (12, 0)), ("CPU", (10, 0))]
+    assert ask("upstream", program, devices) == [None] * len(devices)
+    answers = ask("patched", program, devices)
+    assert [answer[0] for answer in answers] == [*BLACKWELL.values(), False, False, False]
+    assert [answer[1] for answer in answers[:7]] == [capability[0] == 10 for capability in BLACKWELL]
