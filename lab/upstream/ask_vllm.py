@@ -1,9 +1,9 @@
 """Ask vLLM's own code, of the tree that is first on the path. A program for an interpreter with torch; never imported.
 
 Reads {"cases": [{"capability": [12, 1] | null, "flashinfer": true, "config": {…}, "selector": NAME}, …],
-"parser": MODULE, "profiles": {name: [argument, …]}} from stdin. The last line of stdout is {"version": …, "source": folder,
-"selections": [{"backend", "error", "warnings"}, …], "profiles": {name: error or ""}}; a part that was not asked for is
-empty, and one that could not run at all is {"error": …}.
+"parser": MODULE, "profiles": {name: [argument, …]}} from stdin. The last line of stdout is
+{"version": …, "source": folder, "selections": [{"backend", "error", "warnings"}, …], "profiles": {name: error or ""}};
+a part that was not asked for is empty, and one that could not run at all is {"error": …}.
 
 `cases` go to the MXFP4 selector, or to another function of its module. Those without a capability are asked of the CPU
 as it is and stand first. For the others the CPU build's platform claims to be CUDA: nothing but the answers to "which
