@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from invoke.context import Context
 from invoke.exceptions import Exit
@@ -43,6 +43,9 @@ SIGNALLED = 128  # plus the signal's number, as shells have it: 130 Ctrl-C, 143 
 class CommandTask(Task):  # type: ignore[type-arg]
     """An Invoke task with an example for its help, and without generated short flags."""
 
+    # Invoke itself has no positional argument that may be left out, and gets an option instead; program.py has one.
+    run_by_invoke: ClassVar[bool] = True
+
     def __init__(
         self,
         body: Callable[..., None],
@@ -64,6 +67,9 @@ class CommandTask(Task):  # type: ignore[type-arg]
         """Return the arguments for the parser, with their help each time: Invoke takes the texts away."""
         self.help = dict(self.texts)
         arguments: list[Argument] = super().get_arguments(ignore_unknown_help)
+        for argument in arguments:
+            if self.run_by_invoke and argument.name == self.may_be_left_out:
+                argument.positional, argument.default = False, ""
         return [argument for argument in arguments if not self.rest or argument.name != self.rest]
 
     def arg_opts(self, name: str, default: Any, taken_names: set[str]) -> dict[str, Any]:

@@ -294,7 +294,11 @@ def test_the_workflow_builds_publishes_and_signs_by_the_step_that_it_writes(rele
     output = tmp_path / "output"
     given = {"STACK": "embedded", "SIGNING_KEY": key.stdout, "BUILDER": "urn:example:workflow", "REGISTRY": registry}
     # The image of this checkout, not the one with a stand-in for vLLM that `release` serves.
-    github = {"GITHUB_REPOSITORY": "Owner/Sparkforge", "GITHUB_OUTPUT": str(output), "SPARKFORGE_COMPOSE_FILES": ""}
+    github = {
+        "GITHUB_REPOSITORY": "Owner/Sparkforge",
+        "GITHUB_OUTPUT": str(output),
+        "SPARKFORGE_COMPOSE_FILES": "tests/engine/ci.yml",
+    }
     run = ["bash", "-e", "-o", "pipefail", "-c", step["run"]]
     done = subprocess.run(
         run, cwd=ROOT, env={**release.environment, **given, **github}, capture_output=True, text=True, check=False

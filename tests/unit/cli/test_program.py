@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from terminal import Terminal
@@ -155,3 +156,10 @@ def test_no_color_is_respected(tmp_path):
         assert terminal.end() == 2
     assert "31m" in texts[""]
     assert "31m" not in texts["1"]
+
+
+def test_invoke_itself_runs_a_command_whose_positional_argument_is_left_out():
+    for arguments, said in ((["--device", "x"], "unknown device 'x'"), (["--recipe", "x"], "there is no recipe 'x'")):
+        command = [sys.executable, "-m", "invoke", "up", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+        assert said in done.stderr, done.stderr
