@@ -43,7 +43,8 @@ SIGNALLED = 128  # plus the signal's number, as shells have it: 130 Ctrl-C, 143 
 class CommandTask(Task):  # type: ignore[type-arg]
     """An Invoke task with an example for its help, and without generated short flags."""
 
-    # Invoke itself has no positional argument that may be left out, and gets an option instead; program.py has one.
+    # Invoke itself has no positional argument that may be left out. It must be given there, but to `up`, which nearly
+    # everybody runs without one: that has an option instead. In program.py it may be left out.
     run_by_invoke: ClassVar[bool] = True
 
     def __init__(
@@ -68,7 +69,7 @@ class CommandTask(Task):  # type: ignore[type-arg]
         self.help = dict(self.texts)
         arguments: list[Argument] = super().get_arguments(ignore_unknown_help)
         for argument in arguments:
-            if self.run_by_invoke and argument.name == self.may_be_left_out:
+            if self.run_by_invoke and self.name == "up" and argument.name == self.may_be_left_out:
                 argument.positional, argument.default = False, ""
         return [argument for argument in arguments if not self.rest or argument.name != self.rest]
 

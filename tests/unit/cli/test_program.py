@@ -158,8 +158,15 @@ def test_no_color_is_respected(tmp_path):
     assert "31m" not in texts["1"]
 
 
-def test_invoke_itself_runs_a_command_whose_positional_argument_is_left_out():
-    for arguments, said in ((["--device", "x"], "unknown device 'x'"), (["--recipe", "x"], "there is no recipe 'x'")):
-        command = [sys.executable, "-m", "invoke", "up", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-        assert said in done.stderr, done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("up --device x", "unknown device 'x'"),
+        ("up --recipe x", "there is no recipe 'x'"),
+        ("chat Hello", "no server is running"),
+    ],
+)
+def test_invoke_itself_runs_the_commands(arguments, said):
+    command = [sys.executable, "-m", "invoke", *arguments.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert said in done.stderr
