@@ -108,7 +108,7 @@ def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
     )
     assert result.returncode == 30, result.stdout + result.stderr
     assert "FAIL model-files" in result.stderr
-    assert "./inv pull openai/gpt-oss-120b" in result.stderr
+    assert "./inv pull REPOSITORY" in result.stderr
     assert served.inv("status").returncode == 24
     ps = subprocess.run(
         [*listed, "--filter", "status=running"], env=served.environment, capture_output=True, text=True, check=True
