@@ -129,7 +129,7 @@ def _make_checked(component: Component, filename: str, queue: Queue, lock: Patch
 
 
 def stamp(target: Path) -> Path:
-    """Return where it is noted which bytes of a cached file were hashed."""
+    """Return the path of the record of a cached file's verified hash."""
     return target.with_name(fetch.VERIFIED)
 
 

@@ -22,7 +22,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, settings
 
+from sparkforge.core import paths
 from sparkforge.core.files import sha256_file
+from sparkforge.models import local
 from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, patched
@@ -317,3 +319,14 @@ def no_docker(tmp_path, monkeypatch):
     """A PATH without Docker."""
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+
+
+@pytest.fixture
+def no_models(tmp_path, monkeypatch):
+    """No model of this machine is looked at."""
+    monkeypatch.setattr(paths, "ROOT", tmp_path / "checkout")
+    monkeypatch.setattr(local, "MODELS", tmp_path / "mounted")
+    monkeypatch.setattr(local, "MOUNTED", tmp_path / "absent/.cache/huggingface")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for variable in ("SPARKFORGE_MODELS", "HF_HUB_CACHE", "HF_HOME"):
+        monkeypatch.delenv(variable, raising=False)

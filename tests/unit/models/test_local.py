@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.core import files, paths
+from sparkforge.core import files
 from sparkforge.core.errors import StorageError
 from sparkforge.models import local, recipes
 
@@ -14,12 +14,8 @@ PINNED = recipes.pinned_revision(NAME)
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """No cache of the machine is looked at."""
-    monkeypatch.setattr(paths, "ROOT", tmp_path / "checkout")
-    monkeypatch.setattr(local, "MODELS", tmp_path / "mounted")
-    monkeypatch.setattr(local, "MOUNTED", tmp_path / "absent/.cache/huggingface")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+def elsewhere(no_models):
+    """In every test."""
 
 
 def cache(home, *commits, main="", weights=True, name=NAME):

@@ -300,3 +300,11 @@ def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
     monkeypatch.setattr(logs, "follow", interrupted)
     screen.stay(server)
     nothing_is_left(begin, port)
+
+
+def test_a_second_start_is_refused_with_the_command_that_was_meant(port):
+    own = record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", port, "/m", "m", "embedded", "")
+    record.write(own)
+    with pytest.raises(ServerError) as caught:
+        launch.check_free(port, command="./inv qualify")
+    assert (caught.value.code, caught.value.fix) == ("server.running", "./inv down, then ./inv qualify")

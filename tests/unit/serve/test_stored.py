@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from sparkforge.cli import program, serve
-from sparkforge.core import paths
 from sparkforge.core.files import locked
 from sparkforge.core.process import started_at
-from sparkforge.models import local
 from sparkforge.serve import conversation, record
 
 CONFIG = json.dumps({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}})
@@ -20,15 +18,9 @@ COMMITS = ("c1", "c2")
 
 
 @pytest.fixture(autouse=True)
-def models(tmp_path, monkeypatch):
+def models(no_models, tmp_path, monkeypatch):
     """A fetched model, another of the same name in the hub's cache, and one there whose blobs two snapshots share."""
-    monkeypatch.setattr(paths, "ROOT", tmp_path / "checkout")
-    monkeypatch.setattr(local, "MODELS", tmp_path / "mounted")
-    monkeypatch.setattr(local, "MOUNTED", tmp_path / "absent/.cache/huggingface")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("SPARKFORGE_MODELS", raising=False)
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     fetched = tmp_path / "checkout/models/gpt-oss-120b"
     fetched.mkdir(parents=True)
     (tmp_path / "checkout/docker-compose.yml").touch()  # commands are named as on a host
