@@ -11,7 +11,6 @@ namespace = Collection(
     serve.logs,
     serve.chat,
     serve.run,
-    serve.shell,
     serve.rollback,
     build.audit,
     models.models,
@@ -43,7 +42,7 @@ _qualify.add_task(diagnose.qualify, name="run", default=True)
 for _collection in (
     _build,
     _patch,
-    Collection("service", service.install, service.remove, service.status),
+    Collection("service", service.install, service.remove),
     Collection(
         "cluster",
         discover=cluster.cluster_discover,

@@ -10,7 +10,7 @@ from invoke.context import Context
 from invoke.exceptions import Exit
 
 from sparkforge.cli.command import caller_path, listed, task, whole_number
-from sparkforge.core.console import echo, echo_json, say
+from sparkforge.core.console import echo, echo_json
 from sparkforge.core.errors import ServerError, UsageError
 
 if TYPE_CHECKING:
@@ -20,36 +20,24 @@ CONFIG = "the cluster's file; default: cluster.toml in the checkout"
 
 
 @task(
-    example="./inv cluster.discover --nodes local,spark-2",
+    example="./inv cluster.discover --nodes local,spark-2 > cluster.toml",
     nodes="names for ssh, the head first; local is this machine",
     device="docker, docker-cpu (a container without a GPU), or embedded: vLLM's CPU build",
     folder="absolute path of the checkout on the other machines; default: this one's path",
-    file="write the proposal there; default: print it",
-    replace="overwrite the file",
 )
-def cluster_discover(
-    _ctx: Context, nodes: str = "", device: str = "docker", folder: str = "", file: str = "", replace: bool = False
-) -> None:
+def cluster_discover(_ctx: Context, nodes: str = "", device: str = "docker", folder: str = "") -> None:
     """Propose a cluster.toml from what machines say of their networks.
 
     It asks over ssh, and changes nothing on any machine. Where a cable has no addresses it prints the commands that
     configure it.
     """
     from sparkforge.core import paths
-    from sparkforge.core.files import write_atomic
     from sparkforge.serve.cluster import config, discover
 
     if device not in ("docker", "docker-cpu", "embedded"):
         raise UsageError(f"--device {device} has no meaning", "it is docker, docker-cpu or embedded", "--device docker")
-    target = Path(caller_path(file)) if file else None
-    if target and target.exists() and not replace:
-        raise UsageError(f"{target} is there already", "it may hold settings of yours", "--replace, or another --file")
     proposed = discover.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
-    if target is None:
-        echo(config.text(proposed), end="")
-        return
-    write_atomic(target, config.text(proposed))
-    say(f"wrote {target}; next: ./inv cluster.check")
+    echo(config.text(proposed), end="")
 
 
 @task(

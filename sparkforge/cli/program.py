@@ -27,7 +27,7 @@ from sparkforge.core.errors import SparkforgeError, UsageError
 CommandTask.run_by_invoke = False  # _parse leaves a positional argument out
 # What `./inv --list` shows, by the user's job. `NAME.*` stands for the commands of a collection that no other line has.
 GROUPS = {
-    "serve": ("up", "down", "status", "logs", "chat", "run", "shell", "rollback", "service.*", "cluster.*", "max.*"),
+    "serve": ("up", "down", "status", "logs", "chat", "run", "rollback", "service.*", "cluster.*", "max.*"),
     "build": ("build", "build.*", "patch", "dev.*", "audit", "image.*"),
     "models": ("models", "pull", "list", "rm", "plan"),
     "measure": ("bench.perf", "bench.*"),

@@ -191,27 +191,16 @@ def down(_ctx: Context) -> None:
         say(f"nothing to stop: {error.why}")
 
 
-@task(
-    example="./inv status --watch",
-    watch="print it again every 2 seconds, in place on a terminal; Ctrl-C ends it",
-    count="with --watch: end after so many times",
-    json_="print it as JSON, with --watch one object a line",
-)
-def status(_ctx: Context, watch: bool = False, count: str = "", json_: bool = False) -> None:
+@task(example="./inv status", json_="print it as JSON")
+def status(_ctx: Context, json_: bool = False) -> None:
     """Print what is served, its load, and the memory it takes.
 
     Tokens per second come from two readings of the server's counters. The requests that its start proved and its last
-    error are shown too.
+    error are shown too. `watch ./inv status` prints it again and again.
     """
     from sparkforge.serve import record, screen
     from sparkforge.serve.status import report_of_none
 
-    times = whole_number("--count", count) if count else None
-    if times is not None and (not watch or times < 1):
-        raise UsageError(f"--count {times} has no meaning here", "it bounds --watch", "./inv status --watch --count 3")
-    if watch:
-        screen.watch(times, as_json=json_)
-        return
     try:
         server = record.running()
     except ServerError:
@@ -303,14 +292,6 @@ def talk(server: Server, message: str, system: str, limit: int | None) -> None:
         conversation.answer_once(server, text, conversation.ONCE_TOKENS if limit is None else limit, system)
     else:
         conversation.converse(server, system, conversation.TOKENS if limit is None else limit)
-
-
-@task(example="./inv shell")
-def shell(_ctx: Context) -> None:
-    """Open a shell in the server's container or environment."""
-    from sparkforge.serve import record, screen
-
-    screen.shell(record.running())
 
 
 @task(

@@ -80,11 +80,3 @@ def remove(_ctx: Context, system: bool = False) -> None:
     from sparkforge.serve import service
 
     service.remove(system=system)
-
-
-@task(example="./inv service.status", system=SYSTEM)
-def status(_ctx: Context, system: bool = False) -> None:
-    """Print the service's state, its last failure and its next start."""
-    from sparkforge.serve import service
-
-    service.show(system=system)

@@ -19,7 +19,6 @@ from typing import Any
 
 from rich import progress as bars
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
@@ -127,17 +126,6 @@ def echo_json(value: Any) -> None:
     """Print a result as JSON to stdout; unsafe characters are escaped, so that no value changes."""
     text = paths.as_called_here(json.dumps(value, indent=2, ensure_ascii=False))
     _write(_UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
-
-
-@contextmanager
-def redrawn(*, enabled: bool) -> Iterator[Callable[[str], None] | None]:
-    """Yield a function that shows a text on stdout in the place of its last one; None where stdout cannot redraw."""
-    screen = _SafeConsole(highlight=False, markup=False, emoji=False)
-    if not enabled or not screen.is_terminal or screen.is_dumb_terminal:
-        yield None
-        return
-    with Live(console=screen, auto_refresh=False) as live:
-        yield lambda text: live.update(Text(paths.as_called_here(safe(text))), refresh=True)
 
 
 def stream(pieces: Iterable[str]) -> None:

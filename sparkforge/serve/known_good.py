@@ -36,7 +36,6 @@ from sparkforge.serve.settings import NUMBERS
 
 NAME = "known-good.json"
 HISTORY = 10  # starts that are kept, and their images (`sparkforge.image.versions`)
-SCHEMA = 2  # 1 had resolved Compose projects in place of plans
 LIST = "./inv rollback --list"
 Starter = Callable[[StartPlan], Callable[[], Server]]
 
@@ -74,24 +73,20 @@ def intent_path() -> Path:
 
 
 def read() -> list[KnownGood]:
-    """Return the recorded starts, newest first; none, and a line that says so, for a record of an older version.
+    """Return the recorded starts, newest first.
 
     Raises StorageError for a record that cannot be read, or that somebody else may have written: it says what is run.
     """
     path = paths.state() / NAME
     try:
         record.require_ours(path, path.lstat())
-        document = read_json(path)
-        if document["schema"] == SCHEMA:
-            return STARTS.validate_python(document["starts"])
+        return STARTS.validate_python(read_json(path)["starts"])
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         failure, reason = f"cannot read the known good starts in {path}", " ".join(str(error).split())[:300]
         fix = f"move it away: mv {path} {path}.broken; the next ./inv up begins a new one"
         raise StorageError(failure, reason, fix, code="storage.access") from error
-    say(f"{path} is of another version of Sparkforge: its starts do not count, and the next one replaces it")
-    return []
 
 
 def add(start: KnownGood) -> None:
@@ -99,7 +94,7 @@ def add(start: KnownGood) -> None:
     others = [entry for entry in read() if (entry.plan, entry.environment) != (start.plan, start.environment)]
     paths.secure_state()
     starts = STARTS.dump_python([start, *others][:HISTORY], mode="json")
-    write_json(paths.state() / NAME, {"schema": SCHEMA, "starts": starts}, mode=0o600)
+    write_json(paths.state() / NAME, {"starts": starts}, mode=0o600)
     intent_path().unlink(missing_ok=True)
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
 import shlex
 import time
 from contextlib import closing
 from pathlib import Path
 
-from sparkforge.core import interrupt, paths
-from sparkforge.core.console import echo, echo_json, redrawn, say, stream
+from sparkforge.core import paths
+from sparkforge.core.console import echo, echo_json, say, stream
 from sparkforge.core.docker import program
 from sparkforge.core.errors import ServerError
-from sparkforge.core.process import call, output
+from sparkforge.core.process import output
 from sparkforge.serve import launch, logs, record, status
 from sparkforge.serve.record import Server
 
@@ -78,33 +75,11 @@ def _stay_with_container(server: Server) -> None:
 
 def show_status(server: Server, *, as_json: bool = False) -> None:
     """Print what is served. Exit code 0 means that a process or container runs; its health is in the first line."""
-    report, _ = status.report(server)
+    report = status.report(server)
     if as_json:
         echo_json(report.model_dump(mode="json"))
     else:
         echo("\n".join(status.lines(report)))
-
-
-def watch(count: int | None, *, as_json: bool) -> None:
-    """Print the status every two seconds, in place on a terminal, else below each other; `count` times at most.
-
-    Ctrl-C ends it. Raises ServerError once no server runs.
-    """
-    reading = None
-    try:
-        with redrawn(enabled=not as_json) as redraw:
-            for number in itertools.count(1):
-                report, reading = status.report(record.running(), reading)
-                if as_json:
-                    echo(json.dumps(report.model_dump(mode="json")))
-                else:
-                    (redraw or echo)("\n".join([report.time, *status.lines(report)]))
-                if number == count:
-                    return
-                time.sleep(status.BETWEEN)
-    except KeyboardInterrupt:
-        if interrupt.ending():
-            raise
 
 
 def show_log(*, follow: bool) -> None:
@@ -117,15 +92,6 @@ def show_log(*, follow: bool) -> None:
         why = "this checkout started no server yet"
         raise ServerError("there is no log", why, "./inv up", code="server.not-running")
     stream(logs.follow(log, lambda: follow and server is not None and server.alive))
-
-
-def shell(server: Server) -> int:
-    """Open a shell where the server runs and return its exit code: in its container, or with its environment's PATH."""
-    if server.container:
-        return call([program(), "exec", "--interactive", "--tty", server.container, "bash"], cwd=paths.ROOT, env={})
-    binaries = paths.state() / "envs" / server.device / "bin"
-    path = f"{binaries}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return call([os.environ.get("SHELL") or "/bin/sh"], cwd=paths.ROOT, env={"PATH": path})
 
 
 def _container_log(server: Server, *, follow: bool) -> None:

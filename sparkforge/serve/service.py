@@ -11,17 +11,15 @@ import os
 import pwd
 import re
 import shutil
-import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparkforge.core import paths
 from sparkforge.core.console import echo, say
-from sparkforge.core.errors import ProcessError, ServerError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.errors import ProcessError, ServerError, StorageError, UsageError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.process import run_unchecked
-from sparkforge.serve import failure, record, unit
+from sparkforge.serve import record, unit
 from sparkforge.serve.unit import NAME, ServiceUnit
 
 CODE = "server.service"
@@ -141,7 +139,7 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
     if now:
         manager.control("reset-failed", NAME, check=False)
         manager.control("restart" if former not in {None, text} else "start", "--no-block", NAME)
-        say(f"it starts now; watch it: ./inv service.status{manager.option}")
+        say(f"it starts now; watch it: {manager.systemctl.removeprefix('sudo ')} status {NAME}")
 
 
 def remove(*, system: bool) -> None:
@@ -170,55 +168,6 @@ def installed(*, system: bool) -> Manager:
         fix = f"{first.sudo}./inv service.install{first.option}"
         raise ServerError("no service is installed", why, fix, code=CODE)
     return manager
-
-
-def show(*, system: bool) -> None:
-    """Print the unit's state, its last failure and its next start. Raises ServerError if it has failed for good."""
-    version()
-    manager = installed(system=system)
-    state = manager.show()
-    activity, sub = state.get("ActiveState", "?"), state.get("SubState", "?")
-    since = f" since {stamp}" if (stamp := state.get("StateChangeTimestamp")) else ""
-    name, file_state = "system" if manager.system else "user", state.get("UnitFileState") or "not enabled"
-    echo(f"{NAME} ({name}): {activity} ({sub}){since} · {file_state}")
-    echo(f"unit: {manager.file} · restarts: {state.get('NRestarts', '?')} · pid {state.get('MainPID', '?')}")
-    if text := state.get("StatusText"):
-        echo(f"says: {text}")
-    reason = last_failure(state)
-    echo(f"last failure: {reason or 'none since its last good start'}")
-    next_start = "at boot" if file_state == "enabled" else "never by itself: it is not enabled"
-    if sub == "auto-restart":
-        pause = state.get("RestartUSecNext") or state.get("RestartUSec") or "?"
-        next_start = f"{pause} after {state.get('StateChangeTimestamp', 'its last end')}"
-    elif activity == "activating":
-        next_start = "now, or when the line above says so"
-    elif not manager.system and file_state == "enabled" and not _lingers():
-        next_start = f"at {getpass.getuser()}'s next login, not at boot: {_linger_command()}"
-    echo(f"next start: {next_start}")
-    if activity == "failed":
-        fix = f"./inv doctor; then {manager.systemctl} restart {NAME}"
-        raise ServerError("the service has stopped trying", reason or f"Result={state.get('Result')}", fix, code=CODE)
-
-
-def last_failure(state: dict[str, str]) -> str:
-    """Return how the service failed last: what our command said, and how systemd names it."""
-    reasons = []
-    if (result := state.get("Result", "success")) != "success":
-        code = state.get("ExecMainStatus", "")
-        # A start that the limit prevents leaves the result of the last one.
-        counts = [int(state.get(name) or 0) for name in ("NRestarts", "StartLimitBurst")]
-        often = state.get("ActiveState") == "failed" and counts[0] >= counts[1] > 0
-        limit = ": it ended too often, no more starts" if often or result == "start-limit-hit" else ""
-        reasons.append(f"systemd says {result}{f' (code {code})' if code not in {'', '0'} else ''}{limit}")
-    if last := failure.read(paths.state()):
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.ended))
-        reasons.append(f"{when}: {last.what}: {last.why.splitlines()[0] if last.why else ''} [{last.error}]")
-    with suppress(SparkforgeError):
-        server = record.read()
-        end = record.ended(server) if server else None
-        if server and end and not end.asked:
-            reasons.append(f"the server {record.how_it_ended(server)}")
-    return "; ".join(reasons)
 
 
 def _require_ours(manager: Manager) -> str | None:

@@ -32,7 +32,6 @@ from sparkforge.serve.record import Server
 
 SECONDS = 2.0  # for one answer of the server
 INTERVAL = 1.0  # seconds between the two readings that tokens per second need
-BETWEEN = 2.0  # seconds between two reports of --watch
 LOG_BYTES = 1 << 20  # of the log's end, in which the last error is looked for
 GENERATED, PROMPT = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
 RUNNING, WAITING, KV = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
@@ -135,12 +134,9 @@ def read_metrics(server: Server) -> MetricsSample | None:
     return MetricsSample(time.monotonic(), counted) if response.is_success and counted.get(GENERATED) else None
 
 
-def report(server: Server, before: MetricsSample | None = None) -> tuple[StatusReport, MetricsSample | None]:
-    """Return the status of a running server, and the reading for the next one's rates.
-
-    Rates are those since `before`; without it they take a second.
-    """
-    if before is None and (before := read_metrics(server)):
+def report(server: Server) -> StatusReport:
+    """Return the status of a running server; its rates are those of a second."""
+    if before := read_metrics(server):
         time.sleep(INTERVAL)
     now = read_metrics(server)
     container_health, log, began = _container(server) if server.container else ("", _end_of(server.log), server.started)
@@ -162,7 +158,7 @@ def report(server: Server, before: MetricsSample | None = None) -> tuple[StatusR
     )
     errors = _ERROR.findall(log)
     last = LastError(source="log", when=errors[-1][0], text=errors[-1][1]) if errors else None
-    return _report(served, _resident(server), last), now
+    return _report(served, _resident(server), last)
 
 
 def report_of_none() -> StatusReport:

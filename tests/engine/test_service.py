@@ -130,9 +130,6 @@ def test_a_boot_starts_the_server_and_nothing_is_left_of_a_removed_one(machine):
     machine.power_cycle()
     machine.until("ActiveState", "active")
     assert "first answers" in machine.show("StatusText")
-    status = machine.inv("service.status")
-    for text in ("active (running)", "enabled", "next start: at boot"):
-        assert text in status
     assert "tiny at http://127.0.0.1:18123/v1" in machine.inv("status")
 
     machine.inv("down")
@@ -143,7 +140,6 @@ def test_a_boot_starts_the_server_and_nothing_is_left_of_a_removed_one(machine):
     machine.sh(f"rm -r {UNIT}.d")
     assert machine.units() == before
     assert machine.show("LoadState") == "not-found"
-    assert "server.service" in machine.inv("service.status", code=24)
 
 
 def test_a_killed_server_comes_back_and_one_that_always_dies_stays_stopped(machine):
@@ -163,9 +159,7 @@ def test_a_killed_server_comes_back_and_one_that_always_dies_stays_stopped(machi
     machine.sh("touch /var/lib/stand-in/die; systemctl reset-failed; systemctl restart --no-block sparkforge.service")
     machine.until("ActiveState", "failed", seconds=900)
     starts = machine.count("starts")
-    status = machine.inv("service.status", code=24)
-    assert "ended too often" in status
-    assert "server.start" in status
+    assert machine.show("ExecMainStatus") == "24"
     time.sleep(5)
     assert machine.count("starts") == starts, "it stays stopped"
     assert machine.show("NRestarts") == "6"
@@ -179,7 +173,6 @@ def test_a_refused_start_waits_instead_of_looping_and_starts_once_the_model_has_
     time.sleep(15)
     assert machine.count("validations") <= first + 1
     assert (machine.show("MainPID"), machine.show("NRestarts")) == (pid, "0")
-    assert "activating" in machine.inv("service.status")
 
     machine.sh(f"rm /var/lib/stand-in/refuse; touch '{MODEL}/new.safetensors'")
     machine.until("ActiveState", "active", seconds=60)
@@ -191,9 +184,7 @@ def test_a_users_own_unit_starts_at_boot_if_the_user_lingers(machine):
     own = tuple(word for word in INSTALL if word != "--system")
     machine.sh("systemctl start user@0.service")
     assert "enable-linger root" in machine.inv(*own)
-    assert "next login" in machine.inv("service.status")
     machine.sh("loginctl enable-linger root")
-    assert "next start: at boot" in machine.inv("service.status")
     machine.power_cycle()
     machine.until("ActiveState", "active", user=True)
     machine.inv("service.remove")
@@ -297,7 +288,6 @@ def test_figures_of_a_boot_that_starts_the_container(docker_machine, figures, fi
         machine.until("ActiveState", "active")
     (container,) = running()
     assert "--max-num-seqs=3" in machine.engine.docker("inspect", container)
-    assert "next start: at boot" in machine.inv("service.status")
 
     machine.sh(f"mkdir -p {restarts} && printf '[Service]\\nRestartSec=1\\nRestartSteps=0\\n' > {restarts}/fast.conf")
     machine.sh("systemctl daemon-reload; kill -9 $(systemctl show -p MainPID --value sparkforge.service)")

@@ -81,7 +81,6 @@ def test_a_closed_pipe_ends_quietly_with_the_code_of_sigpipe(arguments, both, tm
         (("up", "--port"), "--port cannot be read", "./inv up --help"),
         (("bundle.unpack",), "./inv bundle.unpack needs FILE FOLDER", "./inv bundle.unpack --help"),
         (("status", "--", "-x"), "./inv status takes no words behind --", "./inv status --help"),
-        (("status", "--count", "3"), "--count 3 has no meaning here", "./inv status --watch --count 3"),
         (("--lsit",), "there is no option --lsit", "./inv --help"),
     ],
     ids=str,

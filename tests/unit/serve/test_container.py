@@ -379,15 +379,13 @@ def test_a_proved_start_is_the_last_accepted_image_and_only_a_rollback_may_be_ol
     assert json.loads((paths.state() / "accepted-images.json").read_text()) == {"embedded": "2026-11-02T00:00:00Z"}
 
 
-def test_logs_and_shell_are_the_containers(checkout, fake_engine, docker_command, capfd):
+def test_logs_are_the_containers(checkout, fake_engine, docker_command, capfd):
     server = up()
     screen.show_log(follow=False)
     assert capfd.readouterr().out == "the log\n"
     screen.show_log(follow=True)
-    screen.shell(server)
     container = server.container
     assert called(docker_command, "logs ") == [f"logs {container}", f"logs --follow {container}"]
-    assert called(docker_command, "exec") == [f"exec --interactive --tty {container} bash"]
 
 
 def test_the_last_log_is_that_of_a_stopped_container_too(checkout, fake_engine, docker_command):

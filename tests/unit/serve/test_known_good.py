@@ -1,12 +1,10 @@
 """The record of known good starts, which of them a rollback goes back to, and how."""
 
-import json
 import stat
 from dataclasses import replace
 
 import pytest
 
-from sparkforge.cli import program
 from sparkforge.core import errors
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import known_good, launch, record
@@ -68,17 +66,6 @@ def test_a_record_that_cannot_be_trusted_is_named_and_not_overwritten(state, tex
         with pytest.raises(errors.StorageError, match=message):
             use()
     assert (state / "known-good.json").read_text() == text
-
-
-def test_the_record_of_an_older_version_is_left_out_in_one_line(state, capsys):
-    state.mkdir(mode=0o700)
-    (state / "known-good.json").write_text(json.dumps(OLD))
-    (state / "known-good.json").chmod(0o600)
-    assert program.main(["rollback", "--list"]) == 0
-    assert "is of another version of Sparkforge" in capsys.readouterr().err
-    refused("there is no known good start")
-    known_good.add(START)
-    assert known_good.read() == [START]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_up_records_a_server_that_answers_what_max_has(up):
     assert (server.device, server.profile, set(server.proof)) == ("max", "cpu", set(max_server.CALLS))
     assert tuple(name for name in proof.CALLS if name in max_server.CALLS) == max_server.CALLS
     assert record.running() == server
-    report, _ = status.report(server)
+    report = status.report(server)
     assert "proved: a chat, a completion" in "\n".join(status.lines(report))
 
 

@@ -3,15 +3,13 @@
 import http.server
 import json
 import os
-import sys
 import threading
 
 import pytest
-from terminal import Terminal
 
 from sparkforge.cli import program
 from sparkforge.core.errors import NetworkError, ServerError
-from sparkforge.core.paths import ROOT, state
+from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
 from sparkforge.serve import failure, record, screen, status
 
@@ -60,7 +58,6 @@ def server(monkeypatch):
     """A recorded server whose process is this test's."""
     monkeypatch.setattr(Api, "tokens", 0)
     monkeypatch.setattr(status, "INTERVAL", 0.01)
-    monkeypatch.setattr(status, "BETWEEN", 0.01)
     http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
     threading.Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     record.log_path().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -85,7 +82,7 @@ def shown(capsys):
 
 def test_the_figures_are_the_servers(server, no_gpu):
     record.log_path().write_text(LOG)
-    report, reading = status.report(server)
+    report = status.report(server)
     served = report.server
     assert (served.model, served.profile, served.context, served.healthy) == ("m", "embedded", 4096, True)
     assert (served.load.running, served.load.waiting, served.load.kv_used) == (2, 3, 0.25)
@@ -97,8 +94,6 @@ def test_the_figures_are_the_servers(server, no_gpu):
     assert report.last_error == status.LastError(
         source="log", when="11-21 03:40:13", text="RuntimeError: no such kernel"
     )
-    second, _ = status.report(server, reading)
-    assert second.server.load.generated_per_second > 0
 
 
 def test_json_follows_its_schema_which_is_the_file(server, no_gpu, capsys):
@@ -155,37 +150,3 @@ def test_a_gpu_by_nvidia_smi_and_a_slow_one_is_a_warning(server, tmp_path, monke
     assert ("warning:" in output) == (clock == SLOW)
     [read] = status.report_of_none().gpus
     assert (read.unified, read.clock_mhz) == ("GB10" in gpu, float(clock.partition(",")[0]))
-
-
-def test_watch_prints_a_report_each_or_an_object(server, no_gpu, capsys):
-    assert program.main(["status", "--watch", "--count", "3"]) == 0
-    out = shown(capsys)
-    assert [out.count(text) for text in ("· healthy ·", "2 running", "\nup ")] == [3, 3, 3]
-    assert program.main(["status", "--watch", "--count", "2", "--json"]) == 0
-    assert [json.loads(line)["server"]["load"]["running"] for line in shown(capsys).splitlines()] == [2, 2]
-
-
-@pytest.mark.slow
-def test_watch_redraws_on_a_terminal_and_ctrl_c_ends_it_with_0(server):
-    environment = {**os.environ, "SPARKFORGE_STATE": str(state())}
-    terminal = Terminal(sys.executable, "-m", "sparkforge.cli", "status", "--watch", cwd=ROOT, env=environment)
-    try:
-        for _ in range(2):
-            terminal.expect("2 running, 3 waiting")
-        assert "\x1b[" in terminal.text[: terminal.text.rindex("2 running")]  # it went back up
-        terminal.type("\x03")
-        assert terminal.end() == 0
-        assert "Traceback" not in terminal.text
-        assert terminal.text.rstrip().endswith("\x1b[?25h")  # the cursor is back
-    finally:
-        terminal.close()
-
-
-def test_watch_ends_once_the_server_has_ended(server, no_gpu, monkeypatch, capsys):
-    def report(running, _before):
-        record.forget()
-        return status.report_of_none(), None
-
-    monkeypatch.setattr(status, "report", report)
-    assert program.main(["status", "--watch"]) == ServerError.exit_code
-    assert "no server is running" in capsys.readouterr().err

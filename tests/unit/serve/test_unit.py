@@ -3,7 +3,6 @@
 import getpass
 import shutil
 import subprocess
-from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -126,9 +125,6 @@ def test_an_account_that_is_not_there_is_named(monkeypatch):
             service.install(ServiceUnit(), system=system, account=account, now=False)
 
 
-PROPERTIES = "Result=exit-code\nExecMainStatus=24\nStartLimitBurst=6\nUnitFileState=enabled\nUnknown=1\n"
-
-
 @pytest.fixture
 def systemctl(monkeypatch, tmp_path):
     """Return a function: have systemctl print these properties; it notes its arguments."""
@@ -149,14 +145,12 @@ def systemctl(monkeypatch, tmp_path):
     return systemctl
 
 
-def test_a_users_own_unit_is_installed_shown_and_removed(systemctl, capsys, tmp_path):
+def test_a_users_own_unit_is_installed_and_removed(systemctl, capsys, tmp_path):
     systemctl("ActiveState=inactive\nUnitFileState=enabled")
     service.install(ServiceUnit(arguments=("--port=8001",)), system=False, account="", now=True)
     file = tmp_path / "systemd/user/sparkforge.service"
     assert '"--port=8001"' in file.read_text()
     assert "sudo loginctl enable-linger" in capsys.readouterr().err
-    service.show(system=False)
-    assert "next login, not at boot: sudo loginctl" in capsys.readouterr().out
     (tmp_path / "linger").mkdir()
     (tmp_path / "linger" / getpass.getuser()).touch()
     service.install(ServiceUnit(arguments=("--port=8001",)), system=False, account="", now=False)
@@ -166,23 +160,6 @@ def test_a_users_own_unit_is_installed_shown_and_removed(systemctl, capsys, tmp_
     service.remove(system=False)
     assert not file.exists()
     assert "disable --now sparkforge.service" in (tmp_path / "calls").read_text()
-
-
-@pytest.mark.parametrize(
-    ("properties", "line"),
-    [
-        ("ActiveState=failed\nNRestarts=6", "last failure: systemd says exit-code (code 24): it ended too often"),
-        ("ActiveState=activating\nSubState=auto-restart\nRestartUSec=5s", "next start: 5s after"),
-        ("ActiveState=activating\nSubState=start", "next start: now"),
-    ],
-)
-def test_the_status_names_the_last_failure_and_the_next_start(systemctl, capsys, properties, line):
-    systemctl("ActiveState=inactive")
-    service.install(ServiceUnit(), system=False, account="", now=False)
-    systemctl(PROPERTIES + properties)
-    with suppress(ServerError) if "failed" in properties else nullcontext():
-        service.show(system=False)
-    assert line in capsys.readouterr().out
 
 
 class TestOptionsOfUp:
