@@ -28,7 +28,6 @@ from pathlib import Path
 from sparkforge import pins
 from sparkforge.compile import jobs, ninjafile
 from sparkforge.compile.flashinfer import sets
-from sparkforge.compile.peaks import Peaks
 from sparkforge.core import memory, paths
 from sparkforge.core.console import confirmed, say, show_error
 from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
@@ -218,10 +217,10 @@ def remove(module: CachedModule) -> int:
 def rebuild_cost(chosen: Iterable[CachedModule]) -> tuple[int, float, float]:
     """Return units, CPU-seconds and the wall seconds that this machine would take to build these modules again.
 
-    An estimate from measured and learnt costs. Nothing of it is spent where ccache still has the objects.
+    An estimate from measured costs. Nothing of it is spent where ccache still has the objects.
     """
     units = [unit for module in chosen for unit in module.units]
-    schedule = jobs.make_schedule(units, Peaks.of_any(), memory.measure())
+    schedule = jobs.make_schedule(units, memory.measure())
     return len(units), sum(cost.cpu for cost in schedule.costs.values()), schedule.seconds()
 
 

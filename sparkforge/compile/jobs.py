@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from sparkforge.compile.peaks import Cost, Peaks
+from sparkforge.compile import peaks
+from sparkforge.compile.peaks import Cost
 from sparkforge.core import interrupt, memory
-from sparkforge.core.errors import CompileError, ProcessError, StorageError, UsageError
+from sparkforge.core.errors import CompileError, ProcessError, UsageError
 from sparkforge.core.memory import Machine
 from sparkforge.core.process import TAIL_LINES, Child, Usage, resident_sizes
 
@@ -93,7 +94,7 @@ class Schedule:
         return clock
 
 
-def make_schedule(units: Iterable[str], peaks: Peaks, machine: Machine, *, limit: int | None = None) -> Schedule:
+def make_schedule(units: Iterable[str], machine: Machine, *, limit: int | None = None) -> Schedule:
     """Return the schedule for `units` on `machine`; `limit` is the most jobs that the user wants."""
     costs = {unit: peaks.cost(unit) for unit in units}
     order = sorted(costs, key=lambda unit: (-costs[unit].peak, -costs[unit].cpu, unit))
@@ -150,20 +151,19 @@ class JobsReport:
 def run(
     units: Sequence[Unit],
     schedule: Schedule,
-    peaks: Peaks,
     site: Site,
     watch: UnitObserver = lambda *_: None,
     machine: Callable[[], Machine] = memory.measure,
 ) -> JobsReport:
     """Run every unit once (a killed one twice), as `schedule` allows; its output goes to a file in the site's logs.
 
-    Costs are learnt as units end, not from ccache's hits. Raises CompileError before the start for a unit that cannot
-    fit, or when the memory has gone meanwhile; ProcessError for a unit that failed, when those beside it have ended;
-    CompileError for one that was killed alone. Nothing is left running.
+    Raises CompileError before the start for a unit that cannot fit, or when the memory has gone meanwhile; ProcessError
+    for a unit that failed, when those beside it have ended; CompileError for one that was killed alone. Nothing is left
+    running.
     """
     if schedule.oversized:
         raise _too_big(schedule, schedule.oversized[0], machine())
-    return _Run({unit.name: unit for unit in units}, schedule, peaks, site, watch, machine).all()
+    return _Run({unit.name: unit for unit in units}, schedule, site, watch, machine).all()
 
 
 @dataclass
@@ -179,7 +179,6 @@ class _Started:
 class _Run:
     units: Mapping[str, Unit]
     schedule: Schedule
-    peaks: Peaks
     site: Site
     watch: UnitObserver
     machine: Callable[[], Machine]
@@ -189,7 +188,6 @@ class _Run:
         self.running: dict[str, _Started] = {}
         self.again: list[str] = []  # killed once; each runs alone
         self.retried: set[str] = set()
-        self.untaught: dict[str, Cost] = {}
         self.failure: ProcessError | None = None
         self.report = JobsReport()
         self.budget = self.schedule.budget
@@ -261,11 +259,6 @@ class _Run:
         result = UnitResult(usage, time.monotonic() - started.started_at, cached, name in self.retried)
         if usage.code == 0:
             self.report.units[name] = result
-            if not cached:
-                self.untaught[name] = Cost(usage.peak, usage.cpu_seconds)
-                with suppress(StorageError):  # another build writes this very moment; ours goes with the next unit's
-                    self.peaks.learn(self.untaught)
-                    self.untaught.clear()
             self.watch("cached" if cached else "done", started.unit, result)
         elif was_killed(usage.code, output):
             self.watch("killed", started.unit, result)

@@ -17,7 +17,6 @@ from sparkforge.compile import jobs
 from sparkforge.compile.diagnosis import explained
 from sparkforge.compile.jobs import JobsReport, Schedule, Site, Stage, Unit, UnitResult
 from sparkforge.compile.ninjafile import COMPILERS
-from sparkforge.compile.peaks import Peaks
 from sparkforge.core import memory
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
@@ -76,21 +75,19 @@ def pending(ninja: Sequence[str | Path], *targets: str, env: Mapping[str, str] |
     return [line.partition("] ")[2] for line in output.splitlines() if line.startswith("[")]
 
 
-def build(
-    units: Sequence[Unit], commands: set[str], peaks: Peaks, site: Site, link: Callable[[Schedule], object]
-) -> BuildResult:
+def build(units: Sequence[Unit], commands: set[str], site: Site, link: Callable[[Schedule], object]) -> BuildResult:
     """Run those of `units` whose command is among `commands`, as memory allows, then `link` with the schedule.
 
     `link` has ninja do the rest. Raises what `jobs.run` raises; a ProcessError says what a compiler's complaint means,
     where that is known.
     """
     wanted = [unit for unit in units if unit.command[-1] in commands]
-    schedule = jobs.make_schedule([unit.name for unit in wanted], peaks, memory.measure(), limit=site.limit)
+    schedule = jobs.make_schedule([unit.name for unit in wanted], memory.measure(), limit=site.limit)
     report = JobsReport()
     progress = CompileProgress(schedule)
     try:
         if wanted:
-            report = jobs.run(wanted, schedule, peaks, site, progress.watch)
+            report = jobs.run(wanted, schedule, site, progress.watch)
         link(schedule)
     except ProcessError as error:
         raise explained(error) from None

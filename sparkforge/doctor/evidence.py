@@ -39,7 +39,7 @@ IMAGE_LOGS = ("logs/image.log", "logs/compose.log")
 FAILED_BUILD = (b"failed to solve", b"Error response from daemon")
 MANIFESTS = (
     *("*.manifest.json", "*/*.manifest.json", "*/*/*.manifest.json", "envs/*/.complete.json"),
-    *("*/audit-*.json", "build/vllm/*/audit.json", "up.json", "peaks.json"),
+    *("*/audit-*.json", "build/vllm/*/audit.json", "up.json"),
     "envs/*/lib/python3*/site-packages/*.dist-info/patches/upstream.json",
 )
 # What the embedded server imports.

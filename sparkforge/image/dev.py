@@ -24,7 +24,6 @@ from sparkforge.compile import cache, toolchain
 from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
 from sparkforge.compile.jobs import make_schedule
-from sparkforge.compile.peaks import Peaks
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core import manifest, memory, paths
 from sparkforge.core.console import echo, say
@@ -299,7 +298,7 @@ def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
 
 def max_jobs() -> int:
     """Return how many of the hungriest unknown compilations fit into the memory that is free now, at least one."""
-    return make_schedule([HUNGRY], Peaks.of_any(), memory.measure()).max_jobs
+    return make_schedule([HUNGRY], memory.measure()).max_jobs
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.report import audit_files
 from sparkforge.bench import schema, settings, trace
-from sparkforge.compile import ninjafile, peaks
-from sparkforge.compile.peaks import Peaks
+from sparkforge.compile import ninjafile
 from sparkforge.core import documents, events, manifest, redact, tables
 from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
 from sparkforge.core.openai import Endpoint
@@ -468,11 +467,6 @@ def _read_state(name: str, load: Callable[[Path], object]) -> Read:
     return read
 
 
-def _read_peaks(data: bytes, scratch: Path) -> None:
-    write(peaks.learnt_path(), data)
-    Peaks.of_any().cost("m/a.cuda.o")
-
-
 def _results(_scratch: Path) -> list[bytes]:
     return [benchmarks.result(1).model_dump_json(indent=1).encode()]
 
@@ -726,7 +720,6 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("trace", _traces, _loaded(trace.read, "trace.json"), cost=2.0)
     recipe = _files("sparkforge/recipes/gpt-oss-120b.toml")
     yield Parser("recipe", recipe, _loaded(models.read.__wrapped__, "recipe.toml"), cost=4.0)  # without its cache
-    yield Parser("peaks", _texts('{"schema": 1, "contexts": {"c": {"m/a.o": {"peak": 1, "cpu": 1.5}}}}'), _read_peaks)
     yield Parser("server-record", _record, _read_state("server.json", lambda state: record.read(state / "server.json")))
     yield Parser("failure-record", _texts(
         '{"error": "InputError", "what": "a", "why": "b", "fix": "c", "began": 1.5, "ended": 2.5}'

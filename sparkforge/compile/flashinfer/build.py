@@ -27,7 +27,7 @@ from sparkforge.compile.flashinfer.environment import KernelEnvironment
 from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
 from sparkforge.compile.jobs import Schedule, Site, parse_limit
 from sparkforge.compile.ninja import BuildResult
-from sparkforge.compile.peaks import Peaks
+from sparkforge.compile.peaks import cost
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
@@ -236,7 +236,6 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
     modules = {name: ninja_build.read_units(folder, order.ninja(folder)[0]) for name, folder in folders.items()}
     units = [unit for module in modules.values() for unit in module]
     unlinked = {name: ninja_build.pending(order.ninja(folder)) for name, folder in folders.items()}
-    peaks = Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}")
 
     def link(schedule: Schedule) -> None:
         """Have ninja take the objects from ccache, record them, and link. If ccache lost some, memory bounds it."""
@@ -247,13 +246,12 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
     result = ninja_build.build(
         units,
         {command for commands in unlinked.values() for command in commands},
-        peaks,
         Site(order.env, order.output / "logs", order.lock, order.limit),
         link,
     )
     return result, {
         "modules": {name: len(module) for name, module in modules.items()},
-        "each": {unit.name: asdict(peaks.cost(unit.name)) for unit in units},
+        "each": {unit.name: asdict(cost(unit.name)) for unit in units},
     }
 
 

@@ -30,7 +30,6 @@ from sparkforge.compile import toolchain
 from sparkforge.compile.diagnosis import explained
 from sparkforge.compile.jobs import Site, Unit, parse_limit
 from sparkforge.compile.ninja import BuildResult
-from sparkforge.compile.peaks import Peaks
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.compile.vllm import environment as vllm_env
 from sparkforge.compile.vllm import sources as vllm_sources
@@ -336,7 +335,6 @@ def _compile(order: ExtensionOrder, units: Sequence[Unit], outputs: Sequence[str
     return ninja_build.build(
         units,
         set(ninja_build.pending(ninja, *outputs, env=order.env)),
-        Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}"),
         Site(order.env, order.folder / "logs", order.lock, order.limit),
         lambda schedule: run([*ninja, "-j", str(schedule.max_jobs), *outputs], env=order.env),
     )

@@ -7,8 +7,7 @@ import tarfile
 from contextlib import suppress
 from pathlib import Path
 
-from robustness.scenario import BUSY, Scenario, write
-from sparkforge.compile.peaks import Cost, Peaks, learnt_path
+from robustness.scenario import Scenario, write
 from sparkforge.core.errors import ServerError, SparkforgeError, StorageError
 from sparkforge.doctor import evidence, support
 from sparkforge.serve import failure, record
@@ -41,21 +40,6 @@ def _judge_failure(work: Path) -> None:
     written = failure.read(work / "state")
     assert written is not None
     assert written.what in {"the first", "the second"}
-
-
-def _prepare_peaks(work: Path) -> None:
-    write(work / "state/mine.json", "{}")
-    Peaks("old").learn({f"m/{n}.cuda.o": Cost(n + 1, 1.0) for n in range(200)})
-
-
-def _act_peaks(work: Path) -> None:
-    Peaks("new").learn({"m/a.cuda.o": Cost(5, 1.0)})
-
-
-def _judge_peaks(work: Path) -> None:
-    """What was learnt in weeks is never lost: it is in its file, or in one put aside that could not be read."""
-    files = learnt_path().parent.glob(f"{learnt_path().name}*")
-    assert any(len(json.loads(file.read_text())["contexts"].get("old", [])) == 200 for file in files)
 
 
 def _prepare_record(work: Path) -> None:
@@ -100,15 +84,6 @@ def _judge_support(work: Path) -> None:
 
 SCENARIOS = [
     Scenario("failure-record", _prepare_failure, _act_failure, _judge_failure, volatile=("state/failure.json",)),
-    Scenario(
-        "peaks",
-        _prepare_peaks,
-        _act_peaks,
-        _judge_peaks,
-        volatile=("state/peaks.json",),
-        kept=("state/peaks.json.[!l]*",),
-        races=(0, BUSY),
-    ),
     Scenario("server-record", _prepare_record, _act_record, _judge_record),
     Scenario("support", _prepare_support, _act_support, _judge_support),
 ]

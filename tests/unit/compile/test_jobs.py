@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparkforge.compile import jobs, peaks
 from sparkforge.compile.jobs import RESERVE, Site, Unit, Waiting
-from sparkforge.compile.peaks import Cost, Peaks
+from sparkforge.compile.peaks import Cost
 from sparkforge.core.errors import UsageError
 from sparkforge.core.memory import Machine
 from sparkforge.core.process import started_at
@@ -18,15 +18,15 @@ MB = 10**6
 GIB = 1 << 30
 
 
-def costs(*sizes, context="test"):
-    """Costs that know units u0, u1, … with these peaks."""
-    known = Peaks(context)
-    known.learnt = {f"u{number}": Cost(size, 1.0 + number % 3) for number, size in enumerate(sizes)}
-    return known
+def costs(*sizes):
+    """Costs of units u0, u1, … with these peaks."""
+    return {f"u{number}": Cost(size, 1.0 + number % 3) for number, size in enumerate(sizes)}
 
 
 def schedule(known, budget, cores=4, **options):
-    return jobs.make_schedule(list(known.learnt), known, Machine(budget + RESERVE, cores), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peaks, "cost", known.__getitem__)
+        return jobs.make_schedule(known, Machine(budget + RESERVE, cores), **options)
 
 
 # --- the plan ---
@@ -37,9 +37,7 @@ def schedule(known, budget, cores=4, **options):
     [(119 * GIB, 20, 11), (24 * GIB, 2, 2), (24 * GIB, 20, 2), (20 * GIB, 2, 1), (1 << 40, 20, 20)],
 )  # fmt: skip
 def test_max_jobs_is_what_cores_and_the_hungriest_unit_allow(available, cores, expected):
-    scheduled = jobs.make_schedule(
-        ["fused_moe_120/gemm_grouped_sm120_group6.cuda.o"], Peaks("c"), Machine(available, cores)
-    )
+    scheduled = jobs.make_schedule(["fused_moe_120/gemm_grouped_sm120_group6.cuda.o"], Machine(available, cores))
     assert scheduled.max_jobs == expected
 
 
@@ -100,40 +98,37 @@ def site(folder):
     return Site({}, folder / "logs", folder / "lock")
 
 
-def go(plan, commands, tmp_path, known, **options):
+def go(plan, commands, tmp_path, **options):
     units = [Unit(f"u{number}", tuple(command), tmp_path) for number, command in enumerate(commands)]
     watcher = Watcher(plan)
     options.setdefault("machine", lambda: Machine(1 << 40, 4))
     try:
-        return jobs.run(units, plan, known, site(tmp_path), watcher, **options), watcher
+        return jobs.run(units, plan, site(tmp_path), watcher, **options), watcher
     except Exception as error:
         error.watcher = watcher
         raise
 
 
 @pytest.mark.slow
-def test_real_programs_stay_within_the_budget_and_their_peaks_are_learnt(tmp_path, monkeypatch):
+def test_real_programs_stay_within_the_budget(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "SAMPLE", 0.05)
     known = costs(*[160 * MB] * 5)
     scheduled = schedule(known, 350 * MB, cores=8)
-    report, watcher = go(scheduled, [holding(120)] * 5, tmp_path, known)
+    report, watcher = go(scheduled, [holding(120)] * 5, tmp_path)
     assert sorted(report.units) == [f"u{number}" for number in range(5)]
     assert max(watcher.sums) == 320 * MB  # two at once, never three
     assert 120 * MB <= report.peak <= 350 * MB
-    learnt = Peaks("test").learnt
-    assert all(cost.peak >= 120 * MB for cost in learnt.values())
-    assert len(learnt) == 5
+    assert all(result.usage.peak >= 120 * MB for result in report.units.values())
 
 
-def test_a_hit_of_ccache_teaches_nothing(tmp_path):
+def test_a_hit_of_ccache_is_told(tmp_path):
     known = costs(MB)
     code = (
         "import os; open(os.environ['CCACHE_STATSLOG'], 'w').write('# x.cu\\ndirect_cache_hit\\nlocal_storage_hit\\n')"
     )
-    report, watcher = go(schedule(known, 10 * GIB), [python(code)], tmp_path, known)
+    report, watcher = go(schedule(known, 10 * GIB), [python(code)], tmp_path)
     assert report.units["u0"].cached
     assert watcher.events[-1] == ("cached", "u0")
-    assert not peaks.learnt_path().exists()
 
 
 def killed_once(flag, how="kill -9 $$"):
@@ -148,7 +143,7 @@ def killed_once(flag, how="kill -9 $$"):
 def test_a_killed_compiler_is_tried_again_alone(tmp_path, how):
     known = costs(30, 20, 10)
     commands = [killed_once(tmp_path / "flag", how), holding(1, 0.5), holding(1, 0)]
-    report, watcher = go(schedule(known, GIB, cores=2), commands, tmp_path, known)
+    report, watcher = go(schedule(known, GIB, cores=2), commands, tmp_path)
     assert sorted(report.units) == ["u0", "u1", "u2"]
     assert report.units["u0"].retried
     again = len(watcher.events) - 1 - watcher.events[::-1].index(("started", "u0"))
@@ -159,7 +154,7 @@ def test_a_killed_compiler_is_tried_again_alone(tmp_path, how):
 def test_a_compiler_killed_twice_is_out_of_memory_with_the_unit_and_the_next_setting(tmp_path):
     known = costs(2 * GIB)
     with refused("compile.killed") as caught:
-        go(schedule(known, 3 * GIB), [("sh", "-c", "kill -9 $$")], tmp_path, known)
+        go(schedule(known, 3 * GIB), [("sh", "-c", "kill -9 $$")], tmp_path)
     assert "u0" in caught.value.what
     assert "out of memory" in caught.value.why
     assert "2.1 GB predicted" in caught.value.why
@@ -181,7 +176,7 @@ def test_an_error_in_the_source_is_told_once_the_others_have_ended(tmp_path):
     known = costs(30, 20, 10)
     commands = [("sh", "-c", "echo 'x.cu(1): error: no such thing'; exit 2"), holding(1, 0.5), holding(1)]
     with refused("process.failed", r"u0 ended with code 2 · x.cu\(1\): error: no such thing") as caught:
-        go(schedule(known, GIB, cores=2), commands, tmp_path, known)
+        go(schedule(known, GIB, cores=2), commands, tmp_path)
     assert ("done", "u1") in caught.value.watcher.events
     assert ("started", "u2") not in caught.value.watcher.events
 
@@ -189,7 +184,7 @@ def test_an_error_in_the_source_is_told_once_the_others_have_ended(tmp_path):
 def test_a_unit_that_cannot_fit_stops_the_build_before_it_starts(tmp_path):
     known = costs(GIB, 3 * GIB)
     with refused("compile.memory", "u1 does not fit") as caught:
-        go(schedule(known, 2 * GIB), [holding(1), holding(1)], tmp_path, known)
+        go(schedule(known, 2 * GIB), [holding(1), holding(1)], tmp_path)
     assert caught.value.watcher.events == []
 
 
@@ -199,9 +194,9 @@ def test_memory_that_goes_meanwhile_is_waited_for_and_then_named(tmp_path, monke
     known = costs(2 * GIB, GIB)
     plan, commands = schedule(known, 2 * GIB), [holding(1, 0), holding(1, 0)]
     with refused("compile.memory", "u0"):
-        go(plan, commands, tmp_path, known, machine=lambda: Machine(RESERVE + GIB, 4))
+        go(plan, commands, tmp_path, machine=lambda: Machine(RESERVE + GIB, 4))
     sizes = itertools.chain([GIB] * 3, itertools.repeat(3 * GIB))
-    report, _ = go(plan, commands, tmp_path, known, machine=lambda: Machine(RESERVE + next(sizes), 4))
+    report, _ = go(plan, commands, tmp_path, machine=lambda: Machine(RESERVE + next(sizes), 4))
     assert len(report.units) == 2
 
 
@@ -217,14 +212,14 @@ def test_nothing_is_left_running_after_an_interruption(tmp_path):
         return Machine(1 << 40, 4)
 
     with pytest.raises(KeyboardInterrupt):
-        go(schedule(known, GIB), [command] * 2, tmp_path, known, machine=interrupt)
+        go(schedule(known, GIB), [command] * 2, tmp_path, machine=interrupt)
     assert [started_at(int(pid)) for pid in pids.read_text().split()] == [None, None]
 
 
 def test_a_compiler_is_the_kernels_first_victim(tmp_path):
     known = costs(1)
     wait = f"for n in $(seq 600); do [ $(cat /proc/$$/oom_score_adj) = {jobs.VICTIM} ] && break; sleep 0.1; done"
-    go(schedule(known, GIB), [("sh", "-c", f"{wait}; cat /proc/self/oom_score_adj > score")], tmp_path, known)
+    go(schedule(known, GIB), [("sh", "-c", f"{wait}; cat /proc/self/oom_score_adj > score")], tmp_path)
     assert (tmp_path / "score").read_text().strip() == jobs.VICTIM
 
 

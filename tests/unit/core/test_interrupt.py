@@ -20,7 +20,6 @@ from invoke.collection import Collection
 from sparkforge.compile import jobs
 from sparkforge.core import memory
 from sparkforge.compile.jobs import Site, Unit
-from sparkforge.compile.peaks import Cost, Peaks
 from sparkforge.cli.command import task
 from sparkforge.core.files import locked, write_atomic
 from sparkforge.core.process import call, run
@@ -30,11 +29,9 @@ NEST = "sleep 600 & echo $! >> pids; echo $$ >> pids; wait"
 @task()
 def plan(_ctx):
     """Run two units."""
-    peaks = Peaks("test")
     units = [Unit(f"u{n}", ("sh", "-c", NEST)) for n in range(2)]
-    peaks.learnt = {unit.name: Cost(1, 1.0) for unit in units}
-    made = jobs.make_schedule([unit.name for unit in units], peaks, memory.Machine(1 << 40, 2))
-    jobs.run(units, made, peaks, Site({}, Path("logs"), Path("lock")))
+    made = jobs.make_schedule([unit.name for unit in units], memory.Machine(1 << 40, 2))
+    jobs.run(units, made, Site({}, Path("logs"), Path("lock")))
 
 @task()
 def program(_ctx):

@@ -111,12 +111,10 @@ def test_what_a_killed_build_compiles_is_waited_for_and_the_next_run_finishes(or
     script = f"""
 from pathlib import Path
 from sparkforge.compile import jobs
-from sparkforge.compile.peaks import Peaks
 from sparkforge.core import memory
 unit = jobs.Unit("u", ("sh", "-c", "touch {ready}; sleep 1; mv {depfile} {tmp_path}/late"))
-peaks, site = Peaks("test"), jobs.Site({{}}, Path({str(tmp_path)!r}), Path({str(lock)!r}))
-peaks.learnt = {{"u": jobs.Cost(1, 1.0)}}
-jobs.run([unit], jobs.make_schedule(["u"], peaks, memory.measure()), peaks, site)
+site = jobs.Site({{}}, Path({str(tmp_path)!r}), Path({str(lock)!r}))
+jobs.run([unit], jobs.make_schedule(["u"], memory.Machine(1 << 40, 2)), site)
 """
     builder = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)})
     while not ready.exists():
