@@ -25,11 +25,7 @@ namespace = Collection(
     list=models.list_,
 )
 
-_build = Collection(
-    "build",
-    kernels=build.build_kernels,
-    vllm=build.build_vllm,
-)
+_build = Collection("build", kernels=build.build_kernels)
 _build.add_task(build.build, name="all", default=True)
 _patch = Collection("patch")
 _patch.add_task(build.patch_make, name="make", default=True)

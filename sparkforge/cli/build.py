@@ -173,44 +173,6 @@ def build_kernels(_ctx: Context, options: KernelOptions) -> None:
         packs.publish(request, image_path(options.publish), key_file)
 
 
-@dataclass(frozen=True)
-class ExtensionOptions:
-    """Options of `./inv build.vllm`."""
-
-    sources: str = option(
-        "folder of an unpacked bundle, or with a git checkout for each repository; default: the network"
-    )
-    jobs: str = option(JOBS, "auto")
-    arch: str = option("12.1a: the DGX Spark's; vLLM's CMake files make 12.0 and 12.0f of it; default: the image's")
-    python: str = option("interpreter with torch and CUDA to compile against; default: one of our own")
-    output: str = option("folder of the overlay")
-    targets: str = option("CMake targets with commas; default: all that SM121 uses")
-    into: str = option("site-packages with upstream's wheel: install the overlay over it")
-    stack: str = option(STACK)
-
-
-@task(example="./inv build.vllm --targets _C_stable_libtorch", **texts(ExtensionOptions))
-@with_fields(ExtensionOptions)
-def build_vllm(_ctx: Context, options: ExtensionOptions) -> None:
-    """Compile and audit vLLM's own extensions, without a GPU."""
-    from sparkforge.compile.vllm import overlay
-    from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
-
-    folder, _ = build_extensions(
-        ExtensionRequest(
-            chosen_stack(options.stack),
-            targets=options.targets,
-            sources=caller_path(options.sources),
-            jobs=chosen_jobs(options.jobs),
-            arch=options.arch,
-            python=caller_path(options.python),
-            output=caller_path(options.output),
-        )
-    )
-    if options.into:
-        overlay.install_overlay(folder, caller_path(options.into))
-
-
 @task(
     example="./inv patch --machine aarch64",
     stack=STACK,

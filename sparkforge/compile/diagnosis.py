@@ -31,7 +31,7 @@ KNOWN = (
     (
         re.compile(r"(No supported CUDA architectures)"),
         "CMake found no architecture to build for ({0})",
-        "./inv build.vllm --arch 12.1a",
+        "./inv build --from source",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""`./inv build.vllm`: compile vLLM's own extensions for SM121, without a GPU, into an overlay for upstream's wheel.
+"""`./inv build --from source`: compile vLLM's extensions for SM121, without a GPU, into an overlay for its wheel.
 
     sdist ─► private patched copy ─► cmake ─► units, hungriest first ─► ninja links ─► audit ─► overlay and manifest
 
@@ -356,7 +356,7 @@ def _install(order: ExtensionOrder) -> Path:
             raise CompileError(
                 f"{target} was built, but there is no {order.table.targets[target].output}",
                 "CMake installs it under another name; an interpreter without the stable ABI does this",
-                "name an interpreter that is not free-threaded: ./inv build.vllm --python PATH",
+                "name an interpreter that is not free-threaded: ./inv build --from source --compile-python PATH",
                 code="compile.incomplete",
             )
     return staged

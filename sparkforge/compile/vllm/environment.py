@@ -32,7 +32,7 @@ except Exception as error:
     facts |= {"torch": "", "cuda": "", "error": repr(error)}
 print(json.dumps(facts))
 """
-FIX = "./inv build.vllm without --python makes an environment that fits"
+FIX = "./inv build --from source without --compile-python makes an environment that fits"
 
 
 class Facts(BaseModel):

@@ -1,4 +1,4 @@
-"""Lay the overlay of `build.vllm` over upstream's wheel of the same version: in a site-packages or an unpacked wheel.
+"""Lay the overlay of `build --from source` over upstream's wheel of the same version, installed or unpacked.
 
 An overlay, and no wheel of our own: upstream's holds Python that only its build brings by git (triton_kernels, parts of
 flash-attention, the Rust frontend), and a second distribution with the same files would break uninstalling the first.
@@ -27,7 +27,7 @@ SCHEMA = 1
 STAGE = "vllm-wheel"
 TARGET = TargetMachine("aarch64")  # the machine that serves, whatever this one is
 UNPACKED = 3  # upstream's aarch64 wheel: 321 MB packed, 0.78 GB unpacked
-AGAIN = "./inv build.vllm, or name the overlay that it made"
+AGAIN = "./inv build --from source, which makes one"
 
 
 def replace_libraries(overlay: Path, tree: Path) -> bool:
@@ -38,7 +38,7 @@ def replace_libraries(overlay: Path, tree: Path) -> bool:
     """
     record = manifest.load(overlay)
     if record is None or record.stage != "vllm":
-        raise _error(f"{overlay} is no overlay", "it has no manifest of build.vllm beside it", AGAIN)
+        raise _error(f"{overlay} is no overlay", "it has no manifest of a build from source beside it", AGAIN)
     for name, sha256 in record.outputs.items():
         if not (overlay / name).is_file() or sha256_file(overlay / name) != sha256:
             raise _error(f"{overlay} is damaged", f"{name} is gone or not the one that was made", AGAIN)

@@ -98,9 +98,7 @@ def fetch_sources(
         names = ", ".join(missing)
         say(f"without {names}, which cannot be had: a unit that includes it does not compile (--sources DIR)")
     elif missing:
-        possible = [target for target in table.used if not set(table.targets[target].needs) & missing.keys()]
-        only = f"or only what needs none of it: ./inv build.vllm --targets {','.join(possible)}"
-        raise _missing_repositories(missing, users, stack, only)
+        raise _missing_repositories(missing, users, stack)
     if checkout is not None:
         return ExtensionSources(checkout, list_checkout(checkout), None, repositories)
     queue = Queue.load(ROOT / "patches" / str(component.patches))
@@ -157,9 +155,7 @@ def _checkout(name: str, pin: GitSource, folder: Path) -> Repository:
     return Repository(folder.absolute(), f"{pin.commit} checkout")
 
 
-def _missing_repositories(
-    missing: Mapping[str, str], users: Mapping[str, Sequence[str]], stack: Stack, alternative: str
-) -> CompileError:
+def _missing_repositories(missing: Mapping[str, str], users: Mapping[str, Sequence[str]], stack: Stack) -> CompileError:
     """Say which repositories are missing, why each is needed, and every way to get them."""
     why = "\n        ".join(
         f"{name} ({stack.git[name].tag[: trees.DIGITS]}): {reason}; needed for {', '.join(users[name])}: "
@@ -170,9 +166,8 @@ def _missing_repositories(
     fixes = (
         "on a machine with a network: ./inv build --only sources",
         "  and ./inv bundle --more toolchain,build-vllm --output spark.tar",
-        "  and on this one: ./inv bundle.unpack spark.tar DIR && ./inv build.vllm --sources DIR",
-        *(f"or by hand: {command}, then ./inv build.vllm --sources DIR" for command in commands),
-        alternative,
+        "  and on this one: ./inv bundle.unpack spark.tar DIR && ./inv build --from source --sources DIR",
+        *(f"or by hand: {command}, then ./inv build --from source --sources DIR" for command in commands),
     )
     return CompileError(
         f"{len(missing)} of vLLM's repositories are missing", why, "\n        ".join(fixes), code="compile.inputs"

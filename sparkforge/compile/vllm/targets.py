@@ -64,16 +64,14 @@ class TargetTable(Record):
             if name not in self.targets:
                 raise UsageError(f"vLLM has no target {name}", f"there are {', '.join(self.used)}", "name one of them")
             if not (target := self.targets[name]).use:
-                raise UsageError(
-                    f"{name} is not built for SM121", f"{target.why} ({target.where})", "./inv build.vllm without it"
-                )
+                raise UsageError(f"{name} is not built for SM121", f"{target.why} ({target.where})", "leave it out")
         return [name for name in self.used if not names or name in names]
 
     def mapped(self, arch: str) -> Arch:
         """Return what CMake makes of `arch`. Raises UsageError for an architecture that was not tried."""
         if arch not in self.arch:
             known = ", ".join(self.arch)
-            raise UsageError(f"no rule for --arch {arch}", f"tried were {known}", "./inv build.vllm --arch 12.1a")
+            raise UsageError(f"no rule for --arch {arch}", f"tried were {known}", "build for 12.1a")
         return self.arch[arch]
 
 

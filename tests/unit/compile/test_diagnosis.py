@@ -36,7 +36,7 @@ def test_other_messages_stay(line):
     [("x.cuh:11:10: fatal error: cutlass/numeric_size.h: No such file or directory", "CUTLASS has no cutlass/numeric",
       "unset VLLM_CUTLASS_SRC_DIR"),
      ('gemm.cu:1:2: error: #error "left out of this build: see …"', "a repository that is left out", "--targets"),
-     ("  No supported CUDA architectures; the build would produce a binary", "no architecture", "--arch 12.1a"),
+     ("  No supported CUDA architectures; the build would produce a binary", "no architecture", "build --from source"),
      ("ptxas fatal   : PTX with .target 'sm_121a' cannot be compiled for architecture 'sm_121'", "sm_121a",
       "nvcc -gencode arch=compute_121a,code=sm_121a")],
 )  # fmt: skip

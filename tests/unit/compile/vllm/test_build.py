@@ -169,7 +169,6 @@ def test_a_missing_repository_is_named_with_its_reason_and_every_way_to_bring_it
     assert "./inv bundle --more toolchain,build-vllm" in error.fix
     assert "git -C DIR/cutlass fetch" in error.fix
     assert "cb4247394dd82148787aed73e5dc7cef33cbf862" in error.fix
-    assert "--targets cumem_allocator,spinloop,fs_io_C" in error.fix
 
 
 @pytest.mark.needs("git")

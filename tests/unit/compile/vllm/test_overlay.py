@@ -104,7 +104,7 @@ REFUSED = {
     r"it is for (aarch64|x86_64), and the overlay for (x86_64|aarch64)": of_another_cpu,
     "cannot be replaced": lambda _overlay, tree: (tree / NAMES[0]).write_bytes(b"no library"),
     "is gone or not the one that was made": lambda overlay, _tree: (overlay / NAMES[0]).write_bytes(b"x"),
-    "it has no manifest of build.vllm beside it": lambda overlay, _tree: manifest.beside(overlay).unlink(),
+    "it has no manifest of a build from source beside it": lambda overlay, _tree: manifest.beside(overlay).unlink(),
 }
 
 
