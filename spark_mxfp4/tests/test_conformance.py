@@ -16,19 +16,9 @@ def test_our_kernel_passes_every_case():
     assert all(result.difference < 0.006 for result in results)
 
 
-def test_a_layout_of_its_own_is_undone(laid_out_kernel):
-    conformance.check(registry.load(laid_out_kernel))
-
-
-def test_sizes_are_padded_to_its_alignments():
-    class Wide(MoeKernel):
-        hidden_alignment = intermediate_alignment = 256
-
-        def run(self, x, weights, *routing):
-            assert not {x.shape[-1] % 256, weights.down.weight.shape[1] % 256, weights.down.weight.shape[2] % 128} - {0}
-            return moe(x, weights, *routing)
-
-    conformance.check(Wide("wide"))
+@pytest.mark.parametrize("kernel", ["padded_kernel", "laid_out_kernel"])
+def test_sizes_are_padded_and_a_layout_of_its_own_is_undone(request, kernel):
+    conformance.check(registry.load(request.getfixturevalue(kernel)))
 
 
 def swapped(weights):

@@ -104,18 +104,6 @@ def test_logits_and_greedy_tokens_are_the_unmodified_models(checkpoint, wanted, 
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_packed_model_holds_and_saves_the_checkpoints_bytes(checkpoint, tmp_path):
-    stored = {key: value for path in checkpoint.glob("*.safetensors") for key, value in load_file(path).items()}
-    model = hf.load_packed(str(checkpoint))
-    state = model.state_dict()
-    assert state.keys() == stored.keys()
-    assert all(torch.equal(state[key], stored[key]) for key in stored)
-    model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    assert saved.keys() == stored.keys()
-    assert all(torch.equal(saved[key], stored[key]) for key in stored)
-
-
 def test_converting_costs_less_than_one_layer_at_its_peak():
     """In a process of its own: resident memory at its highest, above the start."""
     layer, peak, after, total = map(int, run_program(Path(__file__).parent / "convert_peak.py").split())

@@ -73,15 +73,6 @@ def test_a_layer_is_right_however_its_work_is_cut(experts, hidden, intermediate,
 
 
 @pytest.mark.usefixtures("gpu_on_cpu")
-@pytest.mark.parametrize(("shape", "tokens"), [(7, 16), (7, 40), (8, 32), (9, 57), (9, 64)])
-def test_a_tile_of_many_tokens_reads_its_weights_once(shape, tokens):
-    weights, x = random_weights(2, 96, 160, "cpu"), activations(tokens, 96)
-    ids, shares = random_routing(tokens, 2, 1, "one", device="cpu")
-    got = run(weights, x, ids, shares, LayerPlan(shape, 1))
-    assert error(got, reference(x, weights, ids, shares)) < BF16
-
-
-@pytest.mark.usefixtures("gpu_on_cpu")
 def test_swiglu_may_be_of_plain_silu_without_limits():
     weights, x = random_weights(4, 64, 96, "cpu"), activations(5, 64)
     ids, shares = random_routing(5, 4, 2, device="cpu")

@@ -6,13 +6,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from spark_mxfp4.mxfp4 import BLOCK, dequantize, quantize
 
-ALL_SCALES = range(256)
 FINITE = [torch.float32, torch.bfloat16, torch.float16]
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -63,18 +62,6 @@ def test_scale_255_is_nan_for_its_block_only(dtype):
     assert got[0, 32:].isfinite().all()
 
 
-def test_float32_subnormals_are_kept():
-    blocks, scales = torch.full((1, 16), 0x11, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-    got = dequantize(blocks, scales, torch.float32)
-    assert set(got.tolist()) == {2.0**-128}
-
-
-def test_low_nibble_comes_first():
-    blocks = torch.zeros(1, 16, dtype=torch.uint8)
-    blocks[0, 0] = 0x72  # low nibble 2 is 1.0, high nibble 7 is 6.0
-    assert dequantize(blocks, torch.tensor([127], dtype=torch.uint8))[:3].tolist() == [1.0, 6.0, 0.0]
-
-
 def slow_quantize_block(values: list[float]) -> tuple[list[int], int]:
     """Quantise one block by the specification's words, in exact arithmetic."""
     if not all(math.isfinite(v) for v in values):
@@ -110,6 +97,10 @@ def check_against_slow(values: torch.Tensor) -> None:
 
 
 @hypothesis_settings(max_examples=150, deadline=None)
+@example([math.ldexp(2 - 2.0**-23, 127)] * BLOCK)  # the largest float32, the smallest, zeros with their signs
+@example([2.0**-149] * BLOCK)
+@example([0.0, -0.0] * 16)
+@example([7.99, -7.99, 6.01, 1.0] * 8)
 @given(st.lists(floats32, min_size=BLOCK, max_size=BLOCK))
 def test_quantize_equals_the_slow_reference_on_any_floats(values):
     check_against_slow(torch.tensor(values, dtype=torch.float32))
@@ -135,20 +126,6 @@ def test_every_boundary_rounds_to_nearest_even(dtype):
     assert dequantize(blocks, scales)[:7].tolist() == [0, 1, 1, 2, 2, 4, 4]
 
 
-def test_magnitudes_above_six_scales_saturate():
-    values = torch.zeros(BLOCK)
-    values[:4] = torch.tensor([7.99, -7.99, 6.01, 1.0])
-    assert dequantize(*quantize(values))[:4].tolist() == [6.0, -6.0, 6.0, 1.0]
-
-
-def test_largest_and_smallest_float32_stay_within_the_scale():
-    huge, tiny = torch.finfo(torch.float32).max, 2.0**-149
-    blocks, scales = quantize(torch.tensor([huge] * BLOCK + [tiny] * BLOCK))
-    assert scales.tolist() == [252, 0]
-    assert dequantize(blocks, scales)[0] == 6 * 2.0**125
-    assert dequantize(blocks, scales)[BLOCK] == 0  # 2^-149 is far below half of 0.5 · 2^-127
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_one_nan_or_infinity_makes_its_block_nan_and_no_other(poison):
     values = torch.ones(2 * BLOCK)
@@ -159,12 +136,6 @@ def test_one_nan_or_infinity_makes_its_block_nan_and_no_other(poison):
     got = dequantize(blocks, scales)
     assert got[:BLOCK].isnan().all()
     assert got[BLOCK:].eq(1).all()
-
-
-def test_zero_block_has_the_smallest_scale_and_keeps_signs():
-    blocks, scales = quantize(torch.tensor([0.0, -0.0] * 16))
-    assert scales.tolist() == [0]
-    assert set(blocks.flatten().tolist()) == {0x80}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -179,13 +150,6 @@ def test_requantizing_loses_no_finite_value_at_any_scale(dtype):
         assert values.isfinite().all()
         again = dequantize(*quantize(values), dtype)
         assert torch.equal(bits(again), bits(values)), f"largest code {largest}"
-
-
-@hypothesis_settings(max_examples=60, deadline=None)
-@given(st.lists(floats32, min_size=BLOCK, max_size=BLOCK))
-def test_quantizing_twice_is_quantizing_once(values):
-    once = dequantize(*quantize(torch.tensor(values, dtype=torch.float32)), torch.float64)
-    assert torch.equal(dequantize(*quantize(once), torch.float64), once)
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 5), (0,)])
@@ -211,26 +175,20 @@ def test_all_float16_inputs_match_float32():
     assert all(torch.equal(a, b) for a, b in zip(quantize(every), quantize(every.float()), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("blocks", "scales"),
-    [
-        (torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)),
-        (torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)),
-        (torch.zeros(2, 16), torch.zeros(2, dtype=torch.uint8)),
-        (torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(2, dtype=torch.int8)),
-    ],
-)
-def test_wrong_shapes_and_dtypes_are_refused(blocks, scales):
-    with pytest.raises(ValueError, match="·"):
-        dequantize(blocks, scales)
+BYTES = torch.zeros(2, 16, dtype=torch.uint8)
+REFUSED = [
+    (dequantize, (BYTES, BYTES[0, :3]), "·"),
+    (dequantize, (BYTES[:, :8], BYTES[:, 0]), "·"),
+    (dequantize, (BYTES.float(), BYTES[:, 0]), "·"),
+    (dequantize, (BYTES, BYTES[:, 0].char()), "·"),
+    (dequantize, (BYTES, BYTES[:, 0], torch.int8), r"torch\.int8"),
+    (quantize, (torch.zeros(33),), "multiple of 32"),
+    (quantize, (torch.tensor(1.0),), "multiple of 32"),
+    (quantize, (torch.zeros(32, dtype=torch.int32),), r"torch\.int32"),
+]
 
 
-def test_refusals_name_the_reason():
-    with pytest.raises(ValueError, match="multiple of 32"):
-        quantize(torch.zeros(33))
-    with pytest.raises(ValueError, match="multiple of 32"):
-        quantize(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"torch\.int32"):
-        quantize(torch.zeros(32, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"torch\.int8"):
-        dequantize(torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), torch.int8)
+@pytest.mark.parametrize(("function", "arguments", "message"), REFUSED)
+def test_wrong_shapes_and_dtypes_are_refused(function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(*arguments)
