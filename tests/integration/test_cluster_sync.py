@@ -28,9 +28,9 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts):
     (folder / "notes.txt").write_text("not of the model")
     sync = ("cluster.sync", "--config", config, "--model", "/var/lib/models/tiny")
 
-    for host, name in zip(hosts, ("head", "worker"), strict=True):
+    for host in hosts:
         host.stand_in("rsync", f'#!/bin/sh\nexec {shutil.which("rsync")} "$@" --an-option-of-tomorrow\n')
-        assert f"rsync of {name} is older than" in head.inv(*sync).stderr
+        assert "rsync of head or of worker is older than" in head.inv(*sync).stderr
         (host.programs / "rsync").unlink()
 
     staged = theirs.with_name(".tiny.sparkforge-sync")
@@ -65,7 +65,7 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts):
         opened.seek(3 << 20)
         opened.write(b"damaged")
     before = sent(head)
-    assert "worker: 1 files differ" in head.inv(*sync, "--dry-run").stderr
+    assert "worker: would get model-1.safetensors" in head.inv(*sync, "--dry-run").stderr
     result = head.inv(*sync)
     assert result.returncode == 0, result.stderr
     assert sent(head) - before < 1 << 20

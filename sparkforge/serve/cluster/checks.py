@@ -133,7 +133,7 @@ _add_same("machines", "processor architecture", "machine", "one kind of machine 
 UPGRADE = "sudo apt update && sudo apt full-upgrade && sudo reboot   # on each"
 _add_same("drivers", "GPU driver", "driver", UPGRADE, GPUS)
 _add_same("images", "image, by its id", "image", "./inv image.pull REGISTRY/NAME@sha256:DIGEST   # on each node")
-_add_same("models", "model, by a hash", "model", "./inv cluster.sync")
+_add_same("models", "model, by a hash", "model", "./inv cluster.sync   # and rm what only one node has")
 
 
 @CHECKS.add(

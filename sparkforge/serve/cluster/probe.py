@@ -1,16 +1,13 @@
 """What the head asks of a node that may have nothing of ours: `python3 - ARGUMENT < probe.py` prints a JSON object.
 
 It runs by that machine's own Python 3.9 or newer, as the user that ssh logs in, and imports the standard library alone.
-A fact that cannot be read is null, and `errors` says why. A folder that `cluster.sync` sends and that is not there yet
-is collected beside its place, in `.NAME.sparkforge-sync`.
+A fact that cannot be read is null, and `errors` says why.
 
 The argument is a JSON object with a `mode`:
   facts   all facts; `ports` are tried, `model` is a folder whose files are fingerprinted, `image` one of Docker's
   listen  answer on `address` and `ports` for `duration` seconds, over TCP and UDP
   reach   connect from `source` to `address` and each of `ports`, send small UDP packets there and back, and one of
           `mtu` bytes unfragmented
-  list    sizes and sha256 of the files in `folder`, or of what was collected for it, whose names match `patterns`;
-          `known` sums are not computed again, and a file of another size than in `sizes` has none
 """
 
 from __future__ import annotations
@@ -19,14 +16,12 @@ import hashlib
 import json
 import platform
 import select
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +34,6 @@ ECHOES, ECHO_BYTES = 50, 16  # small packets there and back
 FAREWELLS = 5  # packets of a byte, which end the other side where the large one did not come through
 ECHO_SECONDS = 2.0  # for all of them, and again for late ones
 PROGRAM_SECONDS = 20
-CHUNK = 1 << 20  # bytes
 
 
 def facts(options: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
@@ -257,32 +251,7 @@ def send_packet(options: dict[str, Any]) -> str:
     return ""
 
 
-def listing(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the files, where they are, and the free bytes there."""
-    folder = Path(options["folder"])
-    path = folder if folder.is_dir() else folder.with_name(f".{folder.name}.sparkforge-sync")
-    files = {}
-    for file in sorted(path.iterdir()) if path.is_dir() else ():
-        if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in options["patterns"]):
-            size = file.stat().st_size
-            wanted = options.get("sizes", {}).get(file.name, size)
-            total = options.get("known", {}).get(file.name) or (sha256(file) if size == wanted else "")
-            files[file.name] = {"size": size, "sha256": total}
-    existing = next(part for part in (path, *path.parents) if part.exists())
-    free = shutil.disk_usage(existing).free
-    return {"files": files, "path": str(path), "whole": folder.is_dir(), "free": free}
-
-
-def sha256(file: Path) -> str:
-    """Return a file's sha256 in hexadecimal."""
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while piece := opened.read(CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-MODES = {"facts": facts, "listen": listen, "reach": reach, "list": listing}
+MODES = {"facts": facts, "listen": listen, "reach": reach}
 
 
 def main(argument: str) -> None:

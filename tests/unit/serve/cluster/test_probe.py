@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkforge.core.errors import SparkforgeError
-from sparkforge.serve.cluster import containers, facts, probe, start, sync
+from sparkforge.serve.cluster import containers, facts, probe, start
 from sparkforge.serve.cluster.facts import NodeFacts
 
 ADDRESSES = [
@@ -87,7 +87,6 @@ ASKING = {
     "facts": lambda config: facts.ask(config.head),
     "status": lambda config: start.ask(config, config.head, "status"),
     "begin": lambda config: start.ask(config, config.head, "begin"),
-    "model": lambda config: sync.send_model(config, "/models/x"),
     "docker ps": lambda config: containers.ContainerNode.state(),
     "docker config": lambda config: containers.ContainerNode(config, config.head).start(),
     "container": lambda config: containers.ContainerNode(config, config.head).validate(),
