@@ -133,7 +133,7 @@ def cluster_down(_ctx: Context, config: str = "") -> None:
 def cluster_sync(_ctx: Context, config: str = "", model: str = "", image: bool = False, dry_run: bool = False) -> None:
     """Send the head's model and image to the other nodes.
 
-    They go over the link. Files that are there already, by their checksums, are not sent; one that is cut off is resumed.
+    They go over the link. Files that are there already are not sent; one that is cut off is resumed.
     """
     from sparkforge.serve.cluster import sync
 
