@@ -166,23 +166,17 @@ def test(
 
 @task(
     example="./inv check",
-    docs="instead: build the documentation into .sparkforge/site",
-    strict="with --docs: fail on a broken link or another warning",
-    serve="with --docs: show it on 127.0.0.1 and rebuild it on a change",
+    docs="instead: build the documentation into .sparkforge/site; a broken link fails",
 )
-def check(_ctx: Context, docs: bool = False, strict: bool = False, serve: bool = False) -> None:
+def check(_ctx: Context, docs: bool = False) -> None:
     """Run every linter, mypy and the import contracts.
 
     It needs neither vLLM nor torch. With --docs it builds the documentation.
     """
-    if (strict or serve) and not docs:
-        raise UsageError("--strict and --serve have no meaning here", "they are for --docs", "./inv check --docs")
     from sparkforge.cli import docs as site
     from sparkforge.cli import suite
 
-    if serve:
-        site.serve()
-    elif docs:
-        echo(str(site.build(strict=strict)))
+    if docs:
+        echo(str(site.build()))
     else:
         suite.check()

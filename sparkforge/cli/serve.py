@@ -228,8 +228,8 @@ def logs(_ctx: Context, follow: bool = False) -> None:
 def chat(_ctx: Context, message: str, system: str = "", max_tokens: str = "") -> None:
     """Talk with the model, or get one answer.
 
-    Without MESSAGE it is a conversation, in which the model sees what was said before; /help shows its commands. Where
-    stdin is a pipe or a file, its text is the message.
+    Without MESSAGE it is a conversation, in which the model sees what was said before. Where stdin is a pipe or a file,
+    its text is the message.
     """
     from sparkforge.serve import record
 

@@ -18,11 +18,6 @@ from sparkforge.serve.record import Server
 PROMPT = "> "
 ONCE_TOKENS, TOKENS = 64, 1024  # the longest answer by default: to one message, and in a conversation
 LONGEST = 1 << 20  # characters of a message on stdin; more is no message
-COMMANDS = """/system TEXT  instruct the model, from the next answer on; without TEXT: no instruction
-/reset        forget what was said; the system prompt stays
-/help         show this
-/quit         end, as Ctrl-D does
-Ctrl-C ends an answer. A space before the / sends the line as a message."""
 
 
 class Conversation:
@@ -94,24 +89,22 @@ def converse(server: Server, system: str, max_tokens: int) -> None:
     with suppress(ImportError):  # a Python without it reads plain lines
         import readline  # noqa: F401, PLC0415 - `input` uses it once it is imported
     conversation = Conversation(server, system, max_tokens)
-    say(f"{server.model_id} at {server.url} · Ctrl-C ends an answer, Ctrl-D the conversation, /help shows the commands")
+    say(f"{server.model_id} at {server.url} · Ctrl-C ends an answer, Ctrl-D the conversation")
     while (line := _next_line()) is not None:
-        if line.startswith("/"):
-            if not _obey(conversation, line):
-                return
-        elif line.strip():
-            try:
-                conversation.ask(line)
-            except KeyboardInterrupt:
-                if interrupt.ending():
-                    raise
-                echo()
-                say("the answer was ended by Ctrl-C")
-            except ServerError as error:
-                echo()
-                if not server.alive:
-                    raise
-                show_error(error)
+        if not line.strip():
+            continue
+        try:
+            conversation.ask(line)
+        except KeyboardInterrupt:
+            if interrupt.ending():
+                raise
+            echo()
+            say("the answer was ended by Ctrl-C")
+        except ServerError as error:
+            echo()
+            if not server.alive:
+                raise
+            show_error(error)
 
 
 def _next_line() -> str | None:
@@ -125,26 +118,7 @@ def _next_line() -> str | None:
         if interrupt.ending():
             raise
         echo()
-        say("Ctrl-D or /quit ends the conversation")
+        say("Ctrl-D ends the conversation")
     except UnicodeDecodeError as error:
         say(f"this line is no text: {error.reason}")
     return ""
-
-
-def _obey(conversation: Conversation, line: str) -> bool:
-    """Carry out a command; return whether the conversation goes on."""
-    command, _, text = line.strip().partition(" ")
-    match command:
-        case "/quit":
-            return False
-        case "/reset":
-            conversation.messages.clear()
-            say("forgotten what was said")
-        case "/system":
-            conversation.system = text.strip()
-            say(f"the system prompt is {text.strip()!r}" if text.strip() else "there is no system prompt")
-        case "/help":
-            say(COMMANDS)
-        case _:
-            say(f"there is no command {command}\n{COMMANDS}")
-    return True
