@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from robustness.scenario import BUSY, Scenario, write
+from sparkforge.core import manifest
+from sparkforge.core.files import sha256_file
 from sparkforge.models import tiny
 from sparkforge.models.tiny import Weights
 from sparkforge.models.tiny_format import Sizes, Tensor
@@ -41,11 +42,11 @@ def _act(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """A folder whose manifest is there holds every file that it names, of that size."""
+    """A folder whose manifest is there holds no other file of a name that it lists."""
     folder = work / "state/models/tiny"
-    if (folder / tiny.MANIFEST).exists():
-        for name, entry in json.loads((folder / tiny.MANIFEST).read_bytes())["files"].items():
-            assert not (folder / name).exists() or (folder / name).stat().st_size == entry["size"], name
+    if record := manifest.load(folder):
+        for name, sha256 in record.outputs.items():
+            assert not (folder / name).exists() or sha256_file(folder / name) == sha256, name
 
 
 SCENARIOS = [
