@@ -72,9 +72,10 @@ def rm(_ctx: Context, model: str, yes: bool = False) -> None:
     kv_dtype="type of the KV cache: auto, bf16 or fp8",
     resident="GB that the system and other programs keep in use; default: the device's measured value",
     nodes="plan also for so many machines together, such as 2",
+    draft="what speculation gains: ngram, or a draft of the recipe; eagle3:3 for 3 tokens",
     json_="print the plan as JSON",
 )
-def plan(
+def plan(  # noqa: PLR0913, PLR0917 - a parameter an option
     _ctx: Context,
     model: str,
     device: str = "spark",
@@ -83,6 +84,7 @@ def plan(
     kv_dtype: str = "auto",
     resident: str = "",
     nodes: str = "",
+    draft: str = "",
     json_: bool = False,
 ) -> None:
     """Compute a model's memory and speed on a device.
@@ -97,7 +99,7 @@ def plan(
     from validate.facts import gpu
 
     known = recipes.load()
-    request = PlanRequest(name_or_path(model, known), device, context, concurrency, kv_dtype, resident, nodes)
+    request = PlanRequest(name_or_path(model, known), device, context, concurrency, kv_dtype, resident, nodes, draft)
     name = gpu.name() if device == "this" else ""
     figures = baselines.load().figures
     family = planner.read_subject(request.model, known).model.family

@@ -15,6 +15,7 @@ from sparkforge.core.errors import UsageError
 
 MODEL, REVISION, HOST, PORT = "--model", "--revision", "--host", "--port"
 QUANTIZATION, CONTEXT = "--quantization", "--max-model-len"
+SPECULATION = "--speculative-config"
 HEADLESS = "--headless"  # a worker of another machine's server, without an API
 NAMES = "--served-model-name"
 MANY_VALUES = 1 << 30
@@ -65,6 +66,7 @@ FLAGS: Mapping[str, VllmFlag] = {
     "--tool-call-parser": VllmFlag(refusal=_TOOLS, instead="leave it out"),
     "--no-enable-auto-tool-choice": VllmFlag(0, refusal=_TOOLS, instead="leave it out"),
     "--enable-scale-out": VllmFlag(0, refusal="it opens routes that move the engine's cache", instead="leave it out"),
+    SPECULATION: VllmFlag(),  # a draft: JSON
     "--lora-modules": VllmFlag(MANY_VALUES),
     "--cudagraph-capture-sizes": VllmFlag(MANY_VALUES),
     "--tokenizer": VllmFlag(is_path=True),

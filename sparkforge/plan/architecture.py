@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
+from sparkforge.core.vllm_flags import SPECULATION
 from sparkforge.plan import families
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -32,6 +35,27 @@ LARGEST = 10**9  # no size in a config.json is larger; keeps arithmetic within s
 CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 
 
+class Draft(Record):
+    """What proposes a model's next tokens, as vLLM's --speculative-config takes it.
+
+    A step proposes `tokens` in `passes` over `bytes` of weights: as many as tokens one by one, one for a block, 0
+    where a table is searched. `repository` is empty if the checkpoint has the draft itself, or none is needed.
+    """
+
+    method: str
+    tokens: int = Field(ge=1)
+    passes: int = Field(default=0, ge=0)
+    bytes: int = Field(default=0, ge=0)
+    repository: str = ""
+    source: str = Field(min_length=1)
+
+    def flag(self) -> str:
+        """Return vLLM's flag for a draft model in the folder where ./inv pull writes, as a container sees it."""
+        model = f', "model": "/models/{self.repository.rpartition("/")[2]}"' if self.repository else ""
+        method = f'{{"method": "{self.method}", "num_speculative_tokens": {self.tokens}{model}}}'
+        return f"{SPECULATION}='{method}'"
+
+
 class KnownModel(Record):
     """The sizes in a model's config.json, and their source. `tensor_bytes`: of all weights, None if not known.
 
@@ -44,6 +68,7 @@ class KnownModel(Record):
     tensor_bytes: int | None = None
     tensor_bytes_source: str = ""
     repository: str = ""
+    drafts: dict[str, Draft] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)

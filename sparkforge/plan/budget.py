@@ -9,7 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from sparkforge.core.tables import Record
-from sparkforge.plan.architecture import BF16, STEPS_UNDER_WAY, Architecture, DenseFormat
+from sparkforge.plan.architecture import BF16, STEPS_UNDER_WAY, Architecture, DenseFormat, Draft
 from sparkforge.plan.devices import GIB, Device
 
 HOST_WORKING_BYTES = 4 * GIB  # measured with the tiny model on x86-64: 3.7 GB PSS (vLLM's CPU build, eager)
@@ -29,6 +29,7 @@ class Workload:
     dense: DenseFormat = BF16
     batched: int = BATCHED_TOKENS
     sequences: int = SEQUENCES
+    draft: Draft | None = None
 
 
 class Line(Record):
@@ -85,8 +86,11 @@ def share_lines(model: Architecture, device: Device, load: Workload, weights: in
     if load.dense != BF16:
         on_disk += model.weight_bytes(load.dense) - model.weight_bytes()
         how += f", dense layers in {load.dense.name}"
+    held = load.draft.bytes if load.draft else 0
+    draft = [Line(name="draft", bytes=held, share=True, how="its recipe")] if held else []
     return (
         Line(name="weights", bytes=on_disk, share=True, how=how),
+        *draft,
         Line(
             name="padding of experts",
             bytes=model.padding_bytes(device.align),

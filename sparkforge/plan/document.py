@@ -10,6 +10,7 @@ import sys
 from typing import Literal
 
 from sparkforge.core.tables import Record
+from sparkforge.plan.architecture import Draft
 from sparkforge.plan.budget import Line
 from sparkforge.plan.choose import ProfileFit
 from sparkforge.plan.cluster import ClusterPlan
@@ -125,6 +126,26 @@ class PrefillRow(Record):
     rate: float | None
 
 
+class SpeculationRow(Record):
+    """So many sequences at once: tokens that a step must gain before a draft pays, and the speed over that without it.
+
+    `gains` has one for each of `accepted`; None: not known, or more tokens than the draft proposes.
+    """
+
+    dense: str
+    batch: int
+    break_even: float | None
+    gains: tuple[float | None, ...]
+
+
+class Speculation(Record):
+    """Speculative decoding at best, by even routing: real tokens of one sequence share more experts."""
+
+    draft: Draft
+    accepted: tuple[float, ...]
+    rows: list[SpeculationRow]
+
+
 class LoadingRow(Record):
     """One way to load the weights; `seconds` is their size over a rate that others published. None: not published."""
 
@@ -161,6 +182,7 @@ class Plan(Record):
     cited: list[Against]
     measured: list[Comparison]
     cluster: ClusterPlan | None = None
+    speculation: Speculation | None = None
 
 
 def schema() -> str:

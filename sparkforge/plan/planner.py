@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.tables import TOLD
 from sparkforge.plan import architecture, budget, choose, cluster, devices, families, roofline, speed
-from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat, KnownModel
+from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat, Draft, KnownModel
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ProfileFit, ServerOptions
 from sparkforge.plan.devices import GIB, Device
@@ -29,13 +29,17 @@ from sparkforge.plan.document import (
     Plan,
     PrefillRow,
     ProfileForUsers,
+    Speculation,
+    SpeculationRow,
     WeightRow,
 )
 from sparkforge.plan.speed import CitedFigure, Comparison
 
 BATCHES = (1, 4, 16)  # of the decode table, besides the requested one
-USERS = (1, 4, 16, 64)  # of the tables of formats and of profiles
+USERS = (1, 4, 16, 64)  # of the tables of formats, of profiles and of speculation
+ACCEPTED = (1.7, 2.4, 3.2, 4.4, 6.3)  # tokens that a step gains on average, the model's own among them
 PROMPTS = (1024, 8192)  # of the prefill table, beside the context
+MOST_DRAFTED = 32  # tokens a step; published drafts propose up to 16
 MOST_SEQUENCES = 100_000
 PROFILES = "sparkforge/serve/profiles.toml"
 DEFAULT_CONTEXT, DEFAULT_CONCURRENCY = 8192, "4"
@@ -52,6 +56,7 @@ class PlanRequest:
     kv_dtype: str = "auto"
     resident: str = ""
     nodes: str = ""
+    draft: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Subject:
     model: Architecture
     on_disk: int | None = None
     recipe: str = ""
+    drafts: Mapping[str, Draft] = field(default_factory=dict)
 
 
 def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
@@ -70,7 +76,7 @@ def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
     name = next((own for own, row in known.items() if row.repository == name), name) if "/" in name else name
     if (row := known.get(name)) is not None:
         model = architecture.parse(row.config, f"sparkforge/recipes/{name}.toml")
-        return Subject(name, row.source, model, row.tensor_bytes, name)
+        return Subject(name, row.source, model, row.tensor_bytes, name, row.drafts)
     try:
         path = Path(name).expanduser()
         exists = path.exists()
@@ -97,6 +103,19 @@ def read_load(
     if kv not in ("auto", *KV_BYTES):
         raise UsageError(f"--kv-dtype {kv!r} is not known", f"there are auto, {', '.join(KV_BYTES)}", "--kv-dtype auto")
     return Workload(context, concurrency, "bf16" if kv == "auto" else kv, sequences=concurrency)
+
+
+def read_draft(name: str, subject: Subject) -> Draft | None:
+    """Return --draft NAME or NAME:TOKENS, None if it is empty. Raises UsageError for one that the model has not."""
+    known = {**speed.judging().drafts, **subject.drafts}
+    row, number = (known.get(name.partition(":")[0]), name.partition(":")[2]) if name else (None, "")
+    if name and row is None:
+        why = f"{subject.name} has {', '.join(known)}"
+        raise UsageError(f"--draft {name[:80]!r} is not known", why, f"--draft {next(iter(known))}")
+    if row is None or ":" not in name:
+        return row
+    tokens = _whole("--draft NAME:TOKENS,", number, MOST_DRAFTED)
+    return row.model_copy(update={"tokens": tokens, "passes": tokens if row.passes == row.tokens else row.passes})
 
 
 def read_device(name: str, resident: str, gpu: str) -> Device:
@@ -176,6 +195,7 @@ def make_plan(
         cited=speed.against(model, device, figures) if is_cited else [],
         measured=_measured(subject, device, load) if request.device == devices.THIS else [],
         cluster=cluster.make(model, device, load, nodes) if nodes else None,
+        speculation=_speculation(model, device, load, profiles, load.draft) if load.draft else None,
     )
 
 
@@ -253,6 +273,19 @@ def _format(
         each=tuple(speed.ceiling(model, device, users, served) for users in USERS),
         profiles=tuple(name for name in choose.candidates(device, profiles) if profiles[name].dense == dense),
     )
+
+
+def _speculation(
+    model: Architecture, device: Device, load: Workload, profiles: Mapping[str, ServerOptions], draft: Draft
+) -> Speculation:
+    rows = []
+    for dense in choose.dense_formats(device, profiles):
+        for users in USERS:
+            least = roofline.break_even(model, device, users, replace(load, dense=dense), draft)
+            gains = tuple(tokens / least if least and tokens <= draft.tokens + 1 else None for tokens in ACCEPTED)
+            name = f"{dense.attention}/{dense.head}"
+            rows.append(SpeculationRow(dense=name, batch=users, break_even=least, gains=gains))
+    return Speculation(draft=draft, accepted=ACCEPTED, rows=rows)
 
 
 def _cache(model: Architecture, device: Device, load: Workload, kv: str) -> CacheRow:

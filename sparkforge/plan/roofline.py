@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparkforge.plan.architecture import BITS, Architecture, DenseFormat
+from sparkforge.plan.architecture import BITS, Architecture, DenseFormat, Draft
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.devices import Device
 
@@ -76,22 +76,35 @@ def time(work: Work, device: Device) -> Time:
     return Time(work, work.bytes / bandwidth if bandwidth else None, compute)
 
 
-def decode(model: Architecture, batch: int, load: Workload, touched: float | None = None) -> Work:
-    """One step that decodes a token of `batch` sequences, each behind `load.context` tokens.
+def decode(model: Architecture, batch: int, load: Workload, touched: float | None = None, *, tokens: int = 1) -> Work:
+    """One step that decodes or verifies `tokens` of each of `batch` sequences, behind `load.context` tokens each.
 
     `touched`: experts a layer, if not by even routing.
     """
-    context, kv, dense = load.context, load.kv, load.dense
-    hit = experts_touched(model.experts, model.top_k, batch) if touched is None else touched
-    attended = batch * attention_flops(model, context, context + 1)
-    head = 2 * batch * model.vocab * model.hidden
+    context, kv, dense, rows = load.context, load.kv, load.dense, batch * tokens
+    hit = experts_touched(model.experts, model.top_k, rows) if touched is None else touched
+    attended = batch * attention_flops(model, context, context + tokens)
+    head = 2 * rows * model.vocab * model.hidden
     return Work(
         bytes=weights_read(model, hit, dense)
         + head_bytes(model, dense)
-        + batch * (model.kv_read(context, kv) + token_bytes(model, kv)),
-        expert_flops=batch * expert_flops(model),
-        dense_flops=batch * dense_flops(model) + attended + head,
+        + batch * model.kv_read(context, kv)
+        + rows * token_bytes(model, kv),
+        expert_flops=rows * expert_flops(model),
+        dense_flops=rows * dense_flops(model) + attended + head,
     )
+
+
+def break_even(model: Architecture, device: Device, batch: int, load: Workload, draft: Draft) -> float | None:
+    """Tokens that a sequence must gain a step before `draft` pays: the step's time over that of a step without it.
+
+    The draft's weights are read `draft.passes` times; its arithmetic and its own KV cache are left out. None: the
+    bandwidth is not known.
+    """
+    plain = time(decode(model, batch, load), device).seconds
+    verified = time(decode(model, batch, load, tokens=draft.tokens + 1), device).seconds
+    drafted = time(Work(draft.passes * draft.bytes, 0, 0), device).seconds
+    return None if plain is None or verified is None or drafted is None else (verified + drafted) / plain
 
 
 def prefill(model: Architecture, prompt: int, prompts: int, load: Workload) -> Iterator[Work]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from rich.box import SIMPLE
 from rich.table import Column, Table
@@ -13,7 +14,7 @@ from sparkforge.plan.architecture import KnownModel
 from sparkforge.plan.choose import ProfileRow
 from sparkforge.plan.cluster import ClusterPlan
 from sparkforge.plan.devices import GIB
-from sparkforge.plan.document import Plan
+from sparkforge.plan.document import Plan, Speculation
 from sparkforge.plan.planner import PlanRequest
 from sparkforge.plan.speed import NAMES, CitedFigure
 
@@ -40,6 +41,7 @@ def report(
     device = planner.read_device(request.device, request.resident, gpu)
     profiles = choose.read_profiles(serve_profiles)
     load = planner.read_load(request, subject.model, device, profiles)
+    load = replace(load, draft=planner.read_draft(request.draft, subject))
     plan = planner.make_plan(subject, device, load, profiles, request, figures)
     if as_json:
         echo_json(plan.model_dump(mode="json"))
@@ -68,6 +70,8 @@ def _print_plan(plan: Plan) -> None:
             for row in plan.profiles
         ],
     )
+    if plan.speculation:
+        _print_speculation(plan.speculation)
     if plan.cluster:
         _print_cluster(plan.cluster)
     _print_cited(plan)
@@ -187,6 +191,21 @@ def _print_cited(plan: Plan) -> None:
     _print(title, ("whose", "in/out", "", ">cited", ">computed", ">share", "formats"), rows)
     if any(figure.share > 1 for figure in plan.cited):
         say("over 100 %: those requests shared more experts than even routing has them share")
+
+
+def _print_speculation(speculation: Speculation) -> None:
+    """Print how many tokens a step must gain before the draft pays, and what so many gain."""
+    draft = speculation.draft
+    _print(
+        f"speculation · computed · {draft.method} of {draft.tokens} · times the speed, by tokens gained a step",
+        ("format", ">at once", ">break-even", *(f">{tokens}" for tokens in speculation.accepted)),
+        [
+            (row.dense, str(row.batch), _number(row.break_even, ".2f"), *(_number(gain, ".2f") for gain in row.gains))
+            for row in speculation.rows
+        ],
+    )
+    say(f"draft: {draft.repository or draft.method} · {draft.source}")
+    say(f"off by default; try it: ./inv up … -- {draft.flag()}")
 
 
 def _print_cluster(plan: ClusterPlan) -> None:

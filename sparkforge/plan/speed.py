@@ -14,7 +14,7 @@ from sparkforge.core import paths
 from sparkforge.core.documents import read_json
 from sparkforge.core.tables import Record, load
 from sparkforge.plan import roofline
-from sparkforge.plan.architecture import BF16, Architecture, DenseFormat
+from sparkforge.plan.architecture import BF16, Architecture, DenseFormat, Draft
 from sparkforge.plan.budget import BATCHED_TOKENS, Workload
 from sparkforge.plan.devices import Device
 
@@ -79,6 +79,7 @@ class Judging(Record):
     cited: Cited
     thresholds: SpeedThresholds
     formats: tuple[CitedFormat, ...]
+    drafts: dict[str, Draft]  # that any model takes; a recipe has its own
 
 
 class Measured(Record, extra="ignore", populate_by_name=True):

@@ -34,6 +34,7 @@ SECONDS = 2.0  # for one answer of the server
 INTERVAL = 1.0  # seconds between the two readings that tokens per second need
 LOG_BYTES = 1 << 20  # of the log's end, in which the last error is looked for
 GENERATED, PROMPT = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
+DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
 RUNNING, WAITING, KV = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 # "(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: …", as vLLM's logger writes it.
 _ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR|CRITICAL) (\d\d-\d\d [\d:]+) \[[^\]]*\] ?(.*\S)", re.MULTILINE)
@@ -48,6 +49,9 @@ class Load(Record):
     generated_per_second: float = Field(description="tokens of answers")
     prompt_per_second: float = Field(description="tokens of prompts")
     seconds: float = Field(description="time between the two readings of /metrics")
+    tokens_per_draft: float | None = Field(
+        default=None, description="tokens that a step with a draft gained, the model's own among them; null without one"
+    )
 
 
 class HostMemory(Record):
@@ -128,7 +132,7 @@ def read_metrics(server: Server) -> MetricsSample | None:
     """Return a reading of /metrics; None if there is no usable answer."""
     try:
         response = _endpoint(server).get("/metrics")
-        counted = metrics.values(response.text, (GENERATED, PROMPT, RUNNING, WAITING, KV))
+        counted = metrics.values(response.text, (GENERATED, PROMPT, RUNNING, WAITING, KV, DRAFTS, ACCEPTED))
     except (ServerError, *metrics.MALFORMED):
         return None
     return MetricsSample(time.monotonic(), counted) if response.is_success and counted.get(GENERATED) else None
@@ -253,7 +257,8 @@ def _describe_load(load: Load | None) -> str:
     if load is None:
         return "/metrics does not answer"
     rates = f"{load.generated_per_second:.1f} tokens/s generated, {load.prompt_per_second:.1f} tokens/s of prompts"
-    return f"{rates} · {load.running} running, {load.waiting} waiting · KV cache {load.kv_used:.1%} used"
+    gained = "" if load.tokens_per_draft is None else f" · {load.tokens_per_draft:.2f} tokens a step with a draft"
+    return f"{rates} · {load.running} running, {load.waiting} waiting · KV cache {load.kv_used:.1%} used{gained}"
 
 
 def _memory(report: StatusReport) -> str:
@@ -284,6 +289,7 @@ def _load(before: MetricsSample, now: MetricsSample) -> Load:
         generated_per_second=round(difference(GENERATED) / seconds, 3),
         prompt_per_second=round(difference(PROMPT) / seconds, 3),
         seconds=round(seconds, 3),
+        tokens_per_draft=round(1 + difference(ACCEPTED) / drafts, 3) if (drafts := difference(DRAFTS)) else None,
     )
 
 

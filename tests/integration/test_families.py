@@ -1,5 +1,7 @@
 """Families by tiny random checkpoints: vLLM's CPU build gives transformers' greedy tokens, and proves itself."""
 
+import contextlib
+import json
 import os
 import sys
 import time
@@ -8,12 +10,14 @@ from pathlib import Path
 import pytest
 import tiny_families
 
+from sparkforge.core import metrics
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import spawn, started_at, terminate_session
+from sparkforge.core.vllm_flags import SPECULATION
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.plan import architecture, families
-from sparkforge.serve import proof
+from sparkforge.serve import proof, status
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 
@@ -22,23 +26,49 @@ TOKENS = 24
 PROMPTS = ["The weather in Paris", "def f(x):\n    return", "\u00e9\u00e8 1 2 3"]
 
 
-@pytest.fixture(scope="module", params=tiny_families.CONFIGS)
-def served(request, tmp_path_factory, free_port):
-    """A family's name, the folder of its tiny checkpoint, and a server of it in float32."""
-    work, port = tmp_path_factory.mktemp(request.param), free_port()
-    folder = tiny_families.write(work / "model", request.param)
-    plan = StartPlan(EMBEDDED, model=str(folder), port=port, flags=("--dtype=float32",))
+@contextlib.contextmanager
+def serving(family, work, port, *flags):
+    """The folder of a family's tiny checkpoint, and a server of it in float32."""
+    folder = tiny_families.write(work / "model", family)
+    plan = StartPlan(EMBEDDED, model=str(folder), port=port, flags=("--dtype=float32", *flags))
     launch = embedded.Embedded(plan, Path(sys.executable)).launch()
-    assert launch.family == request.param
+    assert launch.family == family
     environment = {**os.environ, **launch.environment, "PYTHONPATH": str(ROOT)}
     pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
     started, endpoint = started_at(pid), Endpoint(f"http://127.0.0.1:{port}", "model", key="")
     try:
         up = endpoint.wait_until_serving(time.monotonic() + 500, lambda: started_at(pid) == started)
         assert up, (work / "log").read_text(errors="replace")[-3000:]
-        yield request.param, folder, endpoint
+        yield folder, endpoint
     finally:
         terminate_session(pid)
+
+
+@pytest.fixture(scope="module", params=tiny_families.CONFIGS)
+def served(request, tmp_path_factory, free_port):
+    """A family's name, the folder of its tiny checkpoint, and a server of it."""
+    with serving(request.param, tmp_path_factory.mktemp(request.param), free_port()) as (folder, endpoint):
+        yield request.param, folder, endpoint
+
+
+def greedy(endpoint):
+    asked = {"max_tokens": TOKENS, "min_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
+    return [endpoint.complete(prompt, **asked)["choices"][0]["token_ids"] for prompt in (*PROMPTS, "1 2 3 1 2 3 1")]
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculation_gives_the_same_greedy_tokens_in_fewer_steps(method, tmp_path, free_port):
+    draft = tiny_families.write(tmp_path / "draft", "qwen3")  # the model itself, so that every proposal is taken
+    lookup = {"prompt_lookup_max": 2, "prompt_lookup_min": 1} if method == "ngram" else {"model": str(draft)}
+    config = json.dumps({"method": method, "num_speculative_tokens": 3, **lookup})
+    with serving("qwen3", tmp_path, free_port()) as (_, endpoint):
+        plain = greedy(endpoint)
+    with serving("qwen3", tmp_path, free_port(), f"{SPECULATION}={config}") as (_, endpoint):
+        assert greedy(endpoint) == plain
+        names = (status.DRAFTS, status.ACCEPTED)
+        drafts, accepted = (sum(metrics.values(endpoint.get("/metrics").text, names)[name]) for name in names)
+    assert 0 < accepted <= 3 * drafts
+    assert method == "ngram" or accepted == 3 * drafts
 
 
 def test_greedy_tokens_are_those_of_transformers_in_float32(served):

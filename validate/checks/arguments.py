@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sparkforge.core.vllm_flags import flag_value, meant
+from sparkforge.core.vllm_flags import SPECULATION, flag_value, meant
 from sparkforge.plan import families
 from validate.checks import serving
 from validate.checks.finding import CheckList, CheckResult, Status, View, judged, passed
@@ -44,11 +44,11 @@ RULES = (
         "merge the adapter into the weights, or leave LoRA out",
     ),
     ArgumentRule(
-        ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens"),
+        (SPECULATION, "--spec-method", "--spec-model", "--spec-tokens"),
         Status.WARN,
-        "a draft (EAGLE, MTP, n-gram) was never tried with gpt-oss on 12.1; its weights and KV cache are not in the "
+        "a draft (EAGLE, MTP, n-gram) was never tried with gpt-oss on 12.1; its KV cache is not in the "
         "memory plan, and each step checks several tokens, whose experts are read too",
-        "measure without it first: ./inv bench.perf, then with it; and ./inv bench.acc for its answers",
+        "./inv plan MODEL --draft NAME says when it pays; then ./inv bench.bakeoff --profiles safe,safe-ngram",
     ),
     ArgumentRule(
         ("--kv-cache-dtype",),
@@ -100,7 +100,7 @@ def _values(arguments: Sequence[str]) -> dict[str, str]:
     values: dict[str, str] = {}
     for index, argument in enumerate(arguments):
         name, equals, inline = argument.partition("=")
-        flag = "--speculative-config" if name == "-sc" else meant(name.partition(".")[0], FLAGS)
+        flag = SPECULATION if name == "-sc" else meant(name.partition(".")[0], FLAGS)
         following = next(iter(arguments[index + 1 : index + 2]), "")
         if flag:
             values[flag] = inline if equals else "" if following.startswith("-") else following

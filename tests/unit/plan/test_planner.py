@@ -177,3 +177,31 @@ def test_tables_name_every_part(capsys):
         "SGLang",
     ):
         assert word in printed.err
+
+
+def test_a_draft_takes_memory_and_pays_above_the_break_even(capsys):
+    plain, drafted = show(capsys), show(capsys, draft="eagle3")
+    first = drafted.speculation.rows[0]
+    assert plain.speculation is None
+    assert plain.left_bytes - drafted.left_bytes == drafted.speculation.draft.bytes == 615_260_160
+    assert (first.dense, first.batch) == ("bf16/bf16", 1)
+    assert 4.0 < first.break_even < 4.1
+    assert first.gains == tuple(tokens / first.break_even for tokens in planner.ACCEPTED)
+    fewer = show(capsys, draft="eagle3:3").speculation
+    assert (fewer.draft.tokens, fewer.draft.passes) == (3, 3)
+    assert 2.3 < fewer.rows[0].break_even < 2.4
+    assert fewer.rows[0].gains[-2:] == (None, None)  # three and the model's own are the most
+    block = planner.read_draft("ngram:5", planner.read_subject("qwen3-0.6b", KNOWN))
+    assert (block.tokens, block.passes) == (5, 0)
+
+
+@pytest.mark.parametrize("draft", ["x", "eagle3:", "eagle3:0", "eagle3:33", "eagle3:-1", ":"])
+def test_a_draft_that_makes_no_sense_is_named(capsys, draft):
+    with pytest.raises(UsageError, match="--draft"):
+        show(capsys, draft=draft)
+
+
+def test_the_draft_of_a_plan_is_what_vllm_is_told():
+    draft = planner.read_draft("eagle3:3", planner.read_subject("gpt-oss-120b", KNOWN))
+    profile = dict(flag.partition("=")[::2] for flag in SERVE_PROFILES["safe-eagle3"].arguments())
+    assert json.loads(draft.flag().partition("=")[2].strip("'")) == json.loads(profile["--speculative-config"])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from sparkforge.models import recipes as models
 from sparkforge.plan import devices, roofline
-from sparkforge.plan.architecture import parse
+from sparkforge.plan.architecture import Draft, parse
 from sparkforge.plan.budget import Workload
 
 BIG = parse(models.load()["gpt-oss-120b"].config, "test")
@@ -82,3 +82,13 @@ def test_a_device_of_unknown_rates_has_no_prefill_bound():
     blind = card.model_copy(update={"bandwidth": None})
     took = roofline.time(roofline.decode(BIG, 1, Workload(1)), blind)
     assert (took.seconds, took.bound) == (None, "?")
+
+
+def test_what_a_step_must_gain_before_a_draft_pays_by_hand():
+    """A step of one token reads 4 experts of a layer, one that checks three more 15.3; a draft is read three times."""
+    draft, load = Draft(method="eagle3", tokens=3, passes=3, bytes=10**9, source="by hand"), Workload(1_000)
+    plain, verified = roofline.decode(BIG, 1, load), roofline.decode(BIG, 1, load, tokens=4)
+    experts = 36 * EXPERT * (128 * (1 - (1 - 4 / 128) ** 4) - 4)
+    assert verified.bytes - plain.bytes == pytest.approx(experts + 3 * (2 * 2_880 + 36 * 2_048))
+    assert verified.expert_flops == 4 * plain.expert_flops
+    assert roofline.break_even(BIG, SPARK, 1, load, draft) == pytest.approx((verified.bytes + 3e9) / plain.bytes)

@@ -25,6 +25,9 @@ vllm:num_requests_waiting{{engine="0"}} 3.0
 vllm:num_requests_waiting_by_reason{{engine="0",reason="capacity"}} 9.0
 vllm:kv_cache_usage_perc{{engine="0"}} 0.25
 vllm:kv_cache_usage_perc{{engine="1"}} NaN
+vllm:spec_decode_num_drafts_total{{engine="0"}} {tokens}
+vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {tokens}
+vllm:spec_decode_num_accepted_tokens_total{{engine="1"}} 0.5
 """
 LOG = """\
 INFO 11-21 03:40:12 [core.py:1] all is well
@@ -87,7 +90,8 @@ def test_the_figures_are_the_servers(server, no_gpu):
     assert (served.model, served.profile, served.context, served.healthy) == ("m", "embedded", 4096, True)
     assert (served.load.running, served.load.waiting, served.load.kv_used) == (2, 3, 0.25)
     assert served.load.generated_per_second * served.load.seconds == pytest.approx(1000, rel=0.1)  # rounded
-    assert served.load.prompt_per_second == 0
+    assert (served.load.prompt_per_second, served.load.tokens_per_draft) == (0, 2.0)
+    assert "· 2.00 tokens a step with a draft" in "".join(status.lines(report))
     assert 0 < served.uptime_seconds < 1e6
     assert 0 < report.host.available <= report.host.total
     assert report.host.server is not None
