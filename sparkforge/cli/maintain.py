@@ -128,7 +128,7 @@ def pins_lock(_ctx: Context) -> None:
 
 @task(
     example="./inv test --fast --select patch",
-    all_="also the tests marked nightly: every submission, builds of vLLM, other releases",
+    all_="also tests marked nightly: `./inv up` itself, builds of vLLM, other releases",
     fast="unit tests that need neither vLLM nor torch: offline, minutes",
     select="pytest's -k expression",
     coverage="measure which lines the tests reach, and print the table",

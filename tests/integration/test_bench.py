@@ -9,7 +9,7 @@ from findings import faults
 
 from sparkforge.bench import schema
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]  # the server of test_road.py
 SHAPE = ["--isl", "32", "--osl", "8", "--warmups", "1", "--num-prompts", "4"]
 
 

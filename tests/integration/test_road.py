@@ -22,7 +22,7 @@ from sparkforge.serve import first_answers, launch, proof, record
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]  # its server would be the run's second
 MODEL = "tiny-gpt-oss"
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -124,7 +124,7 @@ def test_what_vllm_preloads_is_found_in_a_path_with_spaces(up):
 
 
 def test_every_process_of_vllms_own_way_carries_the_mark_that_leftovers_are_known_by(up):
-    """Of interpreters, as vLLM starts them here; the nightly test below has forks."""
+    """Of interpreters, as vLLM starts them here; a test below has forks."""
     members = session_members(server(up)["pid"])
     assert len(members) >= 3  # the supervisor, the API server, the engine
     assert {psutil.Process(pid).environ().get(record.MARK) for pid in members} == {record.mark(up.state)}
@@ -200,7 +200,6 @@ def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(up):
     assert up.inv("down").returncode == 0
 
 
-@pytest.mark.nightly
 def test_a_dead_engine_of_forks_ends_the_server_with_a_code(stopped, forking, monkeypatch):
     """tests/unit/serve/test_supervise.py kills made-up servers, tests/engine/test_stop.py the one of a container."""
     monkeypatch.setenv("SPARKFORGE_STATE", str(stopped.state))
@@ -265,7 +264,6 @@ def test_a_hand_edited_environment_is_refused_by_name(stopped):
         edited.write_bytes(text)
 
 
-@pytest.mark.nightly
 def test_qualify_settles_what_a_processor_can(stopped):
     result = stopped.inv("qualify", "--model", str(stopped.state / "models" / MODEL))
     assert result.returncode == 0, result.stderr
