@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.training import corpus, export, faults, reference, texts
-from lab.training.model import GptOss, gains
+from lab.training.model import gains
 from spark_mxfp4 import mxfp4
 from sparkforge.bench import baselines
 from sparkforge.models import tiny_format, tiny_trained
@@ -48,11 +48,6 @@ def test_it_predicts_the_held_out_text_far_better_than_counting(right, limit):
     assert right == pytest.approx(known.metrics(1)["bits_per_byte"], rel=1e-4)
     assert right < limit
     assert right <= 0.8 * float(facts()["unigram_bits_per_byte"])
-
-
-def test_random_weights_fail(scored, limit):
-    torch.manual_seed(0)
-    assert faults.bits_per_byte(GptOss(tiny_trained.sizes(), len(scored.vocabulary)), scored) > 2 * limit
 
 
 @pytest.mark.parametrize("broken", ["noise", "one layer twice"])

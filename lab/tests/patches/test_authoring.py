@@ -144,16 +144,3 @@ def test_a_patch_written_by_hand_under_the_same_name_is_not_removed(world):
     with pytest.raises(PatchError, match="not in `series`", check=lambda error: error.code == "patch.format"):
         draft(world)
     assert mine.read_text() == "my own work, not yet in series"
-
-
-def test_in_a_hook_the_scratch_copy_is_made_apart_from_the_users_repository(kit, world, tmp_path, monkeypatch):
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    kit.git(mine, "init", "--quiet")
-    before = kit.snapshot(mine)
-    for name, value in {"DIR": ".git", "INDEX_FILE": ".git/index", "WORK_TREE": ""}.items():
-        monkeypatch.setenv(f"GIT_{name}", str(mine / value))
-    checkout = authoring.begin_patch(draft(world))
-    edit(checkout)
-    assert authoring.finish_patch(draft(world), FIELDS) == world.folder / NAME
-    assert kit.snapshot(mine) == before

@@ -6,7 +6,6 @@ from lab.patches import authoring
 from lab.tests.patches.conftest import commit_all
 from lab.tests.patches.test_checkout import commit, state
 from sparkforge.core.errors import PatchError, UsageError
-from sparkforge.patching.series import Queue
 
 FIELDS = {"bug": "https://example.org/2", "drop_when": "contains pkg/b.py more"}
 
@@ -68,14 +67,3 @@ def test_a_checkout_without_the_queue_is_refused(kit, world, clone):
         UsageError, match=r"does not hold the queue up-1\.0", check=lambda e: "lab.patches into" in e.fix
     ):
         authoring.write_patch(draft(world), clone, {**FIELDS, "description": "Do more"})
-
-
-def test_a_patch_taken_from_a_checkout_applies_in_the_next_one(kit, world, clone, tmp_path):
-    other = tmp_path / "other"
-    kit.git(tmp_path, "clone", "--quiet", str(clone), str(other))
-    commit(world, clone)
-    (clone / "pkg/b.py").write_text("value = 3\n")
-    authoring.write_patch(draft(world), clone, {**FIELDS, "description": "Do more"})
-    assert len(Queue.load(world.folder).patches) == 4
-    commit(world, other)
-    assert (other / "pkg/b.py").read_text() == "value = 3\n"

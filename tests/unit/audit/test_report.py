@@ -46,13 +46,6 @@ def rules_of(*paths, **options):
     return [violation.rule for violation in audit_files(list(paths), tools=lambda: NONE, **options).violations]
 
 
-def test_wheel_with_the_files_that_it_records(tmp_path, extension):
-    report = audit_files([wheel(tmp_path, extension)], tools=lambda: NONE)
-    report.require_clean()
-    assert [binary.path for binary in report.binaries] == [f"{wheel(tmp_path, extension).name}/one/_C.abi3.so"]
-    assert report.bytes == len(extension)
-
-
 def test_library_swapped_inside_a_wheel(tmp_path, extension):
     assert rules_of(wheel(tmp_path, extension, recorded=b"another")) == ["swapped-library"]
     assert rules_of(wheel(tmp_path, extension, name="_moe_C.abi3.so")) == ["swapped-library"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparkforge.bench import report, samples
+from sparkforge.bench import samples
 from sparkforge.bench.samples import FinishedLoad, Sample
 
 
@@ -31,13 +31,3 @@ def test_figures_follow_vllms_definitions(config):
 def test_nothing_is_divided_by_nothing(load, config):
     assert samples.compute_metrics(load, config) is None
     assert not all(check.ok for check in samples.check_load(load, config))
-
-
-def test_the_terminal_shows_failed_and_passed(make_result, capsys, table):
-    failed = make_result(
-        passed=False, metrics=None, checks=[{"name": "x", "ok": False, "told": "it lied"}], requests=[]
-    )
-    report.print_results([make_result(), failed], table.figures)
-    output = capsys.readouterr().err
-    assert "cited, not measured here" in output
-    assert "it lied" in output

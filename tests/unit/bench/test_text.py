@@ -49,11 +49,6 @@ def fetched():
     return text.path(NAME).read_bytes()
 
 
-def test_the_text_is_what_the_competitions_script_joins():
-    rows = [line if line.strip() else "" for line in RAW.splitlines(keepends=True)]  # as the data set has them
-    assert text.join_rows(RAW) == "\n".join(row for row in rows if row.strip())
-
-
 def test_the_hub_is_asked_for_the_archive_at_the_pinned_commit(hub, pin, monkeypatch):
     url, answers, asked = hub
     path = f"/datasets/{pin.dataset}/resolve/{pin.revision}/{ARCHIVE}"

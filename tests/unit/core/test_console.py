@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from sparkforge.core import console
-from sparkforge.core.errors import PatchError, SparkforgeError
+from sparkforge.core.errors import SparkforgeError
 from sparkforge.core.urls import without_passwords
 
 UNSAFE = re.compile(f"[{console.UNSAFE}]")
@@ -83,11 +83,6 @@ def test_every_way_of_printing_is_sanitised(printed, capsys, evil):
     for text in (out, without_ours(printed()), without_ours(err)):
         assert not UNSAFE.search(text)
     assert "]52;" not in printed()
-
-
-def test_an_error_shows_its_three_parts_and_its_code(printed):
-    console.show_error(PatchError("what", "why", "fix", code="patch.conflict"))
-    assert without_ours(printed()) == "✗ what [patch.conflict]\n  why:  why\n  next: fix\n"
 
 
 def test_neither_markup_nor_links_are_read_out_of_a_text(printed):

@@ -63,15 +63,6 @@ def test_nothing_is_installed_but_by_lock(name):
     assert not [word for word, rest in instructions(TEXT) if word == "ADD"]
 
 
-def test_the_runtime_comes_out_of_the_audit():
-    runtime = TEXT.partition("AS runtime\n")[2]
-    copies = [rest for word, rest in instructions(runtime) if word == "COPY"]
-    assert copies
-    assert all("--from=audit" in copy or "--from=project" in copy for copy in copies)
-    project = TEXT.partition("AS project")[2].partition("# ── runtime")[0]
-    assert "COPY --from=audit /opt/image.json /opt/audit.json /opt/sbom.json" in project
-
-
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
     """The image's /opt/sparkforge as the Dockerfile copies it, and the variables that it sets there."""
@@ -113,15 +104,6 @@ def test_the_health_check_needs_no_site_packages(image):
     result = ask(image, "-m", "sparkforge.serve.health")
     assert "the validation has not passed" in result.stdout
     assert result.returncode == 1
-
-
-def test_the_runtime_is_nobody_and_hands_signals_on():
-    last = dict(instructions(TEXT.partition("AS runtime\n")[2]))
-    assert last["USER"] == "1000:1000"
-    assert last["ENTRYPOINT"].startswith('["/usr/bin/tini", "--"')
-    start = (ROOT / "deploy/start").read_text(encoding="utf-8")
-    assert start.strip().splitlines()[-1].startswith("exec ")
-    assert "sparkforge.serve.health" in last["HEALTHCHECK"]
 
 
 @pytest.mark.parametrize("stack", [name for name in STACKS if pins.load().image(name).kernels])

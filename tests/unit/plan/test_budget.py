@@ -34,18 +34,6 @@ def test_the_lines_sum_to_the_memory(model, device, load):
     assert all(line.bytes >= 0 for line in lines.lines)
 
 
-@settings(max_examples=150, deadline=None)
-@given(**ANY)
-def test_more_takes_more(model, device, load):
-    def share(**more):
-        return budget.make(MODELS[model], DEVICES[device], replace(load, **more)).share
-
-    assert share(context=load.context + 16) >= share()
-    assert share(concurrency=load.concurrency + 1) > share()
-    assert share(kv="fp8") <= share(kv="bf16")
-    assert share(batched=load.batched * 2) > share()
-
-
 @settings(max_examples=60, deadline=None)
 @given(**ANY)
 def test_what_is_said_to_fit_fits_and_no_more(model, device, load):

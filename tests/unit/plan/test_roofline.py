@@ -64,17 +64,6 @@ def test_steps_of_a_prompt_add_up_to_the_whole(prompt, prompts, chunk):
     assert sum(step.bytes for step in steps) >= whole[0].bytes * (1 - 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
-@given(batch=st.integers(1, 300), context=st.integers(1, 131_071), kv=st.sampled_from(["bf16", "fp8"]))
-def test_more_work_takes_longer(batch, context, kv):
-    def seconds(batch, context, **more):
-        return roofline.time(roofline.decode(BIG, batch, Workload(context, kv=kv), **more), SPARK).seconds
-
-    assert seconds(batch, context) <= seconds(batch, context + 1)
-    assert seconds(batch, context) < seconds(batch + 1, context)
-    assert seconds(batch, context, touched=4) <= seconds(batch, context) * (1 + 1e-12)
-
-
 def test_a_device_of_unknown_rates_has_no_prefill_bound():
     card = devices.table()["rtx-5090"]
     assert roofline.first_token_seconds(BIG, card, 1_024, 1, Workload(1)) is None

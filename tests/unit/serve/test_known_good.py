@@ -15,7 +15,6 @@ from sparkforge.serve.plan import StartPlan
 PLAN = StartPlan(EMBEDDED, stack="embedded", profile="embedded", key_file=None)
 START = KnownGood(1.0, PLAN, "tiny-gpt-oss", revision="abc", environment="0" * 64)
 INPUTS = {"lock": "1"}
-OLD = {"schema": 1, "starts": [{"time": 1.0, "device": "embedded", "settings": {"port": 8000}, "environment": "0"}]}
 
 
 @pytest.fixture(autouse=True)
