@@ -23,16 +23,71 @@ for name, words in json.loads(sys.argv[1]).items():
         "quantization": options.quantization,
         "activation": str(quantised.moe.activation) if quantised else "", "length": options.max_model_len,
         "sizes": options.compilation_config.cudagraph_capture_sizes, "share": options.gpu_memory_utilization,
+        "strict": options.tool_strict_level,
     }
 print(json.dumps(answers))
 """
 
 
+# What a grammar lets the model write behind `<|start|>assistant`, by vLLM's parser for Harmony and XGrammar.
+GRAMMARS = """
+import json, sys
+import xgrammar
+from transformers import AutoTokenizer
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser.parser_manager import ParserManager
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer))
+question = json.loads(sys.argv[2])
+answers = {}
+for level in question["levels"]:
+    parser = ParserManager.get_parser("openai", "openai_gptoss", True, None, True, level, tokenizer)
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], tools=question["tools"])
+    grammar = parser(tokenizer, request.tools).adjust_request(request).structured_outputs
+    answers[level] = {}
+    for name, text in question["texts"].items():
+        matcher = grammar and xgrammar.GrammarMatcher(compiler.compile_structural_tag(grammar.structural_tag))
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        answers[level][name] = all(matcher.accept_token(token) for token in tokens) if grammar else True
+print(json.dumps(answers))
+"""
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|return|>"  # the token that ends a grammar
+TEXTS = {
+    "right": CALL.format("weather", '{"city": "Oslo"}'),
+    "answer": "<|channel|>final<|message|>It rains.<|return|>",
+    "wrong arguments": CALL.format("weather", '{"town": 7}'),
+    "unknown tool": CALL.format("wether", '{"city": "Oslo"}'),
+}
+
+
 @pytest.fixture(scope="module", params=["spark", pytest.param("spark-next", marks=pytest.mark.nightly)])
-def parsed(request, vllm_process, tmp_path_factory):
-    stack = request.param
-    trees = request.getfixturevalue("vllm_trees" if stack == "spark" else "next_trees")
-    tree = trees.patched if stack == "spark" else trees.upstream
+def release(request):
+    """A stack, and the folder of its vLLM as it is served."""
+    trees = request.getfixturevalue("vllm_trees" if request.param == "spark" else "next_trees")
+    return request.param, trees.patched
+
+
+def test_the_level_of_strict_tools_decides_what_a_call_may_be(release, vllm_process, random_model, tmp_path):
+    stack, tree = release
+    words = profiles.load(stack=stack)["strict-tools"].arguments()
+    (level,) = (word.partition("=")[2] for word in words if word.startswith("--tool-strict-level="))
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+    question = json.dumps({"levels": ["auto", "function", level], "tools": tools, "texts": TEXTS})
+    (tmp_path / "program.py").write_text(GRAMMARS)
+    output = vllm_process(tree).run(tmp_path / "program.py", (random_model, question))
+    allowed = {
+        name: {text for text, is_allowed in texts.items() if is_allowed}
+        for name, texts in json.loads(output.splitlines()[-1]).items()
+    }
+    assert allowed["auto"] == set(TEXTS)
+    assert allowed["function"] == set(TEXTS) - {"unknown tool"}
+    assert allowed[level] == {"right", "answer"}
+
+
+@pytest.fixture(scope="module")
+def parsed(release, vllm_process, tmp_path_factory):
+    stack, tree = release
     arguments = json.dumps({name: profile.arguments() for name, profile in profiles.load(stack=stack).items()})
     program = tmp_path_factory.mktemp("parser") / "program.py"
     program.write_text(PROGRAM)
