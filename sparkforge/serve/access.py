@@ -72,6 +72,9 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        headers = dict(scope["headers"])
+        if b"x-api-key" in headers and b"authorization" not in headers:  # as Anthropic's clients send it
+            scope = {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + headers[b"x-api-key"])]}
         refusal = self._refusal(scope)
         if not refusal:
             await self._app(scope, receive, send)
