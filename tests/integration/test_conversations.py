@@ -23,7 +23,7 @@ from sparkforge.core.paths import ROOT
 pytestmark = pytest.mark.integration
 CLIENTS = Path(__file__).parent / "clients"
 SECONDS = 600
-DAILY = {"openai", "Codex"}  # vLLM's own requirement of openai is the newer one
+DAILY = {"openai", "Codex", "Open WebUI"}  # vLLM's own requirement of openai is the newer one
 WORKS, LIMIT = "works", "limit"
 QUIET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "NO_PROXY": "127.0.0.1",
@@ -80,6 +80,7 @@ def outcomes(scripted_server, request):
     if clients - DAILY:
         environments.ensure(environment, pins.load())
     cues = {name: getattr(conversations, name) for name in ("ANSWER", "CALL", "JSON", "DONE")}
+    turns = "50" if clients - DAILY else "8"
     processes = {}
     for name in sorted(clients):
         arguments = [scripted_server.url, scripted_server.model]
@@ -91,7 +92,7 @@ def outcomes(scripted_server, request):
             command = [python, CLIENTS / f"{re.sub(r'[^a-z]', '_', name.lower())}_client.py", *arguments]
         processes[name] = subprocess.Popen(
             command,
-            env={**os.environ, **QUIET, "OPENAI_API_KEY": scripted_server.key},
+            env={**os.environ, **QUIET, "AGENT_TURNS": turns, "OPENAI_API_KEY": scripted_server.key},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

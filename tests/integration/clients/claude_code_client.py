@@ -1,7 +1,7 @@
 """What Claude Code sends, by the anthropic package: cached system blocks, tools, thinking, a stream, tool results."""
 
 import anthropic
-from conversations import ANSWER, CALL, DONE, KEY, SCHEMA, equal, feature, main
+from conversations import AGENT_SCHEMAS, ANSWER, CALL, DONE, KEY, SCHEMA, equal, feature, main, work
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 TOOLS = [
@@ -26,8 +26,8 @@ SYSTEM = [{"type": "text", "text": "You are an agent of a terminal."}, {"type": 
 def ask(url, model, messages, **options):
     client = anthropic.Anthropic(base_url=url, auth_token=KEY, max_retries=0)
     options = {
-        "system": SYSTEM, "tools": TOOLS, "max_tokens": 2000, "metadata": {"user_id": "user_1"},
-        "thinking": {"type": "enabled", "budget_tokens": 1999}, "extra_headers": {"anthropic-beta": "x-2025-01-01"},
+        "system": SYSTEM, "tools": TOOLS, "max_tokens": 32000, "metadata": {"user_id": "user_1"},
+        "thinking": {"type": "enabled", "budget_tokens": 31999}, "extra_headers": {"anthropic-beta": "x-2025-01-01"},
         **options,
     }  # fmt: skip
     with client.messages.stream(model=model, messages=messages, **options) as stream:
@@ -57,11 +57,30 @@ def _(url, model):
     equal([block.text for block in ask(url, model, [user(ANSWER)], **options).content if block.type == "text"], [DONE])
 
 
-@feature("count_tokens")
+@feature("count_tokens, agent: eight tools, cancelled and tried again")
 def _(url, model):
+    """Tokens are counted before each request, as many as its usage says."""
+    tools = [{"name": name, "description": name, "input_schema": schema} for name, schema in AGENT_SCHEMAS.items()]
     client = anthropic.Anthropic(base_url=url, auth_token=KEY, max_retries=0)
-    count = client.messages.count_tokens(model=model, messages=[user(ANSWER)], system=SYSTEM, tools=TOOLS)
-    equal(count.input_tokens > 20, True)
+    turns = []
+
+    def step(text, cancelled):
+        call = next((block for block in turns[-1]["content"] if block.type == "tool_use"), None) if turns else None
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": text} if call else None
+        turns.append({"role": "user", "content": [result]} if result else user(text))
+        count = client.messages.count_tokens(model=model, messages=turns, system=SYSTEM, tools=tools)
+        if cancelled:
+            request = {"messages": turns, "system": SYSTEM, "tools": tools, "max_tokens": 2000}
+            with client.messages.stream(model=model, **request) as stream:
+                next(iter(stream))
+        message = ask(url, model, turns, tools=tools)
+        equal(count.input_tokens, message.usage.input_tokens)
+        turns.append({"role": "assistant", "content": message.content})
+        blocks = [block for block in message.content if block.type != "thinking"]
+        (block,) = blocks
+        return (block.name, block.input) if block.type == "tool_use" else block.text
+
+    work(step)
 
 
 main()

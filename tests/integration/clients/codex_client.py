@@ -1,7 +1,9 @@
 """What Codex sends to /v1/responses: a stream, `store: false`, its tools, and the items of earlier turns."""
 
+import json
+
 import openai
-from conversations import ANSWER, CALL, DONE, KEY, SCHEMA, equal, feature, main
+from conversations import AGENT_SCHEMAS, ANSWER, CALL, DONE, KEY, SCHEMA, equal, feature, main, work
 
 TOOLS = [
     {"type": "function", "name": "weather", "description": "The weather now.", "strict": False, "parameters": SCHEMA},
@@ -47,6 +49,31 @@ def _(url, model):
         {"type": "function_call_output", "call_id": call.call_id, "output": output},
     ]
     equal(ask(url, model, items).output_text, DONE)
+
+
+@feature("agent: eight tools, cancelled and tried again")
+def _(url, model):
+    tools = [{"type": "function", "name": n, "strict": False, "parameters": s} for n, s in AGENT_SCHEMAS.items()]
+    items = [*START]
+
+    def step(text, cancelled):
+        last = items[-1]
+        if last["type"] == "function_call":
+            items.append({"type": "function_call_output", "call_id": last["call_id"], "output": text})
+        else:
+            items.append(message("user", text))
+        if cancelled:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+            with client.responses.create(model=model, input=items, tools=tools, stream=True, store=False) as stream:
+                next(iter(stream))
+        response = ask(url, model, items, tools=tools)
+        if response.output_text:
+            return response.output_text
+        (call,) = response.output
+        items.append(call.model_dump(include={"type", "name", "arguments", "call_id"}))
+        return call.name, json.loads(call.arguments)
+
+    work(step)
 
 
 @feature("custom tool calls of earlier turns")

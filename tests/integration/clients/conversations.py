@@ -30,12 +30,33 @@ SCRIPTS = {
     '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
     NAMED_CALL: f" to=functions.Weather<|channel|>commentary json<|message|>{OSLO}<|call|>",
 }
+# Tool of an agent → the cue of a call of it, and the call's arguments.
+AGENT = {
+    "read_file": ("silver", {"path": "notes.md"}), "write_file": ("castle", {"path": "out.md", "text": "Hello"}),
+    "list_files": ("garden", {"path": "/tmp"}), "run": ("window", {"command": "ls", "seconds": 5}),
+    "search": ("summer", {"query": "sliding"}), "fetch": ("winter", {"url": "https://example.com"}),
+    "add_task": ("orange", {"title": "Write it"}), "end_task": ("button", {"number": 3}),
+}  # fmt: skip
+SCRIPTS |= {
+    cue: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+    for name, (cue, arguments) in AGENT.items()
+}
 TOKENS = 100
+TYPES = {str: "string", int: "integer"}
 KEY = os.environ.get("OPENAI_API_KEY", "")  # of the server
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather now.", "parameters": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 FEATURES = {}
+TURNS = int(os.environ.get("AGENT_TURNS", "8"))  # of an agent
+AGENT_SCHEMAS = {
+    name: {
+        "type": "object",
+        "properties": {key: {"type": TYPES[type(value)]} for key, value in arguments.items()},
+        "required": list(arguments),
+    }
+    for name, (_, arguments) in AGENT.items()
+}
 
 
 class Weather(BaseModel):
@@ -59,6 +80,17 @@ def equal(value: object, wanted: object) -> None:
     """Raise AssertionError, with both values, unless they are equal."""
     if value != wanted:
         raise AssertionError(f"{value!r} instead of {wanted!r}")
+
+
+def work(step: Callable) -> None:
+    """Let an agent work for TURNS turns: each result of a tool names what comes next, and the last one the answer.
+
+    `step` takes the text for the model, and whether to cancel a first try; it returns the model's call, or its answer.
+    """
+    order = [list(AGENT)[(turn * 5 + turn // 8) % len(AGENT)] for turn in range(TURNS)]
+    cues = [*(AGENT[name][0] for name in order), ANSWER]
+    answers = [step(f"Turn {turn} is next: use the {cue} now, please.", turn % 4 == 3) for turn, cue in enumerate(cues)]
+    equal(answers, [*((name, AGENT[name][1]) for name in order), DONE])
 
 
 def raises(error: type[Exception], function: Callable) -> None:

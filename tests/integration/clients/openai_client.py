@@ -6,6 +6,7 @@ import urllib.request
 
 import openai
 from conversations import (
+    AGENT_SCHEMAS,
     ANSWER,
     CALL,
     DONE,
@@ -13,7 +14,6 @@ from conversations import (
     JSON,
     KEY,
     NAMED,
-    SECOND_CALL,
     THOUGHT,
     TOKENS,
     TOOL,
@@ -24,12 +24,14 @@ from conversations import (
     feature,
     main,
     raises,
+    work,
 )  # fmt: skip
 
 RESPONSES_TOOL = {"type": "function", **TOOL["function"]}
 OSLO_CALL = [("weather", '{"city": "Oslo"}')]
 END = "200002"  # <|return|>
 DEADLINE_SECONDS = 400.0
+WINDOW = 128  # tokens that gpt-oss's sliding window holds
 
 
 def client(url):
@@ -285,22 +287,34 @@ def _(url, model):
     equal(write(2) == first, False)
 
 
-@feature("agent: ten turns")
+@feature("agent: eight tools, cancelled and tried again")
 def _(url, model):
-    messages, cities = [{"role": "user", "content": CALL}], []
-    for turn in range(10):
-        response = client(url).chat.completions.create(
-            model=model, messages=messages, tools=[TOOL], max_tokens=TOKENS, temperature=0
-        )
+    """Its prompts are longer than the sliding window, and begin with what the prefix cache has of the turn before."""
+    tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in AGENT_SCHEMAS.items()]
+    messages, prompts = [], []
+    hits = metric(url, "vllm:prefix_cache_hits_total")
+
+    def step(text, cancelled):
+        if messages:
+            last = messages[-1]["tool_calls"][0]["id"]
+            messages.append({"role": "tool", "tool_call_id": last, "content": text})
+        else:
+            messages.append({"role": "user", "content": text})
+        if cancelled:
+            with chat(url, model, "", messages=messages, tools=tools, stream=True) as stream:
+                next(iter(stream))
+        response = chat(url, model, "", messages=messages, tools=tools)
+        prompts.append(response.usage.prompt_tokens)
         message = response.choices[0].message
         messages.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
-        for call in message.tool_calls or ():
-            cities.append(json.loads(call.function.arguments)["city"])
-            cue = ANSWER if turn == 8 else (SECOND_CALL, CALL)[turn % 2]
-            content = f"It is {turn} degrees there. Now I need you to go on with the {cue}."
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-    equal(cities, ["Oslo", "Rome"] * 4 + ["Oslo"])
-    equal(message.content, DONE)
+        if not message.tool_calls:
+            return message.content
+        ((name, arguments),) = calls(response)
+        return name, json.loads(arguments)
+
+    work(step)
+    equal(prompts[-1] > 2 * WINDOW, True)
+    equal(metric(url, "vllm:prefix_cache_hits_total") - hits > sum(prompts[:-1]) / 2, True)
 
 
 main()
