@@ -197,9 +197,9 @@ def main(output: str, trials: int = TRIALS) -> None:
     from sparkforge.core import paths  # noqa: PLC0415
     from sparkforge.core.console import echo, say  # noqa: PLC0415
     from sparkforge.core.errors import BenchmarkError, UsageError  # noqa: PLC0415
-    from sparkforge.core.files import require_writable, write_json  # noqa: PLC0415
+    from sparkforge.core.files import write_json  # noqa: PLC0415
 
-    file = require_writable(paths.typed(output))
+    file = paths.typed(output)
     try:
         with limited() as scope, weights() as read:
             result = {"machine": facts(), **run(scope, trials, read)}

@@ -246,7 +246,6 @@ def chat(_ctx: Context, message: str, system: str = "", max_tokens: str = "") ->
     device="as in ./inv up",
     profile="as in ./inv up",
 )
-@held
 def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: str = "") -> None:
     """Talk with a model, which is started if it is not served.
 

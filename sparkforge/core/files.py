@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.errors import StorageError
 
 CHUNK = 1 << 20
 HOLDER_SECONDS = 0.5  # until a process that has just got a lock has written its id into the file
@@ -139,22 +139,6 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
             "or set SPARKFORGE_STATE and SPARKFORGE_CACHE",
             code="storage.full",
         )
-
-
-def require_writable(path: Path) -> Path:
-    """Return `path`, whose folder is made, if a file can be put there: asked before minutes go into what it will hold.
-
-    Raises UsageError.
-    """
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(f"cannot write {path}", reason, "name a file in a folder of yours: --output FILE") from error
-    return path
 
 
 def unreadable(folder: Path) -> tuple[str, str] | None:

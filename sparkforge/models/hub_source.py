@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, read_json
@@ -57,7 +57,7 @@ class NotedFile(Record, extra="ignore"):
 class Note(Record, extra="ignore"):
     """What an earlier fetch wrote into a checkpoint's folder: the marker that the folder is ours."""
 
-    repository: str = Field(validation_alias=AliasChoices("repository", "source"))  # older notes have only the latter
+    repository: str
     revision: str
     files: dict[str, NotedFile]
 

@@ -96,7 +96,7 @@ class ServerStatus(Record):
     model: str
     url: str
     device: str
-    profile: str = Field(description="serve profile; empty for a server that an older version started")
+    profile: str = Field(description="serve profile")
     where: str = Field(description="pid or container")
     healthy: bool
     container_health: str = Field(description="what the container's own health check says; empty without a container")

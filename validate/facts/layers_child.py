@@ -9,7 +9,7 @@ only, besides torch, safetensors and vLLM.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -32,14 +32,9 @@ ROWS = (0, 1, 15, 16, 127, 128, 129, 253, 254, 255, 256, 257)  # positions that 
 
 
 def beside(name: str) -> ModuleType:
-    """Return another program of this folder, loaded by its path: no package of ours need be installed here."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(name)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    """Return another program of this folder: no package of ours need be installed here."""
+    sys.path.append(str(Path(__file__).parent))  # behind all others: its names must not hide a package
+    return importlib.import_module(name)
 
 
 Weights = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ The reference is written out here in float64 from the format's specification: it
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -209,14 +209,9 @@ def _holder(method: Any, layer: MoeLayer, device: torch.device) -> Holder:
 
 
 def _questions(request: dict[str, Any]) -> Any:
-    """Return deep_child's Questions, loaded by its path: this program may run where no package of ours is installed."""
-    path = Path(__file__).with_name("deep_child.py")
-    spec = importlib.util.spec_from_file_location("deep_child", path)
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(str(path))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Questions(request["model"], request["serve_args"], request["layer"])
+    """Return deep_child's Questions: this program may run where no package of ours is installed."""
+    sys.path.append(str(Path(__file__).parent))  # behind all others: its names must not hide a package
+    return importlib.import_module("deep_child").Questions(request["model"], request["serve_args"], request["layer"])
 
 
 def difference(output: torch.Tensor, wanted: torch.Tensor) -> float:
