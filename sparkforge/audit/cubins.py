@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tempfile
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ class Cubin:
     instructions: int = 0
     kernels: tuple[Kernel, ...] = ()
     strings: tuple[str, ...] = ()  # of those watched
+    sha256: str = ""
 
     @property
     def label(self) -> str:
@@ -174,7 +176,10 @@ def scan(piece: Piece, watch: Watch) -> Scanned:
     """Read one cubin without any program. Raises one of elf.MALFORMED."""
     data = piece.data()
     read = elf.code(data)
-    cubin = Cubin(piece.name, read.target, read.sm, len(data), loads=loads(read.target, watch.capability))
+    digest = hashlib.sha256(data).hexdigest()
+    cubin = Cubin(
+        piece.name, read.target, read.sm, len(data), loads=loads(read.target, watch.capability), sha256=digest
+    )  # fmt: skip
     if not cubin.loads:
         return Scanned(cubin)
     kernels, samples = count(read.kernels())

@@ -141,6 +141,7 @@ class KernelOptions:
     jobs: str = option(JOBS, "auto")
     output: str = option("folder of the kernels; build and server must see it under the same path")
     python: str = option("interpreter of the environment that serves, with the patched FlashInfer")
+    platform: str = option("what the modules are for, such as linux/arm64; default: this machine's")
     packs: str = option(PACKS)
     publish: str = option("put the modules there, as a kernel pack")
     key: str = option("with --publish: sign it by this key, as image.sign does")
@@ -152,7 +153,7 @@ class KernelOptions:
 def build_kernels(_ctx: Context, options: KernelOptions) -> None:
     """Compile and audit FlashInfer's modules, without a GPU."""
     from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
-    from sparkforge.image import packs, signing
+    from sparkforge.image import devices, packs, signing
 
     key_file = Path(caller_path(options.key)) if options.key else None
     if key_file and not options.publish:
@@ -167,6 +168,7 @@ def build_kernels(_ctx: Context, options: KernelOptions) -> None:
         output=caller_path(options.output),
         python=caller_path(options.python),
         take=packs.taking(image_path(options.packs)),
+        machine=devices.machine_of(options.platform),
     )
     build_kernels(request)
     if options.publish:

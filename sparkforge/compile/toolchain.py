@@ -2,6 +2,8 @@
 
 The wheels put everything under `nvidia/cu13`. That folder becomes a CUDA_HOME with three additions: `lib64`, the
 unversioned names that `-lcudart` asks for, and a `libcuda.so` to link against where no driver is installed.
+
+To compile for another machine, that machine's wheels are installed the same way, with this machine's programs in them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from sparkforge.core.manifest import Made
 from sparkforge.core.process import run, run_unchecked
 from sparkforge.pins import locks
 
+THIS_MACHINE = os.uname().machine
 LAYOUT = "1"  # raise it when this module would make another folder of the same wheels
 SPACE = 1_400_000_000  # bytes: 1.2 GB installed, measured on x86-64
 HOME = "nvidia/cu13"
@@ -46,7 +49,10 @@ AGAIN = "then run the same command again"
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Every program that a build starts, with absolute paths; `versions` maps nvcc, c++, ninja and ccache to theirs."""
+    """Every program that a build starts, with absolute paths; `machine`, as `uname -m` has it, is what the code is for.
+
+    `versions` maps nvcc, c++, glibc, ninja and ccache to theirs.
+    """
 
     home: Path  # CUDA_HOME
     origin: str  # "CUDA_HOME", "PATH" or "locked wheels"
@@ -54,6 +60,7 @@ class Toolchain:
     ninja: Path
     ccache: Path
     versions: Mapping[str, str]
+    machine: str = THIS_MACHINE
 
     @property
     def nvcc(self) -> Path:
@@ -74,6 +81,7 @@ class Toolchain:
             "NVCC_PREPEND_FLAGS": "",
             "NVCC_APPEND_FLAGS": "--objdir-as-tempdir",
             "CUDAHOSTCXX": str(self.cxx),
+            "CCACHE_NAMESPACE": self.machine,  # ccache does not see NVCC_CCBIN
             "CCACHE_DIR": os.environ.get("CCACHE_DIR") or str(paths.cache() / "ccache"),
             "FLASHINFER_NVCC_LAUNCHER": ccache,
             "FLASHINFER_CXX_LAUNCHER": ccache,
@@ -82,34 +90,35 @@ class Toolchain:
         }
 
 
-def find(architecture: str = "12.1a", *, minimum_cxx: int = MINIMUM_CXX) -> Toolchain:
-    """Return programs that can build for `architecture`; installs the locked ones where this machine's do not do.
+def find(architecture: str = "12.1a", *, minimum_cxx: int = MINIMUM_CXX, machine: str = THIS_MACHINE) -> Toolchain:
+    """Return programs that can build for `architecture` in `machine`; installs the locked ones where others do not do.
 
     A CUDA_HOME or CXX that was set by hand is used or refused, never ignored. Raises CompileError, and what
     `install` raises.
     """
-    home, origin = _home(architecture)
-    cxx, cxx_version = host_compiler(home, minimum_cxx)
+    home, origin = _home(architecture, machine)
+    cxx, cxx_version = host_compiler(home, minimum_cxx, machine)
     ninja, ccache = helper("ninja"), helper("ccache")
-    versions = {"nvcc": nvcc_version(home / "bin/nvcc"), "c++": cxx_version}
+    versions = {"nvcc": nvcc_version(home / "bin/nvcc"), "c++": cxx_version, "glibc": glibc_version(cxx)}
     versions |= {path.name: ".".join(map(str, _version(path))) for path in (ninja, ccache)}
-    return Toolchain(home, origin, cxx, ninja, ccache, versions)
+    return Toolchain(home, origin, cxx, ninja, ccache, versions, machine)
 
 
-def _home(architecture: str) -> tuple[Path, str]:
+def _home(architecture: str, machine: str) -> tuple[Path, str]:
+    foreign = f"its libraries are not {machine}'s" if machine != THIS_MACHINE else ""
     if chosen := os.environ.get("CUDA_HOME"):
-        if reason := unfit(Path(chosen), architecture):
+        if reason := foreign or unfit(Path(chosen), architecture):
             raise _error(
                 f"cannot build with CUDA_HOME={chosen}",
                 reason,
                 f"unset CUDA_HOME to use the locked compiler, {AGAIN}",
             )
         return Path(chosen).absolute(), "CUDA_HOME"
-    if (nvcc := shutil.which("nvcc")) and (home := home_of(Path(nvcc))):
+    if not foreign and (nvcc := shutil.which("nvcc")) and (home := home_of(Path(nvcc))):
         if not (reason := unfit(home, architecture)):
             return home, "PATH"
         say(f"{nvcc} is passed over: {reason}")
-    home = install()[0] / HOME
+    home = install(machine)[0] / HOME
     if reason := unfit(home, architecture):
         raise _error(f"{home} is no longer whole", reason, f"rm -r {home.parent.parent}, {AGAIN}")
     return home, "locked wheels"
@@ -143,8 +152,10 @@ def nvcc_version(nvcc: Path) -> str:
     return match[1]
 
 
-def host_compiler(home: Path, minimum: int = MINIMUM_CXX) -> tuple[Path, str]:
-    """Return the first GCC, with its version, of major version `minimum` or more that the nvcc under `home` takes.
+def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MACHINE) -> tuple[Path, str]:
+    """Return the first GCC for `machine` of major version `minimum` or more that the nvcc under `home` takes.
+
+    It comes with its version; for another machine it has that one's name before its own, as Debian's cross compilers.
 
     The upper bound is the one that nvcc's own header enforces. Raises CompileError.
     """
@@ -152,15 +163,19 @@ def host_compiler(home: Path, minimum: int = MINIMUM_CXX) -> tuple[Path, str]:
     limit = re.search(r"^#if __GNUC__ > (\d+)$", header.read_text(encoding="utf-8"), re.MULTILINE)
     maximum = int(limit[1]) if limit else minimum
     chosen, rejected = os.environ.get("CXX"), []
-    for name in [chosen] if chosen else CXX_NAMES:
+    prefix = "" if machine == THIS_MACHINE else f"{machine}-linux-gnu-"
+    for name in [chosen] if chosen else [prefix + name for name in CXX_NAMES]:
         if not (path := shutil.which(name)):
             continue
         version = gcc_version(Path(path))
-        if version and minimum <= int(version.split(".")[0]) <= maximum:
+        target = run_unchecked([path, "-dumpmachine"]).stdout.partition("-")[0]
+        if version and minimum <= int(version.split(".")[0]) <= maximum and (target == machine or not prefix):
             return Path(path).absolute(), version
-        rejected.append(f"{name} {version or 'is no GCC'}")
-    why = f"nvcc takes GCC {minimum} to {maximum} here, and there is {', '.join(rejected) or chosen or 'none'}"
-    fix = f"sudo apt install g++-{min(maximum, max(minimum, 13))}" + (" and unset CXX" if chosen else "")
+        rejected.append(f"{name} {version or 'is no GCC'}" + (f" for {target}" if prefix else ""))
+    which = f"GCC {minimum} to {maximum}" + (f" for {machine}" if prefix else "")
+    why = f"nvcc takes {which} here, and there is {', '.join(rejected) or chosen or 'none'}"
+    package = f"g++-{machine.replace('_', '-')}-linux-gnu" if prefix else f"g++-{min(maximum, max(minimum, 13))}"
+    fix = f"sudo apt install {package}" + (" and unset CXX" if chosen else "")
     raise _error("no host compiler that fits", why, f"{fix}, {AGAIN}")
 
 
@@ -170,6 +185,12 @@ def gcc_version(cxx: Path) -> str:
         return ""
     match = re.match(r"\d+(\.\d+)*", run_unchecked([cxx, "-dumpfullversion"]).stdout)
     return match[0] if match else ""
+
+
+def glibc_version(cxx: Path) -> str:
+    """Return the version of the C library that a compiler's code is made for."""
+    command: list[str | Path] = [cxx, "-E", "-P", "-include", "features.h", "-x", "c++", "-"]
+    return ".".join(run_unchecked(command, stdin="__GLIBC__ __GLIBC_MINOR__").stdout.split()[-2:])
 
 
 def helper(name: str) -> Path:
@@ -207,24 +228,32 @@ def audit_tools() -> Tools:
     return Tools(program("cuobjdump"), program("nvdisasm"))
 
 
-def install() -> tuple[Path, bool]:
-    """Install the locked toolchain if it is not installed; return its folder and whether it was installed now.
+def install(machine: str = THIS_MACHINE) -> tuple[Path, bool]:
+    """Install the locked toolchain for code of `machine`; return its folder and whether it was installed now.
 
     CUDA_HOME is the folder's `nvidia/cu13`. Raises NetworkError, StorageError, and CompileError where there
     is no host compiler for the stub.
     """
-    folder = paths.state() / "toolchain" / f"cuda-{os.uname().machine}"
-    inputs = {"lock": sha256_file(locks.lock_path("toolchain")), "machine": os.uname().machine, "layout": LAYOUT}
+    folder = paths.state() / "toolchain" / f"cuda-{machine}"
+    inputs = {"lock": sha256_file(locks.lock_path("toolchain")), "machine": machine, "layout": LAYOUT}
     if not manifest.current(folder, "toolchain", inputs):
         require_space(folder, SPACE, "the CUDA toolchain")
-    return folder, manifest.once(folder, "toolchain", inputs, _make)[1]
+    programs = None if machine == THIS_MACHINE else install()[0]
+    return folder, manifest.once(folder, "toolchain", inputs, lambda path: _make(path, machine, programs))[1]
 
 
-def _make(folder: Path) -> Made:
-    locks.install(Path(sys.executable), "toolchain", target=folder)
+def _make(folder: Path, machine: str, programs: Path | None) -> Made:
+    """Install the wheels; `programs` is the folder with those that run here, if the wheels' do not."""
+    locks.install(Path(sys.executable), "toolchain", target=folder, machine=machine)
     home = folder / HOME
+    if programs:
+        for part in ("bin", f"{HOME}/bin", f"{HOME}/nvvm/bin"):
+            shutil.rmtree(folder / part)
+            shutil.copytree(programs / part, folder / part)  # not linked: nvcc finds its CUDA from where it lies
+        (home / "targets").mkdir()
+        (home / "targets" / f"{machine}-linux").symlink_to("..")  # where nvcc looks for another machine's files
     add_links(home)
-    cxx, version = host_compiler(home)
+    cxx, version = host_compiler(home, machine=machine)
     make_stub(home, cxx)
     # A wheel's RECORD holds the hash of each of its files.
     packages = {path.name.removesuffix(".dist-info"): path for path in sorted(folder.glob("*.dist-info"))}
@@ -256,9 +285,9 @@ def make_stub(home: Path, cxx: Path) -> None:
     run([cxx, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c++", "-", "-o", output], stdin=code)
 
 
-def print_toolchain() -> None:
-    """Say which toolchain a build would use."""
-    chain = find()
+def print_toolchain(machine: str = THIS_MACHINE) -> None:
+    """Say which toolchain a build for `machine` would use."""
+    chain = find(machine=machine)
     say(f"CUDA of {chain.origin}: {chain.home}")
     for name, version in chain.versions.items():
         say(f"{name} {version}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from sparkforge import pins
 from sparkforge.core.errors import UsageError
 
@@ -10,6 +12,18 @@ AUTO, EMBEDDED, GPU, DOCKER, DOCKER_CPU = "auto", "embedded", "gpu", "docker", "
 CONTAINERS = (DOCKER, DOCKER_CPU)
 CPU, CUDA = "cpu", "cuda"  # what an image is built for: `device` of [stacks.NAME.image], tables of deploy/trim.toml
 OCI_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+def machine_of(platform: str) -> str:
+    """Return the machine, as `uname -m` has it, of an OCI platform such as linux/arm64; this one if none is named.
+
+    Raises UsageError for another platform.
+    """
+    system, _, architecture = platform.partition("/")
+    if platform and (system != "linux" or architecture not in OCI_MACHINES):
+        known = " and ".join(f"linux/{name}" for name in OCI_MACHINES)
+        raise UsageError(f"--platform {platform[:40]!r} is not known", f"there are {known}", "--platform linux/arm64")
+    return OCI_MACHINES.get(architecture, os.uname().machine)
 
 
 def stack_of(device: str, stack: str = "") -> str:

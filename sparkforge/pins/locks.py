@@ -6,6 +6,7 @@ One index a set, hashes for every file.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -26,12 +27,14 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
 from sparkforge.core.tables import Record
 from sparkforge.pins.index import pip_config
+from sparkforge.pins.wheels import GLIBC, MACHINES, PYTHONS
 
 LOCKS = ROOT / "locks"
 NETWORK = "check the network, or set PIP_INDEX_URL to your mirror, then run the same command again"
 FORM = ("--generate-hashes", "--quiet", "--no-header", "--no-emit-index-url", "--no-emit-find-links",
         "--annotation-style=line")  # fmt: skip
 TABLE = LOCKS / "sets.toml"
+INSTALL = (sys.executable, "-m", "uv", "pip", "install", "--require-hashes", "--no-deps", "--quiet")
 
 
 class LockSet(Record):
@@ -150,8 +153,29 @@ def compile_set(lock: LockSet) -> Path:
 
 
 def compile_all() -> list[Path]:
-    """Resolve every set, in the order in which they constrain each other."""
-    return [compile_set(lock) for lock in load().sets.values()]
+    """Resolve every set, in the order in which they constrain each other. Raises as `compile_set`, `require_wheels`."""
+    made = []
+    for lock in load().sets.values():
+        made.append(compile_set(lock))
+        if lock.target == "everywhere":
+            require_wheels(lock)
+    return made
+
+
+def require_wheels(lock: LockSet) -> None:
+    """Raise InputError unless the package index has wheels of all of a set for every machine and Python."""
+    for machine, python in itertools.product(MACHINES, PYTHONS):
+        command: list[str | Path] = [*INSTALL, "--dry-run", "--target", tempfile.gettempdir(), "-r", lock.path]
+        process = run_unchecked([*command, "--python-version", python, *wheels_for(machine)], env=uv_environment())
+        if process.returncode:
+            failure = f"the locked set {lock.name} cannot be installed on {machine} with Python {python}"
+            fix = f"another package or a marker in {lock.requirements}, then ./inv pins.lock"
+            raise InputError(failure, process.stderr.strip(), fix, code="input.pins")
+
+
+def wheels_for(machine: str) -> list[str]:
+    """Return uv's options to install only wheels, those for `machine`."""
+    return ["--python-platform", f"{machine}-manylinux_2_{GLIBC}", "--only-binary", ":all:"]
 
 
 def _text(path: Path) -> str:
@@ -193,7 +217,7 @@ def replace(text: str, replaced: Mapping[str, str]) -> str:
     return text
 
 
-def install(
+def install(  # noqa: PLR0913 - as many as uv has
     python: Path,
     name: str,
     *,
@@ -201,19 +225,21 @@ def install(
     replaced: Mapping[str, str] | None = None,
     extra: tuple[str, ...] = (),
     target: Path | None = None,
+    machine: str = "",
     copy: bool = False,
     bytecode: bool = True,
 ) -> None:
     """Install a locked set and the requirement lines `extra` into the environment of `python`, or into folder `target`.
 
     `replaced` (package → requirement line) takes the place of what the set says of a package. Files of `find_links` are
-    used where their hash is in the requirements. `copy`, and a target folder, make copies instead of hard links into
-    uv's cache: a hard link's ctime changes with every other link, and ccache then sees its headers "modified". Raises
-    NetworkError with the cause that uv printed.
+    used where their hash is in the requirements. A `machine` (`uname -m`) that is not this one gets its own wheels.
+    `copy`, and a target folder, make copies instead of hard links into uv's cache: a hard link's ctime changes with
+    every other link, and ccache then sees its headers "modified". Raises NetworkError with the cause that uv printed.
     """
-    command = [sys.executable, "-m", "uv", "pip", "install", "--python", str(python)]
-    command += ["--require-hashes", "--no-deps", "--quiet", "-r", "-"]
+    command = [*INSTALL, "--python", str(python), "-r", "-"]
     command += ["--compile-bytecode"] if bytecode else []
+    if machine not in ("", os.uname().machine):
+        command += wheels_for(machine)
     for folder in find_links:
         command += ["--find-links", str(folder)]
     command += ["--target", str(target)] if target else []

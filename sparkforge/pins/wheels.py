@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # it loads an HTML parser
     from pypi_simple import DistributionPackage
 
 GLIBC = 35  # the newest minor version of glibc 2 that a chosen wheel may require: Ubuntu 22.04's, below DGX OS's 2.39
+MACHINES = ("aarch64", "x86_64")  # what the wheels that we pin are for, as `uname -m` says it
+PYTHONS = ("3.11", "3.12", "3.13")  # pyproject.toml requires-python
 LEGACY = {"manylinux2014": 17, "manylinux2010": 12, "manylinux1": 5}  # PEP 600
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 

@@ -43,7 +43,7 @@ from sparkforge.core.manifest import Made, Manifest
 from sparkforge.core.process import run
 from sparkforge.pins import Pins, wheels
 from sparkforge.pins.locks import lock_path
-from sparkforge.pins.wheels import Pick, TargetMachine, choose_pinned
+from sparkforge.pins.wheels import MACHINES, Pick, TargetMachine, choose_pinned
 from sparkforge.sources import archive, fetch, offline, pip_download, repositories, trees
 from sparkforge.sources.archive import checked_path, members, unharmful, write_member
 
@@ -51,7 +51,6 @@ SCHEMA = 1
 PACKS = "packs"  # a folder of the checkout's state and of a bundle, with kernel packs as an OCI layout
 EMBEDDED = "embedded"  # the device, whose stack pins.toml names
 BUNDLER = "1"  # raise it when this module would make other bytes of the same inputs
-MACHINES = ("aarch64", "x86_64")  # what the wheels that we pin are for, as `uname -m` says it
 MAX_INDEX = 16 << 20
 MAX_DEPTH = 32  # folders above a member; what we pack has at most 7
 WRITE_VOCABULARY = (

@@ -50,9 +50,9 @@ class KernelRequest:
     """What a user asks for: a set of a stack's modules.
 
     An empty `set_name` or `arch` means the image's, an empty `output` means `.sparkforge/kernels`, and an empty
-    `python` means an environment that is made for the build. `output` is the folder of the cache, `python` the
-    interpreter of the environment that serves, `jobs` a number or "auto". `checkout` is a clone of FlashInfer that
-    this interpreter imports in place of the patched wheel.
+    `python` means an environment that is made for the build. `machine`, as `uname -m` has it, runs the server. `output`
+    is the folder of the cache, `python` the interpreter of the environment that serves, `jobs` a number or "auto".
+    `checkout` is a clone of FlashInfer that this interpreter imports in place of the patched wheel.
     """
 
     stack: str
@@ -63,6 +63,7 @@ class KernelRequest:
     python: str = ""
     checkout: str = ""
     take: Take | None = None
+    machine: str = toolchain.THIS_MACHINE
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class KernelOrder:
     def variables_file(self) -> Path:
         """The server's variables, DIR/kernels-SET.env; the manifest lies beside it."""
         return self.output / f"kernels-{self.set_name}.env"
+
+    @property
+    def is_native(self) -> bool:
+        """Whether a server of the modules can run here."""
+        return self.chain.machine == toolchain.THIS_MACHINE
 
     @property
     def lock(self) -> Path:
@@ -121,14 +127,19 @@ class KernelOrder:
             "nvcc": self.chain.versions["nvcc"],
             "c++": self.chain.versions["c++"],
             "ninja": run([self.environment.ninja(self.chain), "--version"]).stdout.strip(),
+            "machine": self.chain.machine,
+            "glibc": self.chain.versions["glibc"],
         }
 
     @property
     def identity(self) -> dict[str, str]:
-        """What decides the modules wherever they are built: `inputs` without folders, and this platform."""
+        """What decides the modules wherever they are built: `inputs` without folders, and torch without its device.
+
+        Of torch, FlashInfer's generators read what its builds for CPU and CUDA have in common.
+        """
         folders = {*environment.COMPILER_VARIABLES, "FLASHINFER_WORKSPACE_BASE", "python", "site-packages"}
-        platform = {"machine": os.uname().machine, "libc": str(os.confstr("CS_GNU_LIBC_VERSION"))}
-        return {**{name: value for name, value in self.inputs.items() if name not in folders}, **platform}
+        inputs = {name: value for name, value in self.inputs.items() if name not in folders}
+        return {**inputs, "torch": inputs.get("torch", "").partition("+")[0]}
 
     def ninja(self, folder: Path) -> tuple[str | Path, ...]:
         """Return the command of the server's ninja for a module's folder."""
@@ -145,7 +156,10 @@ def build_kernels(request: KernelRequest) -> tuple[Path, bool]:
     say(f"{len(order.modules)} modules in {order.output}: {result} ({time.monotonic() - started:.1f} s)")
     if not changed:
         say("unchanged: there was nothing to do")
-    say(f"the server's variables: {order.variables_file}")
+    if order.is_native:
+        say(f"the server's variables: {order.variables_file}")
+    else:
+        say(f"they are for {order.chain.machine}: --publish PLACE makes a kernel pack of them")
     return order.variables_file, changed
 
 
@@ -169,8 +183,10 @@ def prepare(request: KernelRequest) -> KernelOrder:
         say("no --python: building for an environment of our own, which no server has")
         interpreter = environments.build_interpreter(stack, "kernels")
     server = environment.examine(interpreter, table, stack, Path(request.checkout) if request.checkout else None)
-    folder = Path(request.output).absolute() if request.output else paths.state() / "kernels"
-    return KernelOrder(table, set_name, modules, arch, folder, server, toolchain.find(arch), limit)
+    chain = toolchain.find(arch, machine=request.machine)
+    default = "kernels" if chain.machine == toolchain.THIS_MACHINE else f"kernels-{chain.machine}"
+    folder = Path(request.output).absolute() if request.output else paths.state() / default
+    return KernelOrder(table, set_name, modules, arch, folder, server, chain, limit)
 
 
 def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bool]:
@@ -208,6 +224,8 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
         report = _audit(order, libraries)
         for name, library in libraries.items():
             loaded = order.environment.site_packages / environment.AHEAD_OF_TIME / name / library.name
+            if not order.is_native:
+                continue
             if taken:
                 loaded.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(library, loaded)
@@ -258,7 +276,8 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
 def _audit(order: KernelOrder, libraries: Mapping[str, Path]) -> AuditReport:
     """Audit each module's library, and that it is the module that it claims to be. Raises AuditError."""
     rules = audit_rules.load()
-    report = audit_files(list(libraries.values()), tools=toolchain.audit_tools, machine=os.uname().machine, rules=rules)
+    machine = order.chain.machine
+    report = audit_files(list(libraries.values()), tools=toolchain.audit_tools, machine=machine, rules=rules)
     violations = list(report.violations)
     for module in order.modules:
         binaries = [binary for binary in report.binaries if binary.path == str(libraries[module.name])]

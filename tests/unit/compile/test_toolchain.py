@@ -14,6 +14,8 @@ from sparkforge.core.errors import CompileError, NetworkError
 from sparkforge.pins import locks
 
 pytestmark = pytest.mark.needs("c++")
+HERE = toolchain.THIS_MACHINE
+OTHER = "x86_64" if HERE == "aarch64" else "aarch64"
 VERSION = "Cuda compilation tools, release {short}, V{version}\nBuild cuda_13.0.r13.0/compiler.36424714_0"
 HEADER = "#if defined(__GNUC__)\n\n#if __GNUC__ > {newest}\n\n#error -- unsupported GNU version!\n#endif\n"
 
@@ -50,7 +52,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CXX", raising=False)
 
-    def no_network():
+    def no_network(_machine=""):
         raise NetworkError("cannot install", "no network in this test", "none", code="network.fetch")
 
     monkeypatch.setattr(toolchain, "install", no_network)
@@ -105,7 +107,7 @@ def test_and_passed_over_on_the_path(machine, tmp_path, monkeypatch, capfd):
     (broken / "include/nvrtc.h").unlink()
     script(machine / "nvcc", f'exec {broken}/bin/nvcc "$@"')
     recorded_cuda(locked_one / toolchain.HOME)
-    monkeypatch.setattr(toolchain, "install", lambda: (locked_one, False))
+    monkeypatch.setattr(toolchain, "install", lambda _machine: (locked_one, False))
     assert toolchain.find().origin == "locked wheels"
     assert "is passed over" in capfd.readouterr().err
     (locked_one / toolchain.HOME / "bin/ptxas").unlink()
@@ -173,9 +175,13 @@ def test_programs_are_looked_for_one_by_one(machine, tmp_path, monkeypatch):
     assert toolchain.program("nvdisasm") == reader
 
 
-def wheels_like(folder):
+def wheels_like(folder, machine):
     home = folder / toolchain.HOME
     recorded_cuda(home)
+    script(folder / "bin/ninja", "")
+    for program in ("bin/ninja", f"{toolchain.HOME}/bin/ptxas", f"{toolchain.HOME}/nvvm/bin/cicc"):
+        (folder / program).write_text(f"a program for {machine}")
+    (home / "include/cuda_runtime.h").write_text(f"of the wheel for {machine}")
     shutil.rmtree(home / "lib64")
     (home / "lib").mkdir()
     for name in ("libcudart.so.13", "libnvrtc.so.13", "libcublasLt.so.13", "libnvrtc-builtins.alt.so.13.0"):
@@ -194,7 +200,9 @@ def installing(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "LOCKS", tmp_path)
     (tmp_path / "toolchain.txt").write_text("one\n")
     calls = []
-    monkeypatch.setattr(locks, "install", lambda python, name, target: (calls.append(name), wheels_like(target)))
+    monkeypatch.setattr(
+        locks, "install", lambda _python, name, target, machine: (calls.append(name), wheels_like(target, machine))
+    )
     return calls
 
 
@@ -236,3 +244,47 @@ def test_what_is_linked_against_the_stub_asks_for_the_drivers_library(installing
     reader = [shutil.which("readelf"), "-d", tmp_path / "m.so"]
     output = subprocess.run(reader, check=True, capture_output=True, text=True).stdout
     assert "(NEEDED)             Shared library: [libcuda.so.1]" in output
+
+
+@pytest.fixture
+def cross_compiler(tmp_path, monkeypatch):
+    """This machine's GCC under the name of one for the other machine; only what it says of itself is not true."""
+    real = shutil.which("c++")
+    folder = tmp_path / "cross"
+    program = script(
+        folder / f"{OTHER}-linux-gnu-g++",
+        f'case $1 in -dumpmachine) echo {OTHER}-linux-gnu;; *) exec {real} "$@";; esac',
+    )
+    script(folder / "ninja", "echo 1.13.2")
+    script(folder / "ccache", "echo ccache version 4.14.2")
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    return program
+
+
+def test_for_another_machine_its_libraries_get_programs_that_run_here(installing, cross_compiler, monkeypatch):
+    chain = toolchain.find(machine=OTHER)
+    folder = chain.home.parent.parent
+    for program in ("bin/ninja", f"{toolchain.HOME}/bin/ptxas", f"{toolchain.HOME}/nvvm/bin/cicc"):
+        assert (folder / program).read_text() == f"a program for {HERE}"
+    header = chain.home / "targets" / f"{OTHER}-linux" / "include/cuda_runtime.h"  # where nvcc looks for it
+    assert header.read_text() == f"of the wheel for {OTHER}"
+    assert (chain.machine, chain.cxx, chain.origin) == (OTHER, cross_compiler, "locked wheels")
+    assert toolchain.install()[0] != folder
+    assert chain.environment()["CCACHE_NAMESPACE"] == OTHER, "ccache takes two host compilers of one nvcc for the same"
+    monkeypatch.setenv("CUDA_HOME", str(toolchain.install()[0] / toolchain.HOME))
+    with refused("compile.toolchain", f"its libraries are not {OTHER}'s"):
+        toolchain.find(machine=OTHER)
+
+
+def test_a_compiler_for_this_machine_is_refused_for_another(installing, cross_compiler, monkeypatch):
+    monkeypatch.setenv("CXX", shutil.which("c++"))
+    package = f"g..-{OTHER.replace('_', '-')}-linux-gnu"
+    with refused("compile.toolchain", rf"for {OTHER} here, and there is .* for {HERE} · sudo apt install {package}"):
+        toolchain.find(machine=OTHER)
+
+
+def test_the_c_library_is_the_compilers(cross_compiler):
+    wanted = os.confstr("CS_GNU_LIBC_VERSION").split()[-1]
+    assert toolchain.glibc_version(cross_compiler) == wanted

@@ -1,5 +1,7 @@
 """What each image is made from is in pins.toml, whose names must be known elsewhere; and who serves which stack."""
 
+import os
+
 import pytest
 from expected import refused
 
@@ -47,3 +49,14 @@ def test_a_device_refuses_a_stack_that_it_cannot_serve_and_names_the_one_that_ca
     with pytest.raises(UsageError, match=why) as caught:
         devices.stack_of(device, stack)
     assert caught.value.fix.endswith(f"./inv up --device docker --stack {stack}")
+
+
+@pytest.mark.parametrize(("platform", "machine"), [("linux/arm64", "aarch64"), ("", os.uname().machine)])
+def test_a_platform_names_a_machine(platform, machine):
+    assert devices.machine_of(platform) == machine
+
+
+@pytest.mark.parametrize("platform", ["arm64", "windows/arm64", "linux/riscv64", "linux/"])
+def test_another_platform_is_refused(platform):
+    with pytest.raises(UsageError, match="linux/amd64 and linux/arm64 · --platform linux/arm64"):
+        devices.machine_of(platform)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,7 +51,8 @@ def file_name(name: str, target: str) -> str:
     digest = hashlib.sha256(" ".join(flags(target)).encode())
     for path in [*sources(name), *sorted(FOLDER.glob("*.cuh"))]:
         digest.update(b"\0" + path.read_bytes())
-    return f"{name}-{target}-{platform.machine()}-{digest.hexdigest()[:12]}.so"
+    machine = sysconfig.get_platform().rpartition("-")[2]  # another one's where setuptools builds for it
+    return f"{name}-{target}-{machine}-{digest.hexdigest()[:12]}.so"
 
 
 def library(name: str, target: str) -> Path | None:

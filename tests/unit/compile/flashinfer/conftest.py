@@ -68,7 +68,8 @@ def site(tmp_path, monkeypatch):
     python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     programs = {name: Path(shutil.which(name)) for name in ("c++", "ninja", "env")}
-    chain = Toolchain(tmp_path, "test", programs["c++"], programs["ninja"], programs["env"], {"nvcc": "0", "c++": "0"})
+    versions = {"nvcc": "0", "c++": "0", "glibc": "2.36"}
+    chain = Toolchain(tmp_path, "test", programs["c++"], programs["ninja"], programs["env"], versions)
     where = KernelEnvironment(python, packages, {"flashinfer-python": "0.7.0.post1"}, "include", "queue")
     module = KernelModule(name="tiny", sets=(), call="", generator="flashinfer.jit.small:gen_module", audit="sampling")
     order = KernelOrder(sets.load("0.7.0.post1"), "tiny", (module,), "12.1a", tmp_path / "out", where, chain)

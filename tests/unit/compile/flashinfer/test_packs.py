@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from expected import refused
 
+from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer import build
 from sparkforge.compile.flashinfer.build import KernelRequest
 from sparkforge.core import manifest
@@ -71,6 +72,26 @@ def test_a_signed_pack_is_taken_and_not_compiled_again(world, tmp_path, capsys, 
     (world.jit / "one.h").write_text("inline int one() { return 11; }\n")
     build.build(replace(order, arch="12.0a"))  # compiled: nothing of the pack may be loaded in its place
     assert not loaded.exists()
+
+
+def test_a_pack_made_on_another_machine_is_the_one_that_its_own_would_make(world, tmp_path, monkeypatch):
+    other = "x86_64" if toolchain.THIS_MACHINE == "aarch64" else "aarch64"
+    native = replace(world.order, chain=replace(world.order.chain, machine=other, home=tmp_path / "elsewhere"))
+    torch = {"torch": "2.13.0+cpu"}
+    foreign = replace(native, output=tmp_path / "cross", environment=replace(native.environment, versions=torch))
+    assert packs.key_of(foreign.identity) != packs.key_of(world.order.identity)
+    served = replace(foreign.environment, versions={"torch": "2.13.0"})
+    assert packs.key_of(foreign.identity) == packs.key_of(replace(foreign, environment=served).identity)
+    build.build(foreign)
+    monkeypatch.setattr(build, "prepare", lambda _request: foreign)
+    packs.publish(REQUEST, str(tmp_path / "packs"), None)
+    taken = replace(foreign, output=tmp_path / "taken")
+    assert build.build(taken, packs.taking(str(tmp_path / "packs")))[0].compiled == 0
+    assert not list(world.order.environment.site_packages.glob("flashinfer/data/aot/*")), "no server runs here"
+    monkeypatch.setattr(toolchain, "THIS_MACHINE", other)
+    native = replace(taken, output=tmp_path / "native", environment=served)
+    assert build.build(native, packs.taking(str(tmp_path / "packs")))[0].compiled == 0
+    assert list(world.order.environment.site_packages.glob("flashinfer/data/aot/*/tiny.so"))
 
 
 def test_what_is_in_no_place_is_compiled_and_a_bundle_brings_packs(world, tmp_path, capsys, monkeypatch):
