@@ -21,8 +21,9 @@ from sparkforge.plan import families
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Bits a weight, its scale included. MXFP4: 32 four-bit values and one eight-bit scale (OCP Microscaling Formats v1.0,
-# table 1); MXFP8 likewise. q8_0: llama.cpp's 32 eight-bit values and one 16-bit scale. fp8: one scale a row, left out.
-BITS = {"bf16": 16.0, "fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "q8_0": 8.5}
+# table 1); MXFP8 likewise. NVFP4: 16 values a scale. q8_0: llama.cpp's 32 eight-bit values and one 16-bit scale. fp8:
+# one scale a row, left out.
+BITS = {"bf16": 16.0, "fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5, "q8_0": 8.5}
 BLOCK = 32  # MXFP4 elements that share one scale
 KV_BYTES = {"bf16": 2, "fp8": 1}  # a key or value element; vLLM's --kv-cache-dtype auto is the model's own bf16
 KV_BLOCK = 16  # tokens a block of the KV cache: vLLM 0.32.0, vllm/config/cache.py DEFAULT_BLOCK_SIZE
@@ -255,6 +256,8 @@ def parse(config: Any, where: str) -> Architecture:
     name = families.name_of(config, where)
     family, stored = families.load()[name], families.stored(config, name, where)
     sizes: dict[str, int] = {}
+    text = config.get("text_config")  # of a model with a vision tower
+    config = {**config, **(text if isinstance(text, Mapping) else {})}
 
     def value(key: str) -> int | None:
         """Return a size that is known already, or what config.json has."""

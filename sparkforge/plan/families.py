@@ -20,7 +20,7 @@ from sparkforge.core.tables import Record
 TABLE = Path(__file__).with_name("families.toml")
 LIST = "./inv models   # lists the families and recipes that are known"
 UNQUANTIZED = "none"
-Form = Literal["bf16", "fp8", "mxfp8", "mxfp4"]
+Form = Literal["bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"]
 OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -123,10 +123,9 @@ class Chat(Record):
 class Family(Record):
     """One row. A serve profile's flags and variables in `without` are left out: they are for other experts.
 
-    `served` is the model that is served where none is named. `attention` says of which kind it is, with `sinks` or
-    without; `attention_backends` are those that vLLM may select on 12.x, none for no claim. `gate` says what the
-    accuracy gate compares with, and `tiny` names the tiny checkpoint that proves the family without hardware, both
-    empty for none. `untrimmed` are the entries of deploy/trim.toml that it needs.
+    `served` is the model that is served where none is named. `sinks`: of the attention; `attention_backends` are those
+    that vLLM may select on 12.x, none for no claim. `tiny` names the tiny checkpoint that proves the family without
+    hardware, empty for none. `untrimmed` are the entries of deploy/trim.toml that it needs.
     """
 
     about: str
@@ -134,12 +133,10 @@ class Family(Record):
     architectures: tuple[str, ...]
     quantization: dict[str, Stored]
     sinks: bool = False
-    attention: str
     attention_backends: tuple[str, ...] = ()
     experts: Experts | None = None
     chat: Chat
     without: tuple[str, ...] = ()
-    gate: str = ""
     served: str = ""
     tiny: str = ""
     untrimmed: tuple[str, ...] = ()
@@ -214,7 +211,9 @@ def method_of(config: Mapping[str, Any]) -> str:
     groups = settings.get("config_groups")
     mixed = isinstance(groups, Mapping) and len(groups) > 1
     mixed = mixed or settings.get("quant_algo") == "MIXED_PRECISION"
-    return f"{settings.get('quant_method')}{f'+{routed}' if routed else ''}{' of several formats' if mixed else ''}"
+    method = settings.get("quant_method")
+    method = settings.get("format", method) if method == "compressed-tensors" else method
+    return f"{method}{f'+{routed}' if routed else ''}{' of several formats' if mixed else ''}"
 
 
 def evaluate(formula: str, value: Callable[[str], int | None]) -> int | None:

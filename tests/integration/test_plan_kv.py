@@ -80,41 +80,59 @@ import torch
 import vllm.config.vllm
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models import bailing_moe_v3 as hybrid
+from vllm.model_executor.layers.mamba import mamba_utils as states
 from vllm.platforms.interface import Platform
 from vllm.v1.core import kv_cache_utils as utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
 class Backend:
-    get_supported_kernel_block_sizes = staticmethod(lambda: [64])
+    sizes = [64]
+    get_supported_kernel_block_sizes = classmethod(lambda cls: cls.sizes)
+    customize_spec = staticmethod(lambda spec: spec)
+
+class Gated:  # what qwen3_5.py does, whose import needs torchvision
+    @staticmethod
+    def get_mamba_state_shape_from_config(config):
+        hf = config.model_config.hf_config
+        return states.MambaStateShapeCalculator.gated_delta_net_state_shape(
+            1, hf.linear_num_key_heads, hf.linear_num_value_heads, hf.linear_key_head_dim, hf.linear_value_head_dim,
+            hf.linear_conv_kernel_dim, 0)
+
+    get_mamba_state_dtype_from_config = staticmethod(
+        lambda _: states.MambaStateDtypeCalculator.gated_delta_net_state_dtype(torch.bfloat16, "auto", "float32"))
 
 class Machine(Platform):
     _find_non_ssm_backends = classmethod(lambda cls, config: [Backend])
 
-ModelRegistry.resolve_model_cls = lambda *args, **named: (hybrid.BailingMoeV3ForCausalLM, "")
 vllm.config.vllm.set_current_vllm_config = lambda config: contextlib.nullcontext()
 
 def reserved(name, hf, length):
     cache = Some(cache_dtype="auto", block_size=16, mamba_cache_mode="align", mamba_page_size_padded=None,
                  mamba_block_size=None, mamba_cache_dtype="auto", kv_cache_dtype_skip_layers=[])
-    model = Some(dtype=torch.bfloat16, use_mla=True, get_num_kv_heads=lambda _: 1, hf_config=hf, max_model_len=length,
-                 get_head_size=lambda: hf.kv_lora_rank + hf.qk_rope_head_dim, architecture=name)
+    latent, gated = hasattr(hf, "kv_lora_rank"), hasattr(hf, "linear_num_key_heads")
+    head = hf.kv_lora_rank + hf.qk_rope_head_dim if latent else hf.head_dim
+    heads = 1 if latent else hf.num_key_value_heads
+    model = Some(dtype=torch.bfloat16, use_mla=latent, get_num_kv_heads=lambda _: heads, hf_config=hf,
+                 max_model_len=length, get_head_size=lambda: head, architecture=name)
+    known = Gated if gated else hybrid.BailingMoeV3ForCausalLM
+    ModelRegistry.resolve_model_cls = lambda *args, **named: (known, "")
+    Backend.sizes = [16 if gated else 64]
     parallel = Some(tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1)
     config = Some(cache_config=cache, model_config=model, parallel_config=parallel, speculative_config=None)
-    if name.startswith("ling"):
+    kind = MLAAttentionSpec if latent else FullAttentionSpec
+    attention = lambda size: kind(block_size=size, num_kv_heads=heads, head_size=head, dtype=torch.bfloat16)
+    if name.startswith("ling") or gated:
         Machine._align_hybrid_block_size(config, Backend)
-        shapes = hybrid.BailingMoeV3ForCausalLM.get_mamba_state_shape_from_config(config)
-        dtypes = hybrid.BailingMoeV3ForCausalLM.get_mamba_state_dtype_from_config(config)
-        state = MambaSpec(shapes=shapes, dtypes=dtypes, block_size=cache.block_size, mamba_cache_mode="align",
-                          page_size_padded=cache.mamba_page_size_padded)
-        latent = MLAAttentionSpec(block_size=cache.block_size, num_kv_heads=1, dtype=torch.bfloat16,
-                                  head_size=model.get_head_size())
-        linear = lambda n: hybrid._is_kda_layer(n, hf.layer_group_size, hf.num_hidden_layers)
-        specs = {f"layer.{n}": state if linear(n) else latent for n in range(hf.num_hidden_layers)}
+        state = MambaSpec(shapes=known.get_mamba_state_shape_from_config(config),
+                          dtypes=known.get_mamba_state_dtype_from_config(config), block_size=cache.block_size,
+                          mamba_cache_mode="align", page_size_padded=cache.mamba_page_size_padded)
+        linear = lambda n: (n + 1) % hf.full_attention_interval if gated else hybrid._is_kda_layer(
+            n, hf.layer_group_size, hf.num_hidden_layers)
+        full = attention(cache.block_size)
+        specs = {f"layer.{n}": state if linear(n) else full for n in range(hf.num_hidden_layers)}
         groups = utils._get_kv_cache_groups_uniform_page_size(specs)
     else:
-        full = FullAttentionSpec(block_size=16, num_kv_heads=hf.num_key_value_heads, head_size=hf.head_dim,
-                                 dtype=torch.bfloat16)
-        specs = {f"layer.{n}": full for n in range(hf.num_hidden_layers)}
+        specs = {f"layer.{n}": attention(16) for n in range(hf.num_hidden_layers)}
         groups = utils._get_kv_cache_groups_uniform_spec(specs)
     width = max(len(group.layer_names) for group in groups)
     return sum(group.kv_cache_spec.max_memory_usage_bytes(config) for group in groups) * width
@@ -122,7 +140,9 @@ def reserved(name, hf, length):
 print(json.dumps([reserved(name, Some(**hf), length) for name, hf, length in json.loads(sys.argv[1])]))
 """
 OTHERS = [
-    (name, length) for name in ("ling-3.0-flash-fp4", "qwen3-30b-a3b-fp8", "qwen3-0.6b") for length in (100, 40_960)
+    (name, length)
+    for name in ("ling-3.0-flash-fp4", "qwen3-30b-a3b-fp8", "qwen3-0.6b", "glm-4.7-flash-nvfp4", "qwen3.6-35b-a3b-fp8")
+    for length in (100, 40_960)
 ]
 
 
@@ -130,7 +150,7 @@ def test_a_request_of_another_family_takes_what_vllm_reserves_for_it(vllm_trees,
     program = tmp_path / "program.py"
     program.write_text(FAMILIES)
     known = models.load()
-    asked = [(name, known[name].config, length) for name, length in OTHERS]
+    asked = [(name, known[name].config | known[name].config.get("text_config", {}), length) for name, length in OTHERS]
     output = vllm_process(vllm_trees.patched).run(program, (json.dumps(asked),))
     sizes = [parse(known[name].config, name).kv_admitted(length, 1, "bf16") for name, length in OTHERS]
     assert json.loads(output.splitlines()[-1]) == sizes
@@ -138,3 +158,29 @@ def test_a_request_of_another_family_takes_what_vllm_reserves_for_it(vllm_trees,
 
 def test_two_steps_are_under_way(answers):
     assert answers.steps == [STEPS_UNDER_WAY] * 2
+
+
+SIZES = """
+import json, sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+with torch.device("meta"):
+    models = [AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)) for config in json.loads(sys.argv[1])]
+print(json.dumps([sum(parameter.numel() for parameter in model.parameters()) for model in models]))
+"""
+COUNTED = {"glm-4.7-flash-nvfp4": "glm4_moe_lite", "qwen3.6-35b-a3b-fp8": "qwen3_5_moe_text"}
+
+
+def test_weights_are_those_of_transformers_classes(vllm_trees, vllm_process, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(SIZES)
+    configs = []
+    for name, kind in COUNTED.items():
+        config = models.load()[name].config
+        configs.append({**config, **config.get("text_config", {}), "model_type": kind})
+        configs[-1] = {k: v for k, v in configs[-1].items() if k not in ("quantization_config", "text_config")}
+    output = vllm_process(vllm_trees.patched).run(program, (json.dumps(configs),))
+    parts = [parse(models.load()[name].config, name).parts() for name in COUNTED]  # a router's bias is a buffer there
+    counted = [sum(part.count + part.plain * (part.role != "router") for part in each) for each in parts]
+    assert json.loads(output.splitlines()[-1]) == counted

@@ -8,6 +8,7 @@ import pytest
 
 from sparkforge.core.errors import InputError
 from sparkforge.image import trimming
+from sparkforge.models import recipes
 from sparkforge.plan import families
 from sparkforge.plan.architecture import parse
 from sparkforge.serve import profiles
@@ -106,6 +107,16 @@ def test_ling_flash_is_as_large_as_published():
     assert not model.disagreement(70_400_000_000)
     assert "promises" in model.disagreement(128_400_000_000)
     assert (model.full_layers, model.linear_layers, model.expert_layers) == (7, 35, 40)
+
+
+def test_glm_flash_and_qwen36_are_as_large_as_published():
+    """30 billion weights, 20.4 GB in NVFP4 with the draft layer; 35 billion, whose sizes are in text_config."""
+    glm, qwen = (parse(recipes.load()[name].config, name) for name in ("glm-4.7-flash-nvfp4", "qwen3.6-35b-a3b-fp8"))
+    assert 29.9e9 < sum(part.count for part in glm.parts()) < 30e9
+    assert not glm.disagreement(20_400_000_000)
+    assert "promises" in glm.disagreement(62_400_000_000)
+    assert sum(part.count + part.plain for part in qwen.parts()) == 34_660_610_688
+    assert (qwen.full_layers, qwen.linear_layers, glm.latent, qwen.latent) == (10, 30, True, False)
 
 
 def test_a_dense_model_has_no_experts():
