@@ -183,7 +183,7 @@ def make_plan(
         decode=[_decode(model, device, load, batch) for batch in sorted({*BATCHES, load.concurrency})],
         prefill=[_prefill(model, device, load, n) for n in sorted({*PROMPTS, load.context}) if n <= model.longest],
         few_tokens=int(device.few_pairs.value * model.experts / model.top_k)
-        if device.few_pairs and model.top_k
+        if device.few_pairs and model.experts_form == "mxfp4"
         else None,
         formats=[_format(model, device, load, profiles, dense) for dense in choose.dense_formats(device, profiles)],
         caches=[_cache(model, device, load, kv) for kv in KV_BYTES],
