@@ -143,9 +143,17 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
 
 
 def remove(*, system: bool) -> None:
-    """Stop the service and remove what `install` wrote. Raises ServerError or StorageError."""
+    """Stop the service and remove what `install` wrote, with `system` the system's, else this user's before it.
+
+    Raises ServerError if there is none, or StorageError.
+    """
     version()
-    manager = installed(system=system)
+    managers = [Manager(True)] if system else [Manager(False), Manager(True)]
+    manager = next((manager for manager in managers if os.path.lexists(manager.file)), None)
+    if manager is None:
+        why, first = f"there is no {' and no '.join(str(manager.file) for manager in managers)}", managers[0]
+        fix = f"{first.sudo}./inv service.install{first.option}"
+        raise ServerError("no service is installed", why, fix, code=CODE)
     _require_ours(manager)
     manager.control("disable", "--now", NAME)
     manager.file.unlink(missing_ok=True)
@@ -154,20 +162,6 @@ def remove(*, system: bool) -> None:
     say(f"removed {manager.file}")
     if (drop_ins := manager.file.with_name(f"{NAME}.d")).is_dir():
         say(f"{drop_ins} stays: it is yours")
-
-
-def installed(*, system: bool) -> Manager:
-    """Return the manager that has our unit: with `system` the system's, else this user's before it.
-
-    Raises ServerError if there is none.
-    """
-    managers = [Manager(True)] if system else [Manager(False), Manager(True)]
-    manager = next((manager for manager in managers if os.path.lexists(manager.file)), None)
-    if manager is None:
-        why, first = f"there is no {' and no '.join(str(manager.file) for manager in managers)}", managers[0]
-        fix = f"{first.sudo}./inv service.install{first.option}"
-        raise ServerError("no service is installed", why, fix, code=CODE)
-    return manager
 
 
 def _require_ours(manager: Manager) -> str | None:

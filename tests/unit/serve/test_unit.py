@@ -106,10 +106,11 @@ def test_a_unit_of_somebody_else_is_neither_replaced_nor_removed(monkeypatch, tm
 def test_without_systemd_or_a_unit_the_command_to_use_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(service, "SYSTEM_UNITS", tmp_path / "system")
-    with pytest.raises(
-        ServerError, match="no service is installed", check=lambda error: f"{tmp_path}/systemd/user" in error.why
-    ):
-        service.installed(system=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "version", lambda: 257)
+        with pytest.raises(ServerError, match="no service is installed") as caught:
+            service.remove(system=False)
+    assert f"{tmp_path}/systemd/user" in caught.value.why
     monkeypatch.setattr(service, "BOOTED", tmp_path / "none")
     with pytest.raises(ServerError, check=lambda error: error.code == "server.service" and "./inv up" in error.fix):
         service.version()
