@@ -139,3 +139,11 @@ def test_rows_that_cannot_be_loaded_by_16_bytes_are_copied():
         copy = extension.aligned(view)
         assert copy.is_contiguous()
         assert torch.equal(copy, view)
+
+
+def test_a_build_for_another_machine_names_its_libraries_for_that_one(compiled, fake_nvcc, monkeypatch):
+    """The variable is the one that setuptools names the wheel by."""
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-sparc64")
+    assert {path.name.split("-")[2] for path in precompile.compile_target("121a")} == {"sparc64"}
+    monkeypatch.delenv("_PYTHON_HOST_PLATFORM")
+    assert precompile.library("linear", "121a") is None

@@ -1,5 +1,6 @@
 """Cubins in fatbins, read where they lie: plain, packed by zstd, damaged. They are for 9.0a, so no program is asked."""
 
+import hashlib
 import struct
 import subprocess
 
@@ -94,6 +95,7 @@ def test_plain_and_packed_cubins_are_read_where_they_lie(read):
         ("one.2.sm_90.cubin", "sm_80", 90, len(cubin("sm_80")), False),
     ]
     assert (code.host.cubins, code.host.ptx) == (2, ("compute_120",))
+    assert code.cubins[1].sha256 == hashlib.sha256(cubin("sm_80")).hexdigest(), "as unpacked"
     assert rules_of(code) == ["wrong-arch"]
 
 

@@ -1,12 +1,14 @@
 import re
 import shutil
 import textwrap
+import zipfile
 
 import pytest
 from expected import refused
 
 from sparkforge import pins
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import sha256_file
 from sparkforge.pins import locks
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 
@@ -186,3 +188,22 @@ def test_a_requirement_of_a_lock_is_replaced_with_its_hashes_and_keeps_its_marke
     )
     with refused("input.pins", "names it 0 times"):
         locks.replace(text, {"p": "p==1+ours.1 --hash=sha256:3"})
+
+
+def test_a_lock_without_a_wheel_for_every_machine_is_refused(tmp_path, monkeypatch):
+    """A folder stands for the package index."""
+    index, lock, hashes = tmp_path / "simple/one", locks.LockSet(name="one", folder=str(tmp_path)), ""
+    index.mkdir(parents=True)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", index.parent.as_uri())
+    for machine in ("x86_64", "aarch64"):
+        wheel = index / f"one-1-py3-none-manylinux_2_28_{machine}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("one-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: one\nVersion: 1\n# {machine}\n")
+        hashes += f" --hash=sha256:{sha256_file(wheel)}"
+        links = "".join(f'<a href="{file.name}">{file.name}</a>' for file in index.glob("*.whl"))
+        (index / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+        lock.path.write_text(f"one==1{hashes}\n")
+        if machine == "x86_64":
+            with refused("input.pins", r"(?s)installed on aarch64 with Python 3\.11 .*no wheels.* one\.in"):
+                locks.require_wheels(lock)
+    locks.require_wheels(lock)
