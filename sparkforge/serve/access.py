@@ -73,7 +73,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if b"x-api-key" in headers and b"authorization" not in headers:  # as Anthropic's clients send it
+        if b"x-api-key" in headers and b"authorization" not in headers:  # as Anthropic's clients send it (vLLM 51572)
             scope = {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + headers[b"x-api-key"])]}
         refusal = self._refusal(scope)
         if not refusal:
