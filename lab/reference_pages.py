@@ -366,6 +366,8 @@ PAGES: dict[str, Callable[[], str]] = {
 
 # Set by Sparkforge for its own processes or by its tests: no user sets them.
 INTERNAL = {
+    "SPARKFORGE_SERVED_NAMES",
+    "SPARKFORGE_SHARED_STATE",
     *("SPARKFORGE_CLUSTER_TOKEN", "SPARKFORGE_CLUSTER_WATCH", "SPARKFORGE_MAX_DEVICE", "SPARKFORGE_OFFLINE"),
     *("SPARKFORGE_OWN_SHM", "SPARKFORGE_SERVER", "SPARKFORGE_TEST_FAST"),
 }

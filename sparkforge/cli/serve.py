@@ -54,7 +54,7 @@ def planned(options: ServeOptions) -> StartPlan:
 
     MODEL, PORT and MAX_MODEL_LEN count where no option says otherwise. Raises UsageError, InputError or StorageError.
     """
-    from sparkforge.core.vllm_flags import passable
+    from sparkforge.core.vllm_flags import NAMES, passable
     from sparkforge.serve import access, settings
     from sparkforge.serve.devices.choose import choose
     from sparkforge.serve.plan import StartPlan
@@ -67,6 +67,8 @@ def planned(options: ServeOptions) -> StartPlan:
     variables = settings.with_context(os.environ, options.context, options.vllm_flags)
     choice = choose(options.device)
     flags = passable(options.vllm_flags, relative_to=None if choice.container else caller_path("."))
+    if names := listed(os.environ.get("SPARKFORGE_SERVED_NAMES", "")):  # of a model of a fleet
+        flags = (*flags, NAMES, *names)
     say(f"device: {choice.device}, because {choice.why}")
     if options.python and choice.container:
         raise UsageError("--python has no meaning here", "a container has its own", "./inv up --device gpu --python …")
@@ -108,6 +110,7 @@ class UpOptions(ServeOptions):
     """Options of `./inv up`."""
 
     recipe: str = option("a recipe, see ./inv models; default: the device's default model", positional=True)
+    fleet: str = option("a fleet.toml: several models at one URL, started when a request names them")
     quantization: str = option("spark-mxfp4: our own experts, by the profile of that name or beside yours")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
     tiny_first: bool = option(
@@ -156,6 +159,8 @@ def started(options: UpOptions) -> Server:
 
     with failure.remembered():
         use_bundle(caller_path(options.offline))
+        if options.fleet:
+            return started_fleet(options)
         recipe = recipes.named(options.recipe) if options.recipe else None
         plan = planned(chosen(options, recipe) if recipe else options)
         profile = options.profile or (recipe.profile if recipe and plan.device == DOCKER else "")
@@ -172,6 +177,24 @@ def started(options: UpOptions) -> Server:
             tiny_first=options.tiny_first,
         )
         return start(device_for(plan, build_image))
+
+
+def started_fleet(options: UpOptions) -> Server:
+    """Start several models. Raises UsageError for options that fleet.toml has for each of them."""
+    from sparkforge.image.devices import EMBEDDED
+    from sparkforge.serve.fleet import start
+
+    alone = UpOptions(
+        port=options.port, host=options.host, api_key_file=options.api_key_file, allow_hosts=options.allow_hosts,
+        python=options.python, offline=options.offline, fleet=options.fleet, tiny_first=options.tiny_first,
+        foreground=options.foreground, hold=options.hold,
+    )  # fmt: skip
+    if options != alone:
+        named = [name for name, value in vars(options).items() if value != getattr(alone, name)]
+        raise UsageError(
+            f"--fleet and {', '.join(named)}", "each model of a fleet has its own", "write it in fleet.toml"
+        )
+    return start.start(Path(caller_path(options.fleet)), planned(replace(options, device=EMBEDDED)))
 
 
 @task(example="./inv down")
@@ -251,7 +274,7 @@ def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: 
 
     It is up and chat in one: the server stays. A server of another model is not replaced.
     """
-    from sparkforge.image.devices import EMBEDDED
+    from sparkforge.image.devices import EMBEDDED, FLEET
     from sparkforge.serve import record, screen, stored
     from sparkforge.serve.command_line import api_names
     from sparkforge.serve.settings import TINY_ID
@@ -267,6 +290,8 @@ def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: 
             folder = found.name if "/" in found.name else str(found.folder)
         server = started(UpOptions(device=device, model=folder, profile=profile))
         screen.show_ready(server)
+    elif server.device == FLEET:
+        server = replace(server, model_id=model)
     elif not set(api_names(name)) & set(api_names(server.model_id)):
         failure, why = f"{name} is not served", f"{server.model_id} is, at {server.url}"
         raise ServerError(failure, why, f"./inv down, then ./inv run {model}", code="server.running")

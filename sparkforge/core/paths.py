@@ -33,6 +33,7 @@ COMPOSE_FILES = "SPARKFORGE_COMPOSE_FILE"
 COMPOSE_PROFILE = "SPARKFORGE_COMPOSE_PROFILE"
 DEFAULT_COMPOSE_FILES = ["docker-compose.yml"]  # Compose finds it by itself, with the override file
 COMPOSE_VERBS = "build|config|down|exec|logs|ps|pull|restart|run|start|stop|up"
+SHARED = "SPARKFORGE_SHARED_STATE"  # set for a model of a fleet, whose own state is one of its records alone
 OF_THE_HOST = ("docker", "sudo", "systemctl", "loginctl", "journalctl")  # no image has them
 
 
@@ -111,9 +112,14 @@ def cache() -> Path:
     return Path(chosen).absolute() if chosen else user_folder("cache")
 
 
+def shared() -> Path:
+    """Directory of what the models of a fleet have in common: environments, the tiny model, vLLM's cache."""
+    return Path(os.environ.get(SHARED) or state())
+
+
 def environment(name: str) -> Path:
     """Folder of one of this checkout's Python environments; may not exist yet."""
-    return state() / "envs" / name
+    return shared() / "envs" / name
 
 
 def typed(text: str | Path) -> Path:

@@ -10,6 +10,7 @@ from sparkforge.core.errors import UsageError
 # What serves: vLLM's CPU build or its CUDA build in an environment, or a container with or without a GPU.
 AUTO, EMBEDDED, GPU, DOCKER, DOCKER_CPU = "auto", "embedded", "gpu", "docker", "docker-cpu"
 CONTAINERS = (DOCKER, DOCKER_CPU)
+FLEET = "fleet"  # of a record alone: several models, each on a device of its own
 CPU, CUDA = "cpu", "cuda"  # what an image is built for: `device` of [stacks.NAME.image], tables of deploy/trim.toml
 OCI_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 

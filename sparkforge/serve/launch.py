@@ -18,9 +18,9 @@ from sparkforge.core.console import say
 from sparkforge.core.errors import ServerError, StorageError, UsageError
 from sparkforge.core.files import holder, locked
 from sparkforge.core.openai import Endpoint
-from sparkforge.core.process import spawn, started_at, terminate, terminate_session
+from sparkforge.core.process import GRACE_SECONDS, spawn, started_at, terminate, terminate_session
 from sparkforge.image import compose as docker_compose
-from sparkforge.image.devices import stack_of
+from sparkforge.image.devices import FLEET, stack_of
 from sparkforge.patching import series
 from sparkforge.serve import hold, logs, proof, record
 from sparkforge.serve.plan import LOOPBACK, StartPlan
@@ -125,12 +125,12 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
         check_free(launch.plan.port, launch.plan.address)
         with interrupt.held():  # none may run that we do not know of
             server = _spawn(launch)
-            stack.push(lambda kind, *_: _end(server) if kind else None)  # also Ctrl-C: nobody waits for it then
+            stack.push(lambda kind, *_: end(server) if kind else None)  # also Ctrl-C: nobody waits for it then
         return _wait(server, launch, progress)
 
 
 def begin(launch: Launch) -> Server:
-    """Start a cluster's worker, whose answers are not proved, and return its record. Inside `starting`."""
+    """Start what proves itself elsewhere, a cluster's worker or a fleet, and return its record. Inside `starting`."""
     refuse_second()
     with interrupt.held():
         return _spawn(launch)
@@ -197,7 +197,7 @@ def stop() -> Server | None:
         record.forget()
     else:
         recorded = record.running()
-        _end(recorded)
+        end(recorded)
     return recorded
 
 
@@ -206,8 +206,9 @@ def _remove_container() -> None:
     record.begun_path().unlink(missing_ok=True)
 
 
-def _end(server: Server) -> None:
-    terminate_session(server.pid)
+def end(server: Server) -> None:
+    """End a server with all its children and forget it."""
+    terminate_session(server.pid, grace=CANCEL_SECONDS if server.device == FLEET else GRACE_SECONDS)
     record.forget()
 
 
@@ -217,7 +218,7 @@ def _spawn(launch: Launch) -> Server:
         log.replace(log.with_name("server.previous.log"))
     record.end_path().unlink(missing_ok=True)
     environment = {**os.environ, **launch.environment, record.MARK: record.mark(), **KEEP_ENVIRONMENT}
-    weights = str(launch.model) if launch.plan.model_id else ""
+    weights = str(launch.model) if launch.plan.model_id and launch.plan.device != FLEET else ""
     command = supervised(launch.command, record.end_path(), weights, trial=launch.plan.trial)
     pid = spawn(command, log=log, env=environment, cwd=paths.state())
     server = Server(

@@ -186,11 +186,16 @@ def leftovers(state: Path | None = None) -> list[int]:
     """Return the processes of servers of this checkout that the running server, if there is one, does not own.
 
     A killed server leaves its engine and its workers, and a killed `./inv up` a server that nobody recorded. They are
-    known by a variable that every process of a server inherits. `state` is the state folder, if it is another one.
+    known by a variable that every process of a server inherits. `state` is the state folder, if it is another one. The
+    models of a fleet have folders of their own.
     """
     server = read(state / record_path().name if state else None)
-    own_pids = session_members(server.pid) if server and not server.container and server.alive else []
-    return [pid for pid in with_variable(MARK, mark(state)) if pid not in own_pids]
+    own_pids = list[int]()
+    if server and not server.container and server.alive:
+        children = psutil.Process(server.pid).children(recursive=True)
+        own_pids = [*session_members(server.pid), *(child.pid for child in children)]
+    marks = [mark(folder) for folder in (state, *(state or paths.state()).glob("fleet/models/*"))]
+    return [pid for value in marks for pid in with_variable(MARK, value) if pid not in own_pids]
 
 
 def mark(state: Path | None = None) -> str:

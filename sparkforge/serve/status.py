@@ -16,21 +16,24 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 from pydantic import Field
 
 from sparkforge.core import memory, metrics, paths
+from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.gpus import GpuState, number, query, states
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import ProbeError, session_members
 from sparkforge.core.tables import Record
+from sparkforge.image.devices import FLEET
 from sparkforge.serve import failure, proof
 from sparkforge.serve.record import Server
 
 SECONDS = 2.0  # for one answer of the server
+FLEET_FILE = "fleet/status.json"  # below the state folder
 INTERVAL = 1.0  # seconds between the two readings that tokens per second need
 LOG_BYTES = 1 << 20  # of the log's end, in which the last error is looked for
 GENERATED, PROMPT = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
@@ -90,6 +93,20 @@ class LastError(Record):
     text: str
 
 
+class FleetStatus(Record):
+    """One model of a fleet."""
+
+    name: str
+    names: list[str] = Field(description="what requests may call it")
+    state: Literal["stopped", "starting", "ready", "draining", "failed"]
+    error: str = Field(description="why it failed")
+    resident: bool
+    needed: int = Field(description="bytes of memory that are planned for it")
+    requests: int = Field(description="that it answers now")
+    where: str = Field(description="pid or container; empty if it does not run")
+    idle_seconds: float | None = Field(description="since its last request; null if it does not run")
+
+
 class ServerStatus(Record):
     """The running server. `context` is the longest sequence in tokens, null where the server does not say."""
 
@@ -107,6 +124,7 @@ class ServerStatus(Record):
     load: Load | None = Field(description="null where /metrics does not answer")
     proved_at: str = Field(description="UTC by ISO 8601; empty while the start has not ended")
     proof: dict[str, str] = Field(description="call → empty, or the known limit that its answer showed")
+    fleet: list[FleetStatus] = Field(default=[], description="the models of a fleet; empty for one model")
 
 
 class StatusReport(Record):
@@ -159,10 +177,19 @@ def report(server: Server) -> StatusReport:
         load=_load(before, now) if before and now else None,
         proved_at=_iso(server.proved) if server.proved else "",
         proof=server.proof,
+        fleet=[FleetStatus.model_validate(row) for row in fleet()] if server.device == FLEET else [],
     )
     errors = _ERROR.findall(log)
     last = LastError(source="log", when=errors[-1][0], text=errors[-1][1]) if errors else None
     return _report(served, _resident(server), last)
+
+
+def fleet() -> list[dict[str, Any]]:
+    """Return what each model of the fleet does now, as its process wrote it down; nothing before it has."""
+    try:
+        return list(read_json(paths.state() / FLEET_FILE)["models"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def report_of_none() -> StatusReport:
@@ -234,6 +261,7 @@ def lines(report: StatusReport) -> list[str]:
         parts += [f"context {served.context} tokens"] if served.context else []
         shown += [" · ".join(parts)] if parts else []
         shown.append(f"now: {_describe_load(served.load)}")
+        shown += map(_describe_member, served.fleet)
     shown.append(f"memory: {_memory(report)}")
     for gpu in report.gpus:
         figures = (gpu.clock_mhz, gpu.max_clock_mhz, gpu.power_watts, gpu.power_limit_watts, gpu.temperature_celsius)
@@ -246,11 +274,18 @@ def lines(report: StatusReport) -> list[str]:
         shown.append(f"last error {where}, {error.when}: {text[:300]}{also}{failed}")
     elif report.server:
         shown.append("last error: none in the log")
-    if served := report.server:
+    if (served := report.server) and not served.fleet:
         when = f" · at its start, {served.proved_at}"
         unproved = "proved nothing: its start has not ended"
         shown.append(f"{proof.describe(served.proof)}{when}" if served.proved_at else unproved)
     return shown
+
+
+def _describe_member(row: FleetStatus) -> str:
+    idle = f"idle {timedelta(seconds=int(row.idle_seconds))}" if row.idle_seconds is not None else ""
+    words = [row.state, "resident" if row.resident else "on demand", f"{row.needed / 1e9:.1f} GB planned"]
+    words += [f"{row.requests} requests" if row.requests else idle, row.where, row.error.partition("\n")[0]]
+    return f"  {row.name}: {' · '.join(filter(None, words))}"
 
 
 def _describe_load(load: Load | None) -> str:

@@ -65,7 +65,7 @@ class InEnvironment(Device):
         )
         self._makes_environment, self._makes_model = python is None, model is None
         self.python = python or self.environment.python
-        self.model = model or paths.state() / "models" / TINY_ID
+        self.model = model or paths.shared() / "models" / TINY_ID
 
     @abstractmethod
     def choose_profile(self, plan: StartPlan) -> ServeProfile:
@@ -136,7 +136,7 @@ class InEnvironment(Device):
         variables = {
             **variables_of(self.profile),
             **self.variables(),
-            "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
+            "VLLM_CACHE_ROOT": str(paths.shared() / "cache" / "vllm"),
             **access.variables(plan.key, plan.key_file or ""),
             **limits.variables(os.environ),
             access.HOSTS: ",".join((*access.served_hosts(plan.address, plan.port, plan.hosts), *plan.hosts)),
@@ -200,7 +200,7 @@ def write_tiny(python: Path) -> Path:
 
     Runs in the environment of `python`, which holds the Harmony vocabulary.
     """
-    directory = paths.state() / "models" / TINY_ID
+    directory = paths.shared() / "models" / TINY_ID
     process = run_unchecked([python, "-m", "sparkforge.models.tiny", directory], cwd=paths.ROOT)
     if process.returncode:
         why = "\n".join((process.stdout + process.stderr).strip().splitlines()[-TAIL_LINES:])

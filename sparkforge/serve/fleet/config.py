@@ -1,0 +1,194 @@
+"""fleet.toml, and its plan: which models stay resident, and which are started when a request asks for them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import psutil
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from sparkforge.core import memory, tables
+from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.tables import Record
+from sparkforge.core.vllm_flags import passable
+from sparkforge.image.devices import CONTAINERS, GPU
+from sparkforge.models import local, recipes
+from sparkforge.plan import architecture, budget, devices, thresholds
+from sparkforge.plan.budget import HOST_WORKING_BYTES, Workload
+from sparkforge.plan.choose import read_profiles
+from sparkforge.serve import profiles, settings, status
+from sparkforge.serve.devices.choose import choose
+
+GB = 1e9
+CONTEXT, SEQUENCES = 8192, 4  # that a model is planned for, where fleet.toml does not say
+SHARE = "--gpu-memory-utilization"
+# Of a client's JSON, a line of HAProxy's map, a folder.
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.-]{0,62}$")]
+Alias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.:-]{0,62}(/[\w.:-]{1,63})?$")]
+
+
+class FleetModel(Record):
+    """One model. `model` is a recipe, a repository on this machine or a folder, by default the recipe of its name.
+
+    `memory` is in GB, 0 for what is computed; `idle` in minutes, 0 for never. `resident` is decided by memory if it is
+    not set.
+    """
+
+    model: str = ""
+    device: str = "auto"
+    profile: str = ""
+    context: int = Field(default=0, ge=0)
+    memory: float = Field(default=0, ge=0)
+    idle: float = Field(default=0, ge=0)
+    resident: bool | None = None
+    aliases: tuple[Alias, ...] = ()
+    flags: tuple[str, ...] = ()
+
+    @field_validator("flags")
+    @classmethod
+    def _are_flags_of_up(cls, flags: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return passable(flags, relative_to=None)
+        except UsageError as error:
+            raise ValueError(f"{error.what}: {error.why}") from None
+
+
+class FleetConfig(Record):
+    """The whole file."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    models: dict[Name, FleetModel] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> FleetConfig:
+        owners: dict[str, str] = {}
+        for model, row in self.models.items():
+            for name in names(model, row.aliases):
+                if owners.setdefault(name, model) != model:
+                    raise ValueError(f"{owners[name]} and {model} both answer to {name}")
+        return self
+
+
+class Member(Record):
+    """A model of a running fleet: the names that it answers to, what it takes of `pool`, and what `up` is called with.
+
+    `pool` is host, or gpu where a GPU has memory of its own. `idle_seconds` is 0 for a model that stays.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    needed: int
+    pool: str
+    resident: bool
+    idle_seconds: float
+    arguments: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+class Fleet(Record):
+    """What the fleet's process is started with. `free` has the bytes that each pool can give."""
+
+    address: str
+    port: int
+    key_file: str
+    hosts: tuple[str, ...]
+    free: dict[str, int]
+    members: tuple[Member, ...]
+    guard: str = ""
+
+
+def names(model: str, aliases: Iterable[str]) -> tuple[str, ...]:
+    """Return what a model answers to: its name and aliases, each with and without `openai/` or its owner."""
+    known = dict[str, None]()
+    for name in (model, *aliases):
+        known |= dict.fromkeys((name, name.partition("/")[2] if "/" in name else f"openai/{name}"))
+    return tuple(known)
+
+
+def read(path: Path) -> FleetConfig:
+    """Read a fleet.toml. Raises UsageError if there is none, InputError for one that is malformed."""
+    if not path.is_file():
+        fix = "docs/guide/fleet.md has an example"
+        raise UsageError(f"there is no {path}", "it names the models of the fleet", fix)
+    return tables.load(path, FleetConfig)
+
+
+def make_plan(config: FleetConfig, folder: Path, free: Mapping[str, int], more: Sequence[str] = ()) -> list[Member]:
+    """Return the models, resident or not, in the order of the file; relative folders start in `folder`.
+
+    `free` is what `free_memory` returns, `more` what each `up` gets besides. Raises RefusalError, with figures, for
+    models that do not fit together, InputError for one that is not on this machine, and UsageError.
+    """
+    members = [_member(name, row, folder, free, more) for name, row in config.models.items()]
+    for pool, size in free.items():
+        own = [member for member in members if member.pool == pool]
+        choices = {member.name: config.models[member.name].resident for member in own}
+        stays = [member for member in own if choices[member.name]]
+        for member in own:  # a place for the largest of the others is kept
+            others = [other.needed for other in own if other not in (*stays, member)]
+            if choices[member.name] is None and _sum(stays) + member.needed + max(others, default=0) <= size:
+                stays.append(member)
+        largest = max((member.needed for member in own if member not in stays), default=0)
+        if _sum(stays) + largest > size:
+            rows = [f"{m.name}: {m.needed / GB:.1f} GB{', resident' if m in stays else ''}" for m in own]
+            why = f"{(_sum(stays) + largest) / GB:.1f} GB are needed at once, {size / GB:.1f} GB can be had ({pool})"
+            fix = "fewer `resident = true`, a smaller `memory` or `context` in fleet.toml, or end other programs"
+            failure = "the models do not fit this machine together"
+            raise RefusalError(failure, "\n        ".join([why, *rows]), fix, code="validation.too-large")
+        members = [m.model_copy(update={"resident": m in stays}) if m in own else m for m in members]
+    return members
+
+
+def free_memory() -> dict[str, int]:
+    """Return the bytes that models can take: of the host, less what its guard keeps free, and of a GPU of its own."""
+    limits = thresholds.configured(os.environ)
+    reserved = limits.end_below(psutil.virtual_memory().total) if limits else 0
+    free = {"host": memory.measure().available - reserved}
+    gpus = status.gpus()
+    if gpus and gpus[0].total is not None and gpus[0].used is not None:
+        free[GPU] = gpus[0].total - gpus[0].used
+    return free
+
+
+def _member(name: str, row: FleetModel, folder: Path, free: Mapping[str, int], more: Sequence[str]) -> Member:
+    known, model, device = recipes.load(), row.model or name, choose(row.device).device
+    flags = list(row.flags)
+    if recipe := known.get(model):
+        named = [model]
+        place = str(local.find(recipe.repository, os.environ)) if recipe.repository else ""
+    else:
+        place = settings.checkpoint(model, str(folder / model))
+        if not Path(place).is_dir():
+            why = f"{model} is no recipe ({', '.join(known)}), no repository and no folder below {folder}"
+            raise InputError(f"there is no model for {name}", why, "./inv list; ./inv models", code="input.model")
+        named = ["--model", place]
+    weights = sum(file.stat().st_size for file in Path(place).glob("*.safetensors")) if place else 0
+    pool, needed = "host", int(row.memory * GB) or weights + HOST_WORKING_BYTES
+    if device in (GPU, CONTAINERS[0]):
+        pool = GPU if GPU in free else "host"
+        machine = devices.this_machine(status.gpus()[0].name)
+        host = int(machine.host.value * devices.GIB)
+        if not row.memory and place:
+            sizes = architecture.read(Path(place))
+            profile = profiles.named(row.profile or machine.profiles[0], family=settings.family(place))
+            load = read_profiles({"": profile})[""].load(
+                Workload(row.context or min(CONTEXT, sizes.longest), SEQUENCES, sequences=SEQUENCES)
+            )
+            lines = budget.share_lines(sizes, machine, replace(load, sequences=SEQUENCES), weights or None)
+            needed = host + sum(line.bytes for line in lines)
+        flags = [f"{SHARE}={math.ceil(100 * (needed - host) / machine.memory_bytes) / 100:.2f}", *flags]
+    options = {"--device": device, "--profile": row.profile, "--context": str(row.context or "")}
+    arguments = (*named, *more, *(word for option, value in options.items() if value for word in (option, value)))
+    return Member(
+        name=name, names=names(name, row.aliases), needed=needed, pool=pool, resident=False,
+        idle_seconds=60 * row.idle, arguments=arguments, flags=tuple(flags),
+    )  # fmt: skip
+
+
+def _sum(members: Iterable[Member]) -> int:
+    return sum(member.needed for member in members)

@@ -1,0 +1,361 @@
+"""`python -m sparkforge.serve.fleet.keeper`: runs HAProxy, starts and stops a fleet's models, answers what none can.
+
+It is the server that the record names: `supervise.py` is its parent, and whatever it started ends with it. It runs in
+the state folder, starts each model by `./inv up` with a state folder of its own, and ends it by `./inv down`. One start
+or stop at a time, so that memory is counted once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import signal
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+from sparkforge.core import interrupt, paths
+from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.files import write_json
+from sparkforge.core.openai import Endpoint
+from sparkforge.core.process import Child
+from sparkforge.image import compose
+from sparkforge.plan import thresholds
+from sparkforge.serve import access, record
+from sparkforge.serve.fleet import router
+from sparkforge.serve.fleet.config import Fleet, Member
+from sparkforge.serve.fleet.router import FOLDER
+from sparkforge.serve.plan import LOOPBACK
+from sparkforge.serve.record import Server
+from sparkforge.serve.status import FLEET_FILE
+
+PLAN = f"{FOLDER}/plan.json"
+NAMES = "SPARKFORGE_SERVED_NAMES"  # read by `./inv up`: further names of the model, with commas
+LOOK_SECONDS = 1.0
+DRAIN_SECONDS = 600.0  # for the answers of a model that must make room
+RETRY_SECONDS = 30.0  # after a start that failed; until then its reason is the answer
+END_SECONDS = 90.0  # for all models to end: a container has 60 s
+STOPPED, STARTING, READY, DRAINING, FAILED = "stopped", "starting", "ready", "draining", "failed"
+
+
+@dataclass
+class Running:
+    """A model, what it does, since when, when it was last asked, and why it failed; times are monotonic."""
+
+    member: Member
+    state: str = STOPPED
+    since: float = 0.0
+    used: float = 0.0
+    requests: int = 0
+    context: int = 0
+    error: str = ""
+    server: Server | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Its state folder."""
+        return paths.state() / FOLDER / "models" / self.member.name
+
+    def run(self, *arguments: str, environment: dict[str, str]) -> Child:
+        """Start a command of ours for this model."""
+        env = {"SPARKFORGE_STATE": str(self.folder), paths.SHARED: str(paths.state()), **environment}
+        command = [sys.executable, "-m", "sparkforge.cli", *arguments]
+        return Child(command, log=self.folder / f"{arguments[0]}.log", env=env, cwd=paths.ROOT)
+
+
+class Keeper:
+    """Decides which models run. `wake` and `look` may be called by any thread."""
+
+    def __init__(self, fleet: Fleet, key: str) -> None:
+        self.fleet, self.key = fleet, key
+        self.models = {member.name: Running(member) for member in fleet.members}
+        self.moving = threading.Lock()  # held while a model is started or stopped
+        self.ending = False
+
+    def wake(self, name: str) -> str:
+        """Have a model serve; return why it does not, empty if it does."""
+        with self.moving:
+            model = self.models[name]
+            if self.ending:
+                return "the fleet is ending"
+            if model.state == READY:
+                return ""
+            if model.state == FAILED and time.monotonic() - model.since < RETRY_SECONDS:
+                return model.error
+            model.error = self._make_room(model) or self._start(model)
+            return model.error
+
+    def look(self) -> None:
+        """Note who is asked, who has ended, and stop who was idle too long."""
+        counts = router.requests()
+        for name, model in self.models.items():
+            if model.state != READY or not model.server:
+                continue
+            now = time.monotonic()
+            model.requests, last = counts.get(name, (0, -1.0))
+            model.used = now if model.requests else max(model.used, now - last if last >= 0 else 0.0)
+            if not model.server.alive:
+                router.switch([name], "maint")
+                self._fail(model, f"the server {record.how_it_ended(model.server, model.folder)}")
+            elif (
+                not model.member.resident
+                and model.member.idle_seconds
+                and now - model.used > model.member.idle_seconds
+                and self.moving.acquire(blocking=False)
+            ):
+                try:
+                    self._drain(model, 0)
+                finally:
+                    self.moving.release()
+        self.tell()
+
+    def keep_residents(self) -> None:
+        """Start what is resident and does not run, for ever."""
+        while not self.ending:
+            for name, model in self.models.items():
+                if model.member.resident and model.state in (STOPPED, FAILED):
+                    self.wake(name)
+            time.sleep(LOOK_SECONDS)
+
+    def end(self) -> None:
+        """Stop every model, all at once, and a start that is under way."""
+        self.ending = True
+        with self.moving:
+            downs = [model.run("down", environment={}) for model in self.models.values() if model.folder.exists()]
+            deadline = time.monotonic() + END_SECONDS
+            while (downs := [down for down in downs if down.poll() is None]) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def tell(self) -> None:
+        """Write down what every model does, for `./inv status`."""
+        rows = [
+            {
+                "name": name, "names": list(model.member.names), "state": model.state, "error": model.error,
+                "resident": model.member.resident, "needed": model.member.needed, "requests": model.requests,
+                "where": model.server.where if model.server and model.state == READY else "",
+                "idle_seconds": round(time.monotonic() - model.used, 1) if model.state == READY else None,
+            }
+            for name, model in self.models.items()
+        ]  # fmt: skip
+        write_json(paths.state() / FLEET_FILE, {"models": rows})
+
+    def _make_room(self, model: Running) -> str:
+        """Stop the least recently used models until there is memory; return why there is none, empty if there is."""
+        pool, needed = model.member.pool, model.member.needed
+        while True:
+            live = [m for m in self.models.values() if m.member.pool == pool and m.state == READY]
+            if needed <= self.fleet.free[pool] - sum(m.member.needed for m in live):
+                return ""
+            others = sorted((m for m in live if not m.member.resident), key=lambda m: m.used)
+            if not others:
+                return f"{model.member.name} needs {needed / 1e9:.1f} GB, and the resident models leave less"
+            if not self._drain(others[0], DRAIN_SECONDS):
+                busy = f"{others[0].member.name} still answers {others[0].requests} requests"
+                return f"{busy}, and must end before {model.member.name} has memory; ask again later"
+
+    def _drain(self, model: Running, seconds: float) -> bool:
+        """Stop a model once it answers nothing; return whether that was so within `seconds`. New requests wait."""
+        name, deadline = model.member.name, time.monotonic() + seconds
+        router.switch([name], "drain")
+        while (count := router.requests()[name][0]) and time.monotonic() < deadline and not self.ending:
+            model.requests = count
+            self._set(model, DRAINING)
+            time.sleep(0.05)
+        if count:
+            router.switch([name], "ready")
+            self._set(model, READY)
+            return False
+        router.switch([name], "maint")
+        down = model.run("down", environment={})
+        while down.poll() is None:
+            time.sleep(0.05)
+        self._set(model, STOPPED)
+        return True
+
+    def _start(self, model: Running) -> str:
+        self._set(model, STARTING)
+        member = model.member
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = probe.getsockname()[1]
+        hosts = ",".join(router.allowed_hosts(self.fleet))
+        up = ["up", *member.arguments, "--port", str(port), "--allow-hosts", hosts]
+        up += ["--api-key-file", self.fleet.key_file] if self.fleet.key_file else []
+        up += [] if not any(other.used for other in self.models.values()) else ["--no-tiny-first"]  # once is enough
+        environment = {
+            NAMES: ",".join(member.names), "MODEL": "", "PORT": "", access.KEY_FILE: "",
+            thresholds.VARIABLE: self.fleet.guard, "COMPOSE_PROJECT_NAME": f"{compose.project()}-{member.name.lower()}",
+        }  # fmt: skip
+        start = model.run(*up, "--", *member.flags, environment=environment)
+        while (usage := start.poll()) is None:
+            if self.ending:
+                start.end()
+                return "the fleet is ending"
+            time.sleep(0.05)
+        model.server = record.read(model.folder / record.NAME)
+        if usage.code or not model.server:
+            log = (model.folder / "up.log").read_text(encoding="utf-8", errors="replace")
+            return self._fail(model, log[max(0, log.rfind("✗ ")) :].removeprefix("✗ ").strip()[:2000])
+        with suppress(SparkforgeError):
+            model.context = self.endpoint(model.server).served().max_model_len
+        router.admit(member.name, port)
+        model.used = time.monotonic()
+        self._set(model, READY)
+        return ""
+
+    def _fail(self, model: Running, why: str) -> str:
+        self._set(model, FAILED, f"{model.member.name} does not serve: {why or 'its start said nothing'}")
+        return model.error
+
+    def _set(self, model: Running, state: str, error: str = "") -> None:
+        model.state, model.since, model.error = state, time.monotonic(), error
+        self.tell()
+
+    def endpoint(self, server: Server) -> Endpoint:
+        """Return a model's own API."""
+        return Endpoint(server.url, server.model_id, key=self.key)
+
+
+class Answers(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """Answers HAProxy by a socket: `/wake/NAME`, and what no model can answer."""
+
+    daemon_threads, request_queue_size = True, 512
+
+    def __init__(self, keeper: Keeper) -> None:
+        Path(router.KEEPER).unlink(missing_ok=True)
+        super().__init__(router.KEEPER, Answer)
+        self.keeper = keeper
+
+
+class Answer(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Answers
+
+    def do_GET(self) -> None:
+        """Answer `/wake/NAME`, /v1/models, /metrics and /health."""
+        keeper, path = self.server.keeper, self.path.partition("?")[0]
+        listed = {
+            name: {"id": name, "object": "model", "owned_by": "sparkforge", "max_model_len": model.context or None}
+            for model in keeper.models.values()
+            for name in model.member.names
+        }
+        if path.startswith("/wake/"):
+            why = keeper.wake(path.removeprefix("/wake/"))
+            self._reply(503 if why else 200, {"why": why})
+        elif path == "/v1/models":
+            self._reply(200, {"object": "list", "data": list(listed.values())})
+        elif (name := path.removeprefix("/v1/models/")) in listed:
+            self._reply(200, listed[name])
+        elif path == "/health":
+            self._reply(200, {name: model.state for name, model in keeper.models.items()})
+        elif path == "/metrics":
+            self._reply(200, _metrics(keeper))
+        elif path.startswith("/v1/models/"):
+            self._refuse(404, *_unknown(name, listed))
+        else:
+            self._refuse(404, f"no model answers GET {path[:200]}: only a request with `model` in its body has one")
+
+    def do_POST(self) -> None:
+        """Say why no model answers: it is not named, not known, or did not start."""
+        with suppress(ValueError, AttributeError):
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "{}")
+            name = body.get("model")
+            models = self.server.keeper.models.values()
+            known = {own: model for model in models for own in model.member.names}
+            if not isinstance(name, str):
+                self._refuse(400, "the body names no model", "model")
+            elif name not in known:
+                self._refuse(404, *_unknown(name, known))
+            else:
+                self._refuse(503, known[name].error or f"{name} has just ended; send the request again")
+            return
+        self._refuse(400, "the body is no JSON object")
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
+        """Say nothing: HAProxy stands in front."""
+
+    def _refuse(self, status: int, message: str, parameter: str | None = None) -> None:
+        kind = {400: "invalid_request_error", 404: "not_found_error"}.get(status, "server_error")
+        error = {"message": message, "type": kind, "param": parameter, "code": status}
+        self._reply(status, {"type": "error", "error": error})  # OpenAI's form, and Anthropic's
+
+    def _reply(self, status: int, value: dict[str, Any] | str) -> None:
+        data = (value if isinstance(value, str) else json.dumps(value)).encode()
+        self.send_response(status)
+        self.send_header("content-type", "text/plain" if isinstance(value, str) else "application/json")
+        self.send_header("content-length", str(len(data)))
+        with suppress(OSError):  # the client may have gone while a model started
+            self.end_headers()
+            self.wfile.write(data)
+
+
+def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:
+    """Return the message for a model that is not there, and the parameter."""
+    names = list(known)
+    nearest = difflib.get_close_matches(name, names, cutoff=0.4) or names[:3]
+    return f"The model `{name[:200]}` does not exist; the nearest: {', '.join(nearest)}", "model"
+
+
+def _metrics(keeper: Keeper) -> str:
+    """Return vLLM's metrics of all models that serve; each has the label model_name."""
+    families = dict[str, tuple[list[str], list[str]]]()
+    for model in keeper.models.values():
+        text = ""
+        with suppress(SparkforgeError):
+            text = keeper.endpoint(model.server).get("/metrics").text if model.server and model.state == READY else ""
+        family = ""
+        for line in text.splitlines():
+            family = line.split(" ")[2] if line.startswith("# ") else family
+            if family.startswith("vllm:"):
+                head, samples = families.setdefault(family, ([], []))
+                if not line.startswith("# "):
+                    samples.append(line)
+                elif line not in head:
+                    head.append(line)
+    return "".join(f"{line}\n" for head, samples in families.values() for line in (*head, *samples))
+
+
+def main() -> int:
+    """Run the fleet of PLAN until a signal ends it."""
+    fleet = Fleet.model_validate_json((paths.state() / PLAN).read_bytes())
+    key = access.read_key(Path(fleet.key_file)) if fleet.key_file else ""
+    keeper = Keeper(fleet, key)
+    keeper.tell()
+    with interrupt.caught(), Answers(keeper) as answers:
+        log = paths.state() / FOLDER / "haproxy.log"
+        Path(router.ADMIN).unlink(missing_ok=True)
+        haproxy = Child(router.write(paths.state(), fleet, key), log=log, env={}, cwd=paths.state())
+        try:
+            while haproxy.poll() is None and not Path(router.ADMIN).exists():
+                time.sleep(0.01)
+            for target in (answers.serve_forever, keeper.keep_residents):
+                threading.Thread(target=target, daemon=True).start()
+            while haproxy.poll() is None:
+                keeper.look()
+                time.sleep(LOOK_SECONDS)
+            print(f"HAProxy has ended: {log.read_text(errors='replace')[-2000:]}", flush=True)
+        except KeyboardInterrupt:
+            keeper.ending = True
+            with suppress(ProcessLookupError):
+                os.kill(haproxy.pid, signal.SIGUSR1)  # no new connections; ends with its last answer, or by itself
+            while haproxy.poll() is None:
+                time.sleep(0.05)
+            return 0
+        finally:
+            keeper.end()
+            haproxy.end()
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

