@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from spark_mxfp4.experts import ExpertWeights, Projection, moe, moe_sorting
+from spark_mxfp4.experts import ExpertWeights, Projection, moe, moe_sorting, swiglu
 from spark_mxfp4.mxfp4 import dequantize
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 96, 64, 6, 3
@@ -80,6 +80,11 @@ def test_dequantizing_in_parts_or_together_changes_nothing(weights, routing, mon
     wanted = moe(x, weights, ids, shares)
     monkeypatch.setattr("spark_mxfp4.experts.DEQUANTIZED_AT_ONCE", limit)
     torch.testing.assert_close(moe(x, weights, ids, shares), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_swiglu_clamps_the_gate_above_only():
+    activated = swiglu(torch.tensor([[100.0, 0.0], [-20.0, 0.0]], dtype=torch.float64)).flatten().tolist()
+    assert activated == pytest.approx([7 / (1 + math.exp(-1.702 * 7)), -20 / (1 + math.exp(1.702 * 20))])
 
 
 def test_sorting_groups_pairs_by_expert_in_token_order():

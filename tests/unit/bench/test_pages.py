@@ -121,4 +121,5 @@ def test_a_benchmarks_tables_hold_nothing_that_a_terminal_obeys(make_result, tab
     report.print_results([failed], table.figures)
     out, err = capsys.readouterr()
     assert "it lied" in " ".join((out + err).split())
+    assert "cited, not measured here" in out + err
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", out + err)

@@ -136,3 +136,8 @@ def test_a_file_does_not_get_the_limits_of_a_known_text_by_its_name(table, tmp_p
     (tmp_path / f"{name}.txt").write_text("words that a model has learned")
     with pytest.raises(UsageError, match="cannot be called"):
         gate.passage(table, str(tmp_path / f"{name}.txt"))
+
+
+def test_the_text_is_what_the_competitions_script_joins():
+    rows = [line if line.strip() else "" for line in RAW.splitlines(keepends=True)]  # as the data set has them
+    assert text.join_rows(RAW) == "\n".join(row for row in rows if row.strip())
