@@ -71,7 +71,7 @@ def rm(_ctx: Context, model: str, yes: bool = False) -> None:
     concurrency="sequences at once; default 4",
     kv_dtype="type of the KV cache: auto, bf16 or fp8",
     resident="GB that the system and other programs keep in use; default: the device's measured value",
-    nodes="plan also for so many machines together, such as 2",
+    nodes="plan also for so many machines together, such as 2; default: the recipe's",
     draft="what speculation gains: ngram, or a draft of the recipe; eagle3:3 for 3 tokens",
     json_="print the plan as JSON",
 )
@@ -99,7 +99,10 @@ def plan(  # noqa: PLR0913, PLR0917 - a parameter an option
     from validate.facts import gpu
 
     known = recipes.load()
-    request = PlanRequest(name_or_path(model, known), device, context, concurrency, kv_dtype, resident, nodes, draft)
+    model = name_or_path(model, known)
+    if not nodes and model in known and known[model].plan.machines > 1 and device == known[model].plan.device:
+        nodes = str(known[model].plan.machines)
+    request = PlanRequest(model, device, context, concurrency, kv_dtype, resident, nodes, draft)
     name = gpu.name() if device == "this" else ""
     figures = baselines.load().figures
     family = planner.read_subject(request.model, known).model.family

@@ -207,7 +207,7 @@ def method_of(config: Mapping[str, Any]) -> str:
         return UNQUANTIZED
     if not isinstance(settings, Mapping):
         return str(settings)
-    routed = settings.get("routed_experts_quant_method")
+    routed = settings.get("routed_experts_quant_method") or config.get("expert_dtype")
     groups = settings.get("config_groups")
     mixed = isinstance(groups, Mapping) and len(groups) > 1
     mixed = mixed or settings.get("quant_algo") == "MIXED_PRECISION"

@@ -169,7 +169,11 @@ with torch.device("meta"):
     models = [AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)) for config in json.loads(sys.argv[1])]
 print(json.dumps([sum(parameter.numel() for parameter in model.parameters()) for model in models]))
 """
-COUNTED = {"glm-4.7-flash-nvfp4": "glm4_moe_lite", "qwen3.6-35b-a3b-fp8": "qwen3_5_moe_text"}
+COUNTED = {
+    "glm-4.7-flash-nvfp4": "glm4_moe_lite",
+    "qwen3.6-35b-a3b-fp8": "qwen3_5_moe_text",
+    "deepseek-v4-flash": "deepseek_v4",
+}
 
 
 def test_weights_are_those_of_transformers_classes(vllm_trees, vllm_process, tmp_path):
@@ -184,3 +188,26 @@ def test_weights_are_those_of_transformers_classes(vllm_trees, vllm_process, tmp
     parts = [parse(models.load()[name].config, name).parts() for name in COUNTED]  # a router's bias is a buffer there
     counted = [sum(part.count + part.plain * (part.role != "router") for part in each) for each in parts]
     assert json.loads(output.splitlines()[-1]) == counted
+
+
+COMPRESSED = """
+import json
+import torch
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+def bytes_a_token(**own):
+    spec = MLAAttentionSpec(block_size=256, num_kv_heads=1, dtype=torch.uint8, alignment=576, **own)
+    return spec.page_size_bytes / 256
+
+entry = {"head_size": 512, "state_content_bytes": 584, "cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4"}
+four, many = (bytes_a_token(tokens_per_state=tokens, **entry) for tokens in (4, 128))
+print(json.dumps(21 * (four + bytes_a_token(tokens_per_state=4, head_size=132)) + 20 * many))
+"""
+
+
+def test_a_compressed_cache_grows_at_most_as_the_plan_says(vllm_trees, vllm_process, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(COMPRESSED)
+    grown = json.loads(vllm_process(vllm_trees.patched).run(program, ()).splitlines()[-1])
+    model = parse(models.load()["deepseek-v4-flash"].config, "test")
+    assert grown <= model.kv_read(20_001, "fp8") - model.kv_read(20_000, "fp8") < 1.1 * grown

@@ -1,6 +1,7 @@
 """Recipes: each fits what it is for, is listed with what was shown, and a wrong one is refused with a near one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -29,7 +30,11 @@ def test_a_recipe_fits_its_device_by_its_profile_on_each_of_its_stacks(name):
         subject, device = planner.read_subject(name, KNOWN), devices.named(recipe.plan.device)
         load = planner.read_load(request, subject.model, device, rows)
         plan = planner.make_plan(subject, device, load, rows, request)
-        assert recipe.profile in [row.name for row in plan.profiles if not row.against]
+        if recipe.plan.machines > 1:
+            both = planner.make_plan(subject, device, load, rows, replace(request, nodes=str(recipe.plan.machines)))
+            assert [row.way for row in both.cluster.ways if row.fits] == ["tensor", "expert", "pipeline"]
+        else:
+            assert recipe.profile in [row.name for row in plan.profiles if not row.against]
 
 
 def test_the_small_model_fits_a_machine_of_8_gb():

@@ -1,11 +1,13 @@
 """Families of models as rows: nothing else names one, their formulas give published sizes, and bad rows are refused."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from sparkforge.cli import program
 from sparkforge.core.errors import InputError
 from sparkforge.image import trimming
 from sparkforge.models import recipes
@@ -117,6 +119,16 @@ def test_glm_flash_and_qwen36_are_as_large_as_published():
     assert "promises" in glm.disagreement(62_400_000_000)
     assert sum(part.count + part.plain for part in qwen.parts()) == 34_660_610_688
     assert (qwen.full_layers, qwen.linear_layers, glm.latent, qwen.latent) == (10, 30, True, False)
+
+
+def test_deepseek_v4_flash_takes_two_sparks(capsys):
+    model = parse(recipes.load()["deepseek-v4-flash"].config, "t")
+    forms = {part.name: part.form for part in model.parts()}
+    assert (forms["experts down"], forms["attention"], forms["indexers"]) == ("mxfp4", "fp8", "bf16")
+    assert sum(part.count for part in model.parts()) // 10**9 == 284  # billions, of its card
+    assert program.main(["plan", "deepseek-v4-flash", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cluster"]["nodes"] == 2
+    assert program.main(["plan", "deepseek-v4-flash", "--device", "h200"]) == 30
 
 
 def test_a_dense_model_has_no_experts():
