@@ -23,6 +23,7 @@ INSTALL = {
     "c++": "sudo apt install g++",
     "cc": "sudo apt install gcc",
     "ninja": "sudo apt install ninja-build",
+    "aarch64-linux-gnu-g++": "sudo apt install g++-aarch64-linux-gnu",
     "ip": "sudo apt install iproute2",
     "iptables": "sudo apt install iptables",
     "rsync": "sudo apt install rsync",

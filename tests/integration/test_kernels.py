@@ -105,6 +105,22 @@ def test_after_a_kill_the_next_run_finishes_the_job(built):
     assert 0 < max(unit["peak"] for unit in document["facts"]["each"].values()) < document["facts"]["budget"]
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("aarch64-linux-gnu-g++")
+def test_a_sparks_module_is_compiled_here_with_the_same_machine_code(built):
+    env = {key: value for key, value in built.env.items() if key != "CUDA_HOME"}
+    spark = SimpleNamespace(output=built.base / "aarch64", python=built.python, env=env)
+    result = inv(spark, "--platform", "linux/arm64")
+    assert result.returncode == 0, result.stderr
+    reports = [json.loads((folder / "audit-trial.json").read_text()) for folder in (built.output, spark.output)]
+    native, foreign = (
+        [(cubin["sha256"], cubin["target"]) for cubin in report["files"][0]["cubins"]] for report in reports
+    )
+    assert native == foreign
+    assert [target for _, target in foreign] == ["sm_121a"] * 3
+    assert reports[1]["files"][0]["host"]["machine"] == "aarch64"
+
+
 def serve(site, **changed):
     """Load the module by FlashInfer itself, where nothing can compile and ccache is empty."""
     lines = (site.output / "kernels-trial.env").read_text().splitlines()
