@@ -7,6 +7,7 @@ mean nothing.
 `--tensor-parallel 2` and `--expert-parallel` split the model over two GPUs; `--together` starts all servers at once and
 measures one after another.
 `--load-seconds 70` bounds the time of each backend; put what matters most first: `--concurrency 64 1 4 16`.
+`--profile` then traces decoding at each concurrency: the time of each part of the model and of the heaviest kernels.
 `--sweep 4 8 16` then sends 1k/1k through the whole harness (`bench.runs`: gate, load, report) while the server is up.
 """
 
@@ -18,6 +19,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 
 from lab.served import random_load, random_weights, ranks
 from lab.served.ranks import Split
-from sparkforge.bench import runs
+from sparkforge.bench import profile, runs, trace
 from sparkforge.bench.context import gpus
 from sparkforge.core import interrupt, openai
 from sparkforge.core.console import say, show_error
@@ -36,12 +38,14 @@ from sparkforge.core.files import write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, spawn, started_at, terminate_session
-from sparkforge.serve import command_line
+from sparkforge.serve import command_line, profiler
 from sparkforge.serve.command_line import ServerCommand
 
 SERVED_NAME = "random-gpt-oss"
 LOAD_SECONDS = 3600.0  # for one load
 ONE_GPU = Split()
+PROFILED_SECONDS, PROFILED_TOKENS = 0.25, 900  # of each trace, and of the answers that are being decoded meanwhile
+OPERATORS = 30  # of a trace that are kept, the heaviest
 LITTLE = "0.1"  # of a GPU's memory that must be free at the start, where the KV cache's size is given
 
 
@@ -116,6 +120,7 @@ class ServingPlan:
     sweep: tuple[int, ...] = ()  # concurrencies that go through the harness
     split: Split = ONE_GPU  # of backends whose names have none
     kv_cache_bytes: int = 0  # on each GPU; 0: what vLLM finds free
+    profiled: bool = False  # trace decoding at each concurrency too
     load_seconds: float = math.inf  # of a server that is ready, after which no further load begins
 
     def loads(self) -> tuple[ServingLoad, ...]:
@@ -156,8 +161,32 @@ def measure(
             if load.warm_up:  # twice as many, so that prompts come while others generate, as they will
                 _load(url, load.concurrency, 2 * load.concurrency, plan.input_tokens, min(16, load.output_tokens))
             yield _load(url, load.concurrency, load.requests, plan.input_tokens, load.output_tokens)
+        if plan.profiled:
+            profiles: dict[str, Any] = {}
+            _profile(url, 1, plan, _traces(log))  # the profiler's first start takes seconds
+            for concurrency in plan.concurrencies:
+                profiles[str(concurrency)] = _profile(url, concurrency, plan, _traces(log))
+                yield {"profiles": profiles}
         if plan.sweep:
             yield {"harness": _sweep(url, plan, log.parent / f"harness-{backend.replace(':', '-')}")}
+
+
+def _traces(log: Path) -> Path:
+    return log.with_suffix(".traces")
+
+
+def _profile(url: str, concurrency: int, plan: ServingPlan, folder: Path) -> dict[str, Any]:
+    """Return where the time went while `concurrency` requests were decoded; milliseconds."""
+    name = f"at-{concurrency}-{time.monotonic_ns()}"
+    arguments = (url, concurrency, concurrency, plan.input_tokens, PROFILED_TOKENS)
+    load = threading.Thread(target=_load, args=arguments)
+    load.start()
+    time.sleep(0.4 + concurrency / 25)  # prompts of 1,024 tokens are read by then
+    with profile.profiling(Endpoint(url, SERVED_NAME, key=""), name):
+        time.sleep(PROFILED_SECONDS)
+    load.join()
+    shares = trace.read(profile.move_traces(folder, name, folder)[0]).model_dump(mode="json")
+    return {**shares, "operators": shares["operators"][:OPERATORS]}
 
 
 def _sweep(url: str, plan: ServingPlan, output: Path) -> str:
@@ -197,6 +226,7 @@ def _started(
         port=plan.port,
         extra_arguments=(
             *weights,
+            *(profiler.arguments(_traces(log)) if plan.profiled else ()),
             *("--max-model-len", str(longest), "--max-num-seqs", str(top), "--no-enable-prefix-caching"),
             *("--cudagraph-capture-sizes", *(str(size) for size in sizes if size <= max(64, top))),
             *(memory if plan.kv_cache_bytes else ()),
@@ -293,6 +323,7 @@ def main(arguments: Sequence[str]) -> int:
         long_concurrencies=tuple(options.long),
         sweep=tuple(options.sweep),
         kv_cache_bytes=options.kv_cache_bytes,
+        profiled=options.profile,
         load_seconds=options.load_seconds,
     )
     try:
@@ -397,6 +428,7 @@ def _parser() -> argparse.ArgumentParser:
         "--long", nargs="*", type=int, default=[4, 16], help="concurrencies to repeat with answers as long as prompts"
     )
     parser.add_argument("--sweep", nargs="*", type=int, default=[], help="concurrencies of 1k/1k through the harness")
+    parser.add_argument("--profile", action="store_true", help="trace decoding at each concurrency, after the loads")
     parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer; 1024 for the full 1k/1k")
     parser.add_argument("--rounds", type=int, default=3, help="requests a concurrency: this many times the concurrency")
