@@ -45,6 +45,7 @@ STORE = "VLLM_ENABLE_RESPONSES_API_STORE"  # the variable that each refusal of a
 NO_STORE = "the server stores no responses"
 NOT_KEPT = "the response that is continued is not stored in the process that was asked"
 TOO_LONG = "the context is too short for a long prompt"
+UNFORCED = "vLLM takes no logit_bias beside a draft"
 LOST = "content is null (finish_reason 'stop')"
 UNCUT = "the content does not end before the stop string"
 FURTHER_FAILURES = "; failed, too: "  # between why the first call failed and the names of the others
@@ -580,12 +581,13 @@ KNOWN_REFUSALS = (
     (STORE, NO_STORE),
     (r"Response with id '\S+' not found", NOT_KEPT),  # a wrong path or model has other words
     (r"maximum context length|maximum model length|max_model_len", TOO_LONG),
+    (r"logit_bias\b.*\bspeculative decoding", UNFORCED),
 )
 STORE_LIMIT = Limit(NO_STORE, f"previous_response_id is off, {STORE}=1 turns it on")
 LOST_LIMIT = Limit(LOST, "content is lost, vLLM #41902", "0004-read-final-json-as-content-type.patch")
 # Patches of the queues for 0.32.0 and 0.33.0 cure two of them; the vLLM of the stack ngc-25.12 is older. That nothing
 # is stored, or that there is a store in each of several processes, is the user's choice.
-LIMITS: Mapping[str, Sequence[Limit]] = {
+_LIMITS: Mapping[str, Sequence[Limit]] = {
     "a JSON answer": [LOST_LIMIT],
     "a long prompt beside an answer": [Limit(TOO_LONG, "--max-model-len leaves no room for it"), LOST_LIMIT],
     "a stop string": [
@@ -597,4 +599,9 @@ LIMITS: Mapping[str, Sequence[Limit]] = {
         Limit(NOT_KEPT, "--api-server-count or a small VLLM_RESPONSES_API_STORE_MAX_ENTRIES loses responses"),
     ],
     "a response that fails": [STORE_LIMIT],
+}
+# A server with a draft refuses every request whose tokens are forced: those are not proved, and each is named.
+DRAFT_LIMIT = Limit(UNFORCED, f"not proved, {UNFORCED}")
+LIMITS: Mapping[str, Sequence[Limit]] = {
+    name: [*_LIMITS.get(name, ()), *([DRAFT_LIMIT] if BIAS in call.body else ())] for name, call in CALLS.items()
 }

@@ -184,6 +184,26 @@ def test_what_needs_the_store_knows_when_it_is_off(monkeypatch, name):
     assert proof.fault_of(name, Endpoint("http://127.0.0.1:1", "m", key=""), 60.0) == proof.LIMITS[name][0].fault
 
 
+def test_beside_a_draft_what_is_forced_is_named_as_not_proved(monkeypatch):
+    """Each request with a bias is refused then, and only those are a limit."""
+
+    def refuse(real):
+        def ask(endpoint, path, body, *rest):
+            if "logit_bias" in body:
+                raise reply_error(400, "min_p and logit_bias are not yet supported with speculative decoding")
+            return real(endpoint, path, body, *rest)
+
+        return ask
+
+    answer_rightly(monkeypatch)
+    for name in ("post", "events"):
+        monkeypatch.setattr(Endpoint, name, refuse(getattr(Endpoint, name)))
+    outcome = proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES)
+    forced = {name for name, call in proof.CALLS.items() if "logit_bias" in call.body}
+    assert {name for name, limit in outcome.items() if limit} == forced
+    assert "a tool call (not proved, vLLM takes no logit_bias beside a draft)" in proof.describe(outcome)
+
+
 def test_a_family_of_another_vocabulary_gets_no_canary_no_bias_and_its_own_keys_in_chats(monkeypatch):
     answer_rightly(monkeypatch)
     sent, real = [], proof._exchange
