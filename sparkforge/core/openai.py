@@ -122,8 +122,8 @@ class Endpoint:
     def events(self, path: str, body: Mapping[str, Any], seconds: float = ANSWER_SECONDS) -> Iterator[Any]:
         """Stream an answer, `seconds` at most, and yield the JSON of each event.
 
-        Raises ServerError for an error response and for a stream that ends without [DONE] or one of LAST_EVENTS, and
-        otherwise one of NO_ANSWER.
+        Raises ServerError for an error response, an error in the stream, and a stream that ends without [DONE] or one of
+        LAST_EVENTS, and otherwise one of NO_ANSWER.
         """
         options = self.options | {"timeout": httpx.Timeout(10.0, read=min(self.read_seconds, seconds))}
         with httpx.Client(**options) as client, client.stream("POST", path, json=body) as response:
@@ -132,7 +132,10 @@ class Endpoint:
             for event in sse.events(response, seconds):
                 if event.data == "[DONE]":
                     return
-                yield json.loads(event.data)
+                answer = json.loads(event.data)
+                if "error" in answer:
+                    raise _reply_error("the server stopped the answer", str(answer["error"]), length=2000)
+                yield answer
                 if event.event in LAST_EVENTS:
                     return
         raise _reply_error("the answer broke off", "the stream ended without [DONE]")
@@ -293,8 +296,6 @@ def _reply_error(problem: str, why: str, length: int = 300) -> ServerError:
 
 
 def _deltas(event: dict[str, Any]) -> Iterator[StreamDelta]:
-    if "error" in event:
-        raise _reply_error("the server stopped the answer", str(event["error"]), length=2000)
     for choice in event.get("choices", []):
         delta = choice.get("delta", {})
         for key in ("reasoning", "reasoning_content", "content"):

@@ -32,10 +32,9 @@ def findings(nodes, **settings):
 
 def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
     file = tmp_path / "cluster.toml"
-    result = nodes.inv(
-        "cluster.discover", "--nodes", f"local,root@{namespaces.WORKER}", "--device", "embedded", "--file", str(file)
-    )
+    result = nodes.inv("cluster.discover", "--nodes", f"local,root@{namespaces.WORKER}", "--device", "embedded")
     assert result.returncode == 0, result.stderr
+    file.write_text(result.stdout)
     proposed = config.read(file)
     assert [(node.address, node.interface) for node in proposed.nodes] == [
         (namespaces.HEAD, "cable0"),

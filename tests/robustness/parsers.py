@@ -519,7 +519,7 @@ def _checkpoint(name: str) -> tuple[Callable[[Path], list[bytes]], Read]:
 
     def samples(_scratch: Path) -> list[bytes]:
         entry = {"size": len(CONFIG), "sha256": hashlib.sha256(CONFIG).hexdigest()}
-        note = {"schema": 1, "source": checkpoints.NAME, "revision": "0" * 40, "files": {"config.json": entry}}
+        note = {"schema": 1, "repository": checkpoints.NAME, "revision": "0" * 40, "files": {"config.json": entry}}
         return [checkpoints.READ.get(name) or json.dumps(note).encode()]
 
     return samples, read

@@ -18,7 +18,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-READS_JSON = ("architecture", "failure-record", "manifest", "peaks", "result", "server-record")
+READS_JSON = ("architecture", "failure-record", "manifest", "result", "server-record")
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -71,7 +71,7 @@ def _prepare_mirror(work: Path) -> None:
     for name, data in READ.items():
         write(work / "mirror" / name, data)
     entries = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in READ.items()}
-    note = {"schema": 1, "source": NAME, "revision": hub_server.COMMIT, "files": entries}
+    note = {"schema": 1, "repository": NAME, "revision": hub_server.COMMIT, "files": entries}
     write(work / "mirror/sparkforge-model.json", json.dumps(note))
     write(work / "models/mine/mine.txt", "mine")
 
