@@ -122,8 +122,8 @@ class Endpoint:
     def events(self, path: str, body: Mapping[str, Any], seconds: float = ANSWER_SECONDS) -> Iterator[Any]:
         """Stream an answer, `seconds` at most, and yield the JSON of each event.
 
-        Raises ServerError for an error response, an error in the stream, and a stream that ends without [DONE] or one of
-        LAST_EVENTS, and otherwise one of NO_ANSWER.
+        Raises ServerError for an error response, an error in the stream, and a stream that ends without [DONE]
+        or one of LAST_EVENTS, and otherwise one of NO_ANSWER.
         """
         options = self.options | {"timeout": httpx.Timeout(10.0, read=min(self.read_seconds, seconds))}
         with httpx.Client(**options) as client, client.stream("POST", path, json=body) as response:
