@@ -19,7 +19,7 @@ from sparkforge.core.errors import UsageError
     changed="changed source files, with commas: remove the modules built from them",
     stale="remove what other versions left",
     all="remove every module; asks first",
-    list_="instead: list the modules, their sizes, and what a rebuild of each costs",
+    list_="instead: list the modules, their sizes, and what uses them",
     dry_run=DRY_RUN,
     yes="do not ask",
     root="the cache's folder, if it is not FlashInfer's own",

@@ -1,12 +1,12 @@
-"""FlashInfer's kernel cache: what is in it, what a rebuild would cost, and how to remove only what must be rebuilt.
+"""FlashInfer's kernel cache: what is in it, and how to remove only what must be rebuilt.
 
     BASE/.cache/flashinfer/VERSION/ARCH/cached_ops/MODULE/{build.ninja,.ninja_deps,*.o,MODULE.so}
     BASE/.cache/flashinfer/VERSION/ARCH/cached_ops/tmp/MODULE.lock      held while FlashInfer builds the module
     BASE/.cache/flashinfer/VERSION/ARCH/generated/
 
 BASE is FLASHINFER_WORKSPACE_BASE or the home folder (flashinfer/jit/env.py and core.py of 0.7.0.post1). In our images
-it is a folder of the volume, one for each image that the volume has served (deploy/start). Which sources a module is
-made of is asked of ninja's own files in its folder.
+it is a folder of the volume, one for each image that the volume has served (deploy/start). A module is made of the
+files that are named in its build.ninja (sources) and .ninja_deps (headers that compilers reported).
 
 Inside an image, which has no `./inv`: `python -m sparkforge.compile.cache list` and `… clean --module 'fused_moe_*'`.
 """
@@ -14,21 +14,20 @@ Inside an image, which has no `./inv`: `python -m sparkforge.compile.cache list`
 from __future__ import annotations
 
 import argparse
-import fcntl
 import fnmatch
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from sparkforge import pins
-from sparkforge.compile import jobs, ninjafile
 from sparkforge.compile.flashinfer import sets
-from sparkforge.core import memory, paths
+from sparkforge.core import paths
 from sparkforge.core.console import confirmed, say, show_error
 from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import locked, tree_size
@@ -36,6 +35,7 @@ from sparkforge.core.files import locked, tree_size
 OPS = "cached_ops"
 KEY = "key"  # in an image, beside pins.toml; its folder of the volume has that name (Dockerfile, deploy/start)
 REMOVING = ".removing"  # a module is renamed to this before it is taken apart, so that it is never half there
+SOURCE = re.compile(r"^build \S+: (?:cuda_)?compile (\S+)", re.MULTILINE)  # as flashinfer/jit/cpp_ext.py writes it
 
 
 @dataclass(frozen=True)
@@ -53,27 +53,19 @@ class CachedModule:
         return self.root / self.version / self.arch / OPS / self.name
 
     @cached_property
-    def compilations(self) -> list[ninjafile.Statement]:
-        """What its build.ninja compiles."""
-        statements = ninjafile.statements(self.path / "build.ninja")
-        return [statement for statement in statements if statement.rule in ninjafile.COMPILERS]
-
-    @cached_property
-    def sources(self) -> frozenset[Path]:
-        """Every file that it is built from: the sources, and the headers that their compilers reported."""
-        inputs = {name for compilation in self.compilations for name in compilation.inputs}
-        headers = ninjafile.reported(self.path / ".ninja_deps").values()
-        return frozenset((self.path / name).resolve() for name in inputs.union(*headers))
+    def ninja_files(self) -> bytes:
+        """The contents of its build.ninja and of ninja's log of headers, which holds their paths as plain bytes."""
+        files = (self.path / "build.ninja", self.path / ".ninja_deps")
+        return b"\n".join(file.read_bytes() for file in files if file.is_file())
 
     @property
-    def units(self) -> list[str]:
-        """Names of its translation units, as the cost table has them."""
-        return [f"{self.name}/{Path(compilation.outputs[0]).name}" for compilation in self.compilations]
+    def sources(self) -> list[Path]:
+        """The sources that its build.ninja compiles, without headers."""
+        return [self.path / name for name in SOURCE.findall(self.ninja_files.decode(errors="replace"))]
 
     def __str__(self) -> str:
         state = "" if (self.path / f"{self.name}.so").exists() else ", half built"
-        size, units = tree_size(self.path) / 1e6, len(self.units)
-        return f"{self.version}/{self.arch}/{self.name} ({size:.1f} MB, {units} units{state})"
+        return f"{self.version}/{self.arch}/{self.name} ({tree_size(self.path) / 1e6:.1f} MB{state})"
 
 
 def default_root() -> Path:
@@ -110,8 +102,10 @@ def modules(root: Path) -> list[CachedModule]:
 
 def made_from(modules: Sequence[CachedModule], changed: Path) -> list[CachedModule]:
     """Return the modules that are built from `changed`, which may be a folder and need not exist any more."""
-    path = changed.resolve()
-    return [module for module in modules if any(path in (source, *source.parents) for source in module.sources)]
+    names = b"|".join({re.escape(os.fsencode(path)) for path in (changed.absolute(), changed.resolve())})
+    # In ninja's log a path ends with zeros or with the record's checksum, whose upper bytes are 0xff.
+    named = re.compile(rb"(?<![\w.+/-])(?:" + names + rb")(?:/|[\s\0:|$]|..\xff\xff|\Z)", re.DOTALL)
+    return [module for module in modules if named.search(module.ninja_files)]
 
 
 def generated_from(cached: Sequence[CachedModule], changed: Path) -> list[CachedModule]:
@@ -139,62 +133,28 @@ def why_stale(module: CachedModule) -> str:
     pinned = {component.version for component in pins.load().components() if component.package == "flashinfer-python"}
     if module.version not in pinned:
         return f"FlashInfer {module.version} is pinned by no stack"
-    if not module.compilations:
+    if not module.sources:
         return "it has no build.ninja, so nothing can tell whether it is current"
-    if gone := sorted(source for source in module.sources if not source.exists()):
+    if gone := [source for source in module.sources if not source.exists()]:
         return f"{len(gone)} of its sources are gone, such as {gone[0]}"
     return ""
 
 
 def users(module: CachedModule) -> list[int]:
-    """Return the ids of the processes that map a file of this module.
-
-    By path and by inode, because a container has other paths. A process that this user may not look into is not seen.
-    """
-    files = set()
-    with suppress(FileNotFoundError):  # another process may remove it
-        for path in module.path.glob("*.so"):
-            info = path.stat()
-            files.add((info.st_dev, info.st_ino))
-    inside = f"{module.path.resolve()}/"
-    pids = []
+    """Return the ids of the processes that map a file of this module; one that we may not look into is not seen."""
+    inside, pids = f" {module.path.resolve()}/", []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            lines = (entry / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
-            for line in lines:  # proc_pid_maps(5): address perms offset major:minor inode path
-                _, _, _, device, inode, *mapped = line.split(maxsplit=5)
-                major, minor = (int(number, 16) for number in device.split(":"))
-                if (os.makedev(major, minor), int(inode)) in files or (mapped and mapped[0].startswith(inside)):
-                    pids.append(int(entry.name))
-                    break
+            if inside in (entry / "maps").read_text(encoding="utf-8", errors="replace"):
+                pids.append(int(entry.name))
     return pids
-
-
-@contextmanager
-def changing(root: Path) -> Iterator[None]:
-    """Keep other `./inv clean-cache` out of the cache under `root`, and finish what one of them left half removed."""
-    try:
-        handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)  # the folder itself: no lock file stays behind
-    except FileNotFoundError:
-        yield  # there is no cache
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        left = [folder for folder in root.glob(f"*/*/{OPS}/.*{REMOVING}") if not folder.is_symlink()]
-        left = [folder for folder in left if folder.resolve().is_relative_to(root.resolve())]
-        if left:
-            say(f"finishing removals that were interrupted, {sum(map(tree_size, left)) / 1e6:.1f} MB")
-        for folder in left:
-            shutil.rmtree(folder)
-        yield
-    finally:
-        os.close(handle)
 
 
 def remove(module: CachedModule) -> int:
     """Remove one module and return the bytes freed.
 
-    Raises StorageError if it lies outside the cache, a live process maps it, or FlashInfer is building it.
+    Raises StorageError if it lies outside the cache, a live process maps it, or FlashInfer is building it, and
+    FileNotFoundError if another process has removed it.
     """
     lock = module.path.parent / "tmp" / f"{module.name}.lock"
     with locked(lock, f"remove {module.name}") if lock.exists() else nullcontext():
@@ -208,20 +168,8 @@ def remove(module: CachedModule) -> int:
         if why:
             raise StorageError(f"{module.name} is not removed", why, fix, code="storage.cache")
         size = tree_size(module.path)
-        away = module.path.with_name(f".{module.name}.{os.getpid()}{REMOVING}")
-        module.path.rename(away)
-        shutil.rmtree(away)
+        shutil.rmtree(module.path.rename(module.path.with_name(f".{module.name}{REMOVING}")))
     return size
-
-
-def rebuild_cost(chosen: Iterable[CachedModule]) -> tuple[int, float, float]:
-    """Return units, CPU-seconds and the wall seconds that this machine would take to build these modules again.
-
-    An estimate from measured costs. Nothing of it is spent where ccache still has the objects.
-    """
-    units = [unit for module in chosen for unit in module.units]
-    schedule = jobs.make_schedule(units, memory.measure())
-    return len(units), sum(cost.cpu for cost in schedule.costs.values()), schedule.seconds()
 
 
 @dataclass(frozen=True)
@@ -261,45 +209,40 @@ class Selection:
 def clean(selection: Selection, *, dry_run: bool = False, yes: bool = False, root: Path | None = None) -> list[str]:
     """Remove the selected modules of the cache `root`, or of `default_roots`; return the names of those removed.
 
-    Reports what is removed, how much that frees and what a rebuild costs, and finishes what an interrupted run left.
-    `everything` asks first, unless `yes`. What cannot be removed is named in the StorageError at the end; the rest is
-    gone by then. Raises UsageError if nothing is selected.
+    It also finishes what an interrupted run left. `everything` asks first, unless `yes`. What cannot be removed is
+    named in the StorageError at the end; the rest is gone by then. Raises UsageError if nothing is selected.
     """
     if not (selection.names or selection.changed or selection.stale or selection.everything):
         raise UsageError("nothing chosen to remove", "no flag says what", advised("--stale", "--dry-run"))
     roots = [root] if root else default_roots()
     chosen = selection.of([module for cache in roots for module in modules(cache)])
-    if not dry_run:
-        for cache in roots:
-            with changing(cache):
-                pass
-    if not chosen:
-        say(f"nothing to remove in {', '.join(map(str, roots)) or 'the volume: it has no cache'}")
-        return []
     for module in chosen:
         say(f"{'would remove' if dry_run else 'remove'} {module}")
-    units, cpu, seconds = rebuild_cost(chosen)
-    cost = f"{len(chosen)} modules; a rebuild compiles {units} units, about {cpu:.0f} CPU-seconds, {seconds:.0f} s here"
-    say(cost)
-    ask_first = selection.everything and not yes and not dry_run
-    refused = ask_first and not confirmed(f"Remove all {cost}?", "--all asks first", advised("--all", "--yes"))
-    return [] if dry_run or refused else _remove_all(chosen, roots)
+    if not chosen:
+        say(f"nothing to remove in {', '.join(map(str, roots)) or 'the volume: it has no cache'}")
+    if dry_run:
+        return []
+    if chosen and selection.everything and not yes:
+        question = f"Remove all {len(chosen)} modules?"
+        if not confirmed(question, "--all asks first", advised("--all", "--yes")):
+            return []
+    return _remove_all(chosen, roots)
 
 
 def _remove_all(chosen: Sequence[CachedModule], roots: Sequence[Path]) -> list[str]:
+    for cache in roots:
+        for folder in cache.glob(f"*/*/{OPS}/.*{REMOVING}"):
+            if folder.resolve().is_relative_to(cache.resolve()):
+                shutil.rmtree(folder, ignore_errors=True)  # another process may be at it
     removed, freed, errors = list[str](), 0, list[SparkforgeError]()
-    with ExitStack() as stack:
-        for cache in roots:
-            stack.enter_context(changing(cache))
-        for module in chosen:
-            if not os.path.lexists(module.path):
-                say(f"{module.name} is gone already: another process removed it")
-                continue
-            try:
-                freed += remove(module)
-                removed.append(module.name)
-            except SparkforgeError as error:
-                errors.append(error)
+    for module in chosen:
+        try:
+            freed += remove(module)
+            removed.append(module.name)
+        except FileNotFoundError:
+            say(f"{module.name} is gone already: another process removed it")
+        except SparkforgeError as error:
+            errors.append(error)
     say(f"removed {len(removed)} modules, freed {freed / 1e6:.1f} MB")
     if errors:
         failure = f"{len(errors)} of {len(chosen)} modules are not removed"
@@ -309,16 +252,14 @@ def _remove_all(chosen: Sequence[CachedModule], roots: Sequence[Path]) -> list[s
 
 
 def print_cache(root: Path | None = None) -> None:
-    """List the cache: each module with its size, the cost of a rebuild, who uses it, and whether it is stale."""
+    """List the cache: each module with its size, who uses it, and whether it is stale."""
     for cache in [root] if root else default_roots():
         cached = modules(cache)
         for module in cached:
-            notes = [f"rebuild about {rebuild_cost([module])[1]:.0f} CPU-seconds"]
-            if pids := users(module):
-                notes.append(f"used by process {', '.join(map(str, pids))}")
-            if why := why_stale(module):
-                notes.append(f"stale: {why}")
-            say(f"{module}: {'; '.join(notes)}")
+            pids, why = users(module), why_stale(module)
+            notes = [f"used by process {', '.join(map(str, pids))}"] if pids else []
+            notes += [f"stale: {why}"] if why else []
+            say("; ".join([str(module), *notes]))
         say(f"{cache}: {len(cached)} modules, {tree_size(cache) / 1e6:.1f} MB with generated sources")
 
 

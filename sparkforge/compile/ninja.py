@@ -16,7 +16,6 @@ from pathlib import Path
 from sparkforge.compile import jobs
 from sparkforge.compile.diagnosis import explained
 from sparkforge.compile.jobs import JobsReport, Schedule, Site, Stage, Unit, UnitResult
-from sparkforge.compile.ninjafile import COMPILERS
 from sparkforge.core import memory
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
@@ -25,6 +24,7 @@ from sparkforge.core.files import sha256_file
 from sparkforge.core.manifest import Manifest
 from sparkforge.core.process import run
 
+COMPILERS = ("compile", "cuda_compile")  # FlashInfer's rules that make an object (flashinfer/jit/cpp_ext.py)
 SHOWN = 60  # characters of a unit's name
 OUTCOMES = {"done": "compiled", "cached": "from ccache", "killed": "killed: out of memory", "failed": "failed"}
 

@@ -34,7 +34,6 @@ from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.report import audit_files
 from sparkforge.bench import schema, settings, trace
-from sparkforge.compile import ninjafile
 from sparkforge.core import documents, events, manifest, redact, tables
 from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
 from sparkforge.core.openai import Endpoint
@@ -335,30 +334,6 @@ def _wheels(scratch: Path) -> list[bytes]:
 def _read_wheel(data: bytes, scratch: Path) -> None:
     file = write(scratch / "one-1-py3-none-linux_x86_64.whl", data)
     audit_files([file], tools=lambda: Tools(Path("/bin/false"), Path("/bin/false")), rules=_rules())
-
-
-# Build files
-
-
-NINJA = """\
-cxx = c++
-cflags = -I/x $
-    -fPIC
-rule compile
-  command = $cxx $cflags -c $in -o $out
-  deps = gcc
-build a/b.o: compile /src/a$ b.cpp | gen.h || order
-build ${cxx}.so: link a/b.o
-"""
-
-
-def _ninja_log(_scratch: Path) -> list[bytes]:
-    names = [b"a.o\0", b"/src/a.cpp\0\0", b"h.h\0"]
-    body = b"".join(
-        struct.pack("<I", len(name) + 4) + name + struct.pack("<i", ~number) for number, name in enumerate(names)
-    )
-    body += struct.pack("<I5i", 5 * 4 | 1 << 31, 0, 1, 2, 1, 2)
-    return [ninjafile.MAGIC + struct.pack("<i", ninjafile.VERSION) + body]
 
 
 # The network
@@ -707,8 +682,6 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("kernel-pack", _packs, _read_pack, cost=8.0)
     yield Parser("elf", _binaries, _read_binary, cost=10.0)
     yield Parser("wheel", _wheels, _read_wheel, cost=20.0)
-    yield Parser("ninja", _texts(NINJA), _loaded(ninjafile.statements, "build.ninja"))
-    yield Parser("ninja-deps", _ninja_log, _loaded(ninjafile.reported, ".ninja_deps"))
     yield Parser("stream", _texts(STREAM), _read_stream, _answering, cost=6.0)
     yield Parser("proof", _texts(TOKEN, PROOF, STREAM),
                  _read_proof, _answering, cost=20.0)  # fmt: skip

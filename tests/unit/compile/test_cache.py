@@ -1,6 +1,5 @@
 import ctypes
 import multiprocessing
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,12 +89,8 @@ def load_and_wait(library, loaded, end):
     end.wait(60)
 
 
-@pytest.mark.parametrize("how", ["directly", "hard link elsewhere"])
-def test_what_a_live_process_maps_stays_and_the_others_go(cached, tmp_path, how):
+def test_what_a_live_process_maps_stays_and_the_others_go(cached):
     library = cached.folders["page"] / "page.so"
-    if how != "directly":  # the same file under another path: what a container's bind mount looks like from outside
-        os.link(library, tmp_path / "page.so")
-        library = tmp_path / "page.so"
     context = multiprocessing.get_context("spawn")
     loaded, end = context.Event(), context.Event()
     user = context.Process(target=load_and_wait, args=(str(library), loaded, end))
@@ -136,13 +131,12 @@ def interrupted(cached, name="page"):
 
 
 @pytest.mark.parametrize("options", [{"stale": True}, {"names": ["rope"]}])
-def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, capfd, options):
+def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, options):
     interrupted(cached)
     clean(dry_run=True, **options)
     assert len(left(cached)) == 3, "a dry run removes nothing"
     clean(**options)
     assert [name for name in left(cached) if name.startswith(".")] == []
-    assert "finishing removals that were interrupted" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -171,7 +165,7 @@ def image(cached, tmp_path, monkeypatch):
 
 def test_in_an_image_the_caches_of_the_whole_volume_are_reached(image, capfd):
     assert cache.main(["list"]) == 0
-    assert len([line for line in capfd.readouterr().err.splitlines() if "rebuild about" in line]) == 4
+    assert len([line for line in capfd.readouterr().err.splitlines() if "/121a/" in line]) == 4
     assert cache.main(["clean", "--module", "ol?,r*"]) == 0
     assert "removed 2 modules" in capfd.readouterr().err
     assert left(image) == ["page", "sampling"]
