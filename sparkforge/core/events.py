@@ -8,42 +8,23 @@ addresses, request ids) are one line with a count. `Event.faults` are the lines 
 
 from __future__ import annotations
 
+import io
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-PIECE = 1 << 18  # bytes
-LONGEST = 1 << 16  # bytes of a line that is searched as one; a longer one is searched in parts that overlap
-OVERLAP = 1 << 10
-TEXT = 2000  # characters of a line that are kept
+TEXT = 2000  # bytes of a line that are looked at together; a longer line comes in pieces
+OVERLAP = 400  # bytes that two pieces of a line have in common
 SHOWN = 300  # characters of a line that are shown
-WINDOW = (400, 800)  # bytes before and after a word in a line that is longer than TEXT
 END = 5  # lines at the end of a log in which LAST_WORDS count
 KEPT = 1500  # different lines that are kept of the begin of a log, and as many of its end
-SHORT = 500  # different lines
 REMEMBERED = 20_000  # different lines that are recognised when they come again
 BLOCK_LINES = 40  # after the first line of an error of ours, in which its `next:` must come
 
 COLOUR = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 NUMBERS = re.compile(rb"\d[\d.:,/-]{3,}")
-# After SHORT different lines, one without any of these words, in lower case, is not parsed: it says nothing of a fault.
-WORDS = tuple(
-    word.encode()
-    for line in (
-        "error|exception|fail|fatal|critical|panic|traceback|xid|nvrm|kill|abort|segfault|segmentation",
-        "core dumped|signal|oom|memory|space|quota|denied|found|no such|not |no match|cannot|can't|couldn't",
-        "unable|unsupported|mismatch|invalid|unknown|unrecognized|unexpected|undefined|incompatible|timeout",
-        "timed out|lockup|stuck|hang|refused|unreachable|reset|already|exited|exit code|exitcode|status=|code=",
-        "bug:|marlin|jit|lock|waiting|warn|!!!!|throttl|slowdown|power|clock|mhz|watchdog|pcie|too |larger",
-        "greater|less than|exceed|insufficient|disabled|missing|no module|no kernel|available|require|socket|net/",
-        "null|✗|shutdown|shutting|sigterm|startup|200 ok|non-default|uvicorn|bus |deadline|expired|limit|collect",
-        "broken|died|dead|lost|interrupt|vocab|capability|multiprocessing|assert|nan|conflict|out of|closed",
-        "version|manifest|platform|yaml|capturing|gated",
-    )
-    for word in line.split("|")
-)
 
 # What programs put before a line: Compose, Docker's and journald's times, dmesg, BuildKit, torchrun.
 PREFIXES = re.compile(
@@ -249,11 +230,6 @@ class Event:
         return next((match[1] for line in self.lines if (match := VERSION.search(line.text))), "")
 
     @property
-    def exceptions(self) -> list[Line]:
-        """The exceptions, causes before their effects."""
-        return [line for line in self.lines if line.exception and line.is_fault]
-
-    @property
     def faults(self) -> list[Line]:
         """The lines that say that something broke, before an orderly end, which nobody survived."""
         return [
@@ -290,11 +266,10 @@ class Event:
 def read(chunks: Iterable[bytes]) -> Event:
     """Return what a log says. `chunks` are its bytes, cut anywhere."""
     reader = _Reader()
-    for number, piece in _pieces(chunks):
-        reader.read(number, COLOUR.sub(b"", piece) if b"\x1b" in piece else piece)
-    return Event(
-        sorted((*reader.first, *reader.last, *reader.quiet), key=lambda line: line.number), reader.ended, reader.length
-    )
+    for number, raw in _lines(chunks):
+        reader.read(number, raw)
+    lines = sorted((*reader.first, *reader.last, *reader.quiet), key=lambda line: line.number)
+    return Event(lines, reader.ended, reader.length)
 
 
 def read_text(text: str) -> Event:
@@ -302,84 +277,72 @@ def read_text(text: str) -> Event:
     return read([text.encode("utf-8", "replace")])
 
 
-def _pieces(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield pieces of whole lines with the number of their first line; a line that does not end comes in parts."""
+def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield lines with their numbers; a long one in pieces that overlap, under one number."""
     number, rest = 1, b""
     for chunk in chunks:
-        for begin in range(0, len(chunk), PIECE):
-            piece = rest + chunk[begin : begin + PIECE]
-            end = piece.rfind(b"\n") + 1
-            if end:
-                yield number, piece[:end]
-                number += piece.count(b"\n", 0, end)
-            rest = piece[end:]
-            while len(rest) > LONGEST:
-                yield number, rest[:LONGEST]
-                rest = rest[LONGEST - OVERLAP :]
+        for line in io.BytesIO(rest + chunk):
+            rest = line
+            while len(rest) > TEXT:
+                yield number, rest[:TEXT]
+                rest = rest[TEXT - OVERLAP :]
+            if rest.endswith(b"\n"):
+                yield number, rest
+                number, rest = number + 1, b""
     if rest:
         yield number, rest
 
 
 class _Reader:
-    """The lines so far, those to be recognised again, and the errors of ours whose parts are still to come."""
+    """The lines so far, those to be recognised again, and the error of ours whose parts are still to come."""
 
     def __init__(self) -> None:
         self.first: list[Line] = []
         self.last: deque[Line] = deque(maxlen=KEPT)
         self.quiet: deque[Line] = deque(maxlen=KEPT)
         self.seen: dict[int, Line | None] = {}
-        self.roles: dict[int, str] = {}
         self.ended = self.length = 0
         self.pending: list[Line] = []  # faults since the last start, which a sign of life excuses
         self.exception: dict[str, int] = {}  # by process: the line of its last exception
         self.chained: set[str] = set()
-        self.open: list[_Open] = []
-        self.before: list[bytes] = []
+        self.block: _Block | None = None
+        self.before: deque[str] = deque(maxlen=3)  # the last lines of the log
+        self.latest: deque[Line | None] = deque(maxlen=2)  # and what they say, if that is kept
 
-    def read(self, number: int, piece: bytes) -> None:
-        """Take a piece whose first line is `number`."""
-        lines = piece.removesuffix(b"\n").split(b"\n")
-        keys = NUMBERS.sub(b"0", piece).removesuffix(b"\n").split(b"\n")
-        for index, key in enumerate(keys):
-            if self.open:
-                self._continue(lines[index])
-            name = hash(key)
-            if name not in self.seen:
-                if len(self.seen) >= REMEMBERED:
-                    kept = {id(line) for line in self.first}
-                    self.seen = {n: line for n, line in self.seen.items() if id(line) in kept}
-                self.seen[name] = self._parse(number + index, index, lines)
-                continue
-            line = self.seen[name]
-            if line is not None:
-                line.count += 1
-                self._notice(line, number + index)
-        self.before, self.length = lines[-2:], number + len(lines) - 1
+    def read(self, number: int, raw: bytes) -> None:
+        """Take the next line of the log."""
+        raw = COLOUR.sub(b"", raw.rstrip(b"\r\n"))
+        shown = raw[:SHOWN].decode("utf-8", "replace")
+        if self.block and self.block.ends_with(strip(raw.decode("utf-8", "replace"))[0]):
+            self.block = None
+        for latest in self.latest:
+            if latest:
+                latest.after = (*latest.after, shown)
+        name, line = hash(NUMBERS.sub(b"0", raw)), None
+        if name not in self.seen:
+            if len(self.seen) >= REMEMBERED:
+                self.seen.clear()
+            line = self.seen[name] = self._parse(number, raw)
+        elif same := self.seen[name]:
+            same.count += 1
+            self._notice(same, number)
+        self.latest.append(line)
+        self.before.append(shown)
+        self.length = number
 
-    def _parse(self, number: int, index: int, lines: list[bytes]) -> Line | None:
-        raw = lines[index]
-        lower = raw.lower()
-        if len(self.seen) > SHORT and not any(word in lower for word in WORDS) and b"FAIL " not in raw:
+    def _parse(self, number: int, raw: bytes) -> Line | None:
+        line = parse(raw.decode("utf-8", "replace"), number)
+        if CODE.search(line.text) and any(FILE.search(strip(text)[0]) for text in self.before):
             return None
-        if len(raw) > TEXT:
-            raw = _windows(raw, lower)
-        line = parse(raw.decode("utf-8", "replace").rstrip("\r\n"), number)
-        previous = (*self.before, *lines[max(0, index - 3) : index])[-3:]
-        if CODE.search(line.text) and any(FILE.search(strip(text.decode("utf-8", "replace"))[0]) for text in previous):
-            return None
-        if not line.quiet:
-            line.before = tuple(_decoded(text) for text in previous[-2:])
-            line.after = tuple(_decoded(text) for text in lines[index + 1 : index + 3])
         self._link(line)
         self._notice(line, number)
         if BLOCK.search(line.text):
-            self.open.append(_Open(line))
+            self.block = _Block(line)
         if line.quiet:
             self.quiet.append(line)
-        elif len(self.first) < KEPT:
-            self.first.append(line)
-        else:
-            self.last.append(line)
+            return line
+        line.before = tuple(self.before)[-2:]
+        (self.first if len(self.first) < KEPT else self.last).append(line)
         return line
 
     def _link(self, line: Line) -> None:
@@ -407,16 +370,9 @@ class _Reader:
         elif not self.ended and ORDERLY.search(line.text):
             self.ended = number
 
-    def _continue(self, raw: bytes) -> None:
-        """Add a line to the errors of ours that have not ended: a part, or more of the previous part."""
-        text = strip(raw[:LONGEST].decode("utf-8", "replace").rstrip("\r\n"))[0]
-        for block in self.open:
-            block.add(text)
-        self.open = [block for block in self.open if block.left > 0]
-
 
 @dataclass
-class _Open:
+class _Block:
     """An error of ours whose `why:` and `next:` are still to come."""
 
     line: Line
@@ -424,8 +380,8 @@ class _Open:
     part: str = ""
     parts: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, text: str) -> None:
-        """Take the next line of the log; `next:` ends the error, and so does a line of something else."""
+    def ends_with(self, text: str) -> bool:
+        """Take the next line of the log; tell whether the error ends with it: `next:`, or a line of something else."""
         self.left -= 1
         if part := PART.match(text):
             self.part = part[1]
@@ -433,12 +389,11 @@ class _Open:
         elif self.part and text.startswith("        "):
             self.parts[self.part].append(text.strip())
         elif self.part or not text.startswith(" "):
-            self.left = 0
+            return True
         if self.part == "next":
-            self.left = 0
-            self.line.parts = {"why": ""} | {
-                name: "; ".join(takewhile(bool, lines))[:SHOWN] for name, lines in self.parts.items()
-            }
+            parts = {name: "; ".join(takewhile(bool, lines))[:SHOWN] for name, lines in self.parts.items()}
+            self.line.parts = {"why": ""} | parts
+        return self.part == "next" or not self.left
 
 
 def strip(text: str) -> tuple[str, str, str]:
@@ -484,15 +439,3 @@ def parse(text: str, number: int = 0) -> Line:
             if line.signal in {SIGNALS["TERM"], SIGNALS["INT"], SIGNALS["HUP"]}:
                 line.signal = None
     return line
-
-
-def _windows(raw: bytes, lower: bytes) -> bytes:
-    places = (
-        sorted({lower.find(word) for word in WORDS} - {-1})[:2] + sorted({lower.rfind(word) for word in WORDS})[-1:]
-    )
-    parts = [raw[max(0, place - WINDOW[0]) : place + WINDOW[1]] for place in dict.fromkeys(places)]
-    return raw[:200] + b" " + b" ".join(parts)
-
-
-def _decoded(raw: bytes) -> str:
-    return raw[:SHOWN].decode("utf-8", "replace").rstrip("\r\n")

@@ -138,9 +138,9 @@ def test_no_bytes_make_it_fail(chunks):
     problems(*chunks)
 
 
-def test_a_line_that_does_not_end_is_looked_at_in_parts_that_overlap():
-    for before in (events.LONGEST - len(HANDLE), events.LONGEST - 35, 3 * events.LONGEST - 10, 5000):  # 35: across
-        log = b"a\n" + b"x" * before + HANDLE + b"y" * events.LONGEST
+def test_a_line_that_does_not_end_is_looked_at_in_pieces_that_overlap():
+    for before in (events.TEXT - len(HANDLE), events.TEXT - 35, 3 * events.TEXT - 10, 5000):  # 35: across
+        log = b"a\n" + b"x" * before + HANDLE + b"y" * events.TEXT
         assert ("invalid-resource-handle", 2) in {problem[:2] for problem in problems(log)}
 
 
