@@ -136,7 +136,6 @@ NOISE = re.compile(
 # The server took requests again; a new start of the server.
 ALIVE = re.compile(r"Application startup complete|\"(?:POST /\S+|GET /health) HTTP/[\d.]+\" 200")
 BANNER = re.compile(r"non-default args:|vLLM API server version|Initializing a V1 LLM engine")
-VERSION = re.compile(r"(?:LLM engine \(v|API server version |^ *\S*.* version +)(\d+\.\d+\.\d+\S*?)\)?(?: |$)")
 ORDERLY = re.compile(
     r"\[shutdown\] API server: shutdown triggered|^Shutting down$|[Rr]eceived (?:SIGTERM|SIGINT|signal 1?[25]\b)|"
     r"SIG(?:TERM|INT) received|^KeyboardInterrupt$|Stopping \S*(?:vllm|sparkforge)\S*|Gracefully stopping"
@@ -223,11 +222,6 @@ class Event:
     lines: list[Line] = field(default_factory=list)
     ended: int = 0
     length: int = 0
-
-    @property
-    def vllm(self) -> str:
-        """VLLM's version as the log names it, or an empty text."""
-        return next((match[1] for line in self.lines if (match := VERSION.search(line.text))), "")
 
     @property
     def faults(self) -> list[Line]:

@@ -198,7 +198,7 @@ def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem
         for hit in hits:
             place = _place(log, event, hit.line, hit.count)
             given = {**hit.groups, "log": log.command}
-            yield _of_signature(hit.signature, given, place, hit.signature.advice(event.vllm))
+            yield _of_signature(hit.signature, given, place)
         if unknown and log.kind != evidences.UNIT:  # a build says itself which unit failed
             yield _unknown(log, event, unknown)
         if log.broken:
@@ -210,7 +210,7 @@ def _in_facts(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Proble
         if signature.holds(evidence.facts):
             text = ", ".join(f"{name} = {evidence.facts[name]}" for name in signature.facts)
             source = one_line(evidence.fact_sources[next(iter(signature.facts))])
-            yield _of_signature(signature, LOGS, Place(source=source, text=_short(text)), signature.fix)
+            yield _of_signature(signature, LOGS, Place(source=source, text=_short(text)))
 
 
 def _place(log: evidences.Log, event: Event, line: Line, count: int) -> Place:
@@ -236,7 +236,7 @@ def _unknown(log: evidences.Log, event: Event, line: Line) -> Problem:
     )
 
 
-def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: Place, fix: str) -> Problem:
+def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: Place) -> Problem:
     def filled(text: str) -> str:
         """Replace each `{name}` by its group; one that did not match is empty."""
         return _short(re.sub(r"\{(\w+)\}", lambda match: groups.get(match[1], ""), text))
@@ -246,7 +246,7 @@ def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: P
         severity=signature.severity,
         what=filled(signature.what),
         why=filled(signature.why) or "it does not say why",
-        fix=filled(fix),
+        fix=filled(signature.fix),
         places=(occurrence,),
         follows=signature.follows,
         seen=signature.seen,

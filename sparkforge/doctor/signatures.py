@@ -82,13 +82,6 @@ class FactCondition(Record):
         return (self.at_least is None or value >= self.at_least) and (self.below is None or value < self.below)
 
 
-class Before(Record):
-    """The advice for logs of a vLLM older than `vllm`."""
-
-    vllm: str = Field(pattern=r"^\d+(\.\d+){1,2}$")
-    fix: str
-
-
 class Signature(Record):
     """One known problem; the head of the table describes the fields."""
 
@@ -111,7 +104,6 @@ class Signature(Record):
     what: str
     why: str
     fix: str
-    before: Before | None = None
     follows: tuple[str, ...] = ()
     seen: tuple[Seen, ...] = ()
 
@@ -153,11 +145,6 @@ class Signature(Record):
     def holds(self, facts: Mapping[str, Any]) -> bool:
         """Tell whether the facts show this."""
         return bool(self.facts) and all(condition.holds(facts.get(name)) for name, condition in self.facts.items())
-
-    def advice(self, vllm: str) -> str:
-        """Return the next command for a log of that vLLM; an unknown one counts as new."""
-        older = self.before and vllm and _numbers(vllm) < _numbers(self.before.vllm)
-        return self.before.fix if self.before and older else self.fix
 
 
 class SignatureTable(Record):
@@ -224,7 +211,3 @@ def _hits(event: Event, signature: Signature) -> Iterator[Hit]:
         elif len(found) < DIFFERENT:
             found[key] = Hit(signature, line, groups, line.count)
     yield from found.values()
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         if not os.environ.get(CLUSTER):  # else serve/cluster/keep.py counts the failures and pauses
             restarts.admit(_identity(server), options.run)
         if options.refused == settings.HOLD:
-            hold.until_admitted(lambda: admit(options, server), [Path(server.model)], lambda line: _held(options, line))
+            hold.until_admitted(lambda: admit(options, server), lambda line: _held(options, line))
         else:
             admit(options, server)
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound

@@ -105,18 +105,6 @@ def test_an_engine_that_was_told_to_end_is_no_problem_and_one_that_died_before_i
     assert [problem[0] for problem in problems(DEAD + TOLD_TO_END + DEAD)] == ["engine-died"]
 
 
-@pytest.mark.parametrize(
-    ("version", "word"), [("0.31.0", "drop_caches"), ("0.32.0", "--gpu-memory-utilization"), ("", "--profile safe")]
-)
-def test_advice_follows_the_version_in_the_log(version, word):
-    banner = f"INFO 11-21 10:00:00 [a.py:1] vLLM API server version {version}\n" if version else ""
-    event = events.read_text(banner + dict(logs("logs.txt"))["memory-at-start"])
-    (hit,) = signatures.recognise(event, KNOWN)[0]
-    advice = hit.signature.advice(event.vllm)
-    assert word in advice
-    assert ("drop_caches" in advice) == (version == "0.31.0")
-
-
 # How a log is read
 
 

@@ -17,8 +17,7 @@ BY_ID = {signature.id: signature for signature in KNOWN}
 def test_commands_of_ours_that_a_fix_names_are_there():
     names = {*namespace.task_names, *namespace.collections}
     for signature in KNOWN:
-        texts = signature.fix + (signature.before.fix if signature.before else "")
-        for command in re.findall(r"\./inv ([a-z][\w.-]*)", texts):
+        for command in re.findall(r"\./inv ([a-z][\w.-]*)", signature.fix):
             assert command in names, f"{signature.id}: ./inv {command}"
 
 
@@ -85,9 +84,6 @@ def test_every_row_can_be_used():
         assert (None, None, None) not in bounds, signature.id
         groups = {*(signature.line.groupindex if signature.line else ()), *signatures.GIVEN}
         groups |= {"why", "next"} if signature.block else set()
-        advice = signature.before.fix if signature.before else ""
-        assert {*re.findall(r"\{(\w*)\}", signature.what + signature.why + signature.fix + advice)} <= groups, (
-            signature.id
-        )
+        assert {*re.findall(r"\{(\w*)\}", signature.what + signature.why + signature.fix)} <= groups, signature.id
         known = {*names, signatures.EVERY, signatures.AUDIT, signatures.ENGINE, signatures.LAST}
         assert {*signature.follows} <= known, signature.id

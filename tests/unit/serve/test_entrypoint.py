@@ -254,15 +254,12 @@ def test_a_refused_machine_gets_no_server_and_code_30(container, model):
 
 
 @pytest.mark.slow
-def test_a_held_container_stays_says_so_and_validates_again_when_the_model_changes(container, model):
+def test_a_held_container_stays_and_says_so(container, model):
     (model / "tokenizer.json").unlink()
     child = container.start(SPARKFORGE_REFUSED="hold")
-    report = container.run / "validation.json"
     until(child, lambda: healthy.look(container.run).startswith("refused: "))
     assert "model-files" in healthy.look(container.run)
-    first = report.stat().st_ino
-    (model / "tokenizer.json").write_text("{")
-    until(child, lambda: report.stat().st_ino != first)
+    assert child.poll() is None
 
 
 def test_warn_serves_what_was_refused_and_says_so(container, model):

@@ -1,4 +1,4 @@
-"""A refused start that waits: pauses that grow, an early look when something changes, and what systemd is told."""
+"""A refused start that waits: pauses that grow, and what systemd is told."""
 
 import socket
 
@@ -20,20 +20,10 @@ def test_a_refused_start_is_tried_again_until_it_is_admitted(monkeypatch):
             raise answer
         return "served"
 
-    monkeypatch.setattr(hold, "wait", lambda seconds, _watched: waited.append(seconds))
-    assert hold.until_admitted(start, [], reasons.append) == "served"
+    monkeypatch.setattr(hold.time, "sleep", waited.append)
+    assert hold.until_admitted(start, reasons.append) == "served"
     assert waited == [30, 60]
     assert all(line.startswith("refused: ") and "no memory" in line for line in reasons)
-
-
-@pytest.mark.parametrize("changed", [True, False])
-def test_a_changed_model_ends_the_wait(monkeypatch, tmp_path, changed):
-    def sleep(_seconds):
-        if changed:
-            (tmp_path / "model.safetensors").write_bytes(b"x")
-
-    monkeypatch.setattr(hold.time, "sleep", sleep)
-    assert hold.wait(0.2, [tmp_path]) is changed
 
 
 @pytest.mark.parametrize("abstract", [False, True])
