@@ -28,6 +28,7 @@ from sparkforge.core.process import run
 from sparkforge.patching import wheels as patched_wheels
 from sparkforge.pins import Component, EnvironmentPin, Pins, load, locks
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
+from sparkforge.sources import fetch
 
 STAMP = ".complete.json"
 LIBRARY = paths.ROOT / "spark_mxfp4"  # the sources of the distribution spark-mxfp4
@@ -187,7 +188,7 @@ def fetch_wheels(lock: str, components: Iterable[Component]) -> WheelSet:
             patched = patched_wheels.patched(component, wheel.filename)
             path, requirement = patched.path, patched.requirement
         else:
-            path = patched_wheels.fetch_upstream(component, wheel.filename)
+            path = fetch.fetch_pinned(component, wheel.filename)
             requirement = f"{pinned} --hash=sha256:{wheel.sha256}"
         folders.append(path.parent)
         if f"\n{pinned} " not in f"\n{text}":

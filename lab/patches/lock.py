@@ -45,7 +45,7 @@ def lock_stack(stack: str, *, table: Pins | None = None, patches: Path = PATCHES
 
 def _make_cached(component: Component, filename: str, queue: Queue, revision: int) -> PatchedFile:
     """Make a patched file whose hash is not known yet, put it into the cache, and return its entry."""
-    source, scratch = wheels.fetch_upstream(component, filename), paths.cache() / "patched" / filename
+    source, scratch = fetch.fetch_pinned(component, filename), paths.cache() / "patched" / filename
     require_space(scratch.parent, LARGEST_RATIO * source.stat().st_size, f"the patched {filename}")
     with fetch.locked_download(scratch):
         with atomic_file(scratch) as file:

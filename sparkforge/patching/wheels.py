@@ -34,7 +34,7 @@ from sparkforge.patching.series import PATCHES, Queue
 from sparkforge.pins import Component, Stack
 from sparkforge.pins.patched import PatchedFile, load_patched
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
-from sparkforge.sources import archive, fetch, pip_download
+from sparkforge.sources import archive, fetch
 
 SCHEMA = 1
 AGAIN = "if the change is meant: .venv/bin/python -m lab.patches lock; else git checkout -- patches locks pins.toml"
@@ -122,7 +122,7 @@ def locked(component: Component, filename: str, patches: Path = PATCHES) -> tupl
 
 
 def _make_checked(component: Component, filename: str, queue: Queue, lock: PatchedFile, output: IO[bytes]) -> None:
-    result = make(fetch_upstream(component, filename), component, queue, lock.revision, output)
+    result = make(fetch.fetch_pinned(component, filename), component, queue, lock.revision, output)
     if result != lock:
         why = f"its sha256 is {result.sha256}, and {lock.sha256} is locked"
         raise PatchError(f"{lock.file} does not fit locks/patched.toml", why, AGAIN, code="patch.lock")
@@ -148,11 +148,6 @@ def _verified(target: Path, lock: PatchedFile) -> bool:
         return False
     write_json(stamp(target), identity(target))
     return True
-
-
-def fetch_upstream(component: Component, filename: str) -> Path:
-    """Return upstream's file in the cache; its hash was checked now. Raises the errors of `fetch`."""
-    return (pip_download.fetch_wheel if component.index else fetch.fetch_pinned)(component, filename)
 
 
 def local_version(version: str, revision: int) -> str:

@@ -11,6 +11,7 @@ import ssl
 import sys
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -42,15 +43,18 @@ class PipConfig:
 
     index_url: str
     cert: str | None
+    find_links: tuple[Path, ...] = ()  # folders with files; URLs among them are left out
 
 
 def pip_config() -> PipConfig:
-    """Return pip's index URL and CA bundle: from the environment, else from pip's files."""
+    """Return pip's index URL, CA bundle and folders of files: from the environment, else from pip's files."""
     from pypi_simple import PYPI_SIMPLE_ENDPOINT  # noqa: PLC0415
 
     files = _pip_files(*map(os.environ.get, PIP_PLACES))
     index = os.environ.get("PIP_INDEX_URL") or files.get("index-url") or PYPI_SIMPLE_ENDPOINT
-    return PipConfig(index.rstrip("/") + "/", os.environ.get("PIP_CERT") or files.get("cert"))
+    links = (os.environ.get("PIP_FIND_LINKS") or files.get("find-links", "")).split()
+    folders = tuple(Path(link.removeprefix("file://")) for link in links if "://" not in link.removeprefix("file://"))
+    return PipConfig(index.rstrip("/") + "/", os.environ.get("PIP_CERT") or files.get("cert"), folders)
 
 
 @cache

@@ -48,7 +48,7 @@ class Component(Record):
     digest: Digest | None = None
     size: Size | None = None  # of an image; a package's files have one each
     patches: Text | None = None  # folder under patches/
-    index: Text | None = None  # of a wheel that the default package index does not have: see sources/pip_download.py
+    index: Text | None = None  # of a wheel that the default package index does not have: see sources/fetch.py
     provides: Text | None = None  # NAME==VERSION that importlib.metadata shall know too, where the package differs
 
     @model_validator(mode="after")

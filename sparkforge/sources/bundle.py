@@ -37,14 +37,14 @@ from sparkforge import pins
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
-from sparkforge.core.errors import IntegrityError, UsageError
+from sparkforge.core.errors import IntegrityError, NetworkError, UsageError
 from sparkforge.core.files import CHUNK, require_space, sha256_file
 from sparkforge.core.manifest import Made, Manifest
 from sparkforge.core.process import run
 from sparkforge.pins import Pins, wheels
 from sparkforge.pins.locks import lock_path
 from sparkforge.pins.wheels import MACHINES, Pick, TargetMachine, choose_pinned
-from sparkforge.sources import archive, fetch, offline, pip_download, repositories, trees
+from sparkforge.sources import archive, fetch, offline, repositories, trees
 from sparkforge.sources.archive import checked_path, members, unharmful, write_member
 
 SCHEMA = 1
@@ -203,11 +203,15 @@ def gather(
     for pick in dict.fromkeys(pick for name in locks for pick in wheels.picks(lock_path(name), target)):
         files[pick] = fetch.fetch(pick.package, pick.filename, pick.sha256)
     absent: list[Absent] = []
-    for wheel in _indexed_wheels(table, target, locks):
-        if isinstance(wheel, Absent):
-            absent.append(wheel)
-        else:
-            files[wheel[0]] = wheel[1]
+    environments = [pin for pin in table.environments.values() if pin.lock in locks]
+    for name in dict.fromkeys(wheel for pin in environments for wheel in pin.wheels):
+        component = table.component(*name.split("/"))
+        if component.index:  # no lock lists it
+            pick = choose_pinned(component, target)
+            try:
+                files[pick] = fetch.fetch_pinned(component, pick.filename)
+            except NetworkError as error:
+                absent.append(Absent(f"{component.package} {component.version}", error.why, error.fix))
     entries = [
         BundleMember.of(f"files/{pick.sha256}/{pick.filename}", file, pick.sha256) for pick, file in files.items()
     ]
@@ -218,31 +222,6 @@ def gather(
             entries.append(member)
     entries += [BundleMember.of(path, page.encode()) for path, page in index_pages(files).items()]
     return entries, absent
-
-
-def _indexed_wheels(table: Pins, target: TargetMachine, locks: Sequence[str]) -> Iterator[tuple[Pick, Path] | Absent]:
-    """Yield the wheels that `locks` are installed with and that no package index lists, such as torch without CUDA.
-
-    pip fetches them for this machine; for another one they must be in the cache.
-    """
-    chosen = [pin for pin in table.environments.values() if pin.lock in locks]
-    for name in dict.fromkeys(wheel for pin in chosen for wheel in pin.wheels):
-        component = table.component(*name.split("/"))
-        if component.index:
-            pick = choose_pinned(component, target)
-            if target == TargetMachine(platform.machine()):
-                file = pip_download.fetch_wheel(component, pick.filename)
-            else:
-                file = fetch.cached(pick.filename, pick.sha256)
-            if file.is_file() and sha256_file(file) == pick.sha256:
-                yield pick, file
-            else:
-                folder, url = shlex.quote(str(file.parent)), f"{component.index}/{quote(pick.filename)}"
-                yield Absent(
-                    f"{component.package} {component.version}",
-                    f"pip fetches it for this machine only, not for {target}",
-                    f"mkdir -p {folder} && cd {folder} && curl -fLO {url}, then make the bundle again",
-                )
 
 
 def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[BundleMember | Absent]:

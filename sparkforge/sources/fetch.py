@@ -1,6 +1,8 @@
 """Fetch a pinned file: from the cache if its bytes are still right, else from the index, hashed while it streams.
 
-A download stops at the size that the pin names. Processes that want the same file wait for one another.
+The index is pip's, with the folders that pip is configured to look into; a component that it does not have, such as
+torch without CUDA, names one of its own. A download stops at the size that the pin names. Processes that want the same
+file wait for one another.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 from filelock import FileLock
@@ -22,12 +25,13 @@ from sparkforge.core.errors import IntegrityError, NetworkError
 from sparkforge.core.files import CHUNK, atomic_file, require_space, sha256_file, sweep_temporaries
 from sparkforge.core.http import LimitError
 from sparkforge.pins import Component
-from sparkforge.pins.index import attempts, client, locate, reason
+from sparkforge.pins.index import attempts, client, locate, pip_config, reason
 from sparkforge.sources import offline
 
 LARGEST = 4 << 30  # bytes of a file whose size neither a pin nor the index names; the largest pinned one has 0.45 GB
 SLOWEST = 20_000  # bytes a second; a transfer may take as long as at this speed, and START_SECONDS more
 START_SECONDS = 600.0
+AGAIN = "then run the same command again"
 VERIFIED = "verified.json"  # beside a file that was made here: which bytes were hashed (patching/wheels.py)
 
 
@@ -69,11 +73,13 @@ def sweep(files: Path) -> int:
 def fetch_pinned(component: Component, filename: str) -> Path:
     """Fetch one file of `component` and return its path in the cache. Raises as `fetch` does."""
     size = component.size_of(filename)
-    return fetch(component.package or "", filename, component.files[filename], size)
+    return fetch(component.package or "", filename, component.files[filename], size, component.index)
 
 
-def fetch(package: str, filename: str, sha256: str, size: int | None = None) -> Path:
+def fetch(package: str, filename: str, sha256: str, size: int | None = None, index: str | None = None) -> Path:
     """Fetch one file and return its path in the cache; `size` is what a pin says, None if none does.
+
+    `index` is the URL of the folder that has it if pip's index does not.
 
     Raises NetworkError if it cannot be fetched, IntegrityError if it is larger than the pin or has another hash,
     StorageError if there is no space. Nothing is kept then.
@@ -88,17 +94,26 @@ def fetch(package: str, filename: str, sha256: str, size: int | None = None) -> 
         if target.exists():
             say(f"{filename}: the copy in the cache is damaged; fetching it again")
         if bundle := offline.folder():
-            _copy_bundled(bundle, target, sha256)
+            _copy(_bundled(bundle, target, sha256), target)
+            return target
+        if linked := next((path for path in _linked(filename) if intact(path, sha256)), None):
+            _copy(linked, target)
             return target
         with client() as http:
-            url, listed = locate(package, filename, http)
+            try:
+                url, listed = locate(package, filename, http)
+            except NetworkError:
+                if not index:
+                    raise
+                url, listed = f"{index}/{quote(filename)}", None
             try:
                 attempts()(download, url, target, sha256, http, size or listed)
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError) as error:  # an index lists any URL
                 why = reason(error) if isinstance(error, httpx.HTTPError) else str(error)[:300]
                 raise NetworkError(
                     f"cannot fetch {filename}", f"the transfer failed: {why}",
-                    "check the network, then run the same command again", code="network.fetch"
+                    f"check the network, or name a folder that has it: PIP_FIND_LINKS=/folder; {AGAIN}",
+                    code="network.fetch",
                 ) from error  # fmt: skip
     return target
 
@@ -140,8 +155,13 @@ def download(url: str, target: Path, sha256: str, http: httpx.Client, size: int 
                 raise wrong_file(target.name, f"wanted sha256 {sha256}, got {digest.hexdigest()}")
 
 
-def _copy_bundled(bundle: Path, target: Path, sha256: str) -> None:
-    """Copy a file of the unpacked bundle. Raises NetworkError if it has none, IntegrityError if it is wrong."""
+def _linked(filename: str) -> list[Path]:
+    """Return the files of that name in the folders that pip is configured with."""
+    return [file for folder in pip_config().find_links if (file := folder / filename).is_file()]
+
+
+def _bundled(bundle: Path, target: Path, sha256: str) -> Path:
+    """Return a file of the unpacked bundle. Raises NetworkError if it has none, IntegrityError if it is wrong."""
     source = bundle / "files" / sha256 / target.name
     if not source.is_file():
         raise NetworkError(
@@ -153,6 +173,10 @@ def _copy_bundled(bundle: Path, target: Path, sha256: str) -> None:
     if (digest := sha256_file(source)) != sha256:
         fix = "copy the bundle again and unpack it into a new folder: ./inv bundle.unpack FILE FOLDER"
         raise wrong_file(target.name, f"wanted sha256 {sha256}, the bundle has {digest}", fix)
+    return source
+
+
+def _copy(source: Path, target: Path) -> None:
     with source.open("rb") as file, atomic_file(target) as output:
         shutil.copyfileobj(file, output, CHUNK)
 

@@ -27,13 +27,12 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
-from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.serve import command_line, launch
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
-from sparkforge.sources import archive, trees
+from sparkforge.sources import archive, fetch, trees
 
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", ".sparkforge", ".*_cache", "__pycache__", "*.egg-info", ".hypothesis"
@@ -293,7 +292,7 @@ def vllm_trees(installed_vllm):
     copies = SimpleNamespace(upstream=installed_vllm("upstream"), patched=installed_vllm("patched"))
     component = pins.load().component("embedded", "vllm")
     queue = Queue.load(ROOT / "patches" / component.patches)
-    wheel = wheels.fetch_upstream(component, choose_pinned(component, TargetMachine(platform.machine())).filename)
+    wheel = fetch.fetch_pinned(component, choose_pinned(component, TargetMachine(platform.machine())).filename)
     for path, content in archive.read_files(wheel, None, set(queue.paths)).items():
         if content is None:  # the queue creates it
             (copies.upstream / path).unlink()

@@ -14,7 +14,7 @@ from robustness.scenarios import archives
 from sparkforge import environments
 from sparkforge.environments import Environment
 from sparkforge.pins import Pins, locks
-from sparkforge.sources import fetch, pip_download
+from sparkforge.sources import fetch
 
 ENV = Environment("small")
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -57,7 +57,7 @@ def _prepare(work: Path) -> None:
     locks.uv_environment()  # asks pip for its configuration, once
     locks.LOCKS = work / "locks"
     locks.lock_path = lambda name: work / f"locks/{name}.txt"
-    fetch.fetch_pinned = pip_download.fetch_wheel = lambda _component, filename: work / "wheels" / filename
+    fetch.fetch_pinned = lambda _component, filename: work / "wheels" / filename
     environments.install_own = lambda *_: None  # this checkout is no part of what can break
     global TABLE  # noqa: PLW0603 - every run is forked from this process
     TABLE = table

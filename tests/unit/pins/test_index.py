@@ -4,7 +4,7 @@ from sparkforge.pins.index import PipConfig, pip_config
 
 
 def test_the_environment_stands_before_pips_files(tmp_path, monkeypatch):
-    for name in ("PIP_INDEX_URL", "PIP_CERT"):
+    for name in ("PIP_INDEX_URL", "PIP_CERT", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)
     for name in ("a", "c"):
         (tmp_path / name).write_text(f"[global]\nindex-url = http://{name}.test/simple/\ncert = /{name}.pem\n")

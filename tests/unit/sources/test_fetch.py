@@ -204,3 +204,24 @@ def test_the_indexs_password_stays_out_of_the_error(monkeypatch):
         index.project_page("x", http)
     assert "401" in caught.value.why
     assert "hunter2" not in str(vars(caught.value))
+
+
+def test_a_file_of_a_folder_that_pip_looks_into_is_taken_only_with_the_right_hash(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_FIND_LINKS", f"https://links.example.org {tmp_path}")
+    (tmp_path / NAME).write_bytes(b"another file")
+    assert fetch.fetch("thing", NAME, SHA).read_bytes() == DATA
+    assert server.file_requests == 1
+    fetch.cached(NAME, SHA).unlink()
+    (tmp_path / NAME).write_bytes(DATA)
+    assert fetch.fetch("thing", NAME, SHA).read_bytes() == DATA
+    assert server.file_requests == 1
+
+
+def test_a_component_with_an_index_of_its_own_comes_from_there_if_pips_has_none(server):
+    server.page = lambda _: (200, b"", HTML)
+    with refused("network.fetch", "lists no such file"):
+        fetch.fetch("thing", NAME, SHA)
+    assert fetch.fetch("thing", NAME, SHA, index=f"{server.url}/files").read_bytes() == DATA
+    fetch.cached(NAME, SHA).unlink()
+    with refused("network.fetch", "PIP_FIND_LINKS"):
+        fetch.fetch("thing", NAME, SHA, index=f"{server.url}/nothing")
