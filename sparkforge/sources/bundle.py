@@ -25,8 +25,6 @@ import tarfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -38,7 +36,7 @@ from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import IntegrityError, NetworkError, UsageError
-from sparkforge.core.files import CHUNK, require_space, sha256_file
+from sparkforge.core.files import require_space, sha256_file
 from sparkforge.core.manifest import Made, Manifest
 from sparkforge.core.process import run
 from sparkforge.pins import Pins, wheels
@@ -97,8 +95,8 @@ def make(
     """
     target, table = target or TargetMachine(platform.machine()), pins.load()
     locks = locks or basic_locks(table)
-    if output.exists() and not _is_bundle(output):
-        raise UsageError(f"cannot write {output}", "another file is there, and it is no bundle", "name another file")
+    if manifest.load(output):
+        _require_own(output)
     if not output.name.endswith(".tar"):
         raise UsageError(f"cannot write {output}", "a bundle is a .tar", f"name it {output}.tar")
     inputs = {
@@ -111,6 +109,7 @@ def make(
 
     def build(temporary: Path) -> Made:
         """Gather and write the tar; packed repositories lie beside it meanwhile."""
+        _require_own(output)
         scratch = temporary.with_name(temporary.name.replace(".tmp", ".parts.tmp"))
         try:
             scratch.mkdir()
@@ -129,6 +128,13 @@ def make(
         return Made({output.name: sha256_file(temporary)}, facts=facts)
 
     return manifest.once(output, "bundle", inputs, build)
+
+
+def _require_own(output: Path) -> None:
+    """Raise UsageError if a file is there that is not the bundle which its manifest is about."""
+    earlier = manifest.load(output)
+    if output.exists() and (earlier is None or earlier.facts.get("bytes") != output.stat().st_size):
+        raise UsageError(f"cannot write {output}", "another file is there, and it is no bundle", "name another file")
 
 
 def make_and_report(output: Path, *, stack: str, machine: str = "", python: str = "", more: Sequence[str] = ()) -> str:
@@ -305,9 +311,8 @@ class _Hashing:
 def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, bool]:
     """Unpack the bundle `file` into `folder` and verify every member; return its manifest and whether it was done now.
 
-    With `sha256` the whole file must have that hash. An older bundle in `folder` is replaced, once the new one lies
-    beside it and is verified. Raises IntegrityError that names the offending member, and UsageError
-    if `folder` holds anything but what we unpacked there; it is then as it was.
+    With `sha256` the whole file must have that hash. Raises IntegrityError that names the offending member, and
+    UsageError if `folder` is there and was not unpacked from this very file.
     """
     if not file.is_file():
         raise UsageError(f"cannot unpack {file}", "there is no such file", "name a bundle made by ./inv bundle")
@@ -322,42 +327,15 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
 
     def build(temporary: Path) -> Made:
         """Unpack every member. Raises StorageError and IntegrityError."""
-        _require_unpacked_bundle(folder)
+        if os.path.lexists(folder):
+            fix = f"name a new folder, or move this one away: {shlex.join(['mv', str(folder), f'{folder}.old'])}"
+            raise UsageError(f"cannot unpack into {folder}", f"it exists and was not unpacked from {file.name}", fix)
         require_space(folder.parent, file.stat().st_size, "the bundle's content")
         temporary.mkdir(parents=True)
         count = len(unpack_members(file, temporary))
-        _require_unpacked_bundle(folder)  # again: unpacking takes minutes
         return Made({"index": sha256_file(temporary / offline.INDEX)}, facts={"members": count})
 
-    unpacked, new = manifest.once(folder, "bundle.unpack", {"bundle": actual, "bundler": BUNDLER}, build)
-    if not new:
-        _require_unpacked_bundle(folder)
-    return unpacked, new
-
-
-def _require_unpacked_bundle(folder: Path) -> None:
-    """Raise UsageError unless `folder` is absent, or was unpacked by us and holds exactly what its index lists."""
-    if not os.path.lexists(folder):
-        return
-    index, marker = folder / offline.INDEX, manifest.load(folder)
-    if marker is None or marker.stage != "bundle.unpack" or not index.is_file():
-        why = "it exists and holds no bundle that ./inv bundle.unpack unpacked"
-    elif sha256_file(index) != marker.outputs.get("index"):
-        why = f"its {offline.INDEX} was changed after it was unpacked"
-    else:
-        listed = {path: sha256 for path, (sha256, _) in _read_index(index, index.read_bytes()).items()}
-        known = {offline.INDEX, *listed, *(parent for path in listed for parent in archive.parents(path))}
-        strange = sorted({str(path.relative_to(folder)) for path in folder.rglob("*")} - known)
-        whole = {path for path in listed if (folder / path).is_file() and not (folder / path).is_symlink()}
-        changed = [path for path in listed if path not in whole or sha256_file(folder / path) != listed[path]]
-        if not strange and not changed:
-            return
-        why = f"{(strange or changed)[0]} {'is not part of' if strange else 'is not as it was in'} the bundle in it"
-    raise UsageError(
-        f"cannot unpack into {folder}",
-        why,
-        f"name a new folder, or move this one away: mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.old')}",
-    )
+    return manifest.once(folder, "bundle.unpack", {"bundle": actual, "bundler": BUNDLER}, build)
 
 
 def unpack_members(file: Path, folder: Path) -> list[str]:
@@ -410,20 +388,6 @@ def _read_index(file: Path, data: bytes) -> dict[str, tuple[str, int]]:
         if not fine or any(parent in members for parent in archive.parents(path)):
             raise _refused(file, f"its {offline.INDEX} lists {path[:200]!r}")
     return members
-
-
-def _is_bundle(path: Path) -> bool:
-    """Tell whether a file begins with the index of a bundle."""
-    reader = members(path)  # holds the file open
-    try:
-        first = next(reader)
-        if first.name != offline.INDEX or first.kind != "file":
-            return False
-        with first.open() as source:
-            chunks = list(islice(iter(partial(source.read, CHUNK), b""), MAX_INDEX // CHUNK))
-        return _read_index(path, b"".join(chunks)) is not None
-    except (*archive.MALFORMED, IntegrityError, StopIteration, OSError):
-        return False
 
 
 def _refused(file: Path, reason: str) -> IntegrityError:
