@@ -1,20 +1,17 @@
 """Give a parser thousands of damaged inputs: only errors of ours may come out, each in 5 s and 4 GB.
 
-    PYTHONPATH=tests python -m robustness.fuzz pins --inputs 10000 --seed 1
-    PYTHONPATH=tests python -m robustness.fuzz pins --seed 1 --number 4711        # one again, with its traceback
-
-The inputs are read in a child, which its timers end when one of them takes too long.
+PYTHONPATH=tests python -m robustness.fuzz pins --inputs 10000 --seed 1
+PYTHONPATH=tests python -m robustness.fuzz pins --seed 1 --number 4711        # one again, with its traceback
 """
 
 import argparse
+import faulthandler
 import json
-import mmap
 import os
 import random
 import resource
 import shutil
 import signal
-import struct
 import sys
 import tempfile
 import time
@@ -23,8 +20,8 @@ import zlib
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from rich.console import Console
 
@@ -34,9 +31,9 @@ from sparkforge.core import console
 from sparkforge.core.declare import declare
 from sparkforge.core.errors import SparkforgeError
 
-SECONDS, WALL = 5, 60  # of CPU time for one input, and on a machine that others use
+SECONDS = 5  # of CPU time for one input
+WATCHED, WALL = 100, 600  # inputs, and seconds for them: compiled code that hangs ends the process then, with its stack
 MEMORY = 4 << 30  # bytes of address space
-STATE = struct.Struct("<4q")  # number of the input; how many were accepted, declared, named before it
 EXAMPLES = 2  # of one kind of failure that are kept
 
 
@@ -72,8 +69,25 @@ def scratch_folder():
     with tempfile.TemporaryDirectory(prefix="sparkforge-fuzz-", dir=memory if usable else None) as base:
         scratch = Path(base, "scratch")
         scratch.mkdir()
-        os.environ |= {"SPARKFORGE_STATE": str(scratch / "state"), "SPARKFORGE_CACHE": str(scratch / "cache")}
-        yield scratch
+        folders = {"SPARKFORGE_STATE": str(scratch / "state"), "SPARKFORGE_CACHE": str(scratch / "cache")}
+        with mock.patch.dict(os.environ, folders):
+            yield scratch
+
+
+@contextmanager
+def bounded():
+    """Bound this process's memory, and keep its console quiet."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGPROF, hang)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, limits[1]))
+    try:
+        with Path(os.devnull).open("w") as null:
+            quiet = Console(quiet=True, file=null)
+            with mock.patch.object(console, "console", return_value=quiet):
+                yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGPROF, handler)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def input_of(parser, samples, seed, number):
@@ -84,94 +98,46 @@ def input_of(parser, samples, seed, number):
     return mutated(samples, random.Random((seed << 72) + (salt << 40) + number))  # noqa: S311
 
 
-def read(parser, data, number, scratch):
-    """Read one input; return 0 if it was accepted, 1 if declared, 2 if named, else what broke."""
+def read(parser, data, scratch):
+    """Read one input and return what came of it: the name of a count, and the error if it is none of ours."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    signal.alarm(WALL)  # which ends the process
     try:
         parser.read(data, scratch)
     except SparkforgeError:
-        return 1
-    except (Exception, HangError) as error:  # noqa: BLE001 - this is what we look for
-        if isinstance(error, Exception) and declare(error) is not None:
-            return 2
-        broken = str(error) if isinstance(error, HangError) else f"{type(error).__name__}: {str(error)[:200]}"
-        return {"number": number, "broken": broken, "where": where(error), "detail": traceback.format_exc()[-2000:]}
+        return "declared", None
+    except HangError as error:
+        return "hangs", error
+    except Exception as error:  # noqa: BLE001 - this is what we look for
+        return ("named", None) if declare(error) is not None else ("tracebacks", error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.alarm(0)
-    return 0
-
-
-def read_all(parser, make, numbers, deadline, state, report, scratch):
-    """Read inputs in this child until the last one or the deadline."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
-    quiet = Console(quiet=True, file=Path(os.devnull).open("w"))  # noqa: SIM115
-    console.console = lambda: quiet
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGPROF, hang)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    totals, number = [0, 0, 0], numbers.start
-    with report.open("a", buffering=1) as rows, parser.around(scratch):
-        while number < numbers.stop and time.monotonic() < deadline:
-            state[:] = STATE.pack(number, *totals)
-            outcome = read(parser, make(number), number, scratch)
-            if isinstance(outcome, int):
-                totals[outcome] += 1
-            else:
-                rows.write(json.dumps(outcome) + "\n")
-            number += 1
-        state[:] = STATE.pack(number, *totals)
+    return "accepted", None
 
 
 def campaign(name, inputs, seconds, seed):
     """Read this many inputs, or as many as the time allows; return the counts."""
-    parser, counts, begun, first = PARSERS[name], Counts(name), time.monotonic(), 0
-    kinds = Counter()
+    parser, counts, begun, kinds = PARSERS[name], Counts(name), time.monotonic(), Counter()
     with scratch_folder() as scratch:
-        make = partial(input_of, parser, parser.samples(scratch), seed)
-        state, report = mmap.mmap(-1, STATE.size), scratch.with_name("report")
-        while first < inputs and time.monotonic() - begun < seconds:
-            report.write_bytes(b"")
-            state[:] = STATE.pack(first, 0, 0, 0)
-            child = os.fork()
-            if child == 0:
-                try:
-                    read_all(parser, make, range(first, inputs), begun + seconds, state, report, scratch)
-                except BaseException:  # noqa: BLE001 - the child must not return into its parent
-                    row = {"number": -1, "broken": "the fuzzer itself failed", "detail": traceback.format_exc()}
-                    report.write_text(json.dumps({**row, "where": "fuzz"}) + "\n")
-                os._exit(0)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            number, *totals = STATE.unpack(state)
-            rows = [json.loads(line) for line in report.read_text().splitlines() if line.endswith("}")]
-            if code < 0:
-                broken = hang_or_death(-code)
-                rows.append({"number": number, "broken": broken, "where": "", "detail": ""})
-                number += 1
-            counts.inputs += number - first
-            for total, more in zip(("accepted", "declared", "named"), totals, strict=True):
-                setattr(counts, total, getattr(counts, total) + more)
-            for row in rows:
-                counts.hangs += (hangs := row["broken"].startswith("it takes"))
-                counts.tracebacks += not hangs
-                kind = f"{row['where']} {row['broken'].partition(':')[0]}"
-                kinds[kind] += 1
-                if kinds[kind] <= EXAMPLES:
-                    again = f"PYTHONPATH=tests {sys.executable} -m robustness.fuzz {name} --seed {seed}"
-                    counts.failures.append({"parser": name, **row, "repeat": f"{again} --number {row['number']}"})
-            if code >= 0:
-                break
-            first = number
+        samples = parser.samples(scratch)
+        with bounded(), parser.around(scratch):
+            while counts.inputs < inputs and time.monotonic() - begun < seconds:
+                if counts.inputs % WATCHED == 0:
+                    faulthandler.dump_traceback_later(WALL, exit=True)
+                outcome, error = read(parser, input_of(parser, samples, seed, counts.inputs), scratch)
+                setattr(counts, outcome, getattr(counts, outcome) + 1)
+                if error:
+                    kinds[kind := (where(error), type(error))] += 1
+                    if kinds[kind] <= EXAMPLES:
+                        again = f"PYTHONPATH=tests {sys.executable} -m robustness.fuzz {name} --seed {seed}"
+                        counts.failures.append({
+                            "parser": name, "number": counts.inputs, "where": kind[0],
+                            "broken": f"{type(error).__name__}: {str(error)[:200]}",
+                            "detail": "".join(traceback.format_exception(error))[-2000:],
+                            "repeat": f"{again} --number {counts.inputs}",
+                        })  # fmt: skip
+                counts.inputs += 1
     counts.seconds = round(time.monotonic() - begun, 1)
     return counts
-
-
-def hang_or_death(number):
-    """Say of which signal a child died."""
-    return f"it takes more than {WALL} s" if number == signal.SIGALRM else f"the process died of signal {number}"
 
 
 def where(error):

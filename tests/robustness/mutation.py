@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 NUMBERS = (0, 1, -1, 2, 7, 64, 127, 128, 255, 256, 4095, 4096, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32,
            2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**20, 10**300)  # fmt: skip
@@ -20,98 +20,54 @@ TOKENS = (
 DIGITS = re.compile(rb"-?\d+")
 LARGE = 20_000
 
-Mutation = Callable[[bytearray, random.Random, Sequence[bytes]], None]
+KINDS = (*("flip", "insert", "replace", "delete", "number", "line") * 2, "repeat", "cut", "integer", "splice")
+# What is large: nesting, a long line, a long number.
+UNITS = (b"[", b"{", b'{"a":', b"(", b"<a>", b"a", b"9", b"-", b".", b"a.", b"\n", b"\0", b" ", b"/", b"$a")
 
 
-def _span(data: bytearray, dice: random.Random, longest: int = 64) -> tuple[int, int]:
+def _changed(data: bytes, dice: random.Random, samples: Sequence[bytes]) -> bytes:
+    """Replace one span by another piece."""
     begin = dice.randrange(len(data) + 1)
-    return begin, min(len(data), begin + dice.randrange(1, longest))
-
-
-def _flip(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    if data:
-        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-
-
-def _insert(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    at = dice.randrange(len(data) + 1)
-    data[at:at] = dice.choice(TOKENS)
-
-
-def _replace(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    begin, end = _span(data, dice, 16)
-    data[begin:end] = dice.choice(TOKENS)
-
-
-def _delete(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    begin, end = _span(data, dice)
-    del data[begin:end]
-
-
-def _repeat(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    begin, end = _span(data, dice)
-    data[end:end] = data[begin:end] * dice.choice((1, 1, 2, 3, 16))
-
-
-def _cut(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    del data[dice.randrange(len(data) + 1) :]
-
-
-def _number(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    """Replace a number in a text, or an integer of a binary format."""
-    numbers = list(DIGITS.finditer(data[:65536]))
-    if numbers:
-        begin, end = dice.choice(numbers).span()
-        data[begin:end] = dice.choice(WRITTEN)
-
-
-def _integer(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    size = dice.choice((2, 4, 8))
-    if len(data) > size:
-        at = dice.randrange(len(data) - size) // 2 * 2
-        number = dice.choice(NUMBERS) % (1 << 8 * size)
-        data[at : at + size] = number.to_bytes(size, dice.choice(("little", "little", "big")))
-
-
-def _line(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    """Drop, double or exchange lines."""
-    lines = bytes(data).split(b"\n")
-    first, other = dice.randrange(len(lines)), dice.randrange(len(lines))
-    how = dice.randrange(3)
-    if how == 0:
-        del lines[first]
-    elif how == 1:
-        lines.insert(other, lines[first])
-    else:
-        lines[first], lines[other] = lines[other], lines[first]
-    data[:] = b"\n".join(lines)
-
-
-def _splice(data: bytearray, dice: random.Random, samples: Sequence[bytes]) -> None:
-    other = dice.choice(samples)
-    data[dice.randrange(len(data) + 1) :] = other[dice.randrange(len(other) + 1) :]
-
-
-def _hostile(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
-    """Put in something large: nesting, a long line, a long number."""
-    at = dice.randrange(len(data) + 1)
-    unit = dice.choice(
-        (b"[", b"{", b'{"a":', b"(", b"<a>", b"a", b"9", b"-", b".", b"a.", b"\n", b"\0", b" ", b"/", b"$a")
-    )
-    data[at:at] = unit * (LARGE // len(unit))
-
-
-MUTATIONS: Sequence[Mutation] = (
-    _flip, _flip, _insert, _insert, _replace, _replace, _delete, _delete, _repeat, _cut, _number, _number,
-    _integer, _line, _line, _splice,
-)  # fmt: skip
+    end = min(len(data), begin + dice.randrange(1, 64))
+    piece = b""  # of "delete" and "cut"
+    match dice.choice(KINDS):
+        case "flip":
+            end = begin + 1
+            piece = bytes(byte ^ 1 << dice.randrange(8) for byte in data[begin:end])
+        case "insert":
+            end, piece = begin, dice.choice(TOKENS)
+        case "replace":
+            end, piece = min(end, begin + dice.randrange(1, 16)), dice.choice(TOKENS)
+        case "repeat":
+            piece = data[begin:end] * dice.choice((2, 2, 3, 4, 17))
+        case "cut":
+            end = len(data)
+        case "splice":
+            other = dice.choice(samples)
+            end, piece = len(data), other[dice.randrange(len(other) + 1) :]
+        case "number":  # of a text
+            numbers = list(DIGITS.finditer(data[:65536]))
+            (begin, end), piece = (dice.choice(numbers).span(), dice.choice(WRITTEN)) if numbers else ((0, 0), b"")
+        case "integer":  # of a binary format
+            size, begin = dice.choice((2, 4, 8)), begin // 2 * 2
+            end = begin + size
+            piece = (dice.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, dice.choice(("little", "little", "big")))
+        case "line":  # dropped, doubled, or exchanged for another one
+            lines = data.split(b"\n")
+            first, other_line = dice.randrange(len(lines)), dice.randrange(len(lines))
+            line = lines[first]
+            lines[first : first + 1] = dice.choice(([], [line, line], [lines[other_line]]))
+            lines[other_line : other_line + 1] = dice.choice(([line], lines[other_line : other_line + 1]))
+            begin, end, piece = 0, len(data), b"\n".join(lines)
+    return data[:begin] + piece + data[end:]
 
 
 def mutated(samples: Sequence[bytes], dice: random.Random) -> bytes:
-    """Return one of the samples after a few mutations."""
-    data = bytearray(dice.choice(samples))
+    """Return one of the samples after a few changes, one in 200 with something large in it."""
+    data = dice.choice(samples)
     for _ in range(dice.choice((1, 1, 1, 2, 2, 3, 5))):
-        dice.choice(MUTATIONS)(data, dice, samples)
+        data = _changed(data, dice, samples)
     if dice.randrange(200) == 0:
-        _hostile(data, dice, samples)
-    return bytes(data)
+        at, unit = dice.randrange(len(data) + 1), dice.choice(UNITS)
+        data = data[:at] + unit * (LARGE // len(unit)) + data[at:]
+    return data
