@@ -247,7 +247,7 @@ def _remove_all(chosen: Sequence[CachedModule], roots: Sequence[Path]) -> list[s
     if errors:
         failure = f"{len(errors)} of {len(chosen)} modules are not removed"
         why = "; ".join(f"{error.what}: {error.why}" for error in errors)
-        raise StorageError(failure, why, errors[0].fix, code="storage.cache")
+        raise StorageError(failure, why, errors[0].fix, code=errors[0].code)
     return removed
 
 
