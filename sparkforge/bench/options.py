@@ -27,7 +27,7 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
     "output": ("", "folder for results; default .sparkforge/bench"),
     "cited": (False, "print published figures too; the report always has them"),
     "fresh": (False, "begin a new batch even where one was killed"),
-    "fetch_text": ("", f"first fetch the text that gpt-oss is scored on: {HUB}, or a file, folder or URL that has it"),
+    "fetch_text": ("", f"first fetch the text that gpt-oss is scored on: {HUB}, or a file that has it"),
     "record": (False, "measure, and print the row that makes it this model's threshold"),
     "to": ("", "where to post: a URL, or board for the competition's; without it nothing leaves this machine"),
     "form": ("", "json, or the competition's gradio; default json, for --to board gradio"),

@@ -10,7 +10,6 @@ import io
 import os
 import zipfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -64,26 +63,14 @@ def join_rows(text: str) -> str:
 def fetch(source: str) -> Path:
     """Fetch the text of pins.toml into the state folder, check it, and return its path.
 
-    `source` is HUB, a URL or a file (the archive or its member), or a folder that holds one. Raises InputError,
-    IntegrityError, NetworkError.
+    `source` is HUB or a file, the archive or its member. Raises InputError, IntegrityError, NetworkError.
     """
     name, pin = next(iter(pins.load().texts.items()))
     if source == HUB:
-        try:
-            read(name, pin)
-        except InputError:
-            endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-            source = f"{endpoint}/datasets/{pin.dataset}/resolve/{pin.revision}/{pin.archive}"
-        else:
-            say(f"{name} is here, with the sha256 of its pin")
-            return path(name)
-    if "://" in source:
-        data, source = _download(source, pin), without_passwords(source)
+        data = _download(pin)
     else:
-        names = [pin.member, Path(pin.member).name, pin.archive]
-        files = [Path(source) / name for name in names] if Path(source).is_dir() else [Path(source)]
-        file = next((file for file in files if file.is_file()), files[0])
-        data = _read(file, max(map(_size, pin.pinned_files.values())), f"{FETCH} FILE   # {' or '.join(names)}")
+        fix = f"{FETCH} FILE   # {pin.archive} or {Path(pin.member).name}"
+        data = _read(Path(source), max(map(_size, pin.pinned_files.values())), fix)
     write_atomic(path(name), _unpacked(data, source, pin))
     say(f"{path(name)}: sha256 {pin.pinned_files[pin.member].sha256}, from {source}")
     return path(name)
@@ -97,19 +84,19 @@ def _read(file: Path, largest: int, fix: str) -> bytes:
         raise InputError(f"cannot read {file}", why, fix, code="input.text") from error
 
 
-def _download(url: str, pin: TextPin) -> bytes:
-    """Return what a URL answers, at most the larger pin's size. Raises NetworkError."""
-    limit = max(map(_size, pin.pinned_files.values()))
+def _download(pin: TextPin) -> bytes:
+    """Return the archive from the hub, at most its pinned size. Raises NetworkError."""
+    endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+    url = f"{endpoint}/datasets/{pin.dataset}/resolve/{pin.revision}/{pin.archive}"
     try:
         with httpx.Client(timeout=TIMEOUT, follow_redirects=True) as client:
-            response = http.request(client, "GET", url, seconds=SECONDS, limit=limit)
+            response = http.request(client, "GET", url, seconds=SECONDS, limit=_size(pin.pinned_files[pin.archive]))
         why = "" if response.is_success else f"HTTP {response.status_code}"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
         why = f"{type(error).__name__}: {error}"[:300]
     if why:
-        name = Path(urlsplit(url).path).name or pin.archive
         fix = f"check the network and HF_ENDPOINT; or copy {Path(pin.member).name} here: {FETCH} FILE"
-        raise NetworkError(f"cannot fetch {name}", without_passwords(why), fix, code="network.fetch")
+        raise NetworkError(f"cannot fetch {pin.archive}", without_passwords(why), fix, code="network.fetch")
     return response.content
 
 

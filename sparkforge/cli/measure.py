@@ -22,7 +22,7 @@ PATHS: dict[str, Callable[[str], str]] = {
     "result": caller_path,
     "trace": caller_path,
     "text": name_or_path,
-    "fetch_text": lambda source: source if source == HUB or "://" in source else caller_path(source),
+    "fetch_text": lambda source: source if source == HUB else caller_path(source),
 }
 
 
