@@ -190,11 +190,11 @@ def _profile(url: str, concurrency: int, plan: ServingPlan, folder: Path) -> dic
 
 
 def _sweep(url: str, plan: ServingPlan, output: Path) -> str:
-    """Send 1k/1k at the plan's concurrencies through the harness; return the report's path or why there is none."""
+    """Send 1k/1k at the plan's concurrencies through the harness; return the results' folder or why there is none."""
     numbers = ",".join(map(str, plan.sweep))
     shape = {"isl": "1024", "osl": "1024", "conc": numbers}
     try:
-        return str(runs.measure({"url": url, "output": str(output), **shape}).page)
+        return str(runs.measure({"url": url, "output": str(output), **shape}).files[0].parent)
     except SparkforgeError as error:
         show_error(error)
         return f"failed: {error}"

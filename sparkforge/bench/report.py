@@ -1,6 +1,6 @@
-"""Results as tables: in the terminal, and with all that belongs to them in `report.html`, which Rich makes of them.
+"""Results as tables in the terminal, and an HTML page of tables, which Rich makes of them.
 
-The page loads nothing and runs no script. Text of servers and files cannot become markup, steer a terminal, or hold a
+A page loads nothing and runs no script. Text of servers and files cannot become markup, steer a terminal, or hold a
 URL's password: pages are handed on. Measured and cited figures never share a table.
 """
 
@@ -15,7 +15,6 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from sparkforge.bench.baselines import Baselines, missing_figures
 from sparkforge.bench.schema import Result
 from sparkforge.core.console import console, safe
 from sparkforge.core.files import write_atomic
@@ -59,42 +58,6 @@ def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], mis
     `missing` are sentences about figures that nobody has published.
     """
     console().print(*_measured(results, missing), *([_cited(figures)] if figures else []))
-
-
-def write(path: Path, results: Sequence[Result], baselines: Baselines) -> None:
-    """Write the page for one run's results."""
-    first, passed = results[0], sum(result.passed for result in results)
-    gate, server, client = first.gate, first.server, first.client
-    machine = " · ".join(filter(None, (server.device, str(first.machine.get("processor", "")))))
-    checks = [(c.label, "✓" if c.ok else "✗", *map(format_figure, (c.value, c.limit)), c.told) for c in gate.checks]
-    provenance = {
-        "configuration": first.config.model_dump(),
-        "server": {"server version": server.version, **server.records},
-        "machine": first.machine,
-    }
-    keys = list(dict.fromkeys(key for finding in server.findings for key, value in finding.items() if value))
-    tables = [
-        make_table(
-            "sanity check" if gate.sanity_only else "accuracy gate", ("check", "", "value", "limit", "detail"), checks
-        ),
-        f"{gate.text}, {gate.tokens} tokens scored, chunks by {gate.chunked_by}. Thresholds: {gate.source}",
-        *_measured(results, missing_figures(results, baselines)),
-        *(f"CONC={result.config.conc}: {'; '.join(result.reasons)}" for result in results if not result.passed),
-        _cited(baselines.figures),
-        make_table("startup, the last ./inv up", ("step", "seconds"), server.startup_seconds.items()),
-        make_table("memory of the server, after the load", ("", "bytes"), server.memory_bytes.items()),
-        make_table("findings of the validator", keys, [[f.get(k, "") for k in keys] for f in server.findings]),
-        make_table(
-            "provenance of the first configuration",
-            ("", "name", "value"),
-            [(part, name, value) for part, values in provenance.items() for name, value in values.items()],
-        ),
-    ]
-    heading = (
-        f"{first.config.model}: {passed} of {len(results)} configurations passed",
-        f"{machine} · TP {first.config.tp} · load by {client.name} {client.version}",
-    )
-    write_page(path, "Sparkforge benchmark", (*heading, *tables))
 
 
 def write_page(path: Path, title: str, contents: Iterable[RenderableType]) -> None:

@@ -15,7 +15,7 @@ from sparkforge.bench.load import LoadClient
 from sparkforge.bench.schema import Config, Gate, Result
 from sparkforge.bench.settings import BenchSettings, parse_whole
 from sparkforge.core import paths
-from sparkforge.core.console import Steps, echo, say
+from sparkforge.core.console import Steps, echo
 from sparkforge.core.errors import BenchmarkError, UsageError
 from sparkforge.core.files import locked, write_atomic
 from sparkforge.core.openai import READ_SECONDS, Endpoint
@@ -77,11 +77,10 @@ def run_gate(flags: Mapping[str, str]) -> Gate:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The results of a run, their files and the report."""
+    """The results of a run and their files."""
 
     results: list[Result]
     files: list[Path]
-    page: Path
 
     def require(self) -> None:
         """Raise BenchmarkError for results that failed."""
@@ -98,7 +97,7 @@ class RunOutcome:
             raise BenchmarkError(
                 f"{len(failed)} of {len(self.results)} configurations failed",
                 reasons,
-                f"less {self.page.parent / 'summary.txt'}; the same command measures those again, --fresh all of them",
+                f"less {self.files[0].parent}/summary.txt; the same command measures those again, --fresh all of them",
                 code="benchmark.batch",
             )
 
@@ -124,19 +123,16 @@ def measure(flags: Mapping[str, str], judge: Callable[[Gate], None] = gate.requi
             plan = batch.plan(bench, configs)
             folder = batch.folder(prepared.output, plan, fresh=bool(prepared.flags.get("fresh")))
             files = [folder / f"{config.name}.json" for config in configs]
-            outcome = RunOutcome(batch.run(bench, configs, folder), files, folder / "report.html")
-            report.write(outcome.page, outcome.results, prepared.baselines)
+            outcome = RunOutcome(batch.run(bench, configs, folder), files)
             if all(result.passed for result in outcome.results):
                 batch.finish(folder)
         else:
             path = prepared.output / name
             result = batch.measure(bench, configs[0], path, Steps(1))
-            outcome = RunOutcome([result], [path], path.with_suffix(".html"))
-            report.write(outcome.page, outcome.results, prepared.baselines)
+            outcome = RunOutcome([result], [path])
     figures = prepared.baselines.figures if flags.get("cited") else []
     report.print_results(outcome.results, figures, missing_figures(outcome.results, prepared.baselines))
-    echo(str(outcome.page.parent if prepared.settings.is_batch else outcome.files[0]))
-    say(f"report: {outcome.page}")
+    echo(str(outcome.files[0].parent if prepared.settings.is_batch else outcome.files[0]))
     return outcome
 
 

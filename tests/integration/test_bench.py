@@ -59,6 +59,5 @@ def test_gate_load_report_and_post(up, board, tmp_path):
     assert set(result.server.startup_seconds) == {"environment", "model", "validation", "server"}
     assert result.server.memory_bytes["pss"] > 1e9
     assert faults(result.server.findings) == []
-    assert "findings of the validator" in (folder / "report.html").read_text()
     assert [(post["team"], post["result"]["config"]["conc"]) for post in taken] == [("Team", 1), ("Team", 2)]
     assert str(up.path) not in json.dumps(taken)

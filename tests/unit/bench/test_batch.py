@@ -28,7 +28,7 @@ def test_a_batch_leaves_json_summary_and_report(stub, flags):
     (folder,) = batches(flags)
     assert folder.name.startswith("batch_isl24_osl8_")
     results = {f"result_isl24_osl8_conc{conc}.json" for conc in (1, 2, 4)}
-    assert {path.name for path in folder.iterdir()} == {"batch.json", "report.html", "summary.txt", *results}
+    assert {path.name for path in folder.iterdir()} == {"batch.json", "summary.txt", *results}
     lines = (folder / "summary.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in lines[:3]] == ["✓ CONC=1", "✓ CONC=2", "✓ CONC=4"]
     assert lines[-2:] == ["Passed: 3", "Failed: 0"]
@@ -79,7 +79,6 @@ def test_a_single_configuration_has_the_name_that_was_asked_for(flags, tmp_path)
         patch.setenv("OSL", "8")
         runs.run_benchmark(single)
         assert schema.read(tmp_path / "out" / "mine.json").config.conc == 2
-        assert (tmp_path / "out" / "mine.html").exists()
         with pytest.raises(UsageError, match="no file name"):
             runs.run_benchmark({**single, "result_filename": "../mine"})
 

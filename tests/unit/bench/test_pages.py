@@ -12,11 +12,6 @@ from sparkforge.bench import report, schema
 from sparkforge.bench.baselines import FILE
 
 
-def page(folder, results, table):
-    report.write(folder / "report.html", results, table)
-    return (folder / "report.html").read_text()
-
-
 def outline(text):
     """Return the tags of a page with the names of their attributes, and require that each closes."""
     tags, opened, parser = [], [], HTMLParser()
@@ -30,15 +25,6 @@ def outline(text):
     return tags
 
 
-def test_the_report_holds_every_part_and_loads_nothing(make_result, table, tmp_path):
-    text = page(tmp_path, [make_result(conc=conc) for conc in (4, 8)], table)
-    for title in ("accuracy gate", "measured", "ratios", "cited, not measured here", "provenance"):
-        assert title in text
-    attributes = {name for _, names in outline(text) for name in names}
-    assert not attributes & {"src", "href"}
-    assert "default-src 'none'" in text
-
-
 HOSTILE = {
     "markup": '</td></table><script>alert(1)</script><img src=x onerror="x">',
     "attributes": '" onmouseover="alert(1)\' autofocus',
@@ -49,29 +35,19 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_no_text_of_a_server_or_a_machine_becomes_markup_or_a_control_sequence(make_result, table, tmp_path, text):
-    """Every text of a result at once: model, version, device, findings, records, client, gate, checks, machine."""
+def test_no_text_on_a_page_becomes_markup_or_a_control_sequence(tmp_path, text):
+    """Every place of a page at once: heading, a table's column and cell."""
 
-    def hostile_page(text):
-        check = {"name": text, "ok": False, "told": text}
-        result = make_result(passed=False, team_model=text, checks=[check])
-        values = result.model_dump() | {
-            "server": {
-                "model": text,
-                "version": text,
-                "device": text,
-                "findings": [{text: text}],
-                "records": {text: text},
-            },
-            "gate": result.gate.model_dump() | {"text": text, "source": text, "checks": [check]},
-            "client": {"name": text, "version": text},
-            "machine": {"processor": text, "measured_at": text, text: text},
-        }
-        return page(tmp_path, [schema.Result.model_validate(values)], table)
+    def page(text):
+        table = report.make_table("title", (text, "b"), [(text, text)])
+        report.write_page(tmp_path / "page.html", "Title", (text, table))
+        return (tmp_path / "page.html").read_text()
 
-    hostile = hostile_page(text)
-    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", hostile)
-    assert set(map(str, outline(hostile))) == set(map(str, outline(hostile_page("plain"))))
+    tags = outline(page(text))
+    assert not {name for _, names in tags for name in names} & {"src", "href"}
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", page(text))
+    assert set(map(str, tags)) == set(map(str, outline(page("plain"))))
+    assert "default-src 'none'" in page(text)
 
 
 # Schema
@@ -104,12 +80,12 @@ def test_a_file_that_is_no_result_is_refused_by_its_place(make_result, tmp_path,
         schema.read(tmp_path / "none.json")
 
 
-def test_no_page_or_result_keeps_a_urls_password(make_result, table, tmp_path):
+def test_no_page_or_result_keeps_a_urls_password(make_result, tmp_path):
     url = "http://anna:hunter2@spark.example:8000"
-    failed = make_result(passed=False, checks=[{"name": "x", "ok": False, "told": f"{url} does not answer"}])
-    config = failed.config.model_copy(update={"url": url})
-    text = page(tmp_path, [failed.model_copy(update={"config": config})], table)
+    report.write_page(tmp_path / "page.html", "Title", (f"{url} does not answer",))
+    text = (tmp_path / "page.html").read_text()
     assert "spark.example:8000 does not answer" in text
+    config = make_result().config.model_copy(update={"url": url})
     assert "hunter2" not in text
     assert "hunter2" not in config.model_dump_json()
     assert config.url == url  # what is sent still has it
