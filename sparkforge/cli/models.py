@@ -7,6 +7,7 @@ import os
 from invoke.context import Context
 
 from sparkforge.cli.command import caller_path, name_or_path, task
+from sparkforge.core.errors import UsageError
 
 
 @task(example="./inv models", json_="print them as JSON")
@@ -36,11 +37,14 @@ def pull(
     Its config.json comes first: a model that no family describes is refused before its weights. Fetches only what vLLM
     reads, and resumes what was interrupted.
     """
-    from sparkforge.models import hub, recipes
+    from sparkforge.models import hub, local, recipes
 
     if "/" not in repository:
         recipe = recipes.named(repository)
         repository = recipe.repository or repository
+    if not local.REPOSITORY.fullmatch(repository):
+        why = "that is OWNER/NAME of the hub; a folder, or the tiny model, is served as it is"
+        raise UsageError(f"{repository[:100]!r} is no repository", why, "./inv up --model FOLDER; ./inv models")
     hub.fetch_and_report(repository, revision, caller_path(to), caller_path(mirror), replace=replace)
 
 

@@ -38,6 +38,7 @@ OTHER_NAMES = {"ps": "status", "model.fetch": "pull"}
 IN_A_CLONE = ("pins.lock", "test", "check", "qualify.accept")  # a wheel lacks what they work on
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 HELP = ("-h", "--help")
+ALONE = {"--fleet": "fleet.toml"}  # option → its value where none follows
 WIDEST = 100  # columns
 SHELLS = {"bash": "", "zsh": "autoload -U compinit bashcompinit && compinit && bashcompinit\n"}
 COMPLETION = """{before}_sparkforge() {{
@@ -190,6 +191,9 @@ def _with_two_dashes(arguments: Iterable[str], contexts: Mapping[str, ParserCont
             short = {f"-{name}" for option in contexts[argument].args.values() for name in option.nicknames}
         long = re.match(r"-[a-z][a-z]", argument) and argument[:2] not in short
         changed.append(f"-{argument}" if long else argument)
+    for number, (word, following) in enumerate(zip(changed, [*changed[1:], "-"], strict=True)):
+        if word in ALONE and following.startswith("-"):
+            changed[number] = f"{word}={ALONE[word]}"
     return changed
 
 

@@ -13,7 +13,7 @@ from invoke.context import Context
 
 from sparkforge.cli.build import OFFLINE, build_image
 from sparkforge.cli.command import caller_path, listed, option, task, texts, whole_number, with_fields
-from sparkforge.core import notify
+from sparkforge.core import notify, paths
 from sparkforge.core.console import echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.serve.hold import held
@@ -110,7 +110,7 @@ class UpOptions(ServeOptions):
     """Options of `./inv up`."""
 
     recipe: str = option("a recipe, see ./inv models; default: the device's default model", positional=True)
-    fleet: str = option("a fleet.toml: several models at one URL, started when a request names them")
+    fleet: str = option("several models at one URL: a fleet.toml, by default this folder's, else the state folder's")
     quantization: str = option("spark-mxfp4: our own experts, by the profile of that name or beside yours")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
     tiny_first: bool = option(
@@ -194,7 +194,9 @@ def started_fleet(options: UpOptions) -> Server:
         raise UsageError(
             f"--fleet and {', '.join(named)}", "each model of a fleet has its own", "write it in fleet.toml"
         )
-    return start.start(Path(caller_path(options.fleet)), planned(replace(options, device=EMBEDDED)))
+    places = [Path(caller_path(options.fleet)), *([] if "/" in options.fleet else [paths.state() / options.fleet])]
+    file = next(filter(Path.is_file, places), places[0])
+    return start.start(file, planned(replace(options, device=EMBEDDED)))
 
 
 @task(example="./inv down")

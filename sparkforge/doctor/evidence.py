@@ -36,6 +36,7 @@ BUILD_LOGS = 300  # the newest ones; a kernel build leaves one for each unit
 UNIT_LOGS = ("kernels/logs/*.log", "build/vllm/*/logs/*.log")
 # A build of the image may lose a compiler, try again and succeed: its log counts only if it ends in one of these.
 IMAGE_LOGS = ("logs/image.log", "logs/compose.log")
+FLEET_LOGS = ("fleet/haproxy.log", "fleet/models/*/up.log", "fleet/models/*/logs/server.log")
 FAILED_BUILD = (b"failed to solve", b"Error response from daemon")
 MANIFESTS = (
     *("*.manifest.json", "*/*.manifest.json", "*/*/*.manifest.json", "envs/*/.complete.json"),
@@ -335,6 +336,9 @@ def _add_server(state: Path, evidence: Evidence) -> None:
     if server and server.container:
         return  # the Docker engine has its log
     _add_log(Path(server.log) if server else state / "logs" / record.log_path().name, evidence, EMBEDDED)
+    if server is None or server.device == devices.FLEET:
+        for path in sorted(log for pattern in FLEET_LOGS for log in state.glob(pattern)):
+            _add_log(path, evidence)
     if server is None:
         return
     source = f"{name_of(state / record.record_path().name)}, {server.where}"

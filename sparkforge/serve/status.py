@@ -29,11 +29,11 @@ from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import ProbeError, session_members
 from sparkforge.core.tables import Record
 from sparkforge.image.devices import FLEET
-from sparkforge.serve import failure, proof
+from sparkforge.serve import failure, proof, record
 from sparkforge.serve.record import Server
 
 SECONDS = 2.0  # for one answer of the server
-FLEET_FILE = "fleet/status.json"  # below the state folder
+FLEET_FILE, MODELS = "fleet/status.json", "fleet/models"  # below the state folder; the latter has one for each model
 INTERVAL = 1.0  # seconds between the two readings that tokens per second need
 LOG_BYTES = 1 << 20  # of the log's end, in which the last error is looked for
 GENERATED, PROMPT = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
@@ -98,10 +98,14 @@ class FleetStatus(Record):
 
     name: str
     names: list[str] = Field(description="what requests may call it")
+    folder: str = Field(default="", description="its checkpoint; empty for the tiny one that a start makes")
     state: Literal["stopped", "starting", "ready", "draining", "failed"]
     error: str = Field(description="why it failed")
     resident: bool
     needed: int = Field(description="bytes of memory that are planned for it")
+    memory: int | None = Field(
+        default=None, description="resident memory of its processes; null for a container, or if it does not run"
+    )
     requests: int = Field(description="that it answers now")
     where: str = Field(description="pid or container; empty if it does not run")
     idle_seconds: float | None = Field(description="since its last request; null if it does not run")
@@ -161,6 +165,11 @@ def report(server: Server) -> StatusReport:
     if before := read_metrics(server):
         time.sleep(INTERVAL)
     now = read_metrics(server)
+    resident, models = _resident(server), list[FleetStatus]()
+    for row in fleet() if server.device == FLEET else []:
+        model = record.read(paths.state() / MODELS / row["name"] / record.NAME) if row["where"] else None
+        models.append(FleetStatus.model_validate({**row, "memory": _resident(model) if model else None}))
+        resident = (resident or 0) + (models[-1].memory or 0)
     container_health, log, began = _container(server) if server.container else ("", _end_of(server.log), server.started)
     served = ServerStatus(
         model=server.model_id,
@@ -177,11 +186,11 @@ def report(server: Server) -> StatusReport:
         load=_load(before, now) if before and now else None,
         proved_at=_iso(server.proved) if server.proved else "",
         proof=server.proof,
-        fleet=[FleetStatus.model_validate(row) for row in fleet()] if server.device == FLEET else [],
+        fleet=models,
     )
     errors = _ERROR.findall(log)
     last = LastError(source="log", when=errors[-1][0], text=errors[-1][1]) if errors else None
-    return _report(served, _resident(server), last)
+    return _report(served, resident, last)
 
 
 def fleet() -> list[dict[str, Any]]:
@@ -284,6 +293,7 @@ def lines(report: StatusReport) -> list[str]:
 def _describe_member(row: FleetStatus) -> str:
     idle = f"idle {timedelta(seconds=int(row.idle_seconds))}" if row.idle_seconds is not None else ""
     words = [row.state, "resident" if row.resident else "on demand", f"{row.needed / 1e9:.1f} GB planned"]
+    words += [f"{row.memory / 1e9:.1f} GB of the host"] if row.memory is not None else []
     words += [f"{row.requests} requests" if row.requests else idle, row.where, row.error.partition("\n")[0]]
     return f"  {row.name}: {' · '.join(filter(None, words))}"
 

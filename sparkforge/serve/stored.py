@@ -20,9 +20,10 @@ from sparkforge.core import paths
 from sparkforge.core.console import confirmed, echo, echo_json, say
 from sparkforge.core.errors import InputError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import fsync_directory, locked, tree_size
+from sparkforge.image.devices import FLEET
 from sparkforge.models import local
 from sparkforge.models.hub import PARTIAL
-from sparkforge.serve import record
+from sparkforge.serve import record, status
 from sparkforge.serve.command_line import api_names
 from sparkforge.serve.record import Server
 
@@ -166,19 +167,21 @@ def _users(folder: Path, name: str, server: Server | None, programs: Mapping[str
     def names_it(word: str) -> bool:
         return (word == name and "/" in name) or (word.startswith("/") and Path(word).is_relative_to(whole))
 
-    if server and names_it(_served(server)):
+    if server and any(map(names_it, _served(server))):
         return (server.url,)
     return tuple(program for program, words in programs.items() if any(map(names_it, words)))
 
 
-def _served(server: Server) -> str:
-    """Return the model of a server as this machine knows it: a container has other folders."""
+def _served(server: Server) -> list[str]:
+    """Return the models of a server as this machine knows them: a container has other folders."""
     model = Path(server.model)
+    if server.device == FLEET:
+        return [str(Path(row["folder"]).resolve()) for row in status.fleet() if row["folder"]]
     if not server.container or not model.is_absolute():
-        return server.model if local.REPOSITORY.fullmatch(server.model) else str(model.resolve())
+        return [server.model if local.REPOSITORY.fullmatch(server.model) else str(model.resolve())]
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
     for target in (model, *model.parents):
         if source := engine.mounted_from(server.container, str(target)):
-            return str(Path(source, model.relative_to(target)).resolve())
-    return server.model
+            return [str(Path(source, model.relative_to(target)).resolve())]
+    return [server.model]

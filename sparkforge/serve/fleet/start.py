@@ -53,7 +53,7 @@ def start(file: Path, plan: StartPlan) -> Server:
         (paths.state() / status.FLEET_FILE).unlink(missing_ok=True)
         first = min(members, key=lambda member: not member.resident).name
         own = replace(plan, device=FLEET, model_id=first, key_file=fleet.key_file)
-        # Each model has a guard of its own, which ends that model alone.
+        # Each model has a guard of its own, which ends that model alone (Keeper._guard).
         environment = {access.KEY_FILE: fleet.key_file, thresholds.VARIABLE: "0"}
         command = (sys.executable, "-P", "-m", keeper.__name__)
         with steps.step("models") as tell:

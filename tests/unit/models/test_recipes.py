@@ -75,6 +75,12 @@ def test_a_recipe_is_fetched_by_its_repository_and_planned_by_both_names(capsys)
     assert planner.read_subject("Qwen/Qwen3-0.6B", KNOWN) == planner.read_subject("qwen3-0.6b", KNOWN)
 
 
+@pytest.mark.parametrize("word", ["/root/x", "./x", "~/x", "a/b/c", "a b/c", "openai/", "tiny-gpt-oss"])
+def test_only_a_repository_can_be_pulled(word, capsys):
+    assert program.main(["pull", word]) == 2
+    assert f"{word!r} is no repository" in capsys.readouterr().err
+
+
 CONFIG = KNOWN["qwen3-0.6b"].config
 GOOD = recipes.weights(KNOWN["qwen3-0.6b"]).weight_bytes()
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -119,8 +121,13 @@ def mine(folder):
     return found
 
 
-def ask(client, model, **more):
-    return client.post("/v1/chat/completions", json={**more, "model": model, "who": 1})
+def server(folder, name):
+    """Return the supervisor of a model's server."""
+    return psutil.Process(read_json(folder / f"state/fleet/models/{name}/server.json")["pid"])
+
+
+def ask(client, model, timeout=60, **more):
+    return client.post("/v1/chat/completions", json={**more, "model": model, "who": 1}, timeout=timeout)
 
 
 def states(folder):
@@ -149,26 +156,41 @@ def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder):
     deep = json.loads("[" * 50 + '{"model": "green"}' + "]" * 50)
     assert Path(ask(client, "red", tools=deep).json()["served"]).name == "red"  # deeper than json_query reads
     assert Path(ask(client, "red", text='x"model": "green"' * 50_000).json()["served"]).name == "red"  # 1 MB
-    status = inv(folder, "ps")
-    assert "red: ready · resident · 0.1 GB planned" in status.stdout
-    assert json.loads(inv(folder, "status", "--json").stdout)["server"]["fleet"][1]["names"] == [
-        "green",
-        "openai/green",
-    ]
+    assert "red: ready · resident · 0.1 GB planned · 0.0 GB of the host" in inv(folder, "ps").stdout
+    report = json.loads(inv(folder, "status", "--json").stdout)
+    rows = report["server"]["fleet"]
+    assert rows[1]["names"] == ["green", "openai/green"]
+    assert [row["folder"] for row in rows] == [str(folder / "red"), str(folder / "green")]
+    assert report["host"]["server"] > rows[0]["memory"] + rows[1]["memory"]
+    assert min(row["memory"] for row in rows) > 1_000_000
+    bounds = [float(server(folder, name).environ()["SPARKFORGE_GUARD_GIB"]) for name in ("red", "green")]
+    assert bounds[0] < bounds[1]  # the resident one is ended last
     assert inv(folder, "down").returncode == 0
     assert mine(folder) == []
 
 
-def test_key_host_and_unknown_models_are_judged_before_a_model(fleet):
-    client = fleet(red={"resident": True})
+def test_key_host_and_unknown_models_are_judged_before_a_model(fleet, folder):
+    client = fleet(red={"resident": True}, green={"resident": False})
     assert client.get("/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert client.get("/v1/models", headers={"Authorization": "Bearer wrong", "x-api-key": KEY}).status_code == 401
+    with httpx.Client(base_url=client.base_url, trust_env=False) as other:
+        assert other.get("/v1/models").status_code == 401
+        assert other.get("/v1/models", headers={"x-api-key": KEY}).status_code == 200  # as Anthropic's clients send it
+        assert other.post("/health", json={"model": "green"}).status_code == 401  # which would start it
+    assert states(folder)["green"] == "stopped"
     assert client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
-    assert client.get("/health", headers={"Authorization": ""}).json() == {"red": "ready"}
+    assert client.get("/health", headers={"Authorization": ""}).json() == {"red": "ready", "green": "stopped"}
     assert client.get("/wake/red").status_code == 404
-    unknown = ask(client, "rde")
-    assert unknown.status_code == 404
-    assert unknown.json()["error"]["message"] == "The model `rde` does not exist; the nearest: red"
-    assert client.post("/v1/completions", json={"prompt": "x"}).json()["error"]["message"] == "the body names no model"
+    for status, body, message in (
+        (404, b'{"model": "rde"}', "The model `rde` does not exist; the nearest: red, green"),
+        (400, b'{"prompt": "x"}', "the body names no model"),
+        (400, b'{"model": 1}', "the body names no model"),
+        (400, b'{"model": "\xff"}', "the body is no JSON object"),
+        (400, b"[" * 100_000, "the body is no JSON object"),
+    ):
+        refused = client.post("/v1/completions", content=body)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (status, message)
+    assert client.delete("/v1/responses/x").json()["error"]["message"] == "Unsupported method ('DELETE')"
     asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Headers": "authorization"}
     allowed = client.options("/v1/models", headers={**asked, "Access-Control-Request-Method": "GET"})
     assert allowed.headers["access-control-allow-headers"] == "authorization"
@@ -183,11 +205,44 @@ def test_a_model_that_dies_while_loading_answers_with_its_reason_and_the_others_
     assert ask(client, "broken").json() == failed.json()
     assert time.monotonic() - began < 0.5  # it is not started anew for each request
     assert ask(client, "red").status_code == 200
-    resident = inv(folder, "down"), inv(folder, "up", "--fleet", written(folder, broken={"resident": True}), "--python",
-                                        folder / "python")  # fmt: skip
-    assert resident[1].returncode == 24
-    assert "the resident model broken does not start" in resident[1].stderr
-    assert "no such kernel" in resident[1].stderr
+    place = "state/fleet/models/broken/logs/server.log"
+    assert place in json.dumps(json.loads(inv(folder, "doctor", "--json").stdout)["problems"])
+    inv(folder, "down")
+    written(folder, broken={"resident": True, "model": str(folder / "broken")}).rename(folder / "state/fleet.toml")
+    resident = inv(folder, "up", "--fleet", "--python", folder / "python")
+    assert resident.returncode == 24
+    assert "the resident model broken does not start" in resident.stderr
+    assert "no such kernel" in resident.stderr
+
+
+def test_nothing_is_lost_when_many_ask_first_a_client_leaves_and_parts_are_killed(fleet, folder, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_MODELS", str(folder))
+    client = fleet(red={"resident": True}, green={"resident": False})
+    refused = inv(folder, "rm", folder / "green", "--yes")  # it does not run yet
+    assert (refused.returncode, "green is in use" in refused.stderr) == (28, True), refused.stderr
+    with pytest.raises(httpx.ReadTimeout):
+        ask(client, "green", timeout=0.3)
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda _: ask(client, "green").status_code, range(20)))
+    assert answers == [200] * 20
+    server(folder, "green").children()[0].kill()
+    wait(lambda: "exit code 137" in ask(client, "green").text)
+    red = server(folder, "red")
+    fleet_server = psutil.Process(read_json(folder / "state/server.json")["pid"])
+    next(child for child in fleet_server.children(recursive=True) if child.name() == "haproxy").kill()
+
+    def serves():
+        with suppress(httpx.TransportError):
+            return ask(client, "red").status_code == 200
+
+    wait(serves)
+    assert server(folder, "red") == red
+    with ThreadPoolExecutor(5) as pool:
+        body = {"model": "red", "pieces": 6}
+        streams = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(5)]
+        time.sleep(0.5)
+        assert inv(folder, "down").returncode == 0
+        assert [stream.result().text.count("data:") for stream in streams] == [6] * 5
 
 
 def test_the_least_recently_used_makes_room_but_never_during_a_stream(fleet, folder, monkeypatch):
@@ -245,8 +300,15 @@ def test_a_fleet_that_makes_no_sense_is_refused_by_name(folder, models, message)
         config.make_plan(config.read(written(folder, **models)), folder, {"host": 1 << 40})
 
 
+def test_a_model_of_two_tables_or_no_name_is_refused(folder):
+    for text, message in (("[models.red]\n" * 2, "twice"), ('[models."a b"]\n', "a b"), ("", "models: Field required")):
+        (folder / "fleet.toml").write_text(f"schema = 1\n{text}")
+        with pytest.raises(InputError, match=message):
+            config.read(folder / "fleet.toml")
+
+
 def test_there_must_be_a_file_and_options_of_one_model_stand_in_it(folder):
-    with pytest.raises(UsageError, match=r"there is no .*fleet\.toml"):
+    with pytest.raises(UsageError, match=r"there is no file .*fleet\.toml"):
         config.read(folder / "fleet.toml")
     refused = inv(folder, "up", "--fleet", "fleet.toml", "--profile", "fast")
     assert refused.returncode == 2
