@@ -164,7 +164,7 @@ def main(output: str, **sizes: int) -> None:
             haproxy.end()
             server.kill()
     scheduler = {os.SCHED_RR: "real time (chrt -r 10)"}.get(os.sched_getscheduler(0), "shared with other programs")
-    write_json(Path(output), {"machine": facts(), "cores": scheduler, **result})
+    write_json(Path(output), {"machine": facts(), "processor_time": scheduler, **result})
     both = {name: result[name] for name in ("direct", "haproxy")}
     for name, row in both.items():
         echo(f"{name}: {row['p50_ms']} ms (p99 {row['p99_ms']}), streams {row['streams_whole']} of {result['streams']}")
