@@ -11,7 +11,7 @@ from enum import StrEnum
 from sparkforge.core.errors import RefusalError, SparkforgeError
 from validate.checks import CHECKS
 from validate.checks.finding import Check, Finding, Status, View, evaluate, skipped
-from validate.facts import checkpoint, deep, gpu, layers, machine, measured, numerics, patches, software
+from validate.facts import checkpoint, deep, gpu, layers, machine, numerics, patches, software
 from validate.facts.fact import Fact, Facts, gather
 from validate.facts.target import Options, Target
 from validate.profiles import Profile, named
@@ -25,7 +25,6 @@ GROUPS = (
     software.READINGS,
     patches.READINGS,
     checkpoint.READINGS,
-    measured.READINGS,
 )
 
 

@@ -47,8 +47,7 @@ SPARK = Profile(
         "architecture gpu-name gpu-capability driver-version cuda-version memory-unified cuda-memory-uncounted "
         "serve-arguments disk-space port-free python-version python-optimize vllm-version torch-version "
         "flashinfer-version cudnn-version flashinfer-arch-list jit-toolchain patches-intact unknown-environment "
-        "blackwell-class moe-backend dense-kernels attention-backend numerics layers model-files model-format "
-        "measured-speed"
+        "blackwell-class moe-backend dense-kernels attention-backend numerics layers model-files model-format"
     ),
     advised=_names("gpu-clock shared-memory remove-ipc sm121-modules offline-hub"),
 )
