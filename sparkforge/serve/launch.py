@@ -15,6 +15,7 @@ from pathlib import Path
 from sparkforge import pins
 from sparkforge.core import interrupt, paths
 from sparkforge.core.console import say
+from sparkforge.core.docker import docker
 from sparkforge.core.errors import ServerError, StorageError, UsageError
 from sparkforge.core.files import holder, locked
 from sparkforge.core.openai import Endpoint
@@ -74,6 +75,7 @@ def alone() -> Iterator[None]:
 def make_ready() -> None:
     """End what a killed server left. To be called inside `alone`. Raises ServerError if our server runs."""
     refuse_second()
+    _remove_models()
     if leftovers := record.leftovers():
         say(f"{record.describe_left(leftovers)}; they are ended first")
         terminate(leftovers)
@@ -186,6 +188,7 @@ def stop() -> Server | None:
     nothing to end.
     """
     recorded = record.read()
+    removed = not (recorded and recorded.alive) and _remove_models()
     leftovers = record.leftovers()
     if leftovers:
         say(f"{record.describe_left(leftovers)}; they are ended")
@@ -193,12 +196,23 @@ def stop() -> Server | None:
     if (recorded and recorded.container) or record.begun_path().exists():  # one that has ended goes too
         _remove_container()
         record.forget()
-    elif leftovers and not (recorded and recorded.alive):
+    elif removed or (leftovers and not (recorded and recorded.alive)):
         record.forget()
     else:
         recorded = record.running()
         end(recorded)
     return recorded
+
+
+def _remove_models() -> bool:
+    """Remove the containers of models that a killed fleet has left; return whether there were any."""
+    records = paths.state().glob(f"{record.MODELS}/*/{record.NAME}")
+    models = [(path, model) for path in records if (model := record.read(path)) and model.container and model.alive]
+    for path, model in models:
+        say(f"a killed fleet left {path.parent.name} in {model.where}; it is removed")
+        docker(["rm", "--force", model.container])
+        path.unlink()
+    return bool(models)
 
 
 def _remove_container() -> None:

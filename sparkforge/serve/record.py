@@ -27,6 +27,7 @@ from sparkforge.serve import access
 
 MARK = "SPARKFORGE_SERVER"  # in the environment of each process of a server: the state folder whose server it is
 NAME = "server.json"
+MODELS = "fleet/models"  # below the state folder: a state folder for each model of a fleet
 LONGEST = 1 << 16  # bytes; a record has some hundred
 LATEST = 1e11  # Unix time that every calendar has
 
@@ -194,7 +195,7 @@ def leftovers(state: Path | None = None) -> list[int]:
     if server and not server.container and server.alive:
         children = psutil.Process(server.pid).children(recursive=True)
         own_pids = [*session_members(server.pid), *(child.pid for child in children)]
-    marks = [mark(folder) for folder in (state, *(state or paths.state()).glob("fleet/models/*"))]
+    marks = [mark(folder) for folder in (state, *(state or paths.state()).glob(f"{MODELS}/*"))]
     return [pid for value in marks for pid in with_variable(MARK, value) if pid not in own_pids]
 
 

@@ -33,7 +33,7 @@ from sparkforge.serve import failure, proof, record
 from sparkforge.serve.record import Server
 
 SECONDS = 2.0  # for one answer of the server
-FLEET_FILE, MODELS = "fleet/status.json", "fleet/models"  # below the state folder; the latter has one for each model
+FLEET_FILE = "fleet/status.json"  # below the state folder
 INTERVAL = 1.0  # seconds between the two readings that tokens per second need
 LOG_BYTES = 1 << 20  # of the log's end, in which the last error is looked for
 GENERATED, PROMPT = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
@@ -167,7 +167,7 @@ def report(server: Server) -> StatusReport:
     now = read_metrics(server)
     resident, models = _resident(server), list[FleetStatus]()
     for row in fleet() if server.device == FLEET else []:
-        model = record.read(paths.state() / MODELS / row["name"] / record.NAME) if row["where"] else None
+        model = record.read(paths.state() / record.MODELS / row["name"] / record.NAME) if row["where"] else None
         models.append(FleetStatus.model_validate({**row, "memory": _resident(model) if model else None}))
         resident = (resident or 0) + (models[-1].memory or 0)
     container_health, log, began = _container(server) if server.container else ("", _end_of(server.log), server.started)

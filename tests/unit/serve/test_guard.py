@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from sparkforge.core.paths import ROOT
 from sparkforge.plan import thresholds
 from sparkforge.plan.thresholds import GIB
 from sparkforge.serve.guard import MemoryWatch
@@ -120,3 +121,9 @@ def test_kills_by_the_kernel_count_in_the_servers_cgroup_alone(kernel, limits, v
 def test_the_bound_can_be_moved_and_is_smaller_on_small_machines(text, total, end):
     limits = thresholds.configured({thresholds.VARIABLE: text})
     assert (limits.end_below(total), limits.kill_below(total)) == (end, end // 2)
+
+
+def test_the_dashboard_draws_the_bound_of_the_table():
+    limits = thresholds.load()
+    bound = f"clamp_max({limits.end_share:g} * node_memory_MemTotal_bytes, {limits.end_gib:g} * 2 ^ 30)"
+    assert f'"expr": "{bound}"' in (ROOT / "deploy/grafana/dashboards/vllm.json").read_text(encoding="utf-8")

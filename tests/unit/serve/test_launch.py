@@ -1,5 +1,6 @@
 """Start and stop, with a small real server in vLLM's place: an OpenAI-shaped program that behaves or misbehaves."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -180,6 +181,24 @@ launch.start(launch.Launch(command, {{}}, StartPlan("embedded", model_id="m", po
         record.running()
     assert launch.stop() is None
     assert [pid for pid in left if started_at(pid) is not None] == []
+
+
+def test_containers_that_a_killed_fleet_left_are_removed(fake_engine, docker_command, capsys, tmp_path):
+    fake_engine.container["State"] = {"Running": True, "Status": "running", "StartedAt": "2026-11-27T10:00:00Z"}
+    models = state() / "fleet/models"
+    for name, container in (("red", "c0ffee"), ("green", "")):
+        (models / name).mkdir(parents=True)
+        server = record.Server(0, 0.0, "127.0.0.1", 9, "/m", "m", "docker" if container else "gpu", "", container)
+        path = models / name / record.NAME
+        path.write_text(json.dumps(dataclasses.asdict(server)))
+        path.chmod(0o600)
+    models.parent.parent.chmod(0o700)
+    docker_command.answers("rm --force c0ffee")
+    assert launch.stop() is None
+    assert "a killed fleet left red in container c0ffee" in capsys.readouterr().err
+    assert [call for call in docker_command.calls if "rm" in call] == ["rm --force c0ffee"]
+    with pytest.raises(ServerError, match="no server is running"):
+        launch.stop()
 
 
 def test_a_taken_port_is_named_before_anything_starts_and_so_is_none(begin, port):
