@@ -7,7 +7,7 @@ from pathlib import Path
 from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.console import say
-from sparkforge.core.files import atomic_file, require_space, write_json
+from sparkforge.core.files import atomic_file, require_space
 from sparkforge.patching import wheels
 from sparkforge.patching.series import PATCHES, Queue
 from sparkforge.pins import Component, Pins
@@ -53,5 +53,4 @@ def _make_cached(component: Component, filename: str, queue: Queue, revision: in
         target = fetch.cached(lock.file, lock.sha256)
         with fetch.locked_download(target):
             scratch.replace(target)
-            write_json(wheels.stamp(target), wheels.identity(target))
     return lock

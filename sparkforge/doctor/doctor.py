@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sparkforge import __version__
@@ -21,7 +20,6 @@ from sparkforge.doctor import signatures
 from sparkforge.doctor.evidence import Evidence
 from sparkforge.doctor.signatures import AUDIT, ENGINE, EVERY, LAST, UNKNOWN, Seen, Severity, Signature
 from validate.checks.finding import Status
-from validate.checks.software import reinstall
 from validate.report import one_line
 
 # A finding's status in a validation report → what it is here; a check that was skipped counts only if it is required.
@@ -38,7 +36,6 @@ LONGEST = 400  # characters of a text that comes from a file
 # For problems that facts show: how to read the logs of this checkout.
 LOGS = {"log": "./inv logs"}
 CHECK = "validation-check"  # a signature's id, too: logs and reports show the same problem
-PACKAGE = "patched-package"
 
 
 class Place(Record):
@@ -122,7 +119,6 @@ def examine(evidence: Evidence, known: Sequence[Signature]) -> list[Problem]:
     """Return every problem that the evidence shows, those that come earlier in a build or start first."""
     problems = [
         *_refused_audits(evidence),
-        *_changed_packages(evidence),
         *_failed_checks(evidence),
         *_in_logs(evidence, known),
         *_in_facts(evidence, known),
@@ -285,21 +281,6 @@ def _refused_audits(evidence: Evidence) -> Iterator[Problem]:
                 why=_short(first.get("detail")),
                 fix=_short(first.get("fix")) or "./inv build",
                 places=(Place(source=name, text=_short(first.get("file"))),),
-            )
-
-
-def _changed_packages(evidence: Evidence) -> Iterator[Problem]:
-    """Yield the packages of the embedded server that are not as in our patched wheels, with what differs."""
-    for wheel in evidence.wheels:
-        if wheel.problems:
-            number = f"; and {len(wheel.problems) - 1} more" if len(wheel.problems) > 1 else ""
-            yield Problem(
-                id=PACKAGE,
-                severity=Severity.FATAL,
-                what="an installed package is not as in our patched wheel",
-                why=_short(f"{wheel.problems[0]}{number}"),
-                fix=reinstall([Path(wheel.path).name.partition("-")[0].replace("_", "-")]),
-                places=tuple(Place(source=wheel.path, text=_short(problem)) for problem in wheel.problems),
             )
 
 

@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sparkforge.audit.patched import AuditedWheel, audit_patched
 from sparkforge.core import documents, paths
-from sparkforge.core.errors import InputError, SparkforgeError, StorageError
+from sparkforge.core.errors import SparkforgeError, StorageError
 from sparkforge.core.openai import Endpoint
 from sparkforge.image import devices
 from sparkforge.serve import failure, record
@@ -43,8 +42,6 @@ MANIFESTS = (
     *("*/audit-*.json", "build/vllm/*/audit.json", "up.json"),
     "envs/*/lib/python3*/site-packages/*.dist-info/patches/upstream.json",
 )
-# What the embedded server imports.
-PACKAGES = "envs/{stack}/lib/python3*/site-packages/*.dist-info"
 # A stage removes its manifest first and writes it last (sparkforge/core/manifest.py): a folder without its manifest was
 # begun and not finished. Fact → folder, manifest.
 STAGES = {
@@ -127,9 +124,8 @@ class Log:
 class Evidence:
     """All evidence. `facts` is a flat table for signatures, `fact_sources` names the source of each.
 
-    `reports` are the validator's, `documents` other JSON files, by name; `wheels` are installed patched packages, with
-    what differs from their wheels; `errors` are what the Docker engine refused, each after the question; `machine` and
-    `inspected` go into a support archive unchanged.
+    `reports` are the validator's, `documents` other JSON files, by name; `errors` are what the Docker
+    engine refused, each after the question; `machine` and `inspected` go into a support archive unchanged.
     """
 
     logs: list[Log] = field(default_factory=list)
@@ -137,7 +133,6 @@ class Evidence:
     fact_sources: dict[str, str] = field(default_factory=dict)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     documents: dict[str, Any] = field(default_factory=dict)
-    wheels: list[AuditedWheel] = field(default_factory=list)
     errors: list[tuple[str, SparkforgeError]] = field(default_factory=list)
     failure: Failure | None = None
     server: Server | None = None
@@ -177,7 +172,6 @@ def collect_state(state: Path) -> Evidence:
         evidence.add_source(name_of(record_path), f"not believed: {error.why}", read=False)
     _add_build_logs(state, evidence)
     _add_manifests(state, evidence)
-    _add_packages(state, evidence)
     _add_report(state, evidence)
     _add_server(state, evidence)
     existing = next(folder for folder in (state, *state.parents) if folder.exists())
@@ -302,20 +296,6 @@ def _add_manifests(state: Path, evidence: Evidence) -> None:
     for fact, (folder, pattern) in STAGES.items():
         if (state / folder).is_dir():
             evidence.add_fact(fact, any(state.glob(pattern)), f"{name_of(state / pattern)}, beside {folder}/")
-
-
-def _add_packages(state: Path, evidence: Evidence) -> None:
-    """Compare the patched packages of the embedded server's environment with their wheels: under a second."""
-    packages = PACKAGES.format(stack=devices.stack_of(devices.EMBEDDED))
-    name = name_of(state / packages)
-    try:
-        evidence.wheels = audit_patched(sorted(state.glob(packages)))
-    except InputError as error:
-        evidence.add_source(name, f"not compared: {error.what}: {error.why}", read=False)
-    else:
-        changed = sum(bool(wheel.problems) for wheel in evidence.wheels)
-        if evidence.wheels:
-            evidence.add_source(name, f"{len(evidence.wheels)} patched packages, {changed} not as in their wheels")
 
 
 def _add_report(state: Path, evidence: Evidence) -> None:

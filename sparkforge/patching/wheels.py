@@ -14,7 +14,6 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -23,9 +22,8 @@ from packaging.version import Version
 
 from sparkforge import pins
 from sparkforge.core.console import say
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import IntegrityError, PatchError
-from sparkforge.core.files import atomic_file, require_space, write_json
+from sparkforge.core.files import atomic_file, require_space
 from sparkforge.core.installed import parse_record, record_digest
 from sparkforge.patching import repack
 from sparkforge.patching.hunks import Content, digest
@@ -68,15 +66,14 @@ def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> 
     queue, lock = locked(component, filename, patches)
     target = fetch.cached(lock.file, lock.sha256)
     new = False
-    if not _verified(target, lock):
+    if not fetch.intact(target, lock.sha256):
         with fetch.locked_download(target):
-            if not _verified(target, lock):  # another process has made it meanwhile
+            if not fetch.intact(target, lock.sha256):  # another process has made it meanwhile
                 if target.exists():
                     say(f"{target.name}: the copy in the cache is damaged; making it again")
                 require_space(target.parent, lock.size, target.name)
                 with atomic_file(target) as file:  # an error inside it leaves nothing
                     _make_checked(component, filename, queue, lock, file)
-                write_json(stamp(target), identity(target))
                 new = True
     return PatchedWheel(
         target, str(component.package), local_version(component.version, lock.revision), filename, lock, new
@@ -126,28 +123,6 @@ def _make_checked(component: Component, filename: str, queue: Queue, lock: Patch
     if result != lock:
         why = f"its sha256 is {result.sha256}, and {lock.sha256} is locked"
         raise PatchError(f"{lock.file} does not fit locks/patched.toml", why, AGAIN, code="patch.lock")
-
-
-def stamp(target: Path) -> Path:
-    """Return the path of the record of a cached file's verified hash."""
-    return target.with_name(fetch.VERIFIED)
-
-
-def identity(target: Path) -> list[int]:
-    """Return what changes whenever a file's bytes do. Hashing takes a second, and installers check the hash again."""
-    status = target.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-
-
-def _verified(target: Path, lock: PatchedFile) -> bool:
-    """Tell whether the cache holds the file; it is hashed unless it is the very file that was hashed before."""
-    with suppress(OSError, ValueError):
-        if read_json(stamp(target)) == identity(target):
-            return True
-    if not fetch.intact(target, lock.sha256):
-        return False
-    write_json(stamp(target), identity(target))
-    return True
 
 
 def local_version(version: str, revision: int) -> str:

@@ -32,7 +32,6 @@ LARGEST = 4 << 30  # bytes of a file whose size neither a pin nor the index name
 SLOWEST = 20_000  # bytes a second; a transfer may take as long as at this speed, and START_SECONDS more
 START_SECONDS = 600.0
 AGAIN = "then run the same command again"
-VERIFIED = "verified.json"  # beside a file that was made here: which bytes were hashed (patching/wheels.py)
 
 
 def cached(filename: str, sha256: str) -> Path:

