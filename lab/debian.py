@@ -30,7 +30,14 @@ TABLE = ROOT / "deploy/debian.toml"
 LOCKS = ROOT / "locks/debian"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 ARCHITECTURES = ("amd64", "arm64")
-STAGES = ("runtime", "build", "source", "dev")
+# Each with the stages below it. Only a machine that builds for another one has `cross`.
+STAGES: dict[str, tuple[str, ...]] = {
+    "runtime": (),
+    "build": ("runtime",),
+    "source": ("runtime", "build"),
+    "dev": ("runtime", "build", "source"),
+    "cross": ("runtime", "build"),
+}
 NETWORK = "check the network, then run the same command again"
 _URI = re.compile(r"^'(?P<url>\S+)' \S+ \d+ SHA256:(?P<sha256>[0-9a-f]{64})$")
 
@@ -62,10 +69,10 @@ def sets() -> list[DebianSet]:
     devices: dict[str, Any] = read_toml(TABLE)
     return [
         DebianSet(
-            device, stage, entry["suite"], tuple(name for part in STAGES[: i + 1] for name in entry.get(part, ()))
+            device, stage, entry["suite"], tuple(name for part in (*below, stage) for name in entry.get(part, ()))
         )
         for device, entry in devices.items()
-        for i, stage in enumerate(STAGES)
+        for stage, below in STAGES.items()
     ]
 
 
@@ -91,12 +98,10 @@ def lock_all() -> list[Path]:
         for suite in sorted({packages.suite for packages in sets()}):
             for architecture in ARCHITECTURES:
                 apt = _apt(Path(folder) / f"{suite}-{architecture}", suite, architecture)
-                earlier: DebianSet | None = None
-                for packages in sets():
-                    if packages.suite == suite:
-                        same_device = earlier if earlier and earlier.device == packages.device else None
-                        written.append(_lock(packages, architecture, apt, same_device))
-                        earlier = packages
+                known = {(packages.device, packages.stage): packages for packages in sets() if packages.suite == suite}
+                for (device, stage), packages in known.items():
+                    below = known[device, STAGES[stage][-1]] if STAGES[stage] else None
+                    written.append(_lock(packages, architecture, apt, below))
     return written
 
 
@@ -136,11 +141,11 @@ def _apt(work: Path, suite: str, architecture: str) -> list[str]:
     return command
 
 
-def _lock(packages: DebianSet, architecture: str, apt: list[str], earlier: DebianSet | None) -> Path:
-    """Write the lock of a set, without the packages of the stage before it."""
+def _lock(packages: DebianSet, architecture: str, apt: list[str], below: DebianSet | None) -> Path:
+    """Write the lock of a set, without the packages of the stage below it."""
     debs = _closure(packages, apt)
-    if earlier:
-        present = set(_closure(earlier, apt))
+    if below:
+        present = set(_closure(below, apt))
         debs = [deb for deb in debs if deb not in present]
     lock = packages.path(architecture)
     if lock.exists() and sorted(read(lock), key=lambda deb: deb.path) == debs:

@@ -133,7 +133,7 @@ def test_with_ca_tells_every_client_only_if_there_is_one(tmp_path):
 def test_every_debian_set_is_locked_for_both_machines_with_all_that_was_asked_for():
     for entry in debian.sets():
         for machine in debian.ARCHITECTURES:
-            debs = [deb for stage in debian.STAGES[: debian.STAGES.index(entry.stage) + 1]
+            debs = [deb for stage in (*debian.STAGES[entry.stage], entry.stage)
                     for deb in debian.read(debian.LOCKS / f"{entry.device}-{stage}-{machine}.txt")]  # fmt: skip
             names = {Path(deb.path).name.partition("_")[0] for deb in debs}
             assert set(entry.wanted) <= names
