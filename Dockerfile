@@ -2,6 +2,7 @@
 #
 #   docker build --tag sparkforge/vllm:spark .                                     for a DGX Spark (linux/arm64)
 #   docker build --build-arg STACK=embedded --tag sparkforge/vllm:embedded .       for a machine without a GPU
+#   docker build --platform linux/arm64 --tag sparkforge/vllm:spark-arm64 .        for a Spark, on x86-64
 #
 # Every input is named by hash: bases by digest (pins.toml), Debian packages and Python packages by sha256 (locks/).
 
@@ -35,16 +36,33 @@ FROM base-cuda AS base-spark
 FROM base-cuda AS base-spark-next
 FROM base-cpu AS base-embedded
 
+# ── The same for the machine that builds, which need not be the image's: nothing is compiled in emulation. What is equal
+# up to the first package makes one stage of a native build ─────────────────────────────────────────────────────────────
+FROM --platform=$BUILDPLATFORM debian:trixie-slim@sha256:a29215f6a35e51e22adffa17f89e9d2ef06214e64a2bad10d765c46aea49f11f AS builder-cuda
+ENV SPARKFORGE_DEVICE=cuda \
+    SPARKFORGE_PROFILE=spark \
+    FLASHINFER_CUDA_ARCH_LIST=12.1a \
+    FLASHINFER_MOE_SM120_DTYPES=fp8xfp4 \
+    VLLM_HAS_FLASHINFER_CUBIN=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+FROM --platform=$BUILDPLATFORM debian:bookworm-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251 AS builder-cpu
+ENV SPARKFORGE_DEVICE=cpu \
+    SPARKFORGE_PROFILE=embedded
+
+FROM builder-cuda AS builder-spark
+FROM builder-cuda AS builder-spark-next
+FROM builder-cpu AS builder-embedded
+
 # ── base: what every later stage and the runtime stand on ────────────────────────────────────────────────────────────
 # hadolint ignore=DL3006
 FROM base-${STACK} AS base
-ARG TARGETARCH
 ARG DEBIAN_MIRROR=
 ARG DEBIAN_SNAPSHOT=
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
     --mount=type=cache,target=/var/cache/debs,sharing=locked \
-    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-runtime-${TARGETARCH}.txt"
+    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-runtime-$(dpkg --print-architecture).txt"
 # Written by hand: adduser would note today's date in /etc/shadow. Libraries ask who they run as. A mounted cache of Hugging
 # Face in /root is found by every user, and `docker run --user` may be another one than 1000.
 RUN echo 'spark:x:1000:1000:Sparkforge:/var/cache/sparkforge:/usr/sbin/nologin' >> /etc/passwd \
@@ -57,14 +75,29 @@ ARG STACK
 ENV SPARKFORGE_STACK=${STACK}
 
 # ── toolchain: ./inv with its environment, and the CUDA compiler ─────────────────────────────────────────────────────
-FROM base AS tools
+# hadolint ignore=DL3006
+FROM builder-${STACK} AS builder
+ARG DEBIAN_MIRROR=
+ARG DEBIAN_SNAPSHOT=
+RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
+    --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
+    --mount=type=cache,target=/var/cache/debs,sharing=locked \
+    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-runtime-$(dpkg --print-architecture).txt"
+ARG STACK
+ARG TARGETPLATFORM
+ENV SPARKFORGE_STACK=${STACK} \
+    SPARKFORGE_PLATFORM=${TARGETPLATFORM}
+
+FROM builder AS tools
+ARG BUILDARCH
 ARG TARGETARCH
 ARG DEBIAN_MIRROR
 ARG DEBIAN_SNAPSHOT
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
     --mount=type=cache,target=/var/cache/debs,sharing=locked \
-    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-build-${TARGETARCH}.txt"
+    [ "$BUILDARCH" = "$TARGETARCH" ] || cross=/mnt/locks/${SPARKFORGE_DEVICE}-cross-${BUILDARCH}.txt; \
+    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-build-${BUILDARCH}.txt" ${cross:+"$cross"}
 WORKDIR /opt/sparkforge
 COPY sparkforge/__init__.py sparkforge/
 COPY sparkforge/core/__init__.py sparkforge/core/bootstrap.py sparkforge/core/errors.py sparkforge/core/installers.py sparkforge/core/
@@ -83,14 +116,14 @@ COPY spark_mxfp4/pyproject.toml spark_mxfp4/
 FROM tools AS toolchain
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=secret,id=ca,required=false \
-    deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs toolchain --stack "$SPARKFORGE_STACK"
+    deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs toolchain --stack "$SPARKFORGE_STACK" --platform "$SPARKFORGE_PLATFORM"
 
 # ── sources and patches: the tree at /opt/venv, from its lock, with the queues in it ─────────────────────────────────
 FROM toolchain AS sources
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=bind,from=wheels,target=/mnt/wheels \
     --mount=type=secret,id=ca,required=false \
-    PIP_FIND_LINKS=/mnt/wheels deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs install --stack "$SPARKFORGE_STACK"
+    PIP_FIND_LINKS=/mnt/wheels deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs install --stack "$SPARKFORGE_STACK" --platform "$SPARKFORGE_PLATFORM"
 
 # ── kernels: FlashInfer's modules for gpt-oss, compiled here because nobody publishes them for 12.1a ─────────────────
 FROM sources AS kernels
@@ -102,10 +135,11 @@ ARG KERNEL_PACKS=
 COPY pins.toml trust.tom[l] ./
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=bind,from=packs,target=/mnt/packs \
+    --mount=type=bind,from=wheels,target=/mnt/wheels \
     --mount=type=secret,id=ca,required=false \
     --mount=type=secret,id=signing-key,required=false \
-    SPARKFORGE_PACKS="${KERNEL_PACKS:-/mnt/packs}" deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs kernels \
-        --stack "$SPARKFORGE_STACK" --set "$KERNEL_SET" --jobs "$JOBS"
+    PIP_FIND_LINKS=/mnt/wheels SPARKFORGE_PACKS="${KERNEL_PACKS:-/mnt/packs}" deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs kernels \
+        --stack "$SPARKFORGE_STACK" --platform "$SPARKFORGE_PLATFORM" --set "$KERNEL_SET" --jobs "$JOBS"
 # The modules as a pack, for the next build: --target kernel-packs --output .sparkforge/packs --secret id=signing-key,src=KEY.pem
 FROM scratch AS kernel-packs
 COPY --from=kernels /kernels/packs/ /
@@ -113,20 +147,20 @@ COPY --from=kernels /kernels/packs/ /
 # ── vllm: as it came, or compiled ────────────────────────────────────────────────────────────────────────────────────
 FROM kernels AS vllm-wheel
 FROM kernels AS vllm-source
-ARG TARGETARCH
+ARG BUILDARCH
 ARG DEBIAN_MIRROR
 ARG DEBIAN_SNAPSHOT
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
     --mount=type=cache,target=/var/cache/debs,sharing=locked \
-    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-source-${TARGETARCH}.txt"
+    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-source-${BUILDARCH}.txt"
 ARG JOBS=auto
 # CMake targets with commas, to try the way; none named are all that SM121 uses (docs/concepts/vllm-extensions.md).
 ARG VLLM_TARGETS=
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=bind,from=bundle,target=/mnt/bundle \
     --mount=type=secret,id=ca,required=false \
-    deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs vllm --stack "$SPARKFORGE_STACK" --jobs "$JOBS" \
+    deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs vllm --stack "$SPARKFORGE_STACK" --platform "$SPARKFORGE_PLATFORM" --jobs "$JOBS" \
         --sources /mnt/bundle --targets "$VLLM_TARGETS"
 # hadolint ignore=DL3006
 FROM vllm-${VLLM_FROM} AS vllm
@@ -137,12 +171,12 @@ ARG JOBS=auto
 COPY deploy/trim.toml deploy/licences.toml /opt/sparkforge/deploy/
 COPY deploy/licences/ /opt/sparkforge/deploy/licences/
 RUN --mount=type=bind,from=base,target=/mnt/base \
-    .venv/bin/python -m sparkforge.image.rootfs finish --stack "$SPARKFORGE_STACK" --jobs "$JOBS" \
-    && .venv/bin/python -m sparkforge.image.rootfs verify --stack "$SPARKFORGE_STACK" --debian /mnt/base
+    .venv/bin/python -m sparkforge.image.rootfs finish --stack "$SPARKFORGE_STACK" --platform "$SPARKFORGE_PLATFORM" --jobs "$JOBS" \
+    && .venv/bin/python -m sparkforge.image.rootfs verify --stack "$SPARKFORGE_STACK" --platform "$SPARKFORGE_PLATFORM" --debian /mnt/base
 
 # ── project: our own files, with the same modes and times whatever the checkout's ────────────────────────────────────
 # Python finds our packages in packages/, which holds nothing else; pins, locks and patches are beside it.
-FROM base AS project
+FROM builder AS project
 ARG SOURCE_DATE_EPOCH=0
 WORKDIR /opt/sparkforge
 COPY pins.toml pyproject.toml LICENSE ./

@@ -173,12 +173,12 @@ class WheelSet:
     extra: tuple[str, ...]  # besides the lock, which lacks them
 
 
-def fetch_wheels(lock: str, components: Iterable[Component]) -> WheelSet:
-    """Fetch the wheels of `components` for the locked set `lock`, or make the patched ones.
+def fetch_wheels(lock: str, components: Iterable[Component], machine: str = "") -> WheelSet:
+    """Fetch the wheels of `components` for the locked set `lock` on `machine`, or make the patched ones.
 
-    Raises NetworkError, IntegrityError, PatchError, and ProcessError if nothing is pinned for this machine.
+    Raises NetworkError, IntegrityError, PatchError, and ProcessError if nothing is pinned for the machine.
     """
-    target = _this_machine()
+    target = TargetMachine(machine) if machine else _this_machine()
     text = locks.lock_path(lock).read_text(encoding="utf-8")
     folders, replaced, extra = list[Path](), dict[str, str](), list[str]()
     for component in components:
@@ -248,11 +248,13 @@ def _install(env: Environment, pin: EnvironmentPin, wheels: WheelSet) -> None:
     install_locked(env.python, pin.lock, wheels, copy=pin.copy_files)
 
 
-def install_locked(python: Path, lock: str, wheels: WheelSet, *, copy: bool = False, bytecode: bool = True) -> None:
+def install_locked(
+    python: Path, lock: str, wheels: WheelSet, *, machine: str = "", copy: bool = False, bytecode: bool = True
+) -> None:
     """Install the locked set `lock` with `wheels` into the environment of `python`. Raises as `locks.install`."""
     locks.install(
-        python, lock, find_links=wheels.folders, replaced=wheels.replaced, extra=wheels.extra, copy=copy,
-        bytecode=bytecode,
+        python, lock, find_links=wheels.folders, replaced=wheels.replaced, extra=wheels.extra, machine=machine,
+        copy=copy, bytecode=bytecode,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,15 +64,17 @@ def image_path(name: str) -> str:
     return caller_path(name) if name.startswith(("/", ".", "~")) or name.endswith(".tar") else name
 
 
-def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "auto", packs: str = "") -> None:
-    """Build a stack's image through Compose."""
+def build_image(
+    stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "auto", packs: str = "", platform: str = ""
+) -> None:
+    """Build a stack's image through Compose; one for another platform is not what Compose serves here."""
     from sparkforge.image import versions
     from sparkforge.image.build import build
     from sparkforge.image.inspect import ready_to_build
 
     command = ready_to_build(stack)
-    with versions.named(stack):
-        build(command, stack=stack, steps=steps, way=way, jobs=chosen_jobs(jobs), packs=packs)
+    with nullcontext() if platform else versions.named(stack):
+        build(command, stack=stack, steps=steps, way=way, jobs=chosen_jobs(jobs), packs=packs, platform=platform)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class BuildOptions:
     compile_python: str = option("native, from source: interpreter with torch and CUDA to compile against")
     sources: str = option("native: folder of an unpacked bundle, used instead of the network, or of git checkouts")
     packs: str = option(PACKS)
+    platform: str = option("docker: what the image is for, such as linux/arm64; default: the engine's")
     stack: str = option(STACK)
 
 
@@ -99,6 +103,9 @@ def build(_ctx: Context, options: BuildOptions) -> None:
     if options.only and (options.engine != "native" or options.only not in ("sources", "toolchain")):
         why = "native builds have the parts sources and toolchain"
         raise UsageError(f"--only {options.only} does not go with --engine {options.engine}", why, "./inv build --help")
+    if options.platform and options.engine != "docker":
+        fix = f"--engine docker, or the kernels alone: ./inv build.kernels --platform {options.platform[:40]}"
+        raise UsageError("--platform is an image's", "a native build is for this machine", fix)
     stack, sources = chosen_stack(options.stack), caller_path(options.sources)
     if options.only == "sources":
         from sparkforge.sources import offline, trees
@@ -125,7 +132,14 @@ def build(_ctx: Context, options: BuildOptions) -> None:
             )
         )
     elif options.engine == "docker":
-        build_image(stack, Steps(1), way=options.from_, jobs=options.jobs, packs=image_path(options.packs))
+        build_image(
+            stack,
+            Steps(1),
+            way=options.from_,
+            jobs=options.jobs,
+            packs=image_path(options.packs),
+            platform=options.platform,
+        )
     else:
         raise UsageError(
             f"--engine {options.engine!r} is not known", "there are native and docker", "./inv build --help"

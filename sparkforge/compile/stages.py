@@ -45,10 +45,16 @@ class BuildRequest:
     take: Take | None = None
 
 
-def require_way(way: str) -> None:
-    """Raise UsageError unless `way` is one of WAYS: upstream's wheel, or compiled from source."""
+def require_way(way: str, machine: str = toolchain.THIS_MACHINE) -> None:
+    """Raise UsageError unless `way` is one of WAYS, and this machine can go it for `machine`.
+
+    They are upstream's wheel, and compiled from source, which only a machine of the same kind does.
+    """
     if way not in WAYS:
         raise UsageError(f"--from {way!r} is no way to vLLM", f"there are {' and '.join(WAYS)}", "--from wheel")
+    if way == "source" and machine != toolchain.THIS_MACHINE:
+        why = f"vLLM's extensions are compiled for {machine} on such a machine only"
+        raise UsageError("--from source does not go with --platform", why, "--from wheel")
 
 
 def build(request: BuildRequest) -> dict[str, bool]:

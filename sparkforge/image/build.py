@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sparkforge import pins
 from sparkforge.compile.stages import require_way
 from sparkforge.core import paths
-from sparkforge.core.console import Steps
-from sparkforge.core.docker import docker_logged
-from sparkforge.core.errors import ProcessError
+from sparkforge.core.console import Steps, say
+from sparkforge.core.docker import docker, docker_logged
+from sparkforge.core.errors import EngineError, ProcessError
 from sparkforge.core.files import write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.image import compose, devices
@@ -28,25 +30,38 @@ def build(
     way: str = "wheel",
     jobs: str = "auto",
     packs: str = "",
+    platform: str = "",
     steps: Steps | None = None,
 ) -> Path:
     """Build a stack's image with `docker` and `command`, which ends in Compose's `build`; return the build's log.
 
-    `way` is how vLLM gets in: upstream's wheel, or compiled from source; `packs` is a place of kernel packs. Raises
+    `way` is how vLLM gets in: upstream's wheel, or compiled from source; `packs` is a place of kernel packs. For
+    another `platform` than the engine's, such as linux/arm64, the image has the architecture behind its name. Raises
     UsageError for another way, and a named error of the engine or EngineError with the log's last lines.
     """
-    require_way(way)
+    require_way(way, devices.machine_of(platform))
     log = paths.state() / "logs" / "image.log"
     origin, folder = build_context(packs)
     arguments = {"VLLM_FROM": way, "JOBS": jobs, **({"KERNEL_PACKS": origin} if origin else {}), **commit()}
-    if folder:
-        override = paths.state() / "packs.compose.json"
-        write_json(override, {"services": {SERVICE: {"build": {"additional_contexts": {"packs": str(folder)}}}}})
+    service: dict[str, Any] = {"build": {"additional_contexts": {"packs": str(folder)}} if folder else {}}
+    if platform:
+        platforms = re.search(r"^Platforms:\s*(.*)$", docker(["buildx", "inspect"]), re.MULTILINE)
+        if platforms and platform not in re.split(r"[,\s*]+", platforms[1]):
+            why = f"Debian's packages are set up by programs for it, and its builder runs {platforms[1]}"
+            fix = "sudo apt install qemu-user-static (or qemu-user-binfmt), sudo systemctl restart docker"
+            raise EngineError(f"the Docker engine runs no program for {platform}", why, fix, code="engine.failed")
+        name = f"{compose.resolve(compose.variables(stack)).image}-{platform.rpartition('/')[2]}"
+        service = {"image": name, "build": {**service["build"], "platforms": [platform]}}
+    if folder or platform:
+        override = paths.state() / "build.compose.json"
+        write_json(override, {"services": {SERVICE: service}})
         command = [*command[:-1], "--file", override, command[-1]]
     flags = [flag for name, value in arguments.items() for flag in ("--build-arg", f"{name}={value}")]
     with (steps or Steps(1)).step("build", f"{way}, the whole log in {log}") as tell:
         docker_logged([*command, *flags, SERVICE], log, tell, compose.variables(stack))
         tell(f"log in {log}")
+    if platform:
+        say(f"{name} is for {platform}: ./inv image.publish REPOSITORY --image {name}")
     return log
 
 

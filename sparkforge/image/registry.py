@@ -90,7 +90,8 @@ def pull(stack: str, reference: str, expected: Expected) -> None:
         docker_logged(["pull", reference], paths.state() / "logs" / "pull.log", tell)
     try:
         with engine.connected() as client:
-            image = client.images.get(reference)
+            here = engine.read(client).platform
+            image = engine.require_image(client, reference, here, build_command(stack))
             manifest, _ = inspect.require_ours(client, image, stack, expected)
             _require_stack(image, manifest, stack)
             evidence = trust.require(client, image, stack, reference.partition("@")[0])

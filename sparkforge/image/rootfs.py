@@ -31,6 +31,7 @@ from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
 from sparkforge.compile.flashinfer.environment import AHEAD_OF_TIME
 from sparkforge.compile.jobs import parse_limit
+from sparkforge.compile.stages import require_way
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core.console import say
@@ -42,7 +43,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
 from sparkforge.core.program import exit_code
 from sparkforge.image import licences, packs, sbom, trimming
-from sparkforge.image.devices import CUDA
+from sparkforge.image.devices import CUDA, machine_of
 from sparkforge.patching import series
 from sparkforge.pins import StackImage, locks
 from sparkforge.pins.patched import load_patched
@@ -62,6 +63,12 @@ class Tree:
 
     root: Path
     stack: str
+    machine: str = toolchain.THIS_MACHINE  # what the image is for, as `uname -m` has it
+
+    @property
+    def is_native(self) -> bool:
+        """Whether what the tree holds can run here. Its interpreter does, since every Debian's has the same path."""
+        return self.machine == toolchain.THIS_MACHINE
 
     @property
     def python(self) -> Path:
@@ -85,14 +92,14 @@ class Tree:
 
     @property
     def lock(self) -> str:
-        """The set that it is made from on this processor."""
-        return self.inputs.lock(os.uname().machine)
+        """The set that it is made from on its processor."""
+        return self.inputs.lock(self.machine)
 
 
 def prepare_toolchain(tree: Tree) -> None:
     """Install the CUDA compiler and its company, for an image that compiles. Raises the errors of `toolchain`."""
     if tree.device == CUDA:
-        toolchain.print_toolchain()
+        toolchain.print_toolchain(tree.machine)
 
 
 def install(tree: Tree, more: str = "") -> None:
@@ -111,17 +118,17 @@ def install(tree: Tree, more: str = "") -> None:
         for component in table.stack(tree.stack).components.values()
         if (component.patches or component.index) and any(name.endswith(".whl") for name in component.files)
     ]
-    wheels = environments.fetch_wheels(tree.lock, components)
-    environments.install_locked(tree.python, tree.lock, wheels, bytecode=False)
+    wheels = environments.fetch_wheels(tree.lock, components, tree.machine)
+    environments.install_locked(tree.python, tree.lock, wheels, machine=tree.machine, bytecode=False)
     for component in components:
         if component.provides:
             environments.name_distribution(tree.packages, *component.provides.split("=="))
     if tree.device == CUDA:
         home = tree.packages / toolchain.HOME
         toolchain.add_links(home)
-        toolchain.make_stub(home, toolchain.host_compiler(home)[0])
+        toolchain.make_stub(home, toolchain.host_compiler(home, machine=tree.machine)[0])
     if more:
-        locks.install(tree.python, more, bytecode=False)
+        locks.install(tree.python, more, machine=tree.machine, bytecode=False)
     name_plugins(tree.packages)
     (tree.root / LOCK).unlink(missing_ok=True)
 
@@ -140,6 +147,7 @@ def name_plugins(packages: Path) -> None:
 def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
     """Take or compile a set of FlashInfer's modules with the tree's own CUDA, and put them where a server loads them.
 
+    For another machine than this one they are compiled with the locked toolchain, for an environment of their own.
     They are a kernel pack under `built`, besides: the Dockerfile's target `kernel-packs`.
     `name` is a set of the stack's kernel table; empty for the image's own. A stack without kernels has none compiled.
     Raises the errors of `build_kernels`, and IntegrityError if it compiled none.
@@ -147,8 +155,11 @@ def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
     if not tree.inputs.kernels:
         say(f"the stack {tree.stack} has no kernels to compile")
         return
-    os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
-    request = KernelRequest(tree.stack, name, "", jobs, str(built), str(tree.python), take=packs.taking(""))
+    python = ""
+    if tree.is_native:
+        os.environ["CUDA_HOME"], python = str(tree.packages / toolchain.HOME), str(tree.python)
+    take = packs.taking("")
+    request = KernelRequest(tree.stack, name, "", jobs, str(built), python, take=take, machine=tree.machine)
     build_kernels(request)
     packs.publish(request, str(built / bundle.PACKS), SIGNING_KEY if SIGNING_KEY.is_file() else None)
     take_kernels(tree, built)
@@ -159,6 +170,7 @@ def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
 
     `sources` is an unpacked bundle or has a checkout for each repository; an empty folder means the network.
     """
+    require_way("source", tree.machine)
     git_sources = str(sources) if any(sources.iterdir()) else ""
     os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
     overlay, _ = build_extensions(
@@ -236,7 +248,7 @@ def audit_code(tree: Tree) -> dict[str, Any]:
     files = sorted([*(tree.packages / AHEAD_OF_TIME).rglob("*.so"), *(tree.packages / "vllm").glob("*.so")])
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "audit.json"
-        audit_report.run_audit(files, tools=toolchain.audit_tools, machine=os.uname().machine, output=output)
+        audit_report.run_audit(files, tools=toolchain.audit_tools, machine=tree.machine, output=output)
         document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return {key: value for key, value in document.items() if key not in ("seconds", "mb_per_second")}
 
@@ -294,7 +306,7 @@ def describe(tree: Tree) -> dict[str, Any]:
     document: dict[str, Any] = {
         "stack": tree.stack,
         "device": tree.device,
-        "machine": os.uname().machine,
+        "machine": tree.machine,
         "python": sys.version.split()[0],
         "lock": {tree.lock: hashlib.sha256(locks.lock_path(tree.lock).read_bytes()).hexdigest()},
         "packages": {canonicalize_name(name): version for name, _, version in parts},
@@ -333,6 +345,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m sparkforge.image.rootfs", description=__doc__)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--stack", required=True, help="a stack of pins.toml")
+    parser.add_argument("--platform", default="", help="what the image is for, such as linux/arm64")
     parser.add_argument("--tree", type=Path, default=Path("/opt/venv"))
     parser.add_argument("--with", dest="more", default="", help="a further lock to install")
     parser.add_argument("--set", default="", help="a set of the stack's kernel table")
@@ -343,7 +356,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--describe", type=Path, default=Path("/opt/image.json"), help="where to write the manifest")
     parser.add_argument("--debian", type=Path, default=Path("/"), help="a root with the image's Debian packages")
     options = parser.parse_args(arguments)
-    return exit_code(lambda: STEPS[options.step](Tree(options.tree, options.stack), options))
+    return exit_code(
+        lambda: STEPS[options.step](Tree(options.tree, options.stack, machine_of(options.platform)), options)
+    )
 
 
 if __name__ == "__main__":

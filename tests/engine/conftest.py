@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/engine" in str(item.path):
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(1500))
+            item.add_marker(pytest.mark.timeout(3600))
             if not os.environ.get("SPARKFORGE_ENGINE"):  # never a user's own engine
                 item.add_marker(pytest.mark.skip(reason="needs a private Docker engine: sudo tests/engine/run"))
 

@@ -24,7 +24,7 @@ packages=(docker.io docker-cli docker-buildx docker-compose containerd prometheu
 # Which bases a run needs: SUITE-ARCHITECTURE.
 machine=$(dpkg --print-architecture)
 bases=("bookworm-$machine")
-[ -z "${ENGINE_CUDA:-}" ] || bases+=("trixie-$machine")
+[ -z "${ENGINE_CUDA:-}${ENGINE_ARM64:-}" ] || bases+=("trixie-$machine")
 [ -z "${ENGINE_ARM64:-}" ] || bases+=(trixie-arm64)
 binfmt=/proc/sys/fs/binfmt_misc
 KEEP_CACHE=10GB  # of the build cache, between runs with ENGINE_KEEP=1: the embedded image's stages, twice

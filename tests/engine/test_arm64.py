@@ -1,17 +1,24 @@
-"""The thin stages for linux/arm64, emulated: base, environment of ./inv, and the compiler, making code for 12.1a.
+"""linux/arm64 on x86-64: the Spark's image, made by this machine's compilers, and a Spark's own thin stages, emulated.
 
-What weighs gigabytes is not installed: the index is asked whether it has each wheel under its locked hash.
+The image has one small module of FlashInfer, and is looked at in emulation: its packages are imported, its validator
+judges a Spark's facts. 30 GB of disk and half an hour.
 """
 
+import hashlib
 import re
+import zipfile
 
 import pytest
+from test_cuda import BASE, command, look
 
+from sparkforge import pins
 from sparkforge.core.paths import ROOT
+from sparkforge.patching.series import queues
 from sparkforge.pins import index, locks
 from sparkforge.pins.wheels import TargetMachine, choose, requirements
 
-BASE = re.search(r"^FROM (\S+) AS base-cuda$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+ARM64 = "docker.io/sparkforge-ci/debian:trixie-slim-arm64"
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 LOOK = """
 FROM toolchain AS look
 RUN echo "machine $(uname -m), $(python3 --version), $(tini --version)" \\
@@ -20,28 +27,113 @@ RUN echo "machine $(uname -m), $(python3 --version), $(tini --version)" \\
     && home=$(dirname "$(find /opt/sparkforge/.sparkforge -path '*/nvidia/cu13/bin/nvcc')") \\
     && "$home/nvcc" -arch=sm_121a -cubin twice.cu && "$home/cuobjdump" -lelf twice.cubin
 """
+TREE = "--mount=type=bind,from=audit,source=/opt/venv,target=/opt/venv"
+PACKAGES = "/opt/venv/lib/python3.13/site-packages"
+BYTECODE = f"""
+RUN {TREE} mkdir /tmp/copy && cp -r {PACKAGES}/jinja2 /tmp/copy/ && rm -r /tmp/copy/jinja2/__pycache__ \\
+    && PYTHONHASHSEED=0 python -m compileall --invalidation-mode unchecked-hash -q -j 1 \\
+        -s /tmp/copy -p {PACKAGES} /tmp/copy/jinja2 \\
+    && diff -r /tmp/copy/jinja2/__pycache__ {PACKAGES}/jinja2/__pycache__ && echo "bytecode is a Spark's own"
+"""
+# FlashInfer's generators name types of torch and ask it two things.
+FAKE_TORCH = """
+class Tensor: pass
+class device: pass
+class dtype:
+    def __init__(self, name): self.name = name
+    def __repr__(self): return "torch." + self.name
+class cuda: is_available = staticmethod(lambda: False)
+class version: cuda = None
+class _C: _GLIBCXX_USE_CXX11_ABI = True
+def __getattr__(name):
+    if name.startswith("__"): raise AttributeError(name)
+    return globals().setdefault(name, dtype(name))
+"""
+
+
+def fake_torch(folder):
+    """Write a wheel that stands in for torch's CPU build, whose index not every machine reaches; return the pin's hash
+    and the wheel's."""
+    component = pins.load().component("embedded", "torch")
+    name = next(name for name in component.files if "cp313-manylinux_2_28_x86_64" in name)
+    info, files = f"torch-{component.version}.dist-info", {"torch/__init__.py": FAKE_TORCH}
+    files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: torch\nVersion: {component.version}\n"
+    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp313-cp313-manylinux_2_28_x86_64\n"
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / name, "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+    return component.files[name], hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
 @pytest.fixture(scope="module")
-def built(engine, tmp_path_factory):
+def crossed(engine, gb10_sheet, tmp_path_factory):
+    """What a build for a Spark and the look at its tree print."""
+    folder = tmp_path_factory.mktemp("cross")
+    (folder / "wheels").mkdir()
+    pinned, fake = fake_torch(folder / "wheels")
+    text = TEXT.replace(f"FROM {BASE} AS base-cuda", f"FROM {ARM64} AS base-cuda")  # one image of each has no index
+    text = text.replace("ENV UV_LINK_MODE=copy", "ENV UV_LINK_MODE=hardlink UV_NO_CACHE=1")  # half the disk
+    copy = "COPY pins.toml trust.tom[l] ./\n"
+    text = text.replace(copy, f"{copy}RUN sed -i s/{pinned}/{fake}/ pins.toml\n")
+    text += "\nFROM scratch AS sheets\nFROM base AS look\nCOPY --from=audit /opt/image.json /opt/\n"
+    text += look(TREE) + BYTECODE
+    (folder / "Dockerfile").write_text(text)
+    (folder / "gb10.json").write_text(gb10_sheet("spark"))
+    *words, context = command(engine, "spark", folder / "Dockerfile", "look")
+    words += ["--platform=linux/arm64", "--build-context", f"wheels={folder / 'wheels'}", context]
+    yield engine.docker(*words, both=True)
+    engine.docker("buildx", "prune", "--all", "--force", check=False)
+
+
+def test_a_module_is_compiled_here_and_audited_as_a_sparks(crossed):
+    assert re.search(r"1 modules in /kernels: \d+ of \d+ units compiled", crossed)
+    assert "they are for aarch64" in crossed
+    assert re.search(r"FlashInfer takes \['xqa_\S+\.so'\]", crossed)
+
+
+def test_the_tree_is_of_aarch64_wheels_and_both_queues(crossed):
+    assert '"machine": "aarch64"' in crossed
+    for _, queue in queues(pins.load(), "spark"):
+        assert f'"{queue.upstream}-{queue.version}": "{queue.sha256}"' in crossed
+    files, wheels = re.search(r"(\d+) files are as their wheels say, (\d+) wheels are ours", crossed).groups()
+    assert int(files) > 20_000
+    assert wheels == "2"
+
+
+def test_serving_is_imported_in_emulation_and_bytecode_is_the_same(crossed):
+    assert re.search(r"^#\d+ [\d.]+ serving is imported$", crossed, re.MULTILINE)
+    assert int(re.search(r"^#\d+ [\d.]+ cuDNN (\d+)$", crossed, re.MULTILINE)[1]) >= 91500
+    assert re.search(r"^#\d+ [\d.]+ bytecode is a Spark's own$", crossed, re.MULTILINE)
+
+
+def test_the_validator_of_the_image_judges_a_sparks_facts(crossed):
+    assert "ok   moe-backend" in crossed
+    assert "serve: the server may start" in crossed
+
+
+@pytest.fixture(scope="module")
+def native(engine, tmp_path_factory):
+    """What a Spark's own build prints, whose builder is emulated here, up to the compiler."""
     dockerfile = tmp_path_factory.mktemp("arm64") / "Dockerfile"
-    dockerfile.write_text((ROOT / "Dockerfile").read_text(encoding="utf-8") + LOOK)
+    dockerfile.write_text(TEXT + LOOK)
     arguments = ["buildx", "build", "--progress=plain", "--platform=linux/arm64", "--target=look"]
+    arguments += ["--build-arg=BUILDPLATFORM=linux/arm64", "--build-arg=BUILDARCH=arm64"]
     arguments += ["--file", dockerfile, "--output=type=cacheonly", f"--secret=id=ca,src={engine.environment['CI_CA']}"]
-    arguments += ["--build-context", f"{BASE}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim-arm64", ROOT]
+    arguments += ["--build-context", f"{BASE}=docker-image://{ARM64}", ROOT]
     return engine.docker(*arguments, both=True)
 
 
-def test_the_locked_packages_install_on_the_processor_of_a_spark(built):
-    assert re.search(r"machine aarch64, Python 3\.13\.\d+, tini version", built)
+def test_the_locked_packages_install_on_the_processor_of_a_spark(native):
+    assert re.search(r"machine aarch64, Python 3\.13\.\d+, tini version", native)
 
 
-def test_the_environment_of_inv_is_made_of_locked_aarch64_wheels(built):
-    assert re.search(r"^#\d+ [\d.]+ environment of ./inv$", built, re.MULTILINE)
+def test_the_environment_of_inv_is_made_of_locked_aarch64_wheels(native):
+    assert re.search(r"^#\d+ [\d.]+ environment of ./inv$", native, re.MULTILINE)
 
 
-def test_the_locked_compiler_runs_there_and_makes_code_for_a_spark(built):
-    assert "twice.sm_121a.cubin" in built
+def test_the_locked_compiler_runs_there_and_makes_code_for_a_spark(native):
+    assert "twice.sm_121a.cubin" in native
 
 
 def test_the_index_has_every_aarch64_wheel_of_the_spark_under_its_locked_hash():

@@ -29,26 +29,31 @@ IMPORTS = (
 STUB = "/opt/venv/lib/python3.13/site-packages/nvidia/cu13/lib/stubs/libcuda.so"
 AOT = "from flashinfer.jit import env; names = [one.name for one in env.FLASHINFER_AOT_DIR.iterdir()]; "
 AOT += "print('FlashInfer takes', [one.path.name for name in names for one in env.get_aot_artifacts(name)])"
-LOOK = f"""
-FROM scratch AS sheets
-FROM audit AS look
+# What looks at a tree at /opt/venv: each RUN has `mount`, by which it may come from another stage.
+LOOK = """
 COPY sparkforge/ /opt/sparkforge/packages/sparkforge/
 COPY spark_mxfp4/src/spark_mxfp4/ /opt/sparkforge/packages/spark_mxfp4/
 COPY validate/ /opt/sparkforge/packages/validate/
 ENV PYTHONPATH=/opt/sparkforge/packages PYTHONSAFEPATH=1 SPARKFORGE_ROOT=/opt/sparkforge
 # A driver that says 13.0 and that there is no device, so that what links against libcuda.so.1 can be imported.
-RUN {{ nm -D --defined-only {STUB} | grep -v cuDriverGetVersion \\
+RUN {mount} {{ nm -D --defined-only {stub} | grep -v cuDriverGetVersion \\
         | sed -n 's/.* T \\(cu.*\\)/int \\1() {{ return 100; }}/p'; \\
         echo 'int cuDriverGetVersion(int *v) {{ *v = 13000; return 0; }}'; }} > /tmp/driver.c \\
     && gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 /tmp/driver.c -o /tmp/libcuda.so.1
 ENV LD_LIBRARY_PATH=/tmp PATH=/opt/venv/bin:/usr/bin:/bin
-RUN python -c "import {", ".join(IMPORTS)}; print('serving is imported')"
-RUN python -c "import torch; print('cuDNN', torch.backends.cudnn.version())"
-RUN python -c "{AOT}"
-RUN --mount=type=bind,from=sheets,target=/mnt/sheets \\
+RUN {mount} python -c "import {imports}; print('serving is imported')"
+RUN {mount} python -c "import torch; print('cuDNN', torch.backends.cudnn.version())"
+RUN {mount} python -c "{aot}"
+RUN {mount} --mount=type=bind,from=sheets,target=/mnt/sheets \\
     python -m validate --profile spark --no-deep --facts /mnt/sheets/gb10.json
-RUN du -sm /opt/venv && du -sm --exclude=/opt --exclude=/root --exclude=/proc --exclude=/sys / && cat /opt/image.json
+RUN {mount} du -sm /opt/venv && du -sm --exclude=/opt --exclude=/root --exclude=/proc --exclude=/sys / \\
+    && cat /opt/image.json
 """
+
+
+def look(mount=""):
+    """Return the instructions that look at a tree, which `mount` brings."""
+    return LOOK.format(mount=mount, stub=STUB, imports=", ".join(IMPORTS), aot=AOT)
 
 
 def command(engine, stack, dockerfile, target, **arguments):
@@ -77,7 +82,8 @@ def stack(request):
 @pytest.fixture(scope="module")
 def dockerfile(engine, stack, gb10_sheet, tmp_path_factory):
     written = tmp_path_factory.mktemp(stack) / "Dockerfile"
-    written.write_text((ROOT / "Dockerfile").read_text(encoding="utf-8") + LOOK)
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    written.write_text(f"{text}\nFROM scratch AS sheets\nFROM audit AS look\n{look()}")
     written.with_name("gb10.json").write_text(gb10_sheet(stack))
     yield written
     engine.docker("buildx", "prune", "--all", "--force", check=False)  # 18 GB

@@ -55,11 +55,37 @@ def test_packs_go_into_the_build_as_a_folder_or_by_the_name_of_a_repository(
     image.build(WORDS, stack="embedded", packs=str(tmp_path / place) if local else place)
     words = called()
     assert (f"KERNEL_PACKS={argument}" in words) == bool(argument)
-    override = tmp_path / "state/packs.compose.json"
+    override = tmp_path / "state/build.compose.json"
     assert ("--file" in words and words[words.index("build") - 1] == str(override)) == local
     if local:
         folder = json.loads(override.read_text())["services"]["vllm"]["build"]["additional_contexts"]["packs"]
         assert folder == str(tmp_path / place) if not argument else os.listdir(folder) == ["pack.tar"]
+
+
+PROJECT = {"image": "sparkforge/vllm:spark", "environment": {"SPARKFORGE_STACK": "spark"}, "ports": [{"published": 1}]}
+ENGINE = f"""case "$*" in
+*inspect*) echo 'Platforms: linux/amd64*, linux/arm64';;
+*config*) echo '{json.dumps({"services": {"vllm": PROJECT}})}';;
+esac"""
+
+
+def test_an_image_for_another_platform_has_a_name_of_its_own(docker, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    called = docker(ENGINE)
+    image.build(WORDS, stack="spark", platform="linux/arm64")
+    override = tmp_path / "state/build.compose.json"
+    assert called()[: len(WORDS) + 2] == [*WORDS[:-1], "--file", str(override), "build"]
+    service = {"image": "sparkforge/vllm:spark-arm64", "build": {"platforms": ["linux/arm64"]}}
+    assert json.loads(override.read_text()) == {"services": {"vllm": service}}
+    assert "./inv image.publish REPOSITORY --image sparkforge/vllm:spark-arm64" in capsys.readouterr().err
+
+
+def test_an_engine_that_cannot_set_up_the_other_platforms_packages_is_refused_with_what_to_install(docker):
+    called = docker(ENGINE.replace(", linux/arm64", ""))
+    with pytest.raises(errors.EngineError, match="linux/arm64") as caught:
+        image.build(WORDS, stack="spark", platform="linux/arm64")
+    assert "qemu-user" in caught.value.fix
+    assert "build" not in called()
 
 
 def test_a_build_that_fails_is_named_and_its_log_is_the_next_step(docker):
@@ -72,6 +98,9 @@ def test_a_build_that_fails_is_named_and_its_log_is_the_next_step(docker):
 def test_another_way_is_refused():
     with pytest.raises(errors.UsageError, match="wheel and source"):
         image.build(WORDS, stack="spark", way="git")
+    other = "linux/amd64" if os.uname().machine == "aarch64" else "linux/arm64"
+    with pytest.raises(errors.UsageError, match="--from source does not go with --platform"):
+        image.build(WORDS, stack="spark", way="source", platform=other)
 
 
 @pytest.mark.needs("git")

@@ -37,7 +37,7 @@ def stages(name):
     """Return stage → what it stands on, of a Dockerfile."""
     text = (ROOT / name).read_text(encoding="utf-8")
     froms = [rest.split() for word, rest in instructions(text) if word == "FROM"]
-    return {fields[-1]: re.sub(r"\$\{(\w+)\}", lambda match: arguments(text)[match[1]], fields[0]) for fields in froms}
+    return {fields[-1]: re.sub(r"\$\{(\w+)\}", lambda match: arguments(text)[match[1]], fields[-3]) for fields in froms}
 
 
 @pytest.mark.parametrize(("name", "stack"), [(name, stack) for name in FILES for stack in STACKS])
@@ -47,6 +47,23 @@ def test_each_stack_stands_on_its_base_of_the_pins_and_on_its_device(name, stack
     assert stages(name)[f"base-{device}"] == f"{base.image}:{base.version}@{base.digest}"
     text = (ROOT / name).read_text(encoding="utf-8").partition(f" AS base-{device}\n")[2].partition("\nFROM ")[0]
     assert f"SPARKFORGE_DEVICE={device}" in text
+
+
+def test_only_the_stage_with_debians_packages_runs_programs_of_the_image_that_is_built():
+    """Everything else runs on the machine that builds, so that no compiler is emulated; its base is the image's."""
+    texts = re.split(r"^(?=FROM )", TEXT, flags=re.MULTILINE)[1:]
+    sections = {re.match(r"FROM .* AS (\S+)", text)[1]: text for text in texts}
+    parents = stages("Dockerfile")
+
+    def runs_natively(stage):
+        parent = parents[stage]
+        return "--platform=$BUILDPLATFORM" in sections[stage] or (parent in sections and runs_natively(parent))
+
+    assert [name for name, text in sections.items() if "\nRUN " in text and not runs_natively(name)] == ["base"]
+    for device in ("cuda", "cpu"):
+        of_image, of_builder = sections[f"base-{device}"], sections[f"builder-{device}"]
+        assert list(instructions(of_image))[1:] == list(instructions(of_builder))[1:]
+        assert parents[f"base-{device}"] == parents[f"builder-{device}"]
 
 
 @pytest.mark.parametrize("name", FILES)

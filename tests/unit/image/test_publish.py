@@ -43,6 +43,14 @@ def test_a_push_that_is_denied_too_names_the_login(publish, status):
     assert caught.value.fix.startswith("docker login registry.example.com,")
 
 
+def test_an_image_for_another_machine_is_pulled_for_nothing(fake_engine, docker_command):
+    fake_engine.image["Architecture"] = "arm64"
+    docker_command.answers("pull")
+    with pytest.raises(errors.IntegrityError, match="another platform") as caught:
+        registry.pull("embedded", f"{REPOSITORY}@{DIGEST}", None)
+    assert "it is linux/arm64, the engine is linux/amd64" in caught.value.why
+
+
 def test_another_answer_of_the_registry_is_no_missing_tag(publish):
     with pytest.raises(errors.EngineError, match="denied"):
         publish(500)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import shutil
 import sys
 import venv
@@ -11,7 +12,7 @@ from importlib.metadata import distributions
 import pytest
 from expected import refused
 
-from sparkforge.core.errors import IntegrityError
+from sparkforge.core.errors import IntegrityError, UsageError
 from sparkforge.image import devices, rootfs, trimming
 from sparkforge.image.rootfs import Tree
 from sparkforge.image.trimming import Cut
@@ -172,6 +173,31 @@ def test_vllm_is_compiled_from_the_bundle_if_there_is_one(tree, tmp_path, monkey
     rootfs.compile_vllm(Tree(tree.root, "spark"), tmp_path / "bundle", "spinloop", "3")
     assert (asked[0].sources, asked[0].targets) == (str(tmp_path / "bundle") if held else "", "spinloop")
     assert asked[1] == ("the overlay", str(tree.packages))
+
+
+FOREIGN = "x86_64" if os.uname().machine == "aarch64" else "aarch64"
+
+
+def test_the_tree_of_another_machine_has_its_wheels_and_modules_and_says_so(tree, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setenv("CUDA_HOME", "/chosen")
+    monkeypatch.setattr(rootfs, "build_kernels", asked.append)
+    monkeypatch.setattr(rootfs.packs, "publish", lambda *_: None)
+    monkeypatch.setattr(rootfs, "take_kernels", lambda *_: None)
+    monkeypatch.setattr(rootfs.environments, "install_locked", lambda *_, machine, **__: asked.append(machine))
+    monkeypatch.setattr(rootfs.environments, "fetch_wheels", lambda *arguments: asked.append(arguments))
+    foreign = Tree(tree.root, "spark", FOREIGN)
+    rootfs.compile_kernels(foreign, tmp_path, "trial", "1")
+    assert (asked[0].machine, asked[0].python, os.environ["CUDA_HOME"]) == (FOREIGN, "", "/chosen")
+    foreign = Tree(tmp_path / "new", "embedded", FOREIGN)
+    rootfs.install(foreign)
+    assert (asked[1][2], asked[2]) == (FOREIGN, FOREIGN)
+    assert rootfs.describe(foreign)["machine"] == FOREIGN
+
+
+def test_vllm_is_compiled_on_a_machine_like_the_images_only(tree, tmp_path):
+    with pytest.raises(UsageError, match="does not go with --platform"):
+        rootfs.compile_vllm(Tree(tree.root, "spark", FOREIGN), tmp_path, "", "1")
 
 
 # Patched wheels
