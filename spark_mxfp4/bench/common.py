@@ -5,40 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from spark_mxfp4.kernels.check import LayerSizes
 from spark_mxfp4.kernels.timing import graph_time
 
 LAYERS = 4  # run in turn, so that no weight is in cache
-BITS = 4.25  # of a weight with its share of a scale
-
-
-class LayerSizes(NamedTuple):
-    """The sizes of one layer."""
-
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-
-    def weight_bytes(self, touched: float) -> float:
-        """Return the bytes of `touched` experts' weights and scales."""
-        return touched * 3 * self.hidden * self.intermediate * BITS / 8
-
-    def operations(self, tokens: int) -> float:
-        """Return the floating-point operations of both products for `tokens`."""
-        return 6.0 * tokens * self.top_k * self.hidden * self.intermediate
-
-
-MODELS = {
-    "gpt-oss-120b": LayerSizes(128, 4, 2880, 2880),
-    "gpt-oss-20b": LayerSizes(32, 4, 2880, 2880),
-    "64 experts, top-8": LayerSizes(64, 8, 4096, 1536),
-    "16 experts, top-2": LayerSizes(16, 2, 6144, 2048),
-    "256 experts, top-8": LayerSizes(256, 8, 2048, 768),
-}
 
 
 def ceilings() -> dict[str, float]:

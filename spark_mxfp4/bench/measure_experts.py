@@ -18,21 +18,11 @@ from typing import Any
 import torch
 import triton
 
-from common import (
-    LAYERS,
-    MODELS,
-    LayerSizes,
-    ceilings,
-    count_of,
-    figures,
-    output_file,
-    print_row,
-    token_counts,
-)
+from common import LAYERS, ceilings, count_of, figures, output_file, print_row, token_counts
 from spark_mxfp4.experts import ExpertWeights
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels import hopper
-from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.check import MODELS, LayerSizes, error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
 from spark_mxfp4.kernels.timing import REPLAYS, Layer, graph_time
 
@@ -80,13 +70,12 @@ def tune(model: LayerSizes, tokens: tuple[int, ...]) -> dict[int, dict[str, floa
     kernel = hopper.HopperKernel("hopper")
     layers = [kernel.prepare(weights) for _ in range(LAYERS)]
     times: dict[int, dict[str, float]] = {}
-    numbers = range(hopper.library().spark_shape_number())
     plans = [hopper.LayerPlan(rows, parts) for rows in (1, 2, 3) for parts in (1, 2, 3)]
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
         routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
         share = number * model.top_k / model.experts
-        fitting = [n for n in numbers if share / 2.5 <= hopper.tile_tokens(n) <= max(64, 8 * share)]
+        fitting = [n for n, shape in hopper.GROUPED.items() if share / 2.5 <= shape.tokens <= max(64, 8 * share)]
         ways: dict[str, Layer] = {
             **{f"{n},{n}": _way(hopper.grouped_layer, x, layers, routes, (n, n)) for n in fitting},
             **{f"{plan}": _way(hopper.whole_layer, x, layers, routes, plan) for plan in plans if share <= MOST_SHARE},

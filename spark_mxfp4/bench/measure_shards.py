@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import distributed, multiprocessing
 
-from common import LAYERS, MODELS, count_of, output_file, print_row, token_counts
+from common import LAYERS, count_of, output_file, print_row, token_counts
 from spark_mxfp4.experts import ExpertWeights, Projection
-from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.check import MODELS, error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
 from spark_mxfp4.kernels.timing import REPLAYS, Layer, graph_time
 

@@ -23,11 +23,22 @@ from typing import Any
 
 import torch
 
-from common import LAYERS, MODELS, LayerSizes, count_of, figures, output_file
+from common import LAYERS, count_of, figures, output_file
 from spark_mxfp4.experts import ExpertWeights, swiglu
 from spark_mxfp4.kernels import hopper, precompile, tuning
-from spark_mxfp4.kernels.check import error, plain_swiglu, random_routing, random_weights, reference
-from spark_mxfp4.kernels.hopper import Activation, LayerPlan, whole_layer
+from spark_mxfp4.kernels.check import (
+    EDGES,
+    MODELS,
+    ROUTINGS,
+    LayerSizes,
+    error,
+    plain_swiglu,
+    poisoned,
+    random_routing,
+    random_weights,
+    reference,
+)
+from spark_mxfp4.kernels.hopper import SMALL_LAYERS, Activation, LayerPlan, whole_layer
 from spark_mxfp4.kernels.timing import graph_time
 
 Routes = list[tuple[torch.Tensor, torch.Tensor]]
@@ -35,28 +46,10 @@ BLOCKS = 48  # multiprocessors of a GB10
 PACE = os.environ.get("SPARK_PACE")
 BF16 = 0.006
 TOKENS = (1, 2, 4, 8, 16, 32)
-# Shapes of layer.cuh that fit a GB10: stages of the ring, and bytes of a stage's weights, of 8, 16, 32 and 64 tokens.
-CHUNK = 2176
-STAGES = {
-    4: (3, 9 * CHUNK),
-    5: (4, 9 * CHUNK),
-    6: (4, 8 * CHUNK),
-    7: (5, 6 * CHUNK),
-    8: (4, 6 * CHUNK),
-    9: (6, 2 * CHUNK),
-}
 ACTIVATIONS: dict[str, tuple[Activation, Callable[[torch.Tensor], torch.Tensor]]] = {
     "gpt-oss": (hopper.GPT_OSS, swiglu),
     "silu": (hopper.SILU, plain_swiglu),
 }
-
-
-def poisoned(*arguments: Any) -> torch.Tensor:
-    """Compute a layer in memory that holds NaN, and counters that hold -1, where nobody has written."""
-    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(4)]
-    poison += [torch.full((number,), -1, dtype=torch.int32, device="cuda") for number in (1, 16, 256, 4096)]
-    del poison
-    return whole_layer(*arguments)
 
 
 def check(until: float) -> dict[str, Any]:
@@ -64,15 +57,14 @@ def check(until: float) -> dict[str, Any]:
     kernel = hopper.HopperKernel("hopper")
     worst, calls = 0.0, 0
     wrong: list[list[Any]] = []
-    sizes = [(4, 256, 128, 2), (8, 96, 160, 3), (32, 2880, 2880, 4), (256, 64, 32, 8), (6, 4096, 64, 4), (1, 32, 32, 1)]
-    loads = [(t, kind) for t in (1, 2, 3, 8, 9, 17, 33, 64, 200) for kind in ("even", "uneven", "one")]
+    loads = [(t, kind) for t in (1, 2, 3, 8, 9, 17, 33, 64, 200) for kind in ROUTINGS]
     checked = [
         LayerPlan(shape, parts, at_once, blocks)
-        for shape, (stages, _) in STAGES.items()
-        for parts, at_once, blocks in ((1, (2, 2), BLOCKS), (3, (stages, 1), BLOCKS), (2, (1, 1), 5))
+        for shape, settings in SMALL_LAYERS.items()
+        for parts, at_once, blocks in ((1, (2, 2), BLOCKS), (3, (settings.stages, 1), BLOCKS), (2, (1, 1), 5))
     ]
     for number, (tokens, kind) in enumerate(loads):
-        for experts, hidden, intermediate, top_k in sizes:
+        for experts, top_k, hidden, intermediate in (*EDGES, MODELS["gpt-oss-20b"]):
             if time.monotonic() > until:
                 return {"worst_error": worst, "calls": calls, "wrong": wrong, "cut_short_at": [tokens, kind]}
             weights = random_weights(experts, hidden, intermediate, bias=number % 4 != 3)
@@ -82,8 +74,9 @@ def check(until: float) -> dict[str, Any]:
             for name, (activation, function) in ACTIVATIONS.items():
                 wanted = reference(x, weights, ids, shares, activation=function)
                 for plan in checked:
-                    got = poisoned(x, prepared, ids, shares, None, plan, activation)
-                    again = poisoned(x, prepared, ids, shares, None, plan, activation)
+                    got, again = (
+                        poisoned(whole_layer, x, prepared, ids, shares, None, plan, activation) for _ in range(2)
+                    )
                     deviation, calls = error(got, wanted), calls + 1
                     worst = max(worst, deviation)
                     if not deviation < BF16 or not torch.equal(got, again):
@@ -125,7 +118,7 @@ class Mover:
 def rates(library: str) -> dict[str, Any]:
     """Read and copy rates for the pieces of each shape's stages."""
     mover = Mover(library)
-    ours = {(piece, n) for stages, piece in STAGES.values() for n in range(1, stages + 1)}
+    ours = {(shape.weight_bytes, n) for shape in SMALL_LAYERS.values() for n in range(1, shape.stages + 1)}
     pieces = sorted(ours | {(8192, 12), (16384, 6)})
     return {
         f"{piece}x{n}": {"read": mover.rate(piece, n, copy=False), "copy": mover.rate(piece, n, copy=True)}
@@ -151,7 +144,7 @@ def plans_of(tokens: int, *, many: bool) -> list[LayerPlan]:
     shapes = (4, 5, 6, 8, 9) if many else (4, 5, 6)
     plans: list[LayerPlan] = []
     for shape in shapes:
-        most = STAGES[shape][0]
+        most = SMALL_LAYERS[shape].stages
         at_once = {(1, 1), (2, 1), (2, 2), (most, 1), (most, 2), (most, most)}
         plans += [
             LayerPlan(shape, parts, pair, BLOCKS)
@@ -183,7 +176,7 @@ def time_model(
                 return whole_layer(x, layers[i % LAYERS], *routes[i % LAYERS], None, plan)  # noqa: B023
 
             row = figures(model, number, touched, graph_time(once, count_of(number), 9))
-            same = moved.get(f"{STAGES[plan.shape][1]}x{plan.at_once[0]}", {})
+            same = moved.get(f"{SMALL_LAYERS[plan.shape].weight_bytes}x{plan.at_once[0]}", {})
             shares = {f"of_{way}": round(row["weights_gbs"] / rate, 3) for way, rate in same.items()}
             rows.append({**row, **shares, "plan": list(plan), "chosen": plan is taken})
         ours = [row for row in rows if row.get("tokens") == number]

@@ -21,7 +21,7 @@ from torch.nn import functional
 import common
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
 from spark_mxfp4.kernels import timing
-from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.check import LayerSizes, error, random_routing, random_weights, reference
 
 ALIGNMENT = 128  # both sizes are padded with zeros to a multiple of it, as vLLM does for this backend
 BETA = 1.0  # added to the activation's linear half
@@ -37,7 +37,7 @@ class CutlassLayer(NamedTuple):
     activation: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # alpha, beta, limit: float32 [E] each
 
 
-def measure(model: common.LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure(model: LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
     """Check and time one call of `cutlass_fused_moe` for each number of tokens, its tactics chosen beforehand.
 
     The time is that of the whole call: sorting, both products with the activation, weighted sum. Padding activations to
@@ -57,9 +57,7 @@ def measure(model: common.LayerSizes, tokens: tuple[int, ...]) -> list[dict[str,
         return [_measured(model, number, layers, plain) for number in tokens]
 
 
-def _measured(
-    model: common.LayerSizes, number: int, layers: list[CutlassLayer], plain: ExpertWeights
-) -> dict[str, Any]:
+def _measured(model: LayerSizes, number: int, layers: list[CutlassLayer], plain: ExpertWeights) -> dict[str, Any]:
     """Return the row of `number` tokens; `plain` are the last layer's weights as in the checkpoint."""
     x = _inputs(number, model)
     wide = padded(x)
@@ -117,7 +115,7 @@ def padded(x: torch.Tensor) -> torch.Tensor:
     return functional.pad(x, (0, -x.shape[1] % ALIGNMENT))
 
 
-def _inputs(number: int, model: common.LayerSizes) -> torch.Tensor:
+def _inputs(number: int, model: LayerSizes) -> torch.Tensor:
     return torch.randn(number, model.hidden, device="cuda").bfloat16()
 
 

@@ -17,12 +17,12 @@ from triton_kernels.tensor_details import layout
 import common
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, Projection
 from spark_mxfp4.kernels import timing
-from spark_mxfp4.kernels.check import random_weights
+from spark_mxfp4.kernels.check import LayerSizes, random_weights
 
 Prepared = tuple[Any, Any, torch.Tensor]  # weights, precision with the scales, bias
 
 
-def measure(model: common.LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure(model: LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
     """Time both products for each number of tokens; the sorting before them is not in its time, in ours it is."""
     options.update_opt_flags_constraints({"split_k": 1})
     layers = [

@@ -70,8 +70,6 @@ def gpu_on_cpu(library, monkeypatch):
 
     library.spark_error = lambda number: f"{number} threads wait for ever".encode()
     monkeypatch.setattr(hopper, "library", lambda: library)
-    for cached in ("tile_tokens", "gathers"):
-        monkeypatch.setattr(hopper, cached, getattr(hopper, cached).__wrapped__)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=None))
     set_processors(1, monkeypatch)
     library.add_tensor.argtypes = (ctypes.c_void_p, ctypes.c_int64)

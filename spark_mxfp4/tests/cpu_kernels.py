@@ -15,16 +15,15 @@ BF16 = 0.006  # the most error of a layer whose activations between the products
 STAND_INS = Path(__file__).parent / "on_cpu"
 
 
-def shared_library(folder: Path, unit: str, *sources: str, change: Callable[[str], str] = str) -> str:
-    """Compile `unit` beside the stand-ins and the kernels' `sources`, each as `change` returns it; return the library.
+def shared_library(folder: Path, unit: str, *, change: Callable[[str], str] = str) -> str:
+    """Compile `unit` beside the kernels' sources, each as `change` returns it, and the stand-ins; return the library.
 
-    A source that has a stand-in of its name is not among `sources`. Tests that use it need `c++` (pytest.mark.needs).
+    A stand-in replaces the source of its name. Tests that use it need `c++` (pytest.mark.needs).
     """
+    for path in precompile.FOLDER.glob("*.cu*"):
+        (folder / path.name).write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
     for path in STAND_INS.iterdir():
         shutil.copy(path, folder)
-    for name in sources:
-        text = (precompile.FOLDER / name).read_text(encoding="utf-8")
-        (folder / name).write_text(change(text), encoding="utf-8")
     library = folder / f"{Path(unit).stem}.so"
     # Each library has the stand-ins' variables for itself, though a process loads several.
     command = ["c++", "-x", "c++", "-std=c++17", "-O1", "-fno-gnu-unique", "-shared", "-fPIC", "-I.", unit]

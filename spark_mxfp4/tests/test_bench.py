@@ -12,14 +12,13 @@ import sys
 import pytest
 import torch
 
-import common
 import measure_experts
 import measure_formats
 import measure_linear
 import measure_shards
 from measure_formats import DRAWS, STATES_SEED, measure, pieces
 from project import PROJECT
-from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.check import LayerSizes, error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.linear import Format
 from spark_mxfp4.kernels.linear import reference as rounded
 
@@ -122,7 +121,7 @@ def test_a_row_says_that_vllm_is_absent(monkeypatch):
 @pytest.mark.parametrize("split", measure_shards.SPLITS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_shards_of_two_gpus_add_up_to_the_layer(split, bias):
-    sizes = common.LayerSizes(4, 2, 64, 128)
+    sizes = LayerSizes(4, 2, 64, 128)
     weights = random_weights(sizes.experts, sizes.hidden, sizes.intermediate, "cpu", bias=bias)
     x, (ids, shares) = torch.randn(5, 64).bfloat16(), random_routing(5, 4, 2, device="cpu")
     total = torch.zeros(5, 64)

@@ -12,7 +12,7 @@ from spark_mxfp4.kernels.check import error, random_routing, random_weights, ref
 from spark_mxfp4.kernels.layout import pack
 
 pytestmark = pytest.mark.needs("c++")
-SHAPES = range(7)
+SHAPES = hopper.GROUPED
 LARGE = 8  # activations that reach the limits of the activation function with so few columns
 
 
@@ -25,10 +25,7 @@ def for_fibers(text):
 def library(tmp_path_factory):
     """moe.cu's doors, with every shape."""
     folder = tmp_path_factory.mktemp("grouped")
-    headers = ("launch.cuh", "shapes.cuh", "gemm.cuh", "layer.cuh", "pace.cuh", "routing.cuh", "rows.cuh")
-    return hopper.bind(
-        cpu_kernels.shared_library(folder, "grouped.cpp", "moe.cu", "grouped.cu", *headers, change=for_fibers)
-    )
+    return hopper.bind(cpu_kernels.shared_library(folder, "grouped.cpp", change=for_fibers))
 
 
 @pytest.fixture
@@ -60,7 +57,7 @@ def check(library, gpu_on_cpu, monkeypatch):
 
 def widths(shape):
     """Return for each width of the matrix instruction, as `matrix_tokens` has them, a number of tokens."""
-    return [tokens for tokens in range(5, hopper.tile_tokens(shape) + 1, 8) if tokens not in (37, 53)]
+    return [tokens for tokens in range(5, SHAPES[shape].tokens + 1, 8) if tokens not in (37, 53)]
 
 
 # The two products have 6 and 5, 1 and 8, 11 and 1 chunks of 64 columns, and 10 and 6, 16 and 1, 2 and 11 tiles of 64
@@ -81,7 +78,7 @@ def test_every_width_of_the_matrix_instruction_is_right(check, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("tiles", "more"), [(1, -1), (1, 0), (1, 1), (2, 0), (2, 3)])
 def test_an_experts_tokens_fill_a_tile_or_more(check, shape, tiles, more):
-    tokens = tiles * hopper.tile_tokens(shape) + more
+    tokens = tiles * SHAPES[shape].tokens + more
     check((shape, shape), (2, 96, 64), tokens, routing="one", processors=2)
 
 

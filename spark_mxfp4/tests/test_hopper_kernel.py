@@ -1,4 +1,4 @@
-"""The CUDA kernels of the experts, compiled here: matrix instructions that run ahead, no spills, asynchronous copies.
+"""The CUDA kernels, compiled here: no spills; the experts' matrix instructions run ahead, copies are asynchronous.
 
 They run in device/.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_mxfp4.kernels import precompile
+from spark_mxfp4.kernels import precompile, router
 from spark_mxfp4.kernels.layout import CHUNK_BYTES
 from spark_mxfp4.kernels.offline import NVDISASM
 
@@ -25,9 +25,9 @@ MATRIX_CYCLES = 2 * 16 * 8 * 16 / (FLOPS / PROCESSORS / 4) * CLOCK
 COUNTS = {(1, 3, 8): 82, (3, 1, 8): 80, (2, 2, 8): 89, (3, 1, 16): 96, (3, 1, 32): 116, (2, 1, 64): 172}
 
 
-def compile_unit(nvcc, unit, target, output):
+def compile_unit(nvcc, unit, target, output, *flags):
     """Compile a unit to `output` and return what ptxas says, which is that no kernel spills."""
-    command = [nvcc, *precompile.flags(target), "-Xptxas", "-v", "-cubin", "-o", output, unit]
+    command = [nvcc, *precompile.flags(target), *flags, "-Xptxas", "-v", "-cubin", "-o", output, unit]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     kernels = result.stderr.count("Compiling entry function")
@@ -36,10 +36,22 @@ def compile_unit(nvcc, unit, target, output):
 
 
 def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path, nvcc):
-    for unit in sorted((precompile.FOLDER / "hopper_units").glob("*.cu")):
-        said = compile_unit(nvcc, unit, "90a", tmp_path / "unit.cubin")
+    units = [(unit, flags) for unit, flags in precompile.units(precompile.HOPPER) if flags]
+    assert len(units) == len(precompile.shapes("GROUPED"))
+    for unit, flags in units:
+        said = compile_unit(nvcc, unit, "90a", tmp_path / "unit.cubin", *flags)
         assert said.count("Compiling entry function") == 2
         assert not WAITING.search(said), said
+
+
+@pytest.mark.parametrize("target", ["90a", "121a"])
+@pytest.mark.parametrize(
+    ("name", "least"),  # three formats of 16 variants and the expansion; up to eight tokens, and more
+    [("linear", 3 * 16 + 1), ("router", 2 * (len(router.CLUSTERS) + len(router.TICKETS)))],
+)
+def test_every_variant_compiles_without_spills(tmp_path, nvcc, name, least, target):
+    said = compile_unit(nvcc, precompile.FOLDER / f"{name}.cu", target, tmp_path / "unit.cubin")
+    assert said.count("Compiling entry function") >= least
 
 
 def machine_code(nvcc, unit, target, folder):

@@ -36,8 +36,7 @@ def for_blocks(text):
 def library(tmp_path_factory):
     """The kernels' doors; the arrays of shared memory are the stand-in's."""
     folder = tmp_path_factory.mktemp("layer")
-    sources = ("layer.cuh", "gemm.cuh", "pace.cuh", "routing.cuh", "rows.cuh")
-    loaded = ctypes.CDLL(cpu_kernels.shared_library(folder, "layer.cpp", *sources, change=for_blocks))
+    loaded = ctypes.CDLL(cpu_kernels.shared_library(folder, "layer.cpp", change=for_blocks))
     loaded.spark_planes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     return loaded
 
@@ -45,7 +44,7 @@ def library(tmp_path_factory):
 HOPPER_SHARED, GB10_SHARED = 232_448, 101_376  # bytes that a block can have
 PLANS = [
     LayerPlan(1, 1), LayerPlan(1, 3), LayerPlan(2, 1), LayerPlan(2, 2), LayerPlan(3, 2, (3, 1)),
-    *(LayerPlan(shape, 2, (1, 1)) for shape in (4, 5, 6, 7, 8, 9)),
+    *(LayerPlan(shape, 2, (1, 1)) for shape in hopper.SMALL_LAYERS),
 ]  # fmt: skip
 
 
@@ -164,7 +163,7 @@ def test_a_shape_that_wants_more_shared_memory_than_a_gb10_has_is_refused():
 
 
 def vectors(x, chunks):
-    """Return `x` [T, H] as vectors [T, chunks, 8, 8] in the first product's order of columns, gemm.cuh's pair_at."""
+    """Return `x` [T, H] as vectors [T, chunks, 8, 8] in the first product's order of columns, format.cuh's pair_at."""
     pairs = [8 * (v // 2) + 2 * (v % 2) + w % 2 * 4 + w // 2 * 32 for v in range(8) for w in range(4)]
     columns = torch.tensor([first + i for first in pairs for i in range(2)])
     padded = torch.zeros(x.shape[0], chunks * 64, dtype=x.dtype)

@@ -1,12 +1,15 @@
 """The Hopper kernel's order of bytes: every byte comes back, and the order is the one that the CUDA source reads."""
 
+import ctypes
 import weakref
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import cpu_kernels
 from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.kernels import hopper, linear, router
 from spark_mxfp4.kernels.check import random_weights
 from spark_mxfp4.kernels.layout import CHUNK_BYTES, VALUE_BYTES, fits, pack, pack_projection, unpack, unpack_projection
 from spark_mxfp4.mxfp4 import dequantize
@@ -18,6 +21,34 @@ def projection(experts, rows, columns, *, bias=True, scales=129):
         torch.randint(0, scales, (experts, rows, columns // 32), dtype=torch.uint8),
         torch.randn(experts, rows) if bias else None,
     )
+
+
+@pytest.mark.needs("c++")
+def test_the_compiler_lays_out_arguments_and_shapes_as_python_does(tmp_path):
+    structures = (
+        hopper.Routing,
+        hopper.Ordering,
+        hopper.Gemm,
+        hopper.Input,
+        hopper.Layer,
+        router.Router,
+        linear.Linear,
+    )
+    claims = [
+        f"{'sizeof' if name is None else 'offsetof'}({', '.join(filter(None, (kind.__name__, name)))}) == {number}"
+        for kind in structures
+        for name, number in [
+            (None, ctypes.sizeof(kind)), *((name, getattr(kind, name).offset) for name, _ in kind._fields_),
+        ]
+    ]  # fmt: skip
+    for shape in (*hopper.GROUPED.values(), *hopper.LAYERS.values()):
+        kind = f"Shape<{', '.join(map(str, shape))}>"
+        claims += [f"{kind}::CHUNKS == {shape.chunks}", f"{kind}::GATHERS == {int(shape.gathers)}"]
+        claims += [f"{kind}::W_BYTES == {shape.weight_bytes}"]
+    headers = "".join(f'#include "{header}"\n' for header in ("warp.cuh", "arguments.cuh", "shapes.cuh"))
+    text = "".join(f"static_assert({claim});\n" for claim in claims)
+    (tmp_path / "claims.cpp").write_text(f"{headers}using namespace spark;\n{text}")
+    cpu_kernels.shared_library(tmp_path, "claims.cpp")
 
 
 @pytest.mark.parametrize("paired", [True, False])
@@ -38,7 +69,7 @@ def test_a_layer_comes_back():
 
 
 def as_the_kernel_reads(chunk):
-    """One chunk [2176] as values [64 rows, 64 columns], by gemm.cuh written out in plain Python."""
+    """One chunk [2176] as values [64 rows, 64 columns], by format.cuh written out in plain Python."""
     values = torch.zeros(64, 64)
     magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     raw = chunk.tolist()

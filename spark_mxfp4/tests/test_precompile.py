@@ -5,6 +5,7 @@ The real nvcc compiles them in test_linear_kernel.py.
 
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_the_libraries_of_a_target_are_made_once_from_all_their_units(compiled, 
     assert {path.parent for path in paths} == {compiled}
     assert sorted(path.name for path in compiled.iterdir()) == sorted(path.name for path in paths)  # no rests
     line = paths[0].read_text()
-    assert line.count(".o") == len(precompile.sources(precompile.HOPPER))
+    assert line.count(".o") == len(precompile.units(precompile.HOPPER))
     assert "-shared" in line
     assert "code=sm_90a" in line
     before = paths[0].stat().st_mtime_ns
@@ -56,7 +57,7 @@ def test_12_1s_kernels_are_built_for_hopper_too_with_a_memory_as_slow_if_asked(c
     for path, pace in ((limited, False), (paced, True)):
         line = path.read_text()
         assert ("code=sm_90a" in line, "-DSPARK_SMALL" in line, "-DSPARK_PACE=234" in line) == (True, True, pace)
-        assert line.count(".o") == len(precompile.sources(precompile.LAYER))
+        assert line.count(".o") == len(precompile.units(precompile.LAYER))
 
 
 def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path, monkeypatch):
@@ -71,11 +72,11 @@ def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path,
 
 
 @pytest.mark.parametrize(("capability", "target"), [((9, 0), "90a"), ((12, 1), "121a")])
-def test_compiled_libraries_are_bound_in_place_of_a_build(compiled, fake_nvcc, monkeypatch, capability, target):
+def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch, capability, target):
     bound = []
     for module in (hopper, linear, router):
         monkeypatch.setattr(module, "bind", bound.append)
-    monkeypatch.setattr(extension, "compiler", lambda: None)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     device = torch.device("cuda", 7)
     loads = (
@@ -87,7 +88,16 @@ def test_compiled_libraries_are_bound_in_place_of_a_build(compiled, fake_nvcc, m
         with pytest.raises(NotImplementedError, match="there is no nvcc"):
             load()
     assert not hopper.HopperKernel.available(device)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert hopper.HopperKernel.available(device)
+    for _ in range(2):  # compiled, then found
+        for load in loads:
+            load()
+    assert {Path(path).parent for path in bound} == {tmp_path / "cache" / "spark-mxfp4" / "compiled"}
+    assert bound[:3] == bound[3:]
+    bound.clear()
     paths = precompile.compile_target(target)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     for load in loads:
         load()
     assert bound == list(map(str, paths))
@@ -112,7 +122,6 @@ def test_amds_gpus_are_refused_by_name(monkeypatch):
     """Their gfx90a reports the compute capability 9.0, as Hopper does, and torch calls it cuda."""
     monkeypatch.setattr(torch.version, "hip", "7.1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr(extension, "compiler", lambda: "/usr/bin/nvcc")
     device = torch.device("cuda", 6)
     assert not hopper.HopperKernel.available(device)
     with pytest.raises(NotImplementedError, match="dense kernels cannot run"):

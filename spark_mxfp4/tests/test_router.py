@@ -17,7 +17,7 @@ HOST_SLICES = 32  # more than any variant has
 def library(tmp_path_factory):
     """Router.cuh's kernels as functions of a shared library."""
     folder = tmp_path_factory.mktemp("router")
-    loaded = ctypes.CDLL(cpu_kernels.shared_library(folder, "router.cpp", "router.cuh"))
+    loaded = ctypes.CDLL(cpu_kernels.shared_library(folder, "router.cpp"))
     loaded.route_on_cpu.argtypes = (ctypes.c_void_p, ctypes.c_int)
     return loaded
 

@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from spark_mxfp4.experts import ExpertWeights
-from spark_mxfp4.kernels import fused
-from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels import fused, hopper
+from spark_mxfp4.kernels.check import (
+    EDGES,
+    MODELS,
+    ROUTINGS,
+    error,
+    poisoned,
+    random_routing,
+    random_weights,
+    reference,
+)
 from spark_mxfp4.kernels.gpu import GpuKernel
 from spark_mxfp4.kernels.hopper import HopperKernel, LayerPlan, grouped_layer, whole_layer
 from spark_mxfp4.kernels.mxfp8 import quantize_rows
@@ -25,11 +34,9 @@ KERNELS = ("hopper", *TILES)
 
 def run(kernel, x, weights, ids, shares, expert_map=None):
     """Run a kernel with memory that holds NaN where it has not written."""
-    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(4)]
-    del poison
     if kernel in TILES:
-        return fused.moe(x, weights, ids, shares, expert_map, TILES[kernel])
-    return HOPPER.run(x, HOPPER.prepare(weights), ids, shares, expert_map)
+        return poisoned(fused.moe, x, weights, ids, shares, expert_map, TILES[kernel])
+    return poisoned(HOPPER.run, x, HOPPER.prepare(weights), ids, shares, expert_map)
 
 
 @pytest.fixture(params=KERNELS)
@@ -39,7 +46,7 @@ def kernel(request):
     return request.param
 
 
-@pytest.mark.parametrize("routing", ["even", "uneven", "one"])
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 9, 16, 33, 64, 100, 257, 1000, 2048])
 def test_layer_is_right_for_every_routing_and_repeats_to_the_bit(kernel, tokens, routing):
     weights = random_weights(16, 320, 224)
@@ -51,13 +58,10 @@ def test_layer_is_right_for_every_routing_and_repeats_to_the_bit(kernel, tokens,
         assert torch.equal(got, run(kernel, x, weights, ids, shares))
 
 
-@pytest.mark.parametrize(
-    ("experts", "hidden", "intermediate", "top_k"),
-    [(1, 32, 32, 1), (3, 96, 160, 3), (512, 64, 32, 16), (64, 4096, 1536, 8), (32, 2880, 2880, 4)],
-)
+@pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), [*EDGES, *MODELS.values()])
 @pytest.mark.parametrize("tokens", [1, 50, 600])
-def test_layer_is_right_for_every_size(kernel, experts, hidden, intermediate, top_k, tokens):
-    weights = random_weights(experts, hidden, intermediate, bias=experts != 3)
+def test_layer_is_right_for_every_size(kernel, experts, top_k, hidden, intermediate, tokens):
+    weights = random_weights(experts, hidden, intermediate, bias=experts != 8)
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     ids, shares = random_routing(tokens, experts, top_k)
     got = run(kernel, x, weights, ids.long() if tokens == 50 else ids, shares)
@@ -73,21 +77,13 @@ def test_gpt_oss_120b_prefill_is_right(kernel, tokens):
     assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
 
 
-def poisoned(call, *arguments):
-    """Call with memory that holds NaN, and counters that hold -1, where nobody has written."""
-    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(4)]
-    poison += [torch.full((number,), -1, dtype=torch.int32, device="cuda") for number in (1, 16, 256, 4096)]
-    del poison
-    return call(*arguments)
-
-
 @pytest.fixture
 def on_hopper():
     if not HOPPER.available(torch.device("cuda")):
         pytest.skip("no Hopper GPU, or no nvcc, here")
 
 
-@pytest.mark.parametrize("shape", range(7))
+@pytest.mark.parametrize("shape", hopper.GROUPED)
 @pytest.mark.parametrize("tokens", [1, 8, 65, 400, 3000])
 def test_every_hopper_shape_is_right(on_hopper, shape, tokens):
     weights = random_weights(8, 352, 288)
@@ -97,19 +93,16 @@ def test_every_hopper_shape_is_right(on_hopper, shape, tokens):
     assert error(got, reference(x, weights, ids, shares)) < BF16
 
 
-@pytest.mark.parametrize("routing", ["even", "uneven", "one"])
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 33, 200])
-@pytest.mark.parametrize(
-    ("experts", "hidden", "intermediate", "top_k"),
-    [(4, 256, 128, 2), (8, 96, 160, 3), (32, 2880, 2880, 4), (16, 1024, 512, 2), (6, 4096, 64, 4), (256, 64, 32, 8)],
-)
-def test_one_launch_is_right_however_its_work_is_cut(on_hopper, experts, hidden, intermediate, top_k, tokens, routing):
+@pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), [*EDGES, MODELS["gpt-oss-20b"]])
+def test_one_launch_is_right_however_its_work_is_cut(on_hopper, experts, top_k, hidden, intermediate, tokens, routing):
     weights = random_weights(experts, hidden, intermediate)
     prepared = HOPPER.prepare(weights)
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     ids, shares = random_routing(tokens, experts, top_k, routing)
     wanted = reference(x, weights, ids, shares)
-    for shape in range(1, 10):
+    for shape in hopper.LAYERS:
         for parts in (1, 2, 5):
             call = (whole_layer, x, prepared, ids, shares, None, LayerPlan(shape, parts, processors=shape > 3 and 48))
             got = poisoned(*call)

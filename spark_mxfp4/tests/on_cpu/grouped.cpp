@@ -15,23 +15,10 @@ void cpu::begin_block(int) {
 }
 
 #include "moe.cu"
+#define SPARK_NUMBER 0
 #include "grouped.cu"
-
-namespace spark {
-
-#define SPARK_UNIT(number, ...)                                                        \
-  int unit_##number(const Gemm* g, int swiglu, int processors, cudaStream_t stream) { \
-    return run_unit<Shape<__VA_ARGS__>>(g, swiglu, processors, stream);                \
-  }
-SPARK_SHAPES
-#undef SPARK_UNIT
-
-// The kernel of a whole layer has a library of its own, layer.cpp.
-int layer(const Layer*, int, int, cudaStream_t) { return cudaErrorInvalidValue; }
-int layer_chunks(int) { return 0; }
-int layer_tokens(int) { return 0; }
-
-}  // namespace spark
+#undef SPARK_NUMBER
+#include "grouped.cu"
 
 // How often a warpgroup has waited for its turn since the last time, in all blocks.
 extern "C" int count_turns() { return std::exchange(spark::named_waits, 0) / 128; }

@@ -44,12 +44,6 @@ int run(const Layer& l, int blocks) {
 extern "C" {
 
 void limit_bytes(int bytes) { bytes_of_block = bytes; }
-int spark_layer_chunks(int number) {
-  return with_shape(number, [](auto shape) { return decltype(shape)::CHUNKS; }, 0);
-}
-int spark_layer_tokens(int number) {
-  return with_shape(number, [](auto shape) { return decltype(shape)::TOKENS; }, 0);
-}
 int spark_sort(const Routing* r, const Ordering* o, int, void*) {
   // With fewer pairs the second block would have none; within a GB10's limits there is but one.
   cpu::cluster_size = r->pairs > 1024 && bytes_of_block > SMALL_SHARED ? 2 : 1;

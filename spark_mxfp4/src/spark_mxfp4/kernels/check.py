@@ -1,8 +1,9 @@
-"""Fresh random layers and routings, and a slow mixture of experts in float32, to check and to time kernels with."""
+"""The layers that kernels are checked and timed with, fresh random ones, and a slow mixture of experts in float32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,6 +11,46 @@ from spark_mxfp4.experts import ExpertWeights, Projection, swiglu
 from spark_mxfp4.mxfp4 import BLOCK_BYTES, dequantize
 
 SCALES = (116, 122)  # bytes around 2^-8: sums of 2,880 products then reach the activation's limits, as in gpt-oss
+BITS = 4.25  # of a weight with its share of a scale
+
+
+class LayerSizes(NamedTuple):
+    """The sizes of one layer."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+    def weight_bytes(self, touched: float) -> float:
+        """Return the bytes of `touched` experts' weights and scales."""
+        return touched * 3 * self.hidden * self.intermediate * BITS / 8
+
+    def operations(self, tokens: int) -> float:
+        """Return the floating-point operations of both products for `tokens`."""
+        return 6.0 * tokens * self.top_k * self.hidden * self.intermediate
+
+
+MODELS = {  # which are timed, and checked
+    "gpt-oss-120b": LayerSizes(128, 4, 2880, 2880),
+    "gpt-oss-20b": LayerSizes(32, 4, 2880, 2880),
+    "64 experts, top-8": LayerSizes(64, 8, 4096, 1536),
+    "16 experts, top-2": LayerSizes(16, 2, 6144, 2048),
+    "256 experts, top-8": LayerSizes(256, 8, 2048, 768),
+}
+EDGES = (  # which are checked: one expert, the most of them, sizes that fill no tile, more columns than rows
+    LayerSizes(1, 1, 32, 32), LayerSizes(512, 16, 64, 32), LayerSizes(256, 8, 64, 32), LayerSizes(8, 3, 96, 160),
+    LayerSizes(4, 2, 256, 128), LayerSizes(6, 4, 4096, 64),
+)  # fmt: skip
+ROUTINGS = ("even", "uneven", "one")  # see `random_routing`
+
+
+def poisoned(call: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Call a kernel in GPU memory that holds NaN, and counters that hold -1, where nobody has written."""
+    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(4)]
+    poison += [torch.full((number,), -1, dtype=torch.int32, device="cuda") for number in (1, 16, 256, 4096)]
+    del poison
+    return call(*arguments)
 
 
 def random_weights(

@@ -1,33 +1,39 @@
-// The C doors of the grouped products for hopper.py.
+// The grouped products for hopper.py: their C door, or with SPARK_NUMBER the kernels of that shape. precompile.py compiles
+// this file once for the door and once for each shape, side by side.
+#include "gemm.cuh"
 #include "launch.cuh"
-#include "shapes.cuh"
 
-using namespace spark;
+namespace spark {
 
-namespace {
+template <int NUMBER>
+cudaError_t run_shape(const Gemm& g, bool swiglu, int processors, cudaStream_t stream);
 
-#define SPARK_UNIT(number, ...) unit_##number,
-constexpr Unit UNITS[] = {SPARK_SHAPES};
-#undef SPARK_UNIT
-#define SPARK_UNIT(number, ...) Shape<__VA_ARGS__>::TOKENS,
-constexpr int TOKENS[] = {SPARK_SHAPES};
-#undef SPARK_UNIT
-#define SPARK_UNIT(number, ...) Shape<__VA_ARGS__>::GATHERS,
-constexpr bool GATHERS[] = {SPARK_SHAPES};
-#undef SPARK_UNIT
-constexpr int UNIT_NUMBER = sizeof(UNITS) / sizeof(Unit);
-
-}  // namespace
-
-extern "C" {
-
-int spark_shape_number() { return UNIT_NUMBER; }
-int spark_shape_tokens(int shape) { return shape >= 0 && shape < UNIT_NUMBER ? TOKENS[shape] : 0; }
-int spark_shape_gathers(int shape) { return shape >= 0 && shape < UNIT_NUMBER && GATHERS[shape]; }
-
-int spark_gemm(const Gemm* g, int shape, int swiglu, int processors, void* stream) {
-  if (shape < 0 || shape >= UNIT_NUMBER) return cudaErrorInvalidValue;
-  return UNITS[shape](g, swiglu, processors, static_cast<cudaStream_t>(stream));
+#ifdef SPARK_NUMBER
+template <class S>
+cudaError_t run(const Gemm& g, bool swiglu, int processors, cudaStream_t stream) {
+  const auto kernel = swiglu ? grouped_gemm<S, true> : grouped_gemm<S, false>;
+  if (const cudaError_t error = allow_shared(kernel, S::SHARED_BYTES)) return error;
+  return launch(kernel, dim3(processors * S::BLOCKS), S::THREADS, S::SHARED_BYTES, stream, g);
 }
+template <int NUMBER>
+cudaError_t run_shape(const Gemm& g, bool swiglu, int processors, cudaStream_t stream) {
+#define SPARK_CASE(number, ...) \
+  if constexpr (number == NUMBER) return run<Shape<__VA_ARGS__>>(g, swiglu, processors, stream);
+  SPARK_GROUPED(SPARK_CASE)
+#undef SPARK_CASE
+}
+template cudaError_t run_shape<SPARK_NUMBER>(const Gemm&, bool, int, cudaStream_t);
+#endif
 
-}  // extern "C"
+}  // namespace spark
+
+#ifndef SPARK_NUMBER
+extern "C" int spark_gemm(const spark::Gemm* g, int shape, int swiglu, int processors, void* stream) {
+#define SPARK_CASE(number, ...) \
+  case number: return spark::run_shape<number>(*g, swiglu, processors, static_cast<cudaStream_t>(stream));
+  switch (shape) {
+    SPARK_GROUPED(SPARK_CASE)
+    default: return cudaErrorInvalidValue;
+  }
+}
+#endif

@@ -23,7 +23,7 @@ from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
 
 # Compute capability → the library of `precompile` and its target. LAYER has no launch for each product.
 LIBRARIES = {(9, 0): (precompile.HOPPER, "90a"), (12, 1): (precompile.LAYER, "121a")}
-MUCH_SHARED = 232_448  # bytes of shared memory that a block must be able to have for layer.cuh's shapes 1 to 3
+MUCH_SHARED = 232_448  # bytes of shared memory that a block must be able to have for the large layers' shapes
 ROW_MULTIPLE = 8  # in planes each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
 SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
 MAX_EXPERTS, MAX_TOP_K = 512, 16
@@ -31,13 +31,19 @@ FEW_PAIRS = 32  # that such a launch sorts by itself
 MOST_CHUNKS_OF_A_PART = 24  # of 64 columns: with fewer, two parts cost more than they save
 VECTOR_BYTES = 16  # of x that a thread loads at once, from multiples of them
 POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+DOORS = {
+    "spark_sort": (POINTER, POINTER, INT, POINTER),
+    "spark_planes": (POINTER, POINTER, LONG, POINTER),
+    "spark_gemm": (POINTER, INT, INT, INT, POINTER),
+    "spark_layer": (POINTER, INT, INT, POINTER),
+    "spark_reduce": (POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER),
+}
 
-
-Routing = extension.structure("routing.cuh", "Routing")
-Ordering = extension.structure("rows.cuh", "Ordering")
-Gemm = extension.structure("gemm.cuh", "Gemm")
-Rows = extension.structure("layer.cuh", "Rows")
-Layer = extension.structure("layer.cuh", "Layer", Gemm, Routing, Rows)
+Routing, Ordering, Gemm, Input = map(extension.structure, ("Routing", "Ordering", "Gemm", "Input"))
+Layer = extension.structure("Layer", Gemm, Routing, Input)
+# The kernels' shapes by number: of one product, and of a whole layer, where 12.1 has memory for the small ones only.
+GROUPED, SMALL_LAYERS = precompile.shapes("GROUPED"), precompile.shapes("SMALL_LAYERS")
+LAYERS = {**SMALL_LAYERS, **precompile.shapes("LARGE_LAYERS")}
 
 
 class Activation(NamedTuple):
@@ -60,7 +66,7 @@ class HopperKernel(MoeKernel):
         build = LIBRARIES.get(torch.cuda.get_device_capability(device))
         if torch.version.hip is not None or build is None:
             return False  # AMD's gfx90a says 9.0 too
-        return precompile.library(*build) is not None or extension.compiler() is not None
+        return extension.available(*build)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """Return `weights` (packed MXFP4 on the GPU) in the kernel's layout, and build the kernels if needed.
@@ -85,7 +91,7 @@ class HopperKernel(MoeKernel):
         def layer(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, shapes: tuning.Pair) -> torch.Tensor:
             return grouped_layer(x, prepared, ids, shares, None, shapes)
 
-        widths = [tile_tokens(number) for number in range(library().spark_shape_number())]
+        widths = [shape.tokens for shape in GROUPED.values()]
         search.tune(prepared.down.weight.device, sizes(prepared), widths, layer)
 
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
@@ -146,9 +152,9 @@ def grouped_layer(
     result = torch.empty_like(x)
     shares = topk_weights.to(torch.float32).contiguous()
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)), ROW_MULTIPLE)
+    routed = Routed(x, weights, topk_ids, expert_map, min(GROUPED[shape].tokens for shape in shapes), ROW_MULTIPLE)
     row_tiles, chunks = gate_up.weight.shape[1:3]
-    if gathers(shapes[0]):
+    if GROUPED[shapes[0]].gathers:
         ordered = torch.empty(tokens, chunks * COLUMNS, dtype=x.dtype, device=x.device)
         routed.sort(stream, ordered, chunks)
     else:
@@ -192,8 +198,9 @@ def whole_layer(
     if plan is None and limits.shared_memory_per_block_optin < MUCH_SHARED:
         plan = LayerPlan(**tuning.plan(torch.cuda.get_device_name(x.device), pairs, len(down.weight)))
     plan = plan or plan_layer(pairs, gate_up.weight.shape[1], (row_tiles, chunks), processors)
-    routed = Routed(x, weights, topk_ids, expert_map, library().spark_layer_tokens(plan.shape), 1)
-    part_chunks = part_of(chunks, plan.parts, library().spark_layer_chunks(plan.shape))
+    shape = LAYERS[plan.shape]
+    routed = Routed(x, weights, topk_ids, expert_map, shape.tokens, 1)
+    part_chunks = part_of(chunks, plan.parts, shape.chunks)
     parts = -(-chunks // part_chunks)
     sort = pairs > FEW_PAIRS
     if sort:
@@ -213,17 +220,17 @@ def whole_layer(
 
 def _rows(x: torch.Tensor) -> ctypes.Structure:
     row_bytes = x.shape[1] * x.itemsize
-    return Rows(x.data_ptr(), row_bytes, row_bytes // VECTOR_BYTES)
+    return Input(x.data_ptr(), row_bytes, row_bytes // VECTOR_BYTES)
 
 
 class LayerPlan(NamedTuple):
-    """How `whole_layer` cuts its work: the kernel's shape (layer.cuh), and parts of the second product's columns.
+    """How `whole_layer` cuts its work: the kernel's shape (shapes.cuh), and parts of the second product's columns.
 
     `at_once` are the stages of weights that a block has on their way, in both products: fewer of the second delay the
     first less. `processors` are the multiprocessors to use, 0 for all.
     """
 
-    shape: int  # 1, 2 and 3 have as many tiles of 64 weight rows in an item
+    shape: int  # of LAYERS
     parts: int
     at_once: tuple[int, int] = (2, 2)
     processors: int = 0
@@ -355,25 +362,10 @@ def bind(path: str) -> ctypes.CDLL:
     """Load the shared library at `path` and declare its functions."""
     loaded = ctypes.CDLL(path)
     loaded.spark_error.restype = ctypes.c_char_p
-    loaded.spark_sort.argtypes = (POINTER, POINTER, INT, POINTER)
-    loaded.spark_planes.argtypes = (POINTER, POINTER, LONG, POINTER)
-    if hasattr(loaded, "spark_gemm"):
-        loaded.spark_gemm.argtypes = (POINTER, INT, INT, INT, POINTER)
-    loaded.spark_layer.argtypes = (POINTER, INT, INT, POINTER)
-    loaded.spark_reduce.argtypes = (POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER)
+    for name, arguments in DOORS.items():
+        if hasattr(loaded, name):  # each library has those that it needs
+            getattr(loaded, name).argtypes = arguments
     return loaded
-
-
-@cache
-def tile_tokens(shape: int) -> int:
-    """Return how many tokens a tile of kernel number `shape` can have."""
-    return int(library().spark_shape_tokens(shape))
-
-
-@cache
-def gathers(shape: int) -> bool:
-    """Return whether kernel number `shape` takes activations from the tokens' rows, and not from planes."""
-    return bool(library().spark_shape_gathers(shape))
 
 
 def _check_launch(error: int) -> None:

@@ -1,6 +1,5 @@
 // Starting kernels so that each may begin while the one before it still ends (programmatic dependent launch).
 #pragma once
-#include "gemm.cuh"
 
 namespace spark {
 
@@ -41,21 +40,6 @@ cudaError_t launch_clusters(Kernel kernel, int grid, int blocks, int threads, in
 template <class Kernel>
 cudaError_t allow_shared(Kernel kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
-// Run one product.
-using Unit = int (*)(const Gemm*, int swiglu, int processors, cudaStream_t);
-
-template <class S, bool SWIGLU>
-cudaError_t run(const Gemm& g, int processors, cudaStream_t stream) {
-  const auto kernel = grouped_gemm<S, SWIGLU>;
-  if (const cudaError_t error = allow_shared(kernel, S::SHARED_BYTES)) return error;
-  return launch(kernel, dim3(processors * S::BLOCKS), S::THREADS, S::SHARED_BYTES, stream, g);
-}
-
-template <class S>
-int run_unit(const Gemm* g, int swiglu, int processors, cudaStream_t stream) {
-  return swiglu ? run<S, true>(*g, processors, stream) : run<S, false>(*g, processors, stream);
 }
 
 }  // namespace spark

@@ -1,5 +1,5 @@
-// The kernels that compute a whole layer; hopper.py says when which of them runs. SPARK_SMALL leaves out those that want
-// more shared memory than 12.1 has.
+// The C door of the kernels that compute a whole layer; hopper.py says when which of them runs. SPARK_SMALL leaves out those
+// that want more shared memory than 12.1 has.
 #include "launch.cuh"
 #include "layer.cuh"
 
@@ -10,21 +10,15 @@ namespace spark {
 SPARK_SMALL_LAYERS(SPARK_FITS)
 #undef SPARK_FITS
 
-int layer_chunks(int shape) {
-  return with_shape(shape, [](auto s) { return decltype(s)::CHUNKS; }, 0);
-}
-int layer_tokens(int shape) {
-  return with_shape(shape, [](auto s) { return decltype(s)::TOKENS; }, 0);
-}
+}  // namespace spark
 
-int layer(const Layer* l, int shape, int processors, cudaStream_t stream) {
+extern "C" int spark_layer(const spark::Layer* l, int shape, int processors, void* stream) {
   const auto run = [&](auto s) -> cudaError_t {
     using S = decltype(s);
-    const auto kernel = whole_layer<S>;
-    if (const cudaError_t error = allow_shared(kernel, LAYER_SHARED<S>)) return error;
-    return launch_together(kernel, dim3(processors * S::BLOCKS), LAYER_THREADS<S>, LAYER_SHARED<S>, stream, *l);
+    const auto kernel = spark::whole_layer<S>;
+    if (const cudaError_t error = spark::allow_shared(kernel, spark::LAYER_SHARED<S>)) return error;
+    return spark::launch_together(kernel, dim3(processors * S::BLOCKS), spark::LAYER_THREADS<S>, spark::LAYER_SHARED<S>,
+                                  static_cast<cudaStream_t>(stream), *l);
   };
-  return with_shape(shape, run, cudaErrorInvalidValue);
+  return spark::with_shape(shape, run, cudaErrorInvalidValue);
 }
-
-}  // namespace spark

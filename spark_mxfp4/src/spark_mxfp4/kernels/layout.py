@@ -24,7 +24,7 @@ ROWS = COLUMNS = 64
 VALUE_BYTES = ROWS * COLUMNS // 2
 SCALE_BYTES = ROWS * COLUMNS // BLOCK
 CHUNK_BYTES = VALUE_BYTES + SCALE_BYTES
-# Bit of sign, two exponent bits and mantissa of a word's four pairs, low half; gemm.cuh's expand_word reads them.
+# Bit of sign, two exponent bits and mantissa of a word's four pairs, low half; format.cuh's expand_word reads them.
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
 BATCHES = 64  # of a layer's experts: enough work at once for a GPU, and temporary tensors of a twentieth of the layer
 FACTOR_BIAS = 126  # a scale byte s is kept as s + 126, the exponent of bf16's 2^(s - 1)
@@ -107,7 +107,7 @@ def _tiles(rows: int, *, paired: bool) -> int:
 def _row_order(rows: int, tiles: int, *, paired: bool) -> torch.Tensor:
     """Return for each row of the layout the source's row; `rows`, one behind the last, stands for padding."""
     order = torch.arange(tiles * ROWS)
-    if paired:  # a warp's eight features are one vector of gemm.cuh's order of columns
+    if paired:  # a warp's eight features are one vector of format.cuh's order of columns
         # [chunk; tile and warp: v/2, v%2; gate or up; half, pair, column]
         # from [chunk; half, v/2, pair, v%2, column; gate or up]
         order = order.view(-1, 2, 4, 2, 2, 2, 2).permute(0, 2, 4, 6, 1, 3, 5).reshape(-1)

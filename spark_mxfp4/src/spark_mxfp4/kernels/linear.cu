@@ -7,28 +7,17 @@
 // because weights do not depend on it. Only instructions that compute capability 8.0 knows, besides griddepcontrol
 // (9.0): one source serves 9.0 and 12.1. Sums are float32, in an order that depends on the variant only.
 #ifdef __CUDACC__
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
-#include <stdint.h>
 
 #include "overlap.cuh"
 #else
 #include "linear_on_cpu.h"  // the tests' stand-in for all that the hardware does
 #endif
+#include "arguments.cuh"
 
 namespace spark {
 
 enum Format { MXFP4 = 0, MXFP8 = 1, FP8 = 2 };
-
-struct Linear {
-  const uint8_t* weight;         // [tiles][chunks][chunk bytes], see linear.py
-  const float* row_scales;       // FP8: [tiles · 16]
-  const __nv_bfloat16* bias;     // [rows] or null
-  const __nv_bfloat16* x;        // [tokens][x_stride]
-  __nv_bfloat16* out;            // [tokens][rows]
-  int tokens, rows, columns, chunks, tiles, token_groups;
-  int64_t x_stride;
-};
 
 template <int FORMAT>
 struct Chunk {  // 16 rows by 64 columns

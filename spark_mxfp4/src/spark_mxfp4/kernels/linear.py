@@ -165,7 +165,7 @@ def _with_scales(data: torch.Tensor, scales: torch.Tensor, bias: int) -> torch.T
     return torch.cat([data, padded.reshape(tiles, chunks, 32)], -1).contiguous()
 
 
-Linear = extension.structure("linear.cu", "Linear")
+Linear = extension.structure("Linear")
 
 
 def run(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,7 +1,6 @@
-// The kernels' C doors for hopper.py: plain pointers and sizes, errors as CUDA's numbers. Those of the grouped products,
-// which need Hopper's matrix instruction, are in grouped.cu.
+// The C doors of the kernels around the products for hopper.py: plain pointers and sizes, errors as CUDA's numbers. Those of
+// the products are in layer.cu and, where they need Hopper's matrix instruction, in grouped.cu.
 #include "launch.cuh"
-#include "layer.cuh"
 #include "rows.cuh"
 
 using namespace spark;
@@ -34,12 +33,6 @@ int spark_planes(const Ordering* o, const Routing* r, int64_t rows, void* stream
   const int width = o->chunks * 8, parts = (width + 255) / 256, threads = ((width + parts - 1) / parts + 31) / 32 * 32;
   return launch(write_planes, dim3(o->tokens, parts), threads, 0, static_cast<cudaStream_t>(stream), *o,
                 static_cast<const int32_t*>(r->row_of_pair), r->top_k, rows);
-}
-
-int spark_layer_chunks(int shape) { return layer_chunks(shape); }
-int spark_layer_tokens(int shape) { return layer_tokens(shape); }
-int spark_layer(const Layer* l, int shape, int processors, void* stream) {
-  return layer(l, shape, processors, static_cast<cudaStream_t>(stream));
 }
 
 int spark_reduce(const void* output, const int32_t* row_of_pair, const float* shares, void* result, int tokens,

@@ -1,16 +1,18 @@
 """Compile the CUDA kernels before they are needed: `python -m spark_mxfp4.kernels.precompile 90a 121a`.
 
-The shared libraries lie beside the sources, in `compiled/`, and are loaded in place of a build at first use. They need
-neither torch nor CUDA's runtime library, only a driver. A library's name has a hash of its sources and flags, so one of
-other sources is never loaded. `SPARK_MXFP4_PRECOMPILE=90a,121a uv build --wheel spark_mxfp4` puts them into the wheel.
-Only the standard library is imported here: a build has no torch.
+The shared libraries lie beside the sources, in `compiled/`; one that is not there is compiled at first use, into the
+user's cache. They need neither torch nor CUDA's runtime library, only a driver. A library's name has a hash of its
+sources and flags, so one of other sources is never loaded. `SPARK_MXFP4_PRECOMPILE=90a,121a uv build --wheel
+spark_mxfp4` puts them into the wheel. Only the standard library is imported here: a build has no torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 COMPILED = FOLDER / "compiled"
@@ -30,6 +33,41 @@ LIBRARIES = {
 }  # fmt: skip
 
 
+class Shape(NamedTuple):
+    """A kernel's tile and ring, a line of shapes.cuh, which says what each number is."""
+
+    rows: int
+    split: int
+    step: int
+    tokens: int
+    stages: int
+    blocks: int
+    registers: int = 0
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 64 columns in a stage."""
+        return self.split * self.step
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a stage's weights: 64 x 64 of them with their scales take 2,176."""
+        return self.rows * self.chunks * 2176
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the first product takes activations from the tokens' rows, and not from planes."""
+        return self.tokens <= 48
+
+
+def shapes(table: str) -> dict[int, Shape]:
+    """Return the shapes of a table of shapes.cuh by number; `table` is GROUPED, SMALL_LAYERS or LARGE_LAYERS."""
+    text = (FOLDER / "shapes.cuh").read_text(encoding="utf-8")
+    [lines] = re.findall(rf"#define SPARK_{table}\(SHAPE\)((?:.*\\\n)*.*)", text)
+    rows = (map(int, row.split(",")) for row in re.findall(r"SHAPE\((.*)\)", lines))
+    return {number: Shape(*numbers) for number, *numbers in rows}
+
+
 def flags(target: str) -> tuple[str, ...]:
     """Return nvcc's flags for `target`, such as "90a"."""
     small = ("-DSPARK_SMALL",) if target.startswith("12") or target == LIMITED else ()  # see layer.cu
@@ -38,18 +76,20 @@ def flags(target: str) -> tuple[str, ...]:
     return ("-O3", "-std=c++17", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", *small, *paced)
 
 
-def sources(name: str) -> list[Path]:
-    """Return the translation units of a library."""
-    if name in (HOPPER, LAYER):
-        grouped = [FOLDER / "grouped.cu", *sorted((FOLDER / "hopper_units").glob("*.cu"))]
-        return [FOLDER / "moe.cu", FOLDER / "layer.cu", *(grouped if name == HOPPER else [])]
-    return [FOLDER / f"{name}.cu"]
+def units(name: str) -> list[tuple[Path, tuple[str, ...]]]:
+    """Return the translation units of a library: each one's source and flags of its own."""
+    files = {HOPPER: ("moe", "layer", "grouped"), LAYER: ("moe", "layer")}.get(name, (name,))
+    kernels = shapes("GROUPED") if name == HOPPER else ()
+    return [
+        *((FOLDER / f"{file}.cu", ()) for file in files),
+        *((FOLDER / "grouped.cu", (f"-DSPARK_NUMBER={number}",)) for number in kernels),
+    ]
 
 
 def file_name(name: str, target: str) -> str:
     """Return the file name of a library: its name, target and machine, and 12 digits of its inputs' hash."""
     digest = hashlib.sha256(" ".join(flags(target)).encode())
-    for path in [*sources(name), *sorted(FOLDER.glob("*.cuh"))]:
+    for path in [*dict.fromkeys(path for path, _ in units(name)), *sorted(FOLDER.glob("*.cuh"))]:
         digest.update(b"\0" + path.read_bytes())
     machine = sysconfig.get_platform().rpartition("-")[2]  # another one's where setuptools builds for it
     return f"{name}-{target}-{machine}-{digest.hexdigest()[:12]}.so"
@@ -57,14 +97,20 @@ def file_name(name: str, target: str) -> str:
 
 def library(name: str, target: str) -> Path | None:
     """Return the library that was compiled from these sources; None if there is none."""
-    path = COMPILED / file_name(name, target)
-    return path if path.is_file() else None
+    paths = (folder / file_name(name, target) for folder in (COMPILED, cache()))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def cache() -> Path:
+    """Return the folder for libraries that are compiled at first use."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-mxfp4" / "compiled"
 
 
 def nvcc() -> str:
-    """Return CUDA's compiler: CUDA_HOME's, else the one on PATH. Raises FileNotFoundError."""
+    """Return CUDA's compiler: CUDA_HOME's, else the one on PATH or in /usr/local/cuda. Raises FileNotFoundError."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    program = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
+    folders = [f"{home}/bin"] if home else [*os.get_exec_path(), "/usr/local/cuda/bin"]
+    program = shutil.which("nvcc", path=os.pathsep.join(folders))
     if program is None:
         scope = f"in {home}/bin" if home else "on PATH"
         raise FileNotFoundError(
@@ -82,31 +128,40 @@ def compile_target(target: str, folder: Path | None = None, jobs: int = 0) -> li
     """
     if target not in LIBRARIES:
         raise ValueError(f"there are no kernels for {target!r} · targets are {', '.join(LIBRARIES)} · name one of them")
-    folder = folder or COMPILED
+    return [build(name, target, folder or COMPILED, jobs) for name in LIBRARIES[target]]
+
+
+def build(name: str, target: str, folder: Path, jobs: int = 0) -> Path:
+    """Compile a library's units side by side and link them in `folder`, unless it is there; return its path.
+
+    It is there whole or not at all, and one of several processes makes it. Raises as `compile_target` does.
+    """
+    output = folder / file_name(name, target)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / file_name(name, target) for name in LIBRARIES[target]]
-    for name, path in zip(LIBRARIES[target], paths, strict=True):
-        if not path.is_file():
-            _link(sources(name), target, path, jobs or os.cpu_count() or 1)
-    return paths
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.is_file():
+            _link(units(name), target, output, jobs or os.cpu_count() or 1)
+    finally:
+        os.close(lock)
+    return output
 
 
-def _link(units: list[Path], target: str, output: Path, jobs: int) -> None:
-    """Compile `units` side by side and link them; the output is there whole or not at all."""
+def _link(sources: list[tuple[Path, tuple[str, ...]]], target: str, output: Path, jobs: int) -> None:
     compiler = nvcc()
     with tempfile.TemporaryDirectory(dir=output.parent) as name:
-        work = Path(name)
-        objects = [work / f"{unit.stem}.o" for unit in units]
+        objects = [f"{name}/{number}.o" for number in range(len(sources))]
 
-        def compile_unit(unit: Path, result: Path) -> None:
+        def compile_unit(source: tuple[Path, tuple[str, ...]], result: str) -> None:
             """One translation unit, position-independent."""
-            _run([compiler, *flags(target), "-Xcompiler", "-fPIC", "-c", str(unit), "-o", str(result)])
+            _run([compiler, *flags(target), *source[1], "-Xcompiler", "-fPIC", "-c", str(source[0]), "-o", result])
 
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(compile_unit, units, objects))
-        linked = work / output.name
+            list(pool.map(compile_unit, sources, objects))
+        linked = Path(name) / output.name
         # CUDA's runtime is linked in, so that the library fits a torch of any CUDA.
-        _run([compiler, *flags(target), "-shared", "-cudart", "static", *map(str, objects), "-o", str(linked)])
+        _run([compiler, *flags(target), "-shared", "-cudart", "static", *objects, "-o", str(linked)])
         linked.replace(output)
 
 

@@ -29,7 +29,7 @@ ROOTS = {
     "cuda": ("kernels/gpu.py", "kernels/fused.py", "kernels/linear.py", "registry.py"),
     "cpu": ("experts.py", "kernel.py"),
 }
-DATA = {"kernels/tuning.py": ("kernels/tuned.json",), "kernels/precompile.py": ("kernels/*.cu*", "kernels/*/*.cu")}
+DATA = {"kernels/tuning.py": ("kernels/tuned.json",), "kernels/precompile.py": ("kernels/*.cu*",)}
 OPERATORS = re.compile(r'(?<=")spark_mxfp4(?=::\w+")')
 EXPORTS = '''"""MXFP4 mixture-of-experts kernels, {name} {release}, for {backend}.
 

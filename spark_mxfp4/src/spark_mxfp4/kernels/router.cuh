@@ -6,28 +6,13 @@
 // and the choice is made as vLLM's topk_softmax makes it, operation by operation, so that both give the same tokens:
 // softmax over all experts in float32, NaN and infinity count as 0, the lowest index wins where two are equal.
 #pragma once
-#include <cuda_bf16.h>
-#include <cstdint>
-
+#include "arguments.cuh"
 #include "overlap.cuh"
 #include "warp.cuh"
 
 namespace spark {
 
 constexpr int ROUTER_TOKENS = 16, ROUTER_EXPERTS = 256, ROUTER_TOP_K = 8;
-
-struct Router {
-  const __nv_bfloat16* weight;  // [experts][columns]
-  const __nv_bfloat16* bias;    // [experts] or null
-  const __nv_bfloat16* x;       // [tokens][x_stride]
-  const uint8_t* padding;       // [tokens] or null: not 0 where a token is padding, which gets expert -1
-  float* shares;                // [tokens][top_k]
-  int32_t* ids;                 // [tokens][top_k]
-  float* parts;                 // route_by_ticket: [slices][tokens][experts]
-  unsigned* ticket;             // route_by_ticket: one number, 0 before and after every launch
-  int tokens, experts, columns, top_k;
-  int64_t x_stride;
-};
 
 // Of the warps that share a sum, this one's is number `warp` of `warps`: its units are warp, warp + warps, ...
 template <int UNITS, int TILES>

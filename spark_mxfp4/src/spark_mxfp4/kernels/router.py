@@ -42,7 +42,7 @@ def empty_table(tokens: int, top_k: int, device: torch.device) -> torch.Tensor:
     return torch.empty(2, tokens, top_k, dtype=torch.float32, device=device)
 
 
-Router = extension.structure("router.cuh", "Router")
+Router = extension.structure("Router")
 
 
 def fits(tokens: int, weight: torch.Tensor, top_k: int) -> bool:

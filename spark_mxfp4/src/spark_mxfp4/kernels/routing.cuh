@@ -5,24 +5,11 @@
 // which the bytes of each row are exchanged there, repeats every eight rows. So the tile of any rows is one contiguous
 // piece of memory that one bulk copy moves.
 #pragma once
-#include <cstdint>
+#include "arguments.cuh"
 
 namespace spark {
 
 constexpr int MAX_EXPERTS = 512;
-
-struct Routing {
-  const void* ids;        // int32 or int64 [pairs], the flattened routing table
-  const int32_t* map;     // global expert -> local expert or -1; null when all experts are here
-  int ids_are_64_bit;
-  int pairs, top_k, experts, global_experts;
-  int tile_tokens;        // most tokens of a tile
-  int row_multiple;       // of which each expert's first row is one
-  int32_t* row_of_pair;   // [pairs], -1 where the expert is not here
-  int32_t* token_of_row;  // [rows]
-  int4* tiles;            // {expert, first row, tokens, 0}
-  int32_t* tile_count;    // [1]
-};
 
 __device__ __forceinline__ int local_expert(const Routing& r, int pair) {
   int64_t id = r.ids_are_64_bit ? static_cast<const int64_t*>(r.ids)[pair] : static_cast<const int32_t*>(r.ids)[pair];

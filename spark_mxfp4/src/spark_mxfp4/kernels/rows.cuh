@@ -1,8 +1,6 @@
 // The kernels around the two products: one sorts pairs of token and expert, two put activations into the products' order
 // of columns, one adds up a token's experts.
 #pragma once
-#include <cuda_bf16.h>
-
 #include "overlap.cuh"
 #include "routing.cuh"
 #include "warp.cuh"
@@ -38,13 +36,6 @@ __device__ __forceinline__ void for_each_pair(const Routing& r, int pair, int en
     for (int i = 0; i < AT_ONCE; ++i) each(pair + 32 * i, experts[i]);
   }
 }
-
-// Activations in the order of columns in which the first product takes them, see pair_at.
-struct Ordering {
-  const uint4* x;  // [tokens][vectors]: eight columns each
-  uint4* ordered;  // [tokens][chunks of 64 columns][8], or planes; zeros behind the last column; null: nobody needs them
-  int tokens, vectors, chunks;
-};
 
 // Eight lanes have the 128 bytes of a token's chunk as they are; each gets one vector of the chunk's order: two words of
 // vector/2 and two of the one four further, words 0 and 2 or 1 and 3. By whole warps.

@@ -1,2 +1,0 @@
-#define SPARK_NUMBER 0
-#include "../unit.cuh"

@@ -1,2 +1,0 @@
-#define SPARK_NUMBER 1
-#include "../unit.cuh"

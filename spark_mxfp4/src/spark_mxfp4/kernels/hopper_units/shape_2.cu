@@ -1,2 +1,0 @@
-#define SPARK_NUMBER 2
-#include "../unit.cuh"

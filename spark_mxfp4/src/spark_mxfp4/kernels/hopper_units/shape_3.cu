@@ -1,2 +1,0 @@
-#define SPARK_NUMBER 3
-#include "../unit.cuh"

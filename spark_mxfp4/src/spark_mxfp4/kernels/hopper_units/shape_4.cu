@@ -1,2 +1,0 @@
-#define SPARK_NUMBER 4
-#include "../unit.cuh"

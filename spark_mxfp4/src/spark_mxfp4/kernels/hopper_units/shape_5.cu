@@ -1,2 +1,0 @@
-#define SPARK_NUMBER 5
-#include "../unit.cuh"

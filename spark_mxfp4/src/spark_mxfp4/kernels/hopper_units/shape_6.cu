@@ -1,2 +1,0 @@
-#define SPARK_NUMBER 6
-#include "../unit.cuh"

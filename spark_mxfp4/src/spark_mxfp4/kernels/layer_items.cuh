@@ -1,0 +1,101 @@
+// The scheduler of layer.cuh: the sort of few pairs, a block's items of work, and the sentinel of shared results.
+#pragma once
+#include "routing.cuh"
+#include "tiles.cuh"
+
+namespace spark {
+
+constexpr int FEW_PAIRS = 32;  // as many as sort_few sorts
+constexpr uint32_t MISSING = ~0u;  // the sentinel, two bf16 or one float32: a NaN that no instruction makes
+
+__device__ __forceinline__ bool missing(const uint4& v) {
+  return v.x == MISSING || v.y == MISSING || v.z == MISSING || v.w == MISSING;
+}
+
+// Spin-wait with back-off: polling takes bandwidth from the blocks that produce the result.
+struct Backoff {
+  int polls = 0;
+  __device__ void wait() {
+    if (++polls > 8) __nanosleep(300);
+  }
+};
+
+// Up to 32 pairs, sorted by the block itself.
+struct Few {
+  int4 tiles[FEW_PAIRS];  // {expert, first row, tokens, 0}
+  int rows[FEW_PAIRS];    // of pairs
+  int tokens[FEW_PAIRS];  // of rows
+  int count;
+};
+
+// Sort the pairs into `few`. Called by one warp.
+__device__ __forceinline__ void sort_into(const Routing& r, Few& few) {
+  const int lane = threadIdx.x & 31;
+  Sorted s;
+  sort_few(r, s);
+  const bool here = lane < r.pairs && s.expert >= 0;
+  few.rows[lane] = here ? s.first_row + s.place : -1;
+  if (here) few.tokens[s.first_row + s.place] = lane / r.top_k;
+  if (here && s.first) few.tiles[s.tile] = make_int4(s.expert, s.first_row, s.tokens, 0);
+  const int count = __popc(__ballot_sync(~0u, here && s.first));
+  if (lane == 0) few.count = count;
+}
+
+// The sorted tiles, from the block's own sort or from the sorting kernel.
+struct Tiles {
+  const int4* at;
+  const int32_t *count, *token_of_row, *row_of_pair;
+};
+
+struct Item {
+  Tile tile;
+  int begin, end;  // chunks; no more items where end is 0
+  int part;
+  bool second;
+};
+
+// Queue of a block's items, filled by the producer of weights. A slot can be reused without a barrier of its own: before the
+// producer pushes an item it has waited for all stages but those in the ring, and the ring has fewer stages than QUEUE.
+constexpr int QUEUE = 8;
+struct Queue {
+  Item items[QUEUE];
+  uint64_t pushed[QUEUE];
+
+  __device__ uint32_t bar(int number) const { return shared_address(pushed + number % QUEUE); }
+  __device__ void init() {
+    for (int i = 0; i < QUEUE; ++i) barrier_init(bar(i), 1);
+  }
+  __device__ void push(const Item& item, int number) {
+    items[number % QUEUE] = item;
+    barrier_arrive(bar(number));
+  }
+  __device__ Item pull(int number) const {
+    barrier_wait(bar(number), number / QUEUE & 1);
+    return items[number % QUEUE];
+  }
+};
+
+template <class S>
+__device__ __forceinline__ int row_blocks(const Gemm& g) { return (g.row_tiles + S::ROW_GROUPS - 1) / S::ROW_GROUPS; }
+
+// Return the item of an index. Items of the first product come first; behind the last one, `end` is 0.
+template <class S>
+__device__ __forceinline__ Item item_at(const Layer& l, const Tiles& tiles, int index) {
+  const int blocks = row_blocks<S>(l.first), firsts = *tiles.count * blocks;
+  Item item{};
+  item.second = index >= firsts;
+  if (item.second) {
+    const int seconds = row_blocks<S>(l.second), of_tile = seconds * l.parts, rest = (index - firsts) % of_tile;
+    const int number = (index - firsts) / of_tile;
+    if (number >= *tiles.count) return item;
+    item.part = rest / seconds, item.tile.row_tile = rest % seconds * S::ROW_GROUPS;
+    item.tile.tokens = tiles.at[number];
+  } else {
+    item.tile.tokens = tiles.at[index / blocks], item.tile.row_tile = index % blocks * S::ROW_GROUPS;
+  }
+  item.begin = item.part * l.part_chunks;
+  item.end = item.second ? min(item.begin + l.part_chunks, l.second.chunks) : l.first.chunks;
+  return item;
+}
+
+}  // namespace spark

@@ -1,0 +1,232 @@
+// The loaders of layer.cuh: one thread loads weights, one warp for every 8 or 16 tokens loads activations.
+#pragma once
+#include "layer_items.cuh"
+#include "pace.cuh"
+
+namespace spark {
+
+constexpr int EIGHT = 8;  // tokens of one matrix instruction
+// Rows that each producer warp of activations loads. More than seven such warps would leave the others too few registers.
+template <class S>
+constexpr int PRODUCER_ROWS = S::TOKENS > 32 ? 16 : 8;
+template <class S>
+constexpr int PRODUCER_WARPS = S::TOKENS / PRODUCER_ROWS<S>;
+
+// The ring's `full` barrier covers the weights, and `rows_full` the activations.
+template <class S>
+struct LayerRing : Ring<S> {
+  uint32_t rows_full;
+  __device__ LayerRing(uint8_t* base, const uint64_t* rows_full) : Ring<S>(base), rows_full(shared_address(rows_full)) {}
+  __device__ uint32_t rows_full_bar() const { return rows_full + 8 * this->stage; }
+};
+
+// The producer of weights, one thread. It keeps few stages in flight: enough for the memory's bandwidth; with more, every
+// other access to memory would wait behind them.
+template <class S>
+struct Weights {
+  static_assert(QUEUE > S::STAGES);
+  LayerRing<S> ring, landing, first;  // where the next stage goes, the oldest in flight, the item's first
+  uint64_t once = leave_first();
+  Item item;
+  int number = 0, on_the_way = 0;
+
+  __device__ Weights(const LayerRing<S>& ring) : ring(ring), landing(ring), first(ring) {}
+  __device__ void begin(Queue& queue, const Item& next) {
+    queue.push(next, number++);
+    item = next, first = ring;
+  }
+  __device__ void load(const Layer& l) {
+    Copies<S> copies(item.second ? l.second : l.first, item.tile, once, once);
+    copies.chunks = item.end;
+    const int at_once = item.second ? l.second_at_once : l.first_at_once;
+    for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
+      barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
+      for (; on_the_way >= at_once; --on_the_way, landing.next()) barrier_wait(landing.full_bar(), landing.parity);
+      wait_for_memory(copies.chunks_at(chunk) * copies.groups * CHUNK_BYTES);
+      copies.weights(ring, chunk, 0), ++on_the_way;
+    }
+  }
+  __device__ static int take_item(const Layer& l, uint32_t grid_ready) {
+    barrier_wait(grid_ready, 0);
+    return atomicAdd(l.taken, 1);
+  }
+  // The block's first two items are the same each time; then takes items until there are none.
+  __device__ void load_all(const Layer& l, Queue& queue, const Tiles& tiles, uint32_t grid_ready) {
+    begin(queue, item_at<S>(l, tiles, blockIdx.x));
+    while (item.end > 0) {
+      const bool take = number > 1, early = take && !item.second;  // ask early: the counter's answer takes a while
+      int next = blockIdx.x;
+      if (early) next = gridDim.x + take_item(l, grid_ready);
+      load(l);
+      if (item.second) {  // is being multiplied before the next is taken, or some blocks would take several too early
+        const bool waited = item.end - item.begin > S::STAGES * S::CHUNKS;  // for room in its first stage
+        if (!waited) barrier_wait(ring.empty_bar(first.stage), first.parity);
+      }
+      if (take && !early) next = gridDim.x + take_item(l, grid_ready);
+      const Item another = item_at<S>(l, tiles, gridDim.x + next);
+      if (another.end == 0) barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
+      begin(queue, another);
+    }
+    barrier_arrive(ring.full_bar());
+  }
+};
+
+// Activations of up to 2^SHIFT rows for some stages, from row `first` of the tile on. A warp loads 16 bytes for each lane and
+// round and stores them from registers in the order in which multiply_item reads them. A round is 4 × 64 columns of a row.
+struct Zero {
+  __device__ constexpr operator int() const { return 0; }
+};
+template <class S, int SHIFT, class First>
+struct Activations {
+  static constexpr int ROUNDS = ((S::CHUNKS << SHIFT) + 3) / 4;  // of a stage
+  static constexpr int FITS = (S::CHUNKS < 3 ? 8 : 2 * S::CHUNKS) / ROUNDS, AT_ONCE = FITS < S::STAGES ? FITS : S::STAGES;  // stages
+  uint4 vectors[AT_ONCE][ROUNDS];
+  static constexpr int ROWS = SHIFT > 2 ? 1 << (SHIFT - 2) : 1;
+  const uint8_t* rows[ROWS];  // this lane's, of its rounds in turn
+  int last;                // behind the columns that there are, in bytes
+  First first;
+
+  __device__ Activations(const Layer& l, const Tiles& tiles, const Item& item, First first) : first(first) {
+    const Input& from = item.second ? l.hidden : l.x;
+    last = min(item.end * PLANE_BYTES, from.vectors * 16);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      const int token = first + row_of_round(i);
+      rows[i] = nullptr;
+      if (token >= item.tile.tokens.z) continue;
+      const int sorted = item.tile.tokens.y + token, row = item.second ? sorted : tiles.token_of_row[sorted];
+      rows[i] = from.at + row * from.stride + (threadIdx.x & 7) * 16;
+    }
+  }
+  __device__ static int row_of_round(int r) { return (r * 4 + (threadIdx.x >> 3 & 3)) & ((1 << SHIFT) - 1); }
+  __device__ static int chunk_of_round(int r) { return (r * 4 + (threadIdx.x >> 3 & 3)) >> SHIFT; }
+
+  // Load those of the stages from `chunk` on; poll again where they are still missing.
+  template <bool FRESH, bool AGAIN>
+  __device__ __forceinline__ void load(int chunk) {
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+#pragma unroll
+      for (int r = 0; r < ROUNDS; ++r) {
+        if (AGAIN && !missing(vectors[u][r])) continue;
+        if (!AGAIN) vectors[u][r] = uint4{};
+        const uint8_t* row = rows[r % ROWS];
+        const int at = (chunk + u * S::CHUNKS + chunk_of_round(r)) * PLANE_BYTES;
+        if (row == nullptr || chunk_of_round(r) >= S::CHUNKS || at + (threadIdx.x & 7) * 16 >= last) continue;
+        vectors[u][r] = FRESH ? load_fresh(row + at) : *reinterpret_cast<const uint4*>(row + at);
+      }
+    }
+  }
+  __device__ __forceinline__ bool any_missing() const {
+    bool any = false;
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+#pragma unroll
+      for (int r = 0; r < ROUNDS; ++r) any |= missing(vectors[u][r]);
+    }
+    return __any_sync(~0u, any);
+  }
+  // Vector v of 64 columns has, for the threads with l%4 = v%4, what two of the four steps take, v/4 of even rows and the
+  // other half of odd ones, so that eight threads read 128 bytes.
+  __device__ __forceinline__ void store(LayerRing<S>& ring, int chunk, int end) const {
+    const int n = threadIdx.x & 7;
+    const uint32_t place = ring.x + first * PLANE_BYTES + (n >> 2) * 32 + (n & 1) * 8;
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+      if (chunk + u * S::CHUNKS >= end) break;
+      barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
+#pragma unroll
+      for (int r = 0; r < ROUNDS; ++r) {
+        const int row = row_of_round(r);
+        const uint32_t to = place + ring.stage * S::X_BYTES + (chunk_of_round(r) * S::TOKENS + row) * PLANE_BYTES +
+                            ((n >> 1 & 1) ^ (row & 1)) * 64;
+        if (chunk_of_round(r) >= S::CHUNKS) continue;
+        store_shared(to, vectors[u][r].x, vectors[u][r].y);
+        store_shared(to + 16, vectors[u][r].z, vectors[u][r].w);
+      }
+      barrier_arrive(ring.rows_full_bar());
+      ring.next();
+    }
+  }
+};
+
+// Fill everything that blocks share with the sentinel, and reset the counter of items. No block reads or stores shared
+// results, or takes items, before all blocks have done their part; the block's barrier `grid_ready` is released then.
+struct GridBarrier {
+  uint32_t grid_ready, phase;
+  bool waiting = true;
+
+  __device__ GridBarrier(const Layer& l, uint32_t grid_ready) : grid_ready(grid_ready) {
+    const int lane = threadIdx.x & 31;
+    const int64_t rows = l.first.rows, hidden = rows * l.hidden.stride / 16;
+    const int64_t all = hidden + rows * l.parts * l.second.row_tiles * 16;
+    for (int64_t i = blockIdx.x * 32 + lane; i < all; i += gridDim.x * 32) {
+      uint4* to = i < hidden ? reinterpret_cast<uint4*>(l.first.out) + i : reinterpret_cast<uint4*>(l.partial) + (i - hidden);
+      *to = {MISSING, MISSING, MISSING, MISSING};
+    }
+    if (blockIdx.x == 0 && lane == 0) *l.taken = 0;
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) phase = arrive_at_grid();
+  }
+  __device__ void wait() {
+    if (waiting && (threadIdx.x & 31) == 0) {
+      wait_for_grid(phase);
+      barrier_arrive(grid_ready);
+    }
+    __syncwarp();
+    waiting = false;
+  }
+};
+
+template <class S, int SHIFT, class First, class Wait>
+__device__ __forceinline__ void load_item(const Layer& l, const Tiles& tiles, const Item& item, LayerRing<S>& ring,
+                                          First first, Wait wait_for_grid) {
+  Activations<S, SHIFT, First> activations(l, tiles, item, first);
+  for (int chunk = item.begin; chunk < item.end; chunk += activations.AT_ONCE * S::CHUNKS) {
+    if (item.second) {
+      wait_for_grid();
+      activations.template load<true, false>(chunk);
+      for (Backoff backoff; activations.any_missing(); backoff.wait()) activations.template load<true, true>(chunk);
+    } else {
+      activations.template load<false, false>(chunk);
+    }
+    activations.store(ring, chunk, item.end);
+    wait_for_grid();  // the first stages need no wait: the ring is empty
+  }
+}
+
+// Rows without a token: their contents enter no result, so only the barriers are signalled.
+template <class S>
+__device__ __forceinline__ void load_nothing(const Item& item, LayerRing<S>& ring) {
+  for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
+    barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
+    barrier_arrive(ring.rows_full_bar());
+  }
+}
+
+// Load the activations of all items, for the rows from `first` on. Called by one warp.
+template <class S, class First, class Wait>
+__device__ __forceinline__ void load_activations(const Layer& l, const Tiles& tiles, LayerRing<S> ring,
+                                                 const Queue& queue, First first, Wait wait_for_grid) {
+  for (int number = 0;; ++number) {
+    const Item item = queue.pull(number);
+    if (item.end == 0) break;
+    const int tokens = item.tile.tokens.z - first;
+    if (tokens <= 0) {
+      load_nothing<S>(item, ring);  // never for first = 0
+    } else if (tokens == 1) {
+      load_item<S, 0>(l, tiles, item, ring, first, wait_for_grid);
+    } else if (tokens == 2) {
+      load_item<S, 1>(l, tiles, item, ring, first, wait_for_grid);
+    } else if (tokens <= 4) {
+      load_item<S, 2>(l, tiles, item, ring, first, wait_for_grid);
+    } else if (PRODUCER_ROWS<S> == 8 || tokens <= 8) {
+      load_item<S, 3>(l, tiles, item, ring, first, wait_for_grid);
+    } else {
+      load_item<S, 4>(l, tiles, item, ring, first, wait_for_grid);
+    }
+  }
+}
+
+}  // namespace spark

@@ -1,0 +1,92 @@
+// What the grouped products and the kernel of a whole layer share: the ring of stages, a tile's copies, its sums' end.
+#pragma once
+#include "arguments.cuh"
+#include "shapes.cuh"
+
+namespace spark {
+
+template <class S>
+struct Ring {
+  uint32_t x, full;
+  const uint8_t* w;
+  int stage = 0, parity = 0;
+  __device__ Ring(uint8_t* base)
+      : x(shared_address(base)), full(shared_address(base + S::STAGES * (S::X_BYTES + S::W_BYTES))),
+        w(base + S::STAGES * S::X_BYTES) {}
+  __device__ uint32_t full_bar() const { return full + 8 * stage; }
+  __device__ uint32_t empty_bar(int of) const { return full + 8 * (S::STAGES + of); }
+  __device__ void next() {
+    if (++stage == S::STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// The matrix instruction's width for a tile's tokens; each is code of its own, so there are fewer of them around 48.
+__device__ __forceinline__ int matrix_tokens(int tokens) {
+  return tokens > 32 && tokens <= 64 ? (tokens + 15) / 16 * 16 : (tokens + 7) / 8 * 8;
+}
+template <int N>
+__host__ __device__ constexpr int next_width() { return N >= 32 && N < 64 ? N + 16 : N + 8; }
+
+struct Tile {
+  int4 tokens;
+  int row_tile;
+};
+
+// One tile's copies.
+template <class S>
+struct Copies {
+  const uint8_t *w, *x;
+  int64_t w_stride, x_stride;
+  int chunks, groups, x_bytes;
+  uint64_t once, keep;
+
+  __device__ Copies(const Gemm& g, const Tile& tile, uint64_t once, uint64_t keep)
+      : w_stride(int64_t{g.chunks} * CHUNK_BYTES), x_stride(g.rows * PLANE_BYTES), chunks(g.chunks),
+        groups(min(S::ROW_GROUPS, g.row_tiles - tile.row_tile)),
+        x_bytes(matrix_tokens(tile.tokens.z) * PLANE_BYTES), once(once), keep(keep) {
+    w = g.weight + (int64_t{tile.tokens.x} * g.row_tiles + tile.row_tile) * w_stride;
+    x = g.x + int64_t{tile.tokens.y} * PLANE_BYTES;
+  }
+  __device__ int chunks_at(int chunk) const { return min(S::CHUNKS, chunks - chunk); }
+  // `more_bytes` come to this stage besides, by bulk copies too.
+  __device__ void weights(const Ring<S>& ring, int chunk, int more_bytes) const {
+    const int here = chunks_at(chunk);
+    barrier_expect(ring.full_bar(), here * groups * CHUNK_BYTES + more_bytes);
+    for (int r = 0; r < groups; ++r)
+      bulk_copy(shared_address(ring.w) + ring.stage * S::W_BYTES + r * S::CHUNKS * CHUNK_BYTES,
+                w + r * w_stride + int64_t{chunk} * CHUNK_BYTES, here * CHUNK_BYTES, ring.full_bar(), once);
+  }
+  __device__ void planes(const Ring<S>& ring, int chunk) const {
+    for (int k = 0; k < chunks_at(chunk); ++k)
+      bulk_copy(ring.x + ring.stage * S::X_BYTES + k * S::TOKENS * PLANE_BYTES, x + (chunk + k) * x_stride, x_bytes,
+                ring.full_bar(), keep);
+  }
+};
+
+__device__ __forceinline__ float activation(float gate, float up, const Gemm& g) {
+  gate = smaller(gate, g.limit), up = larger(smaller(up, g.limit), -g.limit);
+  return __fdividef((up + g.shift) * gate, 1.0f + __expf(-g.alpha * gate));
+}
+
+// Add up the sums of the warpgroups that share rows, always in the same order; true for the one that has the result.
+template <class S, int N>
+__device__ __forceinline__ bool combine(float (&sum)[N / 2], float* sums, int group, int split) {
+  if constexpr (S::SPLIT > 1) {
+    float* shared = sums + group * (S::SPLIT - 1) * S::TOKENS * 64 + (threadIdx.x & 127);
+    if (split > 0) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) shared[((split - 1) * N / 2 + i) * 128] = sum[i];
+    }
+    named_barrier(1 + group, S::SPLIT * 128);
+    if (split == 0) {
+      for (int other = 0; other < S::SPLIT - 1; ++other) {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) sum[i] += shared[(other * N / 2 + i) * 128];
+      }
+    }
+    named_barrier(1 + group, S::SPLIT * 128);
+  }
+  return split == 0;
+}
+
+}  // namespace spark
