@@ -14,7 +14,8 @@ REFUSED = {
     "attention without biases": "the checkpoint's attention has no biases",
     "two devices": "2 devices were given",
     "two sequences": "batches of 2 sequences were asked for",
-    "another format": "SPARK_MXFP4_QUANTIZATION_FORMAT=fp8 is unknown",
+    "a CPU for MAX's own experts": "MAX's own experts have no kernels for a CPU",
+    "another format": "quantization_format=fp8 is unknown",
 }
 
 
@@ -36,4 +37,9 @@ def test_it_says_what_it_refuses_and_what_helps(messages, case):
 
 
 def test_nothing_is_said_to_what_it_takes(messages):
-    assert not messages["as gpt-oss has it"] + messages["one device"] + messages["a known format"]
+    taken = ("as gpt-oss has it", "one device", "two devices for MAX's own experts")
+    assert not "".join(messages[case] for case in taken)
+
+
+def test_the_format_is_the_configurations_and_the_variable_replaces_it(messages):
+    assert messages["reserved"] == [6, 22, 6, 22]  # GiB: MAX's own plan has room for a layer's experts in bfloat16

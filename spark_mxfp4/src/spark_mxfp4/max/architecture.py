@@ -1,7 +1,8 @@
 """MAX's gpt-oss with experts that stay packed, for `max serve --custom-architectures`.
 
-SPARK_MXFP4_QUANTIZATION_FORMAT selects what happens to the experts: `packed` (the default) expands them in registers,
-`dequant` is MAX's own path, which expands all experts of a layer to bfloat16 in memory at every step.
+`quantization_format`, a field of the model's config.json, selects what happens to the experts: `packed` (the default)
+expands them in registers, `dequant` is MAX's own path, which expands all experts of a layer to bfloat16 in memory at
+every step. The variable SPARK_MXFP4_QUANTIZATION_FORMAT replaces the field.
 On a GPU MAX routes and sums, and `spark_mxfp4.grouped_matmul` multiplies. MAX's dense products write past the end of a
 bfloat16 result, so they have a float32 one, which `spark_mxfp4.add_and_round` rounds. On a CPU, where MAX's routing has
 no kernels, `spark_mxfp4.moe` does all of it in float32; it is for tests and small models.
@@ -26,19 +27,19 @@ import numpy as np
 from max.dtype import DType
 from max.graph import BufferType, BufferValue, DeviceRef, Graph, TensorType, TensorValue, Weight, ops
 from max.graph import Module as GraphModule
-from max.graph.weights import WeightData, WeightsFormat
+from max.graph.weights import WeightData
 from max.nn.kernels import flash_attention_ragged
 from max.nn.layer import Module
 from max.nn.linear import Linear
 from max.nn.moe import GateUpFormat, StackedMoE
 from max.nn.stacked_linear import StackedLinear
-from max.pipelines.architectures.gpt_oss import gpt_oss, weight_adapters
+from max.pipelines.architectures.gpt_oss import gpt_oss
 from max.pipelines.architectures.gpt_oss.arch import gpt_oss_arch
 from max.pipelines.architectures.gpt_oss.layers import attention, transformer_block
 from max.pipelines.architectures.gpt_oss.layers.moe import GptOssMoE, GptOssMoEGate, gptoss_glu_activation
+from max.pipelines.architectures.gpt_oss.memory_planner import GptOssMemoryPlanner
 from max.pipelines.architectures.gpt_oss.model import GptOssModel
 from max.pipelines.architectures.gpt_oss.model_config import GptOssConfig
-from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 from max.pipelines.lib.graph_specs import GraphSpec
 
 from spark_mxfp4.max import versions
@@ -49,7 +50,9 @@ versions.require_signature(GptOssMoE, "_forward_quantized", "self", "permuted_st
 versions.require_signature(GptOssMoE, "_init_mxfp4_weights", "self")
 versions.require_signature(GptOssModel, "graph_specs", "self", "model_config")
 versions.require_signature(GptOssModel, "_load_state_dict", "self")
-versions.require_signature(weight_adapters, "convert_safetensor_state_dict", "state_dict", "kwargs")
+versions.require_signature(
+    GptOssMemoryPlanner, "estimate_activation_memory", "self", "pipeline_config", "huggingface_config"
+)
 versions.require_signature(GptOssConfig, "initialize", "pipeline_config", "model_config", "max_seq_len")
 versions.require_signature(GptOssConfig, "finalize", "self", "huggingface_config", "state_dict", "return_logits")
 versions.require_signature(transformer_block.Allreduce, "__init__", "self", "num_accelerators")
@@ -64,8 +67,8 @@ versions.require_signature(
 
 KERNELS = Path(__file__).parent / "kernels"
 BLOCK = 32  # elements that share a scale
-SETTING = "SPARK_MXFP4_QUANTIZATION_FORMAT"
-FORMATS = ("packed", "dequant")
+SETTING, FIELD = "SPARK_MXFP4_QUANTIZATION_FORMAT", "quantization_format"
+PACKED, DEQUANT = FORMATS = ("packed", "dequant")
 ATTENTION_KEYS = 128  # that MAX's CPU attention takes at a time, and for which it adds the sink to the sum each time
 # Activations of a step and fragmentation of MAX's memory manager: MAX's own plan has 6 GiB for both. The 15 GiB and the
 # experts in bfloat16 that it adds for MXFP4 are not needed where nothing is expanded in memory.
@@ -74,12 +77,14 @@ COLUMNS = 32  # MAX's products of a number of columns that is no multiple of 8 a
 LINEAR, STACKED_LINEAR = Linear.__call__, StackedLinear.__call__  # MAX's own
 
 
-def quantization_format() -> str:
-    """Return the setting. Raises ValueError for a format that does not exist."""
-    name = os.environ.get(SETTING, "packed")
+def quantization_format(config: object) -> str:
+    """Return the variable, else the field of a checkpoint's `config`. Raises ValueError for one that does not exist."""
+    stored = getattr(config, FIELD, PACKED)
+    origin, name = (SETTING, os.environ[SETTING]) if SETTING in os.environ else (FIELD, stored)
     if name not in FORMATS:
-        raise ValueError(f"{SETTING}={name[:40]} is unknown · the formats are {', '.join(FORMATS)} · set one of them")
-    return name
+        given = f"{origin}={str(name)[:40]}"
+        raise ValueError(f"{given} is unknown · the formats are {', '.join(FORMATS)} · set one of them")
+    return str(name)
 
 
 def in_pairs(x: TensorValue) -> TensorValue:
@@ -176,16 +181,24 @@ class PackedMoE(GptOssMoE):
         return product(hidden, self.hidden_dim, False, self._down_weight, self._down_scale, self._down_bias)
 
 
+@dataclasses.dataclass(kw_only=True)
 class PackedGptOssConfig(GptOssConfig):
-    """gpt-oss' configuration; on a CPU everything but the experts is float32."""
+    """gpt-oss' configuration with a `quantization_format`; on a CPU everything but the experts is float32."""
 
-    quant_config: Any
+    quant_config: Any = None
+    quantization_format: str = PACKED
     SUPPORTED_ENCODINGS: ClassVar[set[Any]] = {*GptOssConfig.SUPPORTED_ENCODINGS, "float32"}
 
     @classmethod
     def initialize(cls, pipeline_config: Any, model_config: Any = None, *, max_seq_len: int) -> Any:
-        """Return MAX's configuration. Raises ValueError for several devices."""
+        """Return MAX's configuration. Raises ValueError for devices that the format does not run on."""
         config = super().initialize(pipeline_config, model_config, max_seq_len=max_seq_len)
+        model = model_config or pipeline_config.model
+        config.quantization_format = quantization_format(model.huggingface_config)
+        if config.quantization_format == DEQUANT:
+            if config.devices[0].is_cpu():
+                raise ValueError(f"MAX's own experts have no kernels for a CPU · {DEQUANT} needs a GPU · set {PACKED}")
+            return config
         if len(config.devices) > 1:
             raise ValueError(
                 f"{len(config.devices)} devices were given · tensor parallelism of packed experts is not built · "
@@ -196,6 +209,8 @@ class PackedGptOssConfig(GptOssConfig):
     def finalize(self, huggingface_config: Any, state_dict: Mapping[str, WeightData], return_logits: Any) -> None:
         """Refuse experts that are not MXFP4, and attention without biases, whose products `_linear` leaves to MAX."""
         super().finalize(huggingface_config, dict(state_dict), return_logits)
+        if self.quantization_format == DEQUANT:
+            return
         if self.quant_config is None:
             raise ValueError(
                 f"the checkpoint's experts are not MXFP4 · packed experts need its blocks and scales · "
@@ -222,9 +237,9 @@ class PackedModel(GptOssModel):
 
     def _load_state_dict(self) -> dict[str, Any]:
         weights = super()._load_state_dict()
-        if _is_cpu(self.devices):
-            weights = {name: _float32(data) for name, data in weights.items()}
-            self._language_weights_dict = weights
+        if quantization_format(self.huggingface_config) == PACKED:
+            stored = _float32 if _is_cpu(self.devices) else _bytes
+            weights = self._language_weights_dict = {name: stored(data) for name, data in weights.items()}
         return weights
 
     @property
@@ -236,6 +251,8 @@ class PackedModel(GptOssModel):
 
     def graph_specs(self, model_config: GptOssConfig) -> dict[str, GraphSpec]:
         """Return the decoder's graph, built from our experts."""
+        if getattr(model_config, FIELD, PACKED) == DEQUANT:
+            return dict(super().graph_specs(model_config))
         on_cpu = _is_cpu(self.devices)
         if on_cpu and self.max_batch_size != 1:
             raise ValueError(
@@ -251,13 +268,14 @@ class PackedModel(GptOssModel):
         }
 
 
-def convert_state_dict(state_dict: dict[str, Any], **kwargs: Any) -> dict[str, WeightData]:
-    """Return MAX's names and shapes for the checkpoint's weights; scales stay u8, which the kernels shift."""
-    converted = weight_adapters.convert_safetensor_state_dict(state_dict, **kwargs)
-    return {
-        name: dataclasses.replace(data, dtype=DType.uint8) if data.dtype == DType.float8_e8m0fnu else data
-        for name, data in converted.items()
-    }
+class PackedPlanner(GptOssMemoryPlanner):
+    """The memory of a step's activations: MAX's own plan, or without experts in bfloat16."""
+
+    def estimate_activation_memory(self, pipeline_config: Any, huggingface_config: Any) -> int:
+        """Return the bytes to keep free of weights and KV cache."""
+        if quantization_format(huggingface_config) == PACKED:
+            return RESERVED_BYTES
+        return int(super().estimate_activation_memory(pipeline_config, huggingface_config))
 
 
 class _Unreduced(Module):
@@ -332,28 +350,26 @@ def _is_cpu(devices: Iterable[Any]) -> bool:
     return all(device.is_host for device in devices)
 
 
+def _bytes(data: WeightData) -> WeightData:
+    """Return scales as the bytes that the kernels shift; other weights as they are."""
+    return dataclasses.replace(data, dtype=DType.uint8) if data.dtype == DType.float8_e8m0fnu else data
+
+
 def _float32(data: WeightData) -> WeightData:
-    """Return a bfloat16 weight as float32; others as they are."""
+    """Return a bfloat16 weight as float32; others as `_bytes` does."""
     if data.dtype != DType.bfloat16:
-        return data
+        return _bytes(data)
     shape = [int(size) for size in data.shape]
     bits = data.to_buffer().view(DType.uint16, shape).to_numpy().astype(np.uint32) << 16
     return WeightData.from_numpy(bits.view(np.float32), data.name)
 
 
-def architectures() -> list[Any]:
-    """Return what MAX is to register: our architecture under its own one's name, or its own one."""
-    if quantization_format() == "dequant":
-        return [gpt_oss_arch]
-    packed = dataclasses.replace(
+ARCHITECTURES = [  # which MAX registers in place of its own, which has the same name
+    dataclasses.replace(
         gpt_oss_arch,
         pipeline_model=PackedModel,
         config=PackedGptOssConfig,
         supported_encodings=PackedGptOssConfig.SUPPORTED_ENCODINGS,
-        weight_adapters={WeightsFormat.safetensors: convert_state_dict},
-        memory_planner=PagedMemoryPlanner.with_activation_reservation(RESERVED_BYTES, always_signal_buffers=True),
+        memory_planner=PackedPlanner,
     )
-    return [packed]
-
-
-ARCHITECTURES = architectures()
+]
