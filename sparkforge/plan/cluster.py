@@ -8,7 +8,6 @@ bytes, arithmetic or the link. Experts are taken to be spread evenly over the ma
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -117,15 +116,9 @@ def reduce_seconds(link: Interconnect, size: float, nodes: int) -> float:
 
     They were measured with two machines. A ring of N takes N - 1 times the steps, each with 2/N of the bytes.
     """
-    points = link.latency
-    steps, piece = nodes - 1, size * 2 / nodes
-    if piece <= points[0].bytes:
-        return steps * points[0].seconds
-    for low, high in itertools.pairwise(points):
-        if piece <= high.bytes:
-            part = (piece - low.bytes) / (high.bytes - low.bytes)
-            return steps * (low.seconds + part * (high.seconds - low.seconds))
-    return steps * (points[-1].seconds + (piece - points[-1].bytes) / (link.bandwidth.value * 1e9))
+    piece, last = size * 2 / nodes, link.latency.points[-1].at
+    beyond = max(0.0, piece - last) / (link.bandwidth.value * 1e9)
+    return (nodes - 1) * (link.latency.at(piece) * 1e-6 + beyond)
 
 
 def link_bytes(model: Architecture, nodes: int, way: Way) -> float:
@@ -149,7 +142,7 @@ def link_seconds(model: Architecture, link: Interconnect, batch: int, nodes: int
     if way == "replicas":
         return 0.0
     if way == "pipeline":
-        return nodes * (link.latency[0].seconds / 2 + 2 * hidden / (link.bandwidth.value * 1e9))
+        return nodes * (link.latency.at(0) * 1e-6 / 2 + 2 * hidden / (link.bandwidth.value * 1e9))
     logits = batch * HIDDEN_BYTES * model.vocab / nodes
     return (2 * model.layers + 1) * reduce_seconds(link, hidden, nodes) + reduce_seconds(link, logits, nodes)
 
@@ -189,11 +182,14 @@ def _single(model: Architecture, device: Device, load: Workload, users: int) -> 
 
 
 def _seconds(model: Architecture, device: Device, load: Workload, batch: int, nodes: int = 1) -> float | None:
-    """Return the seconds of a step on one of `nodes` machines that split its work; router and norms are on each."""
-    work = roofline.decode(model, batch, load)
-    whole = _replicated_bytes(model, load.dense)
-    cut = Work((work.bytes - whole) / nodes + whole, work.expert_flops / nodes, work.dense_flops / nodes)
-    return roofline.time(cut, device).seconds
+    return roofline.time(split(model, load, batch, nodes), device).seconds
+
+
+def split(model: Architecture, load: Workload, batch: int, nodes: int) -> Work:
+    """Return a decode step's work on one of `nodes` machines that split it; router and norms are on each."""
+    work, whole = roofline.decode(model, batch, load), _replicated_bytes(model, load.dense)
+    shared = (work.expert_flops / nodes, work.dense_flops / nodes, work.expert_bytes / nodes)
+    return Work((work.bytes - whole) / nodes + whole, *shared, tokens=batch)
 
 
 def _replicated_bytes(model: Architecture, dense: DenseFormat) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -35,25 +36,51 @@ class Loading(Record):
     note: str = ""
 
 
-class LatencyPoint(Record):
-    """How long an all-reduce of so many bytes takes between two machines, in microseconds."""
+class Point(Record):
+    """A value where something else is `at`."""
 
-    bytes: int = Field(ge=1)
-    microseconds: float = Field(gt=0)
+    at: float
+    value: float
 
-    @property
-    def seconds(self) -> float:
-        """The same in seconds."""
-        return self.microseconds * 1e-6
+
+class Curve(Record):
+    """Figures that were measured at some points: straight between them, and constant before and behind them."""
+
+    points: tuple[Point, ...] = Field(min_length=1)
+    source: str = Field(min_length=1)
+    date: str
+
+    def at(self, place: float) -> float:
+        """Return the value there."""
+        for low, high in itertools.pairwise(self.points):
+            if low.at < place <= high.at:
+                return low.value + (place - low.at) / (high.at - low.at) * (high.value - low.value)
+        return self.points[0].value if place <= self.points[0].at else self.points[-1].value
 
 
 class Interconnect(Record):
-    """The network between several of a device: NCCL's bus bandwidth in GB/s (10⁹), and latencies of small messages."""
+    """The network between several of a device: NCCL's bus bandwidth in GB/s (10⁹), and an all-reduce's µs by bytes."""
 
     bandwidth: Figure
-    latency: tuple[LatencyPoint, ...] = Field(min_length=2)
-    latency_source: str = Field(min_length=1)
-    latency_date: str
+    latency: Curve
+
+
+class Kernels(Record):
+    """What our kernels reach, as the assumptions of a forecast (forecast.py).
+
+    `read` is the memory's rate in GB/s, `experts` the experts' share of it by pairs of token and expert for each
+    expert, `instructions` what a scheduler issues for 64 x 64 weights by the same, `slots` what it can issue while
+    the memory brings them, `gap` the µs before each layer's experts, `dense` the share that dense products reach,
+    `rest` the ms of a step in kernels that read no weights and between kernels, by tokens.
+    """
+
+    read: Figure
+    experts: Curve
+    instructions: Curve
+    slots: Figure
+    gap: Figure
+    dense: Figure
+    rest: Curve
 
 
 class Device(Record):
@@ -61,8 +88,7 @@ class Device(Record):
 
     `resident` is in use before a server starts, `runtime` what vLLM's share holds besides weights, KV cache and
     activations, `host` what vLLM takes outside its share of a unified memory, `most` the highest share for vLLM,
-    `align` what the experts' sizes are padded to, `few_pairs` the pairs of token and expert, for each expert, up to
-    which our experts read each weight once a step.
+    `align` what the experts' sizes are padded to, `kernels` what our own reach there.
     """
 
     about: str
@@ -82,7 +108,7 @@ class Device(Record):
     rates: dict[str, Figure] = Field(default={})
     loading: tuple[Loading, ...] = ()
     link: Interconnect | None = None
-    few_pairs: Figure | None = None
+    kernels: Kernels | None = None
 
     @property
     def memory_bytes(self) -> int:

@@ -15,6 +15,7 @@ from sparkforge.plan.budget import Line
 from sparkforge.plan.choose import ProfileFit
 from sparkforge.plan.cluster import ClusterPlan
 from sparkforge.plan.devices import Device
+from sparkforge.plan.forecast import Forecast
 from sparkforge.plan.speed import Against, Comparison
 
 
@@ -78,8 +79,9 @@ class DecodeRow(Record):
 class FormatRow(Record):
     """Dense layers in one format: `bytes` that a token of one user reads, `freed_bytes` of memory against bf16.
 
-    `each` are tokens a second a user at best, one for each of `users` (None: not known); `kv_tokens` is how many more
-    tokens the KV cache holds with the freed bytes; `profiles` keep the dense layers so.
+    `each` are tokens a second a user at best, one for each of `users` (None: not known), `forecasts` a step's parts
+    with our kernels; `kv_tokens` is how many more tokens the KV cache holds with the freed bytes; `profiles` keep the
+    dense layers so.
     """
 
     name: str
@@ -90,6 +92,7 @@ class FormatRow(Record):
     kv_tokens: int
     users: tuple[int, ...]
     each: tuple[float | None, ...]
+    forecasts: tuple[Forecast | None, ...]
     profiles: tuple[str, ...]
 
 
@@ -102,21 +105,11 @@ class CacheRow(Record):
     tokens: int
 
 
-class ProfileForUsers(Record):
-    """So many users at once: the first profile that serves them, and the one with the highest bound; tokens a second.
-
-    Both names are empty if no profile serves them. Nothing here says whether the fastest is accurate enough.
-    """
-
-    users: int
-    cautious: str
-    cautious_each: float | None
-    fastest: str
-    fastest_each: float | None
-
-
 class PrefillRow(Record):
-    """Reading one prompt alone at best; `seconds` is its time to the first token. None: not known."""
+    """Reading one prompt alone at best; `seconds` is its time to the first token, `forecast` that with our kernels.
+
+    None: not known.
+    """
 
     prompt: int
     chunk: int
@@ -124,6 +117,7 @@ class PrefillRow(Record):
     bound: str
     seconds: float | None
     rate: float | None
+    forecast: float | None
 
 
 class SpeculationRow(Record):
@@ -174,7 +168,6 @@ class Plan(Record):
     few_tokens: int | None
     formats: list[FormatRow]
     caches: list[CacheRow]
-    for_users: list[ProfileForUsers]
     loading: list[LoadingRow]
     profiles: list[ProfileFit]
     recommended: str

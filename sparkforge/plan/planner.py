@@ -6,14 +6,14 @@ A plan is computed from sizes and cited figures. Only `--device this` reads the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.tables import TOLD
-from sparkforge.plan import architecture, budget, choose, cluster, devices, families, roofline, speed
-from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat, Draft, KnownModel
+from sparkforge.plan import architecture, budget, choose, cluster, devices, families, forecast, roofline, speed
+from sparkforge.plan.architecture import KV_BYTES, Architecture, DenseFormat, Draft, KnownModel
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ProfileFit, ServerOptions
 from sparkforge.plan.devices import GIB, Device
@@ -28,7 +28,6 @@ from sparkforge.plan.document import (
     ModelRow,
     Plan,
     PrefillRow,
-    ProfileForUsers,
     Speculation,
     SpeculationRow,
     WeightRow,
@@ -182,12 +181,9 @@ def make_plan(
         ),
         decode=[_decode(model, device, load, batch) for batch in sorted({*BATCHES, load.concurrency})],
         prefill=[_prefill(model, device, load, n) for n in sorted({*PROMPTS, load.context}) if n <= model.longest],
-        few_tokens=int(device.few_pairs.value * model.experts / model.top_k)
-        if device.few_pairs and model.experts_form == "mxfp4"
-        else None,
+        few_tokens=forecast.few_tokens(model, device),
         formats=[_format(model, device, load, profiles, dense) for dense in choose.dense_formats(device, profiles)],
         caches=[_cache(model, device, load, kv) for kv in KV_BYTES],
-        for_users=list(_for_users(model, device, load, profiles)),
         loading=_loading(device, subject.on_disk or model.weight_bytes()),
         profiles=verdicts,
         recommended=recommended.name if recommended else "",
@@ -271,6 +267,7 @@ def _format(
         kv_tokens=freed // max(1, model.full_layers * model.kv_layer_token(load.kv)),
         users=USERS,
         each=tuple(speed.ceiling(model, device, users, served) for users in USERS),
+        forecasts=tuple(forecast.step(model, device, roofline.decode(model, users, served)) for users in USERS),
         profiles=tuple(name for name in choose.candidates(device, profiles) if profiles[name].dense == dense),
     )
 
@@ -293,27 +290,6 @@ def _cache(model: Architecture, device: Device, load: Workload, kv: str) -> Cach
     return CacheRow(kv=kv, token_bytes=model.kv_token(kv), sequences=sequences, tokens=sequences * load.context)
 
 
-def _for_users(
-    model: Architecture, device: Device, load: Workload, profiles: Mapping[str, ServerOptions]
-) -> Iterator[ProfileForUsers]:
-    """Yield for each number of users the first profile that serves them, and the one with the highest bound."""
-    for users in USERS if device.profiles else ():
-        asked = replace(load, concurrency=users, kv="bf16", dense=BF16)
-        speeds: dict[str, float | None] = {}
-        for verdict in choose.verdicts(model, device, asked, profiles):
-            if not verdict.against:
-                speeds[verdict.name] = speed.ceiling(model, device, users, profiles[verdict.name].load(asked))
-        cautious = next(iter(speeds), "")
-        fastest = max(speeds, key=lambda name: speeds[name] or 0.0, default="")
-        yield ProfileForUsers(
-            users=users,
-            cautious=cautious,
-            cautious_each=speeds.get(cautious),
-            fastest=fastest,
-            fastest_each=speeds.get(fastest),
-        )
-
-
 def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -> PrefillRow:
     works = list(roofline.prefill(model, prompt, 1, load))
     seconds = roofline.first_token_seconds(model, device, prompt, 1, load)
@@ -325,6 +301,7 @@ def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -
         bound=" and ".join(sorted(bounds)),
         seconds=seconds,
         rate=prompt / seconds if seconds else None,
+        forecast=forecast.prefill_seconds(model, device, prompt, load),
     )
 
 

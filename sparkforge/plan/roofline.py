@@ -29,11 +29,13 @@ def experts_touched(experts: int, top_k: int, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step must do at least: bytes of memory traffic, and FLOP by the rate that they run at."""
+    """What a step of `tokens` must do at least: bytes of memory traffic, and FLOP by the rate that they run at."""
 
     bytes: float
     expert_flops: float
     dense_flops: float
+    expert_bytes: float = 0.0  # of `bytes`
+    tokens: int = 0
 
     @property
     def flops(self) -> float:
@@ -92,6 +94,8 @@ def decode(model: Architecture, batch: int, load: Workload, touched: float | Non
         + rows * token_bytes(model, kv),
         expert_flops=rows * expert_flops(model),
         dense_flops=rows * dense_flops(model) + attended + head,
+        expert_bytes=model.expert_layers * hit * model.expert_bytes,
+        tokens=rows,
     )
 
 
@@ -130,6 +134,8 @@ def prefill(model: Architecture, prompt: int, prompts: int, load: Workload) -> I
             dense_flops=tokens * dense_flops(model)
             + sum(attention_flops(model, first, last) for first, last in pieces)
             + 2 * ends * model.vocab * model.hidden,
+            expert_bytes=model.expert_layers * hit * model.expert_bytes,
+            tokens=tokens,
         )
 
 

@@ -120,9 +120,9 @@ def _print_speed(plan: Plan) -> None:
     say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
     _print(
         f"prefill ceiling · computed · one prompt, {plan.prefill[0].chunk} tokens a step",
-        (">prompt", ">ms to first token", ">tok/s", ">FLOP/B", "bound"),
+        (">prompt", ">ms to first token", ">tok/s", ">FLOP/B", "bound", ">ours, ms (forecast)"),
         [
-            (str(row.prompt), _ms(row.seconds), _speed(row.rate), f"{row.intensity:.0f}", row.bound)
+            (str(row.prompt), _ms(row.seconds), _speed(row.rate), f"{row.intensity:.0f}", row.bound, _ms(row.forecast))
             for row in plan.prefill
         ],
     )
@@ -133,7 +133,7 @@ def _print_speed(plan: Plan) -> None:
 
 def _print_formats(plan: Plan) -> None:
     """Print what dense layers and KV cache in fewer bits gain, and the profiles that use them."""
-    context, users = plan.asked.context, (f">{count}" for count in plan.formats[0].users)
+    context, users = plan.asked.context, [f">{count}" for count in plan.formats[0].users]
     _print(
         f"by format of attention/LM head · computed · tok/s a user for so many, {context} tokens behind",
         ("format", ">GB", *users, ">GiB", ">KV tokens"),
@@ -148,6 +148,25 @@ def _print_formats(plan: Plan) -> None:
         ],
     )
     say("GB: of a token; GiB, KV tokens: memory that is free then, and what it holds of a KV cache")
+    if (kernels := plan.device.described.kernels) and plan.formats[0].forecasts[0]:
+        _print(
+            f"the same with our kernels · forecast · {context} tokens behind; ms of a step for one user",
+            ("format", *users, ">ms", ">experts", ">dense", ">rest"),
+            [
+                (
+                    f"{row.attention}/{row.head}",
+                    *(_speed(1 / step.seconds) for step in steps),
+                    *map(_ms, (steps[0].seconds, steps[0].experts, steps[0].dense, steps[0].rest)),
+                )
+                for row in plan.formats
+                if (steps := list(filter(None, row.forecasts)))
+            ],
+        )
+        experts, rest = kernels.experts.points, kernels.rest.points
+        shares = f"{experts[0].value:.1%} of it, {experts[-1].value:.0%} from {experts[-1].at:g} pairs an expert on"
+        say(f"assumed, of an H100, not of a Spark: {kernels.read.value:g} GB/s; experts at {shares},")
+        gap, dense = f"{kernels.gap.value:g} µs between layers", f"dense at {kernels.dense.value:.0%}"
+        say(f"{gap}; {dense}; rest {rest[0].value:g} to {rest[-1].value:g} ms (--json has the sources)")
     for packed in plan.formats[1:]:
         if packed.profiles:
             say(f"{packed.attention}/{packed.head}: {', '.join(packed.profiles)}")
@@ -156,39 +175,26 @@ def _print_formats(plan: Plan) -> None:
         ("type", ">bytes a token", ">sequences", ">tokens"),
         [(row.kv, f"{row.token_bytes:,}", str(row.sequences), f"{row.tokens:,}") for row in plan.caches],
     )
-    _print(
-        f"profile by users · computed · {context} tokens behind each, tok/s a user at most",
-        (">users", "first that fits", ">tok/s", "highest bound", ">tok/s"),
-        [
-            (
-                str(row.users),
-                row.cautious or "none",
-                _speed(row.cautious_each),
-                row.fastest if row.fastest != row.cautious else "the same",
-                _speed(row.fastest_each),
-            )
-            for row in plan.for_users
-        ],
-    )
-    if plan.for_users:
+    if plan.formats[1:]:
         say("fewer bits cost accuracy: ./inv bench.bakeoff --profiles A,B measures both and ranks what passes the gate")
 
 
 def _print_cited(plan: Plan) -> None:
     rows = [
         (
-            row.whose.removeprefix(f"{NAMES}, ") if before is None or before.whose != row.whose else "",
+            row.whose.removeprefix(NAMES[0]) if before is None or before.whose != row.whose else "",
             row.shape,
             QUANTITIES[row.quantity],
             f"{row.cited:.1f}",
             _speed(row.computed),
             f"{row.share:.0%}",
+            _speed(row.forecast),
             f"{row.dense} {row.kv}",
         )
         for row, before in zip(plan.cited, (None, *plan.cited), strict=False)
     ]
-    title = "others' tok/s (cited), and the bound for their formats (computed)"
-    _print(title, ("whose", "in/out", "", ">cited", ">computed", ">share", "formats"), rows)
+    title = "others' tok/s (cited), the bound for their formats (computed), ours in these (forecast)"
+    _print(title, ("whose", "in/out", "", ">cited", ">bound", ">share", ">ours", "formats"), rows)
     if any(figure.share > 1 for figure in plan.cited):
         say("over 100 %: those requests shared more experts than even routing has them share")
 

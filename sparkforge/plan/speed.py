@@ -13,7 +13,7 @@ from pydantic import AliasPath, Field
 from sparkforge.core import paths
 from sparkforge.core.documents import read_json
 from sparkforge.core.tables import Record, load
-from sparkforge.plan import roofline
+from sparkforge.plan import cluster, forecast, roofline
 from sparkforge.plan.architecture import BF16, Architecture, DenseFormat, Draft
 from sparkforge.plan.budget import BATCHED_TOKENS, Workload
 from sparkforge.plan.devices import Device
@@ -24,7 +24,7 @@ LARGEST = 20_000_000  # bytes of one; a result of 160 requests has 40 kB
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 PROCESSORS = {"embedded", "docker-cpu"}  # devices of sparkforge/serve/device.py that compute without a GPU
 
-NAMES = "Spark"  # how the figures' names begin that are of a Spark
+NAMES = ("Spark, ", "Two Sparks, ")  # how the figures' names begin that are of one Spark, and of two
 ANY_PROMPT = 1024  # tokens, where a source does not say how many
 
 Count = Annotated[int, Field(gt=0, lt=10**9, strict=True)]
@@ -44,13 +44,14 @@ Form = Literal["bf16", "fp8", "mxfp8", "mxfp4", "q8_0"]
 
 
 class CitedFormat(Record):
-    """How a cited server keeps the attention's projections (`dense`), LM head and KV cache; its prefill step."""
+    """How a cited server keeps the attention's projections (`dense`), LM head and KV cache; its step, its machines."""
 
     name: str
     dense: Form
     head: Form
     kv: Literal["bf16", "fp8"]
     chunk: int = Field(default=BATCHED_TOKENS, ge=1)
+    nodes: int = Field(default=1, ge=1)
     source: str = Field(min_length=1)
 
     @property
@@ -205,7 +206,10 @@ class CitedFigure(Record):
 
 
 class Against(Record):
-    """A cited figure and the bound that it could reach. All in tokens a second; `share` is cited over computed."""
+    """A cited figure and the bound that it could reach. All in tokens a second; `share` is cited over computed.
+
+    `forecast` is what our kernels should reach in the same formats; None: not computed.
+    """
 
     whose: str
     shape: str
@@ -213,6 +217,7 @@ class Against(Record):
     cited: float
     computed: float
     share: float
+    forecast: float | None
     dense: str
     kv: str
     source: str
@@ -228,13 +233,17 @@ def against(model: Architecture, device: Device, figures: Iterable[CitedFigure])
             continue
         prompt, answer, concurrency = figure.shape[0] or ANY_PROMPT, figure.shape[1], figure.shape[2] or 1
         load = Workload(prompt + answer // 2, kv=kept.kv, dense=kept.formats, batched=kept.chunk)
-        decoding = ceiling(model, device, concurrency, load)
-        first = roofline.first_token_seconds(model, device, prompt, 1, load)
+        total = cluster.total(model, device, load, kept.nodes, concurrency, "tensor")
+        link = cluster.link_seconds(model, device.link, concurrency, kept.nodes, "tensor") if device.link else 0.0
+        step = forecast.step(model, device, cluster.split(model, load, concurrency, kept.nodes), link)
         bounds = {
-            "interactivity": decoding,
-            "output_throughput": decoding * concurrency if decoding else None,
-            "prefill": prompt / first if first else None,
+            "interactivity": (total and total / concurrency, 1 / step.seconds if step else None),
+            "output_throughput": (total, concurrency / step.seconds if step else None),
         }
+        if kept.nodes == 1:
+            first = roofline.first_token_seconds(model, device, prompt, 1, load)
+            read = forecast.prefill_seconds(model, device, prompt, load)
+            bounds["prefill"] = (first and prompt / first, read and prompt / read)
         comparisons += [
             Against(
                 whose=figure.name,
@@ -243,12 +252,14 @@ def against(model: Architecture, device: Device, figures: Iterable[CitedFigure])
                 cited=value,
                 computed=bound,
                 share=value / bound,
+                forecast=ours,
                 dense=kept.formats.name,
                 kv=kept.kv,
                 source=figure.source,
                 date=figure.date,
             )
             for quantity, value in figure.values.items()
-            if (bound := bounds.get(quantity))
+            for bound, ours in [bounds.get(quantity, (None, None))]
+            if bound
         ]
     return comparisons

@@ -175,6 +175,8 @@ def test_tables_name_every_part(capsys):
         "prefill",
         "safe",
         "SGLang",
+        "with our kernels",
+        "72.7",
     ):
         assert word in printed.err
 
