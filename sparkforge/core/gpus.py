@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +48,17 @@ def number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
+
+
+def held() -> dict[int, int]:
+    """Return process id → bytes that it holds of GPUs; empty where nvidia-smi is absent, fails or hangs."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    sizes = Counter[int]()
+    with suppress(ProbeError, ValueError):
+        for line in require(ask(command, seconds=SECONDS), "nvidia-smi", SECONDS).splitlines():
+            pid, _, size = line.partition(",")
+            sizes[int(pid)] += int((number(size) or 0) * 2**20)
+    return sizes
 
 
 # What `state` asks for. A Spark reports no limit of its power, and a driver before 535 knows no clocks_event_reasons.

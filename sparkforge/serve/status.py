@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -25,6 +26,7 @@ from sparkforge.core import memory, metrics, paths
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.gpus import GpuState, number, query, states
+from sparkforge.core.gpus import held as gpu_memory
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import ProbeError, session_members
 from sparkforge.core.tables import Record
@@ -63,7 +65,7 @@ class HostMemory(Record):
     total: int
     available: int = Field(description="what this user's programs can still get, under every cgroup")
     bound: str = Field(description="what limits it: MemAvailable, or a cgroup's folder")
-    server: int | None = Field(description="resident memory of the server's processes; null for a container")
+    server: int | None = Field(description="memory of the server's processes; null for a container of another machine")
 
 
 class GpuStatus(Record):
@@ -104,7 +106,11 @@ class FleetStatus(Record):
     resident: bool
     needed: int = Field(description="bytes of memory that are planned for it")
     memory: int | None = Field(
-        default=None, description="resident memory of its processes; null for a container, or if it does not run"
+        default=None, description="the host's memory that its processes hold; null if it does not run here"
+    )
+    gpu_memory: int | None = Field(
+        default=None,
+        description="the GPU's memory that they hold, by nvidia-smi; a part of the host's if that is unified",
     )
     requests: int = Field(description="that it answers now")
     where: str = Field(description="pid or container; empty if it does not run")
@@ -165,11 +171,16 @@ def report(server: Server) -> StatusReport:
     if before := read_metrics(server):
         time.sleep(INTERVAL)
     now = read_metrics(server)
-    resident, models = _resident(server), list[FleetStatus]()
+    pids, models = _pids(server), list[FleetStatus]()
+    resident = _resident(pids) if pids or not server.container else None
+    held = gpu_memory() if server.device == FLEET else {}
     for row in fleet() if server.device == FLEET else []:
         model = record.read(paths.state() / record.MODELS / row["name"] / record.NAME) if row["where"] else None
-        models.append(FleetStatus.model_validate({**row, "memory": _resident(model) if model else None}))
-        resident = (resident or 0) + (models[-1].memory or 0)
+        sizes = dict[str, int]()
+        if model and (pids := _pids(model)):
+            sizes = {"memory": _resident(pids), **({"gpu_memory": sum(held.get(p, 0) for p in pids)} if held else {})}
+        models.append(FleetStatus.model_validate({**row, **sizes}))
+        resident = (resident or 0) + sizes.get("memory", 0)
     container_health, log, began = _container(server) if server.container else ("", _end_of(server.log), server.started)
     served = ServerStatus(
         model=server.model_id,
@@ -294,6 +305,7 @@ def _describe_member(row: FleetStatus) -> str:
     idle = f"idle {timedelta(seconds=int(row.idle_seconds))}" if row.idle_seconds is not None else ""
     words = [row.state, "resident" if row.resident else "on demand", f"{row.needed / 1e9:.1f} GB planned"]
     words += [f"{row.memory / 1e9:.1f} GB of the host"] if row.memory is not None else []
+    words += [f"{row.gpu_memory / 1e9:.1f} GB of the GPU"] if row.gpu_memory is not None else []
     words += [f"{row.requests} requests" if row.requests else idle, row.where, row.error.partition("\n")[0]]
     return f"  {row.name}: {' · '.join(filter(None, words))}"
 
@@ -363,14 +375,27 @@ def _container(server: Server) -> tuple[str, str, float]:
         return container.health(docker, server), container.log_text(docker, server), began
 
 
-def _resident(server: Server) -> int | None:
-    """Return the bytes that the server's processes hold, pages that several share by their share: forks share much."""
-    if server.container:
-        return None
+def _pids(server: Server) -> list[int]:
+    """Return the processes of a server; those of a container by their cgroup, which has its id."""
+    if not server.container:
+        return session_members(server.pid)
+    pids = []
+    for pid in psutil.pids():
+        with suppress(OSError):  # it may end while we look
+            pids += [pid] if server.container in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8") else []
+    return pids
+
+
+def _resident(pids: Sequence[int]) -> int:
+    """Return the bytes that processes hold, pages that several share by their share: forks share much."""
     total = 0
-    for pid in session_members(server.pid):
-        with suppress(psutil.Error):
-            total += psutil.Process(pid).memory_full_info().pss
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            try:
+                total += process.memory_full_info().pss
+            except psutil.AccessDenied:  # another user's, as in a container
+                total += process.memory_info().rss
     return total
 
 

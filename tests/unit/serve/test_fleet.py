@@ -142,7 +142,7 @@ def wait(condition, seconds=20):
         time.sleep(0.05)
 
 
-def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder):
+def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder, monkeypatch):
     client = fleet(red={"resident": True, "aliases": ["gpt-4o", "org/best"]}, green={"resident": False})
     listed = [row["id"] for row in client.get("/v1/models").json()["data"]]
     assert listed == ["red", "openai/red", "gpt-4o", "openai/gpt-4o", "org/best", "best", "green", "openai/green"]
@@ -157,12 +157,18 @@ def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder):
     assert Path(ask(client, "red", tools=deep).json()["served"]).name == "red"  # deeper than json_query reads
     assert Path(ask(client, "red", text='x"model": "green"' * 50_000).json()["served"]).name == "red"  # 1 MB
     assert "red: ready · resident · 0.1 GB planned · 0.0 GB of the host" in inv(folder, "ps").stdout
+    (folder / "bin").mkdir()
+    told = f"case \"$*\" in *compute-apps*) echo '{server(folder, 'red').pid}, 300'; echo '1, 9';; *) exit 9;; esac"
+    (folder / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{told}\n")
+    (folder / "bin/nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
     report = json.loads(inv(folder, "status", "--json").stdout)
     rows = report["server"]["fleet"]
     assert rows[1]["names"] == ["green", "openai/green"]
     assert [row["folder"] for row in rows] == [str(folder / "red"), str(folder / "green")]
     assert report["host"]["server"] > rows[0]["memory"] + rows[1]["memory"]
     assert min(row["memory"] for row in rows) > 1_000_000
+    assert [row["gpu_memory"] for row in rows] == [300 << 20, 0]
     bounds = [float(server(folder, name).environ()["SPARKFORGE_GUARD_GIB"]) for name in ("red", "green")]
     assert bounds[0] < bounds[1]  # the resident one is ended last
     assert inv(folder, "down").returncode == 0
