@@ -1,9 +1,11 @@
 """Two models of real vLLM behind one URL, asked by openai: names, a stream, a start on demand, idle, down."""
 
 import os
+import re
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
@@ -51,6 +53,9 @@ def test_two_models_of_vllm_answer_at_one_url(tmp_path, free_port):
         options = {"max_tokens": 200, "stream": True, "extra_body": {"ignore_eos": True}}
         times = [time.monotonic() for _ in client.chat.completions.create(model="green", messages=messages, **options)]
         assert times[-1] - times[0] > 0.5  # piece by piece
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
+        assert metrics.count("# TYPE vllm:num_requests_running gauge") == 1
+        assert set(re.findall(r'vllm:num_requests_running{.*model_name="(.*?)"', metrics)) == {"red", "green"}
         with pytest.raises(openai.NotFoundError, match="the nearest: green"):
             client.chat.completions.create(model="gren", messages=messages)
         deadline = time.monotonic() + 60

@@ -332,8 +332,9 @@ def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:
 
 
 def _metrics(keeper: Keeper) -> str:
-    """Return vLLM's metrics of all models that serve; each has the label model_name."""
-    families = dict[str, tuple[list[str], list[str]]]()
+    """Return every model's state, and vLLM's metrics of those that serve; each has the label model_name."""
+    states = [f'sparkforge_fleet_model{{model_name="{n}",state="{m.state}"}} 1' for n, m in keeper.models.items()]
+    families = {"": (["# TYPE sparkforge_fleet_model gauge"], states)}
     for model in keeper.models.values():
         text = ""
         with suppress(SparkforgeError):

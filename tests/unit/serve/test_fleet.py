@@ -148,6 +148,7 @@ def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder, monkeyp
     assert listed == ["red", "openai/red", "gpt-4o", "openai/gpt-4o", "org/best", "best", "green", "openai/green"]
     assert client.get("/v1/models/openai/green").json()["id"] == "openai/green"
     assert states(folder) == {"red": "ready", "green": "stopped"}
+    assert 'sparkforge_fleet_model{model_name="green",state="stopped"} 1' in client.get("/metrics").text
     for name in listed:
         model = "green" if "green" in name else "red"
         assert Path(ask(client, name).json()["served"]).name == model
