@@ -54,6 +54,12 @@ def test_every_variant_compiles_without_spills(tmp_path, nvcc, name, least, targ
     assert said.count("Compiling entry function") >= least
 
 
+def test_two_builds_are_the_same_bytes(tmp_path, nvcc, monkeypatch):
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    first, second = (precompile.build(precompile.ROUTER, "121a", tmp_path / name) for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
 def machine_code(nvcc, unit, target, folder):
     """Return nvdisasm's text of each kernel of a unit."""
     cubin = folder / "unit.cubin"

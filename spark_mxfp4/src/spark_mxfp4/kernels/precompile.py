@@ -155,7 +155,9 @@ def _link(sources: list[tuple[Path, tuple[str, ...]]], target: str, output: Path
 
         def compile_unit(source: tuple[Path, tuple[str, ...]], result: str) -> None:
             """One translation unit, position-independent."""
-            _run([compiler, *flags(target), *source[1], "-Xcompiler", "-fPIC", "-c", str(source[0]), "-o", result])
+            # The names of intermediate files are in those of symbols, and must have no process id.
+            options = ["--objdir-as-tempdir", "-Xcompiler", "-fPIC", "-c", str(source[0]), "-o", result]
+            _run([compiler, *flags(target), *source[1], *options])
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(compile_unit, sources, objects))
