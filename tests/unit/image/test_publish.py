@@ -1,11 +1,15 @@
 """Pushing an image to a registry that denies what is not there: a fake engine, a stand-in `docker` command."""
 
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from sparkforge.core import errors
+from sparkforge.core.paths import ROOT
 from sparkforge.image import inspect, provenance, registry, versions
 
 REPOSITORY = "registry.example.com/new/vllm"
@@ -91,3 +95,28 @@ def test_upstreams_wheel_behind_a_patched_one_is_a_resolved_dependency_too():
     patched = {"purl": "pkg:pypi/v@1+s", "pedigree": {"ancestors": [{"purl": "pkg:pypi/v@1"}]}}
     uris = [entry["uri"] for entry in provenance._components([patched, {"name": "a file"}])]
     assert uris == ["pkg:pypi/v@1+s", "pkg:pypi/v@1"]
+
+
+@pytest.mark.parametrize(("stack", "has_kernels"), [("spark", True), ("embedded", False)])
+def test_the_workflows_step_publishes_signed_packs_before_the_image_that_takes_them(tmp_path, stack, has_kernels):
+    """`inv` and `docker` are stand-ins that note what they are asked; the engine's tests run the real ones."""
+    for name in (".ci/publish", "inv", "docker", ".venv/bin/python"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / ".ci/publish").write_bytes((ROOT / ".ci/publish").read_bytes())
+    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    answer = f'case "$*" in image.publish*--stack*) echo {REPOSITORY}@{DIGEST};; esac'
+    for name in ("inv", "docker"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\n{answer}\n')
+    for name in ("inv", "docker", ".venv/bin/python"):
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SIGNING_KEY": "PEM"}
+    subprocess.run(["bash", tmp_path / ".ci/publish", REPOSITORY, stack, "out"], env=env, check=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    made = [call for call in calls if "--target kernel-packs" in call and "--secret id=signing-key,src=" in call]
+    sent = [call for call in calls if call.startswith(f"inv image.publish {REPOSITORY} --packs ")]
+    built = [call for call in calls if call.startswith("inv build")]
+    assert (len(made), len(sent), len(built)) == (has_kernels, has_kernels, 1)
+    assert sorted(calls.index(call) for call in (*made, *sent, *built)) == [
+        calls.index(call) for call in (*made, *sent, *built)
+    ]
+    assert (tmp_path / "out/digest").read_text().strip() == DIGEST
