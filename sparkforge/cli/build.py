@@ -291,8 +291,9 @@ def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
     image=IMAGE,
     stack=STACK,
     output="a file for it; default: stdout",
+    licences="instead: print every licence, with its text",
 )
-def image_sbom(_ctx: Context, image: str, stack: str = "", output: str = "") -> None:
+def image_sbom(_ctx: Context, image: str, stack: str = "", output: str = "", licences: bool = False) -> None:
     """Print an image's bill of materials, CycloneDX 1.6.
 
     Every package with version, licence, source and hash, our patches, and the machine code of each kernel module.
@@ -301,7 +302,7 @@ def image_sbom(_ctx: Context, image: str, stack: str = "", output: str = "") -> 
 
     chosen = chosen_stack(stack)
     with inspect.opened(chosen, image_path(image)) as (client, opened):
-        text = inspect.bill(client, opened, chosen)
+        text = (inspect.licence_report if licences else inspect.bill)(client, opened, chosen)
     if output:
         write_atomic(Path(caller_path(output)), text)
     else:

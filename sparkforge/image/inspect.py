@@ -21,7 +21,7 @@ from sparkforge.core.docker import PRUNE, require_plugin
 from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import EngineError, IntegrityError, StorageError
 from sparkforge.image import compose as docker_compose
-from sparkforge.image import engine, oci
+from sparkforge.image import engine, licences, oci
 from sparkforge.image.devices import CPU, build_command
 
 # Where in the image its manifest and its audit lie; the Dockerfile sets both labels.
@@ -31,6 +31,7 @@ SBOM_LABEL = "org.sparkforge.sbom"
 SOURCE_LABEL = (
     "org.sparkforge.source"  # the file with revision and digest of the build's context; older images have none
 )
+LICENCES = f"/opt/venv/{licences.REPORT}"
 # Bytes that a build takes under the engine's folder, image and cache together, with some air: 5 GB are installed in the
 # embedded image, 8 GB in the Spark's (docs/concepts/images.md).
 CPU_BYTES, CUDA_BYTES = 15_000_000_000, 35_000_000_000
@@ -136,12 +137,25 @@ def opened(stack: str, name: str) -> Iterator[tuple[docker.DockerClient | None, 
 
 def bill(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
     """Return an image's bill of materials, the one that its manifest names by hash. Raises IntegrityError."""
-    text, document = _read(client, image, SBOM_LABEL, stack), manifest(client, image, stack)
-    if hashlib.sha256(text).hexdigest() not in dict(document.get("sbom") or {}).values():
-        why = "its sha256 is not the one in the image's manifest"
-        raise IntegrityError("the bill of materials is refused", why, build_command(stack), code="integrity.image")
+    text = _read(client, image, SBOM_LABEL, stack)
+    _require_named(client, image, stack, text, "bill of materials")
     _parsed(text, Bill)
     return text
+
+
+def licence_report(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
+    """Return the licences of what is in an image, with their texts. Raises IntegrityError, EngineError."""
+    manifest(client, image, stack)  # another's image is refused by name
+    text = _file(client, image, LICENCES, stack)
+    _require_named(client, image, stack, text, "licence report")
+    return text
+
+
+def _require_named(client: docker.DockerClient | None, image: Any, stack: str, text: bytes, what: str) -> None:
+    document = manifest(client, image, stack)
+    if hashlib.sha256(text).hexdigest() not in dict(document.get("sbom") or {}).values():
+        why = "its sha256 is not the one in the image's manifest"
+        raise IntegrityError(f"the {what} is refused", why, build_command(stack), code="integrity.image")
 
 
 def verify(stack: str, name: str, expected: Expected) -> None:
@@ -261,6 +275,10 @@ def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str
         raise IntegrityError(
             f"{image.short_id} is no image of this Sparkforge", why, build_command(stack), code="integrity.image"
         )
+    return _file(client, image, path, stack)
+
+
+def _file(client: docker.DockerClient | None, image: Any, path: str, stack: str) -> bytes:
     if client is None:
         return bytes(image.read(path))
     container = client.api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]

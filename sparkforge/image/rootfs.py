@@ -331,13 +331,19 @@ STEPS: dict[str, Callable[[Tree, argparse.Namespace], None]] = {
 
 
 def _verify(tree: Tree, output: Path, debian: Path) -> None:
-    """Verify and audit the tree; leave report and bill of materials beside the manifest, which names both by hash."""
+    """Verify and audit the tree; leave report and bill of materials beside the manifest, which names both by hash.
+
+    The licences' texts lie in the tree; the manifest has their hash too.
+    """
     files, wheels = verify(tree)
     say(f"{files} files are as their wheels say, {len(wheels)} wheels are ours by locks/patched.toml")
     report, bill, document, code = output.with_name(REPORT), output.with_name(BILL), describe(tree), audit_code(tree)
     write_json(report, {"files": files, "wheels": [asdict(wheel) for wheel in wheels], "code": code})
     write_atomic(bill, sbom.make(tree.packages, document, code, pins.load(), debian))
-    write_json(output, {**document, "audit": {REPORT: sha256_file(report)}, "sbom": {BILL: sha256_file(bill)}})
+    texts = tree.root / licences.REPORT
+    write_atomic(texts, licences.report(read_json(bill), tree.packages, debian))
+    hashes = {path.name: sha256_file(path) for path in (bill, texts)}
+    write_json(output, {**document, "audit": {REPORT: sha256_file(report)}, "sbom": hashes})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -37,3 +37,35 @@ def test_a_text_that_is_not_the_pinned_one_stops_the_build(packages, tmp_path):
         (tmp_path / "licences" / text.name).write_bytes(text.read_bytes() + b"edited")
     with refused("integrity.hash", "is not the text"):
         licences.add(packages, table)
+
+
+def test_the_report_names_every_component_and_has_each_text_once(packages, tmp_path):
+    (packages / "torch-2.13.0.dist-info/licenses/AUTHORS").write_text("them")
+    docs, common = tmp_path / "usr/share/doc", tmp_path / "usr/share/common-licenses"
+    (docs / "libc6").mkdir(parents=True)
+    (docs / "libc6/copyright").write_text("see /usr/share/common-licenses/GPL-2.")
+    (docs / "libc-bin").symlink_to("libc6")
+    common.mkdir()
+    (common / "GPL-2").write_text("the GPL")
+    licences.add(packages)
+    (packages / "other-1.0.dist-info/LICENSE").write_text("theirs")
+
+    def entry(name, version, kind="pypi", **more):
+        files = [{"name": f"{name}-{version}.dist-info/RECORD"}] if kind == "pypi" else []
+        return {"name": name, "version": version, "purl": f"pkg:{kind}/{name}", "components": files, **more}
+
+    spdx = [{"license": {"id": "BSD-3-Clause"}}]
+    components = [
+        entry("torch", "2.13.0", licenses=spdx), entry("other", "1.0", licenses=[{"expression": "MIT OR X"}]),
+        *(entry(name, "1", "deb", licenses=[{"license": {"name": name}}] * 2) for name in ("libc6", "libc-bin")),
+        entry("base", "2", "oci"), {"name": "a.so"},
+    ]  # fmt: skip
+    head, *texts = licences.report({"components": components}, packages, tmp_path).split("=" * 80 + "\n")
+    assert head.splitlines() == [
+        "torch 2.13.0: BSD-3-Clause; text 1, 2", "other 1.0: MIT OR X; text 2", "libc6 1: libc6 and libc6; text 3",
+        "libc-bin 1: libc-bin and libc-bin; text 3", "base 2: not named; no text", "",
+    ]  # fmt: skip
+    assert [text.strip() for text in texts] == [
+        "text 1: torch\n\nthem", "text 2: torch, other\n\ntheirs",
+        "text 3: libc6, libc-bin\n\nsee /usr/share/common-licenses/GPL-2.", "text 4: Debian's GPL-2\n\nthe GPL",
+    ]  # fmt: skip

@@ -142,7 +142,11 @@ def test_the_audit_and_the_bill_lie_beside_the_manifest_which_names_both_by_hash
     named = json.loads(manifest.read_text())["audit"]
     assert named == {"audit.json": hashlib.sha256(report.read_bytes()).hexdigest()}
     bill = (tmp_path / "sbom.json").read_bytes()
-    assert json.loads(manifest.read_text())["sbom"] == {"sbom.json": hashlib.sha256(bill).hexdigest()}
+    texts = tree.root / "licences.txt"
+    assert json.loads(manifest.read_text())["sbom"] == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "sbom.json", texts)
+    }
+    assert "alpha 1.0: " in texts.read_text()
     assert "pkg:pypi/alpha@1.0" in bill.decode()
     report.unlink()
     (tree.packages / "alpha/__init__.py").write_bytes(b"")

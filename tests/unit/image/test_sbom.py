@@ -108,10 +108,11 @@ LABELS = {f"org.sparkforge.{name}": f"/{FOLDER}/{name}.json" for name in ("manif
 BILL = b'{"bomFormat": "CycloneDX", "specVersion": "1.6", "components": [{}]}'
 
 
-def files(bill=BILL, named=BILL):
+def files(bill=BILL, named=BILL, texts=b"MIT"):
     """The entries of a layer with a manifest that names the bill `named`."""
-    manifest = json.dumps({**MANIFEST, "sbom": {"sbom.json": hashlib.sha256(named).hexdigest()}}).encode()
-    return [(f"{FOLDER}/manifest.json", manifest), (f"./{FOLDER}/sbom.json", bill)]
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in (("sbom.json", named), ("licences.txt", b"MIT"))}
+    manifest = json.dumps({**MANIFEST, "sbom": hashes}).encode()
+    return [(f"{FOLDER}/manifest.json", manifest), (f"./{FOLDER}/sbom.json", bill), ("opt/venv/licences.txt", texts)]
 
 
 @pytest.fixture
@@ -133,6 +134,15 @@ def test_the_command_prints_the_bill_of_a_folder_and_of_an_archive(layout, tmp_p
     monkeypatch.setenv("INV_CWD", str(tmp_path))
     commands.image_sbom.body(None, image="image.tar", stack="embedded", output="out.json")
     assert (tmp_path / "out.json").read_bytes() == BILL
+
+
+def test_the_command_prints_the_licences_that_the_manifest_names(layout, capsys):
+    layout.image([layer(files())], LABELS)
+    commands.image_sbom.body(None, image=str(layout.folder), stack="embedded", licences=True)
+    assert capsys.readouterr().out.strip() == "MIT"
+    layout.image([layer(files(texts=b"another"))], LABELS)
+    with refused("integrity.image", "licence report"), inspect.opened("embedded", str(layout.folder)) as opened:
+        inspect.licence_report(*opened, "embedded")
 
 
 @pytest.mark.parametrize(
