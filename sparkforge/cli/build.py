@@ -292,17 +292,28 @@ def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
     stack=STACK,
     output="a file for it; default: stdout",
     licences="instead: print every licence, with its text",
+    check_vulnerabilities="instead: compare with OSV's records: a .zip, .json or folder",
 )
-def image_sbom(_ctx: Context, image: str, stack: str = "", output: str = "", licences: bool = False) -> None:
+def image_sbom(
+    _ctx: Context,
+    image: str,
+    stack: str = "",
+    output: str = "",
+    licences: bool = False,
+    check_vulnerabilities: str = "",
+) -> None:
     """Print an image's bill of materials, CycloneDX 1.6.
 
     Every package with version, licence, source and hash, our patches, and the machine code of each kernel module.
     """
-    from sparkforge.image import inspect
+    from sparkforge.image import inspect, vulnerabilities
 
     chosen = chosen_stack(stack)
     with inspect.opened(chosen, image_path(image)) as (client, opened):
         text = (inspect.licence_report if licences else inspect.bill)(client, opened, chosen)
+    if check_vulnerabilities:
+        vulnerabilities.check(text, Path(caller_path(check_vulnerabilities)))
+        return
     if output:
         write_atomic(Path(caller_path(output)), text)
     else:

@@ -21,7 +21,9 @@ from cyclonedx.contrib.license.factories import LicenseFactory
 from cyclonedx.model import ExternalReference, ExternalReferenceType, HashAlgorithm, HashType, Property, XsUri
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType, Diff, Patch, PatchClassification, Pedigree
+from cyclonedx.model.impact_analysis import ImpactAnalysisState
 from cyclonedx.model.license import DisjunctiveLicense, License
+from cyclonedx.model.vulnerability import BomTarget, Vulnerability, VulnerabilityAnalysis
 from cyclonedx.output import make_outputter
 from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
@@ -31,6 +33,7 @@ from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.files import sha256_file
 from sparkforge.core.paths import ROOT
+from sparkforge.image import vulnerabilities
 from sparkforge.image.devices import CUDA, OCI_MACHINES
 from sparkforge.pins import Component as Pin
 from sparkforge.pins import Pins
@@ -76,12 +79,31 @@ def make(
     bill = Bom(components=components, serial_number=uuid.UUID(int=0, version=4))
     bill.metadata.component, bill.metadata.timestamp = root, None  # type: ignore[assignment]
     bill.register_dependency(root, components)
+    bill.vulnerabilities = _analysed(components)
     bill.serial_number = uuid.uuid5(uuid.NAMESPACE_OID, _written(bill))
     return _written(bill) + "\n"
 
 
 def _written(bill: Bom) -> str:
     return make_outputter(bill, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=1)
+
+
+def _analysed(components: list[Component]) -> Iterator[Vulnerability]:
+    """Yield what vex.toml says of components: of each by its name, and by that of Debian's source package."""
+    names = {}
+    for component in components:
+        sources = [str(entry.url) for entry in component.external_references if str(entry.url).startswith("pkg:deb/")]
+        names[component] = {component.name, *(PackageURL.from_string(source).name for source in sources)}
+    for cve, entry in vulnerabilities.analyses().items():
+        affected = [
+            BomTarget(ref=str(component.bom_ref.value))
+            for component in components
+            if entry.covers(names[component], component.version or "")
+        ]
+        if affected:
+            state = ImpactAnalysisState(entry.state)
+            analysis = VulnerabilityAnalysis(state=state, justification=entry.justification, detail=entry.reason)
+            yield Vulnerability(bom_ref=cve, id=cve, analysis=analysis, affects=affected)
 
 
 def _pinned(table: Pins, manifest: Mapping[str, Any]) -> Iterator[Component]:

@@ -80,6 +80,9 @@ def test_debian_packages_have_the_hash_of_the_locked_file_a_licence_and_a_source
     assert [entry["license"]["name"] for entry in libc["licenses"]] == ["GPL-2", "LGPL-2.1"]
     assert libc["externalReferences"][0]["url"].startswith("pkg:deb/debian/glibc@2.36")
     assert not [entry for entry in document["components"] if entry["name"] == "gone"]
+    (known,) = (entry for entry in document["vulnerabilities"] if entry["id"] == "CVE-2019-1010023")
+    assert known["affects"] == [{"ref": libc["bom-ref"]}]
+    assert (known["analysis"]["state"], known["analysis"]["justification"]) == ("not_affected", "code_not_reachable")
     base = component(document, "debian")
     assert f"sha256:{base['hashes'][0]['content']}" == pins.load().component("embedded", "base").digest
 
