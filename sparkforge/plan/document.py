@@ -68,7 +68,6 @@ class DecodeRow(Record):
     batch: int
     experts: float
     bytes: int
-    intensity: float
     bound: str
     seconds: float | None
     each: float | None
@@ -113,7 +112,6 @@ class PrefillRow(Record):
 
     prompt: int
     chunk: int
-    intensity: float
     bound: str
     seconds: float | None
     rate: float | None

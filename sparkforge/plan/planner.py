@@ -245,7 +245,6 @@ def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> 
         batch=batch,
         experts=roofline.experts_touched(model.experts, model.top_k, batch),
         bytes=int(time.work.bytes),
-        intensity=time.work.intensity,
         bound=time.bound,
         seconds=seconds,
         each=1 / seconds if seconds else None,
@@ -297,7 +296,6 @@ def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -
     return PrefillRow(
         prompt=prompt,
         chunk=load.batched,
-        intensity=sum(work.flops for work in works) / sum(work.bytes for work in works),
         bound=" and ".join(sorted(bounds)),
         seconds=seconds,
         rate=prompt / seconds if seconds else None,

@@ -37,16 +37,6 @@ class Work:
     expert_bytes: float = 0.0  # of `bytes`
     tokens: int = 0
 
-    @property
-    def flops(self) -> float:
-        """All arithmetic."""
-        return self.expert_flops + self.dense_flops
-
-    @property
-    def intensity(self) -> float:
-        """Arithmetic intensity in FLOP a byte."""
-        return self.flops / self.bytes
-
 
 @dataclass(frozen=True)
 class Time:

@@ -103,7 +103,7 @@ def _print_memory(plan: Plan) -> None:
 def _print_speed(plan: Plan) -> None:
     _print(
         f"decode ceiling · computed · {plan.asked.context} tokens behind each",
-        (">at once", ">experts", ">GB", ">ms", ">tok/s", ">all", ">best", ">FLOP/B", "bound"),
+        (">at once", ">experts", ">GB", ">ms", ">tok/s", ">all", ">best", "bound"),
         [
             (
                 str(row.batch),
@@ -111,7 +111,6 @@ def _print_speed(plan: Plan) -> None:
                 f"{row.bytes / 1e9:.2f}",
                 _ms(row.seconds),
                 *map(_speed, (row.each, row.total, row.best_total)),
-                f"{row.intensity:.1f}",
                 row.bound,
             )
             for row in plan.decode
@@ -120,11 +119,8 @@ def _print_speed(plan: Plan) -> None:
     say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
     _print(
         f"prefill ceiling · computed · one prompt, {plan.prefill[0].chunk} tokens a step",
-        (">prompt", ">ms to first token", ">tok/s", ">FLOP/B", "bound", ">ours, ms (forecast)"),
-        [
-            (str(row.prompt), _ms(row.seconds), _speed(row.rate), f"{row.intensity:.0f}", row.bound, _ms(row.forecast))
-            for row in plan.prefill
-        ],
+        (">prompt", ">ms to first token", ">tok/s", "bound", ">ours, ms (forecast)"),
+        [(str(row.prompt), _ms(row.seconds), _speed(row.rate), row.bound, _ms(row.forecast)) for row in plan.prefill],
     )
     if plan.few_tokens:
         say(f"experts: ours (profile spark-mxfp4) read each weight once in steps of up to {plan.few_tokens:,} tokens,")
