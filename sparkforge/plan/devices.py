@@ -71,7 +71,7 @@ class Kernels(Record):
     `read` is the memory's rate in GB/s, `experts` the experts' share of it by pairs of token and expert for each
     expert, `instructions` what a scheduler issues for 64 x 64 weights by the same, `slots` what it can issue while
     the memory brings them, `gap` the µs before each layer's experts, `dense` the share that dense products reach,
-    `rest` the ms of a step in kernels that read no weights and between kernels, by tokens.
+    `rest` the µs of each layer in kernels that read no weights and between kernels, by tokens.
     """
 
     read: Figure

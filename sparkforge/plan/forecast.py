@@ -38,9 +38,9 @@ def few_tokens(model: Architecture, device: Device) -> int | None:
 
 
 def step(model: Architecture, device: Device, work: Work, link: float = 0.0) -> Forecast | None:
-    """Return the forecast of `work`; None where the device's or the model's experts are not ours."""
+    """Return the forecast of `work`; None where experts are not ours, or attention of a kind that was not measured."""
     kernels, bf16 = device.kernels, device.flops("bf16")
-    if kernels is None or bf16 is None or model.experts_form != "mxfp4":
+    if kernels is None or bf16 is None or model.experts_form != "mxfp4" or model.latent or model.linear_layers:
         return None
     pairs, read = work.tokens * model.top_k / model.experts, kernels.read.value * 1e9
     spread, most = NormalDist(pairs, math.sqrt(pairs)), math.ceil((pairs + 6 * math.sqrt(pairs)) / TILE)
@@ -50,7 +50,7 @@ def step(model: Architecture, device: Device, work: Work, link: float = 0.0) -> 
         experts=model.expert_layers * kernels.gap.value * 1e-6
         + max(work.expert_bytes * readings / read * slowest, work.expert_flops / bf16),
         dense=max((work.bytes - work.expert_bytes) / read / kernels.dense.value, work.dense_flops / bf16),
-        rest=kernels.rest.at(work.tokens) * 1e-3,
+        rest=model.layers * kernels.rest.at(work.tokens) * 1e-6,
         link=link,
     )
 

@@ -162,7 +162,7 @@ def _print_formats(plan: Plan) -> None:
         shares = f"{experts[0].value:.1%} of it, {experts[-1].value:.0%} from {experts[-1].at:g} pairs an expert on"
         say(f"assumed, of an H100, not of a Spark: {kernels.read.value:g} GB/s; experts at {shares},")
         gap, dense = f"{kernels.gap.value:g} µs between layers", f"dense at {kernels.dense.value:.0%}"
-        say(f"{gap}; {dense}; rest {rest[0].value:g} to {rest[-1].value:g} ms (--json has the sources)")
+        say(f"{gap}; {dense}; rest {rest[0].value:g} to {rest[-1].value:g} µs a layer (--json: sources)")
     for packed in plan.formats[1:]:
         if packed.profiles:
             say(f"{packed.attention}/{packed.head}: {', '.join(packed.profiles)}")

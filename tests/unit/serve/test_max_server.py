@@ -69,6 +69,7 @@ def test_a_cpu_serves_in_float32_and_a_gpu_in_the_checkpoint_s_format(checkpoint
         (("--context", "0"), "--context 0"),
         (("--port", "0"), "0 is no port"),
         (("--model", "."), "no model in"),
+        (("--model", "nobody/nothing"), "nobody/nothing is not on this machine"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_max_is_brought(options, message, tmp_path, monkeypatch, capsys):
