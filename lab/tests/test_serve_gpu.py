@@ -2,48 +2,36 @@
 
 import importlib.metadata
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from loopback import Quiet, serving
 
 from lab.served import random_weights, serve_gpu
 from spark_mxfp4.vllm import plugin
 from sparkforge.core.errors import ServerError
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(Quiet):
     """Answers completions as vLLM does; `server.seen` is what was asked."""
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def post(self):
+        body = json.loads(self.body())
         self.server.seen.append(body)
         self.server.now += 1
         self.server.most = max(self.server.most, self.server.now)
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
+        self.stream()
         events = [{"choices": [{"text": ""}]} for _ in range(body["max_tokens"] - 1)]  # two tokens in one event
         events.append({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": body["max_tokens"]}})
         lines = [*(f"data: {json.dumps(event)}" for event in events), "data: [DONE]", ""]
         self.wfile.write("\n\n".join(lines).encode())
         self.server.now -= 1
 
-    def log_message(self, *_):
-        """Say nothing."""
-
 
 @pytest.fixture
 def server():
-    stub = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    stub.seen, stub.now, stub.most = [], 0, 0
-    thread = threading.Thread(target=stub.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield stub
-    stub.shutdown()
-    thread.join()
-    stub.server_close()
+    with serving(Server, seen=[], now=0, most=0) as stub:
+        yield stub
 
 
 def test_tokens_are_counted_by_the_servers_word_and_requests_kept_in_flight(server):

@@ -1,11 +1,10 @@
 """The whole benchmark against real vLLM: gate, load, report, and a post to a stub board on loopback."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from findings import faults
+from loopback import Quiet, serving
 
 from sparkforge.bench import schema
 
@@ -18,24 +17,13 @@ def board():
     """A leaderboard that takes everything and remembers it."""
     taken = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
+    class Handler(Quiet):
+        def post(self):
+            taken.append(json.loads(self.body()))
+            self.reply(200, {})
 
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield taken, f"http://127.0.0.1:{server.server_port}/board"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Handler) as server:
+        yield taken, f"{server.url}/board"
 
 
 def inv(up, *arguments):

@@ -5,7 +5,6 @@ import contextlib
 import csv
 import gzip
 import hashlib
-import http.server
 import importlib.util
 import io
 import json
@@ -14,13 +13,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import threading
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
+from loopback import Quiet, serving
 
 from sparkforge.core import paths
 from sparkforge.core.files import sha256_file
@@ -132,29 +131,13 @@ def serve():
     with contextlib.ExitStack() as stack:
 
         def serve(answer):
-            class Handler(http.server.BaseHTTPRequestHandler):
-                def do_GET(self):
-                    server.asked.append((self.path, self.headers.get("Authorization")))
+            class Handler(Quiet):
+                def get(self):
+                    self.server.asked.append((self.path, self.headers.get("Authorization")))
                     if reply := answer(self):
                         self.reply(*reply)
 
-                def reply(self, status, body=b"", headers=()):
-                    self.send_response(status)
-                    for name, value in {"Content-Length": len(body), **dict(headers)}.items():
-                        self.send_header(name, str(value))
-                    self.end_headers()
-                    with contextlib.suppress(OSError):
-                        self.wfile.write(body)
-
-                def log_message(self, *_):
-                    pass
-
-            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-            server.daemon_threads, server.asked, server.url = True, [], f"http://127.0.0.1:{server.server_port}"
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            stack.callback(server.server_close)
-            stack.callback(server.shutdown)
-            return server
+            return stack.enter_context(serving(Handler, asked=[]))
 
         yield serve
 

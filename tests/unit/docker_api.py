@@ -3,7 +3,6 @@
 `recorded/*-docker-26.1.5.json` are answers of a real engine of that version, shortened. Tests change single fields.
 """
 
-import http.server
 import json
 import re
 import socketserver
@@ -11,6 +10,8 @@ import struct
 import threading
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
+
+from loopback import Quiet
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -53,11 +54,11 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(Quiet):
     protocol_version = "HTTP/1.1"
 
     def answer(self):
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.body()
         parts = urlsplit(self.path)
         called = f"{self.command} {re.sub(r'^/v[0-9.]+', '', parts.path)}"
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
@@ -65,18 +66,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         handler = next((route for pattern, route in self.engine.routes.items() if re.fullmatch(pattern, called)), None)
         answer = handler(query) if handler else (404, {"message": f"page not found: {called}"})
         status, body, headers = (*answer, {})[:3]
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
+        kind = {"Content-Type": "application/octet-stream"} if isinstance(body, bytes) else {}
+        self.reply(status, body, {**kind, **headers})
 
     do_GET = do_POST = do_DELETE = do_HEAD = answer  # noqa: N815 (http.server's names)
 
     def address_string(self):
         return "unix"
-
-    def log_message(self, *args):
-        pass

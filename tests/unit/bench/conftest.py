@@ -5,9 +5,9 @@ import random
 import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from loopback import Quiet, serving
 
 from sparkforge import pins
 from sparkforge.bench import baselines, gate
@@ -38,13 +38,10 @@ class Stub:
         self.posted, self.post_answers = [], []
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Quiet):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
+    def get(self):
         stub = self.server.stub
         if self.path == "/v1/models":
             self.json({"data": [{"id": MODEL, "max_model_len": 4096}]})
@@ -52,17 +49,16 @@ class Handler(BaseHTTPRequestHandler):
             self.json({"version": "0.0-stub"})
         elif self.path == "/metrics" and stub.counts:
             body = f'vllm:generation_tokens_total{{engine="0"}} {float(stub.generated)}\n'
-            self.send(200, body.encode(), "text/plain")
+            self.reply(200, body.encode())
         elif self.path.startswith("/gradio_api/call/submit_results/"):
             state = "error" if stub.lie == "gradio error" else "complete"
-            self.send(200, f"event: {state}\ndata: []\n\n".encode(), "text/event-stream")
+            self.reply(200, f"event: {state}\ndata: []\n\n".encode(), {"Content-Type": "text/event-stream"})
         else:
             self.json({"error": "no such path"}, 404)
 
-    def do_POST(self):
+    def post(self):
         stub = self.server.stub
-        raw = self.rfile.read(int(self.headers["Content-Length"]))
-        body = json.loads(raw)
+        body = json.loads(self.body())
         with stub.lock:
             stub.asked[self.path] += 1
             stub.bodies.append((self.path, body, dict(self.headers)))
@@ -120,10 +116,7 @@ class Handler(BaseHTTPRequestHandler):
             stub.streams += 1
         while stub.streams > stub.hold_from and not stub.gone.is_set():
             time.sleep(0.005)
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
+        Quiet.stream(self, {"Connection": "close"})
         self.close_connection = True
         if stub.lie == "silent":
             stub.gone.wait(30)
@@ -164,31 +157,17 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def json(self, value, status=200):
-        self.send(status, json.dumps(value).encode(), "application/json")
-
-    def send(self, status, data, kind):
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.reply(status, value)
 
 
 @pytest.fixture
 def stub():
     """The server; `stub.url` is where it listens."""
     behaviour = Stub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.stub = behaviour
-    behaviour.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield behaviour
-    behaviour.gone.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Handler, stub=behaviour) as server:
+        behaviour.url = server.url
+        yield behaviour
+        behaviour.gone.set()
 
 
 @pytest.fixture

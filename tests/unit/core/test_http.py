@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import http.server
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
+from loopback import Quiet, serving
 
 from sparkforge.core import http as answers
 from sparkforge.core.errors import ServerError, UsageError
@@ -22,35 +22,22 @@ DEEP = b"[" * 200_000
 def server(body, *, status=200, **headers):
     """Yield the URL of a server that sends `body`, the bytes or an iterable of pieces, to every request."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
+    class Handler(Quiet):
+        def get(self):
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
-            try:
+            with suppress(OSError):
                 for piece in [body] if isinstance(body, bytes) else body():
                     self.wfile.write(piece)
-            except OSError:
-                self.server.hung_up.set()
 
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
+        def post(self):
+            self.body()
+            self.get()
 
-        def log_message(self, *_):
-            pass
-
-    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    listening.hung_up = threading.Event()
-    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.server_port}"
-    finally:
-        listening.shutdown()
-        listening.server_close()
-        thread.join()
+    with serving(Handler) as listening:
+        yield listening.url
 
 
 def get(url, **options):

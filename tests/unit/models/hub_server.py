@@ -1,11 +1,12 @@
 """The routes of the Hugging Face hub that a download asks, on loopback: commit and files, and resolve with ranges."""
 
 import hashlib
-import http.server
 import json
 import re
-import threading
 import time
+from contextlib import ExitStack
+
+from loopback import Quiet, serving
 
 from sparkforge.models import recipes as models
 
@@ -49,14 +50,8 @@ class HubServer:
         self.delay = 0.0  # seconds between two pieces of 16 KiB
         self.cut = {}  # name → bytes after which the connection breaks, once
         self.asked = []
-        handler = type("Handler", (Handler,), {"hub": self})
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    @property
-    def url(self):
-        return "http://{}:{}".format(*self.server.server_address)
+        self.stack = ExitStack()
+        self.url = self.stack.enter_context(serving(Handler, hub=self)).url
 
     def siblings(self):
         for name, data in self.listed.items():
@@ -71,15 +66,14 @@ class HubServer:
         return [(name, begin) for kind, name, begin in self.asked if kind == "resolve"]
 
     def close(self):
-        self.server.shutdown()
-        self.server.server_close()
+        self.stack.close()
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(Quiet):
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self):
-        hub = self.hub
+    def get(self):
+        hub = self.server.hub
         if hub.refuse or (hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}"):
             status, code = hub.refuse or (401, "GatedRepo")
             return self.reply(status, b'{"error": "no"}', {"X-Error-Code": code, "X-Error-Message": "no"})
@@ -94,15 +88,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
     def resolve(self, name):
-        data, begin = self.hub.files[name], 0
+        hub, begin = self.server.hub, 0
+        data = hub.files[name]
         if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or ""):
             begin = int(asked[1])
-        self.hub.asked.append(("resolve", name, begin))
+        hub.asked.append(("resolve", name, begin))
         etag = hashlib.sha256(data).hexdigest()
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        self.reply(206 if begin else 200, data[begin:], headers, cut=self.hub.cut.pop(name, None))
+        self.reply(206 if begin else 200, data[begin:], headers, cut=hub.cut.pop(name, None))
 
     def reply(self, status, data, headers, cut=None):
         self.send_response(status)
@@ -118,7 +113,4 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(data[offset : offset + 16384])
             except OSError:
                 return
-            time.sleep(self.hub.delay)
-
-    def log_message(self, *args):
-        pass
+            time.sleep(self.server.hub.delay)

@@ -1,6 +1,5 @@
 """`./inv chat` as a user has it: on a terminal, in a pipe, and with one message; a small server answers by script."""
 
-import http.server
 import io
 import json
 import os
@@ -11,6 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from loopback import Quiet, serving
 from terminal import Terminal
 
 from sparkforge.cli import program
@@ -21,23 +21,18 @@ from sparkforge.serve import record
 CHAT = (sys.executable, "-m", "sparkforge.cli", "chat")
 
 
-class Model(http.server.BaseHTTPRequestHandler):
+class Model(Quiet):
     """Answers by the last message, and keeps what it was asked."""
 
     asked, requests = [], threading.Event()
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def post(self):
+        body = json.loads(self.body())
         self.asked.append(body)
         text = body["messages"][-1]["content"]
         if text == "refuse":
-            self.send_response(400)
-            self.end_headers()
-            self.wfile.write(json.dumps({"error": {"message": "the context is full"}}).encode())
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
+            return self.reply(400, {"error": {"message": "the context is full"}})
+        self.stream()
         self.event({"reasoning": "hm"})
         if text != "only reasoning":
             self.event({"content": f"answer {len(self.asked)}"})
@@ -46,7 +41,7 @@ class Model(http.server.BaseHTTPRequestHandler):
                 self.event({"content": "."})
                 time.sleep(0.02)
         self.event({}, "length" if text in {"long", "only reasoning"} else "stop")
-        self.wfile.write(b"data: [DONE]\n\n")
+        return self.wfile.write(b"data: [DONE]\n\n")
 
     def event(self, delta, reason=None):
         choice = {"delta": delta, "finish_reason": reason}
@@ -58,25 +53,17 @@ class Model(http.server.BaseHTTPRequestHandler):
         except OSError:
             self.requests.set()
 
-    def log_message(self, *args):
-        pass
-
 
 @pytest.fixture
 def served(monkeypatch):
     """A recorded server, whose process is this test's."""
     monkeypatch.setattr(Model, "asked", [])
     monkeypatch.setattr(Model, "requests", threading.Event())
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Model)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     state().mkdir(exist_ok=True, mode=0o700)
-    record.write(
-        record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", server.server_port, "/m", "m", "embedded", "")
-    )
-    environment = {**os.environ, "SPARKFORGE_STATE": str(state())}
-    yield SimpleNamespace(environment=environment, asked=Model.asked, closed=Model.requests)
-    server.shutdown()
-    server.server_close()
+    environment, pid = {**os.environ, "SPARKFORGE_STATE": str(state())}, os.getpid()
+    with serving(Model) as server:
+        record.write(record.Server(pid, started_at(pid), "127.0.0.1", server.server_port, "/m", "m", "embedded", ""))
+        yield SimpleNamespace(environment=environment, asked=Model.asked, closed=Model.requests)
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 """`./inv status` with a small server in vLLM's place, whose counters the test turns."""
 
-import http.server
 import json
 import os
-import threading
 
 import pytest
+from loopback import Quiet, serving
 
 from sparkforge.cli import program
 from sparkforge.core.errors import NetworkError, ServerError
@@ -37,23 +36,17 @@ INFO 11-21 03:40:14 [core.py:1] all is well
 """
 
 
-class Api(http.server.BaseHTTPRequestHandler):
+class Api(Quiet):
     """Each look at the counters finds 1,000 tokens more."""
 
     tokens, metrics = 0, METRICS
 
-    def do_GET(self):
+    def get(self):
         if self.path == "/metrics":
             Api.tokens += 1000
-            text = self.metrics.format(tokens=self.tokens)
+            self.reply(200, self.metrics.format(tokens=self.tokens).encode())
         else:
-            text = json.dumps({"data": [{"id": "m", "max_model_len": 4096}]} if self.path == "/v1/models" else {})
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *args):
-        pass
+            self.reply(200, {"data": [{"id": "m", "max_model_len": 4096}]} if self.path == "/v1/models" else {})
 
 
 @pytest.fixture
@@ -61,17 +54,14 @@ def server(monkeypatch):
     """A recorded server whose process is this test's."""
     monkeypatch.setattr(Api, "tokens", 0)
     monkeypatch.setattr(status, "INTERVAL", 0.01)
-    http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
-    threading.Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     record.log_path().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    recorded = record.Server(
-        os.getpid(), started_at(os.getpid()), "127.0.0.1", http_server.server_port, "/m", "m", "embedded",
-        str(record.log_path()), profile="embedded", proved=1.8e9, proof={"a chat": ""},
-    )  # fmt: skip
-    record.write(recorded)
-    yield recorded
-    http_server.shutdown()
-    http_server.server_close()
+    with serving(Api) as http_server:
+        recorded = record.Server(
+            os.getpid(), started_at(os.getpid()), "127.0.0.1", http_server.server_port, "/m", "m", "embedded",
+            str(record.log_path()), profile="embedded", proved=1.8e9, proof={"a chat": ""},
+        )  # fmt: skip
+        record.write(recorded)
+        yield recorded
 
 
 @pytest.fixture
