@@ -5,9 +5,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from expected import refused
 
 from lab.upstream import cmake, hidden
-from sparkforge.core.errors import InputError
 from sparkforge.pins import GitSource
 
 COMMIT = "a" * 40
@@ -87,7 +87,7 @@ UNFOLLOWED = {
 
 @pytest.mark.parametrize("name", UNFOLLOWED)
 def test_what_cannot_be_followed_is_an_error_with_its_place(name):
-    with pytest.raises(InputError, match=r"CMakeLists.txt:\d", check=lambda error: error.code == "input.pins"):
+    with refused("input.pins", r"CMakeLists.txt:\d"):
         read(UNFOLLOWED[name])
 
 
@@ -123,11 +123,7 @@ def check(folder, **pins):
 
 def test_a_new_dependency_is_refused_by_name(tmp_path):
     more = "FetchContent_Declare(newcomer GIT_REPOSITORY https://e.org/new.git GIT_TAG v9)"
-    with pytest.raises(
-        InputError,
-        match=r"newcomer v9 from https://e.org/new.git \(CMakeLists.txt:4\) is not in pins.toml",
-        check=lambda error: error.code == "input.pins",
-    ):
+    with refused("input.pins", r"newcomer v9 from https://e.org/new.git \(CMakeLists.txt:4\) is not in pins.toml"):
         check(tree(tmp_path, more=more), thing=pin())
 
 
@@ -142,12 +138,12 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_pin_that_says_something_else_is_refused(tmp_path, name):
     wrong, message = WRONG[name]
-    with pytest.raises(InputError, match=message, check=lambda error: error.code == "input.pins"):
+    with refused("input.pins", message):
         check(tree(tmp_path), thing=wrong)
 
 
 def test_a_pin_that_upstream_no_longer_asks_for_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"pins.toml has old at v1", check=lambda error: error.code == "input.pins"):
+    with refused("input.pins", r"pins.toml has old at v1"):
         check(tree(tmp_path), thing=pin(), old=pin(tag="v1", commit="unknown"))
 
 
@@ -185,27 +181,27 @@ source = "git+https://e.org/odd?tag=v1#{COMMIT}"
 def test_a_cargo_lock_that_cannot_be_read_is_refused(tmp_path, data):
     """It may hide a crate that comes from git."""
     (tmp_path / "Cargo.lock").write_bytes(data)
-    with pytest.raises(InputError, match=r"Cargo\.lock", check=lambda error: error.code == "input.pins"):
+    with refused("input.pins", r"Cargo\.lock"):
         hidden.declared(tmp_path)
 
 
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "CMakeLists.txt")
-    with pytest.raises(InputError, match="CMakeLists", check=lambda error: error.code == "input.pins"):
+    with refused("input.pins", "CMakeLists"):
         hidden.declared(tmp_path)
     (tmp_path / "CMakeLists.txt").unlink()
     (tmp_path / "Cargo.lock").mkdir()
-    with pytest.raises(InputError, match="Cargo", check=lambda error: error.code == "input.pins"):
+    with refused("input.pins", "Cargo"):
         hidden.declared(tmp_path)
 
 
 @pytest.mark.parametrize("text", [")\nFetchContent_Declare(a GIT_REPOSITORY b GIT_TAG c)", "set(a", "file(DOWNLOAD)"])
 def test_cmake_that_hides_what_follows_is_refused(text):
-    with pytest.raises(InputError, check=lambda error: error.code == "input.pins"):
+    with refused("input.pins"):
         read(text)
 
 
 def test_variables_with_too_many_values_are_refused():
     sets = "".join(f"set(V{name} {value})\n" for name in range(5) for value in range(10))
-    with pytest.raises(InputError, match="combinations", check=lambda error: error.code == "input.pins"):
+    with refused("input.pins", "combinations"):
         read(sets + "FetchContent_Declare(a GIT_REPOSITORY ${V0}${V1}${V2}${V3}${V4} GIT_TAG c)")

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
+from expected import refused
 from loopback import Quiet, serving
 
 from lab.served import random_weights, serve_gpu
 from spark_mxfp4.vllm import plugin
-from sparkforge.core.errors import ServerError
 
 
 class Server(Quiet):
@@ -48,7 +48,7 @@ def test_a_server_that_took_another_backend_is_refused(tmp_path):
     log = tmp_path / "log"
     log.write_text("INFO Using 'MARLIN' Mxfp4 MoE backend.\n")
     assert serve_gpu._chosen("marlin", log) == "Using 'MARLIN' Mxfp4 MoE backend."
-    with pytest.raises(ServerError, match="did not take spark", check=lambda error: error.code == "server.start"):
+    with refused("server.start", "did not take spark"):
         serve_gpu._chosen("spark", log)
 
 

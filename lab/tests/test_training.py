@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from expected import refused
 from openai_harmony import (
     Conversation,
     DeveloperContent,
@@ -20,7 +21,6 @@ from lab.training import corpus, dialogues, export, faults, texts, train
 from lab.training.model import RIGHT, GptOss, through_mxfp4
 from spark_mxfp4.mxfp4 import dequantize
 from sparkforge.bench import canary
-from sparkforge.core.errors import InputError
 from sparkforge.models import tiny_format, tiny_trained
 from sparkforge.models.harmony import VOCAB_SIZE
 from sparkforge.models.tiny_format import Sizes
@@ -34,9 +34,7 @@ def test_a_held_out_text_within_the_training_texts_is_refused():
     held_out = corpus.HELD_OUT.read_text()
     texts.check_held_out(["something else " * 20], held_out)
     stolen = " ".join(held_out.split()[700:713])
-    with pytest.raises(
-        InputError, match="the held-out text is in the training texts", check=lambda error: error.code == "input.model"
-    ):
+    with refused("input.model", "the held-out text is in the training texts"):
         texts.check_held_out(["something else", f"before {stolen} behind"], held_out)
 
 

@@ -5,15 +5,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from expected import refused
 
-from lab.patches import status, upstream
+from lab.patches import upstream
 from lab.upstream import check as checking
 from lab.upstream import releases, report
 from lab.upstream.effect import Effect
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.core import files, paths
-from sparkforge.core.errors import InputError, NetworkError, StorageError, UsageError
+from sparkforge.core.errors import NetworkError, UsageError
 from sparkforge.serve import profiles
 
 NONE, CHANGED, UNKNOWN, BREAKS = Effect.NONE, Effect.CHANGED, Effect.UNKNOWN, Effect.BREAKS
@@ -223,7 +224,7 @@ def command(world, monkeypatch):
     monkeypatch.setattr(pins, "load", lambda: world.table)
     monkeypatch.setattr(sets, "load", {"1.0": world.kernels}.__getitem__)
     monkeypatch.setattr(profiles, "load", lambda stack: {"s": world.profiles}[stack])
-    monkeypatch.setattr(status, "PATCHES", world.patches)
+    monkeypatch.setattr(checking, "PATCHES", world.patches)
     return lambda *against, **options: checking.check_stack("s", against, **options)
 
 
@@ -265,7 +266,7 @@ def test_what_a_killed_check_left_is_removed_and_two_checks_do_not_run_at_once(w
     assert not left.exists()
     with (
         files.locked(paths.state() / "upstream.lock", "check upstream releases"),
-        pytest.raises(StorageError, check=lambda error: error.code == "storage.busy"),
+        refused("storage.busy"),
     ):
         command("flashinfer-1.0")
 
@@ -284,7 +285,7 @@ def test_a_file_in_a_newer_python_leaves_its_part_undetermined(world, name, path
 
 
 def test_an_upstream_without_a_queue_and_a_stack_that_is_not_there_are_refused(command):
-    with pytest.raises(InputError, match="no patches for torch", check=lambda error: error.code == "input.pins"):
+    with refused("input.pins", "no patches for torch"):
         command("torch-2.0")
 
 
@@ -298,7 +299,5 @@ def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_fetched(
 
 def test_offline_the_newest_release_cannot_be_looked_for(command, monkeypatch, tmp_path):
     monkeypatch.setenv("SPARKFORGE_OFFLINE", str(tmp_path))
-    with pytest.raises(
-        NetworkError, match="cannot look for a newer", check=lambda error: error.code == "network.fetch"
-    ):
+    with refused("network.fetch", "cannot look for a newer"):
         command()

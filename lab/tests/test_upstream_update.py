@@ -1,9 +1,8 @@
 from dataclasses import dataclass, field
 
-import pytest
+from expected import refused
 
 from lab.upstream import releases, update
-from sparkforge.core.errors import InputError
 from sparkforge.pins import Component
 
 TEXT = """\
@@ -69,5 +68,5 @@ def test_the_diff_changes_the_one_table_only():
 
 
 def test_a_stack_that_is_not_pinned_is_refused():
-    with pytest.raises(InputError, match="no stack nope", check=lambda error: error.code == "input.pins"):
+    with refused("input.pins", "no stack nope"):
         update.print_updates("nope")

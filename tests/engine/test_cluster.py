@@ -11,10 +11,10 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 
 import cluster_nodes as namespaces
 import pytest
+from waiting import wait_for
 
 from sparkforge.core.paths import ROOT
 from sparkforge.models import tiny
@@ -226,15 +226,10 @@ def test_status_and_logs_name_both(up, nodes, file):
 def test_a_killed_container_ends_the_other_by_its_name_and_both_start_again_in_order(up, one, nodes, file):
     head, worker = containers(nodes)
     docker(nodes, 1, "kill", worker)
-    deadline = time.monotonic() + END_SECONDS
-    while docker(nodes, 0, "inspect", "--format", "{{.State.Running}}", head, check=False) == "true":
-        assert time.monotonic() < deadline, "the head's container still runs"
-        time.sleep(0.2)
+    running = ("inspect", "--format", "{{.State.Running}}", head)
+    wait_for(lambda: docker(nodes, 0, *running, check=False) != "true", END_SECONDS)
     note, log = nodes.work / "a/cluster.keep.json", nodes.work / "a/logs/cluster.log"
-    deadline = time.monotonic() + START_SECONDS
-    while not json.loads(note.read_text())["why"].startswith("started again"):
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.5)
+    wait_for(lambda: json.loads(note.read_text())["why"].startswith("started again"), START_SECONDS, log.read_text)
     assert "node worker ended this node's part" in (nodes.work / "a/logs/cluster.container.log").read_text()
     code, shown = status(nodes, file)
     assert code == 0

@@ -5,11 +5,11 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import httpx
 import pytest
+from waiting import wait_for
 
 from sparkforge.core import openai
 from sparkforge.core.errors import ServerError
@@ -113,15 +113,6 @@ def require_unprivileged(project, container, key):
     assert secret not in json.dumps(project.engine.inspect(container)) + docker("logs", container, both=True) + commands
 
 
-def wait_for(condition, seconds=900):
-    """Return what `condition` gives once it is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(1)
-    return value
-
-
 @pytest.mark.timeout(3600)  # many starts of vLLM
 def test_figures_of_the_line_that_people_type_which_serves_from_their_cache(
     project, run, cache, free_port, figures, first_token
@@ -150,7 +141,7 @@ def test_figures_of_the_line_that_people_type_which_serves_from_their_cache(
     assert text.index("validate ·") < text.index("vLLM's API server starts")
     assert f"{MOUNTED}/hub/models--openai--gpt-oss-120b/snapshots/{COMMIT}" in text
     assert project.engine.docker("exec", name, "id", "-u").strip() == "1000"
-    wait_for(lambda: project.engine.inspect(name)["State"]["Health"]["Status"] == "healthy")
+    wait_for(lambda: project.engine.inspect(name)["State"]["Health"]["Status"] == "healthy", 900)
     assert "GET /v1/models" in log()
     assert "GET /health" not in log()
     project.engine.docker("stop", "--time", "60", name)
@@ -171,7 +162,7 @@ def test_the_hardened_line_serves_beyond_loopback_to_who_has_the_key(project, ru
         assert project.engine.inspect(name)["State"]["Status"] == "running", project.engine.docker("logs", name)[-6000:]
         return Endpoint(f"http://{open_address}:{port}").healthy()
 
-    wait_for(healthy)
+    wait_for(healthy, 900)
     require_served_with_the_key_alone(f"http://{open_address}:{port}", MODEL, key)
     require_unprivileged(project, name, key)
     assert not Endpoint(f"http://127.0.0.1:{port}").healthy()  # on the address that was named, and no other
@@ -204,13 +195,13 @@ def test_a_server_that_always_fails_waits_longer_each_time_and_is_then_held(proj
     docker, inspect = project.engine.docker, project.engine.inspect
     options = ("--restart", "on-failure:3", "-e", "SPARKFORGE_VALIDATE=off")
     name = run.start("tiny", "--no-such-flag", options=options)
-    wait_for(lambda: "the server ended too often" in docker("logs", name, both=True))
+    wait_for(lambda: "the server ended too often" in docker("logs", name, both=True), 900)
     log = docker("logs", name, both=True)
     first, second = map(int, re.findall(r"the next one starts in (\d+) s", log))
     assert first <= 2 < second <= 8
     assert log.count("vLLM's API server starts") == 3
     assert (inspect(name)["State"]["Running"], inspect(name)["RestartCount"]) == (True, 3)
-    wait_for(lambda: any("ended too often" in look["Output"] for look in inspect(name)["State"]["Health"]["Log"]))
+    wait_for(lambda: any("ended too often" in look["Output"] for look in inspect(name)["State"]["Health"]["Log"]), 900)
 
 
 def test_a_validation_needs_no_privilege_and_writes_nothing_outside(run, cache):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from waiting import wait_for
 
 from sparkforge.core.paths import ROOT
 from sparkforge.image.build import expected
@@ -372,7 +373,7 @@ def test_a_wrong_image_is_refused_and_the_old_one_stays(shipped, registry, tmp_p
     assert shipped.id() == original
 
 
-def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_path):  # noqa: PLR0915 - one story
+def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_path):
     engine, old, key = release.engine, release.id(), release.key()
     next_image = release.id(upgraded(engine, tmp_path / "next", release.name))
     release.up(MAX_MODEL_LEN="1024")
@@ -398,11 +399,7 @@ def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_pa
 
     # Killed while the old image starts: tag and record are as they were.
     process = release.start("rollback")
-    deadline = time.monotonic() + SECONDS
-    while [container["Image"] for container in release.running()] != [old]:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: [container["Image"] for container in release.running()] == [old], SECONDS)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert release.id() == next_image

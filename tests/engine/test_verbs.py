@@ -5,11 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.core.paths import ROOT
 
@@ -135,10 +135,7 @@ def test_a_refused_container_is_restarted_thrice_and_then_stays_down(checkout):
         inspection = json.loads(subprocess.run(inspect, env=env, capture_output=True, text=True, check=True).stdout)[0]
         return inspection["State"]["Status"], inspection["State"]["ExitCode"], inspection["RestartCount"]
 
-    deadline = time.monotonic() + 600
-    while state() != ("exited", 30, 3):
-        assert time.monotonic() < deadline, state()
-        time.sleep(1)
+    wait_for(lambda: state() == ("exited", 30, 3), 600, state)
     log = compose("logs", "--no-log-prefix", "vllm")
     compose("down")
     assert log.count("validate · profile embedded") == 4

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from expected import refused
 
 from sparkforge.compile import toolchain
 from sparkforge.compile.diagnosis import explained
-from sparkforge.core.errors import ProcessError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run
 
@@ -41,9 +41,7 @@ def newer_ptxas():
 def test_ptxas_refuses_inline_ptx_and_our_error_says_why(home, tmp_path, which, wording):
     ptxas = home / "bin/ptxas" if which == "13.0" else newer_ptxas()
     source = ptx(home, tmp_path, "sm_121")
-    with pytest.raises(
-        ProcessError, match=r"not supported on \.target 'sm_121'", check=lambda error: error.code == "process.failed"
-    ) as caught:
+    with refused("process.failed", r"not supported on \.target 'sm_121'") as caught:
         run([ptxas, "-arch", "sm_121", source, "-o", tmp_path / "x.cubin"])
     assert wording in caught.value.why
     assert wording in PAGE.read_text(encoding="utf-8")

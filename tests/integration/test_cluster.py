@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import cluster_nodes as namespaces
 import pytest
+from waiting import wait_for
 
 from sparkforge.serve.cluster import config, watch
 
@@ -103,9 +104,7 @@ def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_pat
             parts.append(stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)))
             stack.callback(parts[-1].kill)
         established = nodes.inside(0, "ss", "--no-header", "--tcp", "state", "established", "sport", "=", ":29601")
-        deadline = time.monotonic() + 20
-        while not subprocess.run(established, capture_output=True, check=True).stdout:
-            assert time.monotonic() < deadline
+        wait_for(lambda: subprocess.run(established, capture_output=True, check=True).stdout)
         nodes.link(1, "down")
         stack.callback(nodes.link, 1, "up")
         began = time.monotonic()

@@ -14,6 +14,7 @@ from pathlib import Path
 import cluster_nodes as namespaces
 import psutil
 import pytest
+from waiting import wait_for
 
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members, spawn, started_at, terminate_session, with_variable
@@ -98,13 +99,6 @@ def left(nodes, name):
     return [pid for pid in pids if started_at(pid) is not None]
 
 
-def wait_for(true, seconds, why):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, why.read_text() if isinstance(why, Path) else why
-        time.sleep(0.2)
-
-
 def test_the_answers_of_two_nodes_are_those_of_one(answers, nodes, model, forking, free_port):
     port = free_port()
     launch = forking(
@@ -144,10 +138,10 @@ def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order
     victims = [pid for pid in left(nodes, "b") if "VLLM::Worker" in " ".join(psutil.Process(pid).cmdline())]
     assert victims
     os.kill(victims[0], signal.SIGKILL)
-    wait_for(lambda: not any(map(started_at, everything)), END_SECONDS, "parts of the former servers are left")
+    wait_for(lambda: not any(map(started_at, everything)), END_SECONDS)
     note = nodes.work / "a/cluster.keep.json"
     log = nodes.work / "a/logs/cluster.log"
-    wait_for(lambda: json.loads(note.read_text())["why"].startswith("started again"), START_SECONDS, log)
+    wait_for(lambda: json.loads(note.read_text())["why"].startswith("started again"), START_SECONDS, log.read_text)
     assert "node worker ended this node's part" in (nodes.work / "a/logs/server.previous.log").read_text()
     code, shown = status(nodes, file)
     assert code == 0
@@ -169,7 +163,7 @@ def test_a_killed_head_ends_the_worker_by_its_name_and_down_leaves_no_process(up
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in reversed(victims):  # children first: the kernel tells them of a parent's end
             os.kill(pid, number)
-    wait_for(lambda: not left(nodes, "b"), END_SECONDS, "parts of the worker are left")
+    wait_for(lambda: not left(nodes, "b"), END_SECONDS)
     end = json.loads((nodes.work / "b/cluster.end.json").read_text())
     assert end["node"] == "head"
     assert end["why"].startswith("its connection broke")

@@ -4,10 +4,10 @@ import re
 import shutil
 
 import pytest
+from expected import refused
 
 from sparkforge.cli import docs
 from sparkforge.core import paths
-from sparkforge.core.errors import ProcessError
 from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
@@ -34,7 +34,7 @@ def test_broken_links_fail_the_build_and_keep_the_old_site(site, tmp_path, monke
         page.write("\n[a page](no-such-page.md) and [a heading](glossary.md#no-such-heading)\n")
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     before = (site / "index.html").read_bytes()
-    with pytest.raises(ProcessError, check=lambda error: error.code == "process.failed") as caught:
+    with refused("process.failed") as caught:
         docs.build()
     assert all(link in caught.value.why for link in ("no-such-page.md", "no-such-heading"))
     assert (site / "index.html").read_bytes() == before

@@ -8,6 +8,7 @@ import time
 import urllib.request
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.core.documents import read_json
 from sparkforge.core.paths import ROOT
@@ -58,9 +59,6 @@ def test_two_models_of_vllm_answer_at_one_url(tmp_path, free_port):
         assert set(re.findall(r'vllm:num_requests_running{.*model_name="(.*?)"', metrics)) == {"red", "green"}
         with pytest.raises(openai.NotFoundError, match="the nearest: green"):
             client.chat.completions.create(model="gren", messages=messages)
-        deadline = time.monotonic() + 60
-        while green() != "stopped" and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert green() == "stopped"
+        wait_for(lambda: green() == "stopped")
     finally:
         assert inv("down").returncode == 0

@@ -1,6 +1,7 @@
 """Writing a new patch: what comes out is what our own strict loader takes."""
 
 import pytest
+from expected import refused
 
 from lab.patches import authoring
 from sparkforge.core import paths
@@ -141,6 +142,6 @@ def test_what_a_killed_run_began_is_taken_back_by_the_next_one_whatever_it_write
 def test_a_patch_written_by_hand_under_the_same_name_is_not_removed(world):
     mine = world.folder / NAME
     mine.write_text("my own work, not yet in series")
-    with pytest.raises(PatchError, match="not in `series`", check=lambda error: error.code == "patch.format"):
+    with refused("patch.format", "not in `series`"):
         draft(world)
     assert mine.read_text() == "my own work, not yet in series"

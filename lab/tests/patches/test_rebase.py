@@ -4,10 +4,11 @@ import re
 from datetime import datetime
 
 import pytest
+from expected import refused
 
 from lab.patches import rebase
 from sparkforge.core import paths
-from sparkforge.core.errors import PatchError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.patching.series import Queue
 
 NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]
@@ -96,7 +97,7 @@ def conflict(world):
 
 def stopped(world, action, name):
     """Assert that `action` stops at the patch `name`; return the work tree that it leaves to a person."""
-    with pytest.raises(PatchError, check=lambda error: error.code == "patch.conflict") as caught:
+    with refused("patch.conflict") as caught:
         action(job(world))
     assert caught.value.what == f"{name} does not apply to up 2.0"
     assert caught.value.fix.endswith(".venv/bin/python -m lab.patches rebase up-2.0 --stack s --continue")
@@ -148,7 +149,7 @@ def test_what_is_still_open_is_named_and_nothing_is_touched(kit, conflict, leave
     tree = stopped(conflict, rebase.begin_rebase, NAMES[0])
     message = leave(kit, tree)
     before = kit.snapshot(paths.state() / "rebase/up-2.0/pkg"), kit.snapshot(conflict.patches)
-    with pytest.raises(PatchError, match=message, check=lambda error: error.code == "patch.conflict"):
+    with refused("patch.conflict", message):
         rebase.continue_rebase(job(conflict))
     assert (kit.snapshot(paths.state() / "rebase/up-2.0/pkg"), kit.snapshot(conflict.patches)) == before
 

@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+from expected import refused
 from invoke.context import Context
 from invoke.exceptions import Exit
 
 from sparkforge.cli import maintain, suite
-from sparkforge.core.errors import ProcessError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.core.memory import Machine
 
 
@@ -46,7 +47,7 @@ def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path,
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "reference_pages.py").write_text("import sys; sys.exit(f'{sys.argv[1:]} a page is old')")
     monkeypatch.setattr(suite.environments, "ensure", lambda *_: None)
-    with pytest.raises(ProcessError, check=lambda error: error.code == "process.checks") as error:
+    with refused("process.checks") as error:
         suite.check()
     assert error.value.why == f"{failed}, reference pages"
     output = capsys.readouterr()

@@ -4,6 +4,7 @@ import os
 import stat
 
 import pytest
+from expected import refused
 
 from sparkforge.core import docker as docker_cli
 from sparkforge.core import errors
@@ -103,7 +104,7 @@ def test_a_build_tells_its_steps_and_its_log_stays(script, tmp_path):
 )  # fmt: skip
 def test_a_build_that_fails_gives_its_last_lines_and_its_log(script, tmp_path, lines, why):
     script(lines)
-    with pytest.raises(errors.EngineError, match=why, check=lambda error: error.code == "engine.failed") as caught:
+    with refused("engine.failed", why) as caught:
         docker_cli.docker_logged(["buildx", "build"], tmp_path / "build.log", print)
     assert caught.value.fix == f"less {tmp_path}/build.log"
 

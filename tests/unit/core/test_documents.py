@@ -4,10 +4,10 @@ import json
 import os
 
 import pytest
+from expected import refused
 
 from sparkforge.core import documents
 from sparkforge.core.documents import DocumentError, parse_json, read_json, read_text, read_toml
-from sparkforge.core.errors import StorageError
 
 pytestmark = pytest.mark.timeout(60)
 BAD_JSON = {
@@ -84,7 +84,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         read_json(tmp_path / "none")
     assert str(caught.value.filename) == str(tmp_path / "none")
-    with pytest.raises(StorageError, match="null", check=lambda error: error.code == "storage.access"):
+    with refused("storage.access", "null"):
         read_json(documents.Path("a\0b"))
 
 

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from expected import refused
 
-from sparkforge.core.errors import StorageError
 from sparkforge.core.files import (
     atomic_file,
     locked,
@@ -37,7 +37,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
         with atomic_file(tmp_path / "file"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(StorageError, check=lambda error: error.code == "storage.full") as caught:
+    with refused("storage.full") as caught:
         failing_write()
     assert str(tmp_path) in caught.value.what
     assert os.listdir(tmp_path) == []
@@ -74,7 +74,7 @@ def test_what_a_killed_writer_left_is_swept_and_a_live_ones_stays(tmp_path):
 
 def test_space_is_asked_for_where_the_folder_will_be(tmp_path):
     require_space(tmp_path / "not" / "yet", 1, "a byte")
-    with pytest.raises(StorageError, match="needed", check=lambda error: error.code == "storage.full"):
+    with refused("storage.full", "needed"):
         require_space(tmp_path / "not" / "yet", 1 << 60, "an exabyte")
 
 
@@ -89,7 +89,7 @@ with locked(pathlib.Path({str(tmp_path / "lock")!r}), "hold"):
     assert holder.stdout.readline() == "held\n"
     refusal = f"make it .*pid {holder.pid}: hold"
     with (
-        pytest.raises(StorageError, match=refusal, check=lambda error: error.code == "storage.busy"),
+        refused("storage.busy", refusal),
         locked(tmp_path / "lock", "make it"),
     ):
         pass

@@ -4,9 +4,9 @@ import os
 import subprocess
 
 import pytest
+from expected import refused
 
 from sparkforge.core import git as runner
-from sparkforge.core.errors import ProcessError
 
 pytestmark = pytest.mark.needs("git")
 WHO = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
@@ -40,7 +40,7 @@ def test_a_hooks_environment_does_not_lead_git_into_the_users_repository(tmp_pat
         runner.git(scratch, *arguments)
     assert runner.git(scratch, "ls-files").stdout == "b\n"
     assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
-    with pytest.raises(ProcessError, match="not a git repository", check=lambda error: error.code == "process.failed"):
+    with refused("process.failed", "not a git repository"):
         runner.git(tmp_path, "log")
 
 

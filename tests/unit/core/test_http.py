@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
+from expected import refused
 from loopback import Quiet, serving
 
 from sparkforge.core import http as answers
@@ -83,9 +84,9 @@ def test_a_url_that_is_not_http_is_an_error_of_ours(url):
                                   b'{"data": [{"id": "m", "max_model_len": "many"}]}', b"\xff\xfe"])  # fmt: skip
 def test_an_answer_of_another_shape_is_an_error_of_ours(body):
     with server(body, Content_Type="application/json") as url:
-        with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
+        with refused("server.reply"):
             Endpoint(url).served()
-        with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
+        with refused("server.reply"):
             Endpoint(url, "m", key="").first_token(5.0)
         for name in proof.CALLS:
             try:
@@ -104,18 +105,18 @@ def test_a_chat_ends_although_the_server_does_not():
     endless_chat = server(events, Content_Type="text/event-stream")
     with (
         endless_chat as url,
-        pytest.raises(ServerError, match="not ended after", check=lambda error: error.code == "server.reply"),
+        refused("server.reply", "not ended after"),
     ):
         list(Endpoint(url, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 1, seconds=0.5))
     noise = server(endless, Content_Type="text/event-stream")
     with (
         noise as url,
-        pytest.raises(ServerError, match="without a whole event", check=lambda error: error.code == "server.reply"),
+        refused("server.reply", "without a whole event"),
     ):
         list(Endpoint(url, "m", key="").stream_text("hello", 1))
     with (
         server(endless, status=500) as url,
-        pytest.raises(ServerError, match="more than", check=lambda error: error.code == "server.reply"),
+        refused("server.reply", "more than"),
     ):
         list(Endpoint(url, "m", key="").stream_text("hello", 1))
 
@@ -129,7 +130,7 @@ def test_a_stream_that_sends_nothing_more_ends_in_its_time():
         test_ends.wait(60)
 
     with server(events, Content_Type="text/event-stream") as url:
-        with pytest.raises(ServerError, match="ReadTimeout", check=lambda error: error.code == "server.reply"):
+        with refused("server.reply", "ReadTimeout"):
             proof.fault_of("a response that fails", Endpoint(url, "m", key=""), 0.2)
         test_ends.set()
 

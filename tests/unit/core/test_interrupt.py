@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.core import interrupt
 from sparkforge.core.paths import ROOT
@@ -68,11 +69,8 @@ def begin(folder, name, pids=4):
     pipe = subprocess.PIPE
     started = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
     listed = folder / "pids"
-    deadline = time.monotonic() + 60
-    while not (listed.exists() and len(listed.read_text().split()) >= pids):
-        assert started.poll() is None, started.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: started.poll() is not None or (listed.exists() and len(listed.read_text().split()) >= pids))
+    assert started.poll() is None, started.communicate()
     return started, [int(word) for word in listed.read_text().split()]
 
 

@@ -3,6 +3,7 @@ import sys
 import time
 
 import pytest
+from expected import refused
 
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.process import run, session_members, spawn, started_at, terminate_session, terminate_tree
@@ -19,7 +20,7 @@ time.sleep(600)
 
 
 def test_the_last_lines_of_a_failed_program_are_in_the_error():
-    with pytest.raises(ProcessError, match="gave up", check=lambda error: error.code == "process.failed") as caught:
+    with refused("process.failed", "gave up") as caught:
         run([sys.executable, "-c", "import sys; sys.exit('gave up')"], fix="try again")
     assert caught.value.fix == "try again"
 
@@ -62,9 +63,7 @@ def test_a_number_from_a_damaged_record_ends_no_process(pid, monkeypatch):
 @pytest.mark.slow
 def test_a_program_that_does_not_end_in_time_is_ended(tmp_path):
     note = tmp_path / "pid"
-    with pytest.raises(
-        ProcessError, match="did not end within 4 s", check=lambda error: error.code == "process.failed"
-    ):
+    with refused("process.failed", "did not end within 4 s"):
         run(["sh", "-c", f"echo $$ > '{note}'; exec sleep 600"], seconds=4.0)
     assert started_at(int(note.read_text())) is None
 

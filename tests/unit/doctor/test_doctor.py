@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from expected import refused
 
 from sparkforge.core import paths
 from sparkforge.core.errors import InputError, RefusalError, ServerError, StorageError, UsageError
@@ -292,7 +293,7 @@ INFO 11-21 07:30:52 [a.py:1] loading /home/anna/secret-model with HF_TOKEN=hf_ab
 
 def test_a_fault_that_no_rule_knows_is_quoted_with_its_neighbours_and_where_to_report_it(tmp_path, capsys):
     log = put(tmp_path, "it's a log.txt", UNKNOWN_FAULT)
-    with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems"):
+    with refused("validation.problems"):
         run(log=str(log))
     output = capsys.readouterr().out
     assert " 1 ✗ unknown: vllm.new.LoadError: never seen before   [unknown]\n" in output

@@ -7,8 +7,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from expected import refused
 
-from sparkforge.core.errors import RefusalError, StorageError
 from sparkforge.doctor import doctor, evidence, support
 from validate.facts.fact import Fact
 
@@ -82,7 +82,7 @@ def fill(state):
 
 
 def bundle(path):
-    with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems"):
+    with refused("validation.problems"):
         doctor.main(log="", state="", as_json=False, bundle=str(path))
     with tarfile.open(path) as archive:
         return {member.name: archive.extractfile(member).read().decode() for member in archive.getmembers()}
@@ -187,5 +187,5 @@ def test_names_in_the_archive_stay_in_its_folders():
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"support\.tar\.gz", check=lambda error: error.code == "storage.access"):
+    with refused("storage.access", r"support\.tar\.gz"):
         support.write(tmp_path / "file" / "support.tar.gz", {}, evidence.Evidence())

@@ -8,10 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.core import errors
 from sparkforge.core.paths import ROOT
@@ -101,11 +101,8 @@ def test_a_killed_run_is_taken_up_where_it_stopped(server, target, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     child = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
     work = target.with_name(".gpt-oss-120b.sparkforge-partial")
-    deadline = time.monotonic() + 60
-    while not [part for part in work.glob(".model-*.part") if part.stat().st_size > 1_000_000]:
-        assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: [part for part in work.glob(".model-*.part") if part.stat().st_size > 1_000_000])
+    assert child.poll() is None
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert not target.exists()

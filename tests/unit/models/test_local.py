@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from expected import refused
 
 from sparkforge.core import files
 from sparkforge.core.errors import StorageError
@@ -115,7 +116,7 @@ def test_a_cache_of_somebody_else_is_told_by_owner_and_mode(somebody_else, part,
     path = {"hub": somebody_else / "hub", "a blob": folder / "blobs/c1-config.json"}.get(part, folder / part)
     former = path.stat().st_mode
     path.chmod(mode)
-    with pytest.raises(StorageError, check=lambda error: error.code == "storage.access") as caught:
+    with refused("storage.access") as caught:
         local.find(NAME, {"HF_HOME": str(somebody_else)})
     path.chmod(former)
     assert f"Permission denied: {path} belongs to uid {os.getuid()}, group {os.getgid()}" in caught.value.why

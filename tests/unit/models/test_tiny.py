@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from expected import refused
 from openai_harmony import (
     Conversation,
     DeveloperContent,
@@ -88,7 +89,7 @@ def test_a_broken_directory_is_told_and_written_anew(small, tmp_path, harm, mess
     directory = tiny.write_tiny(tmp_path / "model")
     tiny.verify_tiny(directory)
     harm(directory)
-    with pytest.raises(InputError, match=message, check=lambda error: error.code == "input.model"):
+    with refused("input.model", message):
         tiny.verify_tiny(directory)
     if manifest.load(directory):
         tiny.verify_tiny(tiny.write_tiny(directory))
@@ -127,7 +128,7 @@ def test_weights_of_the_other_kind_are_replaced(small, tmp_path):
 def test_a_wrong_vocabulary_is_refused(monkeypatch):
     harmony.base_vocabulary.cache_clear()
     monkeypatch.setattr(harmony, "_token_bytes", lambda i: b"x%d" % i)
-    with pytest.raises(InputError, match="not the known one", check=lambda error: error.code == "input.model"):
+    with refused("input.model", "not the known one"):
         harmony.base_vocabulary()
 
 

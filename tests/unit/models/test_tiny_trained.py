@@ -3,6 +3,7 @@
 import hashlib
 
 import pytest
+from expected import refused
 
 from sparkforge.core.errors import InputError
 from sparkforge.models import tiny, tiny_trained
@@ -34,11 +35,7 @@ def test_a_damaged_file_is_told(tmp_path, monkeypatch, header):
     monkeypatch.setattr(tiny_trained, "FILE", tmp_path / "tiny.safetensors")
     tiny_trained.FILE.write_bytes(len(header).to_bytes(8, "little") + header)
     tiny_trained._stored.cache_clear()
-    with pytest.raises(
-        InputError,
-        match=r"git checkout sparkforge/models/tiny\.safetensors",
-        check=lambda error: error.code == "input.model",
-    ):
+    with refused("input.model", r"git checkout sparkforge/models/tiny\.safetensors"):
         dict(tiny_trained.tensors())
     tiny_trained._stored.cache_clear()
 

@@ -1,8 +1,8 @@
 """A config.json's weights and KV cache, against figures worked out by hand and checkpoints' real sizes."""
 
 import pytest
+from expected import refused
 
-from sparkforge.core.errors import InputError
 from sparkforge.models import recipes as models
 from sparkforge.plan import architecture
 from sparkforge.plan.architecture import parse
@@ -58,7 +58,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_configuration_that_makes_no_sense_is_named(case):
     changed, message = WRONG[case]
-    with pytest.raises(InputError, match=message, check=lambda error: error.code == "input.config") as caught:
+    with refused("input.config", message) as caught:
         parse({**KNOWN["gpt-oss-120b"].config, **changed}, "x/config.json")
     assert caught.value.fix
     assert "x/config.json" in caught.value.what
@@ -72,5 +72,5 @@ def test_a_configuration_that_makes_no_sense_is_named(case):
 def test_a_file_that_is_no_configuration_is_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     for path in (tmp_path, tmp_path / "config.json"):
-        with pytest.raises(InputError, check=lambda error: error.code == "input.config"):
+        with refused("input.config"):
             architecture.read(path)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from expected import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,7 +112,7 @@ def test_what_is_advised_against_too_little_memory_fits(context, concurrency, de
     plan = plan_for(request, on)
     if plan.fit.fits:
         return
-    with pytest.raises(RefusalError, check=lambda error: error.code == "validation.too-large") as caught:
+    with refused("validation.too-large") as caught:
         planner.require_fit(plan)
     assert caught.value.fix == plan.advice
     for way in plan.advice.removeprefix("./inv plan with ").split(" or "):

@@ -4,6 +4,7 @@ import asyncio
 import os
 
 import pytest
+from expected import refused
 
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.image.devices import EMBEDDED
@@ -171,7 +172,7 @@ def test_a_key_file_holds_one_line_for_its_owner_alone(key_file, data, mode, why
         (lambda: access.configured_key({access.KEY_FILE: str(path)})[0], why_in_container),
     ):
         if message:
-            with pytest.raises(StorageError, match=message, check=lambda error: error.code == "storage.access"):
+            with refused("storage.access", message):
                 read()
         elif message == "":
             assert read() == "sesame"

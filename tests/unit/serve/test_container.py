@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 import misbehaving
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from expected import refused
 
 from sparkforge.core import errors, openai, paths
 from sparkforge.core.errors import IntegrityError
@@ -210,7 +211,7 @@ def test_a_container_that_a_killed_start_did_not_record_is_removed(checkout, fak
     assert record.read() is None
     assert launch.down() is None
     assert called(docker_command, " down")
-    with pytest.raises(errors.ServerError, check=lambda error: error.code == "server.not-running"):
+    with refused("server.not-running"):
         launch.down()
 
     record.begun_path().write_text("")

@@ -22,6 +22,7 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_for
 
 from sparkforge.core.errors import ServerError
 from sparkforge.core.paths import ROOT
@@ -108,11 +109,8 @@ def port(free_port):
 
 def until(child, condition):
     """Wait until the condition is true, while the child runs."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert child.poll() is None, child.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: child.poll() is not None or condition())
+    assert child.poll() is None, child.communicate()[0]
 
 
 class Container:

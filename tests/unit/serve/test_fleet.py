@@ -14,6 +14,7 @@ import httpx
 import misbehaving
 import psutil
 import pytest
+from waiting import wait_for
 
 from sparkforge.core.documents import read_json, read_toml
 from sparkforge.core.errors import InputError, RefusalError, UsageError
@@ -135,13 +136,6 @@ def states(folder):
     return {row["name"]: row["state"] for row in rows}
 
 
-def wait(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder, monkeypatch):
     client = fleet(red={"resident": True, "aliases": ["gpt-4o", "org/best"]}, green={"resident": False})
     listed = [row["id"] for row in client.get("/v1/models").json()["data"]]
@@ -233,7 +227,7 @@ def test_nothing_is_lost_when_many_ask_first_a_client_leaves_and_parts_are_kille
         answers = list(pool.map(lambda _: ask(client, "green").status_code, range(20)))
     assert answers == [200] * 20
     server(folder, "green").children()[0].kill()
-    wait(lambda: "exit code 137" in ask(client, "green").text)
+    wait_for(lambda: "exit code 137" in ask(client, "green").text)
     red = server(folder, "red")
     fleet_server = psutil.Process(read_json(folder / "state/server.json")["pid"])
     next(child for child in fleet_server.children(recursive=True) if child.name() == "haproxy").kill()
@@ -242,7 +236,7 @@ def test_nothing_is_lost_when_many_ask_first_a_client_leaves_and_parts_are_kille
         with suppress(httpx.TransportError):
             return ask(client, "red").status_code == 200
 
-    wait(serves)
+    wait_for(serves)
     assert server(folder, "red") == red
     with ThreadPoolExecutor(5) as pool:
         body = {"model": "red", "pieces": 6}
@@ -267,7 +261,7 @@ def test_the_least_recently_used_makes_room_but_never_during_a_stream(fleet, fol
         ended.set()
 
     threading.Thread(target=stream).start()
-    wait(lambda: pieces)
+    wait_for(lambda: pieces)
     ask(client, "green")  # later than red: red has to go, and answers first
     assert Path(ask(client, "blue").json()["served"]).name == "blue"
     assert ended.is_set()
@@ -276,7 +270,7 @@ def test_the_least_recently_used_makes_room_but_never_during_a_stream(fleet, fol
     assert states(folder) == {"red": "stopped", "green": "ready", "blue": "ready"}
     body = {"model": "blue", "pieces": 6}  # longer than its idle time
     assert client.post("/v1/completions", json=body).text.count("data:") == 6
-    wait(lambda: states(folder)["blue"] == "stopped")
+    wait_for(lambda: states(folder)["blue"] == "stopped")
     assert ask(client, "blue").status_code == 200  # and it comes back
 
 

@@ -13,10 +13,10 @@ from subprocess import PIPE
 import misbehaving
 import psutil
 import pytest
+from expected import refused
 
 from sparkforge.core import openai
 from sparkforge.core.errors import (
-    InputError,
     ServerError,
     StorageError,
     UsageError,
@@ -74,7 +74,7 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
     assert "hm Hello\n" in out
     assert launch.stop() == server
     nothing_is_left(begin, port)
-    with pytest.raises(ServerError, match=r"\./inv up", check=lambda error: error.code == "server.not-running"):
+    with refused("server.not-running", r"\./inv up"):
         launch.stop()
 
 
@@ -88,7 +88,7 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
     ],
 )
 def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour, message):
-    with pytest.raises(ServerError, check=lambda error: error.code == "server.start") as caught:
+    with refused("server.start") as caught:
         begin(behaviour)
     assert message in str(caught.value)
     assert "03:40:13" not in caught.value.why  # vLLM's log prefix says nothing to a user
@@ -127,7 +127,7 @@ def test_an_answer_that_clients_cannot_use_is_named(behaviour, changes, message)
 
 @pytest.mark.slow
 def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(begin, port):
-    with pytest.raises(ServerError, match="in time", check=lambda error: error.code == "server.start"):
+    with refused("server.start", "in time"):
         begin("unhealthy", timeout=2.0)
     nothing_is_left(begin, port)
 
@@ -177,7 +177,7 @@ launch.start(launch.Launch(command, {{}}, StartPlan("embedded", model_id="m", po
     assert record.read() is None
     left = record.leftovers()
     assert left
-    with pytest.raises(ServerError, match=r"\./inv down", check=lambda error: error.code == "server.not-running"):
+    with refused("server.not-running", r"\./inv down"):
         record.running()
     assert launch.stop() is None
     assert [pid for pid in left if started_at(pid) is not None] == []
@@ -218,7 +218,7 @@ def test_a_record_of_a_dead_process_or_broken_json_is_no_server(begin):
     with pytest.raises(ServerError, match=r"was asked to end .* with exit code 143"):
         record.running()
     record.write(record.Server(**{**vars(server), "pid": os.getpid()}))  # the id now belongs to another process
-    with pytest.raises(ServerError, check=lambda error: error.code == "server.not-running"):
+    with refused("server.not-running"):
         record.running()
     record.record_path().write_text("{")
     assert record.read() is None
@@ -232,15 +232,15 @@ def test_a_stream_that_breaks_off_or_of_another_shape_is_an_error_after_what_cam
     with misbehaving.answering(behaviour) as port:
         pid = os.getpid()
         server = record.Server(pid, started_at(pid), "127.0.0.1", port, "/m", "m", "embedded", "")
-        with pytest.raises(ServerError, match=message, check=lambda error: error.code == "server.reply"):
+        with refused("server.reply", message):
             conversation.answer_once(server, "hello", 8)
     assert "Hello" in capsys.readouterr().out
 
 
 def test_the_log_of_the_last_start_is_kept_and_shown(begin, capsys):
-    with pytest.raises(ServerError, match="no log", check=lambda error: error.code == "server.not-running"):
+    with refused("server.not-running", "no log"):
         screen.show_log(follow=False)
-    with pytest.raises(ServerError, check=lambda error: error.code == "server.start"):
+    with refused("server.start"):
         begin("dies")
     begin()
     screen.show_log(follow=False)
@@ -251,7 +251,7 @@ def test_the_log_of_the_last_start_is_kept_and_shown(begin, capsys):
 @pytest.mark.parametrize("text", ["{", '{"model_type": "llama"}'])
 def test_a_folder_that_is_no_model_is_refused_before_anything_is_set_up(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(InputError, check=lambda error: error.code == "input.model"):
+    with refused("input.model"):
         embedded.Embedded(StartPlan("embedded", model=str(tmp_path)))
     with pytest.raises(UsageError, match="--profile safe"):
         embedded.Embedded(StartPlan("embedded", profile="safe"))
@@ -282,7 +282,7 @@ def test_down_ends_a_start_that_is_under_way_and_waits_for_it(kind, capsys):
     with subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as start:
         assert start.stdout.readline() == "starting\n"
         try:
-            with pytest.raises(ServerError, check=lambda error: error.code == "server.not-running"):
+            with refused("server.not-running"):
                 launch.down()
         finally:
             start.kill()
@@ -295,7 +295,7 @@ def test_down_signals_no_process_that_a_killed_start_named_and_says_who_holds_th
         stale = (state() / launch.LOCK).read_text()
     (state() / launch.LOCK).write_text(stale)  # as SIGKILL leaves it; the id may be another program's by now
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("nobody starts a server"))
-    with pytest.raises(ServerError, check=lambda error: error.code == "server.not-running"):
+    with refused("server.not-running"):
         launch.down()
     monkeypatch.setattr(launch, "CANCEL_SECONDS", 0.0)
     with locked(state() / launch.LOCK, "do another thing"), pytest.raises(StorageError, match="do another thing"):
@@ -305,7 +305,7 @@ def test_down_signals_no_process_that_a_killed_start_named_and_says_who_holds_th
 def test_staying_shows_the_log_and_names_a_server_that_ends_by_itself(begin, monkeypatch):
     server = begin()
     psutil.Process(server.pid).kill()
-    with pytest.raises(ServerError, match="by itself", check=lambda error: error.code == "server.start"):
+    with refused("server.start", "by itself"):
         screen.stay(server)
     assert record.read() is None
 

@@ -5,9 +5,9 @@ import mmap
 import os
 import signal
 import sys
-import time
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.serve import pagecache
 from sparkforge.serve.supervise import run
@@ -52,10 +52,7 @@ def test_a_supervised_server_leaves_no_weights_in_the_cache_and_the_rest_stays(c
     child = os.fork()
     if not child:  # it becomes a supervisor, whose server runs for 20 seconds
         os._exit(run((sys.executable, "-c", "import time; time.sleep(20)"), None, str(checkpoint)).code)
-    deadline = time.monotonic() + 120
-    while resident(weights):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: not resident(weights))
     os.kill(child, signal.SIGTERM)
     os.waitpid(child, 0)
     assert resident(checkpoint / "tokenizer.json") == SIZE

@@ -1,9 +1,10 @@
 """Serve profiles are data, read strictly; what one inherits is part of it."""
 
 import pytest
+from expected import refused
 
 from sparkforge import pins
-from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.patching import series
 from sparkforge.serve import profiles
 
@@ -67,7 +68,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones_and_a_base_is_none(table
     ],
 )
 def test_a_malformed_table_is_a_named_error(table, wrong):
-    with pytest.raises(InputError, match=r"malformed|no TOML", check=lambda error: error.code == "input.table"):
+    with refused("input.table", r"malformed|no TOML"):
         profiles.load(table(wrong))
 
 

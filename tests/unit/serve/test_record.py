@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from expected import refused
 
 from sparkforge.bench import context
 from sparkforge.core import paths
-from sparkforge.core.errors import ServerError, StorageError
+from sparkforge.core.errors import StorageError
 from sparkforge.core.process import started_at
 from sparkforge.doctor import evidence
 from sparkforge.serve import access, launch, record
@@ -82,7 +83,7 @@ def test_a_record_or_a_process_of_another_user_is_not_ours(written, monkeypatch)
         with pytest.raises(StorageError, match=f"we are uid {SOMEBODY}"):
             record.read()
     monkeypatch.setattr(psutil.Process, "uids", lambda _self: SimpleNamespace(real=SOMEBODY))
-    with pytest.raises(ServerError, check=lambda error: error.code == "server.not-running"):
+    with refused("server.not-running"):
         record.running()
 
 

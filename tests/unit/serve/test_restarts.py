@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.core import files, paths
 from sparkforge.core.paths import ROOT
@@ -80,11 +81,8 @@ def test_too_many_failures_hold_the_container_until_a_signal_forgives_them(tmp_p
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     held = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, **pipes)
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / health.HELD).exists():
-            assert held.poll() is None, held.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: held.poll() is not None or (tmp_path / health.HELD).exists())
+        assert held.poll() is None, held.communicate()[0]
         assert "the last time it was out of memory" in health.look(tmp_path)
         held.send_signal(signal.SIGTERM)
         out, _ = held.communicate(timeout=60)

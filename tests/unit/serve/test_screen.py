@@ -6,9 +6,10 @@ import re
 
 import misbehaving
 import pytest
+from expected import refused
 
 from sparkforge.core import console, paths
-from sparkforge.core.errors import NetworkError, RefusalError
+from sparkforge.core.errors import NetworkError
 from sparkforge.core.process import started_at
 from sparkforge.doctor import doctor
 from sparkforge.serve import conversation, failure, record, screen
@@ -53,7 +54,7 @@ def test_a_containers_log_is_printed_without_escapes(docker_command, capsys):
 def test_doctor_prints_a_log_without_escapes_and_passwords(tmp_path, capsys, as_json):
     log = tmp_path / "a.log"
     log.write_text(f"torch.OutOfMemoryError: CUDA out of memory. {EVIL} {PASSWORD}\n")
-    with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems") as caught:
+    with refused("validation.problems") as caught:
         doctor.main(log=str(log), state="", as_json=as_json, bundle="")
     console.show_error(caught.value)
     out, err = capsys.readouterr()
@@ -63,7 +64,7 @@ def test_doctor_prints_a_log_without_escapes_and_passwords(tmp_path, capsys, as_
 
 
 def test_a_failure_is_written_for_its_owner_alone_and_without_passwords():
-    with pytest.raises(NetworkError, check=lambda error: error.code == "network.fetch"), failure.remembered():
+    with refused("network.fetch"), failure.remembered():
         raise NetworkError("cannot find x", f"401 for url {PASSWORD}", f"curl {PASSWORD}", code="network.fetch")
     file = paths.state() / failure.NAME
     assert file.stat().st_mode & 0o777 == 0o600

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.core.errors import NetworkError, ServerError
 from sparkforge.serve import record, restarts
@@ -125,10 +126,7 @@ exec sleep 1000
     assert keep.running() == pid
     with pytest.raises(ServerError, match="is kept"):
         keep.refuse_second()
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "asked").exists() or not (tmp_path / "asked").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: (tmp_path / "asked").exists() and (tmp_path / "asked").read_text())
     began = time.monotonic()
     keep.end()
     assert time.monotonic() - began < 20  # and not what a question may take

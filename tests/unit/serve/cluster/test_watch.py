@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.serve import supervise
 from sparkforge.serve.cluster import watch
@@ -49,7 +50,7 @@ def both(start):
     """A head and a worker that have met."""
     head = start("head", ["worker"], listen=True)
     worker = start("worker", ["head"])
-    wait_for(lambda: joined(head) == {"worker"}, "they do not meet")
+    wait_for(lambda: joined(head) == {"worker"})
     return head, worker
 
 
@@ -58,20 +59,13 @@ def joined(head):
     return {line.split()[1] for line in (head.folder / "log").read_text().splitlines() if line.endswith(" joined")}
 
 
-def wait_for(true, why, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, why
-        time.sleep(0.02)
-
-
 def end(process):
     return json.loads((process.folder / "end.json").read_text())
 
 
 def child(process):
     file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_for(file.read_text, "it has no command")  # proc(5): a child can be missing for a moment
+    wait_for(file.read_text)  # proc(5): a child can be missing for a moment
     (pid,) = file.read_text().split()
     return int(pid)
 
@@ -118,7 +112,7 @@ def test_an_end_by_the_memory_guard_is_no_wish(both):
 def test_an_end_by_a_killed_supervisor_is_no_wish(start):
     """The kernel sends the watch SIGTERM then, as a wish would."""
     head, worker = start("head", ["worker"], listen=True, under=supervise.supervised), start("worker", ["head"])
-    wait_for(lambda: joined(head) == {"worker"}, "they do not meet")
+    wait_for(lambda: joined(head) == {"worker"})
     head.kill()
     assert worker.wait(15) == 24
     assert end(worker) | {"time": 0} == {"node": "head", "why": "its supervisor was killed", "time": 0}
@@ -165,7 +159,7 @@ def test_a_stranger_is_dropped_and_changes_nothing(both, data):
 
 def test_who_does_not_know_the_token_is_no_worker(start):
     head = start("head", ["worker"], listen=True)
-    wait_for(lambda: listening(head.port), "it does not listen")
+    wait_for(lambda: listening(head.port))
     with socket.create_connection(("127.0.0.1", head.port), timeout=5) as impostor:
         impostor.sendall(b'{"hello": "worker", "token": "guess"}\n{"end": "x"}\n')
         assert impostor.recv(100) == b""
@@ -188,7 +182,7 @@ def test_the_server_does_not_get_the_token(start, tmp_path):
 def test_a_server_that_ends_before_the_head_has_read_a_hello_is_named_all_the_same(start):
     """The worker's connection waits in the backlog, as the head's process is stopped until its server is dead."""
     head = start("head", ["worker"], listen=True)
-    wait_for(lambda: listening(head.port), "it does not listen")
+    wait_for(lambda: listening(head.port))
     server = child(head)
     head.send_signal(signal.SIGSTOP)
     os.kill(server, signal.SIGKILL)

@@ -1,0 +1,12 @@
+"""Waiting for what another process does."""
+
+import time
+
+
+def wait_for(condition, seconds=120.0, why=lambda: "it did not come in time"):
+    """Return what `condition` gives once it is true; fail with `why()` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.02)
+    return value
