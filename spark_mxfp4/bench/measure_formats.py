@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from common import output_file
+from spark_mxfp4.kernels.check import PRODUCTS
 from spark_mxfp4.kernels.linear import Format, reference
 
-SHAPES = {"qkv": (5120, 2880), "o": (2880, 4096), "head": (201_088, 2880)}  # rows by columns, gpt-oss-120b
+SHAPES = {name: PRODUCTS[name] for name in ("qkv", "o", "head")}
 STATES = 256  # hidden states
 PIECE = 8192  # rows of a matrix that are in memory at once: 94 MB in float32 with 2880 columns
 SCALE = 0.02  # of the weights, as models are initialised

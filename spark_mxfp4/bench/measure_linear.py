@@ -26,16 +26,11 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from common import ceilings, output_file, print_row, token_counts
-from spark_mxfp4.kernels.check import error
+from spark_mxfp4.kernels.check import PRODUCTS, error
 from spark_mxfp4.kernels.linear import Format, Weight, reference, run
 from spark_mxfp4.kernels.timing import REPLAYS, graph_time
 from spark_mxfp4.mxfp4 import E4M3_LARGEST
 
-SHAPES = {  # rows by columns, gpt-oss-120b
-    "qkv": (5120, 2880), "o": (2880, 4096), "head": (201_088, 2880),
-    "qkv, one of two devices": (2560, 2880), "o, one of two devices": (2880, 2048),
-    "head, one of two devices": (100_544, 2880),
-}  # fmt: skip
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CACHE = 1 << 28  # bytes of weights that no cache keeps
 THREAD_WORDS = 4  # of 4 bytes, that a thread loads at once
@@ -233,8 +228,8 @@ def _missing(name: str) -> Row:
 
 def _named(names: str | None) -> Iterable[str]:
     """Return the shapes that --shapes names, by default all. Ends the program if one is unknown."""
-    wanted = names.split(",") if names else list(SHAPES)
-    if unknown := [name for name in wanted if name not in SHAPES]:
+    wanted = names.split(",") if names else list(PRODUCTS)
+    if unknown := [name for name in wanted if name not in PRODUCTS]:
         sys.exit(f"cannot measure {', '.join(unknown)} · there are qkv, o and head · name some of these")
     return wanted
 
@@ -257,7 +252,7 @@ def main() -> None:
     }  # fmt: skip
     print_row("ceilings", result["ceilings"])
     for name in names:
-        rows, columns = SHAPES[name]
+        rows, columns = PRODUCTS[name]
         figures: list[Row] = []
         result["shapes"][name] = {"rows": rows, "columns": columns, "figures": figures}
         for row in measure(rows, columns, arguments.tokens, result["ceilings"]["copy_gbs"]):

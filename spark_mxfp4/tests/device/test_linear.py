@@ -3,34 +3,17 @@
 import pytest
 import torch
 
-from spark_mxfp4.kernels.check import error
+from spark_mxfp4.kernels.check import PRODUCT_EDGES, PRODUCTS, error, poisoned
 from spark_mxfp4.kernels.linear import CAPABILITIES, MANY_ROWS, Format, Weight, dense, reference, run
 
 pytestmark = pytest.mark.device
-SIZES = [
-    (5120, 2880),
-    (2880, 4096),
-    (2880, 2048),
-    (2560, 2880),
-    (100, 96),
-    (1000, 1024),
-    (17, 512),
-    (64, 8192),
-    (1, 32),
-]
+SIZES = [*(size for size in PRODUCTS.values() if size[0] < MANY_ROWS), *PRODUCT_EDGES]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def needs_a_kernel():
     if torch.cuda.get_device_capability() not in CAPABILITIES:
         pytest.skip(f"the dense kernels are built for compute capabilities {CAPABILITIES}")
-
-
-def poisoned(x, weight, bias=None):
-    """Run with memory that holds NaN where it has not written."""
-    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(6)]
-    del poison
-    return run(x, weight, bias)
 
 
 def matrix_of(rows, columns):
@@ -47,10 +30,10 @@ def test_products_are_right_and_repeat_to_the_bit(format_, rows, columns):
     bias = torch.randn(rows, device="cuda").bfloat16()
     for tokens in (1, 2, 7, 8, 9, 15, 16, 17, 24, 33, 64, 65, 200):
         x = torch.randn(tokens, columns, device="cuda").bfloat16()
-        output = poisoned(x, weight, bias)
+        output = poisoned(run, x, weight, bias)
         assert error(output, x.double() @ exact.T + bias.double()) < 0.004, tokens
-        assert torch.equal(output, poisoned(x, weight, bias))
-        assert error(poisoned(x, weight), x.double() @ exact.T) < 0.004, tokens
+        assert torch.equal(output, poisoned(run, x, weight, bias))
+        assert error(poisoned(run, x, weight), x.double() @ exact.T) < 0.004, tokens
 
 
 @pytest.mark.parametrize("format_", Format)

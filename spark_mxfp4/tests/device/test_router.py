@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from spark_mxfp4.kernels import router
+from spark_mxfp4.kernels.check import poisoned
 from spark_mxfp4.kernels.linear import CAPABILITIES
 from spark_mxfp4.kernels.router import CLUSTERS, TICKETS, Routes, reference
 
@@ -15,13 +16,6 @@ VARIANTS = (*CLUSTERS, *TICKETS)
 def needs_a_kernel():
     if torch.cuda.get_device_capability() not in CAPABILITIES:
         pytest.skip(f"the router's kernels are built for compute capabilities {CAPABILITIES}")
-
-
-def poisoned(*arguments):
-    """Route with memory that holds NaN where it has not written."""
-    poison = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(4)]
-    del poison
-    return Routes.of(router.route(*arguments))
 
 
 def layer(experts, columns, tokens):
@@ -48,7 +42,7 @@ def test_routes_are_those_of_torch_and_repeat_to_the_bit(variant, experts, colum
         padding = torch.arange(tokens, device="cuda") % 4 == 3
         expected = reference(x, weight, bias, top_k, padding)
         for _ in range(3):
-            routes = poisoned(x, weight, bias, top_k, padding, variant)
+            routes = Routes.of(poisoned(router.route, x, weight, bias, top_k, padding, variant))
             assert torch.equal(routes.ids, expected.ids)
             torch.testing.assert_close(routes.shares, expected.shares, rtol=1e-5, atol=0)
 

@@ -43,11 +43,17 @@ EDGES = (  # which are checked: one expert, the most of them, sizes that fill no
     LayerSizes(4, 2, 256, 128), LayerSizes(6, 4, 4096, 64),
 )  # fmt: skip
 ROUTINGS = ("even", "uneven", "one")  # see `random_routing`
+PRODUCTS = {  # dense ones of gpt-oss-120b, rows by columns, which are timed, and checked
+    "qkv": (5120, 2880), "o": (2880, 4096), "head": (201_088, 2880),
+    "qkv, one of two devices": (2560, 2880), "o, one of two devices": (2880, 2048),
+    "head, one of two devices": (100_544, 2880),
+}  # fmt: skip
+PRODUCT_EDGES = ((100, 96), (1000, 1024), (17, 512), (64, 8192), (1, 32))  # which are checked
 
 
-def poisoned(call: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+def poisoned(call: Callable[..., Any], *arguments: Any) -> Any:
     """Call a kernel in GPU memory that holds NaN, and counters that hold -1, where nobody has written."""
-    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(4)]
+    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(6)]
     poison += [torch.full((number,), -1, dtype=torch.int32, device="cuda") for number in (1, 16, 256, 4096)]
     del poison
     return call(*arguments)
