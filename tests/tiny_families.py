@@ -1,6 +1,7 @@
-"""Tiny random checkpoints of families that have none of their own: the same bytes on every machine, nothing downloaded.
+"""Tiny random checkpoints of families that have none of their own: the same weights everywhere, nothing downloaded.
 
 Bytes are the vocabulary, beside the special tokens of ChatML and of tool calls, so any text can be read and written.
+transformers' own class of a family says which tensors there are, and writes them under the names of its checkpoints.
 """
 
 import hashlib
@@ -8,9 +9,7 @@ import json
 
 import numpy as np
 
-from sparkforge.models.tiny_format import bfloat16, to_safetensors
-
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, EXPERTS, TOP_K = 64, 2, 4, 2, 32, 64, 8, 2
+HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 64, 8, 2
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 VOCAB = 320  # 256 bytes, the special tokens, and some that nothing stands for
 TURN = "{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}"
@@ -22,60 +21,48 @@ TEMPLATE = (
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
 )
 COMMON = {
-    "attention_bias": False, "bos_token_id": 256, "eos_token_id": 258, "head_dim": HEAD_DIM, "hidden_act": "silu",
-    "hidden_size": HIDDEN, "intermediate_size": 2 * WIDTH, "max_position_embeddings": 40960,
-    "max_window_layers": LAYERS,
-    "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "use_sliding_window": False, "vocab_size": VOCAB, "transformers_version": "4.55.0",
+    "attention_bias": False, "bos_token_id": 256, "eos_token_id": 258, "hidden_act": "silu", "hidden_size": HIDDEN,
+    "intermediate_size": 2 * WIDTH, "max_position_embeddings": 40960, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "vocab_size": VOCAB,
+    "dtype": "bfloat16",
 }  # fmt: skip
+ROUTED = {"moe_intermediate_size": WIDTH, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+QWEN3 = {"head_dim": 32, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False}
 CONFIGS = {
-    "qwen3": {**COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "qwen3": {**COMMON, **QWEN3, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_window_layers": 2},
     "qwen3-moe": {
-        **COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
-        "mlp_only_layers": [], "moe_intermediate_size": WIDTH, "norm_topk_prob": True, "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+        **COMMON, **QWEN3, **ROUTED, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+    },
+    "glm4-moe-lite": {
+        **COMMON, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "num_key_value_heads": 4,
+        "first_k_dense_replace": 1, "kv_lora_rank": 512, "moe_intermediate_size": WIDTH, "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1, "num_experts_per_tok": TOP_K, "q_lora_rank": 32, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64, "v_head_dim": 32,  # 512 + 64 is what the CPU kernel takes
+    },
+    "qwen3_5-moe": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "text_config": {
+            **COMMON, **ROUTED, "model_type": "qwen3_5_moe_text", "num_hidden_layers": 4, "head_dim": 32,
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2, "linear_value_head_dim": 128, "shared_expert_intermediate_size": WIDTH,
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "num_position_embeddings": 4,
+            "out_hidden_size": HIDDEN, "patch_size": 2,
+        },
     },
 }  # fmt: skip
 
 
-def uniform(name, shape, amplitude):
-    raw = hashlib.shake_256(name.encode()).digest(int(np.prod(shape)))
-    values = 2.0 * np.frombuffer(raw, np.uint8).astype(np.float32) - 255.0
-    return bfloat16((values * np.float32(amplitude / 256)).reshape(shape))
-
-
-def norm(name, size):
-    raw = np.frombuffer(hashlib.shake_256(name.encode()).digest(size), np.uint8)
-    return bfloat16((raw // 4 + np.float32(96)) / np.float32(128))
-
-
-def mlp(prefix, width):
-    for part in ("gate", "up"):
-        yield f"{prefix}.{part}_proj.weight", uniform(prefix + part, (width, HIDDEN), 0.25)
-    yield f"{prefix}.down_proj.weight", uniform(prefix + "down", (HIDDEN, width), 0.125)
-
-
-def tensors(family):
-    yield "model.embed_tokens.weight", uniform("embed", (VOCAB, HIDDEN), 2.0)
-    yield "model.norm.weight", norm("norm", HIDDEN)
-    yield "lm_head.weight", uniform("lm_head", (VOCAB, HIDDEN), 1.0)
-    rows = {"q": (HEADS, True), "k": (KV_HEADS, True), "v": (KV_HEADS, True), "o": (HEADS, False)}
-    for number in range(LAYERS):
-        layer = f"model.layers.{number}"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}.{name}.weight", norm(layer + name, HIDDEN)
-        for name in ("q_norm", "k_norm"):
-            yield f"{layer}.self_attn.{name}.weight", norm(layer + name, HEAD_DIM)
-        for name, (heads, into) in rows.items():
-            shape = (heads * HEAD_DIM, HIDDEN) if into else (HIDDEN, heads * HEAD_DIM)
-            yield f"{layer}.self_attn.{name}_proj.weight", uniform(layer + name, shape, 0.25)
-        if family == "qwen3":
-            yield from mlp(f"{layer}.mlp", 2 * WIDTH)
-            continue
-        yield f"{layer}.mlp.gate.weight", uniform(layer + "gate", (EXPERTS, HIDDEN), 0.25)
-        for expert in range(EXPERTS):
-            yield from mlp(f"{layer}.mlp.experts.{expert}", WIDTH)
+def values(name, shape):
+    """Bytes of the name's hash: norms about 1, vectors about 0, and matrices so small that bf16 stays near float32."""
+    raw = np.frombuffer(hashlib.shake_256(name.encode()).digest(int(np.prod(shape))), np.uint8)
+    if len(shape) == 1:
+        return ((raw // 4 + np.float32(96)) / 128 if "norm" in name else raw / np.float32(256) - 0.5).reshape(shape)
+    amplitude = 2.0 if "embed" in name else 1.0 if "lm_head" in name else 0.5 / np.sqrt(shape[-1])
+    return ((2.0 * raw.astype(np.float32) - 255.0) * np.float32(amplitude / 256)).reshape(shape)
 
 
 def tokenizer():
@@ -97,14 +84,36 @@ def tokenizer():
     }  # fmt: skip
 
 
+def write_torchvision(folder):
+    """Write what vLLM's import of Qwen3.5 needs of torchvision, whose wheels do not load beside torch+cpu."""
+    modes = "NEAREST = NEAREST_EXACT = BOX = BILINEAR = HAMMING = BICUBIC = LANCZOS = None"
+    files = {
+        "__init__": '__version__ = "0.28.0"', "io/__init__": "ImageReadMode = decode_image = None",
+        "transforms/__init__": f"class InterpolationMode:\n    {modes}",
+        "transforms/functional": "pil_to_tensor = None", "transforms/v2/__init__": "", "transforms/v2/functional": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        file = folder / "torchvision" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return folder
+
+
 def write(folder, family):
     """Write the checkpoint of a family of CONFIGS into `folder` and return it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
+    import torch
+    import transformers
+
+    config = CONFIGS[family]
+    (architecture,) = config["architectures"]
+    model = getattr(transformers, architecture)(transformers.AutoConfig.for_model(**config)).to(torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(torch.from_numpy(values(name, tuple(tensor.shape))))
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 40960}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "model.safetensors").write_bytes(to_safetensors(dict(tensors(family)), {"format": "pt"}))
     return folder
