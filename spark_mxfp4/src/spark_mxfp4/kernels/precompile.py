@@ -151,19 +151,21 @@ def build(name: str, target: str, folder: Path, jobs: int = 0) -> Path:
 def _link(sources: list[tuple[Path, tuple[str, ...]]], target: str, output: Path, jobs: int) -> None:
     compiler = nvcc()
     with tempfile.TemporaryDirectory(dir=output.parent) as name:
-        objects = [f"{name}/{number}.o" for number in range(len(sources))]
+        objects = [Path(name) / str(number) / f"{file.stem}.o" for number, (file, _) in enumerate(sources)]
 
-        def compile_unit(source: tuple[Path, tuple[str, ...]], result: str) -> None:
+        def compile_unit(source: tuple[Path, tuple[str, ...]], result: Path) -> None:
             """One translation unit, position-independent."""
-            # The names of intermediate files are in those of symbols, and must have no process id.
-            options = ["--objdir-as-tempdir", "-Xcompiler", "-fPIC", "-c", str(source[0]), "-o", result]
+            # The names of intermediate files are in those of symbols, and must have no process id. They are named by the
+            # source, so that each unit needs a folder of its own.
+            result.parent.mkdir()
+            options = ["--objdir-as-tempdir", "-Xcompiler", "-fPIC", "-c", str(source[0]), "-o", str(result)]
             _run([compiler, *flags(target), *source[1], *options])
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(compile_unit, sources, objects))
         linked = Path(name) / output.name
         # CUDA's runtime is linked in, so that the library fits a torch of any CUDA.
-        _run([compiler, *flags(target), "-shared", "-cudart", "static", *objects, "-o", str(linked)])
+        _run([compiler, *flags(target), "-shared", "-cudart", "static", *map(str, objects), "-o", str(linked)])
         linked.replace(output)
 
 
