@@ -155,8 +155,8 @@ def _link(sources: list[tuple[Path, tuple[str, ...]]], target: str, output: Path
 
         def compile_unit(source: tuple[Path, tuple[str, ...]], result: Path) -> None:
             """One translation unit, position-independent."""
-            # The names of intermediate files are in those of symbols, and must have no process id. They are named by the
-            # source, so that each unit needs a folder of its own.
+            # The names of intermediate files are in those of symbols, and must have no process id. nvcc names them by
+            # the source, which units share, so each unit has a folder of its own.
             result.parent.mkdir()
             options = ["--objdir-as-tempdir", "-Xcompiler", "-fPIC", "-c", str(source[0]), "-o", str(result)]
             _run([compiler, *flags(target), *source[1], *options])
