@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from sparkforge.serve.record import Server
 
 PORT = "8000"
+OF_A_FLEET = (
+    "port", "host", "api_key_file", "allow_hosts", "python", "offline", "fleet", "tiny_first", "foreground", "hold",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -184,13 +187,8 @@ def started_fleet(options: UpOptions) -> Server:
     from sparkforge.image.devices import EMBEDDED
     from sparkforge.serve.fleet import start
 
-    alone = UpOptions(
-        port=options.port, host=options.host, api_key_file=options.api_key_file, allow_hosts=options.allow_hosts,
-        python=options.python, offline=options.offline, fleet=options.fleet, tiny_first=options.tiny_first,
-        foreground=options.foreground, hold=options.hold,
-    )  # fmt: skip
-    if options != alone:
-        named = [name for name, value in vars(options).items() if value != getattr(alone, name)]
+    others = {name: value for name, value in vars(UpOptions()).items() if name not in OF_A_FLEET}
+    if named := [name for name, default in others.items() if getattr(options, name) != default]:
         raise UsageError(
             f"--fleet and {', '.join(named)}", "each model of a fleet has its own", "write it in fleet.toml"
         )

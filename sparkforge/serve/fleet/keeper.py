@@ -116,7 +116,7 @@ class Keeper:
             model.requests, last = counts.get(name, (0, -1.0))
             model.used = now if model.requests else max(model.used, now - last if last >= 0 else 0.0)
             if not model.server.alive:
-                router.switch([name], "maint")
+                router.switch(name, "maint")
                 self._fail(model, f"the server {record.how_it_ended(model.server, model.folder)}")
             elif (
                 not model.member.resident
@@ -179,16 +179,16 @@ class Keeper:
     def _drain(self, model: Running, seconds: float) -> bool:
         """Stop a model once it answers nothing; return whether that was so within `seconds`. New requests wait."""
         name, deadline = model.member.name, time.monotonic() + seconds
-        router.switch([name], "drain")
+        router.switch(name, "drain")
         while (count := router.requests()[name][0]) and time.monotonic() < deadline and not self.ending:
             model.requests = count
             self._set(model, DRAINING)
             time.sleep(0.05)
         if count:
-            router.switch([name], "ready")
+            router.switch(name, "ready")
             self._set(model, READY)
             return False
-        router.switch([name], "maint")
+        router.switch(name, "maint")
         self._set(model, STOPPED)
         down = model.run("down", environment={})
         while down.poll() is None:

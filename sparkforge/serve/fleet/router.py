@@ -12,7 +12,7 @@ import csv
 import importlib.util
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from sparkforge.core.errors import ServerError
@@ -166,13 +166,12 @@ def command(text: str) -> str:
 def admit(name: str, port: int) -> None:
     """Send a model's requests to its server, which listens on `port`."""
     command(f"set server {name}/one addr 127.0.0.1 port {port}")
-    switch([name], "ready")
+    switch(name, "ready")
 
 
-def switch(models: Sequence[str], state: str) -> None:
-    """Set what new requests for these models do: `ready` pass, `drain` and `maint` wait for a start."""
-    for name in models:
-        command(f"set server {name}/one state {state}")
+def switch(name: str, state: str) -> None:
+    """Set what new requests for a model do: `ready` pass, `drain` and `maint` wait for a start."""
+    command(f"set server {name}/one state {state}")
 
 
 def requests() -> dict[str, tuple[int, float]]:
