@@ -72,7 +72,8 @@ def planned(options: ServeOptions) -> StartPlan:
     flags = passable(options.vllm_flags, relative_to=None if choice.container else caller_path("."))
     if names := listed(os.environ.get("SPARKFORGE_SERVED_NAMES", "")):  # of a model of a fleet
         flags = (*flags, NAMES, *names)
-    say(f"device: {choice.device}, because {choice.why}")
+    if not getattr(options, "fleet", ""):  # of which each model has its own
+        say(f"device: {choice.device}, because {choice.why}")
     if options.python and choice.container:
         raise UsageError("--python has no meaning here", "a container has its own", "./inv up --device gpu --python …")
     return StartPlan(

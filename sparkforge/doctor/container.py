@@ -6,6 +6,7 @@ import io
 import tarfile
 from collections.abc import Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -37,6 +38,8 @@ KEPT_VARIABLES = (
 
 def add_container(evidence: Evidence) -> None:
     """Add the engine's evidence. A missing engine or container is noted and is no error."""
+    for model in evidence.containers:
+        evidence.logs.append(Log(f"docker logs {model[:12]}", partial(_read_log, model)))
     if evidence.server and not evidence.server.container:
         evidence.add_source("Docker engine", "not asked: the last server runs without a container", read=False)
         return

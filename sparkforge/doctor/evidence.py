@@ -124,8 +124,9 @@ class Log:
 class Evidence:
     """All evidence. `facts` is a flat table for signatures, `fact_sources` names the source of each.
 
-    `reports` are the validator's, `documents` other JSON files, by name; `errors` are what the Docker
-    engine refused, each after the question; `machine` and `inspected` go into a support archive unchanged.
+    `reports` are the validator's, `documents` other JSON files, by name; `containers` serve a fleet's models; `errors`
+    are what the Docker engine refused, each after the question; `machine` and `inspected` go into a support archive
+    unchanged.
     """
 
     logs: list[Log] = field(default_factory=list)
@@ -136,6 +137,7 @@ class Evidence:
     errors: list[tuple[str, SparkforgeError]] = field(default_factory=list)
     failure: Failure | None = None
     server: Server | None = None
+    containers: list[str] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
     inspected: dict[str, Any] = field(default_factory=dict)
     sources: list[EvidenceSource] = field(default_factory=list)
@@ -319,6 +321,8 @@ def _add_server(state: Path, evidence: Evidence) -> None:
     if server is None or server.device == devices.FLEET:
         for path in sorted(log for pattern in FLEET_LOGS for log in state.glob(pattern)):
             _add_log(path, evidence)
+        models = map(record.read, sorted(state.glob(f"{record.MODELS}/*/{record.NAME}")))
+        evidence.containers += [model.container for model in models if model and model.container]
     if server is None:
         return
     source = f"{name_of(state / record.record_path().name)}, {server.where}"

@@ -396,6 +396,21 @@ def test_the_newer_of_container_and_embedded_server_counts(fake_engine, state):
     assert [source.read for source in gathered.sources if source.name.endswith("server.log")] == [False]
 
 
+def test_a_fleets_logs_are_read_those_of_containers_too(fake_engine, state):
+    fake_engine.log = KV_LOG.read_text()
+    servers = {"": record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", 9, "m", "m", "fleet", "/none")}
+    servers["fleet/models/red"] = record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", container="c0ffee")
+    for folder, server in servers.items():
+        path = put(state, f"{folder}/{record.NAME}", record.SERVER.dump_json(server))
+        path.chmod(0o600)
+    put(state, "fleet/models/green/logs/server.log", HEALTHY.read_text() + "RuntimeError: no such kernel\n")
+    problems, gathered = look()
+    assert ("kv-cache-too-small", "docker logs c0ffee") in [
+        (p.id, place.source) for p in problems for place in p.places
+    ]
+    assert any(source.read for source in gathered.sources if source.name.endswith("green/logs/server.log"))
+
+
 @pytest.mark.parametrize("answer", [b"", b"\0" * 1024, archive("x", [1]), archive("x", "y")])
 def test_no_archive_from_a_container_makes_it_fail(fake_engine, answer):
     fake_engine.routes[r"GET /containers/\w+/archive"] = lambda query: (
