@@ -1,36 +1,35 @@
 """Python environments under the checkout's state, made from locks, pinned and patched wheels: whole, or not at all.
 
 pins.toml says what goes into each. A package that has a patch queue is installed from its patched wheel. An environment
-counts as complete only once `.complete.json`, written when all of it is on the disk, holds the hashes of everything it
-came from. A virtual environment cannot be moved, so it is made at its own path while the older one waits beside it
-(`sparkforge.core.manifest` moves what it makes).
+is a stage of `sparkforge.core.manifest`: made beside the older one and moved into place when it is whole, which uv's
+relocatable environments allow.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sparkforge.core import paths
-from sparkforge.core.documents import read_json, read_toml
-from sparkforge.core.files import locked, require_space, sha256_file, write_json
+from sparkforge.core import manifest, paths
+from sparkforge.core.documents import read_toml
+from sparkforge.core.files import require_space, sha256_file
 from sparkforge.core.process import run
 from sparkforge.patching import wheels as patched_wheels
 from sparkforge.pins import Component, EnvironmentPin, Pins, load, locks
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.sources import fetch
 
-STAMP = ".complete.json"
+STAGE = "environment"
+PYTHON = Path("bin/python")  # in an environment
+PACKAGES = Path(f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages")
 LIBRARY = paths.ROOT / "spark_mxfp4"  # the sources of the distribution spark-mxfp4
 NOT_SOURCES = (
     "tests",
@@ -58,12 +57,12 @@ class Environment:
     @property
     def python(self) -> Path:
         """Its interpreter."""
-        return self.path / "bin" / "python"
+        return self.path / PYTHON
 
     @property
     def site_packages(self) -> Path:
         """Its site-packages."""
-        return self.path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        return self.path / PACKAGES
 
 
 TEST = Environment("test")
@@ -72,27 +71,25 @@ TEST = Environment("test")
 def ensure(env: Environment, pins: Pins) -> bool:
     """Make the environment unless it is complete and current; return whether it was made now.
 
-    If anything fails, the older environment is back. Raises NetworkError, IntegrityError, ProcessError, PatchError, or
+    If anything fails, the older environment stays. Raises NetworkError, IntegrityError, ProcessError, PatchError, or
     StorageError for too little space and while another process makes the same one.
     """
-    with locked(env.path.with_suffix(".lock"), f"make the {env.name} environment"):
-        _recover(env)
-        wanted = inputs(env, pins)
-        if is_complete(env, wanted):
-            shutil.rmtree(_aside(env), ignore_errors=True)  # left by a run that was killed at its end
-            return False
-        pin = pins.environment(env.name)
+    pin = pins.environment(env.name)
+
+    def make(folder: Path) -> manifest.Made:
         require_space(env.path, pin.size, f"the {env.name} environment")
-        wheels = fetch_wheels(pin.lock, _components(pin, pins))
-        with _replacing(env):
-            _install(env, pin, wheels)
-            for component in _components(pin, pins):
-                if component.provides:
-                    name_distribution(env.site_packages, *component.provides.split("=="))
-            install_own(env, pin)
-            os.sync()  # thousands of files at once: one call instead of an fsync each
-            write_json(env.path / STAMP, wanted)
-        return True
+        components = [_component(name, pins) for name in pin.wheels]
+        wheels = fetch_wheels(pin.lock, components)
+        words = ["--quiet", "--relocatable", "--prompt", env.name, "--python", sys.executable]
+        run([sys.executable, "-m", "uv", "venv", *words, folder])
+        install_locked(folder / PYTHON, pin.lock, wheels, copy=pin.copy_files)
+        for component in components:
+            if component.provides:
+                name_distribution(folder / PACKAGES, *component.provides.split("=="))
+        _install_own(folder / PYTHON, pin)
+        return manifest.Made({})
+
+    return manifest.once(env.path, STAGE, inputs(env, pins), make)[1]
 
 
 def build_interpreter(stack: str, purpose: Literal["kernels", "vllm"]) -> Path:
@@ -117,9 +114,8 @@ def inputs(env: Environment, pins: Pins) -> dict[str, str]:
         wheels[name.rpartition("/")[2]] = lock.sha256
     project = {"project": _project(), "root": str(paths.ROOT)} if pin.project else {}
     library = {"library": library_hash()} if pin.library else {}
-    # Scripts of an environment hold its path, so one of a checkout that was moved is made again.
-    own = {"path": str(env.path), "python": sys.version}
-    return {"lock": sha256_file(locks.lock_path(pin.lock)), **own, **wheels, **project, **library}
+    own = {"lock": sha256_file(locks.lock_path(pin.lock)), "python": sys.version}
+    return {**own, **wheels, **project, **library}
 
 
 def installed_version(component: Component) -> str:
@@ -150,18 +146,10 @@ def library_hash() -> str:
     return digest.hexdigest()
 
 
-def is_complete(env: Environment, inputs: Mapping[str, str]) -> bool:
-    """Tell whether all of the environment is there and was made from exactly these inputs."""
-    return stamp(env) == inputs
-
-
-def stamp(env: Environment) -> dict[str, str]:
-    """Return what the environment that is there was made from; empty if none is there, or only a part of one."""
-    try:
-        inputs: dict[str, str] = dict(read_json(env.path / STAMP))
-    except (OSError, ValueError, TypeError):
-        return {}
-    return inputs
+def stamp(env: Environment) -> Mapping[str, str]:
+    """Return what the environment that is there was made from; empty if none is there."""
+    made = manifest.load(env.path)
+    return made.inputs if made and env.path.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -198,10 +186,6 @@ def fetch_wheels(lock: str, components: Iterable[Component], machine: str = "") 
     return WheelSet(tuple(folders), replaced, tuple(extra))
 
 
-def _components(pin: EnvironmentPin, pins: Pins) -> list[Component]:
-    return [_component(name, pins) for name in pin.wheels]
-
-
 def _component(name: str, pins: Pins) -> Component:
     stack, _, component = name.rpartition("/")
     return pins.component(stack, component)
@@ -209,43 +193,6 @@ def _component(name: str, pins: Pins) -> Component:
 
 def _this_machine() -> TargetMachine:
     return TargetMachine(platform.machine())
-
-
-@contextmanager
-def _replacing(env: Environment) -> Iterator[None]:
-    """Move the older environment aside while a new one is made; on an error it is back."""
-    aside = _aside(env)
-    if env.path.exists():
-        env.path.rename(aside)  # back under its own name it works again: environments cannot be moved elsewhere
-    try:
-        yield
-    except BaseException:
-        (env.path / STAMP).unlink(missing_ok=True)
-        shutil.rmtree(env.path, ignore_errors=True)
-        if aside.exists():
-            aside.rename(env.path)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _aside(env: Environment) -> Path:
-    return env.path.with_suffix(".old")
-
-
-def _recover(env: Environment) -> None:
-    """Clean up after a killed `ensure`: keep the new environment if it is complete, else restore the older one."""
-    if not _aside(env).exists():
-        return
-    if (env.path / STAMP).exists():
-        shutil.rmtree(_aside(env))
-    else:
-        shutil.rmtree(env.path, ignore_errors=True)
-        _aside(env).rename(env.path)
-
-
-def _install(env: Environment, pin: EnvironmentPin, wheels: WheelSet) -> None:
-    run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", sys.executable, env.path])
-    install_locked(env.python, pin.lock, wheels, copy=pin.copy_files)
 
 
 def install_locked(
@@ -271,9 +218,9 @@ def name_distribution(site_packages: Path, name: str, version: str, entry_points
         (folder / "entry_points.txt").write_text(entry_points, encoding="utf-8")
 
 
-def install_own(env: Environment, pin: EnvironmentPin) -> None:
+def _install_own(python: Path, pin: EnvironmentPin) -> None:
     """Install what it gets of this checkout: the product editable, the library as a wheel by its version."""
-    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(env.python), "--offline"]
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python), "--offline"]
     command += ["--no-deps", "--no-build-isolation"]
     fix = "rm -rf .sparkforge/envs/, then run the same command again"
     if pin.project:

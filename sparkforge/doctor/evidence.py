@@ -38,7 +38,7 @@ IMAGE_LOGS = ("logs/image.log", "logs/compose.log")
 FLEET_LOGS = ("fleet/haproxy.log", "fleet/models/*/up.log", "fleet/models/*/logs/server.log")
 FAILED_BUILD = (b"failed to solve", b"Error response from daemon")
 MANIFESTS = (
-    *("*.manifest.json", "*/*.manifest.json", "*/*/*.manifest.json", "envs/*/.complete.json"),
+    *("*.manifest.json", "*/*.manifest.json", "*/*/*.manifest.json"),
     *("*/audit-*.json", "build/vllm/*/audit.json", "up.json"),
     "envs/*/lib/python3*/site-packages/*.dist-info/patches/upstream.json",
 )

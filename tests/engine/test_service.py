@@ -21,15 +21,18 @@ UNIT = "/etc/systemd/system/sparkforge.service"
 SERVER = "^/usr/bin/python3 .*api_server"  # its command line; its supervisor's begins with another interpreter
 BASE = os.environ.get("ENGINE_SYSTEMD_BASE") or "docker.io/sparkforge-ci/debian:bookworm-slim"
 MAKE_STATE = """
-import json
+from dataclasses import asdict
 from pathlib import Path
 from sparkforge import environments, pins
+from sparkforge.core import manifest
+from sparkforge.core.files import write_json
 from sparkforge.environments import Environment
 env = Environment("embedded")
 env.python.parent.mkdir(parents=True)
 env.python.write_text("#!/usr/bin/python3\\n" + Path("tests/engine/stand_in_python.py").read_text())
 env.python.chmod(0o755)
-(env.path / ".complete.json").write_text(json.dumps(environments.inputs(env, pins.load())))
+made = manifest.Manifest(environments.STAGE, environments.inputs(env, pins.load()), {}, {}, {}, 0)
+write_json(manifest.beside(env.path), asdict(made))
 """
 
 

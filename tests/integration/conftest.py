@@ -136,13 +136,13 @@ def killed_once(fresh):
     command = ["./inv", "up", "--port", str(fresh.port)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     first = subprocess.Popen(command, cwd=fresh.path, env=fresh.environment, start_new_session=True, **quiet)
-    environment = fresh.state / "envs" / "embedded"
-    while first.poll() is None and len(list(environment.glob("lib/python*/site-packages/*"))) < 20:
+    environments = fresh.state / "envs"
+    while first.poll() is None and len(list(environments.glob(".embedded.*/lib/python*/site-packages/*"))) < 20:
         time.sleep(0.02)
     assert first.poll() is None, "it ended before it could be killed"
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    assert not (environment / ".complete.json").exists()
+    assert not (environments / "embedded").exists()
     return fresh
 
 

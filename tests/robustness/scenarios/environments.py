@@ -58,12 +58,11 @@ def _prepare(work: Path) -> None:
     locks.LOCKS = work / "locks"
     locks.lock_path = lambda name: work / f"locks/{name}.txt"
     fetch.fetch_pinned = lambda _component, filename: work / "wheels" / filename
-    environments.install_own = lambda *_: None  # this checkout is no part of what can break
+    environments._install_own = lambda *_: None  # this checkout is no part of what can break
     global TABLE  # noqa: PLW0603 - every run is forked from this process
     TABLE = table
     write(work / "state/envs/mine/mine.txt", "mine")
     write(ENV.path / "lib/old.py", "an older environment")
-    write(ENV.path / environments.STAMP, "{}")
 
 
 TABLE: Pins | None = None
@@ -77,7 +76,7 @@ def _act(work: Path) -> None:
 def _judge(work: Path) -> None:
     """An environment that counts as complete has every file of its distributions."""
     assert TABLE
-    if environments.is_complete(ENV, environments.inputs(ENV, TABLE)):
+    if environments.stamp(ENV) == environments.inputs(ENV, TABLE):
         for record in ENV.site_packages.glob("*.dist-info/RECORD"):
             for row in record.read_text().splitlines():
                 assert (ENV.site_packages / row.partition(",")[0]).exists(), row
@@ -85,6 +84,6 @@ def _judge(work: Path) -> None:
 
 
 SCENARIOS = [
-    Scenario("environment", _prepare, _act, _judge, volatile=("*.pyc", "*/uv_cache.json", "*/.lock", "*/RECORD"),
-             races=(0, BUSY), cost=30.0),
+    Scenario("environment", _prepare, _act, _judge, races=(0, BUSY), cost=30.0,
+             volatile=("*.pyc", "*/uv_cache.json", "*/.lock", "*/RECORD", "*.manifest.json")),
 ]  # fmt: skip

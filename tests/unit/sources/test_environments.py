@@ -7,6 +7,7 @@ import pytest
 from expected import refused
 
 from sparkforge import environments, pins
+from sparkforge.core import manifest
 from sparkforge.core.errors import NetworkError
 from sparkforge.core.files import locked, write_json
 
@@ -20,53 +21,50 @@ def table():
 
 @pytest.fixture
 def filled(monkeypatch):
-    """Count how often the environment is filled; nothing is installed."""
+    """Count how often an environment is filled; nothing is installed."""
 
-    def fill(env, pin, wheels):
-        calls.append(env.name)
-        (env.path / "bin").mkdir(parents=True)
-        if fill.error:
-            raise fill.error
+    def install(python, lock, **_):
+        calls.append(lock)
+        (python.parents[1] / environments.PACKAGES).mkdir(parents=True)
+        if install.error:
+            raise install.error
 
-    calls, fill.error = [], None
+    calls, install.error = [], None
     monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: environments.WheelSet((), {}, ()))
-    monkeypatch.setattr(environments, "_install", fill)
-    monkeypatch.setattr(environments, "name_distribution", lambda *_: None)
-    monkeypatch.setattr(environments, "install_own", lambda *_: None)
-    fill.calls = calls
-    return fill
+    monkeypatch.setattr(environments, "run", lambda *_, **__: None)
+    monkeypatch.setattr(environments, "library_wheel", lambda folder: folder / "library.whl")
+    monkeypatch.setattr(environments.locks, "install", install)
+    install.calls = calls
+    return install
 
 
 def test_it_is_made_once(table, filled):
     assert environments.ensure(ENV, table)
     assert not environments.ensure(ENV, table)
     assert filled.calls == ["embedded"]
+    assert environments.stamp(ENV) == environments.inputs(ENV, table)
+    version = table.component("embedded", "vllm").version
+    (metadata,) = ENV.site_packages.glob("vllm-*.dist-info/METADATA")
+    assert f"Name: vllm\nVersion: {version}+cpu\n" in metadata.read_text()
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        "lock",
-        "torch",
-        "python",
-    ],
-)
+@pytest.mark.parametrize("field", ["lock", "torch", "python"])
 def test_any_other_input_makes_it_anew(table, filled, field):
     environments.ensure(ENV, table)
-    stamp = json.loads((ENV.path / environments.STAMP).read_text())
-    write_json(ENV.path / environments.STAMP, {**stamp, field: "another"})
+    record = json.loads(manifest.beside(ENV.path).read_text())
+    write_json(manifest.beside(ENV.path), {**record, "inputs": {**record["inputs"], field: "another"}})
     assert environments.ensure(ENV, table)
 
 
-def test_a_failed_remake_puts_the_old_one_back(table, filled):
+def test_the_old_one_stays_until_a_new_one_is_whole(table, filled):
     environments.ensure(ENV, table)
     (ENV.path / "precious").touch()
-    write_json(ENV.path / environments.STAMP, {"lock": "an older one"})
+    manifest.beside(ENV.path).unlink()
     filled.error = NetworkError("a", "b", "c", code="network.fetch")
     with refused("network.fetch"):
         environments.ensure(ENV, table)
     assert (ENV.path / "precious").exists()
-    assert not ENV.path.with_suffix(".old").exists()
+    assert environments.stamp(ENV) == {}
     filled.error = None
     assert environments.ensure(ENV, table)
     assert not (ENV.path / "precious").exists()
@@ -77,25 +75,9 @@ def test_too_little_space_and_a_second_one_at_once_are_refused_before_anything_s
     table = table.model_copy(update={"environments": {**table.environments, "embedded": small}})
     with refused("storage.full", "embedded environment"):
         environments.ensure(ENV, table)
-    with locked(ENV.path.with_suffix(".lock"), "make it"), refused("storage.busy"):
+    with locked(ENV.path.with_name(".embedded.lock"), "make it"), refused("storage.busy"):
         environments.ensure(ENV, table)
     assert filled.calls == []
-
-
-def test_the_stamp_is_written_when_all_that_it_vouches_for_is_on_the_disk(table, monkeypatch):
-    events = []
-    monkeypatch.setattr(environments, "run", lambda *_, **__: ENV.site_packages.mkdir(parents=True))
-    monkeypatch.setattr(environments.locks, "install", lambda *_, **__: events.append("install"))
-    monkeypatch.setattr(environments, "install_own", lambda *_: events.append("project"))
-    monkeypatch.setattr(
-        environments.os, "sync", lambda: events.append(("sync", (ENV.path / environments.STAMP).exists()))
-    )
-    monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: environments.WheelSet((), {}, ()))
-    assert environments.ensure(ENV, table)
-    assert events == ["install", "project", ("sync", False)]
-    version = table.component("embedded", "vllm").version
-    (metadata,) = ENV.site_packages.glob("vllm-*.dist-info/METADATA")
-    assert f"Name: vllm\nVersion: {version}+cpu\n" in metadata.read_text()
 
 
 def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(table, tmp_path, monkeypatch):
@@ -113,24 +95,9 @@ def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(table, tmp_path, mo
     assert [line.partition(" --hash=sha256:")[0] for line in brought.extra] == [f"torch=={torch.version}"]
 
 
-@pytest.mark.parametrize("half", [True, False])
-def test_a_kill_while_it_is_made_anew_loses_neither_the_old_one_nor_the_disk_space(table, filled, half):
-    environments.ensure(ENV, table)
-    (ENV.path / "precious").touch()
-    aside = ENV.path.with_suffix(".old")
-    ENV.path.rename(aside)
-    if half:
-        (ENV.path / "bin").mkdir(parents=True)
-    assert not environments.ensure(ENV, table), "the old one stands again"
-    assert (ENV.path / "precious").exists()
-    aside.mkdir()  # as a kill after the new one stood leaves it
-    assert not environments.ensure(ENV, table)
-    assert not aside.exists()
-
-
 @pytest.mark.parametrize("name", ["kernels", "vllm"])
 def test_the_environments_to_build_in_are_made_alike(table, filled, name):
     env = environments.Environment(table.image("spark").environments[name])
     assert environments.build_interpreter("spark", name) == env.python
     assert environments.build_interpreter("spark", name) == env.python
-    assert filled.calls == [env.name]
+    assert filled.calls == [table.environment(env.name).lock]
