@@ -23,9 +23,11 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="python -m validate", description=__doc__, allow_abbrev=False)
     parser.add_argument("--profile", required=True, help=f"one of {', '.join(PROFILES)}")
     parser.add_argument("--stack", help="the stack of pins.toml that is installed (default: the profile's)")
-    parser.add_argument("--foreign", action="store_true", help="an environment of yours: other versions only warn")
+    parser.add_argument(
+        "--foreign", action="store_true", help="the environment is your own: other versions are warnings"
+    )
     parser.add_argument("--facts", type=Path, metavar="FILE.json", help="rehearse on a recorded sheet")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there too")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the report to this file")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model directory")
     parser.add_argument("--host", help="the address the server will listen on")
     parser.add_argument("--port", type=int, metavar="N", help="the port the server will take")
@@ -35,10 +37,12 @@ def make_parser() -> ArgumentParser:
         "--deep", action=argparse.BooleanOptionalAction, default=True, help="ask torch and vllm, in a child"
     )
     parser.add_argument("--layers", action="store_true", help="serve two layers and judge each part, on a CPU too")
-    parser.add_argument("--deep-seconds", type=float, default=Options.deep_seconds, help="limit for that")
-    parser.add_argument("--numerics-seconds", type=float, default=Options.numerics_seconds, help="limit to compute")
+    parser.add_argument("--deep-seconds", type=float, default=Options.deep_seconds, help="time limit for --deep")
     parser.add_argument(
-        "--serve-args", nargs=argparse.REMAINDER, default=[], help="everything after it goes to the server"
+        "--numerics-seconds", type=float, default=Options.numerics_seconds, help="time limit for the numerics"
+    )
+    parser.add_argument(
+        "--serve-args", nargs=argparse.REMAINDER, default=[], help="arguments after it are passed to the server"
     )
     return parser
 

@@ -1,11 +1,11 @@
 """vLLM's dense products with FP8 and 4-bit weights, called as vLLM 0.32.0 calls them on compute capability 9.0.
 
-Importing this module imports vLLM and its kernels: ImportError where there is none.
+Importing this module imports vLLM and its kernels: it raises ImportError if vLLM is not installed.
 
 - `vLLM FP8` is what `--quantization-config.linear fp8_per_channel` serves: CUTLASS with a scale for each row of the
-  weight and each token (CutlassFP8ScaledMMLinearKernel). Alone its activations are quantised already; with quantisation
-  a kernel does that before each product. A server's compiler can fuse it into what comes before, so a product of a
-  server costs something between the two.
+  weight and each token (CutlassFP8ScaledMMLinearKernel). It is timed twice: with activations that are already
+  quantised, and with a kernel that quantises them before each product. In a server the compiler can fuse that kernel
+  into the operation before it, so the cost there is between the two.
 - Marlin keeps activations in bfloat16 and expands the weights (`prepare_fp8_layer_for_marlin`,
   `prepare_fp4_layer_for_marlin`). Its locks are made once, as in a server.
 """
@@ -25,11 +25,14 @@ from spark_mxfp4.kernels.linear import ROWS_AT_ONCE, Format
 from spark_mxfp4.mxfp4 import E4M3_LARGEST, SCALE_BIAS, quantize
 
 VERSION = vllm.__version__
-NVFP4_SCALE_BIAS = 7  # E4M3's: its scale bytes are powers of two from 2^-6 on
+NVFP4_SCALE_BIAS = 7  # of E4M3: the smallest power of two of a scale byte is 2^-6
 
 
 class PeerWeight(NamedTuple):
-    """A weight in its kernel's order: `multiply` takes what `PeerKernel.quantise` returned; `nbytes` are read."""
+    """A weight in its kernel's layout.
+
+    `multiply` takes the result of `PeerKernel.quantise`; `nbytes` is the number of bytes read.
+    """
 
     multiply: Callable[[Any], torch.Tensor]
     nbytes: int
@@ -38,7 +41,7 @@ class PeerWeight(NamedTuple):
 class PeerKernel(NamedTuple):
     """A kernel: `prepare` lays out a matrix bfloat16 [N, K]; its values are those of `linear.reference` in `format`.
 
-    `quantise` is applied to the activations bfloat16 [M, K] before the time is taken.
+    `quantise` converts the bfloat16 activations [M, K] and is not timed.
     """
 
     name: str

@@ -19,7 +19,7 @@ from sparkforge.core.process import run
 
 # What is read without cuobjdump. For the zstd in vLLM's wheel that takes 3 times the CPU time, and 1 GB of a disk.
 READABLE = (elf.ELF, elf.ZSTD) if find_spec("zstandard") else (elf.ELF,)
-LARGEST = 512 << 20  # bytes that a cubin may have once it is unpacked; the largest of vLLM's wheel has 65 MB
+MAX_CUBIN_BYTES = 512 << 20  # bytes that a cubin may have once it is unpacked; the largest of vLLM's wheel has 65 MB
 LARGEST_TOGETHER = 16 << 30  # bytes of a file's cubins unpacked; all of vLLM's wheel: 1.4 GB (docs/concepts/audit.md)
 LONGEST_SECONDS = 600.0  # for cuobjdump on one file; all of vLLM's wheel take it 10 s (docs/concepts/audit.md)
 PTX_HEAD = 4096  # bytes of a PTX in which its `.target` is: only comments and `.version` come before it
@@ -151,7 +151,7 @@ def _unpacked(data: bytes, size: int) -> bytes:
     import zstandard  # noqa: PLC0415 - it is not in every environment that imports us: see READABLE
 
     try:
-        if zstandard.frame_content_size(data) != size or size > LARGEST:  # before any memory is taken for it
+        if zstandard.frame_content_size(data) != size or size > MAX_CUBIN_BYTES:  # before any memory is taken for it
             raise elf.CutError(f"a cubin cannot be unpacked to the {size} bytes that its fatbin says")
         return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:

@@ -6,9 +6,9 @@ natural logprobs,
 
     bits_per_byte = -L / (bytes * ln 2)    byte_perplexity = e^(-L / bytes)    word_perplexity = e^(-L / tokens)
 
-where bytes are the whole text's and tokens are the scored ones: their "word" is a token. Two differences: theirs also
-counts the one token that the server generates after each chunk, a 512th of the sum; and theirs leaves out a chunk that
-fails, which lowers the figures. Here that is a failed gate.
+where bytes are the whole text's and tokens are the scored ones: their "word" is a token. There are two differences. The
+competition's script also counts the token that the server generates after each chunk, a 512th of the sum. It also
+leaves out a chunk that fails, which lowers the figures; here a failed chunk fails the gate.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def tokenize(endpoint: Endpoint, text: str) -> list[int]:
     """Return the token ids of a text. Raises ServerError for a server without vLLM's /tokenize."""
     if tokens := endpoint.tokenize(text):
         return tokens
-    endpoint.get("/v1/models")  # one that is gone is named as such
-    why = "it has no /tokenize that works; chunks and prompts are counted in its tokens"
+    endpoint.get("/v1/models")  # raises another error if the server does not answer
+    why = "its /tokenize does not work, and chunks and prompts are measured in the server's tokens"
     raise ServerError(
         f"{endpoint.url} does not tokenize", why, "use a server that does, such as vLLM", code="server.reply"
     )

@@ -20,7 +20,7 @@ from sparkforge.bench import runs
 from sparkforge.bench.context import facts
 from sparkforge.bench.report import PER_GPU, format_figure
 from sparkforge.bench.schema import Result
-from sparkforge.bench.settings import MOST
+from sparkforge.bench.settings import MAX_VALUE
 from sparkforge.core import paths
 from sparkforge.core.console import console, say
 from sparkforge.core.errors import (
@@ -91,7 +91,7 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
         chosen = {name: _profile(name, plan.device, stack) for name in names}
         for profile in chosen.values():  # before a running server is ended, every option is checked
             declared = flag_value((*profile.arguments(), *arguments), CONTEXT) or ""
-            runs.check(flags, model_id, int(declared) if declared.isdecimal() else MOST)
+            runs.check(flags, model_id, int(declared) if declared.isdecimal() else MAX_VALUE)
         with launch.alone():
             _end_running_server(plan, may_end=bool(flags.get("replace")))
         settings, standings = {name: _settings(profile) for name, profile in chosen.items()}, list[Standing]()

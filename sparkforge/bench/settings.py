@@ -25,7 +25,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "num_prompts": ("NUM_PROMPTS", "0"),
     "result_filename": ("RESULT_FILENAME", ""),
 }
-MOST = 10**9  # no length, count or number of requests is larger; keeps arithmetic within sense
+MAX_VALUE = 10**9  # no length, count or number of requests is larger; keeps arithmetic within sense
 PORT = 8000  # of ./inv up
 PROMPTS_PER_SLOT = 10  # the competition's NUM_PROMPTS = CONC * 10
 WARMUPS_PER_SLOT = 2  # and its --num-warmups = 2 * CONC
@@ -44,7 +44,7 @@ class BenchSettings:
         variable, default = NAMES[name]
         return self.flags.get(name) or self.environment.get(variable) or default
 
-    def number(self, name: str, least: int = 1, most: int = MOST) -> int:
+    def number(self, name: str, least: int = 1, most: int = MAX_VALUE) -> int:
         """Return a setting as a whole number from `least` to `most`. Raises UsageError."""
         label = f"--{name.replace('_', '-')}" if self.flags.get(name) else NAMES[name][0]
         return parse_whole(self.text(name), label, least, most)
@@ -77,7 +77,7 @@ class BenchSettings:
         return baselines.concurrencies(self.number("isl"), self.number("osl"))
 
 
-def parse_whole(text: str, label: str, least: int, most: int = MOST) -> int:
+def parse_whole(text: str, label: str, least: int, most: int = MAX_VALUE) -> int:
     """Return `text` as a whole number from `least` to `most`. Raises UsageError."""
     try:
         value = int(text)

@@ -1,8 +1,8 @@
-"""Reads traces of torch's profiler: which operators took the time, and which share has each part of the model.
+"""Reads traces of torch's profiler: the time of each operator, and the share of each part of the model.
 
-A trace is JSON in Chrome's format, as Kineto writes it (torch 2.13.0), plain or in gzip. Where it holds work of a GPU,
-the kernels and copies there count; elsewhere the operators of the thread that runs the model, each without what it
-calls. `operators.toml` says which part of the model an operator belongs to.
+A trace is JSON in Chrome's format, as Kineto writes it (torch 2.13.0), plain or in gzip. If the trace has GPU work,
+kernels and copies are counted; otherwise the operators of the thread that runs the model, each without the operators
+that it calls. `operators.toml` says which part of the model an operator belongs to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("operators.toml")
-LARGEST = 256 << 20  # bytes, unpacked too; documents.MOST_VALUES bounds what the events in them take
+LARGEST = 256 << 20  # bytes, packed and unpacked; documents.MOST_VALUES bounds the memory of the parsed events
 GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # Kineto's categories of what runs on a GPU
 CPU, SPAN = "cpu_op", "user_annotation"  # operators, and phases that record_function names
 LATEST = 1e18  # microseconds, 30,000 years: sums of such times are still numbers
@@ -41,7 +41,7 @@ class Pattern(Record):
     """Which operators belong to a group: those whose name, without regard to case, has `pattern` in it.
 
     With `whole`, what such an operator calls belongs to the group too, whatever its name is. The examples are names
-    that the row must match, and no row before it.
+    that this row must match and earlier rows must not.
     """
 
     group: str
@@ -88,7 +88,7 @@ class OperatorTime(Record):
 
 
 class GroupTime(Record):
-    """What a part of the model took."""
+    """The time of a part of the model."""
 
     name: str
     about: str
@@ -112,7 +112,9 @@ class Breakdown(Record):
 
 @dataclass
 class Event:
-    """A run of an operator, or a phase; microseconds. `callee_time` counts for others, called or waited for.
+    """A run of an operator, or a phase; microseconds.
+
+    `callee_time` belongs to other operators, which this one called or waited for.
 
     `operator` is the one that it runs in: itself, or for a phase the nearest one around it.
     """
@@ -128,11 +130,11 @@ class Event:
 
 
 def read(path: Path) -> Breakdown:
-    """Return where the time of a trace went. Raises InputError for what is no trace, or has no operators."""
+    """Return where the time of a trace went. Raises InputError if it is not a trace or has no operators."""
     table, (on_gpu, threads) = load_table(), _events(path)
     if on_gpu:
         _classify("gpu", table, on_gpu)
-        end = -math.inf  # of what began before: an event gets only the time after it
+        end = -math.inf  # the end of the event before: this event gets only the time after it
         for event in sorted(on_gpu, key=lambda event: event.begin):
             event.callee_time = max(0.0, min(end, event.end) - event.begin)
             end = max(end, event.end)
@@ -140,7 +142,7 @@ def read(path: Path) -> Breakdown:
     busy = [events for events in threads.values() if not all(event.is_span for event in events)]
     if not busy:
         raise _malformed(path, "it holds no operator: nothing ran between the profiler's start and its stop")
-    # The thread that runs the model; what others do, such as to free memory, takes next to nothing.
+    # The thread that runs the model; other threads, which free memory for example, take almost no time.
     thread = max(busy, key=lambda events: sum(_merged([event for event in events if not event.is_span])))
     _classify("cpu", table, thread)
     return _breakdown("cpu", table, list(_nested(thread)))
@@ -214,7 +216,7 @@ def _merged(events: Sequence[Event]) -> Iterator[float]:
 
 
 def _nested(events: Sequence[Event]) -> Iterator[Event]:
-    """Yield a thread's operators with their groups and what they called, from how they lie in each other."""
+    """Yield a thread's operators with groups and callees: an operator within the time of another is its callee."""
     callers: list[Event] = []
     for event in sorted(events, key=lambda event: (event.begin, -event.end)):
         while callers and callers[-1].end <= event.begin:
@@ -223,7 +225,7 @@ def _nested(events: Sequence[Event]) -> Iterator[Event]:
         if caller and caller.whole:
             event.group, event.whole = caller.group, True
         event.operator = caller.operator if caller else None
-        if not event.is_span:  # of a phase only what runs in it counts
+        if not event.is_span:  # a phase has no time of its own, only its operators have
             if event.operator:
                 event.operator.callee_time += min(event.end, event.operator.end) - event.begin
             event.operator = event

@@ -1,6 +1,6 @@
 """A ninja build whose compilations are scheduled by memory: `jobs` runs them, then ninja records them and links.
 
-Ninja does not know what was built without it: with ccache in the commands it takes each object from there.
+Ninja has no record of objects that it did not build itself, so it runs the commands again and ccache answers them.
 
 Compilers outlive a killed build, and they write the files that the next build reads. So each unit holds a lock for as
 long as one of its compilers lives (flock(2)), and the next build waits for that lock first.
@@ -25,7 +25,7 @@ from sparkforge.core.manifest import Manifest
 from sparkforge.core.process import run
 
 COMPILERS = ("compile", "cuda_compile")  # FlashInfer's rules that make an object (flashinfer/jit/cpp_ext.py)
-SHOWN = 60  # characters of a unit's name
+NAME_WIDTH = 60  # characters of a unit's name
 OUTCOMES = {"done": "compiled", "cached": "from ccache", "killed": "killed: out of memory", "failed": "failed"}
 
 
@@ -33,7 +33,7 @@ OUTCOMES = {"done": "compiled", "cached": "from ccache", "killed": "killed: out 
 class BuildResult:
     """What a build did: units compiled, taken from ccache, in all; wall and CPU-seconds.
 
-    `peak` is the largest sampled sum of resident sizes, `budget` what they had to stay below, both in bytes.
+    `peak` is the largest sampled sum of resident sizes, `budget` the limit for that sum, both in bytes.
     """
 
     compiled: int
@@ -78,8 +78,8 @@ def pending(ninja: Sequence[str | Path], *targets: str, env: Mapping[str, str] |
 def build(units: Sequence[Unit], commands: set[str], site: Site, link: Callable[[Schedule], object]) -> BuildResult:
     """Run those of `units` whose command is among `commands`, as memory allows, then `link` with the schedule.
 
-    `link` has ninja do the rest. Raises what `jobs.run` raises; a ProcessError says what a compiler's complaint means,
-    where that is known.
+    `link` has ninja do the rest. Raises the errors of `jobs.run`; a ProcessError explains a known message of the
+    compiler.
     """
     wanted = [unit for unit in units if unit.command[-1] in commands]
     schedule = jobs.make_schedule([unit.name for unit in wanted], memory.measure(), limit=site.limit)
@@ -108,8 +108,8 @@ def outputs_intact(manifest: Manifest, folder: Path) -> bool:
 def wait_for_orphans(lock: Path) -> None:
     """Wait until no compiler of a killed build holds `lock`.
 
-    To be done before ninja is asked anything: even `ninja -n` removes depfiles (seen with 1.13), and ccache stores
-    nothing for a compiler whose depfile is gone when it ends.
+    Call it before any run of ninja: even `ninja -n` removes depfiles (seen with 1.13), and ccache stores nothing for a
+    compiler whose depfile is gone when it ends.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("ab") as file:
@@ -134,8 +134,8 @@ class CompileProgress:
     def watch(self, stage: Stage, unit: Unit, result: UnitResult | None) -> None:
         """Take an event of `jobs.run`."""
         name = unit.name
-        if len(name) > SHOWN:  # keep both module and file
-            name = f"{name[: SHOWN // 2 - 1]}…{name[-SHOWN // 2 :]}"
+        if len(name) > NAME_WIDTH:  # keep both module and file
+            name = f"{name[: NAME_WIDTH // 2 - 1]}…{name[-NAME_WIDTH // 2 :]}"
         if result is None:
             return
         if stage in ("done", "cached"):

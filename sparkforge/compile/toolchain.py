@@ -44,7 +44,7 @@ CXX_NAMES = ("c++", "g++", "g++-15", "g++-14", "g++-13", "g++-12", "g++-11")
 MINIMUM_CXX = 9  # C++17 complete in the library, which FlashInfer's units are written in; vLLM asks for 13
 # 4.7.5 refuses nvcc with --generate-dependencies-with-compile, 4.14.2 caches it: docs/concepts/compiling.md.
 MINIMUM_CCACHE = (4, 14)
-AGAIN = "then run the same command again"
+RETRY_FIX = "then run the same command again"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _home(architecture: str, machine: str) -> tuple[Path, str]:
             raise _error(
                 f"cannot build with CUDA_HOME={chosen}",
                 reason,
-                f"unset CUDA_HOME to use the locked compiler, {AGAIN}",
+                f"unset CUDA_HOME to use the locked compiler, {RETRY_FIX}",
             )
         return Path(chosen).absolute(), "CUDA_HOME"
     if not foreign and (nvcc := shutil.which("nvcc")) and (home := home_of(Path(nvcc))):
@@ -120,7 +120,7 @@ def _home(architecture: str, machine: str) -> tuple[Path, str]:
         say(f"{nvcc} is passed over: {reason}")
     home = install(machine)[0] / HOME
     if reason := unfit(home, architecture):
-        raise _error(f"{home} is no longer whole", reason, f"rm -r {home.parent.parent}, {AGAIN}")
+        raise _error(f"{home} is no longer whole", reason, f"rm -r {home.parent.parent}, {RETRY_FIX}")
     return home, "locked wheels"
 
 
@@ -176,7 +176,7 @@ def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MA
     why = f"nvcc takes {which} here, and there is {', '.join(rejected) or chosen or 'none'}"
     package = f"g++-{machine.replace('_', '-')}-linux-gnu" if prefix else f"g++-{min(maximum, max(minimum, 13))}"
     fix = f"sudo apt install {package}" + (" and unset CXX" if chosen else "")
-    raise _error("no host compiler that fits", why, f"{fix}, {AGAIN}")
+    raise _error("no host compiler that fits", why, f"{fix}, {RETRY_FIX}")
 
 
 def gcc_version(cxx: Path) -> str:

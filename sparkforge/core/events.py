@@ -19,7 +19,7 @@ TEXT = 2000  # bytes of a line that are looked at together; a longer line comes 
 OVERLAP = 400  # bytes that two pieces of a line have in common
 SHOWN = 300  # characters of a line that are shown
 END = 5  # lines at the end of a log in which LAST_WORDS count
-KEPT = 1500  # different lines that are kept of the begin of a log, and as many of its end
+KEPT_LINES = 1500  # different lines that are kept of the begin of a log, and as many of its end
 REMEMBERED = 20_000  # different lines that are recognised when they come again
 BLOCK_LINES = 40  # after the first line of an error of ours, in which its `next:` must come
 
@@ -292,8 +292,8 @@ class _Reader:
 
     def __init__(self) -> None:
         self.first: list[Line] = []
-        self.last: deque[Line] = deque(maxlen=KEPT)
-        self.quiet: deque[Line] = deque(maxlen=KEPT)
+        self.last: deque[Line] = deque(maxlen=KEPT_LINES)
+        self.quiet: deque[Line] = deque(maxlen=KEPT_LINES)
         self.seen: dict[int, Line | None] = {}
         self.ended = self.length = 0
         self.pending: list[Line] = []  # faults since the last start, which a sign of life excuses
@@ -336,7 +336,7 @@ class _Reader:
             self.quiet.append(line)
             return line
         line.before = tuple(self.before)[-2:]
-        (self.first if len(self.first) < KEPT else self.last).append(line)
+        (self.first if len(self.first) < KEPT_LINES else self.last).append(line)
         return line
 
     def _link(self, line: Line) -> None:
@@ -352,7 +352,7 @@ class _Reader:
     def _notice(self, line: Line, number: int) -> None:
         """Keep track of starts, signs of life and the end, which decide what a fault means."""
         if line.is_fault:
-            if len(self.pending) < KEPT:
+            if len(self.pending) < KEPT_LINES:
                 self.pending.append(line)
         elif ALIVE.search(line.text):
             for fault in self.pending:

@@ -16,7 +16,7 @@ from sparkforge.core.process import run_unchecked
 
 INSTALL = "install git (apt-get install git), then run the same command again"
 # Which certificates to trust on the way to a commit; the commit itself is compared with its pin.
-KEPT = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
+INHERITED_VARIABLES = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
 ENVIRONMENT = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_CONFIG_NOSYSTEM": "1",
@@ -30,7 +30,9 @@ SETTINGS = ("core.autocrlf=false", "core.attributesFile=/dev/null", "core.exclud
 
 def environment(folder: Path) -> dict[str, str | None]:
     """Return the variables for git in `folder`; None removes one. A repository that `folder` lies in is not found."""
-    inherited = dict.fromkeys(name for name in os.environ if name.startswith("GIT_") and name not in KEPT)
+    inherited = dict.fromkeys(
+        name for name in os.environ if name.startswith("GIT_") and name not in INHERITED_VARIABLES
+    )
     return {**inherited, **ENVIRONMENT, "GIT_CEILING_DIRECTORIES": str(folder.absolute().parent)}
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-WAITS = (3.0, 10.0)  # seconds before the second and the third attempt
+RETRY_SECONDS = (3.0, 10.0)  # seconds before the second and the third attempt
 LONGEST = 300  # characters of a cause
 NETWORK = "check the network, or set PIP_INDEX_URL to your mirror, then run the same command again"
 SETTINGS = "look at pip's settings: pip config list; env | grep -E '^(PIP|UV)_'"
@@ -144,7 +144,7 @@ def insist(attempt: Callable[[], str], say: Callable[[str], None], name: str) ->
 
     `attempt` returns what the program printed if it failed, and an empty text otherwise. `name` is what is fetched.
     """
-    for wait in (*WAITS, 0.0):
+    for wait in (*RETRY_SECONDS, 0.0):
         output = attempt()
         if not output:
             return None

@@ -122,8 +122,8 @@ class Endpoint:
     def events(self, path: str, body: Mapping[str, Any], seconds: float = ANSWER_SECONDS) -> Iterator[Any]:
         """Stream an answer, `seconds` at most, and yield the JSON of each event.
 
-        Raises ServerError for an error response, an error in the stream, and a stream that ends without [DONE]
-        or one of LAST_EVENTS, and otherwise one of NO_ANSWER.
+        Raises ServerError for an error response, for an error in the stream, for a stream that ends without [DONE] or
+        one of LAST_EVENTS, and for the exceptions of NO_ANSWER.
         """
         options = self.options | {"timeout": httpx.Timeout(10.0, read=min(self.read_seconds, seconds))}
         with httpx.Client(**options) as client, client.stream("POST", path, json=body) as response:
@@ -177,7 +177,7 @@ class Endpoint:
         except WRONG_SHAPE as error:
             raise _reply_error("the server cannot generate", f"the answer has no token: {error!r}") from error
         if count != 1:
-            raise _reply_error("the server cannot generate", f"one token was asked for, it counted {usage}")
+            raise _reply_error("the server cannot generate", f"one token was requested, but the usage reports {usage}")
         return str(text)
 
     def tokenize(self, text: str) -> list[int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 HIDDEN = "***"
-# A password may hold @ / ? # that nobody escaped: behind a colon that begins no port, its end is the last @.
+# A password may hold an unescaped @, /, ? or #. After a colon that does not begin a port, it ends at the last @.
 USER_INFO = re.compile(
     r"(?<=://)(?:[^\s:/?#\"'<>@]{0,128}:(?!\d{1,5}(?:[/?#]|$))[^\s\"'<>]{0,256}@"
     r"|[^\s/?#\"'<>@]{0,256}@(?=[^\s/?#\"'<>]))"

@@ -23,7 +23,7 @@ REPORT, REFUSED = "validation.json", "refused.json"
 FRAME = 1 << 16  # bytes
 LINES = 100_000  # of the container's log, the last ones
 # Of `docker inspect`: what says how it was started and how it ended, and nothing else.
-KEPT = ("Image", "RestartCount", "Platform", "Created")
+INSPECT_FIELDS = ("Image", "RestartCount", "Platform", "Created")
 KEPT_CONFIG = ("Image", "User", "Entrypoint", "Cmd")
 KEPT_HOST = (
     *("Memory", "ShmSize", "RestartPolicy", "DeviceRequests", "Runtime", "IpcMode", "ReadonlyRootfs", "PidsLimit"),
@@ -60,7 +60,7 @@ def essential(inspected: dict[str, Any]) -> dict[str, Any]:
     health = state.get("Health") or {}
     variables = [str(variable) for variable in config.get("Env") or []]
     return {
-        **{name: inspected[name] for name in KEPT if name in inspected},
+        **{name: inspected[name] for name in INSPECT_FIELDS if name in inspected},
         "State": {name: value for name, value in state.items() if name not in {"Pid", "Health"}},
         "Health": {"Status": health.get("Status"), "Log": (health.get("Log") or [])[-3:]},
         "Config": {

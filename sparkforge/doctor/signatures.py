@@ -22,7 +22,7 @@ EVERY = "*"
 # Ids of problems that come from no signature (sparkforge/doctor/doctor.py).
 AUDIT, ENGINE, LAST, UNKNOWN = "audit", "docker-engine", "last-up", "unknown"
 DIFFERENT = 5  # hits of one signature with different groups that are kept, such as two unknown variables
-GIVEN = {"log"}  # groups that the doctor fills
+BUILTIN_GROUPS = {"log"}  # groups that the doctor fills
 
 
 class Severity(StrEnum):

@@ -1,7 +1,7 @@
 """The support archive of `./inv doctor --bundle`: what a helper needs, without names, addresses and secrets.
 
 The same evidence gives the same bytes: members in order, times and owners zero. Everything in it has gone through
-`sparkforge.core.redact.for_support`; logs are cut to how they began and ended.
+`sparkforge.core.redact.for_support`; only the beginning and the end of a long log are kept.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ABOUT = """A support archive of Sparkforge.
 doctor.json       what `./inv doctor` found, and what it read
 facts.json        versions, the machine, and the other facts that signatures use
 reports/          the validator's reports
-manifests/        what was built from what, with hashes
-logs/             how each log began and how it ended
+manifests/        inputs and outputs of each build stage, with hashes
+logs/             the beginning and the end of each log
 docker/           the container as `docker inspect` shows it, cut; values of unknown variables left out
 
 Tokens, keys, user and host names, homes, addresses and hardware ids were taken out by rules. Rules miss

@@ -1,4 +1,4 @@
-"""Build the container image through Compose, whose files name image, stages and secrets, and say what it must hold."""
+"""Build the container image through Compose, and compute the hashes that it must contain."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build(
 ) -> Path:
     """Build a stack's image with `docker` and `command`, which ends in Compose's `build`; return the build's log.
 
-    `way` is how vLLM gets in: upstream's wheel, or compiled from source; `packs` is a place of kernel packs. For
+    `way` is `wheel` (upstream's vLLM) or `source` (vLLM compiled from source); `packs` is a place of kernel packs. For
     another `platform` than the engine's, such as linux/arm64, the image has the architecture behind its name. Raises
     UsageError for another way, and a named error of the engine or EngineError with the log's last lines.
     """
@@ -79,7 +79,7 @@ def commit() -> dict[str, str]:
 
 
 def expected(machine: str, *, stack: str) -> Mapping[str, Mapping[str, str]]:
-    """Return what a stack's image made from this checkout holds: patch queues and the locked set, name → sha256.
+    """Return the contents that an image of this checkout must have: patch queues and the locked set, name → sha256.
 
     `machine` is the image's: amd64 or arm64.
     """

@@ -26,7 +26,7 @@ OVERRIDE = "docker-compose.override.yml"  # Compose reads it by itself only wher
 CACHE = "cache"  # the Compose volume with compiled code
 KEY = "api_key"  # the Compose secret with the server's API key
 KEY_VARIABLE = "SPARKFORGE_API_KEY"  # which names its file
-MORE = "SPARKFORGE_COMPOSE_FILES"
+EXTRA_FILES = "SPARKFORGE_COMPOSE_FILES"
 
 
 class Project(BaseModel):
@@ -57,11 +57,11 @@ def project() -> str:
 
 def files() -> list[Path]:
     """Return the Compose files, the user's own ones last. Raises UsageError if one is not there."""
-    own = [name for name in os.environ.get(MORE, "").split(os.pathsep) if name]
+    own = [name for name in os.environ.get(EXTRA_FILES, "").split(os.pathsep) if name]
     override = [OVERRIDE] if (paths.ROOT / OVERRIDE).exists() else []
     chosen = [paths.ROOT / name for name in (FILE, *override, *own)]
     if missing := [path for path in chosen if not path.is_file()]:
-        raise UsageError(f"there is no {missing[0]}", "Compose needs it", f"git status   # or look at {MORE}")
+        raise UsageError(f"there is no {missing[0]}", "Compose needs it", f"git status   # or look at {EXTRA_FILES}")
     return chosen
 
 
@@ -85,7 +85,7 @@ def _named(env: Mapping[str, str]) -> dict[str, str]:
 
     With `--file` Compose reads those and only passes COMPOSE_FILE on: the container's errors name the files.
     """
-    more = {"COMPOSE_FILE": os.pathsep.join(map(str, files()))} if os.environ.get(MORE) else {}
+    more = {"COMPOSE_FILE": os.pathsep.join(map(str, files()))} if os.environ.get(EXTRA_FILES) else {}
     return {**env, **more}
 
 

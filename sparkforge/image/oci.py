@@ -31,7 +31,7 @@ EXPANSION, EXPANDED = 100, 1 << 30  # a layer may become so many times as large,
 UNKNOWN = "unknown"  # the platform of what buildx puts beside an image, such as its own attestations
 TAG = "org.opencontainers.image.ref.name"
 NAME = "io.containerd.image.name"
-BESIDE = re.compile(r"sha256-[0-9a-f]{64}\.\w+")  # tags of signatures and attestations, as cosign has them
+ATTACHMENT_TAG = re.compile(r"sha256-[0-9a-f]{64}\.\w+")  # tags of signatures and attestations, as cosign has them
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
 Shape = TypeVar("Shape", bound=BaseModel)
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -261,7 +261,9 @@ class _Bounded:
 
 def _is_beside(entry: Descriptor) -> bool:
     """Tell whether a manifest is no image, but something beside one: signatures, or attestations of buildx."""
-    return entry.platform.get("architecture") == UNKNOWN or bool(BESIDE.fullmatch(entry.annotations.get(TAG, "")))
+    return entry.platform.get("architecture") == UNKNOWN or bool(
+        ATTACHMENT_TAG.fullmatch(entry.annotations.get(TAG, ""))
+    )
 
 
 def _blob_path(digest: str) -> str:

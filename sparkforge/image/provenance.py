@@ -1,6 +1,7 @@
 """Where an image comes from: an in-toto Statement v1 about its digests, with the predicate of SLSA Provenance v1.
 
-It is made from what the image holds, so whoever has the image can make it again and compare: `differences`.
+It is computed from the image's own contents, so anybody who has the image can compute it again and compare
+(`differences`).
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from sparkforge.pins.table import Sha256
 STATEMENT, SLSA, CYCLONEDX = (
     "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1", "https://cyclonedx.org/bom",
 )  # fmt: skip
-REBUILD = "urn:sparkforge:rebuild:1"  # somebody built the same image, bit for bit (lab.reproducible)
+REBUILD = "urn:sparkforge:rebuild:1"  # another machine built the same image, bit for bit (lab.reproducible)
 BUILD_TYPE = "urn:sparkforge:image-build:1"
-OWN_BUILD = "urn:sparkforge:builder:own"  # the builder where nobody names one
+OWN_BUILD = "urn:sparkforge:builder:own"  # the default builder
 REVISION_LABEL = "org.opencontainers.image.revision"
 INTERNAL = ("lock", "patches", "key", "kernels", "audit", "sbom")  # of the image's manifest
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Subject(BaseModel):
-    """What a statement is about."""
+    """The subject of a statement."""
 
     class Hashes(Record):
         """Its digest."""
@@ -43,10 +44,10 @@ class Subject(BaseModel):
 
 
 class Definition(BaseModel):
-    """What is used of a build's definition."""
+    """The fields of a build's definition that we read."""
 
     class Parameters(BaseModel):
-        """What the builder was asked for."""
+        """The parameters of the build."""
 
         stack: str
 
@@ -54,7 +55,7 @@ class Definition(BaseModel):
 
 
 class Run(BaseModel):
-    """What is used of a build's run."""
+    """The fields of a build's run that we read."""
 
     class Builder(BaseModel):
         """Who built."""
@@ -71,14 +72,14 @@ class Run(BaseModel):
 
 
 class Predicate(BaseModel):
-    """What is used of SLSA's predicate."""
+    """The fields of SLSA's predicate that we read."""
 
     definition: Definition = Field(alias="buildDefinition")
     run: Run = Field(alias="runDetails")
 
 
 class Statement(BaseModel):
-    """What is used of a statement."""
+    """The fields of a statement that we read."""
 
     type_: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")
     subject: list[Subject] = Field(min_length=1, max_length=16)
@@ -98,7 +99,9 @@ def predicate(
     """Return SLSA's predicate for an image, whose manifest has been read. Raises IntegrityError, EngineError."""
     labels, source = inspect.labels(image.attrs), inspect.made_from(client, image, stack)
     revision = labels.get(REVISION_LABEL, "")
-    if revision.startswith("unknown") or not revision:  # the build labelled none: its source.json may know it
+    if (
+        revision.startswith("unknown") or not revision
+    ):  # the build set no label: source.json in the image may name the commit
         revision = str(source.get("revision", ""))
     bill = inspect.bill(client, image, stack) if inspect.SBOM_LABEL in labels else b"{}"
     return {
@@ -127,7 +130,7 @@ def _inputs(manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _components(components: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield what a bill names by purl, and what these were patched from, with the hash if it has one."""
+    """Yield a bill's components that have a purl, and the components that they were patched from, with hashes."""
     for component in components:
         if purl := component.get("purl"):
             hashes = [entry["content"] for entry in component.get("hashes") or []]

@@ -1,7 +1,7 @@
-"""Whose images this machine takes: `trust.toml` in the checkout, and what of an image is verified against it.
+"""The trust policy of this machine, `trust.toml` in the checkout, and the verification of images against it.
 
-Without that file nothing is demanded. With it an image needs a signature, provenance and a bill of materials, as far as
-they are demanded, by a key of the file; and it may not be older than the one before, unless `./inv rollback` goes back.
+Without that file nothing is required. With it an image needs a signature, provenance or a bill of materials, as the
+file says, by one of its keys; and it must not be older than the last accepted image, except for `./inv rollback`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIGN_FILE = "make it again with --key KEY, or ask who published it"
 
 
 class Key(Record):
-    """A public key in PEM, and who has the private one, in words."""
+    """A public key in PEM, and the name of the private key's owner."""
 
     public: str
     identity: str = ""
@@ -51,7 +51,7 @@ class Key(Record):
 
 
 class Images(Record):
-    """What an image needs: of whom (all keys if none is named), built by whom, and of which stacks (any)."""
+    """The requirements for an image: keys, builders and stacks that are accepted; an empty list accepts all."""
 
     demand: tuple[Literal["signature", "provenance", "sbom"], ...]
     keys: tuple[str, ...] = ()
@@ -85,10 +85,10 @@ class Trust(Record):
 
 
 class Simple(BaseModel):
-    """What is used of cosign's payload."""
+    """The fields of cosign's payload that we read."""
 
     class Critical(BaseModel):
-        """What is signed."""
+        """The signed content."""
 
         class Image(BaseModel):
             """The image."""
@@ -101,12 +101,12 @@ class Simple(BaseModel):
 
 
 class Marks(RootModel[dict[str, str]]):
-    """The record of what was accepted."""
+    """The record of accepted images."""
 
 
 @dataclass
 class Evidence:
-    """What was attached to an image: who signed each thing that holds, and why the rest does not."""
+    """The attachments of an image: the signer of each valid one, and the reasons why others are invalid."""
 
     signed: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
@@ -114,12 +114,15 @@ class Evidence:
 
 
 def policy() -> Trust | None:
-    """Return the policy of this checkout; None without one. Raises StorageError for another user's, InputError."""
+    """Return the policy of this checkout; None if there is none.
+
+    Raises InputError, and StorageError if another user can write it.
+    """
     path = FILE
     try:
         status = path.stat()
     except FileNotFoundError:
-        if path.is_symlink():  # what was demanded must not vanish with a disk that is not mounted
+        if path.is_symlink():  # an unmounted disk must not disable the policy
             raise _untrusted(path, "it is a link to a file that is not there", f"ls -l {path}") from None
         return None
     if status.st_uid not in {0, os.geteuid()}:
@@ -136,16 +139,16 @@ def _untrusted(path: Path, why: str, fix: str) -> StorageError:
 def require(
     client: docker.DockerClient | None, image: Any, stack: str, repository: str = "", *, back: bool = False
 ) -> Evidence | None:
-    """Return who vouches for an image of a stack; None if nothing is demanded.
+    """Return the evidence for an image of a stack; None if nothing is required.
 
-    What is attached to it is looked for in its own layout, on this machine and in `repository`. `back` lets it be older
-    than the last one. Raises IntegrityError by name for what is missing or wrong.
+    Attachments are read from the image's layout, from this machine and from `repository`. `back` lets it be older than
+    the last one. Raises IntegrityError, which names missing and wrong attachments.
     """
     trust = policy()
     if trust is None:
         return None
     known = {digest for _, digest in signing.digests(image)}
-    if isinstance(image, LayoutImage):  # an engine compares layers with the configuration, and here nobody does
+    if isinstance(image, LayoutImage):  # an engine compares layers with the configuration; for a layout we must do it
         known.discard(image.id)
     evidence, keys = Evidence(), trust.public()
     attached = list(_attached(image, known, repository))
@@ -188,7 +191,7 @@ def require_file(file: Path) -> str:
     """
     attached = signatures(file)
     if not is_demanding():
-        say(f"{file.name} {'has a signature; no trust.toml says whose key counts' if attached else 'is unsigned'}")
+        say(f"{file.name} {'has a signature, but no trust.toml names a trusted key' if attached else 'is unsigned'}")
         return ""
     sha256 = sha256_file(file)
     say(f"{file.name} is signed by {require_signed(file.name, sha256, attached)}")
@@ -202,9 +205,9 @@ def is_demanding() -> bool:
 
 
 def require_buildable(stack: str) -> None:
-    """Raise IntegrityError where an image that is built now would be refused, as nobody has signed it."""
+    """Raise IntegrityError if the policy would refuse an image that is built now and therefore unsigned."""
     if is_demanding():
-        why = "trust.toml demands what an image has only once it was signed"
+        why = "trust.toml requires a signature, which a new image does not have"
         fix = f"./inv image.pull REPOSITORY@sha256:…; or {build_command(stack)} && ./inv image.sign KEY"
         raise IntegrityError("an image built now would be refused", why, fix, code="integrity.signature")
 
@@ -228,10 +231,13 @@ def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
 
 
 def _signed_statement(entry: Attached, keys: signing.Keys, known: set[str]) -> tuple[str, Statement]:
-    """Return who signed a statement, and the statement, which is about one of `known`. Raises ValueError otherwise."""
+    """Return the signer of a statement, and the statement, whose subject is one of `known`.
+
+    Raises ValueError otherwise.
+    """
     signer, document = signing.read_statement(entry, keys)
     if not signer:
-        raise ValueError("a statement is of no key that counts")
+        raise ValueError("a statement is signed by no key that counts")
     statement = Statement.model_validate(parse_object(json.dumps(document), "a statement", Statement))
     if known.isdisjoint(f"sha256:{subject.digest.sha256}" for subject in statement.subject):
         raise ValueError(f"a statement is about another digest, {statement.subject[0].digest.sha256[:12]}")
@@ -252,7 +258,7 @@ def _attached(image: Any, known: set[str], repository: str) -> Iterator[tuple[st
 def _take_signature(evidence: Evidence, entry: Attached, keys: signing.Keys, known: set[str]) -> None:
     signer = signing.signer(entry.data, [entry.annotations.get(signing.SIGNATURE, "")], keys)
     if not signer:
-        raise ValueError("a signature is of no key that counts")
+        raise ValueError("a signature is by no key that counts")
     payload = Simple.model_validate(parse_object(entry.data, "a signature", Simple))
     if (digest := payload.critical.image.digest) not in known:
         raise ValueError(f"a signature is for another image, {digest[:19]}")
@@ -262,7 +268,7 @@ def _take_signature(evidence: Evidence, entry: Attached, keys: signing.Keys, kno
 def _take_statement(
     evidence: Evidence, entry: Attached, trust: Trust, known: set[str], of: tuple[docker.DockerClient | None, Any, str]
 ) -> None:
-    """Note a signed statement that is about the image and says what the image holds."""
+    """Record a signed statement if its subject and its content match the image."""
     client, image, stack = of
     signer, statement = _signed_statement(entry, trust.public(), known)
     if statement.kind == CYCLONEDX and SBOM in trust.images.demand:
@@ -285,7 +291,7 @@ def _take_statement(
 
 
 def _wrong(predicate: Predicate, demanded: Images, stack: str) -> Iterator[str]:
-    """Yield where provenance is not what the policy demands."""
+    """Yield the differences between provenance and policy."""
     named, builder = predicate.definition.external.stack, predicate.run.builder.id
     if named != stack:
         yield f"its provenance names the stack {named[:40]}, and {stack} was asked for"
@@ -297,7 +303,7 @@ def _wrong(predicate: Predicate, demanded: Images, stack: str) -> Iterator[str]:
 
 
 def _time(text: str) -> datetime:
-    """Return a moment. Raises ValueError for one that is none, or names no zone."""
+    """Return the time that a text names. Raises ValueError if it is not a time or has no time zone."""
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
         raise ValueError(f"{text[:40]} names no time zone")
@@ -323,19 +329,19 @@ def _last(stack: str) -> str:
 
 
 def accept(stack: str, evidence: Evidence | None) -> None:
-    """Note that an image was accepted: no older one is, from now on, but by `./inv rollback`."""
+    """Record that an image was accepted: older ones are refused from now on, except by `./inv rollback`."""
     if evidence and evidence.finished:
         paths.secure_state()
         write_json(_marks(), {**_accepted(), stack: evidence.finished}, mode=0o600)
 
 
 def print_trust(stack: str, name: str) -> None:
-    """Print who vouches for a stack's image, or the image `name`. Raises IntegrityError as `require` does."""
+    """Print the evidence for a stack's image, or for the image `name`. Raises IntegrityError as `require` does."""
     with inspect.opened(stack, name) as (client, image):
         if evidence := require(client, image, stack, back=True):
             for thing, signer in sorted(evidence.signed.items()):
                 say(f"{thing} by {signer}")
         elif any(signing.own_folder().read(tag_of(digest, "att")) for _, digest in signing.digests(image)):
-            say(f"{image.short_id} has signatures; no trust.toml says whose key counts")
+            say(f"{image.short_id} has signatures, but no trust.toml names a trusted key")
         else:
             say(f"{image.short_id} is an unsigned own build; ./inv image.sign KEY signs it")

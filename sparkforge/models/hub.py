@@ -35,7 +35,7 @@ from validate.facts.target import Options, Target
 PARTIAL = ".sparkforge-partial"  # the folder of a fetch under way: `.NAME` and this beside a new target, or inside one
 # What vLLM 0.32.0 reads of a checkpoint; the hub's gpt-oss repositories also hold the weights twice more, in original/
 # and metal/.
-WANTED = (
+MODEL_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -160,7 +160,7 @@ def choose(source: CheckpointSource) -> list[RemoteFile]:
 
 
 def _wanted(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in WANTED)
+    return any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
 
 
 def digest_of(path: Path, like: str) -> str:

@@ -25,7 +25,7 @@ from sparkforge.models.hub_source import RemoteFile
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # an answer of another shape
-AGAIN = "run the same command again: it goes on where it stopped"
+RETRY_FIX = "run the same command again: it goes on where it stopped"
 ELSEWHERE = "check the network and HF_ENDPOINT; or fetch it on another machine and name the copy: --mirror FOLDER"
 
 
@@ -154,7 +154,7 @@ def _as_ours(error: Exception, repository: str, revision: str) -> SparkforgeErro
         )
     status = getattr(getattr(error, "response", None), "status_code", 0)
     page = f"{constants.ENDPOINT}/{repository}"
-    why, fix = f"the hub answered {status}: {_text(error)}" if status else _text(error), AGAIN
+    why, fix = f"the hub answered {status}: {_text(error)}" if status else _text(error), RETRY_FIX
     if isinstance(error, hub_errors.RevisionNotFoundError):
         why, fix = f"it has no revision {revision}", f"--revision main, or look at {page}/commits/main"
     elif isinstance(error, hub_errors.GatedRepoError) or status in {401, 403}:

@@ -1,7 +1,7 @@
 """Patched wheels and source archives: upstream's pinned file with its queue applied, one file with one sha256.
 
-`patched` makes the file once, from upstream's in the cache, and checks it against `locks/patched.toml`. Nothing is
-edited where it is installed: an environment or an image gets upstream's package from such a file, or not at all.
+`patched` makes the file once, from upstream's in the cache, and checks it against `locks/patched.toml`. Installed files
+are never edited: environments and images install the package from this file only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.sources import archive, fetch
 
 SCHEMA = 1
-AGAIN = "if the change is meant: .venv/bin/python -m lab.patches lock; else git checkout -- patches locks pins.toml"
+RELOCK_FIX = (
+    "if the change is meant: .venv/bin/python -m lab.patches lock; else git checkout -- patches locks pins.toml"
+)
 SDIST = ".tar.gz"
 SDIST_FOLDER = ".sparkforge-patches"  # of a source archive, which has no dist-info; no patch may touch it
 
@@ -49,7 +51,7 @@ class PatchedWheel:
     version: str  # such as 0.32.0+sparkforge.1
     upstream: str  # upstream's file name
     lock: PatchedFile
-    is_new: bool  # now, not before
+    is_new: bool  # made by this call, not found in the cache
 
     @property
     def requirement(self) -> str:
@@ -58,7 +60,7 @@ class PatchedWheel:
 
 
 def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> PatchedWheel:
-    """Return the file that `filename` of `component` becomes, made now unless it is in the cache.
+    """Return the patched form of `component`'s file `filename`; it is made unless it is in the cache.
 
     Raises PatchError where the queue or the result is not what `locks/patched.toml` says, or a patch does not fit,
     IntegrityError for a malformed wheel, and the errors of `fetch`. A damaged file in the cache is made again.
@@ -72,7 +74,7 @@ def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> 
                 if target.exists():
                     say(f"{target.name}: the copy in the cache is damaged; making it again")
                 require_space(target.parent, lock.size, target.name)
-                with atomic_file(target) as file:  # an error inside it leaves nothing
+                with atomic_file(target) as file:  # after an error the partial file is removed
                     _make_checked(component, filename, queue, lock, file)
                 new = True
     return PatchedWheel(
@@ -114,7 +116,7 @@ def locked(component: Component, filename: str, patches: Path = PATCHES) -> tupl
     queue, lock = Queue.load(patches / str(component.patches)), load_patched().get(filename)
     if lock is None or (lock.queue, lock.queue_sha256) != (component.patches, queue.sha256):
         why = "it has no entry there" if lock is None else f"the queue there is not patches/{component.patches}"
-        raise PatchError(f"{filename} does not fit locks/patched.toml", why, AGAIN, code="patch.lock")
+        raise PatchError(f"{filename} does not fit locks/patched.toml", why, RELOCK_FIX, code="patch.lock")
     return queue, lock
 
 
@@ -122,7 +124,7 @@ def _make_checked(component: Component, filename: str, queue: Queue, lock: Patch
     result = make(fetch.fetch_pinned(component, filename), component, queue, lock.revision, output)
     if result != lock:
         why = f"its sha256 is {result.sha256}, and {lock.sha256} is locked"
-        raise PatchError(f"{lock.file} does not fit locks/patched.toml", why, AGAIN, code="patch.lock")
+        raise PatchError(f"{lock.file} does not fit locks/patched.toml", why, RELOCK_FIX, code="patch.lock")
 
 
 def local_version(version: str, revision: int) -> str:
@@ -246,7 +248,7 @@ def _metadata(source: Path, metadata: Content, version: str, local_version: str)
 def _documents(
     source: Path, component: Component, queue: Queue, before: Mapping[str, Content], after: Mapping[str, Content]
 ) -> dict[str, bytes]:
-    """Return what a patched file says of itself, by name: its patches and where it comes from."""
+    """Return the files that describe a patched package, by name: its patches and its origin."""
     origin = {
         "schema": SCHEMA,
         "upstream": queue.upstream,
@@ -268,6 +270,6 @@ def _refused(source: Path, reason: str) -> IntegrityError:
     return IntegrityError(
         f"{source.name} cannot be patched",
         f"{reason}; nothing of it was kept",
-        f"look at it: {source}; another version of it needs another pin in pins.toml",
+        f"inspect {source}; for another version change its pin in pins.toml",
         code="integrity.archive",
     )

@@ -16,7 +16,7 @@ Verdict = Literal["held", "differs", "could not run"]
 
 
 class SparkAnswer(Record):
-    """What a report from a Spark says of a claim; `report` is the first half of its sha256."""
+    """The verdict of a Spark's report on a claim; `report` is the first half of the report's sha256."""
 
     verdict: Literal["held", "differs"]
     evidence: str

@@ -38,10 +38,12 @@ COULD_NOT_RUN: Verdict = "could not run"
 PASSED: dict[Status, Verdict] = {Status.PASS: HELD, Status.SKIPPED: COULD_NOT_RUN}  # other checks differ
 CONCURRENCIES = (1, 4, 16)
 SHAPES = {GPU: (1024, 256), EMBEDDED: (64, 16)}  # tokens in and out of a request of the load; a CPU is slow
-BESIDE_GIB = 16.0  # for the tiny server's processes, and what is taken beside it
-LEAST_SHARE = 0.1  # of the memory, with which the tiny server starts
-PAST_GIB = 4.0  # below the bound, where the taking ends: a guard that does not act must not freeze the machine
-GUARD_SECONDS = 120.0  # to take the memory; 16 GiB take seconds
+WORKING_GIB = 16.0  # for the tiny server's processes, and for the memory that the test takes
+LEAST_SHARE = 0.1  # of the GPU's memory; the tiny server starts with it
+OVERSHOOT_GIB = (
+    4.0  # below the bound the test stops taking memory: a guard that does not act must not freeze the machine
+)
+GUARD_SECONDS = 120.0  # to take the memory; taking 16 GiB takes seconds
 POWER_SECONDS = 1.0  # between two samples
 END_SECONDS = 15.0  # for a server that was told to end
 # Takes CUDA memory in pieces, and prints when MemAvailable is below the bound.
@@ -64,7 +66,7 @@ while True:
 
 
 class Outcome(Record):
-    """What one thing gave: its verdict, a sentence, a figure where there is one, and the model that it is about."""
+    """The result of one measurement or check: verdict, sentence, figure if there is one, and model."""
 
     verdict: Verdict
     evidence: str
@@ -101,7 +103,7 @@ def machine(qualification: Qualification) -> Outcomes:
     }
 
     def add(name: str, unit: str, value: float | None) -> None:
-        """Add a figure; without a value nothing is claimed."""
+        """Add a figure, unless its value is unknown."""
         if value is not None:
             outcomes[name] = Outcome(verdict=HELD, evidence=f"{value:,.6g} {unit}".strip(), figure=value)
 
@@ -132,7 +134,7 @@ def kernels(qualification: Qualification) -> Outcomes:
 
 @contextmanager
 def _serving(device: InEnvironment, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """Serve what `device` says, with more of an environment, and end it."""
+    """Start the server of `device` with additional environment variables, and stop it at the end."""
     with launch.starting():
         started = device.launch()
         started = replace(started, environment={**started.environment, **(environment or {})})
@@ -160,17 +162,20 @@ def guard(qualification: Qualification) -> Outcomes:
     device, machine_memory = qualification.tiny, psutil.virtual_memory()
     why = "there is no CUDA memory here; lab/memory_guard.py tries the guard with a server's own memory"
     if device.name == GPU:
-        why = "the GPU has memory of its own, so CUDA takes nothing of what the guard watches" * _has_own_memory()
+        why = (
+            "the GPU has memory of its own, so CUDA allocations take none of the memory that the guard watches"
+            * _has_own_memory()
+        )
     bound = thresholds.load().end_share * machine_memory.total / GIB  # a higher one has no effect
-    share = (machine_memory.available / GIB - bound - BESIDE_GIB) * GIB / machine_memory.total
+    share = (machine_memory.available / GIB - bound - WORKING_GIB) * GIB / machine_memory.total
     if not why and share < LEAST_SHARE:
-        why = f"{machine_memory.available / GIB:.0f} GiB are free, too few for a server and what is taken beside it"
+        why = f"{machine_memory.available / GIB:.0f} GiB are free, too little for a server and this test"
     if why:
         return {"memory-guard": Outcome(verdict=COULD_NOT_RUN, evidence=why)}
     flags = (*device.plan.flags, "--gpu-memory-utilization", f"{share:.2f}")
     smaller = type(device)(replace(device.plan, flags=flags))
     with _serving(smaller, {thresholds.VARIABLE: f"{bound:.2f}"}) as server:
-        command = [str(device.python), "-c", HOG, f"{bound:.2f}", f"{bound - PAST_GIB:.2f}"]
+        command = [str(device.python), "-c", HOG, f"{bound:.2f}", f"{bound - OVERSHOOT_GIB:.2f}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hog:
             try:
                 with suppress(subprocess.TimeoutExpired):
@@ -291,7 +296,7 @@ PARTS: dict[str, Callable[[Qualification], Outcomes]] = {
 
 
 def run(name: str, qualification: Qualification) -> Outcomes:
-    """Run a part; an error of it is an outcome of its name, so that the next parts still run."""
+    """Run a part. An error becomes an outcome with the part's name, so the next parts still run."""
     try:
         return PARTS[name](qualification)
     except SparkforgeError as error:

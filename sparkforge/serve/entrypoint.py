@@ -39,7 +39,7 @@ from sparkforge.core.vllm_flags import MODEL, QUANTIZATION, REVISION, flag_value
 from sparkforge.models import local
 from sparkforge.serve import access, command_line, hold, limits, profiler, profiles, record, restarts, settings
 from sparkforge.serve.command_line import ServerCommand
-from sparkforge.serve.health import HELD, READY
+from sparkforge.serve.health import HELD_FILE, READY
 from sparkforge.serve.settings import Settings
 from sparkforge.serve.supervise import supervised
 from validate import textfile
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         with _writing(options.run):  # nobody may take an earlier start's verdict for this one's
             options.run.mkdir(parents=True, exist_ok=True)
             # A validation may share the folder with a server that runs, as `docker compose run vllm validate` does.
-            for name in (REPORT, *(() if request.only_validate else (READY, HELD, textfile.NAME))):
+            for name in (REPORT, *(() if request.only_validate else (READY, HELD_FILE, textfile.NAME))):
                 (options.run / name).unlink(missing_ok=True)
         server = plan(options, request)
         host, port = server.address()
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound
         ready = {"host": reachable, "port": 0 if server.headless else port, "validated": options.mode}
         key = access.digest(server.environment.get(access.KEY, ""))
-        (options.run / HELD).unlink(missing_ok=True)
+        (options.run / HELD_FILE).unlink(missing_ok=True)
         _write(options.run / READY, {**ready, "key": key}, mode=0o600)
     except SparkforgeError as error:
         show_error(error)
@@ -227,7 +227,7 @@ def admit(options: Settings, server: ServerCommand) -> None:
 def _held(options: Settings, line: str) -> None:
     """Say that this container waits after a refusal, in its log and to the health check. Raises StorageError."""
     say(line)
-    _write(options.run / HELD, line.encode())
+    _write(options.run / HELD_FILE, line.encode())
 
 
 def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:

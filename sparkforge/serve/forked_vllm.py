@@ -1,8 +1,9 @@
 """`python -m sparkforge.serve.forked_vllm MODULE ARGUMENTS…`: run vLLM on a CPU with forks, not new interpreters.
 
 vLLM's CPU platform starts a new interpreter for the engine, for each worker, and to inspect the model's class. Each one
-imports vLLM again, which takes 6 to 9 s of a core; a fork has it already, and the engine runs the model itself: a
-worker beside it spins while it waits, on one core of two. A fork keeps the OpenMP threads of its parent, so vLLM cannot
+imports vLLM again, which takes 6 to 9 s of a core; a fork shares the import. The engine also runs the model in its own
+process, because a separate worker spin-waits and occupies one of two cores. A fork keeps the OpenMP threads of its
+parent, so vLLM cannot
 bind threads to cores. That costs speed, so only the tiny model is served this way.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 
 from vllm.model_executor.models import registry
 
-IN_THE_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by `uni` vLLM means `mp` on a CPU
+IN_THE_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on a CPU vLLM replaces `uni` by `mp`
 get_context = multiprocessing.get_context
 fork = get_context("fork")
 
@@ -40,7 +41,7 @@ def _run_in_a_fork(function: Callable[[], Any]) -> Any:
 
 
 if not callable(registry._run_in_subprocess):  # noqa: SLF001 - vLLM has no other door
-    raise TypeError("vLLM inspects models otherwise than it did in 0.32.0")
+    raise TypeError("vLLM's inspection of models differs from 0.32.0")
 registry._run_in_subprocess = _run_in_a_fork  # noqa: SLF001
 multiprocessing.get_context = _context
 os.environ["OMP_NUM_THREADS"] = "1"

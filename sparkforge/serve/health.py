@@ -17,7 +17,9 @@ from sparkforge.core.errors import SparkforgeError
 from sparkforge.serve import access
 
 READY = "ready"  # in SPARKFORGE_RUN; JSON with `host` and `port`, which is 0 for a server without an API
-HELD = "held"  # there too: why a container that stays up starts no server (restarts.py), or waits to validate again
+HELD_FILE = (
+    "held"  # there too: why a container that stays up starts no server (restarts.py), or waits to validate again
+)
 REFUSED = "refused"  # how that text begins after a refusal
 LONGEST_WORDS = 500
 RUN = "/run/sparkforge"
@@ -39,7 +41,7 @@ def look(run: Path) -> str:
 
 def _held(run: Path) -> str:
     try:
-        return (run / HELD).read_text(encoding="utf-8", errors="replace")[:LONGEST_WORDS]
+        return (run / HELD_FILE).read_text(encoding="utf-8", errors="replace")[:LONGEST_WORDS]
     except OSError:
         return ""
 

@@ -16,7 +16,7 @@ from sparkforge.plan import families
 from sparkforge.plan.families import Family, Reason
 
 TABLE = Path(__file__).with_name("profiles.toml")
-OURS = "spark-mxfp4"  # our experts: vLLM's name of our plugin's method, and the profile with them on a GPU
+OUR_EXPERTS = "spark-mxfp4"  # our experts: vLLM's name of our plugin's method, and the profile with them on a GPU
 CHECKPOINT_FORMAT = "mxfp4"  # vLLM's name of the format that our experts take
 KERNEL_VARIABLE = "SPARK_MXFP4_KERNEL"  # as spark_mxfp4.registry has it, which imports torch
 Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
@@ -153,9 +153,9 @@ def with_quantization(
     """
     if quantization in ("", CHECKPOINT_FORMAT):
         return profile, tuple(flags)
-    if quantization != OURS:
-        why = f"it takes {OURS}, our experts, or {CHECKPOINT_FORMAT}, the checkpoint's; vLLM's others stand behind --"
-        fix = f"./inv up --quantization {OURS}; or: ./inv up -- {QUANTIZATION} {quantization[:40]}"
+    if quantization != OUR_EXPERTS:
+        why = f"it takes {OUR_EXPERTS}, our experts, or {CHECKPOINT_FORMAT}, the checkpoint's; others go behind --"
+        fix = f"./inv up --quantization {OUR_EXPERTS}; or: ./inv up -- {QUANTIZATION} {quantization[:40]}"
         raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
     short = next((word for word in flags if word.startswith("-q")), None)  # vLLM's short form: -q NAME, -qNAME
     if short or flag_value(flags, QUANTIZATION) is not None:
@@ -163,8 +163,8 @@ def with_quantization(
         raise UsageError(f"{short or QUANTIZATION} stands behind -- too", why, "leave one of them out")
     if profile:
         require_our_experts(profile, stack)
-        return profile, (*flags, f"{QUANTIZATION}={OURS}")
-    return OURS if gpu else "embedded", tuple(flags)
+        return profile, (*flags, f"{QUANTIZATION}={OUR_EXPERTS}")
+    return OUR_EXPERTS if gpu else "embedded", tuple(flags)
 
 
 def require_our_experts(profile: str, stack: str = "") -> None:
@@ -172,5 +172,5 @@ def require_our_experts(profile: str, stack: str = "") -> None:
     known = load(stack=stack)
     if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
         why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"
-        fix = f"leave one of them out; our experts: ./inv up {QUANTIZATION} {OURS}"
-        raise UsageError(f"{QUANTIZATION} {OURS} has no effect beside --profile {profile}", why, fix)
+        fix = f"leave one of them out; our experts: ./inv up {QUANTIZATION} {OUR_EXPERTS}"
+        raise UsageError(f"{QUANTIZATION} {OUR_EXPERTS} has no effect beside --profile {profile}", why, fix)

@@ -40,7 +40,7 @@ FORCED = next(family.chat.tokens for family in families.load().values() if famil
 FINAL, TO, JSON, BRACE, SPACES, END = (str(FORCED[word]) for word in ("final", "to", "json", "brace", "spaces", "end"))
 SPECIAL = (*(str(FORCED[word]) for word in ("start", "channel", "message")), END)
 BIAS = "logit_bias"
-ALWAYS = 100  # the API's largest bias
+MAX_BIAS = 100  # the API's largest bias
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"  # the variable that each refusal of a server without a store names
 NO_STORE = "the server stores no responses"
 NOT_KEPT = "the response that is continued is not stored in the process that was asked"
@@ -392,7 +392,7 @@ def _tag(text: str) -> dict[str, Any]:
 
 
 def _biased(*tokens: str) -> dict[str, int]:
-    return dict.fromkeys(tokens, ALWAYS)
+    return dict.fromkeys(tokens, MAX_BIAS)
 
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

@@ -25,11 +25,11 @@ from sparkforge.core.errors import ServerError, StorageError
 from sparkforge.core.files import write_json
 from sparkforge.core.tables import Record
 from sparkforge.serve import record
-from sparkforge.serve.health import HELD
+from sparkforge.serve.health import HELD_FILE
 
 TOO_OFTEN = "the server ended too often and is not started"
 NAME = "starts.json"
-MOST = 3  # failures within WINDOW_SECONDS; then nothing is started any more
+MAX_FAILURES = 3  # failures within WINDOW_SECONDS; then nothing is started any more
 WINDOW_SECONDS = 3600.0
 FIRST_SECONDS, FACTOR, LONGEST_SECONDS = 2.0, 4, 300.0  # 2, 8, 32 … from one end to the next start
 
@@ -97,7 +97,7 @@ def admit(identity: Sequence[str], run: Path) -> None:
         return
     last = starts.failures[-1]
     try:
-        if len(starts.failures) >= MOST:
+        if len(starts.failures) >= MAX_FAILURES:
             why = summary(starts.failures)
             restart_command = f"docker restart {name}" if (name := container_id()) else "docker compose restart vllm"
             fix = f"./inv doctor; when the cause is gone: {restart_command}"
@@ -114,7 +114,7 @@ def hold(run: Path, error: ServerError) -> NoReturn:
     """Show why no server runs, tell it to the health check, and stay until a signal ends this process."""
     show_error(error)
     with suppress(OSError):
-        (run / HELD).write_text(f"{error.what}: {error.why}", encoding="utf-8")
+        (run / HELD_FILE).write_text(f"{error.what}: {error.why}", encoding="utf-8")
     while True:
         time.sleep(3600.0)
 

@@ -36,7 +36,7 @@ from sparkforge.serve.guard import MemoryWatch, Trouble
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 MCL_CURRENT, MCL_FUTURE = 1, 2  # mlockall(2)
 STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-WAITED_FOR = {*STOPS, signal.SIGCHLD}
+WATCHED_SIGNALS = {*STOPS, signal.SIGCHLD}
 FIRST_VICTIM = "500"  # the kernel, where it must kill, takes the server before us and before a login
 # An end with code 0 that nobody asked for: sparkforge.core.errors.ServerError's code, which is "the server ended".
 ENDED = 24
@@ -81,7 +81,7 @@ def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str =
     """
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED_SIGNALS)
     parent = os.getpid()
     server = os.fork()
     if not server:
@@ -96,7 +96,7 @@ def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str =
     stop_signal: int | None = None
     code: int | None = None
     while code is None:
-        info = signal.sigtimedwait(WAITED_FOR, keeper.period)
+        info = signal.sigtimedwait(WATCHED_SIGNALS, keeper.period)
         number = info.si_signo if info else 0
         if number == signal.SIGCHLD:
             code = _reap(server)

@@ -31,7 +31,7 @@ from sparkforge.sources import offline
 LARGEST = 4 << 30  # bytes of a file whose size neither a pin nor the index names; the largest pinned one has 0.45 GB
 SLOWEST = 20_000  # bytes a second; a transfer may take as long as at this speed, and START_SECONDS more
 START_SECONDS = 600.0
-AGAIN = "then run the same command again"
+RETRY_FIX = "then run the same command again"
 
 
 def cached(filename: str, sha256: str) -> Path:
@@ -111,7 +111,7 @@ def fetch(package: str, filename: str, sha256: str, size: int | None = None, ind
                 why = reason(error) if isinstance(error, httpx.HTTPError) else str(error)[:300]
                 raise NetworkError(
                     f"cannot fetch {filename}", f"the transfer failed: {why}",
-                    f"check the network, or name a folder that has it: PIP_FIND_LINKS=/folder; {AGAIN}",
+                    f"check the network, or name a folder that has it: PIP_FIND_LINKS=/folder; {RETRY_FIX}",
                     code="network.fetch",
                 ) from error  # fmt: skip
     return target

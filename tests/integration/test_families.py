@@ -101,8 +101,8 @@ def test_it_proves_what_clients_call(served):
     name, _, endpoint = served
     # Random weights would write white space, or calls, for ever, which the grammar allows: they end where they may.
     bias = {
-        **dict.fromkeys(map(str, b" \t\n\r"), -proof.ALWAYS),
-        str(tiny_families.COMMON["eos_token_id"]): proof.ALWAYS,
+        **dict.fromkeys(map(str, b" \t\n\r"), -proof.MAX_BIAS),
+        str(tiny_families.COMMON["eos_token_id"]): proof.MAX_BIAS,
     }
     added = {**families.load()[name].chat.request, "logit_bias": bias}
     faults = {call: proof.fault_of(call, endpoint, 120, added=added) for call in proof.REQUESTS}

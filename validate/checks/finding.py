@@ -92,14 +92,14 @@ class View:
         return value
 
     def numbers(self, name: str) -> dict[str, float]:
-        """A table of numbers by name, with one at least."""
+        """A table of numbers by name, not empty."""
         table = self.table(name)
         if not table or not all(isinstance(value, (int, float)) for value in table.values()):
             raise _of_type(name, table, "a table of numbers")
         return table
 
     def version(self, name: str) -> Version:
-        """The version; of one that is not written as Python has it (3.12.3+, 9.20-1ubuntu) the leading numbers."""
+        """The version; if it is not in Python's form (3.12.3+, 9.20-1ubuntu), its leading numbers."""
         text = self.text(name)
         with suppress(InvalidVersion):
             return Version(text)

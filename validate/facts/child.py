@@ -17,10 +17,10 @@ from validate.facts.target import Target
 def run_child(
     program: str | Path, target: Target, name: str, seconds: float, **request: Any
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """Run `program` with a request for the model and the server's arguments; return what it wrote, and how it ended.
+    """Run `program` with a request for the model and the server's arguments; return its facts by name, and its failure.
 
-    The entries are by fact; those that a crash or the limit of `seconds` cut off are missing. `name` is the subject of
-    the sentence that says so. Never raises for what the program does.
+    The failure is a sentence about a crash or a timeout after `seconds`; missing facts are not in the
+    result. `name` is the subject of that sentence. A failure of the program is never raised.
     """
     options = target.options
     request |= {
@@ -40,7 +40,7 @@ def run_child(
 
 
 def entries(answers: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects that a child appended to `answers`, one a line, but for the line that it died in."""
+    """Return the JSON objects that a child appended to `answers`, one for each line; an incomplete line is skipped."""
     objects = []
     for line in read_bytes(answers).splitlines() if answers.is_file() else ():
         with suppress(ValueError):

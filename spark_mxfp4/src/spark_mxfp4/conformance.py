@@ -55,7 +55,7 @@ CASES = (
 
 
 class CaseResult(NamedTuple):
-    """How a case ended: the norm of the difference over the norm of the reference, and what is wrong, else empty.
+    """The result of a case: the norm of the difference over the norm of the reference, and the problem, if any.
 
     `unsupported` is why the kernel refuses experts on another device. Without expert parallelism there are none, so
     it may serve there.
@@ -70,7 +70,8 @@ class CaseResult(NamedTuple):
 def check(kernel: MoeKernel, device: str | torch.device = "cpu", cases: tuple[Case, ...] = CASES) -> list[CaseResult]:
     """Run every case in bfloat16 and return the results. Raises ValueError, naming the case, for the first wrong one.
 
-    Memory that the kernel takes by `torch.empty` is filled with NaN, so what it never writes shows.
+    Memory that the kernel takes by `torch.empty` is filled with NaN, so an element that it never writes is a
+    difference.
     """
     results = [run_case(kernel, case, device, seed) for seed, case in enumerate(cases)]
     for result in results:
@@ -84,7 +85,7 @@ def check(kernel: MoeKernel, device: str | torch.device = "cpu", cases: tuple[Ca
 
 @torch.no_grad()
 def run_case(kernel: MoeKernel, case: Case, device: str | torch.device = "cpu", seed: int = 0) -> CaseResult:
-    """Run one case. What the kernel raises is its problem, but a refusal of experts on another device."""
+    """Run one case. An exception of the kernel is the case's problem, except a refusal of experts on another device."""
     torch.manual_seed(seed)
     hidden, intermediate = kernel.padded(case.hidden, case.intermediate)
     weights = random_weights(case.experts, case.hidden, case.intermediate, device, bias=case.bias)
@@ -163,7 +164,7 @@ def _padded(projection: Projection, rows: int, columns: int) -> Projection:
 
 
 def _same_bytes(restored: ExpertWeights, loaded: ExpertWeights) -> bool:
-    """Whether every tensor came back; a bias of zeros is as good as none, which is what some kernels make of it."""
+    """Tell whether every tensor came back. A bias of zeros equals no bias: some kernels add one."""
     for before, after in zip(loaded, restored, strict=True):
         if before.bias is None and after.bias is not None:
             if after.bias.shape != before.weight.shape[:2] or after.bias.any():
@@ -178,7 +179,7 @@ def _same_bytes(restored: ExpertWeights, loaded: ExpertWeights) -> bool:
 
 
 def _replayed(call: Callable[[], torch.Tensor], eager: torch.Tensor) -> str:
-    """Capture a CUDA graph of `call` and replay it; return what is wrong with that, compared with its eager output."""
+    """Capture a CUDA graph of `call`, replay it, and return how the result differs from the eager output."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # torch asks for a warm-up off the default stream
@@ -190,7 +191,7 @@ def _replayed(call: Callable[[], torch.Tensor], eager: torch.Tensor) -> str:
             captured = call()
     except RuntimeError as failure:
         return f"a CUDA graph cannot hold it ({failure}); set cuda_graphs = False"
-    captured.fill_(math.nan)  # what the replay does not write stays visible
+    captured.fill_(math.nan)  # an element that the replay does not write stays NaN
     graph.replay()
     torch.cuda.synchronize()
     return "" if torch.equal(captured, eager) else "a CUDA graph's replay gives other numbers"

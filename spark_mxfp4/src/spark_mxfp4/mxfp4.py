@@ -133,6 +133,6 @@ def _pair_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     powers[SCALE_NAN] = torch.nan
     pairs = torch.stack([elements[byte & 15], elements[byte >> 4]], dim=-1) * powers.view(256, 1, 1)
     pairs = pairs.flatten(0, 1).to(dtype).to(device)
-    if dtype == torch.float64:  # no integer is as wide as two doubles; a complex number is
+    if dtype == torch.float64:  # two float64 values are viewed as one complex128: there is no integer of 128 bits
         return torch.view_as_complex(pairs)
     return pairs.view({2: torch.int32, 4: torch.int64}[dtype.itemsize]).flatten()

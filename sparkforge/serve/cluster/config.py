@@ -17,7 +17,7 @@ from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
 from sparkforge.serve.cluster import watch
 
 FILE = "cluster.toml"
-# Also of a vLLM flag, a shell command and a log line, so nothing that either would read otherwise.
+# Names also occur in vLLM flags, shell commands and log lines, so characters with a meaning there are excluded.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 # A destination of ssh: user@host, or a name of ~/.ssh/config. A dash at the start of either would be an option.
 Destination = Annotated[
@@ -25,7 +25,7 @@ Destination = Annotated[
 ]
 # Absolute: no shell expands a ~ in it.
 Folder = Annotated[str, StringConstraints(pattern=r"^(/[^\x00-\x1f\x7f]*)?$", max_length=4096)]
-# Of a command line, where a dash at its begin would make it an option.
+# Part of a command line, where a leading dash would make it an option.
 Argument = Annotated[str, StringConstraints(pattern=r"^([^-\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*)?$", max_length=4096)]
 Flag = Annotated[
     str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$", max_length=65536)
@@ -112,7 +112,10 @@ class ClusterConfig(Record):
                 f"tensor {self.tensor} x pipeline {self.pipeline} is not the number of nodes, {count}",
             ),
             (len({self.port, self.master_port, self.watch_port}) < 3, "port, master_port and watch_port must differ"),
-            (sum(not node.ssh for node in self.nodes) > 1, "two nodes have no ssh: only this machine has none"),
+            (
+                sum(not node.ssh for node in self.nodes) > 1,
+                "two nodes have no ssh; only this machine's entry may lack it",
+            ),
         ):
             if wrong:
                 raise ValueError(why)
@@ -144,7 +147,7 @@ class ClusterConfig(Record):
         return self.nodes[1:]
 
     def watch_options(self, node: ClusterNode) -> tuple[str, ...]:
-        """Return watch.py's options for a node: the head hears its workers, a worker the head."""
+        """Return watch.py's options for a node: the head watches its workers, a worker watches the head."""
         is_head = node == self.head
         peers = [other.name for other in (self.workers if is_head else self.nodes[:1])]
         return watch.options(node.name, self.head.address, self.watch_port, peers, listen=is_head)
@@ -192,7 +195,7 @@ COMMENTS = {
     "key_file": "the API key's file, the same path on every node",
     "port": "of the API, on the head",
     "master_port": "torch.distributed's, on the head",
-    "watch_port": "on which nodes notice that another one has ended, on the head",
+    "watch_port": "on the head: the port over which nodes notice that another node has ended",
 }
 
 

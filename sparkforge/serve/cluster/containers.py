@@ -1,7 +1,7 @@
 """A node's part of a cluster in a container, on `docker` and `docker-cpu`.
 
-Compose starts it from the files of one machine, docker-compose.cluster.yml behind them, and without GPUs
-docker-compose.cluster.cpu.yml behind that. Not verified on a DGX Spark.
+Compose reads the files of a single machine, then docker-compose.cluster.yml, and without GPUs then
+docker-compose.cluster.cpu.yml. Not verified on a DGX Spark.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 
 PYTHON = "/opt/venv/bin/python"  # of the image
-# What the container has of RDMA, by the user and with the limits with which vLLM will run.
-INSIDE = (
+# Prints the container's RDMA devices and limits, as the user that will run vLLM.
+RDMA_PROBE = (
     "import json,os,resource as r; d='/dev/infiniband'; "
     "n=sorted(os.listdir(d)) if os.path.isdir(d) else []; "
     "print(json.dumps({'devices': n, 'open': [i for i in n if os.access(d+'/'+i, os.R_OK|os.W_OK)], "
@@ -42,7 +42,7 @@ INSIDE = (
 UNLIMITED = -1
 CLEAN_EXITS = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # after an end that somebody asked for (supervise.py)
 ENDED_STATES = ("exited", "dead")
-PRESENT = (docker_compose.CLUSTER,)  # the file for commands on a container that is there, which read nothing else
+EXISTING_FILES = (docker_compose.CLUSTER,)  # enough for commands on an existing container
 
 
 class ComposeService(Record, extra="ignore"):
@@ -53,7 +53,7 @@ class ComposeService(Record, extra="ignore"):
 
 
 class ComposeServices(Record, extra="ignore"):
-    """The service that serves, beside others."""
+    """The services; others than vllm are ignored."""
 
     vllm: ComposeService
 
@@ -74,14 +74,14 @@ class ComposeEntry(Record, extra="ignore"):
 
 
 class ContainerRdma(Record):
-    """What a container has of RDMA, as INSIDE prints it: files in /dev/infiniband, and bytes that it may lock."""
+    """A container's access to RDMA, as RDMA_PROBE prints it: files in /dev/infiniband, and bytes that it may lock."""
 
     devices: tuple[str, ...]
     open: tuple[str, ...]
     memlock: int
 
     def problems(self) -> Iterator[str]:
-        """Yield what it lacks."""
+        """Yield the problems."""
         if not any(name.startswith("uverbs") for name in self.devices):
             yield "there is no /dev/infiniband/uverbs*, so NCCL would take TCP"
         elif not any(name.startswith("uverbs") for name in self.open):
@@ -97,7 +97,7 @@ def _refuse_build(stack: str, _steps: Steps) -> None:
 
 
 class ContainerNode(Container):
-    """A node's part in a container; Compose reads this node's role, model and flags, and whom it watches."""
+    """A node's part in a container; Compose reads this node's role, model, flags and watched nodes."""
 
     def __init__(self, config: ClusterConfig, node: ClusterNode, token: str = "") -> None:
         is_head = node == config.head
@@ -122,14 +122,16 @@ class ContainerNode(Container):
         """Do nothing: `cluster.check` has found the same image on every node."""
 
     def validate(self) -> str:
-        """Validate this node's part in its container, and what that container has of RDMA."""
+        """Validate this node's part in its container, and the container's access to RDMA."""
         once: list[str | Path] = ["run", "--rm", "--no-deps", "--no-TTY"]
         if self.config.has_gpus:
-            look = docker_compose.compose(*once, "--entrypoint", PYTHON, SERVICE, "-c", INSIDE, more=self.compose_files)
+            look = docker_compose.compose(
+                *once, "--entrypoint", PYTHON, SERVICE, "-c", RDMA_PROBE, more=self.compose_files
+            )
             origin = f"the answer of the container of {self.node.name}"
             inside = ContainerRdma.model_validate(parse_object(docker(look, env=self.env), origin, ContainerRdma))
             if problems := "; ".join(inside.problems()):
-                fix = "ls -l /dev/infiniband on the node; docker-compose.cluster.yml passes it on, memlock unlimited"
+                fix = "ls -l /dev/infiniband on the node; docker-compose.cluster.yml mounts it with unlimited memlock"
                 failure = f"the container of {self.node.name} has no RDMA"
                 raise RefusalError(failure, problems, fix, code="validation.cluster")
         log = paths.state() / "logs" / "cluster.validate.log"
@@ -179,33 +181,33 @@ class ContainerNode(Container):
         carried = transport(self.log())
         if self.config.has_gpus and carried.tcp:
             keep_log()
-            launch.stop()  # not `down`: this process has the lock of a start, and would ask itself to end
+            launch.stop()  # not `down`, which would end the holder of the start's lock: this process
             fix = "./inv cluster.check; ./inv cluster.logs shows why"
             raise ServerError("NCCL took TCP in place of RDMA", carried.description, fix, code="server.cluster")
         return server
 
     @classmethod
     def stop(cls) -> str:
-        """Stop and remove this node's container; else end what the record names."""
+        """Stop and remove this node's container; without one, end the recorded server."""
         keep_log()
         stopped = super().stop()  # removes the record's container
         if not identity():
             return stopped
         keep_log()
-        docker(docker_compose.compose("down", more=PRESENT))
+        docker(docker_compose.compose("down", more=EXISTING_FILES))
         record.begun_path().unlink(missing_ok=True)
         record.forget()
         return "stopped the container"
 
     @classmethod
     def log(cls) -> str:
-        """Return what the container printed, or what was kept of the last one."""
+        """Return the container's output, or the saved output of the last one."""
         return log_text() if identity() else logs.read(_kept_log())
 
     @classmethod
     def state(cls) -> dict[str, Any]:
         """Say whether the container runs, and if it has ended, how, and whether somebody asked for it."""
-        text = docker(docker_compose.compose("ps", "--all", "--format", "json", SERVICE, more=PRESENT)).strip()
+        text = docker(docker_compose.compose("ps", "--all", "--format", "json", SERVICE, more=EXISTING_FILES)).strip()
         if not text:
             return {"state": "stopped"}
         line, origin = text.splitlines()[0], "the answer of docker compose ps"
@@ -223,13 +225,15 @@ class ContainerNode(Container):
 
 def identity() -> str:
     """Return the id of this checkout's container, running or not; empty for none."""
-    return docker(docker_compose.compose("ps", "--all", "--quiet", SERVICE, more=PRESENT)).strip()
+    return docker(docker_compose.compose("ps", "--all", "--quiet", SERVICE, more=EXISTING_FILES)).strip()
 
 
 def log_text() -> str:
-    """Return what the container printed; empty if there is none."""
+    """Return the container's output; empty if there is none."""
     # Compose 2.26 puts "erase the line" (ESC [2K) before each line, also where --no-color is asked for.
-    return console.safe(docker(docker_compose.compose("logs", "--no-color", "--no-log-prefix", SERVICE, more=PRESENT)))
+    return console.safe(
+        docker(docker_compose.compose("logs", "--no-color", "--no-log-prefix", SERVICE, more=EXISTING_FILES))
+    )
 
 
 def _kept_log() -> Path:
@@ -237,7 +241,7 @@ def _kept_log() -> Path:
 
 
 def keep_log() -> None:
-    """Write down what the container printed before it is removed: advice after a failed start names its log."""
+    """Save the container's output before it is removed: the error of a failed start names that file."""
     with suppress(EngineError):
         if text := log_text():
             write_atomic(_kept_log(), text)
@@ -251,7 +255,7 @@ CHANNEL = re.compile(
 
 @dataclass(frozen=True)
 class Transport:
-    """What NCCL's log says about the channels between nodes: how many go over RDMA's devices, how many over TCP."""
+    """The channels between nodes in NCCL's log: how many use RDMA devices, and how many use TCP."""
 
     rdma: int
     devices: tuple[int, ...]

@@ -112,7 +112,7 @@ def keep(config: ClusterConfig) -> None:
         while why:
             now = time.time()
             failures = restarts.recent((*failures, ServerFailure(ended=now, why=why)), now)
-            if len(failures) >= restarts.MOST:
+            if len(failures) >= restarts.MAX_FAILURES:
                 raise ServerError(
                     "the cluster ended too often and is not started",
                     restarts.summary(failures),

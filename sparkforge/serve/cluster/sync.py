@@ -24,7 +24,7 @@ from sparkforge.core.errors import (
 )
 from sparkforge.core.process import run
 from sparkforge.image import trust
-from sparkforge.models.hub import WANTED
+from sparkforge.models.hub import MODEL_FILES
 from sparkforge.serve.cluster import probe, remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 
@@ -33,7 +33,7 @@ FLUSH_SECONDS = 3600.0
 SILENT_SECONDS = 60  # until rsync gives up a connection that says nothing; it says something while it hashes
 RESUME = "./inv cluster.sync   # it goes on where it was"
 # What vLLM reads, and what cluster.check compares.
-PATTERNS = (*WANTED, *(f"*{suffix}" for suffix in probe.COMPARED))
+PATTERNS = (*MODEL_FILES, *(f"*{suffix}" for suffix in probe.COMPARED))
 # A file that is there in part or damaged is mended in place, with the bytes that differ; parents are made.
 RSYNC = (
     "rsync", "--dirs", "--times", "--copy-links", "--inplace", "--no-whole-file", "--checksum", "--mkpath", "--fsync",

@@ -237,7 +237,7 @@ def variables(plan: StartPlan) -> dict[str, str]:
 
 def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
     """Raise UsageError if the Compose files, which may be a user's own, leave out what was asked for."""
-    fix = f"compare your files ({docker_compose.MORE}) with docker-compose.yml of this checkout"
+    fix = f"compare your files ({docker_compose.EXTRA_FILES}) with docker-compose.yml of this checkout"
     if (host := env.get(BIND)) and host != service.host:
         raise UsageError(f"--host {host} has no effect", f"the Compose files publish on {service.host}", fix)
     profile, served = env.get("SPARKFORGE_SERVE_PROFILE"), service.environment.get("SPARKFORGE_SERVE_PROFILE", "")

@@ -33,8 +33,8 @@ DEVICES = {
 }
 START_SECONDS = 3600.0  # a first start compiles the model and MAX's kernels on the CPU's cores
 OTHER_GPUS = (
-    "warning: MAX's own products gave wrong tokens on a GPU; with what avoids them an H100 gave the right ones, and no "
-    "other GPU was tried: compare yours before you trust it (spark_mxfp4/docs/max.md)"
+    "warning: MAX's own products gave wrong tokens on a GPU; with our workaround an H100 gave the right ones, and no "
+    "other GPU was tested: compare your results first (spark_mxfp4/docs/max.md)"
 )
 CALLS = ("a completion", "a streamed completion", "a chat", "a streamed chat")  # of proof.CALLS
 
@@ -42,7 +42,7 @@ CALLS = ("a completion", "a streamed completion", "a chat", "a streamed chat")  
 def variables() -> dict[str, str]:
     """Return the environment of MAX's programs: no telemetry, no hub, compiled models kept in our state."""
     return {
-        "MODULAR_TELEMETRY_ENABLED": "0",  # what the engine's documentation names; the server does not read it
+        "MODULAR_TELEMETRY_ENABLED": "0",  # the documented variable, which the server does not read
         "MAX_SERVE_DISABLE_TELEMETRY": "1",
         "MODULAR_CACHE_DIR": os.environ.get("MODULAR_CACHE_DIR") or str(paths.state() / "cache" / "max"),
         "HF_HUB_OFFLINE": "1",
@@ -54,7 +54,7 @@ class MaxServer(Device):
     """MAX's server, detached; `plan.profile` is cpu or gpu, MAX_MODEL_LEN the longest sequence in tokens.
 
     Without a model it is the tiny one. The record is the checkout's one server, so that `status`, `chat`, `logs` and
-    `down` are as for vLLM. MAX has no API key, so it binds the loopback address. Making one raises UsageError or
+    `down` are as for vLLM. MAX has no API key, so it binds the loopback address. The constructor raises UsageError or
     InputError.
     """
 
@@ -69,7 +69,7 @@ class MaxServer(Device):
             why, fix = "it is the longest sequence in tokens", f"{self.command} --context 512"
             raise UsageError(f"--context {context} has no meaning", why, fix)
         if plan.model:
-            served_name(Path(plan.model))  # refuses what is no gpt-oss before MAX is brought
+            served_name(Path(plan.model))  # refuses other models before MAX is installed
         super().__init__(replace(plan, device=MAX.name))
 
     def prepare(self) -> None:
@@ -83,7 +83,7 @@ class MaxServer(Device):
             tell(f"{self.plan.model_id} in {model}")
 
     def validate(self) -> str:
-        """Validate nothing: the validator's checks are of vLLM."""
+        """Validate nothing: the validator checks vLLM only."""
         return "nothing to validate"
 
     def start(self) -> Server:

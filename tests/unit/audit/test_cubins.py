@@ -146,7 +146,7 @@ def test_more_entries_than_any_library_has_are_damage(read, monkeypatch):
 def test_cubins_that_are_too_large_together_are_not_unpacked(read, monkeypatch):
     monkeypatch.setattr(cubins, "LARGEST_TOGETHER", 3 * len(cubin()))
     assert "once they are unpacked" in read(fatbin(*[packed(cubin())] * 4)).damage
-    monkeypatch.setattr(cubins, "LARGEST", 100)
+    monkeypatch.setattr(cubins, "MAX_CUBIN_BYTES", 100)
     assert "cannot be unpacked" in read(fatbin(packed(cubin()))).damage
 
 

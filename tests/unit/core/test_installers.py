@@ -57,7 +57,7 @@ def test_a_refusal_is_one_line_with_its_cause(case, monkeypatch):
 
 @pytest.mark.parametrize(("failures", "attempts"), [(1, 2), (9, 3)])
 def test_a_busy_index_is_asked_again(monkeypatch, failures, attempts):
-    monkeypatch.setattr(installers, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(installers, "RETRY_SECONDS", (0.01, 0.01))
     outputs = [CASES["busy"][0]] * failures + [""] * 3
     lines, asked = [], []
     refused = installers.insist(lambda: asked.append(1) or outputs.pop(0), lines.append, "the wheel")

@@ -82,7 +82,7 @@ def test_every_row_can_be_used():
         assert not (signature.line and signature.line.search("")), signature.id
         bounds = [(fact.equal, fact.at_least, fact.below) for fact in signature.facts.values()]
         assert (None, None, None) not in bounds, signature.id
-        groups = {*(signature.line.groupindex if signature.line else ()), *signatures.GIVEN}
+        groups = {*(signature.line.groupindex if signature.line else ()), *signatures.BUILTIN_GROUPS}
         groups |= {"why", "next"} if signature.block else set()
         assert {*re.findall(r"\{(\w*)\}", signature.what + signature.why + signature.fix)} <= groups, signature.id
         known = {*names, signatures.EVERY, signatures.AUDIT, signatures.ENGINE, signatures.LAST}

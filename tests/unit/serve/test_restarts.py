@@ -70,7 +70,7 @@ def test_a_damaged_record_is_none(damage):
 
 
 def test_too_many_failures_hold_the_container_until_a_signal_forgives_them(tmp_path):
-    for _ in range(restarts.MOST):
+    for _ in range(restarts.MAX_FAILURES):
         restarts.begin(WHO)
         ends(why="it was out of memory")
     program = (
@@ -81,7 +81,7 @@ def test_too_many_failures_hold_the_container_until_a_signal_forgives_them(tmp_p
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     held = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, **pipes)
     try:
-        wait_for(lambda: held.poll() is not None or (tmp_path / health.HELD).exists())
+        wait_for(lambda: held.poll() is not None or (tmp_path / health.HELD_FILE).exists())
         assert held.poll() is None, held.communicate()[0]
         assert "the last time it was out of memory" in health.look(tmp_path)
         held.send_signal(signal.SIGTERM)

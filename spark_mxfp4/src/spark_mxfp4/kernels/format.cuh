@@ -11,9 +11,9 @@ constexpr int VALUE_BYTES = 64 * CHUNK / 2;         // 64 rows
 constexpr int CHUNK_BYTES = VALUE_BYTES + 64 * 2;   // and a scale for each row and 32 columns
 constexpr int PLANE_BYTES = CHUNK * 2;              // a row's bytes in one plane of activations
 
-// Columns of a chunk of activations are kept in the order in which a thread's weights of one scale belong to the matrix
-// instruction's steps (layout.py): step, bit 1 of the column, its block of 32, bit 2, bit 0. A vector of 16 bytes is four
-// words, pairs of columns; this is which of the chunk's 32 pairs a word is.
+// The columns of a chunk of activations are permuted to match the weights' order in the matrix instruction (layout.py):
+// step, bit 1 of the column, its block of 32, bit 2, bit 0. A vector of 16 bytes holds four words of two columns each.
+// Returns the index of a word's pair among the chunk's 32 pairs.
 __device__ __forceinline__ int pair_at(int vector, int word) {
   return vector / 2 * 4 + (vector & 1) + (word & 1) * 2 + (word >> 1) * 16;
 }
@@ -24,8 +24,8 @@ __device__ __forceinline__ void scale_pairs(uint32_t scales, uint32_t (&factor)[
 }
 
 // Four E2M1 pairs of a word as bf16 pairs times 2^-126: sign, exponent and mantissa bits go where bf16 has them.
-// layout.py orders the bits so that few shifts and masks bring them there, and few shifts go right: a left shift is a
-// multiplication, whose unit has time; masks and right shifts share the unit that limits decoding.
+// layout.py orders the bits so that few shifts and masks are needed, and most shifts go left: a left shift runs as a
+// multiplication, on a unit that is idle here; masks and right shifts share the unit that limits decoding.
 __device__ __forceinline__ void expand_word(uint32_t q, uint32_t (&pairs)[4]) {
   constexpr uint32_t ALL = 0x81C081C0, SIGN = 0x80008000, REST = 0x01C001C0;
   pairs[0] = q & ALL;

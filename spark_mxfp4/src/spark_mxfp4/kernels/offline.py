@@ -33,7 +33,7 @@ MATRIX = re.compile(r"(UTC)?[HIQOF]?G?MMA\b|UTC\w*MMA")
 
 
 class OfflineTarget(NamedTuple):
-    """A GPU to compile for: its capability, shared memory of a block in bytes, and what must multiply.
+    """A GPU to compile for: its capability, shared memory of a block in bytes, and its matrix instruction.
 
     Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". `device` is the name
     in tuned.json whose tiles it gets, `scaled` the instruction of W4A8-MX tiles, where Triton from 3.8 on has one.
@@ -85,7 +85,7 @@ class Compiled:
     chosen: bool = True
 
     def problems(self) -> list[str]:
-        """Return what is wrong with it, nothing for a kernel as it should be."""
+        """Return the problem, or an empty text if there is none."""
         problems = []
         if self.wanted and not any(name.startswith(self.wanted) for name in self.matrix):
             problems.append(f"no {self.wanted}, but {', '.join(self.matrix) or 'no matrix instruction'}")
@@ -124,7 +124,7 @@ def product(tiles: fused.Tiles, target: OfflineTarget, top_k: int) -> Compiled:
 
 
 def helpers(target: OfflineTarget) -> Iterator[Compiled]:
-    """Compile what runs beside the products: sorting, the weighted sum and the activations' MXFP8."""
+    """Compile the kernels around the products: sorting, the weighted sum, and quantising activations to MXFP8."""
     ids = {"ids_ptr": "*i32", "map_ptr": "*i32", "counts_ptr": "*i32", "count": "i32", "known": "i32"}
     placement = ids | {"pairs_ptr": "*i32", "experts_ptr": "*i32", "experts": "i32", "blocks": "i32"}
     reduce = {
@@ -142,7 +142,7 @@ def helpers(target: OfflineTarget) -> Iterator[Compiled]:
 
 
 def audit(targets: tuple[OfflineTarget, ...] = TARGETS) -> Iterator[Compiled]:
-    """Compile every kernel for every target, in turn; and GB10's tiles where they are not chosen but could be."""
+    """Compile every kernel for every target, and GB10's tiles also for targets that could use them but do not."""
     for target in targets:
         tiles = tiles_of(target)
         others = tiles_of(target._replace(device="NVIDIA GB10")) if target.scaled else []

@@ -69,11 +69,11 @@ KERNELS = Path(__file__).parent / "kernels"
 BLOCK = 32  # elements that share a scale
 SETTING, FIELD = "SPARK_MXFP4_QUANTIZATION_FORMAT", "quantization_format"
 PACKED, DEQUANT = FORMATS = ("packed", "dequant")
-ATTENTION_KEYS = 128  # that MAX's CPU attention takes at a time, and for which it adds the sink to the sum each time
+ATTENTION_KEYS = 128  # keys that MAX's CPU attention handles at a time; it adds the sink once for each such run
 # Activations of a step and fragmentation of MAX's memory manager: MAX's own plan has 6 GiB for both. The 15 GiB and the
 # experts in bfloat16 that it adds for MXFP4 are not needed where nothing is expanded in memory.
 RESERVED_BYTES = 6 * 1024**3
-COLUMNS = 32  # MAX's products of a number of columns that is no multiple of 8 are wrong on Hopper; 32 were run there
+COLUMNS = 32  # on Hopper MAX's products are wrong unless the columns are a multiple of 8; 32 was tested
 LINEAR, STACKED_LINEAR = Linear.__call__, StackedLinear.__call__  # MAX's own
 
 
@@ -97,7 +97,7 @@ def product(x: TensorValue, weight: TensorValue, bias: TensorValue) -> TensorVal
     """Return `x` [P, K] times `weight` [N, K] transposed plus `bias` [N], all bfloat16.
 
     MAX's product with a bfloat16 result writes whole tiles of 128 rows, past the end of the result, into what another
-    operation has stored there. With the cast joined to it, it stores no row that there is not (docs/max.md).
+    operation has stored there. With the cast fused into it, it stays within the result (docs/max.md).
     """
     rows, columns = (int(size) for size in weight.shape)
     if padding := -rows % COLUMNS:
@@ -183,7 +183,7 @@ class PackedMoE(GptOssMoE):
 
 @dataclasses.dataclass(kw_only=True)
 class PackedGptOssConfig(GptOssConfig):
-    """gpt-oss' configuration with a `quantization_format`; on a CPU everything but the experts is float32."""
+    """The configuration of gpt-oss with a `quantization_format`. On a CPU everything but the experts is float32."""
 
     quant_config: Any = None
     quantization_format: str = PACKED
@@ -226,7 +226,7 @@ class PackedGptOssConfig(GptOssConfig):
 
 
 class PackedModel(GptOssModel):
-    """MAX's model with `PackedMoE`, and on a CPU without what only a GPU has."""
+    """MAX's model with `PackedMoE`; on a CPU without the parts that need a GPU."""
 
     model_config_cls: ClassVar[type[Any]] = PackedGptOssConfig
 
@@ -244,7 +244,7 @@ class PackedModel(GptOssModel):
 
     @property
     def signal_buffers(self) -> list[Buffer]:
-        """A byte for each device on a CPU, where nothing is reduced; else MAX's."""
+        """On a CPU one byte for each device, because nothing is reduced there; otherwise MAX's own."""
         if _is_cpu(self.devices):
             return [Buffer(DType.uint8, [1]) for _ in self.devices]
         return list(super().signal_buffers)
@@ -269,7 +269,7 @@ class PackedModel(GptOssModel):
 
 
 class PackedPlanner(GptOssMemoryPlanner):
-    """The memory of a step's activations: MAX's own plan, or without experts in bfloat16."""
+    """The memory of a step's activations: MAX's own plan, or one without experts in bfloat16."""
 
     def estimate_activation_memory(self, pipeline_config: Any, huggingface_config: Any) -> int:
         """Return the bytes to keep free of weights and KV cache."""
@@ -301,7 +301,7 @@ _CPU_CLASSES = ((transformer_block, "Allreduce", _Unreduced), (gpt_oss, "signal_
 
 @dataclasses.dataclass(frozen=True)
 class _CpuGraphSpec(GraphSpec):
-    """A graph whose attention counts a sink once."""
+    """A graph whose attention counts each sink once."""
 
     def trace(self, module: GraphModule | None = None) -> Graph:
         with _replaced((attention, "flash_attention_ragged", _attend)):
@@ -310,7 +310,7 @@ class _CpuGraphSpec(GraphSpec):
 
 @dataclasses.dataclass(frozen=True)
 class _GpuGraphSpec(GraphSpec):
-    """A graph whose dense products end where their result ends."""
+    """A graph whose dense products stay within their results."""
 
     def trace(self, module: GraphModule | None = None) -> Graph:
         with _replaced((Linear, "__call__", _linear), (StackedLinear, "__call__", _stacked_linear)):
@@ -318,7 +318,7 @@ class _GpuGraphSpec(GraphSpec):
 
 
 def _attend(kv_params: Any, *, sink_weights: TensorValue, **arguments: Any) -> TensorValue:
-    """Return MAX's attention, with sinks lowered by as much as its CPU version counts them too often.
+    """Return MAX's attention with lowered sinks, because its CPU version counts each of them several times.
 
     It adds e^sink to the softmax's sum for each run of 128 keys of the sequence, n times (`sinks.py` shows it).
     n · e^(sink - ln n) is e^sink.
@@ -331,7 +331,7 @@ def _attend(kv_params: Any, *, sink_weights: TensorValue, **arguments: Any) -> T
 
 @contextmanager
 def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let MAX's model build its graph from our parts: it names its own ones itself, in its modules."""
+    """Let MAX's model build its graph from our parts: replace the names in MAX's modules."""
     former = [(module, name, getattr(module, name)) for module, name, _ in replacements]
     try:
         for module, name, value in replacements:
@@ -364,7 +364,7 @@ def _float32(data: WeightData) -> WeightData:
     return WeightData.from_numpy(bits.view(np.float32), data.name)
 
 
-ARCHITECTURES = [  # which MAX registers in place of its own, which has the same name
+ARCHITECTURES = [  # MAX registers it in place of its own architecture of the same name
     dataclasses.replace(
         gpt_oss_arch,
         pipeline_model=PackedModel,

@@ -1,4 +1,4 @@
-"""vLLM's door: the quantization plugin `spark-mxfp4`."""
+"""The integration with vLLM: the quantization plugin `spark-mxfp4`."""
 
 try:
     import vllm  # noqa: F401 - everything here needs it

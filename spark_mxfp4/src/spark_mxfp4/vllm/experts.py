@@ -33,7 +33,8 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         _refuse_unsupported(layer)
         self.routed = routed  # the model's router gives routes, not logits (router.py)
         _refuse_unfit(kernel, mode)
-        # vLLM's compile cache must know what a traced graph depends on and the configuration does not show.
+        # A traced graph depends on these settings, which the configuration lacks; the key of vLLM's compile cache needs
+        # them.
         if isinstance(extra := get_current_vllm_config().additional_config, dict):
             extra["spark_mxfp4"] = [kernel.name, mode, *(["routes"] if routed else [])]
         self.kernel, self.mode = kernel, mode
@@ -43,7 +44,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """Return hidden and intermediate size, rounded up as the all-to-all and then as our kernel need."""
+        """Return hidden and intermediate size, rounded up for the all-to-all and then for our kernel."""
         return self.kernel.padded(
             *super().maybe_roundup_sizes(hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config)
         )
@@ -57,7 +58,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register the packed weights, scales and biases, zero where padding stays: 4.25 bits a weight."""
+        """Register the packed weights, scales and biases, with zeros as padding: 4.25 bits a weight."""
         self.dtype = params_dtype
         gate_up = (2 * intermediate_size_per_partition, hidden_size)
         for name, (rows, columns) in zip(PROJECTIONS, (gate_up, (hidden_size, gate_up[0] // 2)), strict=True):
@@ -87,7 +88,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
             _keep(layer, weights, prepared)
         self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         if self.mode == "packed":
-            del weights, prepared  # what the layout replaced is free before anything is timed
+            del weights, prepared  # memory that the layout replaced is freed before any tile is timed
             self.kernel.tune(self._weights)
         if self.routed:
             from spark_mxfp4.kernels import router  # noqa: PLC0415 - only what was switched on
@@ -133,7 +134,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
 
 
 def _refuse_unsupported(layer: Any) -> None:
-    """Raise NotImplementedError, by name, for what the kernels do not do."""
+    """Raise NotImplementedError, with its name, for a feature that the kernels lack."""
     moe = layer.moe_config
     parallel = moe.moe_parallel_config
     refusals = {
@@ -153,7 +154,7 @@ def _refuse_unsupported(layer: Any) -> None:
 
 
 def _refuse_unfit(kernel: MoeKernel, mode: str) -> None:
-    """Raise ValueError for a kernel that cannot do what is asked of it: dense weights, or CUDA graphs."""
+    """Raise ValueError if the kernel supports neither dense weights nor CUDA graphs where these are set."""
     if mode == "dequant" and kernel.has_own_layout:
         raise ValueError(
             f"kernel {kernel.name!r} cannot run dense experts · it has its own layout of packed ones · "
@@ -169,7 +170,7 @@ def _refuse_unfit(kernel: MoeKernel, mode: str) -> None:
 
 
 def _keep(layer: torch.nn.Module, loaded: ExpertWeights, prepared: ExpertWeights) -> None:
-    """Put what the kernel made of the loaded weights in their place; tensors that it left alone stay."""
+    """Replace the loaded weights by the kernel's layout of them; tensors that it did not change stay."""
     for name, old, new in zip(PROJECTIONS, loaded, prepared, strict=True):
         for suffix, before, after in zip(("_weight", "_weight_scale", "_bias"), old, new, strict=True):
             if after is not before and after is not None:

@@ -98,7 +98,7 @@ def test_after_three_failures_it_gives_up_and_says_so_and_one_that_is_gone_does_
     stage.answers["spark"] = [DIED]
     argument = stage.config.model_dump_json(by_alias=True)
     assert keep.main(argument) == ServerError.exit_code
-    assert stage.actions == AGAIN * (restarts.MOST - 1)
+    assert stage.actions == AGAIN * (restarts.MAX_FAILURES - 1)
     assert keep.state()["state"] == "gave up"
     assert "3 times within 60 min" in keep.state()["why"]
     assert keep.state()["why"].endswith(DIED["why"])

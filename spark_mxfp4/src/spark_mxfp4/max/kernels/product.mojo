@@ -47,7 +47,7 @@ def swiglu(gate: Float32, up: Float32) -> Float32:
     var u = max(min(up, LIMIT), -LIMIT)
     var below = 1 + exp(-ALPHA * g)
     comptime if is_nvidia_gpu():
-        # Within 2^-23: a division that rounds right takes a call, and the result becomes bfloat16.
+        # Within 2^-23. An exactly rounded division is a function call, and the result is rounded to bfloat16 anyway.
         return (u + 1) * (
             g * inlined_assembly["rcp.approx.f32 $0, $1;", Float32, constraints="=f,f", has_side_effect=False](below)
         )
@@ -135,8 +135,8 @@ def multiply_tile[
         var source = at.unsafe_address_space_cast[AddressSpace.GLOBAL]()
         async_copy[16, fill=UInt8(0), bypass_L1_16B=True](source, to, Int32(16) if valid else Int32(0))
 
-    # All that does not change along the columns is computed once. A thread's copies are as many rows or tokens apart
-    # from each other, a multiple of 16 rows and of 2 tokens, so that one address and one place do for all of them.
+    # Values that do not depend on the column are computed once. A thread's copies are a fixed number of rows or tokens
+    # apart, a multiple of 16 rows and of 2 tokens, so all of them share one source and one destination address.
     comptime ROW_STEP = THREADS // 4
     comptime TOKEN_STEP = THREADS // 16
     var row = thread32 // 4
@@ -185,7 +185,7 @@ def multiply_tile[
     comptime for stage in range(shape.stages - 1):
         fetch()
 
-    # A scale byte below 128 needs one factor, which one multiplication makes. Whether all of the tile are, is asked once.
+    # For scale bytes below 128 one multiplication applies the scale. Whether all bytes of the tile are is tested once.
     async_copy_wait_group(Int32(shape.stages - 2))
     barrier()
     var is_any_high = is_any_above_127[THREADS](tile_scales, thread, scale_units)
@@ -214,7 +214,7 @@ def multiply_tile[
         read_at += Int32(shape.stage_bytes)
         if read_at == Int32(shape.ring_bytes):
             read_at = 0
-        var block = min(Int32(chunk * 4 + quad), valid_blocks - 1)  # behind the end both operands are zeros
+        var block = min(Int32(chunk * 4 + quad), valid_blocks - 1)  # past the end both operands are zeros
         var weight_words = stage.unsafe_offset(Int(weight_read))
         var words = Array[SIMD[DType.uint32, 4], 2 * shape.row_tiles](fill=SIMD[DType.uint32, 4](0))
         var factors = Array[UInt32, 4 * shape.row_tiles](fill=UInt32(0))
