@@ -197,7 +197,8 @@ class PackedGptOssConfig(GptOssConfig):
         config.quantization_format = quantization_format(model.huggingface_config)
         if config.quantization_format == DEQUANT:
             if config.devices[0].is_cpu():
-                raise ValueError(f"MAX's own experts have no CPU kernels · {DEQUANT} needs a GPU · set {SETTING}={PACKED}")
+                why = f"MAX's own experts have no CPU kernels · {DEQUANT} needs a GPU"
+                raise ValueError(f"{why} · set {SETTING}={PACKED}")
             return config
         if len(config.devices) > 1:
             raise ValueError(
