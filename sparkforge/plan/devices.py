@@ -27,15 +27,6 @@ CPU_HOST = 4.0  # GiB beside weights and KV cache: vLLM's CPU build took 3.7 GB 
 CPU_PROFILES = ("embedded",)
 
 
-class Loading(Record):
-    """A way to load weights on a device: how vLLM is told to, and the published rate in GB/s (10⁹), if there is one."""
-
-    name: str
-    how: str
-    rate: Figure | None = None
-    note: str = ""
-
-
 class Point(Record):
     """A value where something else is `at`."""
 
@@ -106,7 +97,6 @@ class Device(Record):
     most: Figure
     bandwidth: Figure | None = None
     rates: dict[str, Figure] = Field(default={})
-    loading: tuple[Loading, ...] = ()
     link: Interconnect | None = None
     kernels: Kernels | None = None
 

@@ -138,16 +138,6 @@ class Speculation(Record):
     rows: list[SpeculationRow]
 
 
-class LoadingRow(Record):
-    """One way to load the weights; `seconds` is their size over a rate that others published. None: not published."""
-
-    name: str
-    rate: float | None
-    seconds: float | None
-    note: str
-    source: str
-
-
 class Plan(Record):
     """All of it."""
 
@@ -166,7 +156,6 @@ class Plan(Record):
     few_tokens: int | None
     formats: list[FormatRow]
     caches: list[CacheRow]
-    loading: list[LoadingRow]
     profiles: list[ProfileFit]
     recommended: str
     advice: str

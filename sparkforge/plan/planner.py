@@ -24,7 +24,6 @@ from sparkforge.plan.document import (
     DecodeRow,
     DeviceRow,
     FormatRow,
-    LoadingRow,
     ModelRow,
     Plan,
     PrefillRow,
@@ -184,7 +183,6 @@ def make_plan(
         few_tokens=forecast.few_tokens(model, device),
         formats=[_format(model, device, load, profiles, dense) for dense in choose.dense_formats(device, profiles)],
         caches=[_cache(model, device, load, kv) for kv in KV_BYTES],
-        loading=_loading(device, subject.on_disk or model.weight_bytes()),
         profiles=verdicts,
         recommended=recommended.name if recommended else "",
         advice=_advice(subject, device, load, recommended, nearest),
@@ -222,19 +220,6 @@ def _measured(subject: Subject, device: Device, load: Workload) -> list[Comparis
         return []
     comparisons = speed.compare(subject.model, device, measured, load)
     return [c.model_copy(update={"told": f"{measured.file}: {c.told}"}) for c in comparisons]
-
-
-def _loading(device: Device, size: int) -> list[LoadingRow]:
-    return [
-        LoadingRow(
-            name=row.name,
-            rate=row.rate.value if row.rate else None,
-            seconds=size / (row.rate.value * 1e9) if row.rate else None,
-            note=row.note,
-            source=f"{row.rate.source} ({row.rate.date})" if row.rate else "",
-        )
-        for row in device.loading
-    ]
 
 
 def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> DecodeRow:

@@ -56,11 +56,6 @@ def _print_plan(plan: Plan) -> None:
     _print_memory(plan)
     _print_speed(plan)
     _print_formats(plan)
-    _print(
-        "loading the weights · by published rates (cited), none measured by us",
-        ("format", ">GB/s", ">s", ""),
-        [(row.name, _number(row.rate, "g"), _number(row.seconds, ".0f"), row.note) for row in plan.loading],
-    )
     marks = {plan.recommended: "recommended"}
     _print(
         "serve profiles · computed",
