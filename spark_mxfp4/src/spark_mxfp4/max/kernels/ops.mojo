@@ -1,11 +1,11 @@
-"""The graph operations: dequantisation, the grouped product, and a whole mixture of experts for CPUs."""
+"""The graph operations: the grouped product, and a whole mixture of experts for CPUs."""
 
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_cpu
 
-from .cpu import dequantize, mix, multiply_row
+from .cpu import mix, multiply_row
 from .decode import launch_decode
 from .format import BLOCK
 from .prefill import launch_prefill
@@ -15,30 +15,6 @@ from .wgmma import HAS_WGMMA
 # Average rows of a group from which the prefill kernel is taken. On an H100 it is the faster one from 16 on, and the slower
 # one at 8 (bench/results/max-kernels-h100.json).
 comptime PREFILL_ROWS = 16 if HAS_WGMMA else 32
-
-
-@extensibility.register("spark_mxfp4.dequantize")
-struct Dequantize:
-    """Expands `blocks` u8 [R, K/2] with `scales` u8 [R, K/32] to [R, K], float32 or bfloat16. CPUs only."""
-
-    @staticmethod
-    def execute[
-        dtype: DType, //, target: StaticString
-    ](
-        output: OutputTensor[dtype=dtype, rank=2, ...],
-        blocks: InputTensor[dtype=DType.uint8, rank=2, ...],
-        scales: InputTensor[dtype=DType.uint8, rank=2, ...],
-        ctx: DeviceContext,
-    ) raises:
-        comptime if not is_cpu[target]():
-            raise Error("spark_mxfp4.dequantize is for CPUs: on a GPU nothing is dequantised in memory")
-        else:
-            dequantize[dtype](
-                rebind[Pointer[Scalar[dtype], MutAnyOrigin]](output.unsafe_ptr()),
-                rebind[Pointer[UInt8, ImmutAnyOrigin]](blocks.unsafe_ptr()),
-                rebind[Pointer[UInt8, ImmutAnyOrigin]](scales.unsafe_ptr()),
-                Int(scales.dim_size(0)) * Int(scales.dim_size(1)),
-            )
 
 
 @extensibility.register("spark_mxfp4.grouped_matmul")
