@@ -35,6 +35,7 @@ KINDS = {  # in a layout; cosign's, and ours
 }  # fmt: skip
 LARGEST_PACK = 1 << 30  # bytes; eleven modules of FlashInfer have less than a tenth of it
 SECONDS = 30
+MOST_REFERRERS = 16
 PORT = re.compile(r"[^/]*[.:][^/]*|localhost")  # what makes the first part of a name a registry's host
 HUB = "registry-1.docker.io"
 PARAMETER = re.compile(r'(\w+)="([^"]*)"')
@@ -156,6 +157,16 @@ class Repository:
         layers = oci.document(answer[1], f"{self.name}:{tag[:80]}").layers
         return [Attached(self._blob(layer, _largest(tag)), layer.media_type, layer.annotations) for layer in layers]
 
+    def read_referrers(self, digest: str, kind: str) -> list[Attached]:
+        """Return what refers to a digest, by OCI's API or the tag in its place, with a media type that begins so."""
+        headers = {"Accept": INDEX}
+        for path in (f"referrers/{digest}", f"manifests/{digest.replace(':', '-')}"):
+            if answer := self._ask("GET", path, headers=headers, missing=True):
+                referrers = oci.document(answer[1], f"{self.name}: what refers to {digest[:19]}").manifests
+                names = [entry.digest for entry in referrers if entry.artifact_type.startswith(kind)][:MOST_REFERRERS]
+                return [entry for name in names for entry in self.read(name)]
+        return []
+
     def _blob(self, descriptor: Descriptor, largest: int) -> bytes:
         answer = self._ask("GET", f"blobs/{descriptor.digest}", largest=min(descriptor.size, largest))
         return oci.require_digest(answer[1] if answer else b"", descriptor, f"{self.name}: {descriptor.digest[:19]}")
@@ -192,7 +203,7 @@ class Repository:
                     url = urljoin(url, answer.headers["location"])
                     if not url.startswith("https://") and self.url.startswith("https://"):
                         raise self._failed(f"it sends us to {url[:200]}, which is not encrypted")
-                elif answer.status_code == 404 and missing:
+                elif answer.status_code in (404, 405) and missing:
                     return None
                 elif answer.is_success:
                     return answer, body

@@ -43,6 +43,7 @@ class Descriptor(BaseModel, alias_generator=to_camel, populate_by_name=True):
     digest: Digest
     size: int = Field(ge=0, lt=1 << 40)
     media_type: str = ""
+    artifact_type: str = ""
     platform: dict[str, Any] = Field(default_factory=dict)
     annotations: dict[str, str] = Field(default_factory=dict)
 

@@ -49,7 +49,7 @@ class Definition(BaseModel):
     class Parameters(BaseModel):
         """The parameters of the build."""
 
-        stack: str
+        stack: str = ""  # only ours has it, not the one that a forge's workflow signs
 
     external: Parameters = Field(alias="externalParameters")
 
@@ -65,10 +65,10 @@ class Run(BaseModel):
     class Metadata(BaseModel):
         """When."""
 
-        finished: str = Field(alias="finishedOn")
+        finished: str = Field("", alias="finishedOn")
 
     builder: Builder
-    metadata: Metadata
+    metadata: Metadata = Metadata(finishedOn="")
 
 
 class Predicate(BaseModel):

@@ -25,7 +25,7 @@ from sparkforge.core.documents import DocumentError, parse_json, read_bytes
 from sparkforge.core.errors import IntegrityError, StorageError
 from sparkforge.core.files import sha256_file, write_json
 from sparkforge.core.tables import Record, parse_object
-from sparkforge.image import inspect, provenance, signing
+from sparkforge.image import inspect, keyless, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
 from sparkforge.image.devices import build_command
 from sparkforge.image.oci import LARGEST_DOCUMENT, Digest, LayoutImage
@@ -69,19 +69,30 @@ class Trust(Record):
     """The whole of trust.toml."""
 
     schema_: Literal[1] = Field(alias="schema")
-    keys: dict[str, Key] = Field(min_length=1)
+    keys: dict[str, Key] = Field(default_factory=dict)
+    identities: dict[str, keyless.Identity] = Field(default_factory=dict)
     images: Images
 
     @model_validator(mode="after")
     def _keys_are_there(self) -> Trust:
-        if unknown := sorted(set(self.images.keys) - self.keys.keys()):
+        if not (known := {*self.keys, *self.identities}) or self.keys.keys() & self.identities:
+            raise ValueError("it needs 'keys' or 'identities', and a name for each")
+        if unknown := sorted(set(self.images.keys) - known):
             raise ValueError(f"'keys' names no key: {', '.join(unknown)}")
         return self
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the keys and identities that count."""
+        return self.images.keys or (*self.keys, *self.identities)
+
     def public(self) -> signing.Keys:
         """Return the keys that count, by name."""
-        names = self.images.keys or tuple(self.keys)
-        return {name: signing.public_key(self.keys[name].public) for name in names}
+        return {name: signing.public_key(self.keys[name].public) for name in self.names if name in self.keys}
+
+    def workflows(self) -> dict[str, keyless.Identity]:
+        """Return the identities that count, by name."""
+        return {name: self.identities[name] for name in self.names if name in self.identities}
 
 
 class Simple(BaseModel):
@@ -151,7 +162,7 @@ def require(
     if isinstance(image, LayoutImage):  # an engine compares layers with the configuration; for a layout we must do it
         known.discard(image.id)
     evidence, keys = Evidence(), trust.public()
-    attached = list(_attached(image, known, repository))
+    attached = list(_attached(image, known, repository, is_keyless=bool(trust.workflows())))
     for suffix, entry in attached:
         try:
             if suffix == "sig":
@@ -163,7 +174,7 @@ def require(
     what = image.tags[0] if image.tags else image.short_id
     if missing := [thing for thing in trust.images.demand if thing not in evidence.signed]:
         reasons = "; ".join(dict.fromkeys(evidence.refused)) or "nothing is attached to it"
-        why = f"trust.toml demands {', '.join(missing)} by {', '.join(keys)}: {reasons}"
+        why = f"trust.toml demands {', '.join(missing)} by {', '.join(trust.names)}: {reasons}"
         raise IntegrityError(f"{what} is refused", why, SIGN, code="integrity.signature")
     if not back and evidence.finished and (last := _last(stack)) and _time(evidence.finished) < _time(last):
         why = f"it was built {evidence.finished}, and this machine has accepted one of {last}"
@@ -220,22 +231,26 @@ def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
     trust = policy()
     if not trust or not trust.images.demand:
         return ""
-    reasons, keys = list[str](), trust.public()
+    reasons = list[str]()
     for entry in attached:
         try:
-            return _signed_statement(entry, keys, {f"sha256:{sha256}"})[0]
+            return _signed_statement(entry, trust, {f"sha256:{sha256}"})[0]
         except (DocumentError, ValueError) as error:
             reasons.append(str(error)[:200])
-    why = f"trust.toml demands signature by {', '.join(keys)}: {'; '.join(reasons) or 'it has none'}"
+    why = f"trust.toml demands signature by {', '.join(trust.names)}: {'; '.join(reasons) or 'it has none'}"
     raise IntegrityError(f"{what} is refused", why, SIGN_FILE, code="integrity.signature")
 
 
-def _signed_statement(entry: Attached, keys: signing.Keys, known: set[str]) -> tuple[str, Statement]:
+def _signed_statement(entry: Attached, trust: Trust, known: set[str]) -> tuple[str, Statement]:
     """Return the signer of a statement, and the statement, whose subject is one of `known`.
 
     Raises ValueError otherwise.
     """
-    signer, document = signing.read_statement(entry, keys)
+    if entry.kind.startswith(keyless.BUNDLE):
+        signer, payload = keyless.read_statement(entry.data, trust.workflows(), FILE.parent)
+        document = parse_json(payload, "a statement")
+    else:
+        signer, document = signing.read_statement(entry, trust.public())
     if not signer:
         raise ValueError("a statement is signed by no key that counts")
     statement = Statement.model_validate(parse_object(json.dumps(document), "a statement", Statement))
@@ -244,8 +259,10 @@ def _signed_statement(entry: Attached, keys: signing.Keys, known: set[str]) -> t
     return signer, statement
 
 
-def _attached(image: Any, known: set[str], repository: str) -> Iterator[tuple[str, Attached]]:
+def _attached(image: Any, known: set[str], repository: str, *, is_keyless: bool) -> Iterator[tuple[str, Attached]]:
     """Yield (suffix, entry) of what is attached to an image's digests in its layout, here, and in `repository`."""
+    for digest in sorted(known) if repository and is_keyless else ():
+        yield from (("att", entry) for entry in Repository(repository).read_referrers(digest, keyless.BUNDLE))
     places: list[Place] = [signing.own_folder(), *([Repository(repository)] if repository else [])]
     if isinstance(image, LayoutImage) and image.layout.path.is_dir():
         places.append(Folder(image.layout.path))
@@ -270,36 +287,38 @@ def _take_statement(
 ) -> None:
     """Record a signed statement if its subject and its content match the image."""
     client, image, stack = of
-    signer, statement = _signed_statement(entry, trust.public(), known)
+    signer, statement = _signed_statement(entry, trust, known)
+    is_forges = signer in trust.identities  # provenance of the forge's form names the workflow, and none of our pins
+    if is_forges:
+        evidence.signed.setdefault(SIGNATURE, signer)
     if statement.kind == CYCLONEDX and SBOM in trust.images.demand:
         if statement.predicate != parse_json(inspect.bill(client, image, stack), "the image's bill of materials"):
             raise ValueError("the signed bill of materials is not the one in the image")
         evidence.signed[SBOM] = signer
     elif statement.kind == SLSA:
         predicate = Predicate.model_validate(parse_object(json.dumps(statement.predicate), "provenance", Predicate))
-        if problems := list(_wrong(predicate, trust.images, stack)):
+        named = stack if is_forges else predicate.definition.external.stack
+        finished = str(image.attrs["Created"]) if is_forges else predicate.run.metadata.finished
+        if problems := list(_wrong(predicate.run.builder.id, named, trust.images, stack)):
             raise ValueError("; ".join(problems))
         own = provenance.predicate(client, image, stack, inspect.manifest(client, image, stack))
-        if problems := provenance.differences(statement.predicate, own):
+        if not is_forges and (problems := provenance.differences(statement.predicate, own)):
             raise ValueError(f"the provenance is not the image's: {'; '.join(problems)}")
-        if not evidence.finished or _time(predicate.run.metadata.finished) > _time(evidence.finished):
-            evidence.finished = predicate.run.metadata.finished
+        evidence.finished = max(finished, evidence.finished or finished, key=_time)
         evidence.signed[PROVENANCE] = f"{signer}, built by {predicate.run.builder.id}"
     elif statement.kind == REBUILD:
         witnesses = {signer, *filter(None, evidence.signed.get(REBUILT, "").split(", "))}
         evidence.signed[REBUILT] = ", ".join(sorted(witnesses))
 
 
-def _wrong(predicate: Predicate, demanded: Images, stack: str) -> Iterator[str]:
+def _wrong(builder: str, named: str, demanded: Images, stack: str) -> Iterator[str]:
     """Yield the differences between provenance and policy."""
-    named, builder = predicate.definition.external.stack, predicate.run.builder.id
     if named != stack:
         yield f"its provenance names the stack {named[:40]}, and {stack} was asked for"
     if demanded.stacks and named not in demanded.stacks:
         yield f"trust.toml does not take the stack {named[:40]}"
     if demanded.builders and builder not in demanded.builders:
         yield f"it was built by {builder[:80]}, which trust.toml does not name"
-    _time(predicate.run.metadata.finished)
 
 
 def _time(text: str) -> datetime:

@@ -25,6 +25,7 @@ from unittest import mock
 import httpx
 import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sigstore_instance import Instance
 
 from robustness.scenario import write
 from robustness.scenarios import archives, benchmarks, checkpoints, patching
@@ -35,11 +36,12 @@ from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.report import audit_files
 from sparkforge.bench import schema, settings, trace
 from sparkforge.core import documents, events, manifest, redact, tables
+from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import signatures
-from sparkforge.image import inspect, oci, packs, provenance, signing, trust, versions
+from sparkforge.image import inspect, keyless, oci, packs, provenance, signing, trust, versions
 from sparkforge.image.attached import Attached
 from sparkforge.models import hub
 from sparkforge.models import recipes as models
@@ -640,12 +642,24 @@ def _read_envelope(data: bytes, _scratch: Path) -> None:
     signing.read_statement(Attached(data, signing.ENVELOPE_TYPE), {"key": KEY.public_key()})
 
 
+def _read_sigstore(data: bytes, scratch: Path) -> None:
+    write(scratch / "root.json", SIGSTORE.trusted_root().encode())
+    signer = keyless.Identity(identity="urn:a", issuer="b", trusted_root="root.json")
+    try:
+        _, payload = keyless.read_statement(data, {"a": signer}, scratch)
+    except ValueError as error:
+        raise DocumentError("a bundle", str(error)) from error
+    if json.loads(payload) != STATEMENT:
+        raise AssertionError(payload)
+
+
 def _read_layout(data: bytes, scratch: Path) -> None:
     write(scratch / "layout" / "index.json", data)
     oci.Layout(scratch / "layout")
 
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
+SIGSTORE = Instance()
 STATEMENT = {"_type": provenance.STATEMENT, "predicateType": provenance.SLSA}
 TRUST = f'schema = 1\n[keys.a]\npublic = """{signing.public_text(KEY)}"""\n[images]\ndemand = ["signature"]\n'
 OCI_INDEX = json.dumps({"manifests": [{"digest": f"sha256:{'0' * 64}", "size": 2, "annotations": {"a": "b"}}]})
@@ -655,6 +669,7 @@ def _of_images_and_settings() -> Iterator[Parser]:
     yield Parser("image-manifest", _texts(IMAGE_MANIFEST, IMAGE_AUDIT, LABELS), _read_image)
     yield Parser("trust-toml", _texts(TRUST), _read_trust)
     yield Parser("envelope", _texts(signing.signed(STATEMENT, KEY).data.decode()), _read_envelope)
+    yield Parser("sigstore", _texts(json.dumps(SIGSTORE.bundle(STATEMENT, "urn:a", "b"))), _read_sigstore, cost=8.0)
     yield Parser("oci-index", _texts(OCI_INDEX), _read_layout)
     yield Parser("cluster-toml", _texts(CLUSTER), _loaded(cluster_config.read, "cluster.toml"))
     yield Parser("environment", _texts(ENVIRONMENT), _read_environment)

@@ -1,0 +1,54 @@
+"""Statements that a workflow signed without a key: Sigstore bundles, verified without a network by a trusted root."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sparkforge.core.documents import read_bytes
+from sparkforge.core.errors import InputError
+from sparkforge.core.tables import Record
+from sparkforge.pins.table import Text
+
+BUNDLE = "application/vnd.dev.sigstore.bundle"  # media types begin with it
+
+
+class Identity(Record):
+    """Whose certificates count: the name in them, the issuer that vouched for it, and the root's file."""
+
+    identity: Text  # of a workflow https://github.com/OWNER/NAME/.github/workflows/FILE@refs/tags/TAG
+    issuer: Text
+    trusted_root: Text
+
+
+def read_statement(data: bytes, identities: Mapping[str, Identity], folder: Path) -> tuple[str, bytes]:
+    """Return which identity signed a bundle, and the statement in it.
+
+    `folder` has the trusted roots. Raises ValueError for a bundle that none of them signed, InputError for a root.
+    """
+    from sigstore.errors import Error  # noqa: PLC0415 - a second that a start without identities does not spend
+    from sigstore.models import Bundle, TrustedRoot  # noqa: PLC0415
+    from sigstore.verify import Verifier, policy  # noqa: PLC0415
+    from sigstore_models.trustroot.v1 import TrustedRoot as Root  # noqa: PLC0415
+
+    reasons = []
+    for name, signer in identities.items():
+        path = folder / signer.trusted_root
+        try:
+            verifier = Verifier(trusted_root=TrustedRoot(Root.from_json(read_bytes(path))))
+        except (OSError, ValueError, Error) as error:
+            why = " ".join(str(error).split())[:200]
+            fix = f"cosign trusted-root create --out {path}, or get it from whoever signs"
+            raise InputError(f"{path} is no trusted root of Sigstore", why, fix, code="input.table") from error
+        try:
+            bundle = Bundle.from_json(data)
+            kind, payload = verifier.verify_dsse(
+                bundle, policy.Identity(identity=signer.identity, issuer=signer.issuer)
+            )
+        except Exception as error:  # noqa: BLE001 - strangers wrote it; OverflowError is one of what the library raises
+            reasons.append(f"not by {name}: {' '.join(str(error).split())[:160]}")
+            continue
+        if kind == "application/vnd.in-toto+json":
+            return name, payload
+        reasons.append(f"{name} signed another kind, {kind[:40]}")
+    raise ValueError(f"a Sigstore bundle is of no identity that counts: {'; '.join(reasons) or 'trust.toml has none'}")

@@ -1,0 +1,213 @@
+"""What a workflow signed without a key, by a Sigstore of our own: taken by its identity, and every attack refused."""
+
+import copy
+import datetime as dt
+import json
+
+import pytest
+import sigstore_instance
+from expected import refused
+from oci_layout import Writer, ours
+from sigstore_instance import Instance
+
+from sparkforge.cli import build as commands
+from sparkforge.image import attached, build, inspect, keyless, oci, provenance, signing, trust
+from sparkforge.image.attached import Attached, Folder, Repository
+
+STACK, ALL = "embedded", ("signature", "provenance", "sbom")
+WORKFLOW = "https://github.com/owner/name/.github/workflows/image.yml@refs/tags/1.0.0"
+ISSUER, BUILDER = "https://token.actions.githubusercontent.com", "https://github.com/actions/runner/github-hosted"
+KIND = f"{keyless.BUNDLE}.v0.3+json"
+FORGES = {"buildDefinition": {"buildType": "https://actions.github.io/buildtypes/workflow/v1",
+                              "externalParameters": {"workflow": {"path": "image.yml"}}},
+          "runDetails": {"builder": {"id": BUILDER}, "metadata": {"invocationId": "1"}}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sigstore():
+    return Instance()
+
+
+@pytest.fixture
+def demand(tmp_path, monkeypatch, sigstore):
+    """Return a function that writes trust.toml, which names the workflow alone."""
+    path = tmp_path / "trust.toml"
+    monkeypatch.setattr(trust, "FILE", path)
+
+    def demand(root=None, identity=WORKFLOW, issuer=ISSUER, **images):
+        (tmp_path / "root.json").write_text(sigstore.trusted_root() if root is None else root)
+        lines = {"identity": identity, "issuer": issuer, "trusted_root": "root.json"}
+        rows = ["schema = 1", "[identities.release]", *(f"{key} = {json.dumps(text)}" for key, text in lines.items())]
+        rows += ["[images]", *(f"{key} = {json.dumps(value)}" for key, value in {"demand": ALL, **images}.items())]
+        path.write_text("\n".join(rows))
+        path.chmod(0o600)
+
+    return demand
+
+
+@pytest.fixture
+def image(tmp_path):
+    ours(Writer(tmp_path / "image"), build.expected("amd64", stack=STACK))
+    return oci.LayoutImage(tmp_path / "image")
+
+
+def bundles(image, sigstore, **options):
+    """Return what the workflow attaches: provenance of the forge's form, and our bill of materials."""
+    contents = {provenance.SLSA: FORGES, provenance.CYCLONEDX: json.loads(inspect.bill(None, image, STACK))}
+    options = {"identity": WORKFLOW, "issuer": ISSUER, **options}
+    subject = options.pop("subject", [("ghcr.io/owner/name", image.digests[0])])
+    return [
+        sigstore.bundle(provenance.statement(subject, kind, content), **options) for kind, content in contents.items()
+    ]
+
+
+def attach(image, documents):
+    entries = [Attached(json.dumps(document).encode(), KIND) for document in documents]
+    signing.attach(Folder(image.layout.path), image.digests[0], "att", entries)
+
+
+def test_the_workflow_that_is_named_vouches_for_its_image(image, sigstore, demand, capsys):
+    attach(image, bundles(image, sigstore))
+    demand(builders=[BUILDER], stacks=[STACK])
+    commands.image_verify.body(None, image=str(image.layout.path), stack=STACK)
+    said = capsys.readouterr().err
+    for line in ("signature by release", f"provenance by release, built by {BUILDER}", "sbom by release"):
+        assert line in said
+
+
+def test_an_older_image_of_the_workflow_needs_a_rollback_too(image, sigstore, demand):
+    attach(image, bundles(image, sigstore))
+    demand()
+    trust.accept(STACK, trust.Evidence(finished="2026-11-09T00:00:00Z"))
+    with refused("integrity.signature", "older than the last one"):
+        trust.require(None, image, STACK)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ({"identity": WORKFLOW.replace("owner", "other")}, "not by release"),
+        ({"issuer": "https://other.example"}, "not by release"),
+        ({"builders": ["urn:mine"]}, f"it was built by {BUILDER}, which trust.toml does not name"),
+        ({"stacks": ["spark"]}, "trust.toml does not take the stack embedded"),
+        ({"root": Instance().trusted_root()}, "not by release"),
+    ],
+)
+def test_another_workflow_issuer_builder_stack_or_sigstore_is_refused(image, sigstore, demand, policy, reason):
+    attach(image, bundles(image, sigstore))
+    demand(**policy)
+    with refused("integrity.signature", reason):
+        trust.require(None, image, STACK)
+
+
+def put(path, value):
+    """Return a change of a bundle: what lies at a path becomes `value`, or what `value` makes of it."""
+
+    def change(document):
+        *folders, last = path
+        for name in folders:
+            document = document[name]
+        document[last] = value(document[last]) if callable(value) else value
+
+    return change
+
+
+MATERIAL = "verificationMaterial"
+ENTRY = (MATERIAL, "tlogEntries", 0)
+PROOF = (*ENTRY, "inclusionProof")
+ATTACKS = {
+    "payload changed": put(("dsseEnvelope", "payload"), lambda text: text.replace(text[40:44], "AAAA")),
+    "type changed": put(("dsseEnvelope", "payloadType"), "application/json"),
+    "signature of rubbish": put(("dsseEnvelope", "signatures", 0, "sig"), "AAAA"),
+    "no signature": put(("dsseEnvelope", "signatures"), []),
+    "no envelope": put(("dsseEnvelope",), None),
+    "not logged": put((MATERIAL, "tlogEntries"), []),
+    "another log entry": put((*ENTRY, "canonicalizedBody"), sigstore_instance.text(b"{}")),
+    "no promise": put((*ENTRY, "inclusionPromise"), None),
+    "a later time": put((*ENTRY, "integratedTime"), lambda time: str(int(time) + 10**6)),
+    "a time beyond all": put((*ENTRY, "integratedTime"), str((1 << 63) - 1)),
+    "another root hash": put((*PROOF, "rootHash"), sigstore_instance.text(b"0" * 32)),
+    "an unsigned checkpoint": put((*PROOF, "checkpoint", "envelope"), "log - 1\n1\nAAAA\n\n"),
+    "a checkpoint of rubbish": put((*PROOF, "checkpoint", "envelope"), "x"),
+    "a proof that is too long": put((*PROOF, "hashes"), [sigstore_instance.text(b"0" * 32)] * 999),
+    "a certificate of rubbish": put((MATERIAL, "certificate", "rawBytes"), "AAAA"),
+    "another media type": put(("mediaType",), "x"),
+    "no material": put((MATERIAL,), {}),
+    "a number": put(("dsseEnvelope",), 1),
+}
+
+
+@pytest.mark.parametrize("change", ATTACKS.values(), ids=ATTACKS)
+def test_a_bundle_that_was_changed_is_refused(image, sigstore, demand, change):
+    documents = copy.deepcopy(bundles(image, sigstore))
+    for document in documents:
+        change(document)
+    attach(image, documents)
+    demand()
+    with refused("integrity.signature", "demands signature, provenance, sbom by release: a Sigstore bundle is of no"):
+        trust.require(None, image, STACK)
+
+
+def test_what_the_workflow_signed_as_something_else_than_a_statement_is_refused(image, sigstore, demand):
+    attach(image, bundles(image, sigstore, kind="application/json"))
+    demand()
+    with refused("integrity.signature", "release signed another kind, application/json"):
+        trust.require(None, image, STACK)
+
+
+def test_what_is_about_another_image_or_signed_after_the_certificate_ended_is_refused(
+    image, sigstore, demand, monkeypatch
+):
+    demand()
+    attach(image, bundles(image, sigstore, subject=[("x", f"sha256:{'0' * 64}")]))
+    with refused("integrity.signature", "about another digest"):
+        trust.require(None, image, STACK)
+    other = Instance()
+    monkeypatch.setattr(other, "_builder", lambda *args: Instance._builder(other, *args[:2], late(args[2])))
+    demand(root=other.trusted_root())
+    attach(image, bundles(image, other))
+    with refused("integrity.signature", "a Sigstore bundle is of no identity"):
+        trust.require(None, image, STACK)
+
+
+def late(until):
+    return min(until, sigstore_instance.NOW + dt.timedelta(seconds=30))
+
+
+@pytest.mark.parametrize("data", [b"", b"[" * 9999, b"{}", b"1", b"\xff", b'{"mediaType": 1}'])
+def test_what_is_no_bundle_is_refused(image, demand, data):
+    signing.attach(Folder(image.layout.path), image.digests[0], "att", [Attached(data, KIND)])
+    demand()
+    with refused("integrity.signature", "a Sigstore bundle is of no identity"):
+        trust.require(None, image, STACK)
+
+
+@pytest.mark.parametrize("root", ["", "{}", "[", '{"mediaType": "x"}'])
+def test_a_trusted_root_that_is_none_is_named(image, sigstore, demand, root):
+    attach(image, bundles(image, sigstore))
+    demand(root=root)
+    with refused("input.table", "root.json is no trusted root"):
+        trust.require(None, image, STACK)
+
+
+@pytest.mark.parametrize("is_tag", [False, True])
+def test_a_registry_is_asked_for_bundles_by_the_api_or_by_the_tag_in_its_place(serve, image, sigstore, is_tag):
+    blob = json.dumps(bundles(image, sigstore)[0]).encode()
+    layer, digest = attached._described(blob, KIND), image.digests[0]
+    below = {"sbom": f"sha256:{'1' * 64}", "bundle": f"sha256:{'2' * 64}"}
+    index = {"manifests": [
+        {"digest": below["sbom"], "size": 1, "artifactType": "application/spdx+json"},
+        {"digest": below["bundle"], "size": 1, "artifactType": KIND},
+    ]}  # fmt: skip
+    answers = {
+        f"manifests/{digest.replace(':', '-')}" if is_tag else f"referrers/{digest}": json.dumps(index).encode(),
+        **dict.fromkeys((f"manifests/{name}" for name in below.values()), json.dumps({"layers": [layer]}).encode()),
+        f"blobs/{layer['digest']}": blob,
+    }
+
+    def answer(handler):
+        body = answers.get(handler.path.partition("?")[0].rpartition("/v2/a/b/")[2])
+        return (404, b"", {}) if body is None else (200, body, {})
+
+    address = serve(answer).url.removeprefix("http://")
+    assert Repository(f"{address}/a/b").read_referrers(digest, keyless.BUNDLE) == [Attached(blob, KIND)]
