@@ -35,7 +35,7 @@ INSTALL = {
     "docker-registry": "sudo apt install docker-registry; tests/engine/run brings its own",
 }
 
-# Where pytest has several workers (sparkforge/cli/suite.py) a file stays with one of them, and so do the files of one
+# Where pytest has several workers (lab/suite.py) a file stays with one of them, and so do the files of one
 # kind here: they share a server and its ports, the installed compilers (one process at a time), or trees with what
 # Python compiled of them. The longest come first; what runs on an engine or a GPU comes when test_road.py has ended its
 # server.

@@ -27,6 +27,7 @@ from sparkforge.core import interrupt, paths
 from sparkforge.core.console import say, show_error
 from sparkforge.core.declare import declare
 from sparkforge.core.errors import SparkforgeError, UsageError
+from sparkforge.core.process import call
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,6 +166,12 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return wrapped
+
+
+def in_laboratory(module: str, *words: str) -> None:
+    """Run a program of lab/, which only a clone has, and end with its exit code."""
+    if code := call([sys.executable, "-m", f"lab.{module}", *words], cwd=paths.ROOT, env={}):
+        raise Exit(code=code)
 
 
 def nobody_reads() -> bool:

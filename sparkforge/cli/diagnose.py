@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from invoke.context import Context
 from invoke.exceptions import Exit
 
-from sparkforge.cli.command import caller_path, task, whole_number
+from sparkforge.cli.command import caller_path, in_laboratory, task, whole_number
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, echo_json, say
 from sparkforge.core.documents import read_json
@@ -128,6 +127,4 @@ def qualify(
 @task(example="./inv qualify.accept report.json", report="report.json of a DGX Spark")
 def qualify_accept(_ctx: Context, report: str) -> None:
     """Write a Spark's report into the hardware ledger and its page."""
-    command = [sys.executable, "-m", "lab.ledger", caller_path(report)]
-    if code := call(command, cwd=paths.ROOT, env={}):
-        raise Exit(code=code)
+    in_laboratory("ledger", caller_path(report))

@@ -8,8 +8,7 @@ from invoke.context import Context
 from invoke.exceptions import Exit
 
 from sparkforge.cli.build import DRY_RUN, STACK, chosen_stack
-from sparkforge.cli.command import caller_path, caller_paths, listed, task, whole_number
-from sparkforge.core.console import echo, say
+from sparkforge.cli.command import caller_path, caller_paths, in_laboratory, listed, task
 from sparkforge.core.errors import UsageError
 
 
@@ -121,9 +120,7 @@ def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> No
 @task(example="./inv pins.lock")
 def pins_lock(_ctx: Context) -> None:
     """Resolve every locks/*.in again into its hash-locked set."""
-    from sparkforge.pins import locks
-
-    say(f"locked {', '.join(path.name for path in locks.compile_all())}")
+    in_laboratory("locks")
 
 
 @task(
@@ -145,23 +142,10 @@ def test(
     minutes: str = "",
 ) -> None:
     """Run the tests in an environment of their own."""
-    from sparkforge.cli import suite
-
-    if not robustness:
-        if minutes:
-            raise UsageError("--minutes has no meaning here", "only --robustness takes it", "./inv test --robustness")
-        if all_ and (fast or select):
-            why = "--fast leaves tests out, and --select runs what it names, marked nightly or not"
-            raise UsageError("--all goes with neither --fast nor --select", why, "./inv test --all")
-        suite.run_tests(fast=fast, select=select, coverage=coverage, nightly=all_)
-        return
-    if all_ or fast or select or coverage:
-        why = "--all, --fast, --select and --coverage are for pytest"
-        raise UsageError("--robustness runs no other tests", why, "./inv test --robustness")
-    length = whole_number("--minutes", minutes or "60")
-    if length < 1:
-        raise UsageError(f"--minutes {length} is too short", "it takes a whole number from 1", "--minutes 10")
-    suite.run_robustness(minutes=length)
+    flags = {"--all": all_, "--fast": fast, "--coverage": coverage, "--robustness": robustness}
+    texts = {"--select": select, "--minutes": minutes}
+    words = [*(name for name, given in flags.items() if given), *(f"{name}={text}" for name, text in texts.items())]
+    in_laboratory("suite", *words)
 
 
 @task(
@@ -173,10 +157,4 @@ def check(_ctx: Context, docs: bool = False) -> None:
 
     It needs neither vLLM nor torch. With --docs it builds the documentation.
     """
-    from sparkforge.cli import docs as site
-    from sparkforge.cli import suite
-
-    if docs:
-        echo(str(site.build()))
-    else:
-        suite.check()
+    in_laboratory("check", *(["--docs"] if docs else []))

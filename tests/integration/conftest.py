@@ -65,7 +65,7 @@ class Checkout:
             "SPARKFORGE_STATE",
             "PYTHONPATH",
             "OMP_NUM_THREADS",
-        )  # set for pytest (sparkforge/cli/suite.py), not by a user
+        )  # set for pytest (lab/suite.py), not by a user
         return {**{key: value for key, value in os.environ.items() if key not in ours}, "PATH": str(self.programs)}
 
     def inv(self, *args):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from expected import refused
 
-from sparkforge.cli import docs
+from lab import check
 from sparkforge.core import paths
 from sparkforge.core.paths import ROOT
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def site():
-    return docs.build()
+    return check.build_site()
 
 
 def test_site_loads_nothing_from_another_server(site):
@@ -35,6 +35,6 @@ def test_broken_links_fail_the_build_and_keep_the_old_site(site, tmp_path, monke
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     before = (site / "index.html").read_bytes()
     with refused("process.failed") as caught:
-        docs.build()
+        check.build_site()
     assert all(link in caught.value.why for link in ("no-such-page.md", "no-such-heading"))
     assert (site / "index.html").read_bytes() == before

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from lab import locks as lab_locks
 from sparkforge.core.process import run_unchecked
 from sparkforge.pins import locks
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.integration
 def resolve(text, folder):
     (folder / "lock.txt").write_text(text)
     arguments = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--target", folder / "tree"]
-    arguments += locks.load().targets["aarch64"]
+    arguments += lab_locks.load().targets["aarch64"]
     arguments += ["--no-deps", "--require-hashes", "-r", folder / "lock.txt"]
     return run_unchecked(arguments, env=locks.uv_environment())
 

@@ -7,20 +7,26 @@ from expected import refused
 from invoke.context import Context
 from invoke.exceptions import Exit
 
-from sparkforge.cli import maintain, suite
-from sparkforge.core.errors import UsageError
+from lab import check, suite
+from sparkforge.cli import maintain
+from sparkforge.core.errors import ProcessError, UsageError
 from sparkforge.core.memory import Machine
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"minutes": "5"}, {"all_": True, "fast": True}, {"robustness": True, "fast": True}, {"minutes": "0"}],
-    ids=str,
+    "words",
+    ["--minutes=5", "--all --fast", "--robustness --fast", "--robustness --minutes=0", "--robustness --minutes=x"],
 )
-def test_options_that_do_not_go_together_are_refused(monkeypatch, options):
+def test_options_that_do_not_go_together_are_refused(monkeypatch, words):
     monkeypatch.setattr(suite, "call", lambda *_args, **_more: pytest.fail("tests were started"))
+    monkeypatch.setattr("sys.argv", ["lab.suite", *words.split()])
+    with pytest.raises(UsageError):
+        suite.main()
+
+
+def test_the_command_ends_with_the_code_of_the_program_in_the_laboratory():
     with pytest.raises(Exit) as ended:
-        maintain.test.body(Context(), **options)
+        maintain.test.body(Context(), select="-x", minutes="5")
     assert ended.value.code == UsageError.exit_code
 
 
@@ -35,20 +41,20 @@ def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path,
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
-    program(suite.LINT.path / "bin" / "good", "echo good says $1")
-    program(suite.LINT.path / "bin" / "bad", "echo bad says $1; exit 1")
+    program(check.LINT.path / "bin" / "good", "echo good says $1")
+    program(check.LINT.path / "bin" / "bad", "echo bad says $1; exit 1")
     if installed:
         program(tmp_path / "shellcheck", "exit 1")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(suite.platform, "machine", lambda: machine)
+    monkeypatch.setattr(check.platform, "machine", lambda: machine)
     checks = {"one": ("bad", "x"), "two": ("good",), "three": ("missing",), "shell": ("shellcheck",)}
-    monkeypatch.setattr(suite, "CHECKS", checks)
-    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(check, "CHECKS", checks)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "reference_pages.py").write_text("import sys; sys.exit(f'{sys.argv[1:]} a page is old')")
-    monkeypatch.setattr(suite.environments, "ensure", lambda *_: None)
+    monkeypatch.setattr(check.environments, "ensure", lambda *_: None)
     with refused("process.checks") as error:
-        suite.check()
+        check.check()
     assert error.value.why == f"{failed}, reference pages"
     output = capsys.readouterr()
     assert output.out.startswith("bad says x\n")
@@ -57,15 +63,15 @@ def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("options", "cores", "arguments"),
+    ("words", "cores", "arguments"),
     [
-        ({"fast": True}, 20, ["pytest", "tests/unit", "-m", "not slow", "--dist=worksteal", "--numprocesses=8"]),
-        ({}, 2, ["pytest", "tests", "--durations=15", "-m", "not nightly", "--numprocesses=2"]),
-        ({"select": "ctrl"}, 2, ["pytest", "tests", "--durations=15", "-k", "ctrl"]),
-        ({"robustness": True, "minutes": "7"}, 2, ["robustness.campaign", "--minutes", "7", "--output"]),
+        ("--fast", 20, ["pytest", "tests/unit", "-m", "not slow", "--dist=worksteal", "--numprocesses=8"]),
+        ("", 2, ["pytest", "tests", "--durations=15", "-m", "not nightly", "--numprocesses=2"]),
+        ("--select=ctrl", 2, ["pytest", "tests", "--durations=15", "-k", "ctrl"]),
+        ("--robustness --minutes=7", 2, ["robustness.campaign", "--minutes", "7", "--output"]),
     ],
 )
-def test_the_programs_of_a_run_and_its_failure(monkeypatch, options, cores, arguments):
+def test_the_programs_of_a_run_and_its_failure(monkeypatch, words, cores, arguments):
     calls = []
     monkeypatch.setattr(suite, "prepare_environment", lambda *_: SimpleNamespace(python="all"))
     monkeypatch.setattr(suite.environments, "ensure", lambda *_: True)
@@ -73,7 +79,8 @@ def test_the_programs_of_a_run_and_its_failure(monkeypatch, options, cores, argu
     monkeypatch.setattr(suite.memory, "measure", lambda: Machine(64 * 10**9, cores))
     monkeypatch.setattr(suite, "call", lambda command, **_: calls.append(command) or len(calls) - 1)
     monkeypatch.delenv("CI", raising=False)
-    maintain.test.body(Context(), **options)
+    monkeypatch.setattr("sys.argv", ["lab.suite", *words.split()])
+    suite.main()
     assert calls[0][2 : 2 + len(arguments)] == arguments
-    with pytest.raises(Exit):  # the second run ends with code 1
-        maintain.test.body(Context(), **options)
+    with pytest.raises(ProcessError):  # the second run ends with code 1
+        suite.main()

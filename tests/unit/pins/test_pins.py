@@ -6,6 +6,7 @@ import zipfile
 import pytest
 from expected import refused
 
+from lab import locks as resolved
 from sparkforge import pins
 from sparkforge.core.errors import InputError
 from sparkforge.core.files import sha256_file
@@ -115,23 +116,23 @@ def test_bytes_that_are_not_text_and_what_is_missing_are_refused(tmp_path):
 def test_a_changed_input_is_seen(tmp_path, monkeypatch):
     copy = tmp_path / "locks"
     shutil.copytree(locks.LOCKS, copy)
-    monkeypatch.setattr(locks, "LOCKS", copy)
+    monkeypatch.setattr(resolved, "LOCKS", copy)
     (copy / "embedded.override").write_text("# nothing is left out any more\n")
-    assert locks.drifted() == ["test", "embedded"]
+    assert resolved.drifted() == ["test", "embedded"]
 
 
 def asked(name):
-    lock = locks.load().sets[name]
+    lock = resolved.load().sets[name]
     return [line for path in lock.inputs if path.suffix == ".in" for line in path.read_text().splitlines() if line]
 
 
-@pytest.mark.parametrize("name", list(locks.load().sets))
+@pytest.mark.parametrize("name", list(resolved.load().sets))
 def test_every_requirement_of_a_lock_has_a_hash_and_none_names_an_index(name):
     text = locks.lock_path(name).read_text(encoding="utf-8")
     requirements = re.split(r"\n(?=[a-z0-9])", text.partition("\n")[2])
     wanted = {re.split(r"[\[<=>~ ;]", line)[0] for line in asked(name) if line[0].isalnum()}
     assert wanted
-    wanted -= set(locks.load().sets[name].omit)
+    wanted -= set(resolved.load().sets[name].omit)
     assert wanted <= {entry.partition("==")[0].partition("[")[0] for entry in requirements}
     assert [entry for entry in requirements if "--hash=sha256:" not in entry or "==" not in entry] == []
     assert "://" not in text
@@ -157,10 +158,10 @@ def test_the_lock_of_a_stack_holds_what_pins_toml_names(stack):
 def test_a_set_with_an_unknown_target_or_a_later_constraint_is_refused(tmp_path, change):
     table = tmp_path / "sets.toml"
     lines = [f'{key} = "{value}"' for key, value in change.items()]
-    text = locks.TABLE.read_text(encoding="utf-8").replace("[sets.dev]", "\n".join(["[sets.dev]", *lines]))
+    text = resolved.TABLE.read_text(encoding="utf-8").replace("[sets.dev]", "\n".join(["[sets.dev]", *lines]))
     table.write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match="malformed"):
-        locks.load(table)
+        resolved.load(table)
 
 
 @pytest.mark.parametrize("text", ["", "schema = 1", "sets = 3", "[sets]\ntest = 3", "[sets.test]\nomit = 3", "[sets"])
@@ -168,7 +169,7 @@ def test_a_malformed_table_of_sets_is_a_named_error(tmp_path, text):
     table = tmp_path / "sets.toml"
     table.write_text(f"{text}\n" if "schema" in text or not text else f"schema = 1\ntargets = {{}}\n{text}\n")
     with refused("input.table"):
-        locks.load(table)
+        resolved.load(table)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -192,7 +193,7 @@ def test_a_requirement_of_a_lock_is_replaced_with_its_hashes_and_keeps_its_marke
 
 def test_a_lock_without_a_wheel_for_every_machine_is_refused(tmp_path, monkeypatch):
     """A folder stands for the package index."""
-    index, lock, hashes = tmp_path / "simple/one", locks.LockSet(name="one", folder=str(tmp_path)), ""
+    index, lock, hashes = tmp_path / "simple/one", resolved.LockSet(name="one", folder=str(tmp_path)), ""
     index.mkdir(parents=True)
     monkeypatch.setenv("UV_DEFAULT_INDEX", index.parent.as_uri())
     for machine in ("x86_64", "aarch64"):
@@ -205,5 +206,5 @@ def test_a_lock_without_a_wheel_for_every_machine_is_refused(tmp_path, monkeypat
         lock.path.write_text(f"one==1{hashes}\n")
         if machine == "x86_64":
             with refused("input.pins", r"(?s)installed on aarch64 with Python 3\.11 .*no wheels.* one\.in"):
-                locks.require_wheels(lock)
-    locks.require_wheels(lock)
+                resolved.require_wheels(lock)
+    resolved.require_wheels(lock)

@@ -1,27 +1,26 @@
-"""A contributor's two loops: the checks that need no test, and the tests; each in an environment of its own."""
+"""`./inv test`: the tests in an environment of their own, and the attacks of --robustness."""
 
 from __future__ import annotations
 
 import os
-import platform
-import shutil
 import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
 from sparkforge import environments, pins
+from sparkforge.cli.command import whole_number
 from sparkforge.core import memory, paths
-from sparkforge.core.console import Steps, echo, say
-from sparkforge.core.errors import ProcessError
+from sparkforge.core.console import Steps
+from sparkforge.core.errors import ProcessError, UsageError
 from sparkforge.core.files import require_space
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import call, run_unchecked
+from sparkforge.core.process import call
+from sparkforge.core.program import ArgumentParser, exit_code
 from sparkforge.environments import Environment
-from sparkforge.pins import locks
 from sparkforge.serve.devices.in_environment import prepare_environment
 
-LINT, UNIT = Environment("lint"), Environment("unit")
+UNIT = Environment("unit")
 WORKERS = 2  # one serves while the other compiles (tests/conftest.py); on 2 cores a third one saves a tenth of the time
 FAST_WORKERS = 8  # without vLLM and torch; a test that waits for a process leaves its core to another
 TEMPORARY_BYTES = 200_000_000  # chosen, not measured: on a full disk pytest itself ends in a traceback
@@ -33,78 +32,6 @@ FAST = "SPARKFORGE_TEST_FAST"
 # plugin for each of them would take a quarter of their time.
 RERUNS = ("--reruns=1", "--reruns-delay=5")
 COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov-report=term:skip-covered")
-SHELL_SCRIPTS = ("inv", ".ci", "spark_mxfp4/test", "tests/packages", "deploy", "tests/engine")
-LIBRARY_PATH = str(ROOT / "spark_mxfp4" / "src")
-# Name → a program of the environment and its arguments; `check` adds the files of shellcheck.
-CHECKS = {
-    "format": ("ruff", "format", "--check"),
-    "lint": ("ruff", "check"),
-    "types": ("mypy",),
-    "imports": ("lint-imports", "--no-cache"),
-    "spelling": ("codespell",),
-    "shell": ("shellcheck", "--severity=warning"),
-    "Dockerfiles": ("hadolint", "Dockerfile", "Dockerfile.dev"),
-    "workflows": ("jactionlint", "--profile=correctness"),  # actionlint's rules
-    "workflows' security": ("zizmor", "--offline", "--quiet", "--min-severity=medium", ".github/workflows"),
-}
-
-# Architecture → programs of CHECKS for which locks/lint.in has no wheel: the machine's own are run, if it has them.
-WITHOUT_WHEEL = {"aarch64": ("shellcheck",)}
-
-
-def check() -> None:
-    """Run every check, print what they found, and raise ProcessError if one of them failed."""
-    commands: dict[str, tuple[str, ...]] = {**CHECKS}
-    if (ROOT / "lab").is_dir():  # a checkout
-        commands["reference pages"] = (sys.executable, "-m", "lab.reference_pages", "--check")
-    steps = Steps(len(commands) + 2)
-    with steps.step("pins", "pins.toml and the locks") as tell:
-        locks.require_current()
-        if unread := pins.load().unread():
-            tell(f"nobody has read the names of {len(unread)} git sources: {'; '.join(unread)}")
-    with steps.step("environment", "linters, from locks/lint.txt"):
-        environments.ensure(LINT, pins.load())
-    programs = LINT.path / "bin"
-    path = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
-    failed: dict[str, str] = {}
-    for name, (program, *arguments) in commands.items():
-        executable: str | Path | None = programs / program  # an absolute program stays as it is
-        if not (programs / program).exists() and program in WITHOUT_WHEEL.get(platform.machine(), ()):
-            executable = shutil.which(program)
-        try:
-            with steps.step(name) as tell:
-                if executable:
-                    _run_check(executable, [*arguments, *(shell_scripts() if program == "shellcheck" else ())], path)
-                else:
-                    tell(f"NOT CHECKED: {program} has no wheel for this machine; sudo apt install {program}")
-        except ProcessError as error:
-            failed[name] = error.why
-    for name, output in failed.items():
-        say(f"\n── {name} ──")
-        echo(output)
-    if failed:
-        fix = "correct what is printed above; `ruff format` and `ruff check --fix` do some of it"
-        raise ProcessError("the checks failed", ", ".join(failed), fix, code="process.checks")
-
-
-def _run_check(program: str | Path, arguments: list[str | Path], path: str) -> None:
-    """Run one check. Raises ProcessError with all that it printed."""
-    result = run_unchecked([program, *arguments], cwd=ROOT, env={"PYTHONPATH": LIBRARY_PATH, "PATH": path})
-    if result.returncode:
-        raise ProcessError(f"{program} failed", (result.stdout + result.stderr).strip(), "")
-
-
-def shell_scripts() -> list[Path]:
-    """Return the shell scripts of SHELL_SCRIPTS, by their ending or first line."""
-    roots = [ROOT / name for name in SHELL_SCRIPTS]
-    files = [file for root in roots for file in (sorted(root.rglob("*")) if root.is_dir() else [root])]
-    shells = (b"sh", b"sh -eu")
-    return [
-        file
-        for file in files
-        if file.is_file()
-        and (file.suffix == ".sh" or file.read_bytes()[:80].partition(b"\n")[0].rstrip().endswith(shells))
-    ]
 
 
 def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool = False) -> None:
@@ -160,3 +87,32 @@ def run_robustness(*, minutes: float) -> None:
     if code:
         fix = "run one of the commands above: each repeats a case"
         raise ProcessError("the robustness tests failed", f"the counts are in {output}", fix, code="process.tests")
+
+
+def main() -> None:
+    """Run what the arguments of `./inv test` name. Raises UsageError, ProcessError."""
+    parser = ArgumentParser(prog="./inv test")
+    for name in ("all", "fast", "coverage", "robustness"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--select", default="")
+    parser.add_argument("--minutes", default="")
+    given = parser.parse_args()
+    if not given.robustness:
+        if given.minutes:
+            raise UsageError("--minutes has no meaning here", "only --robustness takes it", "./inv test --robustness")
+        if given.all and (given.fast or given.select):
+            why = "--fast leaves tests out, and --select runs what it names, marked nightly or not"
+            raise UsageError("--all goes with neither --fast nor --select", why, "./inv test --all")
+        run_tests(fast=given.fast, select=given.select, coverage=given.coverage, nightly=given.all)
+        return
+    if given.all or given.fast or given.select or given.coverage:
+        why = "--all, --fast, --select and --coverage are for pytest"
+        raise UsageError("--robustness runs no other tests", why, "./inv test --robustness")
+    length = whole_number("--minutes", given.minutes or "60")
+    if length < 1:
+        raise UsageError(f"--minutes {length} is too short", "it takes a whole number from 1", "--minutes 10")
+    run_robustness(minutes=length)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

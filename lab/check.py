@@ -1,0 +1,127 @@
+"""`./inv check`: every linter, mypy and the import contracts; with --docs the documentation site instead.
+
+MkDocs reads mkdocs.yml and docs/, and writes .sparkforge/site.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from lab import locks
+from sparkforge import environments, pins
+from sparkforge.core import paths
+from sparkforge.core.console import Steps, echo, say
+from sparkforge.core.errors import ProcessError
+from sparkforge.core.files import locked
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import run, run_unchecked
+from sparkforge.core.program import ArgumentParser, exit_code
+from sparkforge.environments import Environment
+
+LINT, DOCS = Environment("lint"), Environment("docs")
+SHELL_SCRIPTS = ("inv", ".ci", "spark_mxfp4/test", "tests/packages", "deploy", "tests/engine")
+LIBRARY_PATH = str(ROOT / "spark_mxfp4" / "src")
+SITE_VARIABLES = {"PYTHONPATH": "", "NO_MKDOCS_2_WARNING": "1"}
+# Name → a program of the environment and its arguments; `check` adds the files of shellcheck.
+CHECKS = {
+    "format": ("ruff", "format", "--check"),
+    "lint": ("ruff", "check"),
+    "types": ("mypy",),
+    "imports": ("lint-imports", "--no-cache"),
+    "spelling": ("codespell",),
+    "shell": ("shellcheck", "--severity=warning"),
+    "Dockerfiles": ("hadolint", "Dockerfile", "Dockerfile.dev"),
+    "workflows": ("jactionlint", "--profile=correctness"),  # actionlint's rules
+    "workflows' security": ("zizmor", "--offline", "--quiet", "--min-severity=medium", ".github/workflows"),
+}
+
+# Architecture → programs of CHECKS for which locks/lint.in has no wheel: the machine's own are run, if it has them.
+WITHOUT_WHEEL = {"aarch64": ("shellcheck",)}
+
+
+def check() -> None:
+    """Run every check, print what they found, and raise ProcessError if one of them failed."""
+    pages = (sys.executable, "-m", "lab.reference_pages", "--check")
+    commands: dict[str, tuple[str, ...]] = {**CHECKS, "reference pages": pages}
+    steps = Steps(len(commands) + 2)
+    with steps.step("pins", "pins.toml and the locks") as tell:
+        locks.require_current()
+        if unread := pins.load().unread():
+            tell(f"nobody has read the names of {len(unread)} git sources: {'; '.join(unread)}")
+    with steps.step("environment", "linters, from locks/lint.txt"):
+        environments.ensure(LINT, pins.load())
+    programs = LINT.path / "bin"
+    path = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
+    failed: dict[str, str] = {}
+    for name, (program, *arguments) in commands.items():
+        executable: str | Path | None = programs / program  # an absolute program stays as it is
+        if not (programs / program).exists() and program in WITHOUT_WHEEL.get(platform.machine(), ()):
+            executable = shutil.which(program)
+        try:
+            with steps.step(name) as tell:
+                if executable:
+                    _run_check(executable, [*arguments, *(shell_scripts() if program == "shellcheck" else ())], path)
+                else:
+                    tell(f"NOT CHECKED: {program} has no wheel for this machine; sudo apt install {program}")
+        except ProcessError as error:
+            failed[name] = error.why
+    for name, output in failed.items():
+        say(f"\n── {name} ──")
+        echo(output)
+    if failed:
+        fix = "correct what is printed above; `ruff format` and `ruff check --fix` do some of it"
+        raise ProcessError("the checks failed", ", ".join(failed), fix, code="process.checks")
+
+
+def _run_check(program: str | Path, arguments: list[str | Path], path: str) -> None:
+    """Run one check. Raises ProcessError with all that it printed."""
+    result = run_unchecked([program, *arguments], cwd=ROOT, env={"PYTHONPATH": LIBRARY_PATH, "PATH": path})
+    if result.returncode:
+        raise ProcessError(f"{program} failed", (result.stdout + result.stderr).strip(), "")
+
+
+def shell_scripts() -> list[Path]:
+    """Return the shell scripts of SHELL_SCRIPTS, by their ending or first line."""
+    roots = [ROOT / name for name in SHELL_SCRIPTS]
+    files = [file for root in roots for file in (sorted(root.rglob("*")) if root.is_dir() else [root])]
+    shells = (b"sh", b"sh -eu")
+    return [
+        file
+        for file in files
+        if file.is_file()
+        and (file.suffix == ".sh" or file.read_bytes()[:80].partition(b"\n")[0].rstrip().endswith(shells))
+    ]
+
+
+def build_site() -> Path:
+    """Build the site and return its folder; every warning, such as a broken link, is an error.
+
+    The previous site stays if the build fails. Raises ProcessError with MkDocs' last lines, or NetworkError.
+    """
+    environments.ensure(DOCS, pins.load())
+    site = paths.state() / "site"
+    new = site.with_suffix(".new")
+    command: list[str | Path] = [DOCS.python, "-m", "mkdocs", "build", "--strict", "--site-dir", new]
+    with locked(site.with_suffix(".lock"), "build the documentation"):
+        run(command, cwd=paths.ROOT, env=SITE_VARIABLES, fix="correct the page that it names")
+        shutil.rmtree(site, ignore_errors=True)
+        new.rename(site)
+    return site
+
+
+def main() -> None:
+    """Run the checks, or build the site and print its folder. Raises ProcessError, NetworkError."""
+    parser = ArgumentParser(prog="./inv check")
+    parser.add_argument("--docs", action="store_true")
+    if parser.parse_args().docs:
+        echo(str(build_site()))
+    else:
+        check()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
