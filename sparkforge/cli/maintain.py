@@ -10,6 +10,7 @@ from invoke.exceptions import Exit
 from sparkforge.cli.build import DRY_RUN, STACK, chosen_stack
 from sparkforge.cli.command import caller_path, caller_paths, in_laboratory, listed, task
 from sparkforge.core.errors import UsageError
+from sparkforge.core.files import write_atomic
 
 
 @task(
@@ -88,17 +89,20 @@ def bundle_make(
 ) -> None:
     """Pack everything for a machine without a network.
 
-    A bundle holds sources, wheels, patches, the vocabulary and kernel packs.
+    A bundle holds sources, wheels, patches, the vocabulary and kernel packs; OUTPUT.cdx.json is its bill of materials.
     """
-    from sparkforge.image import signing
+    from sparkforge import pins
+    from sparkforge.image import sbom, signing
     from sparkforge.sources import bundle
 
     file, chosen, key_file = Path(caller_path(output)), chosen_stack(stack), Path(caller_path(key))
     if key:
         signing.private_key(key_file)  # refused before minutes go into the bundle
     sha256 = bundle.make_and_report(file, stack=chosen, machine=machine, python=python, more=listed(more))
+    bill = sbom.of_bundle(file, chosen, pins.load())
+    write_atomic(file.with_name(f"{file.name}.cdx.json"), bill)
     if key:
-        signing.sign_bundle(file, sha256, chosen, key_file)
+        signing.sign_bundle(file, sha256, bill, key_file)
 
 
 @task(

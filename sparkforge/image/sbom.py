@@ -7,9 +7,12 @@ that file in the image, because a lock names all files of a release.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import tarfile
 import uuid
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from email.message import Message
@@ -27,7 +30,7 @@ from cyclonedx.model.vulnerability import BomTarget, Vulnerability, Vulnerabilit
 from cyclonedx.output import make_outputter
 from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ProcessError
@@ -40,6 +43,7 @@ from sparkforge.pins import Pins
 from sparkforge.pins.patched import load_patched
 from sparkforge.pins.verify import ORIGIN, WheelOrigin
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
+from sparkforge.sources.offline import INDEX
 
 LONGEST_LICENCE = 80  # characters; some packages have the whole text in the field for its name
 SOURCES = ("source", "source code", "repository", "github", "code", "homepage")  # labels of Project-URL, the best first
@@ -76,6 +80,35 @@ def make(
         *(_debian(debian, manifest) if debian else ()),
         *_kernels(packages, manifest, audit),
     ]
+    return _bill(root, components)
+
+
+def of_bundle(file: Path, stack: str, table: Pins) -> str:
+    """Return the bill of a bundle of this checkout: each member with its hash, those of a package index by purl."""
+    pins: dict[tuple[str, str], Pin] = {}
+    pins |= {(canonicalize_name(pin.package or ""), pin.version): pin for pin in table.components()}
+    components = []
+    with tarfile.open(file) as tar:
+        index = json.loads(tar.extractfile(INDEX).read())  # type: ignore[union-attr]
+        for path, member in index["members"].items():
+            if not path.startswith("files/"):
+                components.append(_component(path, "", None, ComponentType.FILE, member["sha256"]))
+                continue
+            filename = path.rpartition("/")[2]
+            parse = parse_wheel_filename if filename.endswith(".whl") else parse_sdist_filename
+            name, version = map(str, parse(filename)[:2])
+            licences = [pin.licence] if (pin := pins.get((name, version))) else []
+            with suppress(zipfile.BadZipFile), zipfile.ZipFile(tar.extractfile(path)) as wheel:  # type: ignore[arg-type]
+                names = [entry for entry in wheel.namelist() if entry.endswith(".dist-info/METADATA")]
+                headers = [HeaderParser().parsestr(wheel.read(entry).decode(errors="replace")) for entry in names]
+                licences = licences or [licence for entry in headers for licence in _licence_names(entry)]
+            purl = PackageURL("pypi", None, name, version, {"file_name": filename})
+            components.append(_component(name, version, purl, sha256=member["sha256"], licences=licences))
+    properties = _properties(stack=stack, target=index["target"])
+    return _bill(Component(name="sparkforge/bundle", bom_ref="bundle", properties=properties), components)
+
+
+def _bill(root: Component, components: list[Component]) -> str:
     bill = Bom(components=components, serial_number=uuid.UUID(int=0, version=4))
     bill.metadata.component, bill.metadata.timestamp = root, None  # type: ignore[assignment]
     bill.register_dependency(root, components)

@@ -34,7 +34,6 @@ from sparkforge.image.oci import LayoutImage
 
 STATEMENT_TYPE, ENVELOPE_TYPE = "application/vnd.in-toto+json", "application/vnd.dsse.envelope.v1+json"
 SIMPLE_TYPE = "application/vnd.dev.cosign.simplesigning.v1+json"
-BUNDLE = "urn:sparkforge:bundle:1"  # the predicate of a bundle's statement
 SIGNATURE = "dev.cosignproject.cosign/signature"
 LARGEST_KEY = 1 << 14
 Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*=*$")]
@@ -116,9 +115,9 @@ def signed(statement: Mapping[str, Any], key: Ed25519PrivateKey) -> Attached:
     return Attached(json.dumps(text).encode(), ENVELOPE_TYPE, annotations)
 
 
-def sign_bundle(file: Path, sha256: str, stack: str, key_file: Path) -> None:
+def sign_bundle(file: Path, sha256: str, bill: str, key_file: Path) -> None:
     """Write the signed statement that a bundle is ours to FILE.sig. Raises StorageError for the key."""
-    statement = provenance.statement([(file.name, sha256)], BUNDLE, {"stack": stack})
+    statement = provenance.statement([(file.name, sha256)], provenance.CYCLONEDX, parse_json(bill, "the bill"))
     write_atomic(signature_path(file), signed(statement, private_key(key_file)).data)
     say(f"signed: {signature_path(file)}")
 

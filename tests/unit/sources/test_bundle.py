@@ -6,10 +6,13 @@ import os
 import platform
 import sys
 import tarfile
+import zipfile
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from expected import refused
 from invoke.exceptions import Exit
 
@@ -17,7 +20,7 @@ from sparkforge import pins
 from sparkforge.cli import maintain
 from sparkforge.core import manifest, paths
 from sparkforge.core.errors import IntegrityError, UsageError
-from sparkforge.image import signing, trust
+from sparkforge.image import sbom, signing, trust
 from sparkforge.pins import wheels
 from sparkforge.pins.wheels import Pick
 from sparkforge.sources import archive, bundle, fetch, offline, trees
@@ -130,7 +133,7 @@ def test_the_signature_that_trust_toml_demands_is_verified_before_a_bundle_is_un
     signed, refusals = tmp_path / "b.tar.sig", []
     for sha256, key in ((None, None), ("0" * 64, "lab"), (fetch.sha256_file(tmp_path / "b.tar"), "other")):
         if key:
-            signing.sign_bundle(tmp_path / "b.tar", sha256, "spark", tmp_path / key)
+            signing.sign_bundle(tmp_path / "b.tar", sha256, "{}", tmp_path / key)
         with pytest.raises(Exit):
             unpack()
         refusals.append(capsys.readouterr().err)
@@ -143,6 +146,30 @@ def test_the_signature_that_trust_toml_demands_is_verified_before_a_bundle_is_un
         assert why in refusal
     maintain.bundle_make.body(None, output=str(tmp_path / "b.tar"), stack="spark", key=str(tmp_path / "lab"))
     assert "b.tar is signed by lab" in unpack()
+    text = (tmp_path / "b.tar.cdx.json").read_text()
+    _, statement = signing.read_statement(trust.signatures(tmp_path / "b.tar")[0], {"lab": keys["lab"].public_key()})
+    assert statement["predicate"] == json.loads(text)
+
+
+def test_a_bill_lists_every_member_with_its_hash_and_packages_with_their_licence(tmp_path, kit, world, monkeypatch):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as made:
+        made.writestr("some_thing-1.dist-info/METADATA", "Name: some-thing\nLicense-Expression: MIT\n")
+    name = "some_thing-1-py3-none-any.whl"
+    picked = Pick("some-thing", name, kit.seed(name, content.getvalue()))
+    monkeypatch.setattr(wheels, "picks", lambda lock, target: [picked])
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    text = sbom.of_bundle(tmp_path / "b.tar", "spark", world)
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    bundle.unpack(tmp_path / "b.tar", tmp_path / "out")
+    components = json.loads(text)["components"]
+    hashes = sorted(entry["hashes"][0]["content"] for entry in components)
+    assert hashes == sorted(member["sha256"] for member in index(tmp_path / "out")["members"].values())
+    wheel = next(entry for entry in components if entry["name"] == "some-thing")
+    assert wheel["purl"] == f"pkg:pypi/some-thing@1?file_name={name}"
+    assert wheel["licenses"] == [{"license": {"id": "MIT"}}]
+    (pinned,) = next(entry for entry in components if entry["name"] == "up")["licenses"]
+    assert world.component("spark", "up").licence in json.dumps(pinned)
 
 
 def test_the_same_inputs_give_the_same_bytes_and_a_second_run_does_nothing(tmp_path, world):
