@@ -51,7 +51,7 @@ def check() -> None:
     with steps.step("pins", "pins.toml and the locks") as tell:
         locks.require_current()
         if unread := pins.load().unread():
-            tell(f"nobody has read the names of {len(unread)} git sources: {'; '.join(unread)}")
+            tell(f"nobody has read all of {len(unread)} sources: {'; '.join(unread)}")
     with steps.step("environment", "linters, from locks/lint.txt"):
         environments.ensure(LINT, pins.load())
     programs = LINT.path / "bin"

@@ -215,8 +215,9 @@ class Pins(Record):
             yield from stack.components.values()
 
     def unread(self) -> list[str]:
-        """Return the git sources whose commit or tree nobody has read yet, as `name tag (what)`."""
-        unread = set()
+        """Return what nobody has read yet, as `name tag (what)`: commits and trees of git sources, sizes of images."""
+        images = [pin for pin in self.components() if pin.kind == "image" and pin.size == "unknown"]
+        unread = {f"{pin.image} {pin.version} (size: never pulled)" for pin in images}
         for name, pin in ((name, pin) for stack in self.stacks.values() for name, pin in stack.git.items()):
             if keys := [key for key in ("commit", "tree") if getattr(pin, key) == "unknown"]:
                 unread.add(f"{name} {pin.tag[:12]} ({', '.join(keys)})")

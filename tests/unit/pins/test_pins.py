@@ -98,9 +98,21 @@ def test_a_broken_repository_is_refused_by_name(tmp_path, name):
         load(tmp_path, GIT.replace(old, new))
 
 
-def test_what_nobody_has_read_of_a_repository_is_listed(tmp_path):
+def test_what_nobody_has_read_of_a_repository_or_an_image_is_listed(tmp_path):
     assert load(tmp_path, GIT).unread() == [f"g {COMMIT[:12]} (tree)"]
     assert load(tmp_path, GIT.replace('tree = "unknown"', f'tree = "{COMMIT}"')).unread() == []
+    image = f"""
+[stacks.s.components.base]
+version = "1"
+kind = "image"
+image = "debian"
+digest = "sha256:{SHA}"
+size = "unknown"
+licence = "MIT"
+why = "because"
+"""
+    assert load(tmp_path, GOOD + image).unread() == ["debian 1 (size: never pulled)"]
+    assert load(tmp_path, GOOD + image.replace('"unknown"', "7")).unread() == []
 
 
 def test_bytes_that_are_not_text_and_what_is_missing_are_refused(tmp_path):
