@@ -216,10 +216,7 @@ def matches(pattern: str, model: str) -> bool:
 
 def load(path: Path = FILE) -> Baselines:
     """Read and check the file. Raises InputError."""
-    try:
-        return tables.load(path, Baselines)
-    except InputError as error:
-        raise InputError(error.what, error.why, error.fix, code="input.baselines") from error
+    return tables.load(path, Baselines)
 
 
 def compute_ratios(metrics: Metrics, shape: tuple[int, int, int], figures: list[CitedFigure]) -> list[Ratio]:

@@ -61,7 +61,7 @@ def held() -> dict[int, int]:
     return sizes
 
 
-# What `state` asks for. A Spark reports no limit of its power, and a driver before 535 knows no clocks_event_reasons.
+# What `state` asks for. A Spark reports no limit of its power.
 STATE_FIELDS = (
     "clocks.sm",
     "clocks.max.sm",
@@ -161,9 +161,4 @@ class GpuState:
 
 def states(env: Mapping[str, str] | None = None) -> list[dict[str, str]]:
     """Return a row of STATE_FIELDS for each GPU, without units, for `GpuState.read`. Raises ProbeError as `query`."""
-    try:
-        return query(*STATE_FIELDS, units=False, env=env)
-    except ProbeError as error:
-        if "not a valid field" not in str(error):
-            raise
-        return query(*STATE_FIELDS[:-1], units=False, env=env)
+    return query(*STATE_FIELDS, units=False, env=env)

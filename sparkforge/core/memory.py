@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+import psutil
 
 GIB = 1 << 30
 
@@ -67,16 +68,13 @@ def largest_process(least: int = GIB) -> str:
 
     Empty if none holds `least` bytes; what is smaller is not worth stopping.
     """
-    page, largest, description = os.sysconf("SC_PAGE_SIZE"), least, ""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal() or folder.name == str(os.getpid()):
-            continue
-        with suppress(OSError, ValueError, IndexError):
-            size = int((folder / "statm").read_text(encoding="ascii").split()[1]) * page
-            if size > largest:
-                name = (folder / "comm").read_text(encoding="utf-8", errors="replace").strip()
-                largest, description = size, f"{name} (pid {folder.name}), {in_gib(size)}"
-    return description
+    sizes = [
+        (process.info["memory_info"].rss, process.info["name"], process.pid)
+        for process in psutil.process_iter(["name", "memory_info"])
+        if process.info["memory_info"] and process.pid != os.getpid()
+    ]
+    size, name, pid = max(sizes, default=(0, "", 0))
+    return f"{name} (pid {pid}), {in_gib(size)}" if size > least else ""
 
 
 def in_gib(count: float) -> str:
@@ -106,16 +104,13 @@ def groups(root: Path, file_system: str, controller: str) -> Iterator[Path]:
         for line in _lines(root / "proc/self/cgroup"):
             _, controllers, path = line.split(":", 2)
             if (controller if file_system == "cgroup" else "") in controllers.split(","):
-                yield from _upwards(mount, PurePosixPath(path), PurePosixPath(top))
-
-
-def _upwards(mount: Path, path: PurePosixPath, top: PurePosixPath) -> Iterator[Path]:
-    is_visible = path.is_relative_to(top) and ".." not in path.parts
-    group = mount / path.relative_to(top) if is_visible else mount
-    while group != mount:
-        yield group
-        group = group.parent
-    yield mount
+                inside = PurePosixPath(path)
+                is_visible = inside.is_relative_to(top) and ".." not in inside.parts
+                group = mount / inside.relative_to(top) if is_visible else mount
+                while group != mount:
+                    yield group
+                    group = group.parent
+                yield mount
 
 
 def _mounts(root: Path, file_system: str, controller: str) -> Iterator[tuple[Path, str]]:

@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from sparkforge.core import tables
-from sparkforge.core.errors import InputError
 from sparkforge.core.events import CONSEQUENCE, NOISE, Event, Line
 from sparkforge.core.tables import Record
 
@@ -165,12 +164,7 @@ class Hit:
 
 def load(path: Path = TABLE) -> tuple[Signature, ...]:
     """Read every signature. Raises InputError for a file that cannot be read or is malformed."""
-    try:
-        return tables.load(path, SignatureTable).signature
-    except InputError as error:
-        raise InputError(
-            error.what, error.why, f"git diff sparkforge/doctor/{path.name}", code="input.signatures"
-        ) from error
+    return tables.load(path, SignatureTable).signature
 
 
 def recognise(event: Event, known: Sequence[Signature]) -> tuple[list[Hit], Line | None]:

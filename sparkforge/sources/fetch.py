@@ -95,7 +95,8 @@ def fetch(package: str, filename: str, sha256: str, size: int | None = None, ind
         if bundle := offline.folder():
             _copy(_bundled(bundle, target, sha256), target)
             return target
-        if linked := next((path for path in _linked(filename) if intact(path, sha256)), None):
+        beside_pip = (folder / filename for folder in pip_config().find_links)
+        if linked := next((path for path in beside_pip if path.is_file() and intact(path, sha256)), None):
             _copy(linked, target)
             return target
         with client() as http:
@@ -152,11 +153,6 @@ def download(url: str, target: Path, sha256: str, http: httpx.Client, size: int 
                 advance(len(chunk))
             if digest.hexdigest() != sha256:  # inside atomic_file: raising drops the temporary file
                 raise wrong_file(target.name, f"wanted sha256 {sha256}, got {digest.hexdigest()}")
-
-
-def _linked(filename: str) -> list[Path]:
-    """Return the files of that name in the folders that pip is configured with."""
-    return [file for folder in pip_config().find_links if (file := folder / filename).is_file()]
 
 
 def _bundled(bundle: Path, target: Path, sha256: str) -> Path:

@@ -164,7 +164,7 @@ READINGS = (
     Reading("memory.cgroup_headroom_bytes", "/sys/fs/cgroup memory.max, memory.current", cgroup_headroom),
     Reading("memory.guard_gib", f"environment {thresholds.VARIABLE}", guard_gib),
     Reading("memory.swap_free_bytes", "/proc/meminfo SwapFree", lambda _: psutil.swap_memory().free),
-    Reading("memory.largest_process", "/proc/*/statm", lambda _: memory.largest_process() or None),
+    Reading("memory.largest_process", "psutil", lambda _: memory.largest_process() or None),
     Reading("os.remove_ipc", "logind.conf RemoveIPC, lingering", remove_ipc),
     Reading("shm.total_bytes", "statvfs /dev/shm", lambda _: shutil.disk_usage(SHM).total),
     Reading("disk.cache_directory", "VLLM_CACHE_ROOT, XDG_CACHE_HOME", cache_directory),

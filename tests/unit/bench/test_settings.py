@@ -73,7 +73,7 @@ def test_the_served_model_is_found_by_its_name_repository_or_folder_or_refused(s
 def test_a_malformed_table_or_a_text_that_changed_is_refused(tmp_path, table, change):
     path = tmp_path / "baselines.toml"
     path.write_text(baselines.FILE.read_text().replace(*change))
-    with refused("input.baselines"):
+    with refused("input.table"):
         baselines.load(path)
     with refused("input.baselines", "has changed"):
         table.texts[0].model_copy(update={"sha256": "0" * 64}).read()

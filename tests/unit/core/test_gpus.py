@@ -30,15 +30,3 @@ def test_a_clock_that_is_held_down_is_told_from_an_idle_gpu(state, message, fix)
     why, command = gpus.GpuState.read(state).fault()
     assert (message in why, fix in command) == (True, True)
     assert bool(why) == bool(command) == bool(message)
-
-
-def test_an_older_driver_gives_the_figures_without_the_reasons(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    refused = 'Field "clocks_event_reasons.active" is not a valid field to query.'
-    program.write_text(
-        f"#!/bin/sh\ncase \"$*\" in *reasons*) echo '{refused}'; exit 2;; esac\necho '700, 3003, 14, [N/A], 45, 96'\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    [state] = gpus.states()
-    assert gpus.GpuState.read(state).fault()[0]

@@ -69,7 +69,7 @@ def test_a_malformed_table_is_refused_by_name(tmp_path, change, message):
     old, new = change
     table = tmp_path / "signatures.toml"
     table.write_text(GOOD.replace(old, new) if old else f"{GOOD}{new}\n")
-    with pytest.raises(InputError, match=re.escape(message), check=lambda error: error.code == "input.signatures"):
+    with pytest.raises(InputError, match=re.escape(message), check=lambda error: error.code == "input.table"):
         signatures.load(table)
 
 
