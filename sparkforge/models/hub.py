@@ -196,7 +196,13 @@ def fetch_and_report(repository: str, revision: str, destination: str, mirror: s
     folder = fetch_checkpoint(source, target, replace=replace)
     say("every file is whole and has its hash" if not mirror else "every file is whole")
     echo(str(folder))
-    say(f"serve it: ./inv up --model {folder}")
+    if known := models.draft_of(repository):
+        say(f"a draft, off by default: ./inv up {known[0]} -- {known[1].flag()}")
+    else:
+        say(f"serve it: ./inv up --model {folder}")
+    recipe = models.of_repository(repository)
+    for draft in {row.repository for row in recipe.drafts.values() if row.repository} if recipe else ():
+        say(f"its draft, if speculation is to be tried: ./inv pull {draft}")
 
 
 def main(command_line: list[str]) -> int:
@@ -224,7 +230,12 @@ def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:
 
 
 def _require_known(target: Path, work: Path, files: list[RemoteFile], repository: str) -> None:
-    """Raise InputError, with the nearest recipe, for a model of no family, or whose config lies about its tensors."""
+    """Raise InputError, with the nearest recipe, for a model of no family, or whose config lies about its tensors.
+
+    A recipe's draft is of no family, and passes.
+    """
+    if models.draft_of(repository):
+        return
     config, index = (next((f / name for f in (work, target) if (f / name).is_file()), work / name) for name in FIRST)
     total = sum(file.size for file in files if file.name.endswith(".safetensors"))
     what, why = f"{repository} is not what its config.json says", ""
@@ -314,7 +325,8 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
     if problems := [*(f"{name} is missing" for name in (*missing, *absent)), *damaged]:
         raise _broken(repository, work, "; ".join(problems[:3]))
     try:
-        architecture.parse(config, "config.json")
+        if not models.draft_of(repository):
+            architecture.parse(config, "config.json")
     except InputError as error:
         raise _broken(repository, work, f"{error.what}: {error.why}") from error
     if problems := models.differences(config, repository):

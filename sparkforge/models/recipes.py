@@ -18,7 +18,7 @@ from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
 from sparkforge.plan import architecture, families
-from sparkforge.plan.architecture import Architecture, KnownModel
+from sparkforge.plan.architecture import Architecture, Draft, KnownModel
 from sparkforge.plan.families import Reason
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -106,6 +106,12 @@ def named(name: str) -> Recipe:
 def of_repository(repository: str) -> Recipe | None:
     """Return the recipe of a repository; None if there is none. Raises InputError."""
     return next((recipe for recipe in load().values() if recipe.repository == repository), None)
+
+
+def draft_of(repository: str) -> tuple[str, Draft] | None:
+    """Return the recipe, by name, that has this repository as a draft, and the draft; else None. Raises InputError."""
+    drafts = ((name, draft) for name, recipe in load().items() for draft in recipe.drafts.values())
+    return next(((name, draft) for name, draft in drafts if draft.repository == repository), None)
 
 
 def pinned_revision(repository: str) -> str:

@@ -352,6 +352,16 @@ def test_an_unknown_repository_without_a_revision_is_resolved_recorded_and_then_
     assert [revision for kind, revision, _ in server.asked if kind == "info"] == [COMMIT]
 
 
+def test_a_recipes_draft_is_fetched_though_no_family_describes_it_and_another_model_is_not(server, target, capsys):
+    server.repository = draft = models.load()["gpt-oss-120b"].drafts["eagle3"].repository
+    server.listed = server.files = {**server.files, "config.json": b'{"model_type": "llama", "vocab_size": 32000}'}
+    hub.fetch_and_report(draft, "", str(target), "")
+    assert "./inv up gpt-oss-120b -- --speculative-config=" in capsys.readouterr().err
+    server.repository = "somebody/llama"
+    with pytest.raises(errors.InputError, match="is of another architecture"):
+        hub.fetch_and_report("somebody/llama", "", str(target.with_name("llama")), "")
+
+
 def test_a_hub_that_names_no_commit_or_sends_more_than_it_says_is_refused(server, target):
     server.commit = "main"
     with pytest.raises(errors.NetworkError, match="names no commit"):
