@@ -99,6 +99,14 @@ def write_torchvision(folder):
     return folder
 
 
+def write_tokenizer(folder):
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 40960}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
 def write(folder, family):
     """Write the checkpoint of a family of CONFIGS into `folder` and return it."""
     import torch
@@ -112,8 +120,4 @@ def write(folder, family):
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 40960}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return write_tokenizer(folder)

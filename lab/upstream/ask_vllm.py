@@ -5,9 +5,10 @@ Reads {"cases": [{"capability": [12, 1] | null, "flashinfer": true, "config": {�
 {"version": …, "source": folder, "selections": [{"backend", "error", "warnings"}, …], "profiles": {name: error or ""}};
 a part that was not asked for is empty, and one that could not run at all is {"error": …}.
 
-`cases` go to the MXFP4 selector, or to another function of its module. Those without a capability are asked of the CPU
-as it is and stand first. For the others the CPU build's platform claims to be CUDA: nothing but the answers to "which
-platform?", "which capability?" and "is FlashInfer there?" is made up. `profiles` go to the parser of the API server.
+`cases` go to the MXFP4 selector, or to the `selector` of a module `oracle` with a quantisation's `keys`. Those without
+a capability are asked of the CPU as it is and stand first. For the others the CPU build's platform claims to be CUDA:
+nothing but the answers to "which platform?", "which capability?" and "is FlashInfer there?" is made up. `profiles` go
+to the parser of the API server.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def select(cases: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     from vllm.model_executor.layers.fused_moe import config as moe  # noqa: PLC0415
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: PLC0415
     from vllm.model_executor.layers.fused_moe.oracle import mxfp4  # noqa: PLC0415
+    from vllm.model_executor.layers.quantization.utils import quant_utils  # noqa: PLC0415
 
     # No model is loaded, so nobody overrides the activations; the real function asks for the running engine's config.
     mxfp4.get_current_vllm_config = lambda: SimpleNamespace(model_config=SimpleNamespace(quantization_config=None))
@@ -84,8 +86,14 @@ def select(cases: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
         mxfp4.logger.warning_once = lambda message, *values, warnings=warnings, **_: warnings.append(message % values)
         backend = error = None
         try:
-            selector = getattr(mxfp4, case.get("selector", "select_mxfp4_moe_backend"))
-            backend = selector(moe.FusedMoEConfig(**{**model, **case["config"]}))[0].value
+            oracle = importlib.import_module(f"{mxfp4.__package__}.{case.get('oracle', 'mxfp4')}")
+            selector = getattr(oracle, case.get("selector", "select_mxfp4_moe_backend"))
+            layer = {**model, **case["config"]}
+            if "routing" in case:  # a row of families.toml names both
+                layer["activation"] = MoEActivation(layer["activation"])
+                layer["routing_method"] = moe.RoutingMethodType[case["routing"]]
+            keys = [getattr(quant_utils, key) for key in case.get("keys", ())]
+            backend = selector(moe.FusedMoEConfig(**layer), *keys)[0].value
         except (ValueError, NotImplementedError) as refusal:
             error = str(refusal)
         answers.append({"backend": backend, "error": error, "warnings": warnings})

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from lab.upstream import experts
+from sparkforge.models import recipes
+from sparkforge.plan import families
 
 pytestmark = pytest.mark.integration
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
@@ -30,6 +32,14 @@ CASES = {
     "hopper": ((9, 0), True, {}, {}),
     "b200": ((10, 0), True, {}, {}),
     "thor": ((11, 0), True, {}, {}),
+}
+NVFP4 = {"oracle": "nvfp4", "selector": "select_nvfp4_moe_backend", "keys": ["kNvfp4Static", "kNvfp4Dynamic"]}
+# recipe: how its experts are stored, and what a stock and a patched vLLM take for them on 12.1. For FP8 the CPU build
+# has no answer: its platform takes no FP8, and its Triton no CPU.
+RECIPES = {
+    "ling-3.0-flash-fp4": (NATIVE, "MARLIN", FP4),
+    "deepseek-v4-flash": (NATIVE, "MARLIN", FP4),
+    "glm-4.7-flash-nvfp4": (NVFP4, "FLASHINFER_CUTLASS", "FLASHINFER_CUTLASS"),
 }
 CHANGED = {"spark", "rtx", "spark named", "native", "native rtx"}
 WARNED = {
@@ -67,6 +77,22 @@ def test_hardware_fp4_is_taken_on_12x_and_everything_else_stays(ask):
         assert [after[name][key] for key in ("backend", "error")] == [before[name][key] for key in ("backend", "error")]
     for name, reason in WARNED.items():
         assert any(reason in warning for warning in after[name]["warnings"]), name
+
+
+def test_the_experts_of_each_recipe_get_the_backend_that_is_expected_of_them(ask):
+    cases = []
+    for name, (more, *_) in RECIPES.items():
+        recipe = recipes.load()[name]
+        row, model = families.load()[recipe.family].experts, recipes.weights(recipe)
+        counts = dict.fromkeys(("num_experts", "num_local_experts", "num_logical_experts"), model.experts)
+        config = {**counts, "experts_per_token": model.top_k, "hidden_dim": model.hidden, "has_bias": row.bias}
+        config |= {"intermediate_size": model.intermediate, "activation": row.activation}
+        cases.append({"capability": SPARK, "flashinfer": True, "config": config, "routing": row.routing, **more})
+    taken = [
+        [answer["backend"] or answer["error"] for answer in ask(tree, experts.PROGRAM, {"cases": cases})["selections"]]
+        for tree in ("upstream", "patched")
+    ]
+    assert list(map(tuple, zip(*taken, strict=True))) == [tuple(expected) for _, *expected in RECIPES.values()]
 
 
 def test_blackwell_class_is_the_generation_and_no_family(ask):

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import tiny_families
 
 from sparkforge import pins
+from sparkforge.plan import families
 from sparkforge.serve import profiles
 from validate.facts import deep_child
 
@@ -83,6 +85,54 @@ def test_the_level_of_strict_tools_decides_what_a_call_may_be(release, vllm_proc
     assert allowed["auto"] == set(TEXTS)
     assert allowed["function"] == set(TEXTS) - {"unknown tool"}
     assert allowed[level] == {"right", "answer"}
+
+
+# What the parsers of a family make of an answer, with the tokens of all their formats in the vocabulary.
+PARSERS = """
+import json, sys
+from transformers import AutoTokenizer
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser.parser_manager import ParserManager
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+question = json.loads(sys.argv[2])
+tokenizer.add_tokens(question["tokens"])
+request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], tools=[question["tool"]])
+answers = {}
+for name, (tools, reasoning, text) in question["families"].items():
+    parser = ParserManager.get_parser(tools, reasoning, True, None, False, "auto", tokenizer)(tokenizer, request.tools)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    thought, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
+    answers[name] = [thought, content, [[call.name, json.loads(call.arguments)] for call in calls or ()]]
+print(json.dumps(answers))
+"""
+DSML = "\uff5cDSML\uff5c"
+AS_JSON = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+AS_PAIRS = "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>"
+AS_XML = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+AS_DSML = (
+    f'<{DSML}tool_calls>\n<{DSML}invoke name="weather">\n<{DSML}parameter name="city" string="true">Oslo'
+    f"</{DSML}parameter>\n</{DSML}invoke>\n</{DSML}tool_calls>"
+)
+WRITTEN = {"ling": AS_PAIRS, "qwen3-moe": AS_JSON, "qwen3": AS_JSON, "glm4-moe-lite": AS_PAIRS, "qwen3_5-moe": AS_XML}
+WRITTEN["deepseek-v4"] = AS_DSML
+
+
+def test_each_familys_parsers_read_its_reasoning_and_its_calls(release, vllm_process, tmp_path):
+    assert set(WRITTEN) == {name for name, row in families.load().items() if row.chat.asks_for_reasoning}
+    chats = {name: families.load()[name].chat for name in WRITTEN}
+    asked = {
+        name: (chat.tool_call_parser.value, chat.reasoning_parser.value, f"It asks.</think>{WRITTEN[name]}")
+        for name, chat in chats.items()
+    }
+    tokens = [DSML, *(f"<{slash}arg_{part}>" for slash in ("", "/") for part in ("key", "value"))]
+    tokens += ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    (tmp_path / "program.py").write_text(PARSERS)
+    question = json.dumps({"families": asked, "tokens": tokens, "tool": tool})
+    folder = tiny_families.write_tokenizer(tmp_path)
+    output = vllm_process(release[1]).run(tmp_path / "program.py", (folder, question))
+    read = ["It asks.", None, [["weather", {"city": "Oslo"}]]]
+    assert all(answer == read for answer in json.loads(output.splitlines()[-1]).values()), output
 
 
 @pytest.fixture(scope="module")
