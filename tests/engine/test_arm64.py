@@ -9,7 +9,7 @@ import re
 import zipfile
 
 import pytest
-from test_cuda import BASE, command, look
+from engine.test_cuda import BASE, command, look
 
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
