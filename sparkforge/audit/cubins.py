@@ -17,7 +17,8 @@ from sparkforge.audit.sass import Decoder, Shapes, count, named
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.process import run
 
-# What is read without cuobjdump. For the zstd in vLLM's wheel that takes 3 times the CPU time, and 1 GB of a disk.
+# Formats that are read without cuobjdump. For the zstd in vLLM's wheel that takes 3 times the CPU time, and 1 GB of a
+# disk.
 READABLE = (elf.ELF, elf.ZSTD) if find_spec("zstandard") else (elf.ELF,)
 MAX_CUBIN_BYTES = 512 << 20  # bytes that a cubin may have once it is unpacked; the largest of vLLM's wheel has 65 MB
 LARGEST_TOGETHER = 16 << 30  # bytes of a file's cubins unpacked; all of vLLM's wheel: 1.4 GB (docs/concepts/audit.md)
@@ -37,7 +38,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Watch:
-    """What a reader keeps: counts for cubins that load on `capability`, mnemonics and kernel names that match."""
+    """The selection of a reader: counts for cubins that load on `capability`, mnemonics and kernel names that match."""
 
     capability: str
     mnemonics: str
@@ -128,7 +129,7 @@ class Scanned:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a cubin lies: `size` bytes of the file at `path`, from byte `offset` on. `name` is the report's.
+    """The place of a cubin: `size` bytes of the file at `path`, from byte `offset` on. `name` is the report's.
 
     `unpacked` is its size in bytes once it is read, if that is another because it is packed by zstd.
     """

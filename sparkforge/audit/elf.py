@@ -62,7 +62,7 @@ MALFORMED = (
 
 @dataclass(frozen=True)
 class Host:
-    """What a shared library or object of the CPU needs and offers."""
+    """The symbols and libraries that a shared library or object of the CPU needs and offers."""
 
     machine: str  # as `uname -m` has it
     shared: bool

@@ -66,7 +66,7 @@ class AuditedFile:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What one file holds for one target. `fp4` kernels have hardware FP4; `traps` have a BPT.TRAP somewhere.
+    """The machine code of one file for one target. `fp4` kernels have hardware FP4; `traps` have a BPT.TRAP somewhere.
 
     PTX has a target such as compute_120, counts as no cubin, and `loads` if the driver can compile it.
     """
@@ -206,7 +206,7 @@ def _members(wheel: Path, machine: str) -> list[AuditedFile]:
 
 
 def _check_sizes(members: Sequence[zipfile.ZipInfo]) -> None:
-    """Raise ValueError where the sizes that a wheel's directory gives make no sense, or a name is in it twice."""
+    """Raise ValueError if the sizes in a wheel's directory are impossible or a name occurs twice."""
     names = Counter(member.filename for member in members)
     if len(members) > MOST_MEMBERS:
         raise ValueError(f"it lists {len(members)} members")

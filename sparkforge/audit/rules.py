@@ -51,7 +51,7 @@ class Claim(Record):
 
 
 class ModuleRule(Record):
-    """A module that can be asked for: its file, and the kernels that make it what it claims to be."""
+    """A module that can be requested: its file, and the kernels that identify it."""
 
     file: str
     kernels: tuple[Claim, ...] = Field(min_length=1)
@@ -69,7 +69,7 @@ class Sass(Record):
 
 
 class Fp4(Record):
-    """Where FP4 is in play, and what each kind of kernel must have."""
+    """The kernels that must use FP4, and the instructions that each kind must have."""
 
     kernel: Pattern
     file: Pattern
@@ -77,7 +77,7 @@ class Fp4(Record):
 
 
 class HostRules(Record):
-    """What a library may ask of the machine."""
+    """The limits on a library's requirements of the machine."""
 
     glibc: tuple[int, int]
     runpath: Pattern
@@ -257,7 +257,7 @@ def _identity(path: str, host: Host) -> Iterator[tuple[str, str]]:
 
 
 def judge_modules(binaries: Sequence[Binary], names: Sequence[str], rules: Rules) -> list[Violation]:
-    """Return a violation for each named module that is not there or is not what it claims. Raises KeyError."""
+    """Return a violation for each requested module that is missing or lacks its kernels. Raises KeyError."""
     violations = []
     for name in names:
         module = rules.modules[name]

@@ -38,7 +38,7 @@ class Shapes:
 
     @property
     def instructions(self) -> int:
-        """How many instructions the kernel has."""
+        """The number of instructions of the kernel."""
         return sum(self.numbers)
 
 

@@ -1,6 +1,6 @@
 """The benchmark without `./inv`, for the container: python -m sparkforge.bench acc | perf | submit TEAM.
 
-The options are those of `./inv bench.*`. BENCH_URL and BENCH_MODEL stand in for --url and --model; the competition's
+The options are those of `./inv bench.*`. BENCH_URL and BENCH_MODEL replace --url and --model; the competition's
 variables count as with `./inv`.
 """
 

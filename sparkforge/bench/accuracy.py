@@ -1,4 +1,4 @@
-"""How well a served model predicts a text: bits per byte, byte and word perplexity, by echoed prompt logprobs.
+"""A served model's score on a text: bits per byte, byte and word perplexity, by echoed prompt logprobs.
 
 The definition is the gpt-oss competition's (accuracy_test_alternative.py, 2026-01-20): the text in chunks of 512
 tokens, each sent as a prompt with `echo` and `logprobs`, its first token unscored; with L the sum of all

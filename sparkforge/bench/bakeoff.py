@@ -53,7 +53,7 @@ Starter = Callable[[StartPlan], Server]
 
 
 class Standing(Record):
-    """How one profile did."""
+    """The result of one profile."""
 
     name: str
     score: float | None = Field(description="geometric mean of tput_per_gpu over all configurations; None if it failed")

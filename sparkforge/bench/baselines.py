@@ -62,7 +62,7 @@ class DefaultText(Record):
 
 
 class Reference(Record):
-    """What a checkpoint scores on a text: `nats` is the negative sum of its logprobs. `within` is a share of them."""
+    """A checkpoint's score on a text: `nats` is the negative sum of its logprobs. `within` is a share of them."""
 
     precision: str = Field(min_length=1)
     nats: float = Field(gt=0)
@@ -78,7 +78,7 @@ class Reference(Record):
 
 
 class AccuracyThreshold(Record):
-    """What a model must reach on a text: its own reference, or, weaker, what a packer reaches.
+    """The score that a model must reach on a text: its own reference, or the weaker score of a packer.
 
     `packed` has the packer's figure computed when the gate runs, for a text that is not in this repository.
     """
@@ -93,7 +93,7 @@ class AccuracyThreshold(Record):
 
     @property
     def limits(self) -> str:
-        """Which limits these are, in words."""
+        """The kind of limits, in words."""
         if known := self.reference:
             return f"the model's own reference in {known.precision}, ± {known.within:.1%} of its nats ({known.why})"
         if not (self.packed or self.at_most):
@@ -133,7 +133,10 @@ class Board(Record):
 
 
 class Competition(Record):
-    """What the gpt-oss competition's boards take: one model, on one text, in limits. `baseline` names cited figures."""
+    """The requirements of the gpt-oss competition's boards: one model, one text, and limits.
+
+    `baseline` names cited figures.
+    """
 
     model: str
     text: str

@@ -1,4 +1,4 @@
-"""What a result says beyond figures: of its server, and of the machine, without host names or paths."""
+"""The context of a result: its server and the machine, without host names or paths."""
 
 from __future__ import annotations
 

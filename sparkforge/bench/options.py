@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HUB = "hub"  # for --fetch-text: the Hugging Face hub, or what HF_ENDPOINT names
-# Option → its default and help. The upper-case name in brackets is the environment variable that stands in for it.
+# Option → its default and help. The upper-case name in brackets is the environment variable with the same meaning.
 OPTIONS: dict[str, tuple[str | bool, str]] = {
     "model": ("", "as the server names it; default: the only one it serves [MODEL]"),
     "port": ("", "port on this machine; default: where ./inv up serves, or 8000 [PORT]"),

@@ -39,7 +39,7 @@ PROCESSORS = {"gpu": "kernels and copies on the GPU", "cpu": "operators of the t
 
 
 class TraceProfile(Record):
-    """What `profile.json` holds: a profiled load, or a trace from elsewhere (then without configuration and server)."""
+    """`profile.json`: a profiled load, or a trace from elsewhere, without configuration and server."""
 
     format: Literal["sparkforge-profile/1"] = "sparkforge-profile/1"
     trace: str = Field(description="file name of the trace that the figures are of")
@@ -51,7 +51,7 @@ class TraceProfile(Record):
 
 
 def main(flags: Mapping[str, str]) -> None:
-    """Profile a server or, with `trace`, read a trace that is there; print and write what it says.
+    """Profile a server or, with `trace`, read an existing trace; print and write the result.
 
     Raises UsageError, ServerError, and InputError for what is no trace.
     """

@@ -53,9 +53,9 @@ def format_figure(value: float | None) -> str:
 
 
 def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], missing: Iterable[str] = ()) -> None:
-    """Print measured figures, ratios, and in a table of their own what others published.
+    """Print measured figures and ratios, and published figures in a separate table.
 
-    `missing` are sentences about figures that nobody has published.
+    `missing` are sentences about unpublished figures.
     """
     console().print(*_measured(results, missing), *([_cited(figures)] if figures else []))
 

@@ -1,4 +1,4 @@
-"""What the commands do, from options to files: gate, then load, then tables and report."""
+"""The benchmark commands, from options to files: gate, then load, then tables and report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST_NAME = 200  # bytes; file systems take 255, with the suffix and a tempor
 
 @dataclass(frozen=True)
 class Prepared:
-    """What every run needs: the options, the server, the text to score, and the folder for results."""
+    """The inputs of every run: the options, the server, the text to score, and the folder for results."""
 
     flags: Mapping[str, str]
     settings: BenchSettings

@@ -1,4 +1,4 @@
-"""What a result file holds. `result.schema.json` is made from this; a test keeps the two equal."""
+"""The content of a result file. `result.schema.json` is made from this; a test keeps the two equal."""
 
 from __future__ import annotations
 
@@ -146,14 +146,14 @@ class CompetitionBaseline(Record):
 
 
 class Client(Record):
-    """What made the load."""
+    """The client that made the load."""
 
     name: str
     version: str
 
 
 class ServedModel(Record):
-    """What the endpoint said of itself, and what this checkout knows of it."""
+    """Facts about the server: reported by the endpoint, and known to this checkout."""
 
     model: str
     version: str = ""

@@ -1,4 +1,4 @@
-"""Which configurations to run: flags before environment variables (the competition's names) before defaults."""
+"""The configurations to run: flags before environment variables (the competition's names) before defaults."""
 
 from __future__ import annotations
 

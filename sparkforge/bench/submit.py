@@ -38,7 +38,7 @@ BOARD = "board"  # for --to: the competition's board for the result's shape
 
 @dataclass(frozen=True)
 class Destination:
-    """Where results go: `to` is a URL, `board` for the competition's board of each shape, or empty for nowhere."""
+    """The destination of results: `to` is a URL, `board` for the competition's boards, or empty for none."""
 
     team: str
     to: str

@@ -38,7 +38,7 @@ LONGEST_NAME = 20_000  # characters of an operator's name; templates of C++ have
 
 
 class Pattern(Record):
-    """Which operators belong to a group: those whose name, without regard to case, has `pattern` in it.
+    """The operators of a group: those whose name, without regard to case, has `pattern` in it.
 
     With `whole`, what such an operator calls belongs to the group too, whatever its name is. The examples are names
     that this row must match and earlier rows must not.
@@ -97,7 +97,7 @@ class GroupTime(Record):
 
 
 class Breakdown(Record):
-    """Where the time of a trace went. Milliseconds.
+    """The time of a trace by groups and operators. Milliseconds.
 
     `window_ms` is from the first operator's begin to the last one's end. Where kernels of a GPU run at the same time,
     as with programmatic dependent launch or several streams, the time counts for the one that began first.

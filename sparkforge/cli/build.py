@@ -43,7 +43,7 @@ def chosen_stack(name: str) -> str:
 def chosen_jobs(jobs: str) -> str:
     """Return how many compilers a user wants at once: by the option, or by the first of JOBS_VARIABLES that is set.
 
-    Raises UsageError for a variable that is no number.
+    Raises UsageError if a variable is not a number.
     """
     if jobs != "auto":
         return jobs
@@ -57,7 +57,7 @@ def chosen_jobs(jobs: str) -> str:
 def image_path(name: str) -> str:
     """Return the absolute path that a user named, else the name as it is: of an image or a repository.
 
-    Raises UsageError for an option that is none, which Invoke takes for a name.
+    Raises UsageError for an unknown option, which Invoke takes for a name.
     """
     if name.startswith("-"):
         raise UsageError(f"there is no option {name[:40]}", "its options are in --help", "./inv --help")
@@ -274,7 +274,7 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
 def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
     """Print an image and check that this checkout made it.
 
-    Prints its digests and what it was made from. Patches and locks must be those of the checkout, and the signatures
+    Prints its digests and its inputs. Patches and locks must be those of the checkout, and the signatures
     those that trust.toml demands.
     """
     from sparkforge.image import inspect, trust

@@ -1,4 +1,4 @@
-"""What every command shares: its options, its one way to end, and how the texts on the command line are read.
+"""The parts that every command shares: options, exit codes, and parsing of texts on the command line.
 
 An error of ours becomes three lines and its family's exit code, never a traceback.
 """

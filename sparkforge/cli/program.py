@@ -35,7 +35,7 @@ GROUPS = {
     "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
 }
 OTHER_NAMES = {"ps": "status", "model.fetch": "pull"}
-IN_A_CLONE = ("pins.lock", "test", "check", "qualify.accept")  # a wheel lacks what they work on
+IN_A_CLONE = ("pins.lock", "test", "check", "qualify.accept")  # a wheel lacks the files that they need
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 HELP = ("-h", "--help")
 ALONE = {"--fleet": "fleet.toml"}  # option → its value where none follows

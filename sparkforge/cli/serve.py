@@ -31,7 +31,7 @@ OF_A_FLEET = (
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What a command that starts a server, or has one started, asks its user: options on the command line."""
+    """The command-line options of commands that start a server."""
 
     device: str = option(
         "auto, embedded (vLLM's CPU build), gpu (its CUDA build, without Docker), docker, or docker-cpu", "auto"

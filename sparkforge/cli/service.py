@@ -13,7 +13,7 @@ from sparkforge.cli.serve import ServeOptions, planned
 from sparkforge.core.errors import UsageError
 
 SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
-# What the service keeps is read once, when its unit is written.
+# The service's settings are read once, when its unit is written.
 DECIDED_NOW = {"device": "as for up; `auto` is decided now, not at boot", "profile": "docker: a serve profile"}
 
 

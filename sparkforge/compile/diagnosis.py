@@ -16,7 +16,7 @@ SUFFIXED = re.compile(
     r"PTX with \.target '(?P<made>sm_\d+[af])' cannot be compiled for architecture '(?P<asked>sm_\d+)'"
 )
 
-# What a build of vLLM's extensions ran into: pattern, cause, next step. `{0}` is what the first group matched.
+# Known failures of building vLLM's extensions: pattern, cause, next step. `{0}` is what the first group matched.
 KNOWN = (
     (
         re.compile(r"fatal error: ((?:cutlass|cute)/\S+): No such file or directory"),

@@ -1,4 +1,4 @@
-"""How many compilers at once, and which: bound by memory, not by cores alone.
+"""A scheduler for compilers: their number is bound by memory, not only by cores.
 
 `make_schedule` turns units, their predicted peaks and the machine into a schedule; `run` carries it out. At every
 moment the predicted peaks of what runs fit into the budget: what was available when the schedule was made, or less if
@@ -56,7 +56,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Site:
-    """Where units are built: variables added to ours, a folder for their logs, the lock that each holds while it lives.
+    """The setting of a build: additional variables, a folder for logs, the lock that each unit holds while it lives.
 
     `limit` is the most jobs that the user wants, None for as many as fit.
     """
@@ -126,7 +126,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class UnitResult:
-    """How one unit ended: what it used, wall seconds, whether ccache had it, and whether it was tried a second time."""
+    """The result of a unit: resources, wall seconds, whether ccache had it, whether it was tried a second time."""
 
     usage: Usage
     seconds: float
@@ -136,7 +136,7 @@ class UnitResult:
 
 @dataclass
 class JobsReport:
-    """What a run did: units by name, wall seconds, and the largest sampled sum of all resident sizes in bytes."""
+    """The result of a run: units by name, wall seconds, and the largest sampled sum of all resident sizes in bytes."""
 
     units: dict[str, UnitResult] = field(default_factory=dict)
     seconds: float = 0.0

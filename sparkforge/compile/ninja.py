@@ -31,7 +31,7 @@ OUTCOMES = {"done": "compiled", "cached": "from ccache", "killed": "killed: out 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build did: units compiled, taken from ccache, in all; wall and CPU-seconds.
+    """The result of a build: units compiled, taken from ccache, in all; wall and CPU-seconds.
 
     `peak` is the largest sampled sum of resident sizes, `budget` the limit for that sum, both in bytes.
     """

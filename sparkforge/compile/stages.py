@@ -34,7 +34,7 @@ WAYS = ("wheel", "source")
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What the command line asks for: `way` is one of WAYS; `python` serves, `compile_python` has torch with CUDA."""
+    """The request of the command line: `way` is one of WAYS; `python` serves, `compile_python` has torch with CUDA."""
 
     stack: str
     way: str = "wheel"

@@ -1,1 +1,1 @@
-"""What every package uses: errors, console, files, processes, git, docker. Imports no other package of ours."""
+"""The base of every package: errors, console, files, processes, git, docker. Imports no other package of ours."""

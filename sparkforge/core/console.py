@@ -100,7 +100,7 @@ class _SafeConsole(Console):
 def console() -> Console:
     """Return the console on stderr; plain text where stderr is no terminal or NO_COLOR is set.
 
-    It interprets neither markup nor emoji codes: what it prints may come from a server.
+    It interprets neither markup nor emoji codes, because texts may come from a server.
     """
     return _SafeConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 

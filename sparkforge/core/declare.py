@@ -1,4 +1,4 @@
-"""What to say where bad input, or the machine, raised an error that nobody declared."""
+"""Turns exceptions that bad input or the machine raised into errors of ours."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class UsageError(SparkforgeError):
 
 
 class InputError(SparkforgeError):
-    """A file that a command reads is missing, malformed, or not what it must be."""
+    """A file that a command reads is missing, malformed, or of the wrong kind."""
 
     exit_code, family = 10, "input"
 

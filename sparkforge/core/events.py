@@ -19,14 +19,14 @@ TEXT = 2000  # bytes of a line that are looked at together; a longer line comes 
 OVERLAP = 400  # bytes that two pieces of a line have in common
 SHOWN = 300  # characters of a line that are shown
 END = 5  # lines at the end of a log in which LAST_WORDS count
-KEPT_LINES = 1500  # different lines that are kept of the begin of a log, and as many of its end
+KEPT_LINES = 1500  # different lines that are kept from the beginning of a log, and as many from its end
 REMEMBERED = 20_000  # different lines that are recognised when they come again
 BLOCK_LINES = 40  # after the first line of an error of ours, in which its `next:` must come
 
 COLOUR = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 NUMBERS = re.compile(rb"\d[\d.:,/-]{3,}")
 
-# What programs put before a line: Compose, Docker's and journald's times, dmesg, BuildKit, torchrun.
+# Prefixes of lines: Compose, Docker's and journald's times, dmesg, BuildKit, torchrun.
 PREFIXES = re.compile(
     r"""^(?:
       [\w.-]+\s+\|\ (?=\S|\ )                                                  # Compose: a service
@@ -77,7 +77,7 @@ ENDED = re.compile(
 )
 SIGNALS = {"KILL": 9, "SEGV": 11, "ABRT": 6, "BUS": 7, "ILL": 4, "FPE": 8, "TERM": 15, "INT": 2, "HUP": 1}
 KILLED = re.compile(r"status=\d+/(KILL|SEGV|ABRT|BUS|ILL|FPE)|\bSIG(KILL|SEGV|ABRT|BUS|ILL|FPE)\b")
-# What a shell says of a program that a signal ended: `run.sh: line 12:  4411 Killed   vllm serve …`.
+# A shell's message about a program that a signal ended: `run.sh: line 12:  4411 Killed   vllm serve …`.
 SHELL = re.compile(
     r"^(?:\S+: line \d+: +\d+ +|\[\d+\]\S? +(?:\d+ +)?)?"
     r"(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted)\b"
@@ -92,11 +92,11 @@ FATAL = re.compile(
         ^Aborted\b|^E:\ |^!!!!!!!\ """,
     re.VERBOSE,
 )
-# How a program ends that says no more than this; libraries say so of things that they do without, too.
+# Last words of a program without a better message; libraries also use them for optional features.
 LAST_WORDS = re.compile(
     r"^(?:[Ff]ailed|[Cc]annot|[Cc]an't|[Uu]nable|[Cc]ould(?: not|n't)|ERROR|Error)\b|[Pp]ermission denied"
 )
-# What a kernel says when something broke. It says `failed` and `error` in healthy starts, too.
+# Fatal messages of the kernel. It prints `failed` and `error` in healthy starts, too.
 KERNEL = re.compile(
     r"Out of memory: Killed process|Memory cgroup out of memory|^oom-kill:|severity=Uncorrectable|AER: Uncorrectable|"
     r"soft lockup|hard LOCKUP|Kernel panic|"
@@ -111,7 +111,7 @@ DEATH = re.compile(
     r"core dumped|panicked at|Fatal Python error|terminate called|Kernel panic|"
     r"Main process exited|Out of memory: Killed"
 )
-# What a death leads to: never the reason of it.
+# Consequences of a process's end, never its cause.
 CONSEQUENCE = re.compile(
     r"EngineDeadError|Engine core initialization failed|EngineCore (?:failed to start|encountered a fatal error)|"
     r"Engine core proc|died unexpectedly|WorkerProc (?:initialization failed|hit an exception)|"
@@ -146,7 +146,7 @@ PART = re.compile(r"^\s+(why|next):\s*(.*)$")
 
 @dataclass
 class Line:
-    """A line, without the prefixes of programs that passed it on, and what it says.
+    """A line, without the prefixes of programs that passed it on, and its meaning.
 
     `level` is the log level, empty where the program has none; `exception` the type of an exception; `cause` the number
     of the line with the exception that led to it; `code` and `signal` how a process ended; `parts` the `why` and `next`
@@ -217,7 +217,7 @@ class Line:
 
 @dataclass
 class Event:
-    """What a log says: lines with a meaning, in order; the number of the one that asks for an end, and of the last."""
+    """A parsed log: lines with a meaning, in order, and the numbers of the shutdown request and of the last line."""
 
     lines: list[Line] = field(default_factory=list)
     ended: int = 0
@@ -225,7 +225,7 @@ class Event:
 
     @property
     def faults(self) -> list[Line]:
-        """The lines that say that something broke, before an orderly end, which nobody survived."""
+        """The lines with a fatal error, before an orderly shutdown."""
         return [
             line
             for line in self.lines

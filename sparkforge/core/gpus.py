@@ -1,4 +1,4 @@
-"""What nvidia-smi says about the NVIDIA GPUs. A cluster node without our code is asked by probe.py instead."""
+"""Queries of the NVIDIA GPUs by nvidia-smi. A cluster node without our code is asked by probe.py instead."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class GpuState:
 
     @property
     def active(self) -> list[ClockReason]:
-        """What lowers the clock, by the driver."""
+        """The driver's reasons for a lowered clock."""
         return [reason for bit, reason in REASONS.items() if self.reasons & bit]
 
     def describe(self) -> str:

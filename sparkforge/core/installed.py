@@ -26,7 +26,7 @@ from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import CHUNK
 
 LARGEST_RECORD = 64 << 20  # bytes, our own bound; FlashInfer's has 1 MB
-# What pip and uv write into a dist-info folder, and list in RECORD.
+# Files that pip and uv write into a dist-info folder and list in RECORD.
 INSTALLERS = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
 SCRIPT = re.compile(r"\.\./\.\./\.\./bin/[^/]+")
 SHA256 = re.compile(r"sha256=([A-Za-z0-9_-]{43})")
@@ -110,7 +110,7 @@ class Installed:
 def parse_record(text: str, source: str, *, strict: bool = True) -> tuple[RecordLine, ...]:
     """Return the lines of a wheel's RECORD, or of an installed one without those of the installer.
 
-    `source` names it in errors. Raises IntegrityError for what is no RECORD, and for a line without sha256 or size, or
+    `source` names it in errors. Raises IntegrityError if it is not a RECORD, and for a line without sha256 or size, or
     with a path that leads out of site-packages or is listed twice; without `strict` such lines are left out.
     """
     lines = dict[str, RecordLine]()

@@ -1,4 +1,4 @@
-"""What pip and uv print when they refuse, as one line: the cause, the next step, and whether to try again.
+"""Errors of pip and uv as one line: the cause, the next step, and whether to try again.
 
 It needs the standard library alone: `sparkforge.core.bootstrap` runs before anything is installed.
 """
@@ -110,7 +110,7 @@ _REQUESTED = re.compile(r"The user requested (\(constraint\) )?(\S+)")
 
 
 def refusal(output: str) -> Refusal:
-    """Return why pip or uv refused, from what it printed without --quiet."""
+    """Return the reason for a failure of pip or uv, from its output without --quiet."""
     if requested := _REQUESTED.findall(output):
         wanted = " and ".join(dict.fromkeys(name for constraint, name in requested if not constraint))
         limits = " and ".join(dict.fromkeys(name for constraint, name in requested if constraint))

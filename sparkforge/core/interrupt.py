@@ -24,7 +24,7 @@ class TerminatedError(KeyboardInterrupt):
 
 
 class _State:
-    """What this process is in: how deep in `held`, which signal waits, which one ends it."""
+    """The state of this process: the depth of `held`, a pending signal, and the signal that ends it."""
 
     depth = 0
     waiting: int | None = None

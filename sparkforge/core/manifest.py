@@ -28,7 +28,7 @@ SUFFIX = ".manifest.json"
 
 @dataclass(frozen=True)
 class Made:
-    """What a stage made: its outputs (name → hash), the tools it used (name → version), and facts for later stages."""
+    """A stage's outputs (name → hash), the tools that it used (name → version), and facts for later stages."""
 
     outputs: Mapping[str, str]
     tools: Mapping[str, str] = field(default_factory=dict)

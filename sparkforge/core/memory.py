@@ -1,4 +1,4 @@
-"""What this process can still get: bytes of memory and CPUs, under every cgroup (version 1 or 2) that contains it.
+"""The resources left for this process: bytes of memory and CPUs, under every cgroup (version 1 or 2) that contains it.
 
 On a Spark CPU and GPU share one memory. What a served model has taken is in no process's resident size and in no
 cgroup's usage, but it is missing from MemAvailable; so MemAvailable is always asked, and the cgroups can only lower it.
@@ -141,5 +141,5 @@ def _number(path: Path) -> int | None:
 
 
 def _keyed(path: Path, key: str) -> int:
-    """Return the number after `key` at the begin of a line; 0 if there is none."""
+    """Return the number after `key` at the beginning of a line; 0 if there is none."""
     return next((int(fields[1]) for line in _lines(path) if (fields := line.split())[:1] == [key]), 0)

@@ -1,4 +1,4 @@
-"""Where things lie: the checkout, its state, and the user's cache.
+"""The folders: the checkout, its state, and the user's cache.
 
 `SPARKFORGE_ROOT` (set in the image), `SPARKFORGE_STATE` and `SPARKFORGE_CACHE` (set by tests) move them. An installed
 wheel has its checkout, with the models, in the user's data folder and its state in that for state (USER_FOLDERS).
@@ -123,7 +123,10 @@ def environment(name: str) -> Path:
 
 
 def typed(text: str | Path) -> Path:
-    """Return the place that a person named, with its `~` expanded. Raises UsageError for a home that nobody has."""
+    """Return the place that a person named, with its `~` expanded.
+
+    Raises UsageError for the home of an unknown user.
+    """
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

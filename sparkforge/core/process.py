@@ -120,7 +120,7 @@ def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) ->
 
 
 def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, None]:
-    """Run `command` and yield what it prints to stdout and stderr, as it comes; it ends when nobody reads on.
+    """Run `command` and yield what it prints to stdout and stderr, as it comes; it ends when the caller stops reading.
 
     Raises ProcessError if it cannot be started.
     """
@@ -153,7 +153,7 @@ class ProbeError(Exception):
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """What a program left behind: its exit code (None: it was still running when time was up) and its output."""
+    """The result of a program: its exit code (None: it was still running when time was up) and its output."""
 
     code: int | None
     stdout: str
@@ -222,7 +222,7 @@ def ending(code: int) -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    """How a program ended: its exit code (-N for signal N) and what it used, together with those that it waited for.
+    """The end of a program: its exit code (-N for signal N) and what it used, together with those that it waited for.
 
     `peak` is the kernel's own high-water mark, in bytes, of the resident size of the *largest single process* among
     them: exact for a driver whose stages run one after another, too low where stages run side by side. It is never

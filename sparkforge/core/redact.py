@@ -26,7 +26,7 @@ TOKEN = "<token>"  # noqa: S105 - what stands in a token's place
 Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 
 LOOPBACK = r"(?:127\.0\.0\.1|localhost|\[::1\])"
-# Whose addresses stand in every log and say nothing about its owner.
+# Public hosts that occur in every log; they do not identify the owner.
 PUBLIC = (
     r"(?:github\.com|raw\.githubusercontent\.com|ghcr\.io|huggingface\.co|(?:docs\.)?vllm\.ai|(?:docs\.)?docker\.(?:com|io)"
     r"|(?:(?:docs|developer)\.)?nvidia\.com|nvcr\.io|(?:download\.)?pytorch\.org|python\.org|nanobind\.readthedocs\.io"
@@ -56,7 +56,7 @@ NO_SECRET = re.compile(
     r"|<[^<>]{1,40}>?|\*+|\.{2,}|\$\{?\w+\}?|\d{1,4}(?:\.\d+)?(?:ms|s|%)?|/[\w./-]*)?,?"
 )
 QUOTE = r"(?:\\{0,8}[\"'`])"
-# What can stand between a name and its value: `: `, `=`, ` => `, `%3D`; in a tuple or a list `, `; in JSON and YAML
+# Separators between a name and its value: `: `, `=`, ` => `, `%3D`; in a tuple or a list `, `; in JSON and YAML
 # `"name": "KEY", "value": `.
 BETWEEN = (
     rf"(?>{QUOTE}?[ \t]{{0,8}}(?:=>|:=|==?|:|%3D)[ \t]{{0,8}}"
@@ -201,7 +201,7 @@ def _path(match: re.Match[str]) -> str:
 
 
 def _address(match: re.Match[str]) -> str:
-    """Replace what is an IP address, unless it means this very machine or none."""
+    """Replace an IP address, unless it is a loopback or unspecified one."""
     try:
         address = ipaddress.ip_address(match[0].partition("%")[0])
     except ValueError:

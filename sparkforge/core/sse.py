@@ -38,7 +38,7 @@ class _Reader:
             raise LimitError(f"the stream is encoded as {encoding[:40]!r}")
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         self._count = 0  # bytes since the last event
-        self._line = bytearray()  # the begin of a line
+        self._line = bytearray()  # the beginning of a line
         self._ended_in_cr = False
         self._event, self._data = "", list[str]()
 

@@ -29,7 +29,7 @@ class Figure(Record):
 
     @property
     def origin(self) -> str:
-        """Where it comes from, in few words: the user, this machine, us, or the table, which has the source."""
+        """The source in few words: the user, this machine, us, or the table, which has the source."""
         return next((word for word in (TOLD, MEASURED, BOUND) if self.source.startswith(word)), TABLE)
 
 

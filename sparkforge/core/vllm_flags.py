@@ -23,7 +23,7 @@ MANY_VALUES = 1 << 30
 
 @dataclass(frozen=True)
 class VllmFlag:
-    """What we know of a flag: how many values it takes, whether they are paths, and why a user may not pass it.
+    """A flag of vLLM: how many values it takes, whether they are paths, and why a user may not pass it.
 
     `instead` is the command that does it right; both texts are empty for a flag that anybody may pass.
     """
@@ -96,7 +96,7 @@ def flag_of(argument: str) -> str:
 
 
 def meant(argument: str, flags: Iterable[str]) -> str:
-    """Return which of `flags` an argument stands for, abbreviated or not; empty for none."""
+    """Return the one of `flags` that an argument means, abbreviated or not; empty for none."""
     name = flag_of(argument)
     return next((flag for flag in flags if len(name) > 2 and flag.startswith(name)), "") if name[:2] == "--" else ""
 

@@ -1,1 +1,1 @@
-"""What is wrong with a server or a build, why, and the next command."""
+"""Diagnosis of a server or a build: problem, cause, and next command."""

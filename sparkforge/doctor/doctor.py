@@ -22,7 +22,7 @@ from sparkforge.doctor.signatures import AUDIT, ENGINE, EVERY, LAST, UNKNOWN, Se
 from validate.checks.finding import Status
 from validate.report import one_line
 
-# A finding's status in a validation report → what it is here; a check that was skipped counts only if it is required.
+# A finding's status in a validation report → its severity here; a check that was skipped counts only if it is required.
 VERDICTS = {
     str(Status.FAIL): (Severity.FATAL, "failed"),
     str(Status.SKIPPED): (Severity.FATAL, "was not run"),
@@ -39,7 +39,7 @@ CHECK = "validation-check"  # a signature's id, too: logs and reports show the s
 
 
 class Place(Record):
-    """Where a problem shows: a log and its line, or the source of a fact; the text there, and how often it occurs.
+    """The place of a problem: a log and its line, or the source of a fact; the text there, and how often it occurs.
 
     `context` are the lines around a fault, redacted.
     """
@@ -72,7 +72,7 @@ class Problem(Record):
 def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
     """Print the problems, and write the archive if asked. Raises RefusalError for anything but what is harmless.
 
-    Raises UsageError for a folder that is none or a wrong archive name, StorageError for a log that cannot be read.
+    Raises UsageError if it is not a folder, or for a wrong archive name, StorageError for a log that cannot be read.
     """
     archive = paths.typed(bundle) if bundle else None
     if archive and (not archive.name.endswith((".tar.gz", ".tgz")) or archive.is_dir()):

@@ -108,7 +108,7 @@ class Log:
             self.broken = f"{error.what}: {error.why}"
 
     def excerpt(self) -> bytes:
-        """Return the whole log if it is short, else its begin and its end, in whole lines.
+        """Return the whole log if it is short, else its beginning and its end, in whole lines.
 
         A line that is cut could begin in the middle of a secret, which the redaction would not recognise.
         """

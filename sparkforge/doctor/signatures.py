@@ -25,7 +25,7 @@ BUILTIN_GROUPS = {"log"}  # groups that the doctor fills
 
 
 class Severity(StrEnum):
-    """How bad a problem is, worst first."""
+    """The severity of a problem, worst first."""
 
     FATAL = "fatal"
     SLOW = "slow"
@@ -38,7 +38,7 @@ class Severity(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a problem is about, in the order of docs/reference/problems.md."""
+    """The subject of a problem, in the order of docs/reference/problems.md."""
 
     CUDA = "CUDA"
     GPU = "GPU"
@@ -56,7 +56,7 @@ class Kind(StrEnum):
 
 
 class Seen(Record):
-    """Where a problem is described: a URL or a page of ours, and the date of that description."""
+    """The description of a problem: a URL or a page of ours, and the date of that description."""
 
     where: str
     date: dt.date | None = None
@@ -66,7 +66,7 @@ class Seen(Record):
 
 
 class FactCondition(Record):
-    """What a fact must be: of the same type as and equal to `equal`, or a number within the bounds."""
+    """A condition on a fact: of the same type as and equal to `equal`, or a number within the bounds."""
 
     equal: bool | int | float | str | None = Field(default=None, alias="is")
     at_least: float | None = None

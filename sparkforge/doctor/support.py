@@ -43,7 +43,7 @@ things: look through it before you send it.
 
 
 def write(path: Path, document: Mapping[str, Any], evidence: Evidence) -> None:
-    """Write the archive in one step and say what it holds. Raises StorageError."""
+    """Write the archive in one step and list its content. Raises StorageError."""
     files = dict(sorted(members(document, evidence).items()))
     try:
         with (

@@ -1,1 +1,1 @@
-"""Container images: the root filesystem, the build, trimming, reproducibility, and what an image says of itself."""
+"""Container images: the root filesystem, the build, trimming, reproducibility, and the manifest of an image."""

@@ -1,4 +1,4 @@
-"""What is attached to an image, as cosign keeps it: signatures and signed statements, each a layer of a small image.
+"""Attachments of an image in cosign's format: signatures and signed statements, each a layer of a small image.
 
 Its tag is `sha256-DIGEST.sig` or `.att`, in the image's own repository or in a folder, an OCI layout.
 """
@@ -43,7 +43,7 @@ PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True)
 class Attached:
-    """One signature or one signed statement: its bytes, what they are, and cosign's annotations."""
+    """One signature or one signed statement: its bytes, their media type, and cosign's annotations."""
 
     data: bytes
     kind: str
@@ -51,7 +51,7 @@ class Attached:
 
 
 class Place(Protocol):
-    """Where things are attached."""
+    """A place that stores attachments."""
 
     def read(self, tag: str) -> list[Attached]:
         """Return what has a tag; empty if nothing has. Raises IntegrityError, EngineError."""

@@ -30,7 +30,7 @@ EXTRA_FILES = "SPARKFORGE_COMPOSE_FILES"
 
 
 class Project(BaseModel):
-    """What is used of a resolved project besides its service, which `service_of` reads."""
+    """The fields of a resolved project that we read, except its service (`service_of`)."""
 
     services: dict[str, dict[str, Any] | None] | None = None
     volumes: dict[str, dict[str, Any] | None] | None = None

@@ -303,7 +303,7 @@ def max_jobs() -> int:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What `./inv dev.build` is asked for; empty texts mean the stack's own. Targets are vLLM's, a set FlashInfer's.
+    """The options of `./inv dev.build`; an empty text means the stack's own. Targets are vLLM's, a set FlashInfer's.
 
     `units` are patterns of vLLM's source files with commas, or `CHANGED`: those edited since the natives were accepted.
     """
@@ -394,7 +394,7 @@ def install_libraries(overlay: Path, root: Path) -> list[str]:
     record = manifest.load(overlay)
     libraries = sorted(record.outputs) if record else []
     for library in libraries:
-        (root / library).unlink(missing_ok=True)  # a link: what it leads to must not be written
+        (root / library).unlink(missing_ok=True)  # a link: its target must not be written
         with (overlay / library).open("rb") as source, atomic_file(root / library, mode=0o755) as target:
             shutil.copyfileobj(source, target)
     return libraries

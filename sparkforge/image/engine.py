@@ -45,7 +45,7 @@ class Engine:
 
     @property
     def gpu(self) -> str:
-        """How a container gets the GPU here, in words; empty if it cannot."""
+        """The way in which a container gets the GPU, in words; empty if there is none."""
         ways = (
             (NVIDIA in self.runtimes, "NVIDIA runtime"),
             (bool(self.cdi), f"CDI device {next(iter(self.cdi), '')}"),
@@ -129,7 +129,7 @@ def named(error: Exception) -> SparkforgeError:
 
 
 def read(client: docker.DockerClient) -> Engine:
-    """Return what the engine says of itself."""
+    """Return the engine's facts."""
     info = client.info()
     machine = str(info.get("Architecture", ""))
     return Engine(

@@ -1,4 +1,4 @@
-"""What an image is and holds: labels, layers and digests from the engine, the manifest from inside the image."""
+"""Inspection of an image: labels, layers and digests from the engine, the manifest from inside the image."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LICENCES = f"/opt/venv/{licences.REPORT}"
 CPU_BYTES, CUDA_BYTES = 15_000_000_000, 35_000_000_000
 LARGEST_FILE = 64 << 20  # bytes of a file that an image says something of itself in; our largest audit has 2 MB
 Expected = Callable[[str], Mapping[str, Mapping[str, str]]]
-# What of the manifest must be this checkout's, and what each is called.
+# The parts of the manifest that must be this checkout's, with their names.
 COMPARED = {"patches": "patch queue", "lock": "locked set"}
 
 
 class Manifest(BaseModel):
-    """What is used of an image's manifest; the rest is only shown."""
+    """The fields of an image's manifest that we read; the others are only printed."""
 
     stack: str | None = None
     patches: dict[str, str] | None = None
@@ -54,7 +54,7 @@ class Manifest(BaseModel):
 
 
 class Bill(BaseModel):
-    """What is used of an image's bill of materials."""
+    """The fields of an image's bill of materials that we read."""
 
     bomFormat: Literal["CycloneDX"]  # noqa: N815 - CycloneDX's name
     specVersion: Literal["1.6"]  # noqa: N815
@@ -62,7 +62,7 @@ class Bill(BaseModel):
 
 
 class Source(BaseModel):
-    """What is used of an image's source.json."""
+    """The fields of an image's source.json that we read."""
 
     revision: str | None = None
     origin: str | None = Field(default=None, alias="from")
@@ -70,7 +70,7 @@ class Source(BaseModel):
 
 
 class AuditedCode(BaseModel):
-    """What is used of one file, or of one violation, of an audit."""
+    """The fields that we read of a file or a violation in an audit."""
 
     path: str = ""
     rule: str = ""
@@ -85,7 +85,7 @@ class AuditCode(BaseModel):
 
 
 class Audit(BaseModel):
-    """What is used of the audit in an image: the number of files that were hashed, and the machine code."""
+    """The fields of an image's audit that we read: the number of files that were hashed, and the machine code."""
 
     files: int
     code: AuditCode | None = None
@@ -259,7 +259,7 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
     except DocumentError as error:
         fix = "./inv build --engine docker, or pull another image"
         raise EngineError(
-            "cannot read what the image says of itself", f"its {shape.__name__.lower()}: {error.why}", fix,
+            "cannot read the image's own manifest", f"its {shape.__name__.lower()}: {error.why}", fix,
             code="engine.failed",
         ) from error  # fmt: skip
 

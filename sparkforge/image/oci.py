@@ -38,7 +38,7 @@ Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
 class Descriptor(BaseModel, alias_generator=to_camel, populate_by_name=True):
-    """What is used of a reference to a document or a layer."""
+    """The fields of a reference to a document or a layer that we read."""
 
     digest: Digest
     size: int = Field(ge=0, lt=1 << 40)
@@ -49,7 +49,7 @@ class Descriptor(BaseModel, alias_generator=to_camel, populate_by_name=True):
 
 
 class Document(BaseModel):
-    """What is used of an index, which has manifests, or of a manifest, which has a configuration and layers."""
+    """The fields that we read of an index (manifests) or of a manifest (configuration and layers)."""
 
     manifests: list[Descriptor] = Field(default_factory=list, max_length=MOST_MANIFESTS)
     config: Descriptor | None = None
@@ -58,7 +58,7 @@ class Document(BaseModel):
 
 
 class Configuration(BaseModel):
-    """What is used of an image's configuration."""
+    """The fields of an image's configuration that we read."""
 
     architecture: str = ""
     os: str = ""
@@ -81,7 +81,7 @@ def require_digest(data: bytes, descriptor: Descriptor, origin: str) -> bytes:
 
 
 def refused(origin: str, why: str, code: str = "integrity.image") -> IntegrityError:
-    """Return the error for an image or a document that is not what it must be."""
+    """Return the error for an invalid image or document."""
     return IntegrityError(f"{origin} is refused", why, "get it again from whoever made it", code=code)
 
 
@@ -192,7 +192,7 @@ class LayoutImage:
 
     @cached_property
     def attrs(self) -> Mapping[str, Any]:
-        """What `docker inspect` prints, as far as it is used."""
+        """The output of `docker inspect`, as far as we read it."""
         size = sum(layer.size for layer in self.manifest.layers)
         settings = self.configuration
         return {

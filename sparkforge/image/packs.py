@@ -47,10 +47,10 @@ FIX = "get it again from whoever made it, or compile: the same command without -
 
 
 class Index(BaseModel):
-    """What is used of a pack's index.json, whose members `bundle` reads."""
+    """The fields of a pack's index.json that we read; `bundle` reads its members."""
 
     class Facts(BaseModel):
-        """What the build found."""
+        """Facts of the build."""
 
         units: int
         modules: dict[str, int]

@@ -1,4 +1,4 @@
-"""Where an image comes from: an in-toto Statement v1 about its digests, with the predicate of SLSA Provenance v1.
+"""The provenance of an image: an in-toto Statement v1 about its digests, with the predicate of SLSA Provenance v1.
 
 It is computed from the image's own contents, so anybody who has the image can compute it again and compare
 (`differences`).

@@ -78,7 +78,7 @@ def pull(stack: str, reference: str, expected: Expected) -> None:
     without a digest, IntegrityError, EngineError.
     """
     if not REFERENCE.fullmatch(reference):
-        why = "an image is pulled by digest, which says what it is; a tag says only where somebody put something"
+        why = "an image is pulled by digest, which identifies its content; a tag can be moved"
         raise UsageError(f"{reference[:200]!r} names no digest", why, f"./inv image.pull {EXAMPLE}@sha256:…")
     with engine.connected() as client:
         was_local = True

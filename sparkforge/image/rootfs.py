@@ -1,4 +1,4 @@
-"""What an image holds of Python: `python -m sparkforge.image.rootfs STEP`, run by the stages of the Dockerfile.
+"""The Python environment of an image: `python -m sparkforge.image.rootfs STEP`, run by the stages of the Dockerfile.
 
 One tree at /opt/venv: a hash-locked set, patched, without what its device cannot load (`deploy/trim.toml`), its
 bytecode the same in every build. The tree is verified last, against what its own records say of every file. Our own
@@ -82,12 +82,12 @@ class Tree:
 
     @property
     def inputs(self) -> StackImage:
-        """What pins.toml says that the image is made from."""
+        """The image's inputs in pins.toml."""
         return pins.load().image(self.stack)
 
     @property
     def device(self) -> str:
-        """What the image is for: cpu or cuda."""
+        """The image's device: cpu or cuda."""
         return self.inputs.device
 
     @property
@@ -112,7 +112,7 @@ def install(tree: Tree, more: str = "") -> None:
     # The distribution's interpreter, not that of the environment which runs us.
     base_python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", base_python, tree.root])
-    # What the lock does not bring as it is: patched wheels, and those that no package index lists.
+    # Packages that are not installed from the lock as they are: patched wheels, and those that no package index lists.
     components = [
         component
         for component in table.stack(tree.stack).components.values()
@@ -299,7 +299,7 @@ def _locked(name: str) -> set[str]:
 
 
 def describe(tree: Tree) -> dict[str, Any]:
-    """Return what the image says of itself: versions, queues with their hashes, lock, kernels, and a key of it all."""
+    """Return the image's manifest: versions, queues with their hashes, lock, kernels, and a key of it all."""
     table = pins.load()
     parts = [path.name.removesuffix(".dist-info").rpartition("-") for path in sorted(tree.packages.glob("*.dist-info"))]
     libraries = sorted((tree.packages / AHEAD_OF_TIME).glob("*/*.so"))

@@ -60,7 +60,7 @@ def make(
 ) -> str:
     """Return the bill of the image with `packages` as its site-packages, as JSON.
 
-    `manifest` is what the image says of itself without its audit, `audit` the report on its machine code, and `debian`
+    `manifest` is the image's manifest without its audit, `audit` the report on its machine code, and `debian`
     the root of a file system that has the image's Debian packages. Without one it is the bill of a kernel pack, whose
     modules were compiled from the distributions `only`.
     """

@@ -156,9 +156,9 @@ def signer(data: bytes, signatures: list[str], keys: Keys) -> str:
 
 
 def read_statement(attached: Attached, keys: Keys) -> tuple[str, dict[str, Any]]:
-    """Return who signed an envelope and the statement in it; nobody and nothing where none of `keys` did.
+    """Return the signer of an envelope and its statement; empty if none of `keys` signed it.
 
-    What no key of ours signed is not read any further. Raises DocumentError for an envelope that is none.
+    A statement that no trusted key has signed is not read any further. Raises DocumentError for a malformed envelope.
     """
     envelope = Envelope.model_validate(parse_object(attached.data, "an envelope", Envelope))
     try:

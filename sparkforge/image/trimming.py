@@ -20,7 +20,7 @@ TABLE = ROOT / "deploy/trim.toml"
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left out of an image: paths below site-packages, and why."""
+    """A part that an image leaves out: paths below site-packages, and why."""
 
     name: str
     paths: tuple[str, ...]
@@ -78,6 +78,6 @@ def is_cut(path: str, cuts: Sequence[Cut]) -> bool:
 
 @cache
 def _pattern(cuts: tuple[Cut, ...]) -> re.Pattern[str]:
-    """Return what matches the begin of every path that `cuts` leave out; a tree has 100,000 paths."""
+    """Return a pattern for the beginning of every path that `cuts` leave out; a tree has 100,000 paths."""
     globs = "|".join(re.escape(pattern).replace(r"\*", "[^/]*") for cut in cuts for pattern in cut.paths)
     return re.compile(f"({globs})(?:/|$)")

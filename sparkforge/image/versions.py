@@ -79,7 +79,7 @@ def move_tags(client: docker.DockerClient, image: Any, name: str) -> str:
 
 @contextmanager
 def named(stack: str) -> Iterator[None]:
-    """Build a stack's image inside: what it replaces gets its own name before, and the new one its tags after."""
+    """Build a stack's image inside: the replaced image gets a name of its own before, the new one its tags after."""
     name = docker_compose.resolve(docker_compose.variables(stack)).image
     with engine.connected() as client:
         _keep(client, name, split(name)[0])
@@ -89,7 +89,7 @@ def named(stack: str) -> Iterator[None]:
 
 
 def _keep(client: docker.DockerClient, name: str, repository: str) -> None:
-    """Give what is called `name` its own name; an image that is none of ours keeps only what it has."""
+    """Give the image called `name` a name of its own; an image that is not ours is left alone."""
     try:
         give_own_name(client, client.images.get(name), repository)
     except ImageNotFound:

@@ -1,6 +1,6 @@
 """Known vulnerabilities of what a bill of materials lists, by an OSV database on this machine.
 
-What does no harm is in vex.toml with its reason, which is in the bill of a new image too (CycloneDX's VEX).
+Harmless findings are in vex.toml with their reasons; a new image's bill contains these too (CycloneDX's VEX).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Analyses(RootModel[dict[str, Analysis]]):
 
 
 class Interval(BaseModel):
-    """What is used of a range of versions."""
+    """The fields of a range of versions that we read."""
 
     type: str
     events: list[dict[str, str]]
 
 
 class Affected(BaseModel):
-    """What is used of OSV's `affected`: a package, ranges of its versions, and versions by name."""
+    """The fields of OSV's `affected` that we read: a package, ranges of its versions, and versions by name."""
 
     package: dict[str, str] = Field(default_factory=dict)
     ranges: list[Interval] = Field(default_factory=list)
@@ -63,7 +63,7 @@ class Affected(BaseModel):
 
 
 class OsvRecord(BaseModel):
-    """What is used of a record of OSV's schema 1."""
+    """The fields of a record of OSV's schema 1 that we read."""
 
     id: str
     aliases: list[str] = Field(default_factory=list)

@@ -33,7 +33,8 @@ from validate.facts import checkpoint
 from validate.facts.target import Options, Target
 
 PARTIAL = ".sparkforge-partial"  # the folder of a fetch under way: `.NAME` and this beside a new target, or inside one
-# What vLLM 0.32.0 reads of a checkpoint; the hub's gpt-oss repositories also hold the weights twice more, in original/
+# The files of a checkpoint that vLLM 0.32.0 reads; the hub's gpt-oss repositories also hold the weights twice more, in
+# original/
 # and metal/.
 MODEL_FILES = (
     "config.json",

@@ -1,4 +1,4 @@
-"""What a checkpoint is fetched from, the note that a fetch leaves in its folder, and a folder as such a source.
+"""The sources of a checkpoint, the note that a fetch leaves in its folder, and a folder as such a source.
 
 The folder is a copy of a checkpoint, holds a folder for each repository, or is a Hugging Face cache.
 """
@@ -35,7 +35,7 @@ class RemoteFile:
 
 
 class CheckpointSource(Protocol):
-    """Where a checkpoint comes from. Every method raises a SparkforgeError for what goes wrong."""
+    """The source of a checkpoint. Every method raises a SparkforgeError for what goes wrong."""
 
     name: str
     repository: str
@@ -55,7 +55,7 @@ class NotedFile(Record, extra="ignore"):
 
 
 class Note(Record, extra="ignore"):
-    """What an earlier fetch wrote into a checkpoint's folder: the marker that the folder is ours."""
+    """The note of an earlier fetch in a checkpoint's folder: the marker that the folder is ours."""
 
     repository: str
     revision: str

@@ -45,7 +45,7 @@ class Shown(Record):
 
 
 class MemoryPlan(Record):
-    """What the recipe is for: a row of devices.toml, tokens a sequence, sequences at once, machines."""
+    """The recipe's use: a row of devices.toml, tokens a sequence, sequences at once, machines."""
 
     device: str
     context: int = Field(ge=1)
@@ -57,7 +57,7 @@ class Recipe(KnownModel):
     """A model to serve. `repository` is OWNER/NAME, empty for a checkpoint that we write.
 
     `revision` is a commit or `unknown`, with its source. `profile` is the serve profile on a Spark; `flags` come behind
-    its flags, each with a reason. `shown` is empty if nobody has shown anything of it.
+    its flags, each with a reason. `shown` is empty if there is no evidence.
     """
 
     about: str

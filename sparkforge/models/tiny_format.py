@@ -1,4 +1,4 @@
-"""What every tiny checkpoint shares with openai/gpt-oss-20b: config.json, and tensors in safetensors files."""
+"""The format that tiny checkpoints share with openai/gpt-oss-20b: config.json, and tensors in safetensors files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Sizes(NamedTuple):
-    """What sets a small gpt-oss apart from a large one; hidden and intermediate are multiples of 32."""
+    """The sizes of a gpt-oss; hidden and intermediate are multiples of 32."""
 
     hidden: int
     intermediate: int

@@ -49,7 +49,7 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FileChange:
-    """What one patch does to the file at `path`, relative to the tree."""
+    """The change of one patch to the file at `path`, relative to the tree."""
 
     patch: str
     path: str

@@ -1,6 +1,6 @@
 """Rewrite a wheel or a source archive with some members replaced: the same bytes on every machine.
 
-What zlib makes of a file depends on its build. So a wheel's members that stay are copied as they are, still packed, and
+The output of zlib depends on its build. So a wheel's members that stay are copied as they are, still packed, and
 a new member is stored unpacked; a .tar.gz, which is one packed stream, consists of deflate's stored blocks (RFC 1951,
 3.2.4). Headers are written here, because what `zipfile` puts into them differs between releases of Python.
 """

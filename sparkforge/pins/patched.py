@@ -17,7 +17,7 @@ HEADER = "# Made by `.venv/bin/python -m lab.patches lock`; do not edit. What ea
 
 
 class PatchedFile(Record):
-    """What one upstream file becomes: its queue (folder under patches/), and the file that the queue makes of it."""
+    """The patched form of an upstream file: its queue (folder under patches/), and the resulting file."""
 
     queue: Text
     queue_sha256: Sha256

@@ -105,7 +105,7 @@ class GitSource(Record):
 
 
 class StackImage(Record):
-    """What a stack's container image is made from, besides its components; a native build takes the same kernels.
+    """The inputs of a stack's container image, besides its components; a native build takes the same kernels.
 
     `device` names the Debian packages, the trimming table and the stages of the image; `locks` maps a processor (as
     `uname -m` prints it) to a hash-locked set; `kernels` is a set of the stack's kernel table, compiled for
@@ -142,7 +142,7 @@ class Stack(Record):
 
 
 class EnvironmentPin(Record):
-    """What one Python environment under the checkout's state is made from (sparkforge/environments.py)."""
+    """The inputs of a Python environment under the checkout's state (sparkforge/environments.py)."""
 
     lock: Text  # a hash-locked set
     wheels: tuple[Text, ...] = ()  # STACK/COMPONENT, fetched by their pins; installed besides the lock if it lacks them
@@ -215,7 +215,7 @@ class Pins(Record):
             yield from stack.components.values()
 
     def unread(self) -> list[str]:
-        """Return what nobody has read yet, as `name tag (what)`: commits and trees of git sources, sizes of images."""
+        """Return unknown commits and trees of git sources and sizes of images, as `name tag (commit or tree)`."""
         images = [pin for pin in self.components() if pin.kind == "image" and pin.size == "unknown"]
         unread = {f"{pin.image} {pin.version} (size: never pulled)" for pin in images}
         for name, pin in ((name, pin) for stack in self.stacks.values() for name, pin in stack.git.items()):

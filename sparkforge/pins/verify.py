@@ -41,7 +41,7 @@ class FileHashes(Record):
 
 
 class WheelOrigin(Record):
-    """`patches/upstream.json` of a patched wheel: what it was made from, and the files that its patches changed."""
+    """`patches/upstream.json` of a patched wheel: its inputs, and the files that its patches changed."""
 
     schema_: Literal[1] = Field(alias="schema")
     upstream: Text
@@ -54,7 +54,7 @@ class WheelOrigin(Record):
 
 
 class ImageChanges(Record, extra="ignore"):
-    """What an image's own build changed of installed wheels: paths left out, and sha256 by path of what it compiled."""
+    """The changes of an image's build to installed wheels: paths left out, and sha256 by path of what it compiled."""
 
     left_out: tuple[Text, ...] = ()
     compiled: dict[str, Sha256] = Field(default_factory=dict)
@@ -83,7 +83,7 @@ def is_patched(version: str) -> bool:
 
 
 def read_origin(info: Path) -> WheelOrigin:
-    """Read what a patched wheel in a dist-info folder says of itself. Raises IntegrityError."""
+    """Read the records of a patched wheel in a dist-info folder. Raises IntegrityError."""
     file = info / ORIGIN
     try:
         return WheelOrigin.model_validate(read_json(file))
@@ -99,7 +99,7 @@ def read_origin(info: Path) -> WheelOrigin:
 def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> PatchedFile:
     """Return the wheel of the lock that a distribution was installed from, by version and RECORD.
 
-    Raises IntegrityError, which says what it is instead: upstream's wheel, another revision, or another RECORD.
+    Raises IntegrityError, which names the difference: upstream's wheel, another revision, or another RECORD.
     """
     wheels = _wheels(installed.name, lock)
     candidates = [wheel for wheel, version in wheels if version == _version(installed.version)]

@@ -37,7 +37,7 @@ CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 
 
 class Draft(Record):
-    """What proposes a model's next tokens, as vLLM's --speculative-config takes it.
+    """The drafter that proposes a model's next tokens, as in vLLM's --speculative-config.
 
     A step proposes `tokens` in `passes` over `bytes` of weights: as many as tokens one by one, one for a block, 0
     where a table is searched. `repository` is empty if the checkpoint has the draft itself, or none is needed.
@@ -74,7 +74,7 @@ class KnownModel(Record):
 
 @dataclass(frozen=True)
 class DenseFormat:
-    """How a server keeps the attention's projections and the LM head. Keys of BITS; bf16: as the checkpoint does."""
+    """The format of the attention's projections and of the LM head. Keys of BITS; bf16: as the checkpoint does."""
 
     attention: str = "bf16"
     head: str = "bf16"

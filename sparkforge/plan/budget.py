@@ -135,7 +135,7 @@ def missing(model: Architecture, device: Device, load: Workload) -> int:
 
 
 def most_sequences(model: Architecture, device: Device, load: Workload) -> int:
-    """How many sequences of `load.context` tokens fit at once; 0 if none does."""
+    """The number of sequences of `load.context` tokens that fit at once."""
     lines = share_lines(model, device, replace(load, concurrency=1))
     spare = most_share(device) * device.memory_bytes - sum(line.bytes for line in lines)
     return 0 if spare < 0 else 1 + int(spare // model.kv_held(load.context, load.kv))

@@ -34,7 +34,7 @@ NAMES = {"mxfp4": "mxfp4", "mxfp8": "mxfp8", "fp8": "fp8"}
 
 
 class ProfileRow(Protocol):
-    """What is read of a serve profile (sparkforge.serve.profiles)."""
+    """The settings of a serve profile that the plan reads (sparkforge.serve.profiles)."""
 
     @property
     def about(self) -> str:
@@ -55,7 +55,7 @@ class ServerOptions(Record):
     variables: dict[str, str]
 
     def number(self, flag: str, default: float) -> float:
-        """Return a flag's value. Raises InputError for one that is no number."""
+        """Return a flag's value. Raises InputError if one is not a number."""
         value = flag_value(self.arguments, flag)
         return default if value is None else _number(flag, value)
 

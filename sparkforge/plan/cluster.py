@@ -54,7 +54,10 @@ class WayRow(Record):
 
 
 class ClusterPlan(Record):
-    """What `./inv plan --nodes N` adds. `crossover`: users from which servers of their own win; None: they do not."""
+    """The additions of `./inv plan --nodes N`.
+
+    `crossover`: users from which servers of their own win; None: they do not.
+    """
 
     nodes: int
     link: Figure

@@ -104,7 +104,7 @@ class Experts(Record):
 
 
 class Chat(Record):
-    """How the family writes and reads messages.
+    """The family's message format.
 
     `asks_for_reasoning`: --reasoning-parser is passed; otherwise vLLM chooses it by the model. `tokens` are those of
     the vocabulary that the proof's requests force by a bias; without them it sends no forced request and no canary, but

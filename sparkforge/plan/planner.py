@@ -92,7 +92,7 @@ def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
 def read_load(
     request: PlanRequest, model: Architecture, device: Device, profiles: Mapping[str, ServerOptions]
 ) -> Workload:
-    """Return what is to be served. Raises UsageError for an option that makes no sense."""
+    """Return what is to be served. Raises UsageError for an impossible option."""
     lengths = [profiles[name].longest(model.longest) for name in device.profiles if name in profiles]
     usual = min(DEFAULT_CONTEXT, max(lengths, default=model.longest), model.longest)
     context = _whole("--context", request.context or str(usual), model.longest)

@@ -15,7 +15,7 @@ from sparkforge.plan.architecture import BITS, Architecture, DenseFormat, Draft
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.devices import Device
 
-MOST_STEPS = 10_000  # beyond that, steps are taken larger: a shape that makes no sense must still end
+MOST_STEPS = 10_000  # beyond that, steps grow, so that the loop ends for any shape
 MEMORY, COMPUTE, UNKNOWN, RATES_UNKNOWN = "memory", "compute", "?", "memory?"
 
 

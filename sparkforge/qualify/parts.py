@@ -1,4 +1,4 @@
-"""What `./inv qualify` runs, part by part; each part gives outcomes, and names what it could not run."""
+"""The parts of `./inv qualify`. Each returns outcomes, and names the measurements that could not run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Outcome(Record):
 
 @dataclass(frozen=True)
 class Qualification:
-    """What the parts share: the device with the tiny model, and the one with the user's model if there is one.
+    """The parts' inputs: the device with the tiny model, and the one with the user's model if there is one.
 
     `shape` is tokens in and out of a request of the load.
     """

@@ -30,7 +30,7 @@ CAPABILITY = "12.1"  # of a GB10: reports of other GPUs settle nothing
 
 
 class RowResult(Record):
-    """What a run says of one claim of the ledger."""
+    """A run's verdict on one claim of the ledger."""
 
     id: str
     verdict: Verdict
@@ -38,7 +38,7 @@ class RowResult(Record):
 
 
 class PartResult(Record):
-    """What a part gave, and how long it took."""
+    """The result of a part, and its duration."""
 
     outcomes: dict[str, Outcome]
     seconds: float
@@ -67,7 +67,7 @@ class Report(Record):
     seconds: dict[str, float]
 
     def count(self, verdict: Verdict) -> int:
-        """How many claims have this verdict."""
+        """The number of claims with this verdict."""
         return sum(row.verdict == verdict for row in self.rows)
 
 

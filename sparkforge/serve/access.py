@@ -1,4 +1,4 @@
-"""Who may ask the server: the file with the API key, and the middleware with which vLLM guards every route.
+"""Access to the server: the file with the API key, and the middleware with which vLLM guards every route.
 
 vLLM 0.32.0's own key guards /v1, /v2, /inference and /cohere only: `POST /invocations` answers a whole chat without
 it (vllm/entrypoints/serve/middleware/authenticate.py). vLLM's documented option for that loads `Guard`:
@@ -52,8 +52,8 @@ CLOSED_PATHS = frozenset({"/scale_elastic_ep", "/is_scaling_elastic_ep"})
 class Guard:
     """ASGI middleware: a request passes with an allowed Host header and, if there is a key, with the key.
 
-    /health needs no key, nor does /metrics with SPARKFORGE_METRICS=open. Raises RuntimeError when the server starts if
-    its settings make no sense: without a guard no server.
+    /health needs no key, nor does /metrics with SPARKFORGE_METRICS=open. Raises RuntimeError at the server's start for
+    invalid settings, so no server runs without a guard.
     """
 
     def __init__(self, app: Application) -> None:
@@ -125,7 +125,7 @@ def hosts(text: str) -> list[str]:
 
 
 def named_hosts(text: str) -> list[str]:
-    """Return the hosts that a user named. Raises UsageError for what is no host."""
+    """Return the hosts that a user named. Raises UsageError unless it is a host."""
     names = hosts(text)
     if malformed := [name for name in names if name != "*" and not HOST.fullmatch(name)]:
         why = "it is NAME, NAME:PORT or [IPV6]:PORT, several with commas"
@@ -192,7 +192,7 @@ def refuse_key_argument(arguments: Iterable[str]) -> None:
 
 
 def require_key(address: str, key: str) -> None:
-    """Raise UsageError for a server that other machines could ask without a key, or for an address that is none.
+    """Raise UsageError if other machines could use the server without a key, or if `address` is invalid.
 
     `address` is the one on which the server is published; `key` is its API key or the key's file, empty for none.
     """

@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """How one of vLLM's API servers is started.
+    """The command line of one of vLLM's API servers.
 
     `model` is a folder and `model_id` the name under which the API offers it. `extra_arguments` come behind the
     profile's and win; so do the variables of `extra_environment`. A guarded server has `access.Guard` in front, and
@@ -72,7 +72,7 @@ class ServerCommand:
         return HEADLESS in self.arguments
 
     def address(self) -> tuple[str, int]:
-        """Return the host and the port on which it listens. Raises UsageError for a port that is none.
+        """Return the host and the port on which it listens. Raises UsageError for an invalid port.
 
         An abbreviated flag, which vLLM would take and `flag_value` does not see, is refused too.
         """

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         request = read_arguments(arguments)
         options = settings.read(os.environ)
-        with _writing(options.run):  # nobody may take an earlier start's verdict for this one's
+        with _writing(options.run):  # an earlier start's verdict must not be taken for this one's
             options.run.mkdir(parents=True, exist_ok=True)
             # A validation may share the folder with a server that runs, as `docker compose run vllm validate` does.
             for name in (REPORT, *(() if request.only_validate else (READY, HELD_FILE, textfile.NAME))):

@@ -1,4 +1,4 @@
-"""How the last `./inv up` failed, for `./inv doctor`: many failures leave no line in any log."""
+"""The failure of the last `./inv up`, for `./inv doctor`: many failures leave no line in any log."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Answer(Record):
 
 
 class Answers(Record):
-    """What the file holds."""
+    """The content of the file."""
 
     answers: tuple[Answer, ...]
 

@@ -36,7 +36,7 @@ class Trouble:
 
 
 class MemoryWatch:
-    """What bounds a server's memory here: the machine and, with `around`, the cgroups of this process.
+    """The memory limits of a server: the machine and, with `around`, the cgroups of this process.
 
     `root` is where /proc and the cgroup mounts are looked up. Raises OSError where there is no /proc/meminfo.
     """

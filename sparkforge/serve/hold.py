@@ -1,6 +1,6 @@
-"""What a refused start does under a unit or a restart policy: it waits and validates again, instead of ending.
+"""Waiting after a refused start under a unit or a restart policy: validate again instead of ending.
 
-Who starts programs again (systemd, Docker) cannot tell that nothing has changed: a machine that is not fit to serve
+A supervisor such as systemd or Docker cannot tell that nothing has changed: a machine that is not fit to serve
 would validate in a loop, for minutes each time. A held start asks again after 30 s, 1, 2, 4, … and at most 30 minutes.
 """
 

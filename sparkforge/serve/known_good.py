@@ -57,7 +57,7 @@ class KnownGood:
 
     @property
     def title(self) -> str:
-        """What it was and when, in one line."""
+        """The start and its time, in one line."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         kind = self.name.rpartition(":")[2] or f"environment {self.environment[:12]}"
         served = f"profile {self.plan.profile} · {self.model_id} on port {self.plan.port}"
@@ -68,7 +68,7 @@ STARTS = TypeAdapter(list[KnownGood])
 
 
 def intent_path() -> Path:
-    """Return where a rollback notes what it goes back to, until a start has proved itself."""
+    """Return the file in which a rollback notes its target, until a start has proved itself."""
     return paths.state() / "rollback.json"
 
 

@@ -39,7 +39,7 @@ CANCEL_SECONDS = 100.0  # for a start to end in order: Compose gives a container
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: a command with the environment added to ours, the plan that it serves, and its model's folder.
+    """A launch: a command with the environment added to ours, the plan that it serves, and its model's folder.
 
     `calls` are those of `proof.CALLS` that prove a server other than vLLM. `family` is the model's, by default that of
     the default models.
@@ -99,7 +99,7 @@ def check_free(port: int, host: str = LOOPBACK, command: str = "./inv up") -> No
 
 
 def check_port(port: int, host: str, command: str = "./inv up") -> None:
-    """Raise ServerError if a program has the port, UsageError for a number that is none; `command` takes --port."""
+    """Raise ServerError if a program has the port, UsageError for an invalid number; `command` takes --port."""
     if not 0 < port < 65536:
         raise UsageError(f"{port} is no port", "ports are 1 to 65535", f"{command} --port 8000")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -184,7 +184,7 @@ def down() -> Server | None:
 def stop() -> Server | None:
     """End the running server with all its children, and what killed servers left; return the server's record.
 
-    Returns None if there were only processes, or a container, that nobody recorded. Raises ServerError if there was
+    Returns None if there were only unrecorded processes or containers. Raises ServerError if there was
     nothing to end.
     """
     recorded = record.read()
@@ -249,7 +249,7 @@ def _spawn(launch: Launch) -> Server:
     )
     try:
         record.write(server)
-    except BaseException:  # such as a full disk: nobody would find it
+    except BaseException:  # such as a full disk: an unrecorded server could not be found
         terminate_session(pid)
         raise
     return server

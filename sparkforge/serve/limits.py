@@ -1,4 +1,4 @@
-"""What one request can make the server do: bounds on its body, its rate and its connection, refused by name.
+"""Limits on the work of one request: bounds on its body, its rate and its connection, refused by name.
 
 `access.Guard` puts `Limiter` behind the key's check, so the bounds hold on every device. The body is parsed once,
 before vLLM sees it. What a grammar costs beyond its size is measured outside the engine by patch 0030 of vLLM's queues,

@@ -14,7 +14,7 @@ LINES_SHOWN = 12
 PIECE = 1 << 20  # bytes
 # vLLM's own prefix "(EngineCore pid=12) ERROR 11-21 03:40:12 [core.py:123]" says nothing to a user.
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
-# What a starting server prints, vLLM unless it says otherwise, and what that means to a person who waits.
+# Lines that a starting server prints (vLLM's unless noted), and their meaning for a person who waits.
 MILESTONES = (
     ("Starting to load model", "loading the model"),
     ("Loading weights took", "weights loaded"),

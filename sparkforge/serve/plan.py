@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class StartPlan:
-    """What is served, by which device, where, and for whom. Every device takes it whole.
+    """The plan of a start: model, device, address and access. Every device takes it whole.
 
     `model` is a folder, empty for the device's default, and `model_id` its name in the API, empty for the folder's
     name. An empty `profile` or `stack` is the device's default. `host` is an IP address, empty for loopback. `key_file`

@@ -23,7 +23,7 @@ Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
 
 
 class ServeProfile(Record):
-    """What vLLM is started with for one kind of use; `extends` names the profile or base whose settings it has too.
+    """vLLM's settings for one kind of use; `extends` names the profile or base whose settings it has too.
 
     A base with `family` has the flags of the model's family too.
     """
@@ -108,7 +108,7 @@ class ServeProfiles(Record):
         )
 
     def resolve(self, name: str, below: tuple[str, ...] = ()) -> ServeProfile:
-        """Return a profile with what it inherits. Raises ValueError for an unknown or circular `extends`."""
+        """Return a profile with its inherited settings. Raises ValueError for an unknown or circular `extends`."""
         table: Mapping[str, ServeProfile] = {**self.bases, **self.profiles}
         if name in below or name not in table:
             raise ValueError(f"{below[-1] if below else name} extends {name!r}, which is itself or not there")

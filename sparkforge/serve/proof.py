@@ -1,4 +1,4 @@
-"""What a server proves before it counts as ready: one request for each thing that clients call, checked on the wire.
+"""The proof of a server before it counts as ready: one request for each thing that clients call, checked on the wire.
 
 A healthy server can still be unable to answer: kernels compile, and fail, at the first request that needs them; log
 probabilities, JSON and tool calls each need others; and an answer can come with its content lost. A small model that

@@ -1,4 +1,4 @@
-"""What this checkout serves: one JSON record, believed only if we wrote it and while its process lives.
+"""The record of the running server: one JSON record, believed only if we wrote it and while its process lives.
 
 Commands send the API key to the address in the record. So the file and its folder must be ours and closed to others,
 the process must be ours, and a key is read only from the file that the process or container itself was started with.
@@ -28,13 +28,13 @@ from sparkforge.serve import access
 MARK = "SPARKFORGE_SERVER"  # in the environment of each process of a server: the state folder whose server it is
 NAME = "server.json"
 MODELS = "fleet/models"  # below the state folder: a state folder for each model of a fleet
-LONGEST = 1 << 16  # bytes; a record has some hundred
+LONGEST = 1 << 16  # bytes; a record has a few hundred
 LATEST = 1e11  # Unix time that every calendar has
 
 
 @dataclass(frozen=True)
 class End:
-    """How a server ended: its exit code, whether a signal asked for it, when, in Unix time, and why if for memory."""
+    """The end of a server: its exit code, whether a signal asked for it, when, in Unix time, and why if for memory."""
 
     code: int
     asked: bool
@@ -113,7 +113,7 @@ class Server:
 
     @property
     def where(self) -> str:
-        """What runs it, in words."""
+        """The process or container that runs it, in words."""
         return f"container {self.container[:12]}" if self.container else f"pid {self.pid}"
 
 
@@ -205,7 +205,7 @@ def mark(state: Path | None = None) -> str:
 
 
 def describe_left(pids: Sequence[int]) -> str:
-    """Say which processes are left and what they hold."""
+    """Return a sentence about the processes that are left and the memory that they hold."""
     size = 0
     for pid in pids:
         with suppress(psutil.Error):

@@ -42,7 +42,7 @@ class ServerFailure(Record):
 
 
 class Starts(Record):
-    """What is remembered: for which container and command, its failures, and when its last start began; 0: it ended."""
+    """The restart history of a container and command: failures, and the time of the last start (0: it ended)."""
 
     identity: tuple[str, ...]
     failures: tuple[ServerFailure, ...] = ()

@@ -1,4 +1,4 @@
-"""What the commands that run a server print."""
+"""Output of the commands that run a server."""
 
 from __future__ import annotations
 

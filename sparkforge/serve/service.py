@@ -1,7 +1,7 @@
 """The systemd service that starts a server at boot.
 
 The unit runs `./inv up --foreground --hold`, so a start at boot is the start that a person makes: environment, model,
-validation, server, first answers. systemd is told that it is ready once those answers are there.
+validation, server, first answers. systemd gets the readiness notification after those answers.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Manager:
 
     @property
     def option(self) -> str:
-        """What our commands say for it."""
+        """The scope in our commands' words."""
         return " --system" if self.system else ""
 
     @property
     def sudo(self) -> str:
-        """What stands before an advised command that changes the unit."""
+        """The prefix of an advised command that changes the unit."""
         return "sudo " if self.system else ""
 
     @property
@@ -58,7 +58,7 @@ class Manager:
         return "sudo systemctl" if self.system else "systemctl --user"
 
     def control(self, *arguments: str, check: bool = True) -> str:
-        """Run `systemctl` and return what it prints. Raises ServerError."""
+        """Run `systemctl` and return its output. Raises ServerError."""
         command = ["systemctl", *([] if self.system else ["--user"]), "--no-pager", *arguments]
         runtime = Path(f"/run/user/{os.getuid()}")
         env = {"XDG_RUNTIME_DIR": str(runtime)} if not os.environ.get("XDG_RUNTIME_DIR") and runtime.is_dir() else {}

@@ -37,7 +37,7 @@ class Settings:
 
     `stack` is the image's; empty outside one. `traces` is where vLLM's profiler writes; empty for no profiler.
     `arguments` are those of vLLM that variables ask for. `bind` is the address on which the host publishes the server,
-    empty if nobody said.
+    empty if it is not set.
     """
 
     stack: str
@@ -110,7 +110,7 @@ def read(env: Mapping[str, str]) -> Settings:
 
 
 def require_guard(env: Mapping[str, str]) -> None:
-    """Raise UsageError for a bound of the memory guard that is no number: the server would run without a guard."""
+    """Raise UsageError if the memory guard's bound is not a number: the server would run without a guard."""
     try:
         thresholds.configured(env)
     except ValueError as error:
@@ -119,7 +119,7 @@ def require_guard(env: Mapping[str, str]) -> None:
 
 
 def served_id(model: str) -> str:
-    """Return a model's name in the API, if nobody chose one: a repository's, as with `vllm serve`, or a folder's."""
+    """Return a model's default name in the API: a repository's, as with `vllm serve`, or a folder's."""
     if model == TINY:
         return TINY_ID
     return model if local.REPOSITORY.fullmatch(model) else local.name_of(Path(model))
@@ -139,7 +139,7 @@ def vllm_args(env: Mapping[str, str]) -> list[str]:
 def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
     """Return vLLM's arguments for the gpt-oss competition's variables TP and MAX_MODEL_LEN, their names after `prefix`.
 
-    A variable that is empty or not there leaves the serve profile's. Raises UsageError for one that is no number.
+    A variable that is empty or not there leaves the serve profile's. Raises UsageError if one is not a number.
     """
     numbers = {name: env.get(f"{prefix}{name}", "") for name in NUMBERS}
     for name, text in numbers.items():

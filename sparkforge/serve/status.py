@@ -1,4 +1,4 @@
-"""What `./inv status` knows: the server, its load by /metrics, the memory of host and GPU, its last error.
+"""The data of `./inv status`: the server, its load by /metrics, the memory of host and GPU, its last error.
 
 `status.schema.json` describes what `--json` prints: `python3 -m sparkforge.serve.status >
 sparkforge/serve/status.schema.json` makes it, and a test keeps the two equal. A later version may add fields to
@@ -46,7 +46,7 @@ _ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR|CRITICAL) (\d\d-\d\d [\d:]+
 
 
 class Load(Record):
-    """What the server does now. Rates are tokens a second over `seconds`, all requests together."""
+    """The current load of the server. Rates are tokens a second over `seconds`, all requests together."""
 
     running: int = Field(description="requests that are being answered")
     waiting: int = Field(description="requests that wait for their turn")
@@ -138,7 +138,7 @@ class ServerStatus(Record):
 
 
 class StatusReport(Record):
-    """What `./inv status --json` prints. `server` is null if none runs; the exit code is 24 then."""
+    """The output of `./inv status --json`. `server` is null if none runs; the exit code is 24 then."""
 
     format: Literal["sparkforge-status/1"] = "sparkforge-status/1"
     time: str = Field(description="UTC by ISO 8601")

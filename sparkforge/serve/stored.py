@@ -1,4 +1,4 @@
-"""The checkpoints on this machine: where they lie, what they take, what uses them, and their removal.
+"""The checkpoints on this machine: their folders, sizes, users, and removal.
 
 They are those that `./inv pull` wrote, the tiny one, and the repositories in Hugging Face's cache, whose blobs are
 counted once, however many snapshots link to them.

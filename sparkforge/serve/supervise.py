@@ -38,7 +38,7 @@ MCL_CURRENT, MCL_FUTURE = 1, 2  # mlockall(2)
 STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 WATCHED_SIGNALS = {*STOPS, signal.SIGCHLD}
 FIRST_VICTIM = "500"  # the kernel, where it must kill, takes the server before us and before a login
-# An end with code 0 that nobody asked for: sparkforge.core.errors.ServerError's code, which is "the server ended".
+# The code for an unrequested end with code 0: sparkforge.core.errors.ServerError's code, which is "the server ended".
 ENDED = 24
 NOT_STARTED = 127  # as shells have it
 SIGNALLED = 128  # plus the signal's number
@@ -54,7 +54,7 @@ FIX = "less context (MAX_MODEL_LEN), a smaller --gpu-memory-utilization (./inv p
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a server ended: this process's exit code, whether a signal asked for it, and why if it was for memory."""
+    """The end of a server: this process's exit code, whether a signal asked for it, and why if it was for memory."""
 
     code: int
     asked: bool

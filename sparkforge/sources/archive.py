@@ -33,7 +33,7 @@ MAX_TAIL = 1 << 20  # bytes of zeros behind a tar's end; GNU tar pads to 10 KiB 
 LARGEST = 64 << 20  # bytes of one file that `read_files` reads; the largest that a patch of ours touches has 0.2 MB
 DEEPEST = 64  # folders in each other
 BLOCK = 512  # POSIX.1-2017, pax: a tar archive's unit; two of zeros end it
-# What the standard library raises for damaged archives; its OSError for an impossible offset is BadZipFile here.
+# Exceptions of the standard library for damaged archives; its OSError for an impossible offset is BadZipFile here.
 MALFORMED = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, struct.error, EOFError, ValueError,
              RuntimeError, LookupError, OverflowError)  # fmt: skip
 

@@ -75,7 +75,7 @@ class BundleMember:
 
 @dataclass(frozen=True)
 class Absent:
-    """What the bundle should hold and does not: why, and the command that fetches it on a machine with a network."""
+    """A file that the bundle lacks: the reason, and the command that fetches it on a machine with a network."""
 
     name: str
     why: str
@@ -319,7 +319,7 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
     folder = Path(os.path.realpath(folder))
     actual = sha256_file(file)
     if not sha256:
-        say(f"warning: without --sha256 the contents of {file.name} are only checked against what it says of itself")
+        say(f"warning: without --sha256 the contents of {file.name} are only checked against the bundle's own index")
         say(f"  its sha256 is {actual}; compare it with the one that ./inv bundle printed")
     elif sha256.lower() != actual:
         raise IntegrityError(f"{file.name} is not the bundle that was made", f"wanted sha256 {sha256}, got {actual}",

@@ -1,8 +1,8 @@
 """Every source that a build from source needs, unpacked or checked out under the checkout's state, by hash.
 
 A tree is in `sources/NAME-VERSION/HASH`, where HASH is the first 12 digits of the archive's sha256 or of the commit.
-Beside it, `HASH.sha256` lists its files as `sha256sum --check` reads them, and `HASH.manifest.json`, written last, says
-what it came from.
+Beside it, `HASH.sha256` lists its files as `sha256sum --check` reads them, and `HASH.manifest.json`, written last,
+names its origin.
 """
 
 from __future__ import annotations

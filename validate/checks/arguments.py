@@ -14,7 +14,7 @@ CHECKS = CheckList[View]()
 
 
 class ArgumentRule(NamedTuple):
-    """What is wrong with an argument and what to do. `applies` gets its value; a flag alone has an empty one."""
+    """The problem of an argument, and the fix. `applies` gets its value; a flag alone has an empty one."""
 
     flags: tuple[str, ...]
     status: Status
@@ -109,7 +109,7 @@ def _values(arguments: Sequence[str]) -> dict[str, str]:
 
 @CHECKS.add(
     "serve-arguments",
-    "No argument asks for what gpt-oss or a Spark cannot do, or what nobody tried there.",
+    "No argument requests a feature that gpt-oss or a Spark lacks, or that was not tested there.",
     needs=("serve", "model"),
     fix="leave the argument out",
 )

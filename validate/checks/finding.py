@@ -22,7 +22,7 @@ ACCESS_FIX = "chmod -R a+rX the model's folder (of a container: the one that is 
 
 
 class Status(StrEnum):
-    """How a check ended."""
+    """The status of a check."""
 
     PASS = "pass"  # noqa: S105 - a verdict, no password
     WARN = "warn"

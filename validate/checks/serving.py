@@ -54,7 +54,7 @@ def longest(arguments: list[str], default: int) -> int:
 def integer(arguments: list[str], flag: str, default: int) -> int:
     """Return the value of a flag among a server's arguments, which may be 8192, 8k (8,000) or 8K (8,192) as in vLLM.
 
-    Raises FactMissing for one that is none of these, or makes no sense (vllm/utils/argparse_utils.py:29).
+    Raises FactMissing for another or an invalid one (vllm/utils/argparse_utils.py:29).
     """
     text = flag_value(arguments, flag)
     if text is None:

@@ -47,7 +47,7 @@ def reinstall(packages: Sequence[str]) -> str:
 
 
 def _same_public(view: View, name: str, other: str) -> bool:
-    """Whether two versions are the same but for their local parts, after a +."""
+    """Tell whether two versions are equal except for their local parts (after a +)."""
     return view.version(name).public == view.version(other).public
 
 

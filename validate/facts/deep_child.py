@@ -1,4 +1,4 @@
-"""Runs in the interpreter that will serve, beside the validator: imports torch and vllm and asks what they will do.
+"""Runs in the interpreter that will serve, beside the validator: imports torch and vllm and queries their choices.
 
 `python -P deep_child.py REQUEST ANSWERS` with REQUEST = JSON {"model": DIR or null, "serve_args": [...],
 "layer": sizes of a layer and what families.toml says of it}. Each fact is
@@ -91,7 +91,7 @@ class Questions:
         return None if method is None else str(method)
 
     def moe_backend(self) -> str:
-        """What vLLM's own MXFP4 selector returns for this model's experts on this device."""
+        """The result of vLLM's own MXFP4 selector for this model's experts on this device."""
         from vllm.config import set_current_vllm_config  # noqa: PLC0415
         from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import select_mxfp4_moe_backend  # noqa: PLC0415
 

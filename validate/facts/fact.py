@@ -35,7 +35,7 @@ class Fact:
 
 
 class Reading(NamedTuple):
-    """How one fact is read. `read` may raise anything and may hang; it may take `seconds`."""
+    """The reader of one fact. `read` may raise anything and may hang; it may take `seconds`."""
 
     name: str
     source: str
@@ -75,7 +75,7 @@ def gather(target: Target, groups: Sequence[Sequence[Reading]], deadline: float 
     started = time.monotonic()
     for worker, limit in zip(workers, limits, strict=True):
         worker.join(max(0.0, started + limit - time.monotonic()))
-    in_time = dict(facts)  # a late worker writes into a table that nobody reads any more
+    in_time = dict(facts)  # a late worker writes into a table that is no longer read
     return {
         reading.name: in_time.get(reading.name, Fact(None, reading.source, f"no answer within {limit:g} s"))
         for group, limit in zip(groups, limits, strict=True)

@@ -118,7 +118,7 @@ def write_checkpoint(folder: Path, weights: Weights, size: int) -> None:
 
 
 def make_engine(folder: Path, serve_args: list[str]) -> Any:
-    """Return vLLM's engine in this process, with the server's arguments but for what sizes it.
+    """Return vLLM's engine in this process, with the server's arguments except for sizes.
 
     It runs eagerly, so that a part's input and output can be recorded: the kernels are those that graphs replay.
     """

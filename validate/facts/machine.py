@@ -78,7 +78,7 @@ def os_name(_: Target) -> str:
 
 
 def cache_directory(target: Target) -> str:
-    """Where vLLM keeps its caches: VLLM_CACHE_ROOT, else XDG_CACHE_HOME/vllm, else ~/.cache/vllm (vllm/envs.py)."""
+    """The folder of vLLM's caches: VLLM_CACHE_ROOT, else XDG_CACHE_HOME/vllm, else ~/.cache/vllm (vllm/envs.py)."""
     env = target.options.environ
     home = Path(env.get("HOME") or Path.home())
     default = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "vllm"
@@ -145,7 +145,7 @@ def arguments(target: Target) -> list[str]:
 
 
 def dense_format(target: Target) -> list[str]:
-    """How the server will keep the attention's projections and the LM head: two keys of the plan's BITS."""
+    """The formats of the attention's projections and of the LM head: two keys of the plan's BITS."""
     return [*astuple(choose.dense_format(target.options.serve_args, target.options.environ))]
 
 

@@ -72,7 +72,7 @@ def changed_files(target: Target) -> list[str]:
 
 @once
 def origins(target: Target) -> list[WheelOrigin]:
-    """What the patched distributions say of themselves."""
+    """The records of the patched distributions."""
     return [verify.read_origin(distribution.info) for distribution in installed(target)]
 
 

@@ -24,7 +24,7 @@ PLUGIN_GROUP = "vllm.general_plugins"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 CUDA_ROOT = Path("/usr/local/cuda")  # vLLM's own last resort, vllm/utils/flashinfer.py
 AHEAD_OF_TIME = Path("data/aot")  # below the package; used before the cache (flashinfer/jit/env.py, FLASHINFER_AOT_DIR)
-# What `./inv build.kernels` leaves in the workspace (sparkforge/compile/flashinfer/build.py).
+# The files that `./inv build.kernels` leaves in the workspace (sparkforge/compile/flashinfer/build.py).
 MANIFEST = f"kernels-{families.default()}.env.manifest.json"
 CUDNN = "libcudnn.so.9"
 CUDNN_IN_WHEEL = f"nvidia/cudnn/lib/{CUDNN}"
@@ -165,7 +165,7 @@ def flashinfer_cache(target: Target) -> str:
 
 
 def workspace(target: Target) -> Path:
-    """Directory below which FlashInfer keeps what it compiles."""
+    """Directory of FlashInfer's compiled modules."""
     env = target.options.environ
     return Path(env.get("FLASHINFER_WORKSPACE_BASE") or env.get("HOME") or Path.home())
 
@@ -188,7 +188,7 @@ def moe_module(target: Target) -> str:
 
 
 def changed_modules(target: Target) -> list[str] | None:
-    """What differs from the build's manifest, a line each: its libraries, and the variables that a server must have.
+    """The differences from the build's manifest: its libraries, and the server's variables, one for each line.
 
     None if the workspace has no manifest: FlashInfer built them itself, or the package has them.
     """

@@ -1,4 +1,4 @@
-"""What is validated: the interpreter that will serve, its packages, the environment, the model, the port."""
+"""The target of a validation: the interpreter that will serve, its packages, the environment, the model, the port."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller wants validated. Unset values are read from `serve_args`, then from vLLM's defaults.
+    """The caller's options. Unset values are read from `serve_args`, then from vLLM's defaults.
 
     `stack` is the table of pins.toml whose versions are expected; unset, the profile's. A `foreign` environment is one
     that its user made. `layers` adds the check of that name to a profile without it.

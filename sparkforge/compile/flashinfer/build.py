@@ -47,7 +47,7 @@ Take: TypeAlias = "Callable[[KernelOrder, Mapping[str, Path]], Mapping[str, Any]
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a user asks for: a set of a stack's modules.
+    """A user's request: a set of a stack's modules.
 
     An empty `set_name` or `arch` means the image's, an empty `output` means `.sparkforge/kernels`, and an empty
     `python` means an environment that is made for the build. `machine`, as `uname -m` has it, runs the server. `output`
@@ -68,7 +68,7 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class KernelOrder:
-    """What to build: the modules of a table's set for `arch`, under `output`, for the server in `environment`."""
+    """A build order: the modules of a table's set for `arch`, under `output`, for the server in `environment`."""
 
     table: KernelTable
     set_name: str
@@ -115,7 +115,7 @@ class KernelOrder:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """What the built modules come from, as name → hash, version or value."""
+        """The inputs of the built modules, as name → hash, version or value."""
         return {
             **self.environment.versions,
             **self.server_variables,
@@ -133,7 +133,7 @@ class KernelOrder:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What decides the modules wherever they are built: `inputs` without folders, and torch without its device.
+        """The inputs that are equal on every machine: `inputs` without folders, and torch without its device.
 
         Of torch, FlashInfer's generators read what its builds for CPU and CUDA have in common.
         """

@@ -1,4 +1,4 @@
-"""The Python environment that kernels are built for: what it holds, and the variables that a server of it must have.
+"""The Python environment that kernels are built for: its packages, and the variables of its server.
 
 FlashInfer writes paths and flags into each build.ninja, at run time again, and ninja compiles again whatever differs.
 So the variables that reach that file are fixed here, and those that are not ours are removed.

@@ -57,7 +57,7 @@ def enter(package: Path) -> None:
 
 
 def resolve(value: Any) -> Any:
-    """Return the object that "@module:name" stands for; anything else as it is."""
+    """Return the object that "@module:name" names; other values unchanged."""
     if not (isinstance(value, str) and value.startswith("@")):
         return value
     module, _, name = value[1:].partition(":")

@@ -63,7 +63,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class ExtensionOrder:
-    """What to build: `targets` for `arch`, into the overlay `output`, with these programs, from these sources."""
+    """A build order: `targets` for `arch`, into the overlay `output`, with these programs, from these sources."""
 
     targets: tuple[str, ...]
     arch: str
@@ -122,7 +122,7 @@ def home() -> Path:
 
 @dataclass(frozen=True)
 class ExtensionRequest:
-    """What a user asks for: a stack's extensions.
+    """A user's request: a stack's extensions.
 
     `targets` are CMake targets with commas, empty: all that SM121 uses; `sources` is the folder of an unpacked bundle
     or of git checkouts, empty: the network; `arch` is empty for that of the stack's image; `python` is an interpreter
@@ -161,7 +161,7 @@ def build_extensions(request: ExtensionRequest) -> tuple[Path, bool]:
 
 
 def prepare(request: ExtensionRequest) -> ExtensionOrder:
-    """Check a request and fetch what it needs, the most expensive last."""
+    """Check a request and fetch its inputs, the most expensive ones last."""
     stack, inputs_folder = request.stack, paths.typed(request.sources) if request.sources else None
     table = vllm_targets.load(pins.load().component(stack, "vllm").version)
     chosen = table.chosen([name for name in request.targets.split(",") if name])

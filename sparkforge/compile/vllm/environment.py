@@ -36,7 +36,7 @@ FIX = "./inv build --from source without --compile-python makes an environment t
 
 
 class Facts(BaseModel):
-    """What PROBE prints."""
+    """The output of PROBE."""
 
     python: str
     include: str

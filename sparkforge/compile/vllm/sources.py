@@ -1,4 +1,4 @@
-"""What vLLM's extensions are compiled from: a private, patched copy of the sdist's C++ side, and its repositories.
+"""The sources of vLLM's extensions: a private, patched copy of the sdist's C++ side, and its repositories.
 
 A copy, because vLLM's CMake writes into its own source tree (generated Marlin kernels, FlashMLA's interface). Each
 repository is real, or a folder that stands in for one that is left out (`targets.toml`).

@@ -17,7 +17,7 @@ PATH = Path(__file__).with_name("targets.toml")
 
 
 class Arch(Record):
-    """What vLLM's CMake makes of a TORCH_CUDA_ARCH_LIST: for most units, and for those that ask for a suffix."""
+    """The architectures that vLLM's CMake derives from a TORCH_CUDA_ARCH_LIST, for units without and with a suffix."""
 
     base: str
     family: str

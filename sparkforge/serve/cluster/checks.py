@@ -50,7 +50,7 @@ MARLIN_TILE = 128  # columns: a quantised LM head's part of 100,544 is no multip
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What is known: the configuration, facts or error of every node, and what comes from one node to another.
+    """The facts of a cluster: the configuration, facts or error of every node, and what comes from one node to another.
 
     `model` has the sizes of what will be served, `head` is its LM head's format.
     """

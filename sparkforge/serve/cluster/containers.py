@@ -46,7 +46,7 @@ EXISTING_FILES = (docker_compose.CLUSTER,)  # enough for commands on an existing
 
 
 class ComposeService(Record, extra="ignore"):
-    """What `docker compose config` says of a service."""
+    """A service in the output of `docker compose config`."""
 
     image: str
     environment: Mapping[str, str | int | float | None]
@@ -59,13 +59,13 @@ class ComposeServices(Record, extra="ignore"):
 
 
 class ComposeProject(Record, extra="ignore"):
-    """What `docker compose config` prints."""
+    """The output of `docker compose config`."""
 
     services: ComposeServices
 
 
 class ComposeEntry(Record, extra="ignore"):
-    """What `docker compose ps` prints of a container."""
+    """A container in the output of `docker compose ps`."""
 
     ID: str
     State: str

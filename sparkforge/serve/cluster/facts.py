@@ -56,7 +56,7 @@ class RdmaDevice(Record):
 
 
 class NodeFacts(Record):
-    """What a node says about itself. None: not known, and `errors` has the reason by the fact's name."""
+    """The facts that a node reports. None: not known, and `errors` has the reason by the fact's name."""
 
     hostname: str
     machine: str = ""

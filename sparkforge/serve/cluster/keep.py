@@ -53,7 +53,7 @@ def running() -> int | None:
 
 
 def state() -> dict[str, Any]:
-    """Return what it does (`state`), since or because of what (`why`), and how many `failures` it remembers."""
+    """Return its `state`, the reason (`why`), and the number of `failures` that it remembers."""
     note: dict[str, Any] = {"state": "off", "why": "nothing starts a part again", "failures": 0}
     with suppress(OSError, ValueError):
         read = read_json(_note_path())

@@ -42,7 +42,7 @@ LINES = 400
 
 
 class NodeRequest(Record):
-    """What the head asks of the node called `name`. `token` is that of this start; nobody else has it."""
+    """The head's request to the node called `name`. `token` is the secret of this start."""
 
     action: str
     name: str

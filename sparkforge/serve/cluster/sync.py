@@ -32,7 +32,7 @@ SEND_SECONDS = 6 * 3600.0  # of 65 GB over a link of 10 GB/s, or over a cable of
 FLUSH_SECONDS = 3600.0
 SILENT_SECONDS = 60  # until rsync gives up a connection that says nothing; it says something while it hashes
 RESUME = "./inv cluster.sync   # it goes on where it was"
-# What vLLM reads, and what cluster.check compares.
+# The files that vLLM reads and cluster.check compares.
 PATTERNS = (*MODEL_FILES, *(f"*{suffix}" for suffix in probe.COMPARED))
 # A file that is there in part or damaged is mended in place, with the bytes that differ; parents are made.
 RSYNC = (
@@ -44,7 +44,7 @@ INSTALL = "sudo apt update && sudo apt install rsync"  # upgrades one that is th
 
 
 def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False) -> None:
-    """Make the model's folder on every other node what it is on the head.
+    """Copy the model's folder from the head to every other node.
 
     A folder that is not there appears when all its files are there. Raises UsageError without a model, InputError for a
     folder without one, and what `sending_error` returns; the same command resumes a transfer that was cut off.

@@ -1,4 +1,4 @@
-"""Which device serves, and why, in one line."""
+"""The choice of a device, with the reason in one line."""
 
 from __future__ import annotations
 

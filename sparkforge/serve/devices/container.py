@@ -171,7 +171,7 @@ class Container(Device):
                 record.write(server)
                 record.begun_path().unlink()
                 server = _wait(client, server, service.stack, settings.family(self.plan.model), tell)
-        except BaseException as error:  # a server that nobody waits for must not stay; its log does if it failed
+        except BaseException as error:  # without a waiting caller the server must not stay; its log stays if it failed
             with suppress(SparkforgeError):  # the first error is the one to report
                 self.end(docker_compose.down if isinstance(error, KeyboardInterrupt) else docker_compose.stop)
             raise

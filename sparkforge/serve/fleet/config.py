@@ -93,7 +93,7 @@ class Member(Record):
 
 
 class Fleet(Record):
-    """What the fleet's process is started with. `free` has the bytes that each pool can give."""
+    """The arguments of the fleet's process. `free` has the bytes that each pool can give."""
 
     address: str
     port: int

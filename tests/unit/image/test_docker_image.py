@@ -127,7 +127,7 @@ def test_an_image_that_is_not_there_names_the_build(fake_engine):
 )  # fmt: skip
 def test_a_broken_manifest_is_a_named_error_and_nothing_is_left(fake_engine, holding, content):
     holding(content)
-    with pytest.raises(errors.EngineError, match="cannot read what the image says of itself"):
+    with pytest.raises(errors.EngineError, match="cannot read the image's own manifest"):
         verify()
     assert fake_engine.asked[-1][0] == "DELETE /containers/abc"
 
@@ -164,7 +164,7 @@ def test_a_first_build_without_room_or_buildx_is_refused(buildable, fake_engine,
 )
 def test_a_broken_audit_is_a_named_error(holding, manifest, report):
     holding({**manifest, "audit": named(report)}, report=report)
-    with pytest.raises(errors.EngineError, match="cannot read what the image says of itself"):
+    with pytest.raises(errors.EngineError, match="cannot read the image's own manifest"):
         verify()
 
 
