@@ -34,7 +34,7 @@ FORM = ("--generate-hashes", "--quiet", "--no-header", "--no-emit-index-url", "-
 
 
 class LockSet(Record):
-    """One requirement set: what it is resolved for, and with which overrides and constraints; the table says more."""
+    """One requirement set: its targets, overrides and constraints; `locks/sets.toml` explains the fields."""
 
     name: str
     target: str = "everywhere"

@@ -1,7 +1,8 @@
 """`python bench/measure_formats.py`: what 4 and 8 bit weights cost in accuracy, on a processor.
 
-The weights are what `linear.Weight` stands for (`linear.reference`), the products float32: the format's own error, not
-a kernel's. Matrices are drawn in pieces of rows, so that gpt-oss-120b's LM head takes no more memory than a piece.
+Weights are quantized and expanded again (`linear.reference`) and products are float32, so this is the error of the
+format, not of a kernel. Matrices are drawn in pieces of rows, so that gpt-oss-120b's LM head takes no more memory than
+a piece.
 Weights and hidden states are normal, or heavy-tailed (Student's t with 3 degrees of freedom), both by a fixed seed.
 """
 
@@ -23,8 +24,8 @@ SHAPES = {name: PRODUCTS[name] for name in ("qkv", "o", "head")}
 STATES = 256  # hidden states
 PIECE = 8192  # rows of a matrix that are in memory at once: 94 MB in float32 with 2880 columns
 SCALE = 0.02  # of the weights, as models are initialised
-DEGREES = 3.0  # of Student's t: kurtosis without bound
-SEED, STATES_SEED = 1, 1_000_000  # of the first piece of weights, and of hidden states: never the same numbers
+DEGREES = 3.0  # degrees of freedom of Student's t; its kurtosis is infinite
+SEED, STATES_SEED = 1, 1_000_000  # seeds of the first piece of weights, and of the hidden states
 Best = tuple[torch.Tensor, torch.Tensor]  # the five largest outputs of each hidden state, and their rows
 Draw = Callable[[int, int, torch.Generator], torch.Tensor]
 

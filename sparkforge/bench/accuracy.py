@@ -28,7 +28,7 @@ LN2 = math.log(2)
 class Score:
     """A text's score: `total` is the sum of natural logprobs over `tokens` tokens of `size` bytes.
 
-    `faults` are sentences about answers that cannot be believed; with one, the figures mean nothing.
+    `faults` describe implausible answers; a score with faults is void.
     """
 
     total: float

@@ -42,7 +42,7 @@ class Text(Record):
     source: str
 
     def read(self) -> str:
-        """Return it. Raises InputError if it is not the text that the thresholds were measured on."""
+        """Return the text. Raises InputError if it is not the one that the thresholds were measured on."""
         data = (FOLDER / self.file).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
             raise InputError(
@@ -73,7 +73,10 @@ class Reference(Record):
     weights_sha256: str = ""
 
     def metrics(self, factor: float) -> dict[str, float]:
-        """Return the figures of `factor` times its nats: limits that are one sum cannot contradict each other."""
+        """Return the figures of `factor` times its nats.
+
+        All limits come from one sum, so they agree with each other.
+        """
         return Score(-self.nats * factor, self.tokens, self.size).metrics
 
 
@@ -101,7 +104,7 @@ class AccuracyThreshold(Record):
         return "no reference of this model is known: weaker limits, it only had to predict better than xz packs"
 
     def bounds(self, text: str) -> list[tuple[str, float, bool]]:
-        """Return the figures of `text` with their limits, and whether from above."""
+        """Return each figure's limit on `text`, and whether it is an upper one."""
         if known := self.reference:
             upper = [(name, limit, True) for name, limit in known.metrics(1 + known.within).items()]
             return [*upper, ("bits_per_byte", known.metrics(1 - known.within)["bits_per_byte"], False)]
@@ -176,7 +179,7 @@ class Baselines(Record):
         return next(row.text for row in self.default_texts if matches(row.model, model))
 
     def competition_figure(self, isl: int, osl: int, conc: int) -> CitedFigure | None:
-        """Return the figure that the competition holds a configuration against; None where it has none."""
+        """Return the competition's reference figure for a configuration; None if it has none."""
         figures = (figure for figure in self.figures if figure.name == self.competition.baseline)
         return next((figure for figure in figures if figure.shape == (isl, osl, conc)), None)
 

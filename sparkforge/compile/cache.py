@@ -34,7 +34,7 @@ from sparkforge.core.files import locked, tree_size
 
 OPS = "cached_ops"
 KEY = "key"  # in an image, beside pins.toml; its folder of the volume has that name (Dockerfile, deploy/start)
-REMOVING = ".removing"  # a module is renamed to this before it is taken apart, so that it is never half there
+REMOVING = ".removing"  # a module is renamed to this before it is deleted, so that none is ever seen half deleted
 SOURCE = re.compile(r"^build \S+: (?:cuda_)?compile (\S+)", re.MULTILINE)  # as flashinfer/jit/cpp_ext.py writes it
 
 
@@ -82,7 +82,7 @@ def default_roots() -> list[Path]:
 
 
 def advised(*options: str) -> str:
-    """Return `./inv clean-cache` with options, as it runs where we are: for an image that is on its host."""
+    """Return the command for `./inv clean-cache` with options; inside an image, one to run on its host."""
     in_image = (paths.ROOT / KEY).is_file()
     arguments = ["./inv clean-cache", *(["--container"] if in_image else []), *options]
     return ("on the host: " if in_image else "") + " ".join(arguments)
@@ -141,7 +141,7 @@ def why_stale(module: CachedModule) -> str:
 
 
 def users(module: CachedModule) -> list[int]:
-    """Return the ids of the processes that map a file of this module; one that we may not look into is not seen."""
+    """Return the ids of the processes that map a file of this module, of those that we may inspect."""
     inside, pids = f" {module.path.resolve()}/", []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -213,7 +213,7 @@ def clean(selection: Selection, *, dry_run: bool = False, yes: bool = False, roo
     named in the StorageError at the end; the rest is gone by then. Raises UsageError if nothing is selected.
     """
     if not (selection.names or selection.changed or selection.stale or selection.everything):
-        raise UsageError("nothing chosen to remove", "no flag says what", advised("--stale", "--dry-run"))
+        raise UsageError("nothing chosen to remove", "no flag selects a module", advised("--stale", "--dry-run"))
     roots = [root] if root else default_roots()
     chosen = selection.of([module for cache in roots for module in modules(cache)])
     for module in chosen:
@@ -233,7 +233,7 @@ def _remove_all(chosen: Sequence[CachedModule], roots: Sequence[Path]) -> list[s
     for cache in roots:
         for folder in cache.glob(f"*/*/{OPS}/.*{REMOVING}"):
             if folder.resolve().is_relative_to(cache.resolve()):
-                shutil.rmtree(folder, ignore_errors=True)  # another process may be at it
+                shutil.rmtree(folder, ignore_errors=True)  # another process may be removing it too
     removed, freed, errors = list[str](), 0, list[SparkforgeError]()
     for module in chosen:
         try:

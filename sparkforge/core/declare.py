@@ -22,7 +22,7 @@ from sparkforge.core import paths
 from sparkforge.core.errors import CompileError, NetworkError, SparkforgeError, StorageError
 from sparkforge.core.files import disk_full, existing_part
 
-# What reading a malformed file or answer raises where nobody said it better.
+# Exceptions of parsers that met a malformed file or answer, where the caller raised no error of ours.
 UNREADABLE = (
     *(UnicodeError, RecursionError, EOFError, json.JSONDecodeError, tomllib.TOMLDecodeError, csv.Error),
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error, OverflowError),
@@ -32,9 +32,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def declare(error: Exception) -> SparkforgeError | None:
-    """Return what bad input or the machine did, as an error of ours; None for a fault of ours, whose traceback helps.
+    """Turn an exception caused by bad input or by the machine into an error of ours; return None for a bug of ours.
 
-    The last resort: who reads a file or an answer knows better what is wrong with it, and says so.
+    This is the last resort: code that reads a file or an answer should raise a more precise error. A bug keeps its
+    traceback.
     """
     if isinstance(error, SparkforgeError):
         return error
@@ -51,7 +52,7 @@ def declare(error: Exception) -> SparkforgeError | None:
 
 
 def _of_system(error: OSError) -> SparkforgeError:
-    """Name what the system refused, with the file if the error has one."""
+    """Describe the refused system call, with the file if the error has one."""
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) and error.filename else None
     if error.errno in NO_ROOM:
         return disk_full(existing_part(path or paths.state()))

@@ -1,4 +1,4 @@
-r"""Takes out of a text or JSON value what says who and where: tokens, paths, host names, addresses.
+r"""Removes identifying details from a text or JSON value: tokens, paths, host names, addresses.
 
 Somebody must still be able to read a log: paths that are the same on every machine and hosts that everybody knows stay.
 
@@ -32,7 +32,7 @@ PUBLIC = (
     r"|(?:(?:docs|developer)\.)?nvidia\.com|nvcr\.io|(?:download\.)?pytorch\.org|python\.org|nanobind\.readthedocs\.io"
     r"|ubuntu\.com|openaipublic\.blob\.core\.windows\.net|openai\.com|example\.com)"
 )
-# The end of a name that says that a secret follows. Where a short word could end a longer one (compass=), no letter may
+# Endings of names whose value is a secret. Where a short word could end a longer one (compass=), no letter may
 # stand before it.
 KEYWORD = (
     r"(?:token|secret|passw(?:or)?d|passwd|passphrase|passcode|credentials?|signature|cookie|authorization"
@@ -43,14 +43,14 @@ KEYWORD = (
     r"(?:[_-](?:base|value|b64|base64|hex|prod|test|old|new|live|id|string|\d{1,3})|\d{1,2})?"
 )
 SECRET_NAME = re.compile(rf"-*[\w.-]{{0,128}}?{KEYWORD}", re.IGNORECASE)
-# Names that end like a secret's and are none.
+# Names with such an ending whose value is no secret.
 HARMLESS_NAME = re.compile(
     r"(?i)(?:.*[_.-])?(?:public|cache|dict|group|hash|index|sort|primary|foreign|lookup|request|query|mapping|state|json"
     r"|attn|q|k|map|row|store)[_-]?keys?"
     r"|.*(?:bos|eos|pad|unk|sep|cls|mask|image|stop|special|first|last|next|per|one|each|prompt|output|max|num|new|bonus"
     r"|draft|sampled|start|end|placeholder)[_ -]?token(?:[_-]id)?"
 )
-# Words in a secret's place that are none.
+# Placeholders that stand for a secret.
 NO_SECRET = re.compile(
     r"(?i)(?:none|null|nil|true|false|yes|no|on|off|unset|not|required|invalid|missing|disabled|enabled|default|auto"
     r"|<[^<>]{1,40}>?|\*+|\.{2,}|\$\{?\w+\}?|\d{1,4}(?:\.\d+)?(?:ms|s|%)?|/[\w./-]*)?,?"
@@ -79,7 +79,7 @@ DETECTORS = (
     *("SlackDetector", "SoftlayerDetector", "SquareOAuthDetector", "StripeDetector", "TelegramBotTokenDetector"),
     "TwilioKeyDetector",
 )
-# Formats that detect-secrets has not, or asks more of than a log that was cut still has.
+# Formats that detect-secrets lacks, or does not match in a log that was cut off.
 OWN_TOKENS = (
     r"\b(?:hf_(?:(?=[A-Za-z0-9]*[0-9A-Z])[A-Za-z0-9]{6,}|(?!(?:implementation|transformers?|quantization|integration"
     r"|checkpoints?|transfer|overrides|processor|tokenizer|download|pipeline|reference|generate)(?![A-Za-z0-9]))"
@@ -113,7 +113,7 @@ NAME_KEYS, VALUE_KEYS = {"name", "key", "variable", "header"}, {"value", "val", 
 
 
 def for_support(value: Any) -> Any:
-    """Return a copy of a JSON value or a text without secrets, names and homes; what all machines share stays."""
+    """Return a copy of a JSON value or a text without secrets, names and homes; paths that all machines share stay."""
     names = {socket.gethostname(), socket.gethostname().partition(".")[0], str(ROOT), str(Path.home())}
     with suppress(KeyError, OSError):
         names.add(getpass.getuser())
@@ -127,7 +127,7 @@ def for_support(value: Any) -> Any:
         return own.sub("<host>", text)
 
     def walk(value: Any, name: str) -> Any:
-        """Return a redacted copy of a value. `name` is what names it: its key, its flag, or the text of a NAME_KEY."""
+        """Return a redacted copy of a value. `name` identifies it: its key, its flag, or the text of a NAME_KEY."""
         secret = _is_secret_name(name)
         if isinstance(value, dict):
             label = next((text for key, text in value.items() if key.lower() in NAME_KEYS and type(text) is str), name)
@@ -152,7 +152,7 @@ def for_support(value: Any) -> Any:
 
 
 def _is_secret_name(name: str) -> bool:
-    """Tell whether what a variable, key, header or flag of this name holds is a secret."""
+    """Tell whether a variable, key, header or flag of this name holds a secret."""
     return SECRET_NAME.fullmatch(name) is not None and HARMLESS_NAME.fullmatch(name) is None
 
 
@@ -178,7 +178,7 @@ def _whole(match: re.Match[str]) -> str:
 
 
 def _host_name(match: re.Match[str]) -> str:
-    """Replace a host name, and keep what is the name of a module or file."""
+    """Replace a host name; keep names of modules and files."""
     rest, _, top = match["host"].rpartition(".")
     sure = top.lower() in {"local", "internal"} or re.search(r"[\d-]", rest)
     unsure = re.fullmatch(UNSURE_DOMAINS, top.lower()) and match["host"] not in MODULES and not rest[0].isdigit()
@@ -186,7 +186,7 @@ def _host_name(match: re.Match[str]) -> str:
 
 
 def _path(match: re.Match[str]) -> str:
-    """Keep what lies in a checkout, in a Python package, or where every machine has the same; else the last part."""
+    """Keep a path in a checkout or a Python package, or common to all machines; shorten others to the last part."""
     path = match[0]
     if path.count("/") == 1 and path[0] == "/":  # a route of the API, or a top folder
         return path
@@ -197,7 +197,7 @@ def _path(match: re.Match[str]) -> str:
     if inside := PACKAGES.fullmatch(path):
         return f"<path>/{inside[1]}"
     parts = [part for part in path.split("/") if part]
-    return f"<path>/{parts[-1]}" if len(parts) > 2 else "<path>"  # a model is known by it
+    return f"<path>/{parts[-1]}" if len(parts) > 2 else "<path>"  # models are named by it
 
 
 def _address(match: re.Match[str]) -> str:
@@ -253,7 +253,7 @@ def _secrets() -> Rules:
 
 @cache
 def _places() -> Rules:
-    """Return the rules for machines, hosts that not everybody knows, people and paths."""
+    """Return the rules for machines, private hosts, people and paths."""
     key_lines = r"(?m)^(?=[^A-Z\n]{0,80}[A-Z])[A-Za-z0-9+/=]{60,80}$"  # of a private key whose first line was cut off
     rules: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         (key_lines, TOKEN),  # a sha256 has no capitals

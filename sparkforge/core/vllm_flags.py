@@ -25,7 +25,7 @@ MANY_VALUES = 1 << 30
 class VllmFlag:
     """A flag of vLLM: how many values it takes, whether they are paths, and why a user may not pass it.
 
-    `instead` is the command that does it right; both texts are empty for a flag that anybody may pass.
+    `instead` is the command to use; both texts are empty for a flag that anybody may pass.
     """
 
     values: int = 1
@@ -34,10 +34,10 @@ class VllmFlag:
     instead: str = ""
 
 
-_NAME = "the start's proof and our commands ask by that name"
-_HTTP = "the start's proof and our commands speak HTTP to the address"
+_NAME = "the start-up test and our commands use that name"
+_HTTP = "the start-up test and our commands use plain HTTP"
 _GUARD = "the guard, which checks keys and host names, must stand in front"
-_TOOLS = "the start's proof calls a tool"
+_TOOLS = "the start-up test calls a tool"
 _VISIBLE = "arguments can be read by every user of the machine"
 _TLS = "docs/guide/docker.md, access from another machine"
 # vllm/engine/arg_utils.py and vllm/entrypoints/launchers/cli_args.py, 0.32.0. A flag that is not here takes one value.
@@ -49,7 +49,7 @@ FLAGS: Mapping[str, VllmFlag] = {
     MODEL: VllmFlag(refusal="./inv up sets it, and validates that model", instead="./inv up --model FOLDER"),
     "--api-key": VllmFlag(refusal=_VISIBLE, instead="./inv up --api-key-file FILE"),
     "--hf-token": VllmFlag(refusal=_VISIBLE, instead="hf auth login"),
-    NAMES: VllmFlag(MANY_VALUES, refusal=_NAME, instead="name the model's folder so, then ./inv up --model FOLDER"),
+    NAMES: VllmFlag(MANY_VALUES, refusal=_NAME, instead="rename the model's folder, then ./inv up --model FOLDER"),
     "--middleware": VllmFlag(refusal=_GUARD, instead="run a proxy of yours in front"),
     "--root-path": VllmFlag(refusal=_GUARD, instead="run a proxy of yours in front"),
     "--uds": VllmFlag(refusal=_HTTP, instead="./inv up --host ADDRESS"),
@@ -156,7 +156,7 @@ def passable(flags: Sequence[str], *, relative_to: str | None) -> tuple[str, ...
     absolute, since vLLM runs in another folder. A container has its own files.
     """
     if flags and not flags[0].startswith("-"):
-        raise UsageError(f"{flags[0]!r} is no flag", "behind -- stand flags of vLLM", "./inv up -- --max-num-seqs 4")
+        raise UsageError(f"{flags[0]!r} is no flag", "only flags of vLLM may follow --", "./inv up -- --max-num-seqs 4")
     for word in flags:
         name, refused = flag_of(word), meant(word, REFUSED)
         if word == "--":

@@ -32,10 +32,10 @@ SOURCE_LABEL = (
     "org.sparkforge.source"  # the file with revision and digest of the build's context; older images have none
 )
 LICENCES = f"/opt/venv/{licences.REPORT}"
-# Bytes that a build takes under the engine's folder, image and cache together, with some air: 5 GB are installed in the
+# Bytes that a build takes under the engine's folder, image and cache together, with a margin: 5 GB are installed in the
 # embedded image, 8 GB in the Spark's (docs/concepts/images.md).
 CPU_BYTES, CUDA_BYTES = 15_000_000_000, 35_000_000_000
-LARGEST_FILE = 64 << 20  # bytes of a file that an image says something of itself in; our largest audit has 2 MB
+LARGEST_FILE = 64 << 20  # bytes of a manifest, audit or bill of materials in an image; our largest audit has 2 MB
 Expected = Callable[[str], Mapping[str, Mapping[str, str]]]
 # The parts of the manifest that must be this checkout's, with their names.
 COMPARED = {"patches": "patch queue", "lock": "locked set"}
@@ -117,7 +117,7 @@ def ready_to_build(stack: str) -> list[str | Path]:
 
 
 def made_from(client: docker.DockerClient | None, image: Any, stack: str) -> dict[str, Any]:
-    """Return what an image says that it was made from: its source.json; empty for an image that has none."""
+    """Return an image's source.json, which names its commit and context; empty for an image without one."""
     return _parsed(_read(client, image, SOURCE_LABEL, stack), Source) if SOURCE_LABEL in labels(image.attrs) else {}
 
 
@@ -144,7 +144,7 @@ def bill(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
 
 
 def licence_report(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
-    """Return the licences of what is in an image, with their texts. Raises IntegrityError, EngineError."""
+    """Return the licences of an image's packages, with their texts. Raises IntegrityError, EngineError."""
     manifest(client, image, stack)  # another's image is refused by name
     text = _file(client, image, LICENCES, stack)
     _require_named(client, image, stack, text, "licence report")
@@ -159,11 +159,11 @@ def _require_named(client: docker.DockerClient | None, image: Any, stack: str, t
 
 
 def verify(stack: str, name: str, expected: Expected) -> None:
-    """Print what a stack's image is, or the image `name`; say that it claims to be made from this checkout.
+    """Describe a stack's image, or the image `name`, and compare its claims with this checkout.
 
-    Raises IntegrityError with every difference. Only a claim: manifest, audit and labels lie in the image, and whoever
-    made it wrote them. It can be refuted here, and not proven, as no file of the image is compared with a hash of this
-    checkout. `expected` takes the image's processor (amd64, arm64) and returns what this checkout has: a key of
+    Raises IntegrityError with every difference. Manifest, audit and labels are claims by whoever made the image. This
+    can refute them but not prove them, since no file of the image is compared with a hash of this checkout. `expected`
+    takes the image's processor (amd64, arm64) and returns what this checkout has: a key of
     COMPARED → name of a queue or a lock → its sha256.
     """
     with opened(stack, name) as (client, image):
@@ -180,8 +180,8 @@ def verify(stack: str, name: str, expected: Expected) -> None:
     say(
         f"{image.short_id} claims, by its own manifest: {', '.join(sorted(document['patches'] or {}))} "
         f"and every lock as in this checkout, {len(kernels)} compiled modules of FlashInfer; audited in the build: "
-        f"{audit['files']} files hashed, {len(_code(audit))} read for machine code. Nothing contradicts it; proven is "
-        "only what is built here"
+        f"{audit['files']} files hashed, {len(_code(audit))} read for machine code. Nothing contradicts it; only "
+        "an image built here is proven"
     )
 
 
@@ -219,7 +219,7 @@ def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str,
 
 
 def lines(attrs: Mapping[str, Any]) -> list[str]:
-    """Return what the engine knows of an image, for a person."""
+    """Return the engine's facts about an image as text."""
     config = attrs.get("Config")
     user = config.get("User") if isinstance(config, dict) else ""
     return [
@@ -231,7 +231,7 @@ def lines(attrs: Mapping[str, Any]) -> list[str]:
 
 
 def unaudited(manifest: Mapping[str, Any], report: bytes) -> list[str]:
-    """Return in words why the audit that lies in an image does not speak for it; nothing if it does.
+    """Return the faults of the audit in an image; empty if there are none.
 
     It must be the one that the manifest names by hash, without a violation, and have read every compiled module.
     """
@@ -248,7 +248,7 @@ def unaudited(manifest: Mapping[str, Any], report: bytes) -> list[str]:
 
 
 def _code(audit: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return what the audit says of each file with machine code; the CPU's image has none."""
+    """Return the audit's entries for files with machine code; the CPU's image has none."""
     return (audit.get("code") or {}).get("files") or []
 
 

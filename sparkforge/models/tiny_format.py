@@ -38,7 +38,7 @@ class Tensor(NamedTuple):
     data: bytes
 
     def array(self) -> np.ndarray[Any, Any]:
-        """Return it as numpy sees it; bfloat16 as unsigned words."""
+        """Return the tensor as a numpy array; bfloat16 as unsigned words."""
         return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
 
 

@@ -83,7 +83,7 @@ def install(  # noqa: PLR0913 - as many as uv has
 ) -> None:
     """Install a locked set and the requirement lines `extra` into the environment of `python`, or into folder `target`.
 
-    `replaced` (package → requirement line) takes the place of what the set says of a package. Files of `find_links` are
+    `replaced` (package → requirement line) replaces the set's line for a package. Files of `find_links` are
     used where their hash is in the requirements. A `machine` (`uname -m`) that is not this one gets its own wheels.
     `copy`, and a target folder, make copies instead of hard links into uv's cache: a hard link's ctime changes with
     every other link, and ccache then sees its headers "modified". Raises NetworkError with the cause that uv printed.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # it loads an HTML parser
     from pypi_simple import DistributionPackage
 
 GLIBC = 35  # the newest minor version of glibc 2 that a chosen wheel may require: Ubuntu 22.04's, below DGX OS's 2.39
-MACHINES = ("aarch64", "x86_64")  # what the wheels that we pin are for, as `uname -m` says it
+MACHINES = ("aarch64", "x86_64")  # machines that we pin wheels for, as `uname -m` prints them
 PYTHONS = ("3.11", "3.12", "3.13")  # pyproject.toml requires-python
 LEGACY = {"manylinux2014": 17, "manylinux2010": 12, "manylinux1": 5}  # PEP 600
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
@@ -59,7 +59,7 @@ class TargetMachine:
         return {tag: rank for rank, tag in reversed(list(enumerate(ranked)))}
 
     def environments(self) -> list[dict[str, str | AbstractSet[str]]]:
-        """Return what markers are judged by (PEP 508): with the first and the last release of its Python."""
+        """Return the values for markers (PEP 508): with the first and the last release of its Python."""
         version = ".".join(map(str, self.python))
         linux: dict[str, str | AbstractSet[str]] = {
             **cast("dict[str, str]", default_environment()), "os_name": "posix", "sys_platform": "linux",

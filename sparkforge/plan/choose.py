@@ -1,4 +1,4 @@
-"""Which serve profile fits a load on a device, what rules out each of the others, and the formats that it asks for."""
+"""Choose the serve profile for a load on a device, with its formats, and give the reason against each of the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPARED = (
 CONFIG, LINEAR_KEY, HEAD_KEY = "--quantization-config", "linear", "lm_head"
 # The variables of our plugin (spark_mxfp4.vllm.plugin), for --quantization spark-mxfp4.
 LINEAR_VARIABLE, HEAD_VARIABLE = "SPARK_MXFP4_LINEAR", "SPARK_MXFP4_LM_HEAD"
-# How the names of formats begin → the form as BITS has it. Others, such as int8, are counted as bf16.
+# Beginning of a format's name → its key in BITS. Others, such as int8, are counted as bf16.
 NAMES = {"mxfp4": "mxfp4", "mxfp8": "mxfp8", "fp8": "fp8"}
 
 
@@ -210,7 +210,7 @@ def _form(name: str) -> str:
 
 
 def _named(arguments: Sequence[str], key: str) -> str:
-    """Return vLLM's name of the format behind `key`; empty for none, and for what its parser will refuse."""
+    """Return vLLM's name of the format behind `key`; empty for none, and for a value that vLLM's parser will refuse."""
     flag = f"{CONFIG}.{key}".replace("_", "-")  # as flag_value reads it
     if name := flag_value(arguments, flag) or flag_value(arguments, f"{flag}.weight"):
         return name

@@ -43,9 +43,9 @@ OPEN = "open"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 SECRET = "/run/secrets/api_key"  # noqa: S105 - where Compose puts the key's file
 LONGEST_KEY = 4096
-KEY_TEXT = re.compile(r"[\x21-\x7e]+")  # what an Authorization header carries without quoting
+KEY_TEXT = re.compile(r"[\x21-\x7e]+")  # the characters that an Authorization header takes unquoted
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:\[\],/@]+)(?::([0-9]{1,5}))?")
-# Scaling of a cluster's engines, which one machine has none of: a single POST makes vLLM answer 503 to everybody.
+# Scaling of a cluster's engines. One machine has none, and a single POST makes vLLM answer 503 to everybody.
 CLOSED_PATHS = frozenset({"/scale_elastic_ep", "/is_scaling_elastic_ep"})
 
 
@@ -134,12 +134,12 @@ def named_hosts(text: str) -> list[str]:
 
 
 def loopback_hosts(port: int) -> list[str]:
-    """Return what a client on this machine says in its Host header; it leaves port 80 out."""
+    """Return the Host header of a client on this machine, which omits port 80."""
     return [*(f"{name}:{port}" for name in LOOPBACK), *(LOOPBACK if port == 80 else ())]
 
 
 def served_hosts(host: str, port: int, named: Sequence[str]) -> list[str]:
-    """Return what clients say in their Host header for a server that listens on the address `host`.
+    """Return the Host headers of clients of a server that listens on the address `host`.
 
     On all addresses of this machine and with no host named, any name will do: such a server has a key, which a foreign
     web page does not know.
@@ -275,7 +275,7 @@ def configured_key(environment: Mapping[str, str]) -> tuple[str, Path]:
     """
     named = environment.get(KEY_FILE)
     path = Path(named or SECRET)
-    with suppress(OSError):  # read_key says why
+    with suppress(OSError):  # read_key raises with the reason
         if stat.S_ISCHR(path.stat().st_mode):
             return "", path
     if not named and not path.exists():

@@ -74,7 +74,10 @@ def _stay_with_container(server: Server) -> None:
 
 
 def show_status(server: Server, *, as_json: bool = False) -> None:
-    """Print what is served. Exit code 0 means that a process or container runs; its health is in the first line."""
+    """Print the running server's state.
+
+    Exit code 0 means that a process or container runs; its health is in the first line.
+    """
     report = status.report(server)
     if as_json:
         echo_json(report.model_dump(mode="json"))

@@ -1,8 +1,8 @@
 """Work from an unpacked bundle instead of the network.
 
 A bundle holds files by hash and, over them, a package index of plain HTML pages (PEP 503), so that pip and uv read it
-as any index: `PIP_INDEX_URL=file:///…/simple`. What is taken from it is checked against this checkout's own pins and
-locks, never against the bundle's.
+as any index: `PIP_INDEX_URL=file:///…/simple`. Its files are checked against this checkout's own pins and locks, never
+against the bundle's.
 """
 
 from __future__ import annotations

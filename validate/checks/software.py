@@ -296,7 +296,7 @@ def _moe_backend(view: View) -> CheckResult:
         return passed("the model has no experts")
     expected = set(family.experts.backends.get(view.text("deep.capability"), {}).values())
     if not expected:
-        return warned(f"nobody established which backend runs experts of this family here: {family.experts.why}")
+        return warned(f"it is unknown which backend runs experts of this family here: {family.experts.why}")
     backend = view.text("deep.moe_backend")
     if method not in family.experts.methods:
         return failed(f"vLLM loads the model with quantization {method}, not with its own MXFP4", "drop --quantization")
@@ -324,7 +324,7 @@ def _our_experts(view: View) -> CheckResult:
 
 @CHECKS.add(
     "dense-kernels",
-    "vLLM's own selector takes kernels for attention and LM head that run on 12.x, and no other than was asked for.",
+    "vLLM's own selector takes the requested kernels for attention and LM head, and they run on 12.x.",
     needs=("deep", "serve"),
     fix="./inv up --profile fast-dense-8, or fast-dense-4; or leave --quantization-config.linear and .lm_head out",
 )
@@ -339,7 +339,7 @@ def _dense_kernels(view: View) -> CheckResult:
                 continue
             return failed(f"{evidence}: vLLM falls back to MARLIN without saying so")
         if kernel not in ("bf16", COMPILED_LATE, *DENSE_KERNELS) and not kernel.startswith("spark-mxfp4 "):
-            return failed(f"{evidence}: nobody established what {kernel} does on 12.x")
+            return failed(f"{evidence}: {kernel} was never tried on 12.x")
     if COMPILED_LATE in kernels.values():
         return warned(f"{evidence}: ./inv build.kernels has no module for it, so the server compiles one with nvcc")
     return passed(evidence)

@@ -74,8 +74,8 @@ def pinned(target: Target, component: str) -> str | None:
 def cudnn_version(target: Target) -> str:
     """Version by cuDNN itself: a child process loads it and asks, since loading it may crash or hang.
 
-    The library is the wheel's, else the loader's, else the newest in the system's folders. Metadata would vouch for a
-    library that was cut away. Raises ProbeError with the loader's reason.
+    The library is the wheel's, else the loader's, else the newest in the system's folders. Metadata would still name a
+    library that was removed. Raises ProbeError with the loader's reason.
     """
     wheels = [str(file) for root in target.interpreter()[1] for file in Path(root).glob(CUDNN_IN_WHEEL)]
     system = sorted(
@@ -83,7 +83,7 @@ def cudnn_version(target: Target) -> str:
         key=_library_version,
         reverse=True,
     )
-    # A wheel's library that does not load is the one that torch would fail on: nothing else is asked then.
+    # If a wheel's library does not load, torch would fail on it too, so no other is tried.
     names = wheels[:1] or [CUDNN, *map(str, system)]
     answer = ask([target.options.python, "-P", "-c", ASK_CUDNN, *names], seconds=SECONDS, env=target.options.environ)
     return require(answer, "cuDNN", SECONDS).strip()
@@ -179,9 +179,9 @@ def cached_modules(target: Target) -> list[str]:
 
 
 def moe_module(target: Target) -> str:
-    """Name of the module that FlashInfer asks for: our patch 0002 adds the types that it is filtered to.
+    """Name of the module that FlashInfer asks for: our patch 0002 puts the remaining types into the name.
 
-    With several types FlashInfer's order counts, and not the variable's; a server of gpt-oss has one.
+    Several types are in FlashInfer's order, not in the variable's; a server of gpt-oss has one.
     """
     types = target.options.environ.get("FLASHINFER_MOE_SM120_DTYPES", "").replace(" ", "")
     return "_".join(["fused_moe_120", *filter(None, types.split(","))])

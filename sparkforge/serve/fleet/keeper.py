@@ -1,4 +1,4 @@
-"""`python -m sparkforge.serve.fleet.keeper`: runs HAProxy, starts and stops a fleet's models, answers what none can.
+"""`python -m sparkforge.serve.fleet.keeper`: runs HAProxy, starts and stops a fleet's models, answers other requests.
 
 It is the server that the record names: `supervise.py` is its parent, and whatever it started ends with it. It runs in
 the state folder, starts each model by `./inv up` with a state folder of its own, and ends it by `./inv down`. One start
@@ -53,7 +53,7 @@ STOPPED, STARTING, READY, DRAINING, FAILED = "stopped", "starting", "ready", "dr
 
 @dataclass
 class Running:
-    """A model, what it does, since when, when it was last asked, and why it failed; times are monotonic."""
+    """A model with its state, the times of the last change and the last request, and its error; times are monotonic."""
 
     member: Member
     state: str = STOPPED
@@ -107,7 +107,7 @@ class Keeper:
             return model.error
 
     def look(self) -> None:
-        """Note who is asked, who has ended, and stop who was idle too long."""
+        """Record which models are in use or have ended, and stop those idle too long."""
         counts = router.requests()
         for name, model in self.models.items():
             if model.state != READY or not model.server:
@@ -131,7 +131,7 @@ class Keeper:
         self.tell()
 
     def keep_residents(self) -> None:
-        """Start what is resident and does not run, for ever."""
+        """Start resident models that do not run; never returns."""
         while not self.ending:
             for name, model in self.models.items():
                 if model.member.resident and model.state in (STOPPED, FAILED):
@@ -148,7 +148,7 @@ class Keeper:
                 time.sleep(0.05)
 
     def tell(self) -> None:
-        """Write down what every model does, for `./inv status`."""
+        """Write the state of every model to a file, for `./inv status`."""
         rows = [
             {
                 "name": name, "names": list(model.member.names), "folder": model.member.folder,
@@ -177,7 +177,10 @@ class Keeper:
                 return f"{busy}, and must end before {model.member.name} has memory; ask again later"
 
     def _drain(self, model: Running, seconds: float) -> bool:
-        """Stop a model once it answers nothing; return whether that was so within `seconds`. New requests wait."""
+        """Stop a model once its last request has ended; return False if that takes more than `seconds`.
+
+        New requests wait.
+        """
         name, deadline = model.member.name, time.monotonic() + seconds
         router.switch(name, "drain")
         while (count := router.requests()[name][0]) and time.monotonic() < deadline and not self.ending:
@@ -234,7 +237,7 @@ class Keeper:
         return f"{share * limits.end_below(psutil.virtual_memory().total) / GIB:.3f}" if limits else "0"
 
     def _fail(self, model: Running, why: str) -> str:
-        self._set(model, FAILED, f"{model.member.name} does not serve: {why or 'its start said nothing'}")
+        self._set(model, FAILED, f"{model.member.name} does not serve: {why or 'its start printed nothing'}")
         return model.error
 
     def _set(self, model: Running, state: str, error: str = "") -> None:
@@ -247,7 +250,7 @@ class Keeper:
 
 
 class Answers(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """Answers HAProxy by a socket: `/wake/NAME`, and what no model can answer."""
+    """Answers HAProxy by a socket: `/wake/NAME`, and requests that no model can answer."""
 
     daemon_threads, request_queue_size = True, 512
 
@@ -303,11 +306,11 @@ class Answer(BaseHTTPRequestHandler):
         self._refuse(400, "the body is no JSON object")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer a method that there is not in JSON."""
+        """Answer an unknown method in JSON."""
         self._refuse(code, message or explain or "")
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
-        """Say nothing: HAProxy stands in front."""
+        """Write no log: HAProxy has one."""
 
     def _refuse(self, status: int, message: str, parameter: str | None = None) -> None:
         kind = {400: "invalid_request_error", 404: "not_found_error"}.get(status, "server_error")
@@ -377,7 +380,7 @@ def main() -> int:
         except KeyboardInterrupt:
             keeper.ending = True
             if haproxy and haproxy.poll() is None:
-                os.kill(haproxy.pid, signal.SIGUSR1)  # no new connections; ends with its last answer, or by itself
+                os.kill(haproxy.pid, signal.SIGUSR1)  # it takes no new connections and ends after its last answer
                 while haproxy.poll() is None:
                     time.sleep(0.05)
             return 0

@@ -37,11 +37,11 @@ class ExpertSizes(NamedTuple):
 
 
 class PackedExperts(nn.Module):
-    """E experts in MXFP4: parameters have a gpt-oss checkpoint's names and shapes, and its bytes.
+    """E experts in MXFP4: parameters have the names, shapes and bytes of a gpt-oss checkpoint.
 
     `gate_up_proj_blocks` u8 [E, 2I, H/32, 16], `gate_up_proj_scales` u8 [E, 2I, H/32], `gate_up_proj_bias` [E, 2I],
-    and `down_proj_*` likewise with N = H and K = I. Gate and up rows are interleaved. A kernel that wants another
-    layout gets it in place of these bytes, not beside them; `state_dict()` and `.to()` first bring these back.
+    and `down_proj_*` likewise with N = H and K = I. Gate and up rows are interleaved. A kernel with another layout has
+    these bytes replaced, so memory holds one copy; `state_dict()` and `.to()` restore them first.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How transformers 5.19 loads a gpt-oss checkpoint into our modules: a quantizer that lets the experts' bytes alone."""
+"""A quantizer for transformers 5.19: it loads a gpt-oss checkpoint into our modules and keeps the experts' bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_mxfp4 import registry
 from spark_mxfp4.hf.experts import ExpertSizes, PackedExperts
 
 NAME = "spark-mxfp4"
-# What stays as it is, in the words of openai/gpt-oss' config.json.
+# Modules that stay unquantized, as openai/gpt-oss' config.json names them.
 KEPT_DENSE = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 
 
@@ -30,7 +30,7 @@ class PackedConfig(QuantizationConfigMixin):
         self.kernel = kernel
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what belongs in config.json: a checkpoint as any gpt-oss loader knows it."""
+        """Return the entry for config.json: that of a stock gpt-oss checkpoint, which every loader reads."""
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(KEPT_DENSE)}
 
 

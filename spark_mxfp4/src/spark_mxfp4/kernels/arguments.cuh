@@ -11,7 +11,7 @@ struct Routing {
   int ids_are_64_bit;
   int pairs, top_k, experts, global_experts;
   int tile_tokens;        // most tokens of a tile
-  int row_multiple;       // of which each expert's first row is one
+  int row_multiple;       // each expert's first row is a multiple of it
   int32_t* row_of_pair;   // [pairs], -1 where the expert is not here
   int32_t* token_of_row;  // [rows]
   int4* tiles;            // {expert, first row, tokens, 0}
@@ -21,16 +21,17 @@ struct Routing {
 // Activations in the order of columns in which the first product takes them, see pair_at.
 struct Ordering {
   const uint4* x;  // [tokens][vectors]: eight columns each
-  uint4* ordered;  // [tokens][chunks of 64 columns][8], or planes; zeros behind the last column; null: nobody needs them
+  uint4* ordered;  // [tokens][chunks of 64 columns][8], or planes; zeros behind the last column; null: not needed
   int tokens, vectors, chunks;
 };
 
 struct Gemm {
   const uint8_t* weight;     // [experts][row tiles][chunks][CHUNK_BYTES], see layout.py
   const float* bias;         // [experts][row tiles · 64] in the weights' order of rows
-  const uint8_t* x;          // planes [chunks][rows][PLANE_BYTES]; first of S::GATHERS: [tokens][chunks][PLANE_BYTES]
+  const uint8_t* x;          // planes [chunks][rows][PLANE_BYTES]; first product of S::GATHERS:
+  [tokens][chunks][PLANE_BYTES]
   __nv_bfloat16* out;        // SWIGLU: planes [row tiles / 2][rows][PLANE_BYTES]; else [rows][columns]
-  const int32_t* token_of_row;  // of the first product
+  const int32_t* token_of_row;  // for the first product
   const int4* tiles;
   const int32_t* tile_count;
   int chunks, row_tiles, columns;
@@ -46,13 +47,13 @@ struct Input {
 };
 
 struct Layer {
-  Gemm first, second;     // second.out is the layer's result [tokens][columns]; `tiles` where sorted
+  Gemm first, second;     // second.out is the layer's result [tokens][columns]; `tiles` if sorted
   Routing routing;
   Input x, hidden;        // x [tokens]; hidden [rows] is first.out
   float* partial;         // [rows][parts][second.row_tiles · 64]
   int32_t* taken;         // how many items are taken from the counter
   const float* shares;    // [pairs]
-  int sorted;             // by a kernel before
+  int sorted;             // a kernel before this one has sorted the pairs
   int parts, part_chunks, tokens, top_k;
   int first_at_once, second_at_once;  // stages of weights in flight, for the first and the second product
 };

@@ -1,4 +1,4 @@
-// Instructions of Hopper that C++ has no words for. Source: PTX ISA 9.0. Tests compile the kernels of a whole layer for a
+// Hopper instructions without a C++ equivalent. Source: PTX ISA 9.0. Tests compile the kernels of a whole layer for a
 // CPU, with a stand-in of this file.
 #pragma once
 #include <cooperative_groups.h>
@@ -38,7 +38,7 @@ __device__ __forceinline__ void copy_16_if(bool wanted, uint32_t to, const void*
 __device__ __forceinline__ void arrive_when_copied(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
-// What this thread sees in shared memory, the matrix instruction sees too.
+// Makes this thread's view of shared memory visible to the matrix instruction.
 __device__ __forceinline__ void fence_for_matrix_instruction() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -54,7 +54,8 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
-// Four blocks of 8 x 8, each afterwards 128 bytes at the place that eight lanes name, a row for each lane: columns as rows.
+// Stores four blocks of 8 x 8, transposed: each becomes 128 bytes at the addresses of eight lanes, one row for each
+// lane.
 __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&blocks)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                ::"r"(to), "r"(blocks[0]), "r"(blocks[1]), "r"(blocks[2]), "r"(blocks[3]) : "memory");
@@ -65,7 +66,7 @@ __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
   return result;
 }
 
-// Unlike fminf and fmaxf, NaN where one of both is.
+// Unlike fminf and fmaxf, these return NaN if either operand is NaN.
 __device__ __forceinline__ float smaller(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -82,7 +83,7 @@ __device__ __forceinline__ void halves(uint32_t word, uint32_t (&twice)[2]) {
   asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\nmov.b32 %0, {l, l};\nmov.b32 %1, {h, h};}"
       : "=r"(twice[0]), "=r"(twice[1]) : "r"(word));
 }
-// What a copy's bytes do in the L2 cache: leave it first, or last.
+// L2 eviction policy of a copy: evict its bytes first, or last.
 __device__ __forceinline__ uint64_t leave_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
@@ -94,25 +95,25 @@ __device__ __forceinline__ uint64_t leave_last() {
   return policy;
 }
 
-// ptxas proves the matrix instructions' overlap only where branches are the same for a whole warp; it learns that here.
+// Tells ptxas that a value is the same for a whole warp; else it may serialise matrix instructions behind a branch.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-// The values exist from here on: nothing of their computation is moved behind the fence that follows.
+// Forces the values to be computed here, so that the compiler moves no part of it behind the fence that follows.
 template <int COUNT>
 __device__ __forceinline__ void pin(uint32_t (&a)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-// What other blocks may store meanwhile, each word of it as it was at some time.
+// Loads data that other blocks may be storing; each word is an old or a new one, never a mixture.
 __device__ __forceinline__ uint4 load_fresh(const void* from) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
   return v;
 }
-// By one thread of each block of a cooperative launch, at the driver's own barrier: what grid_group::sync does, without the
-// block's other threads. Nothing else that all blocks share is known to be zero when a kernel begins.
+// A grid barrier like grid_group::sync, called by one thread of each block of a cooperative launch. It uses the
+// driver's own barrier: no other memory that all blocks share is known to be zero when a kernel begins.
 __device__ __forceinline__ unsigned* grid_barrier() { return &cooperative_groups::details::get_grid_workspace()->barrier; }
 __device__ __forceinline__ unsigned arrive_at_grid() {
   const unsigned share = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;  // all of them change the upper bit

@@ -3,15 +3,15 @@
 // A thread block takes tiles of 16 rows one after another; its warps share a tile's columns, CPW chunks of 64 each, and
 // keep their part of the activations in registers throughout. Every thread copies the bytes that it will expand into its
 // own place of a ring of DEPTH tiles (cp.async), so nothing but the final sum over the warps needs a barrier. Expanded
-// weights are the left operand of mma.m16n8k16. The first tiles are asked for before the kernel in front has ended,
-// because weights do not depend on it. Only instructions that compute capability 8.0 knows, besides griddepcontrol
-// (9.0): one source serves 9.0 and 12.1. Sums are float32, in an order that depends on the variant only.
+// weights are the left operand of mma.m16n8k16. The first tiles are loaded before the preceding kernel has ended,
+// because weights do not depend on it. Apart from griddepcontrol (9.0), all instructions exist since compute capability
+// 8.0, so one source serves 9.0 and 12.1. Sums are float32, in an order that depends on the variant only.
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
 
 #include "overlap.cuh"
 #else
-#include "linear_on_cpu.h"  // the tests' stand-in for all that the hardware does
+#include "linear_on_cpu.h"  // the tests' stand-in for the GPU's instructions
 #endif
 #include "arguments.cuh"
 
@@ -21,7 +21,7 @@ enum Format { MXFP4 = 0, MXFP8 = 1, FP8 = 2 };
 
 template <int FORMAT>
 struct Chunk {  // 16 rows by 64 columns
-  static constexpr int VECTORS = FORMAT == MXFP4 ? 1 : 2;  // of 16 bytes a thread
+  static constexpr int VECTORS = FORMAT == MXFP4 ? 1 : 2;  // 16-byte vectors a thread
   static constexpr int SCALES = FORMAT == FP8 ? 0 : 32;
   static constexpr int BYTES = 512 * VECTORS + SCALES;
 };
@@ -45,7 +45,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 }
 #endif
 
-// Four E2M1 pairs of a word as bf16 pairs times 2^-126; the bits lie as layout.BITS says.
+// Four E2M1 pairs of a word as bf16 pairs times 2^-126; layout.BITS has the order of the bits.
 __device__ __forceinline__ void expand_e2m1(uint32_t q, uint32_t (&pairs)[4]) {
   constexpr uint32_t ALL = 0x81C081C0, SIGN = 0x80008000, REST = 0x01C001C0;
   pairs[0] = q & ALL;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void expand_e2m1(uint32_t q, uint32_t (&pairs)[4]) {
   pairs[2] = ((q << 6) & REST) | ((q << 1) & SIGN);
   pairs[3] = ((q >> 3) & REST) | ((q << 2) & SIGN);
 }
-// Two E4M3 pairs of a word as bf16 pairs times 2^-120; the bits lie as linear.py says.
+// Two E4M3 pairs of a word as bf16 pairs times 2^-120; linear.py has the order of the bits.
 __device__ __forceinline__ void expand_e4m3(uint32_t q, uint32_t& first, uint32_t& second) {
   first = q & 0x87F087F0;
   second = ((q << 1) & 0x80008000) | ((q >> 3) & 0x07000700) | ((q << 4) & 0x00F000F0);
@@ -198,7 +198,7 @@ template <int NT_, int CPW_, int WARPS_, int DEPTH_, int RESIDENT_, int TOGETHER
 struct Columns {
   static constexpr bool BY_ROWS = false;
   static constexpr int NT = NT_, CPW = CPW_, WARPS = WARPS_, DEPTH = DEPTH_, RESIDENT = RESIDENT_, TOGETHER = TOGETHER_;
-  static constexpr bool AHEAD = AHEAD_;  // the first tile is expanded before the kernel in front has ended
+  static constexpr bool AHEAD = AHEAD_;  // the first tile is expanded before the preceding kernel has ended
 };
 
 // EXACT: each of WARPS warps has CPW chunks.
@@ -206,7 +206,7 @@ template <int FORMAT, class V, bool EXACT>
 __global__ void __launch_bounds__(V::WARPS * 32, V::RESIDENT) linear_columns(const Linear p) {
   using C = Chunk<FORMAT>;
   constexpr int NT = V::NT, CPW = V::CPW, DEPTH = V::DEPTH, TOGETHER = V::TOGETHER;
-  constexpr int SUMS = TOGETHER * NT * 128;  // floats of one warp
+  constexpr int SUMS = TOGETHER * NT * 128;  // floats that one warp stores
   extern __shared__ __align__(16) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first = warp * CPW, count = EXACT ? CPW : min(max(p.chunks - first, 0), CPW);
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(V::WARPS * 32, V::RESIDENT) linear_columns(con
           }
         }
       }
-      __syncwarp();  // lanes read what others have copied
+      __syncwarp();  // lanes read the copies of other lanes
       fetch(tile_of(turn + r + DEPTH), slot);
       if (++slot == DEPTH) slot = 0;
 #pragma unroll
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(V::WARPS * 32, V::RESIDENT) linear_columns(con
         *reinterpret_cast<float4*>(parts + warp * SUMS + (r * NT + n) * 128 + 4 * lane) =
             make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
     }
-    __syncthreads();  // one for each turn is enough, because `parts` alternate
+    __syncthreads();  // one barrier a turn is enough, because `parts` alternate
     for (int j = threadIdx.x; j < SUMS; j += blockDim.x) {
       const int row = j % 16, in_group = j % (NT * 128) / 16, token = group * NT * 8 + in_group;
       const int n = (tile_of(turn) + j / (NT * 128)) * 16 + row;

@@ -36,7 +36,7 @@ class OfflineTarget(NamedTuple):
     """A GPU to compile for: its capability, shared memory of a block in bytes, and its matrix instruction.
 
     Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". `device` is the name
-    in tuned.json whose tiles it gets, `scaled` the instruction of W4A8-MX tiles, where Triton from 3.8 on has one.
+    in tuned.json whose tiles it gets, `scaled` the instruction of W4A8-MX tiles, if Triton (3.8 or later) has one.
     """
 
     capability: int

@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent
 COMPILED = FOLDER / "compiled"
 LINEAR, HOPPER, LAYER, ROUTER = "linear", "hopper", "layer", "router"
 # Target → the libraries that its GPUs use: HOPPER has the experts' kernels for any number of tokens, LAYER for few.
-# LIMITED are 12.1's kernels for 9.0, for measurements: behind a memory as fast as a GB10's where SPARK_PACE names it.
+# LIMITED are 12.1's kernels built for 9.0, for measurements; SPARK_PACE can throttle their memory to a GB10's speed.
 LIMITED = "90a-limited"
 LIBRARIES = {
     "90a": (HOPPER, LINEAR, ROUTER), "120a": (LINEAR, ROUTER), "121a": (LAYER, LINEAR, ROUTER), LIMITED: (LAYER,),
@@ -91,7 +91,7 @@ def file_name(name: str, target: str) -> str:
     digest = hashlib.sha256(" ".join(flags(target)).encode())
     for path in [*dict.fromkeys(path for path, _ in units(name)), *sorted(FOLDER.glob("*.cuh"))]:
         digest.update(b"\0" + path.read_bytes())
-    machine = sysconfig.get_platform().rpartition("-")[2]  # another one's where setuptools builds for it
+    machine = sysconfig.get_platform().rpartition("-")[2]  # of the target machine if setuptools cross-compiles
     return f"{name}-{target}-{machine}-{digest.hexdigest()[:12]}.so"
 
 
@@ -120,9 +120,9 @@ def nvcc() -> str:
 
 
 def compile_target(target: str, folder: Path | None = None, jobs: int = 0) -> list[Path]:
-    """Compile the libraries of `target` and return their paths; those that are there stay.
+    """Compile the missing libraries of `target` and return the paths of all.
 
-    `folder` is by default where they are loaded from. `jobs` compilers run at once, by default one a core.
+    `folder` defaults to the one that they are loaded from. `jobs` compilers run at once, by default one a core.
     Raises ValueError for an unknown target, FileNotFoundError without nvcc, and RuntimeError with the compiler's last
     lines.
     """
@@ -134,7 +134,7 @@ def compile_target(target: str, folder: Path | None = None, jobs: int = 0) -> li
 def build(name: str, target: str, folder: Path, jobs: int = 0) -> Path:
     """Compile a library's units side by side and link them in `folder`, unless it is there; return its path.
 
-    It is there whole or not at all, and one of several processes makes it. Raises as `compile_target` does.
+    It appears only once complete, and of several processes one compiles it. Raises as `compile_target` does.
     """
     output = folder / file_name(name, target)
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
     """Compile what the command line names, and print the files; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m spark_mxfp4.kernels.precompile", description=__doc__)
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=", ".join(LIBRARIES))
-    parser.add_argument("--output", type=Path, help="folder; default: where they are loaded from")
+    parser.add_argument("--output", type=Path, help="folder; default: the one that libraries are loaded from")
     parser.add_argument("--jobs", type=int, default=0, help="compilers at once; default: one a core")
     options = parser.parse_args(arguments)
     try:

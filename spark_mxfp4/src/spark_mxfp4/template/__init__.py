@@ -20,8 +20,8 @@ FILES = (f"{STAND_IN}.py", f"test_{STAND_IN}.py", f"benchmark_{STAND_IN}.py")
 def write(name: str, parent: Path) -> Path:
     """Write the folder `name` with a kernel of that name into `parent`, and return it.
 
-    Raises ValueError for a name that is no module's or that another module has, FileExistsError for a folder that is
-    there, and OSError where nothing can be written; then nothing is left.
+    Raises ValueError for a name that cannot be a module's or is taken by one, FileExistsError if the folder exists, and
+    OSError if it cannot be written; nothing is left behind then.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name) or keyword.iskeyword(name):
         raise ValueError(
