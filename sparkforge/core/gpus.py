@@ -61,7 +61,7 @@ def held() -> dict[int, int]:
     return sizes
 
 
-# What `state` asks for. A Spark reports no limit of its power.
+# The fields of `state`. A Spark reports no limit of its power.
 STATE_FIELDS = (
     "clocks.sm",
     "clocks.max.sm",
