@@ -45,11 +45,16 @@ STORE = "VLLM_ENABLE_RESPONSES_API_STORE"  # the variable that each refusal of a
 NO_STORE = "the server stores no responses"
 NOT_KEPT = "the response that is continued is not stored in the process that was asked"
 TOO_LONG = "the context is too short for a long prompt"
+REFUSED_BIAS = r"logit_bias\b.*\bspeculative decoding"
 UNFORCED = "vLLM takes no logit_bias beside a draft"
 LOST = "content is null (finish_reason 'stop')"
 UNCUT = "the content does not end before the stop string"
 FURTHER_FAILURES = "; failed, too: "  # between why the first call failed and the names of the others
 CITIES = ["Paris", "Rome"]
+ANSWER = "<|channel|>final<|message|>{}<|end|><|return|>"
+JSON_ANSWER = "<|channel|>final json<|message|>{}<|end|><|return|>"
+# In channel `final`: where `commentary` may be written, text may stand before the call.
+SPELLED_CALL = ' to=functions.get_weather<|channel|>final json<|message|>{"city": "Paris"}<|end|><|return|>'
 LINE = " and ".join(CITIES * 8)  # so long that a prompt is worked off while it is written
 PROSE = "One two three four five six. " * 80  # about 600 tokens; the faults that are reported need 320
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
@@ -72,7 +77,8 @@ class ProofRequest:
     answer of another shape. With `continued`, what a second request has of its own that continues the response by
     its ID, it gets both answers as a list. `beside` is what a second request has of its own that is sent once the
     stream of the first has content; it gets the stream's events and the second answer then. `patch` names the patch
-    without which there is a fault.
+    without which there is a fault. `spelled` is an answer as the model spells it: a server that takes no bias, because
+    it has a draft, may write its tokens and no others. Without one the request proves nothing there.
     """
 
     path: str
@@ -82,6 +88,7 @@ class ProofRequest:
     refused: HTTPStatus | None = None
     continued: Mapping[str, Any] | None = None
     beside: Mapping[str, Any] | None = None
+    spelled: str = ""
 
 
 class Limit(NamedTuple):
@@ -154,11 +161,19 @@ def fault_of(name: str, endpoint: Endpoint, timeout: float, *, added: Mapping[st
         if body.get("max_tokens", 0) > CHAT_TOKENS:
             body["max_tokens"] *= 2  # another vocabulary may have shorter words
         call = replace(call, body={**body, **(added if call.path == CHAT else {})})
+    return _fault_of(name, call, endpoint, timeout)
+
+
+def _fault_of(name: str, call: ProofRequest, endpoint: Endpoint, timeout: float) -> str:
     try:
         return _exchange(call, endpoint, timeout)
     except openai.NO_ANSWER as error:
         raise unanswered(name, repr(error)) from error
     except ServerError as error:
+        if call.spelled and BIAS in call.body and re.search(REFUSED_BIAS, error.why):
+            tokens = endpoint.tokenize(call.spelled) or ()
+            body = {key: value for key, value in call.body.items() if key != BIAS} | {"allowed_token_ids": tokens}
+            return _fault_of(name, replace(call, body=body), endpoint, timeout)
         limits = {limit.fault for limit in LIMITS.get(name, ())}
         for pattern, fault in KNOWN_REFUSALS:
             if fault in limits and re.search(pattern, error.why):
@@ -423,16 +438,19 @@ def _chat_request(fault: Callable[[Any], str], tokens: int = TOKENS, **more: Any
 
 def _json_request(fault: Callable[[Any], str], tokens: int = TOKENS, **more: Any) -> ProofRequest:
     forced = {"logit_bias": _biased(FINAL, END), "response_format": PLACE_FORMAT}
-    return _chat_request(fault, tokens, **{**forced, **more})
+    spelled = "" if "logit_bias" in more else JSON_ANSWER.format('{"city": "Paris"}')  # another bias leads elsewhere
+    return replace(_chat_request(fault, tokens, **{**forced, **more}), spelled=spelled)
 
 
 def _tool_request(fault: Callable[[Any], str], tokens: int = TOKENS, **more: Any) -> ProofRequest:
     forced = {"logit_bias": _biased(TO), "tools": [STRICT_TOOL], "tool_choice": "required"}
-    return _chat_request(fault, tokens, **{**forced, **more})
+    spelled = SPELLED_CALL if "tools" not in more else ""  # another tool takes other arguments
+    return replace(_chat_request(fault, tokens, **{**forced, **more}), spelled=spelled)
 
 
 def _text_request(fault: Callable[[Any], str], text: str, **more: Any) -> ProofRequest:
-    return _chat_request(fault, logit_bias=WRITE, response_format=_tag(text), **more)
+    request = _chat_request(fault, logit_bias=WRITE, response_format=_tag(text), **more)
+    return replace(request, spelled=ANSWER.format(text))
 
 
 def _completion_request(fault: Callable[[Any], str], prompt: str, tokens: int = 1, **more: Any) -> ProofRequest:
@@ -463,6 +481,7 @@ REQUESTS = {
             stream=True,
             response_format=_format(_schema(text={"type": "string", "enum": [LINE]}), strict=True),
         ),
+        spelled=JSON_ANSWER.format(json.dumps({"text": LINE, "city": CITIES[0]})),
         beside={
             "messages": [{"role": "user", "content": PROSE}, *ASK],
             "max_tokens": TOKENS,
@@ -581,7 +600,7 @@ KNOWN_REFUSALS = (
     (STORE, NO_STORE),
     (r"Response with id '\S+' not found", NOT_KEPT),  # a wrong path or model has other words
     (r"maximum context length|maximum model length|max_model_len", TOO_LONG),
-    (r"logit_bias\b.*\bspeculative decoding", UNFORCED),
+    (REFUSED_BIAS, UNFORCED),
 )
 STORE_LIMIT = Limit(NO_STORE, f"previous_response_id is off, {STORE}=1 turns it on")
 LOST_LIMIT = Limit(LOST, "content is lost, vLLM #41902", "0004-read-final-json-as-content-type.patch")
@@ -600,7 +619,7 @@ _LIMITS: Mapping[str, Sequence[Limit]] = {
     ],
     "a response that fails": [STORE_LIMIT],
 }
-# A server with a draft refuses every request whose tokens are forced: those are not proved, and each is named.
+# A server with a draft refuses every bias: what no spelled answer replaces is not proved, and named.
 DRAFT_LIMIT = Limit(UNFORCED, f"not proved, {UNFORCED}")
 LIMITS: Mapping[str, Sequence[Limit]] = {
     name: [*_LIMITS.get(name, ()), *([DRAFT_LIMIT] if BIAS in call.body else ())] for name, call in CALLS.items()

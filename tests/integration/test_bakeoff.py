@@ -10,7 +10,7 @@ from sparkforge.bench import bakeoff
 from sparkforge.core import paths
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models.tiny import write_tiny
-from sparkforge.serve import launch, record
+from sparkforge.serve import launch, proof, record
 from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 from validate.facts import machine
@@ -21,21 +21,27 @@ LOAD = {"isl": "32", "osl": "8", "conc": "2", "num_prompts": "4", "warmups": "0"
 
 def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, forking):
     model, port = write_tiny(tmp_path / "tiny-gpt-oss"), free_port()
+    limits = {}
 
     def start(request):
         """As on the embedded device, without making an environment and without the validator: minutes."""
         described = embedded.Embedded(request, Path(sys.executable), model).launch()
         with launch.starting():
-            return launch.start(forking(described), lambda _: None)
+            server = launch.start(forking(described), lambda _: None)
+        limits[request.profile] = {name for name, limit in server.proof.items() if limit}
+        return server
 
     request = StartPlan(EMBEDDED, model=str(model), port=port)
     other = "embedded-kv8" if "avx512f" in machine.cpu_flags(None) else "embedded-dense-8"
-    bakeoff.run(["embedded", other], LOAD, request, start)
+    bakeoff.run(["embedded", other, "embedded-ngram"], LOAD, request, start)
     stored = json.loads((paths.state() / "bakeoff.json").read_text())
     standings = {standing["name"]: standing for standing in stored["standings"]}
     bits = {name: row["results"][0]["gate"]["bits_per_byte"] for name, row in standings.items()}
     assert all(row["score"] > 0 for row in standings.values()), standings
     assert 0 < abs(bits[other] - bits["embedded"]) < 0.02  # another cache or other weights were used, and it is close
+    unproved = {name for name, call in proof.CALLS.items() if proof.BIAS in call.body and not call.spelled}
+    assert limits["embedded-ngram"] - limits["embedded"] == unproved
+    assert bits["embedded-ngram"] == pytest.approx(bits["embedded"], rel=1e-3)  # the same model, speculating
     log = (paths.state() / "bench" / "bakeoff" / other / "server.log").read_text(errors="replace")
     assert ("fp8" if other == "embedded-kv8" else "Dense layers") in log
     assert record.read() is None

@@ -184,11 +184,23 @@ def test_what_needs_the_store_knows_when_it_is_off(monkeypatch, name):
     assert proof.fault_of(name, Endpoint("http://127.0.0.1:1", "m", key=""), 60.0) == proof.LIMITS[name][0].fault
 
 
-def test_beside_a_draft_what_is_forced_is_named_as_not_proved(monkeypatch):
-    """Each request with a bias is refused then, and only those are a limit."""
+UNPROVED = {
+    "a JSON answer with a content type",
+    "a JSON response",
+    "a call beside a schema",
+    "a forbidden call in a response",
+    "limited white space",
+}
+
+
+def test_beside_a_draft_spelled_answers_replace_the_bias_and_the_others_are_named_as_not_proved(monkeypatch):
+    allowed = []
 
     def refuse(real):
         def ask(endpoint, path, body, *rest):
+            if path == "/tokenize":
+                return {"tokens": [len(body["prompt"])]}
+            allowed.extend(body.get("allowed_token_ids", ()))
             if "logit_bias" in body:
                 raise reply_error(400, "min_p and logit_bias are not yet supported with speculative decoding")
             return real(endpoint, path, body, *rest)
@@ -199,9 +211,9 @@ def test_beside_a_draft_what_is_forced_is_named_as_not_proved(monkeypatch):
     for name in ("post", "events"):
         monkeypatch.setattr(Endpoint, name, refuse(getattr(Endpoint, name)))
     outcome = proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES)
-    forced = {name for name, call in proof.CALLS.items() if "logit_bias" in call.body}
-    assert {name for name, limit in outcome.items() if limit} == forced
-    assert "a tool call (not proved, vLLM takes no logit_bias beside a draft)" in proof.describe(outcome)
+    assert {name for name, limit in outcome.items() if limit} == UNPROVED
+    assert sorted(set(allowed)) == sorted({len(call.spelled) for call in proof.CALLS.values() if call.spelled})
+    assert "a JSON response (not proved, vLLM takes no logit_bias beside a draft)" in proof.describe(outcome)
 
 
 def test_a_family_of_another_vocabulary_gets_no_canary_no_bias_and_its_own_keys_in_chats(monkeypatch):
