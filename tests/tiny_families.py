@@ -107,6 +107,27 @@ def write_tokenizer(folder):
     return folder
 
 
+def write_eagle3(folder):
+    """Write an EAGLE3 head for the tiny Qwen3, as vLLM's llama_eagle3.py reads it; its guesses are random."""
+    import torch
+    from safetensors.torch import save_file
+
+    matrices = {"q": (128, 2), "k": (64, 2), "v": (64, 2), "o": (HIDDEN, 2)}  # rows, columns in hidden sizes
+    shapes = {f"midlayer.self_attn.{name}_proj.weight": (rows, n * HIDDEN) for name, (rows, n) in matrices.items()}
+    shapes |= {f"midlayer.mlp.{name}_proj.weight": (2 * WIDTH, HIDDEN) for name in ("gate", "up")}
+    shapes |= {"midlayer.mlp.down_proj.weight": (HIDDEN, 2 * WIDTH), "fc.weight": (HIDDEN, 3 * HIDDEN)}
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    shapes |= {"lm_head.weight": (VOCAB, HIDDEN), **{f"{name}.weight": (HIDDEN,) for name in norms}}
+    folder.mkdir()
+    tensors = {name: torch.from_numpy(values(name, shape)).to(torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "head_dim": 32}
+    layers = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    config = {**COMMON, **own, "draft_vocab_size": VOCAB, "eagle_config": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def write(folder, family):
     """Write the checkpoint of a family of CONFIGS into `folder` and return it."""
     import torch
