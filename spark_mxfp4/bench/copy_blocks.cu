@@ -1,5 +1,5 @@
-// What a number of blocks moves by bulk copies alone, one block a multiprocessor, `stages` of `bytes` each on their way:
-// the bound of a kernel that reads as they do. A read goes to shared memory; a copy goes on from there.
+// Measures the bandwidth of bulk copies alone: a bound for a kernel that reads in the same way. One block runs on each
+// multiprocessor, with `stages` of `bytes` in flight. A read ends in shared memory; a copy also writes it back.
 #include <cuda_runtime.h>
 
 #include <cstdint>

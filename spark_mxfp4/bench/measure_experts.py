@@ -3,7 +3,7 @@
 Every time is the median of CUDA graph replays; a graph runs several layers in turn, so that no weight is in cache.
 The first peer is OpenAI's triton_kernels, as vLLM ships it (vllm/third_party/triton_kernels): `--peer FOLDER` that
 holds it. The second is FlashInfer's CUTLASS kernel, which must be installed: `--peer-cutlass`. The figures are saved
-after each model; a peer that fails leaves its error there, and the rest goes on.
+after each model; the error of a failed peer is saved in its place.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def peers(arguments: argparse.Namespace) -> dict[str, Callable[[], Peer]]:
 
 
 def chosen_models(experts: str) -> dict[str, LayerSizes]:
-    """Return the models with these numbers of experts, given with commas; all of them for an empty string.
+    """Return the models with these numbers of experts, separated by commas; all models for an empty string.
 
     Raises ValueError for a number that no model has.
     """
@@ -152,7 +152,9 @@ def main() -> None:
     flags.add_argument("--peer-cutlass", action="store_true", help="time FlashInfer's CUTLASS kernel too")
     flags.add_argument("--tune", action="store_true", help="time every pair of shapes instead")
     flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="with commas; default: 1 to 8192")
-    flags.add_argument("--experts", default="", help="only the models with so many experts, with commas; default: all")
+    flags.add_argument(
+        "--experts", default="", help="only models with these numbers of experts, separated by commas; default: all"
+    )
     arguments = flags.parse_args()
     try:
         models = chosen_models(arguments.experts)

@@ -64,7 +64,7 @@ class Cubin:
     """One piece of machine code. `kernels` are those with a watched mnemonic or name, if it loads on the device."""
 
     name: str
-    target: str  # of ptxas's own command line; empty if it does not say
+    target: str  # from ptxas's own command line; empty if unknown
     sm: int  # of the ELF flags
     size: int  # bytes
     loads: bool
@@ -131,7 +131,7 @@ class Scanned:
 class Piece:
     """The place of a cubin: `size` bytes of the file at `path`, from byte `offset` on. `name` is the report's.
 
-    `unpacked` is its size in bytes once it is read, if that is another because it is packed by zstd.
+    `unpacked` is the size in bytes after unpacking, for one packed by zstd.
     """
 
     path: Path
@@ -263,7 +263,7 @@ class Reader:
         return binaries
 
     def _learn(self, scanned: Sequence[Scanned]) -> None:
-        """Have every shape named that is not yet, all targets at once. Raises ProcessError if one cannot be."""
+        """Name all shapes that have no name yet, all targets at once. Raises ProcessError if one cannot be."""
         samples: dict[str, dict[int, bytes]] = {}
         for item in scanned:
             if item.cubin.loads:

@@ -12,7 +12,7 @@ from sparkforge.core.errors import UsageError
 
 @task(example="./inv models", json_="print them as JSON")
 def models(_ctx: Context, json_: bool = False) -> None:
-    """List the families and recipes, and what was shown of each.
+    """List the families and recipes, with the evidence for each.
 
     ./inv plan, pull and up take a recipe's name.
     """

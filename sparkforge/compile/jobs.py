@@ -1,10 +1,9 @@
 """A scheduler for compilers: their number is bound by memory, not only by cores.
 
 `make_schedule` turns units, their predicted peaks and the machine into a schedule; `run` carries it out. At every
-moment the predicted peaks of what runs fit into the budget: what was available when the schedule was made, or less if
-less is left now, minus a reserve.
-The hungriest waiting unit that fits starts first. One that goes ahead of a hungrier never keeps
-it waiting: it fits beside a running unit that is at least as hungry, so the hungrier fits when that one ends.
+moment the predicted peaks of running units fit into the budget: the memory available when the schedule was made, or now
+if that is less, minus a reserve. The hungriest waiting unit that fits starts first. One that starts before a hungrier unit never delays
+it: it fits beside a running unit that is at least as hungry, so the hungrier unit fits when that one ends.
 
 A compiler that the kernel kills is recognised by its exit code and its last words. It is tried once more, alone.
 """
@@ -34,7 +33,7 @@ VICTIM = "500"  # oom_score_adj: if the kernel must kill, then a compiler and no
 # A shell's 128 + N or Popen's -N for SIGKILL (the kernel) and SIGTERM (earlyoom, systemd-oomd).
 KILL_CODES = frozenset({-9, 137, -15, 143})
 # Seen: nvcc prints "Killed" when its cicc or ptxas is (exit code 137; upstream's reports have 255), g++ the sentence
-# about its cc1plus (exit code 1); the others are what they print when an allocation is refused instead.
+# about its cc1plus (exit code 1); the other patterns are messages about refused allocations.
 LAST_WORDS = re.compile(
     r"^(sh: .*)?Killed\b|Killed signal terminated program|died due to signal (9|15)\b"
     r"|^cc1plus: out of memory|catastrophic error.*out of memory|virtual memory exhausted|std::bad_alloc",
@@ -47,7 +46,7 @@ UnitObserver = Callable[[Stage, "Unit", "UnitResult | None"], None]
 
 @dataclass(frozen=True)
 class Unit:
-    """One command to run: a translation unit by the name that its cost is known under, such as MODULE/FILE.cuda.o."""
+    """One command to run: a translation unit by its name in the table of costs, such as MODULE/FILE.cuda.o."""
 
     name: str
     command: tuple[str, ...]
@@ -215,7 +214,10 @@ class _Run:
         return self.report
 
     def _sample(self) -> None:
-        """Measure resident sizes and the machine. What runs counts as available; never more than planned."""
+        """Measure resident sizes and the machine.
+
+        Memory of running units counts as available, up to the planned amount.
+        """
         self.sampled = time.monotonic()
         resident = sum(resident_sizes(started.child.pid for started in self.running.values()).values())
         self.report.peak = max(self.report.peak, resident)

@@ -2,7 +2,7 @@
 
 A stage whose inputs are those in its manifest does nothing. Otherwise the new artifact is made whole beside the old
 one, which is then moved aside together with its manifest, and removed only when the new artifact and its manifest
-are in place. The next run repairs what a kill leaves; an artifact never lies beside the manifest of another one.
+are in place. The next run repairs the state after a kill; an artifact never lies beside the manifest of another one.
 """
 
 from __future__ import annotations

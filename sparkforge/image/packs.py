@@ -1,9 +1,9 @@
 """Kernel packs: the compiled, audited modules of a stack as one artifact, taken where they would be compiled.
 
-A pack is a deterministic tar in a bundle's form (`sources.bundle`), so its reader refuses what a bundle's refuses:
+A pack is a deterministic tar in a bundle's form (`sources.bundle`), with the same checks when it is read:
 
-    index.json       the key, what it is a hash of, and every other member's sha256 and size
-    audit.json       the report on the machine code; whoever takes a pack audits it again
+    index.json       the key, its inputs, and every other member's sha256 and size
+    audit.json       the report on the machine code; the machine that takes a pack audits it again
     sbom.json        its bill of materials, CycloneDX 1.6
     libraries/NAME.so
 
@@ -62,7 +62,7 @@ class Index(BaseModel):
 
 @dataclass(frozen=True)
 class Archive:
-    """A pack that is a file; whether it is the wanted one, its index says."""
+    """A pack in a file; its index says which modules it has."""
 
     path: Path
 
@@ -110,21 +110,21 @@ def build_context(name: str) -> tuple[str, Path | None]:
 
 
 def key_of(inputs: Mapping[str, str]) -> str:
-    """Return the key of a pack, a hash of everything that decides what is in it."""
+    """Return the key of a pack, a hash of all inputs of its modules."""
     return hashlib.sha256(json.dumps(dict(inputs), sort_keys=True).encode()).hexdigest()
 
 
 def taking(name: str) -> Take:
-    """Return what takes modules from the place `name`, this checkout's own packs, and those of the bundle in use.
+    """Return a function that takes modules from the place `name`, this checkout's packs or the bundle's.
 
-    It returns None where none of them has the pack. What it takes was verified: hashes, key, and the signature that
+    It returns None if none of them has the pack. A pack is verified: hashes, key, and the signature that
     trust.toml demands. Raises IntegrityError for a pack that is refused, EngineError for a registry.
     """
     name = name or os.environ.get(VARIABLE, "")
     places: list[Place] = [*([place(name)] if name else []), *map(Folder, own_folders())]
 
     def take(order: KernelOrder, libraries: Mapping[str, Path]) -> Mapping[str, Any] | None:
-        """Put the libraries of a pack where the order wants them."""
+        """Put the libraries of a pack into the folders of the request."""
         key = key_of(order.identity)
         for origin in places:
             if layers := origin.read(f"{STAGE}-{key}.pack"):

@@ -118,7 +118,7 @@ def _encoding():  # type: ignore[no-untyped-def]  # noqa: ANN202 (openai_harmony
 
 
 def _token_bytes(token: int) -> bytes:
-    # The public door, `decode`, gives text, and most tokens are no whole UTF-8 text.
+    # The public function `decode` gives text, and most tokens are no whole UTF-8 text.
     return bytes(_encoding()._inner.decode_bytes([token]))  # noqa: SLF001
 
 

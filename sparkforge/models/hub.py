@@ -176,7 +176,7 @@ def digest_of(path: Path, like: str) -> str:
 
 
 def fetch_and_report(repository: str, revision: str, destination: str, mirror: str, *, replace: bool = False) -> None:
-    """Fetch a checkpoint and print what, from where, and what to do next. Raises as `fetch_checkpoint` does."""
+    """Fetch a checkpoint and print its source and the next command. Raises as `fetch_checkpoint` does."""
     # Compose looks into `models`.
     target = Path(destination) if destination else paths.ROOT / "models" / repository.rpartition("/")[2]
     pinned = revision
@@ -222,7 +222,7 @@ def main(command_line: list[str]) -> int:
 
 
 def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:
-    """Make `work`, remove from it what is of another revision, and return the files that it lacks."""
+    """Make `work`, remove files of other revisions from it, and return the files that it lacks."""
     work.mkdir(parents=True, exist_ok=True)
     missing = [file for file in files if not _has(work / file.name, file)]
     for file in missing:
@@ -231,7 +231,7 @@ def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:
 
 
 def _require_known(target: Path, work: Path, files: list[RemoteFile], repository: str) -> None:
-    """Raise InputError, with the nearest recipe, for a model of no family, or whose config lies about its tensors.
+    """Raise InputError, with the nearest recipe, for a model of no family, or whose config contradicts its tensors.
 
     A recipe's draft is of no family, and passes.
     """

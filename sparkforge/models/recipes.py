@@ -1,4 +1,4 @@
-"""Recipes: one file a model in sparkforge/recipes, with what is fetched, how it is served, and what was shown of it."""
+"""Recipes: one file for each model in sparkforge/recipes, with its repository, flags and evidence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMES = {
 
 
 class Shown(Record):
-    """One thing that was shown of a recipe: what, where, and by whom or which command."""
+    """One piece of evidence for a recipe: the claim, the machine, and the source or command."""
 
     what: str = Field(min_length=1)
     where: str = Field(min_length=1)
@@ -83,7 +83,7 @@ def load(folder: Path = FOLDER) -> dict[str, Recipe]:
 
 @cache
 def read(file: Path) -> Recipe:
-    """Read one recipe. Raises InputError, also for a family that its configuration is not of."""
+    """Read one recipe. Raises InputError, also if its configuration is of another family."""
     recipe = tables.load(file, Recipe)
     if recipe.sizes:
         sizes = _sizes(file.parent / recipe.sizes)
@@ -121,7 +121,7 @@ def pinned_revision(repository: str) -> str:
 
 
 def repositories(name: str) -> tuple[str, ...]:
-    """Return the repository of the recipe of this name; nothing for another."""
+    """Return the repository of the recipe of this name; empty if there is none."""
     recipe = load().get(name)
     return (recipe.repository,) if recipe and recipe.repository else ()
 
@@ -150,7 +150,7 @@ def advice(size: float = math.inf, fits: Callable[[Recipe], bool] = lambda _reci
 
 
 def report(*, as_json: bool) -> None:
-    """Print every family and recipe, with what was shown of each."""
+    """Print every family and recipe, with its evidence."""
     if as_json:
         recipes = {name: recipe.model_dump(mode="json", exclude={"config"}) for name, recipe in load().items()}
         rows = {name: {"about": row.about, "model_type": row.model_type} for name, row in families.load().items()}

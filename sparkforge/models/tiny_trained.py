@@ -1,7 +1,7 @@
 """Expand `tiny.safetensors`, the tiny model trained on Jane Austen, to the tensors of a whole gpt-oss checkpoint.
 
-The file holds the checkpoint's tensors as they are, but for embeddings and output head: those have a row for each
-token of `rows` alone, as int8 with a float32 scale a row. Their row 0 is that of all other tokens.
+The file holds the checkpoint's tensors unchanged, except embeddings and output head: those have rows only for the
+tokens of `rows`, as int8 with a float32 scale a row. Their row 0 is that of all other tokens.
 `lab.training` writes the file.
 """
 
@@ -26,7 +26,7 @@ SHORT = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def recipe() -> str:
-    """Return what the checkpoint is made of, so that one of another file or expansion is written anew."""
+    """Return the checkpoint's inputs; if they differ, it is written anew."""
     return f"trained {EXPANSION} {hashlib.sha256(_data()).hexdigest()[:16]}"
 
 

@@ -32,7 +32,7 @@ LATENT_BLOCK = 128  # whole multiples of it are the blocks of latent attention b
 STEPS_UNDER_WAY = 2  # with asynchronous scheduling, vLLM's own choice: vllm/config/vllm.py, max_concurrent_batches
 DECODING = STEPS_UNDER_WAY  # tokens that a decoding sequence has in flight: one a step
 TOLERANCE = 0.02  # of the bytes that config.json promises: scales of FP8 blocks, and what formulas leave out
-LARGEST = 10**9  # no size in a config.json is larger; keeps arithmetic within sense
+LARGEST = 10**9  # larger sizes in a config.json are refused
 CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 
 
@@ -74,7 +74,7 @@ class KnownModel(Record):
 
 @dataclass(frozen=True)
 class DenseFormat:
-    """The format of the attention's projections and of the LM head. Keys of BITS; bf16: as the checkpoint does."""
+    """The format of the attention's projections and of the LM head. Keys of BITS; bf16 means the checkpoint's own."""
 
     attention: str = "bf16"
     head: str = "bf16"

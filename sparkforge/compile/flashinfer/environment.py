@@ -29,7 +29,7 @@ from sparkforge.sources import archive
 # FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
 AHEAD_OF_TIME = "flashinfer/data/aot"
 SPECS = Path(__file__).with_name("specs.py")
-# Read by flashinfer/jit/cpp_ext.py and core.py of 0.7.0.post1; with one of these a build.ninja would be another.
+# Read by flashinfer/jit/cpp_ext.py and core.py of 0.7.0.post1; each of them would change build.ninja.
 REMOVED = (
     "CC", "CUDA_PATH", "FLASHINFER_NVCC", "FLASHINFER_NVCC_THREADS", "FLASHINFER_EXTRA_CFLAGS",
     "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS", "FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE",
@@ -56,7 +56,7 @@ class KernelEnvironment:
 
 
 def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None = None) -> KernelEnvironment:
-    """Return what `python` has. Raises CompileError if FlashInfer, torch or the stack's patches do not fit.
+    """Return the environment of `python`. Raises CompileError if FlashInfer, torch or the stack's patches do not fit.
 
     With `checkout`, a clone of FlashInfer that `python` imports, its sources are taken as they are.
     """
@@ -68,7 +68,7 @@ def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None 
     fix = "name another: ./inv build.kernels --python PATH"
     if not problems and checkout:
         if Path(answer["package"]).resolve().parent == checkout.resolve():
-            parts = ("csrc", "include", "flashinfer/jit")  # what kernels are generated and compiled from
+            parts = ("csrc", "include", "flashinfer/jit")  # the inputs of generating and compiling kernels
             files = (path for part in parts for path in sorted((checkout / part).rglob("*")) if path.suffix != ".pyc")
             listing = {str(path.relative_to(checkout)): sha256_file(path) for path in files if path.is_file()}
             queue = f"checkout {archive.tree_sha256(listing)}"

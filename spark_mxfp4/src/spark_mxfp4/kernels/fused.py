@@ -227,6 +227,6 @@ def reduce(  # noqa: PLR0913, PLR0917
         expert = local_expert(ids_ptr, map_ptr, pair, pairs, known)
         share = tl.load(shares_ptr + pair).to(tl.float32)
         value = tl.load(output_ptr + pair * width + column, mask=column < width, other=0).to(tl.float32)
-        if (expert >= 0) & (expert < experts):  # nobody wrote the rows of experts that live elsewhere
+        if (expert >= 0) & (expert < experts):  # the rows of experts on other devices were never written
             total += share * value
     tl.store(result_ptr + token * width + column, total.to(result_ptr.dtype.element_ty), mask=column < width)

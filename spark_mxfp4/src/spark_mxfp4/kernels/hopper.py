@@ -1,10 +1,10 @@
 """The mixture of experts in CUDA C++, for compute capability 9.0 (Hopper) and 12.1 (GB10).
 
-For up to 32 pairs of token and expert one launch does everything (layer.cuh); for some more another sorts them before
-it (rows.cuh). On 12.1 that is all. On 9.0 more tokens take four launches: sort, first product with bias and activation,
-second product with bias (gemm.cuh), weighted sum; for many a fifth writes activations in the order of the sorted pairs.
-Nothing waits for the device, so CUDA graphs hold it, and the same inputs give the same bits. Weights are laid out once
-by `prepare`.
+For up to 32 pairs of token and expert one launch does everything (layer.cuh); for a few more, a second launch sorts
+them first (rows.cuh). 12.1 has only these. On 9.0 more tokens take four launches: sort, first product with bias and
+activation, second product with bias (gemm.cuh), weighted sum; for many a fifth writes activations in the order of the
+sorted pairs. Nothing waits for the device, so CUDA graphs can capture it, and the same inputs give the same
+bits. Weights are laid out once by `prepare`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HopperKernel(MoeKernel):
         """Tell whether there are kernels for `device`, and they are built or can be."""
         build = LIBRARIES.get(torch.cuda.get_device_capability(device))
         if torch.version.hip is not None or build is None:
-            return False  # AMD's gfx90a says 9.0 too
+            return False  # AMD's gfx90a reports 9.0 too
         return extension.available(*build)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
@@ -239,9 +239,9 @@ class LayerPlan(NamedTuple):
 def plan_layer(pairs: int, first_row_tiles: int, second: tuple[int, int], processors: int) -> LayerPlan:
     """Return a plan for `pairs` of token and expert on a GPU with so many multiprocessors.
 
-    `second` is the second product's number of row tiles, and of chunks of 64 columns. Three tiles where that is one
-    item a multiprocessor, one where it leaves multiprocessors without work, else two. Two parts, where there are
-    columns enough, for few items. Measured on an H200, see performance.md.
+    `second` is the second product's number of row tiles, and of chunks of 64 columns. An item has three tiles if each
+    multiprocessor then gets one item, one tile if multiprocessors would be idle, else two. Few items are split into two
+    parts if there are enough columns. Measured on an H200, see performance.md.
     """
     row_tiles, chunks = second
     items, deep = pairs * -(-first_row_tiles // 3), chunks > MOST_CHUNKS_OF_A_PART
@@ -252,7 +252,7 @@ def plan_layer(pairs: int, first_row_tiles: int, second: tuple[int, int], proces
 
 
 def part_of(chunks: int, parts: int, step: int) -> int:
-    """Return how many of `chunks` one of at most `parts` has: whole steps of `step` chunks but for the last."""
+    """Return the chunks in each of at most `parts` parts of `chunks`, a multiple of `step`."""
     steps = -(-chunks // step)
     return -(-steps // parts) * step
 

@@ -1,4 +1,4 @@
-"""The experts on somebody's kernels in the shape of OpenAI's triton_kernels: stock, or a fork that repairs them.
+"""Experts on a third party's kernels with the API of OpenAI's triton_kernels: the original, or a fork.
 
 A name is `hub:PACKAGE`, `hub:FOLDER` or `hub:OWNER/NAME@VERSION`. The package is what transformers 5.19 calls for
 MXFP4 (transformers/integrations/mxfp4.py) and what vLLM 0.32.0 ships (vllm/third_party/triton_kernels, of Triton
@@ -34,7 +34,8 @@ class HubCall(NamedTuple):
     keywords: tuple[str, ...] = ()
 
 
-# What we use, by module of the hub; None is not called. Names and arguments are those of Triton 3.5.1's triton_kernels.
+# The names that we use, by module of the hub; those with None are not called. Names and arguments are those of Triton
+# 3.5.1's triton_kernels.
 REQUIRED: dict[str, dict[str, HubCall | None]] = {
     "matmul_ogs": {
         "matmul_ogs": HubCall(4, ("gather_indx", "scatter_indx", "precision_config", "gammas", "fused_activation")),
@@ -204,7 +205,7 @@ def load(name: str) -> dict[str, ModuleType]:
 
 
 def _refusal(function: Any, call: HubCall) -> str | None:
-    """Return why `function` does not take the arguments of `call`, None if it does or does not say."""
+    """Return why `function` does not take the arguments of `call`, None if it does, or if its signature is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -247,6 +248,6 @@ def _package_in(folder: Path, name: str) -> ModuleType:
     if folder.resolve() not in folders:
         raise ValueError(
             f"kernels hub {name!r} cannot be used · a package {folder.name!r} was imported from {folders[0]} before, "
-            "and Python knows one of a name · use one of them in a process"
+            "and Python imports only one package of a name · use one of them in a process"
         )
     return package

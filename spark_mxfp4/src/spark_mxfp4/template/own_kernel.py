@@ -1,10 +1,11 @@
-"""`own_kernel`: a mixture of experts for MXFP4 weights, to be made fast by you.
+"""`own_kernel`: a slow mixture of experts for MXFP4 weights, as a base for a fast one.
 
 What a server does with it, in this order:
 
-1. **create_weights.** For each layer the door (vLLM's plugin, or `spark_mxfp4.hf`) makes zero tensors of the sizes
-   that `hidden_alignment` and `intermediate_alignment` round up to. What the checkpoint does not fill stays zero.
-2. **load.** The checkpoint's bytes go into their corner: gate and up rows interleaved, two values a byte.
+1. **create_weights.** For each layer the integration (vLLM's plugin, or `spark_mxfp4.hf`) makes zero tensors of the
+   sizes that `hidden_alignment` and `intermediate_alignment` round up to. What the checkpoint does not fill stays zero.
+2. **load.** The checkpoint's bytes are copied to the beginning of each dimension: gate and up rows interleaved, two
+   values a byte.
 3. **prepare.** Called once a layer, on the device, with the padded weights. Return them in the order that your kernel
    reads; `restore` undoes it. Leave both out if the checkpoint's order is fine.
 4. **apply.** Every step calls `run` with what `prepare` returned, also while CUDA graphs are captured.

@@ -185,7 +185,7 @@ def multiply_tile[
     comptime for stage in range(shape.stages - 1):
         fetch()
 
-    # For scale bytes below 128 one multiplication applies the scale. Whether all bytes of the tile are is tested once.
+    # For scale bytes below 128 one multiplication applies the scale. One test covers all bytes of the tile.
     async_copy_wait_group(Int32(shape.stages - 2))
     barrier()
     var is_any_high = is_any_above_127[THREADS](tile_scales, thread, scale_units)
