@@ -28,8 +28,7 @@ struct Ordering {
 struct Gemm {
   const uint8_t* weight;     // [experts][row tiles][chunks][CHUNK_BYTES], see layout.py
   const float* bias;         // [experts][row tiles · 64] in the weights' order of rows
-  const uint8_t* x;          // planes [chunks][rows][PLANE_BYTES]; first product of S::GATHERS:
-  [tokens][chunks][PLANE_BYTES]
+  const uint8_t* x;          // planes [chunks][rows][PLANE_BYTES]; first with S::GATHERS: [tokens][chunks][PLANE_BYTES]
   __nv_bfloat16* out;        // SWIGLU: planes [row tiles / 2][rows][PLANE_BYTES]; else [rows][columns]
   const int32_t* token_of_row;  // for the first product
   const int4* tiles;
