@@ -72,20 +72,25 @@ def backend_of(name: str) -> Backend:
     return Backend(BACKENDS[known].arguments, log, {"SPARK_MXFP4_KERNEL": kernel})
 
 
-def _dense(linear: str, head: str, router: str = "") -> Backend:
-    """Return our experts with attention and LM head in two formats of the plugin, and with its router if named."""
+def _dense(linear: str, head: str, router: str = "", attention: str = "") -> Backend:
+    """Return our experts with projections and LM head in two formats of the plugin, and its router and attention."""
     log = f"Dense layers (SPARK_MXFP4_LINEAR) are {linear.upper()}, by our kernels"
-    formats = {"SPARK_MXFP4_LINEAR": linear, "SPARK_MXFP4_LM_HEAD": head, "SPARK_MXFP4_ROUTER": router}
-    return Backend(("--quantization", "spark-mxfp4"), ROUTER_LOG if router else log, formats)
+    choices = {"LINEAR": linear, "LM_HEAD": head, "ROUTER": router, "ATTENTION": attention}
+    environment = {f"SPARK_MXFP4_{name}": choice for name, choice in choices.items()}
+    return Backend(
+        ("--quantization", "spark-mxfp4"), ATTENTION_LOG if attention else ROUTER_LOG if router else log, environment
+    )
 
 
 ROUTER_LOG = "Routers of up to 16 tokens run in one launch"
+ATTENTION_LOG = "sequences runs in one launch"
 BACKENDS: Mapping[str, Backend] = {
     "spark": Backend(("--quantization", "spark-mxfp4"), "Using 'SPARK_"),
     "spark-dense-8": _dense("mxfp8", "mxfp8"),
     "spark-dense-4": _dense("mxfp4", "mxfp8"),
     "spark-all-4": _dense("mxfp4", "mxfp4"),
     "spark-all-4-router": _dense("mxfp4", "mxfp4", "fused"),
+    "spark-all-4-step": _dense("mxfp4", "mxfp4", "fused", "fused"),
     "triton-fp8": Backend(
         ("--moe-backend", "triton", "--quantization-config.linear", "fp8_per_channel"),
         "for Fp8PtpcOnlineLinearMethod",

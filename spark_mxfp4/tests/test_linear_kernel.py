@@ -41,7 +41,8 @@ def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_load
         names = sorted(name for name in archive.namelist() if name.endswith(".so"))
         archive.extractall(tmp_path / "installed")
     compiled = "spark_mxfp4/kernels/compiled"
-    assert names == [f"{compiled}/{precompile.file_name(library, '121a')}" for library in ("layer", "linear", "router")]
+    libraries = ("layer", "linear", "router", "step")
+    assert names == [f"{compiled}/{precompile.file_name(library, '121a')}" for library in libraries]
     name = names[1]
     library = linear.bind(str(tmp_path / "installed" / name))
     assert library.spark_linear_error(0) == b"no error"

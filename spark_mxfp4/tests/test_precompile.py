@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spark_mxfp4.experts import ExpertWeights, Projection
-from spark_mxfp4.kernels import extension, hopper, linear, precompile, router
+from spark_mxfp4.kernels import attention, extension, hopper, linear, precompile, router
 from spark_mxfp4.kernels.gpu import GpuKernel
 
 
@@ -37,7 +37,7 @@ def fake_nvcc(tmp_path, monkeypatch):
 
 def test_the_libraries_of_a_target_are_made_once_from_all_their_units(compiled, fake_nvcc):
     paths = precompile.compile_target("90a")
-    assert [path.name.split("-")[0] for path in paths] == ["hopper", "linear", "router"]
+    assert [path.name.split("-")[0] for path in paths] == ["hopper", "linear", "router", "step"]
     assert {path.parent for path in paths} == {compiled}
     assert sorted(path.name for path in compiled.iterdir()) == sorted(path.name for path in paths)  # no rests
     line = paths[0].read_text()
@@ -76,7 +76,7 @@ def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path,
 @pytest.mark.parametrize(("capability", "target"), [((9, 0), "90a"), ((12, 1), "121a")])
 def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch, capability, target):
     bound = []
-    for module in (hopper, linear, router):
+    for module in (hopper, linear, router, attention):
         monkeypatch.setattr(module, "bind", bound.append)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -85,6 +85,7 @@ def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch,
         hopper.library.__wrapped__,
         lambda: linear.load.__wrapped__(device),
         lambda: router.load.__wrapped__(device),
+        lambda: attention.load.__wrapped__(device),
     )
     for load in loads:
         with pytest.raises(NotImplementedError, match="there is no nvcc"):
@@ -96,7 +97,7 @@ def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch,
         for load in loads:
             load()
     assert {Path(path).parent for path in bound} == {tmp_path / "cache" / "spark-mxfp4" / "compiled"}
-    assert bound[:3] == bound[3:]
+    assert bound[: len(loads)] == bound[len(loads) :]
     bound.clear()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     paths = precompile.compile_target(target)

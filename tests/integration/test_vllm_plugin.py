@@ -6,6 +6,7 @@ It runs on the release that is installed; test_vllm_releases.py runs it on each 
 import dataclasses
 import json
 import os
+import pickle
 import re
 import sys
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from vllm.config.quantization import QuantizationConfigArgs
 
 from spark_mxfp4 import registry
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
+from spark_mxfp4.kernels.attention import rotated as rotated_by_kernels
 from spark_mxfp4.vllm import versions
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
@@ -292,7 +294,7 @@ def test_a_wrong_router_and_what_routes_cannot_do_are_refused(monkeypatch):
 
     monkeypatch.setenv("SPARK_MXFP4_ROUTER", "fast")
     with pytest.raises(ValueError, match="must be one of vllm, fused"):
-        plugin.chosen_router()
+        plugin.fused(plugin.ROUTER_VARIABLE)
     for change in ({"dp_size": 2}, {"is_sequence_parallel": True}, {"scoring_func": "sigmoid"}, {"renormalize": False}):
         facts = {
             "dp_size": 1, "is_sequence_parallel": False, "scoring_func": "softmax", "renormalize": True, **change,
@@ -304,6 +306,70 @@ def test_a_wrong_router_and_what_routes_cannot_do_are_refused(monkeypatch):
         layer = SimpleNamespace(moe_config=moe_config, **{key: facts[key] for key in ("scoring_func", "renormalize")})
         with pytest.raises(NotImplementedError, match=r"SPARK_MXFP4_ROUTER=fused cannot route this model"):
             router.refuse_unsupported(layer)
+
+
+@pytest.fixture
+def fused_attention(monkeypatch):
+    """Ask for the kernel of attention; vLLM's own backend, norms and rotary embeddings are back afterwards."""
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.v1.attention.backends import registry
+
+    from spark_mxfp4.vllm.attention import replace_norms
+
+    monkeypatch.setenv("SPARK_MXFP4_ATTENTION", "fused")
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    yield registry
+    op_registry_oot.pop("RMSNorm", None)
+    replace_norms.cache_clear()
+
+
+def test_fused_attention_takes_flash_attentions_place_in_every_process(configure, fused_attention):
+    quantization = configure(SMALL).quant_config
+    fused_attention._ATTN_OVERRIDES.clear()
+    pickle.loads(pickle.dumps(quantization))  # noqa: S301 (as another process gets it)
+    chosen = fused_attention.AttentionBackendEnum.FLASH_ATTN.get_class()
+    assert chosen.__name__ == "SparkAttentionBackend"
+    assert chosen.forward_includes_kv_cache_update
+
+
+def test_attention_takes_over_the_models_rotary_embedding_unless_a_draft_has_one(
+    configure, monkeypatch, fused_attention
+):
+    from vllm.model_executor.layers import rotary_embedding
+
+    from spark_mxfp4.vllm import attention
+
+    monkeypatch.setattr(attention, "_ROPE_DICT", rotary_embedding._ROPE_DICT)
+    config = configure(SMALL)
+    yarn = {"rope_theta": 150000.0, "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    embedding = rotary_embedding.get_rope(64, 131072, rope_parameters=yarn, dtype=torch.float32)
+    positions, query, key = torch.arange(3), torch.randn(3, 128), torch.randn(3, 64)
+    rotated = embedding(positions, query.clone(), key.clone())[0]
+    rotation = attention._take_over_rotation(config)
+    assert rotation.dtype == torch.float32
+    assert embedding(positions, query, key) == (query, key)
+    ours = rotated_by_kernels(query.view(3, 2, 64).bfloat16(), rotation, positions)
+    torch.testing.assert_close(ours.view(3, 128).float(), rotated, rtol=0.02, atol=0.02)
+    config.speculative_config = SimpleNamespace()
+    assert attention._take_over_rotation(config) is None
+    assert torch.equal(embedding(positions, query.clone(), key.clone())[0], rotated)
+
+
+def test_norms_on_a_cpu_stay_vllms(configure, fused_attention):
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    from spark_mxfp4.vllm.attention import replace_norms
+
+    with set_current_vllm_config(configure(SMALL)):
+        expected = RMSNorm(64, dtype=torch.bfloat16)
+        replace_norms()
+        norm = RMSNorm(64, dtype=torch.bfloat16)
+    assert norm.fused
+    x, residual = torch.randn(2, 3, 64).bfloat16()
+    assert all(map(torch.equal, norm(x, residual.clone()), expected(x, residual.clone())))
 
 
 @pytest.mark.parametrize("ranks", TP_SIZES)

@@ -38,6 +38,7 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2
 inline float2 __bfloat1622float2(__nv_bfloat162 two) { return {__bfloat162float(two.x), __bfloat162float(two.y)}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float __expf(float value) { return std::exp(value); }
+inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
 inline float __fdividef(float x, float y) { return x / y; }
 using std::isinf;
 using std::isnan;

@@ -80,4 +80,45 @@ struct Router {
   int64_t x_stride;
 };
 
+struct Attention {
+  const __nv_bfloat16* query;   // [tokens][query_stride], heads one after the other
+  const __nv_bfloat16* key;     // [tokens][key_stride]
+  const __nv_bfloat16* value;   // [tokens][value_stride]
+  __nv_bfloat16* cache;         // keys of a token and head, then its values: 128 numbers
+  const int32_t* table;         // [tokens][table_stride]: the cache's blocks of each sequence
+  const int32_t* lengths;       // [tokens]: tokens of the sequence with the new one; 0 for padding
+  const int64_t* slots;         // [tokens]: where the new token's key and value go; negative: nowhere
+  const __nv_bfloat16* sinks;   // [query heads] or null
+  const float* rotation;        // [positions][64]: cosines, sines; null: query and key are rotated already
+  __nv_bfloat16* output;        // [tokens][query heads][64]
+  float* parts;                 // [tokens][key heads][splits][ATTENTION_PART]
+  unsigned* tickets;            // [tokens][key heads], 0 before and after every launch
+  int tokens, key_heads, group, splits, least, window, block_size;  // least: steps for a block; window 0: all tokens
+  int64_t query_stride, key_stride, value_stride, table_stride, cache_block, cache_head, cache_token;
+  float scale;
+};
+
+struct Rotation {
+  __nv_bfloat16* query;        // [tokens][query_stride]
+  const __nv_bfloat16* key;    // [tokens][key_stride]
+  const __nv_bfloat16* value;  // [tokens][value_stride]
+  __nv_bfloat16* cache;        // as Attention's
+  const int32_t* starts;       // [sequences + 1]: the first token of each sequence
+  const int32_t* lengths;      // [sequences]: tokens of each with these
+  const int64_t* slots;        // [tokens]
+  const float* rotation;       // [positions][64]
+  int tokens, sequences, query_heads, key_heads, block_size;
+  int64_t query_stride, key_stride, value_stride, cache_block, cache_head, cache_token;
+};
+
+struct Norm {
+  const __nv_bfloat16* x;         // [tokens][columns]
+  const __nv_bfloat16* residual;  // [tokens][columns]
+  const __nv_bfloat16* weight;    // [columns]
+  __nv_bfloat16* output;          // [tokens][columns]
+  __nv_bfloat16* sum;             // [tokens][columns]: the next residual
+  int tokens, columns;
+  float epsilon;
+};
+
 }  // namespace spark

@@ -24,13 +24,16 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 COMPILED = FOLDER / "compiled"
-LINEAR, HOPPER, LAYER, ROUTER = "linear", "hopper", "layer", "router"
+LINEAR, HOPPER, LAYER, ROUTER, STEP = "linear", "hopper", "layer", "router", "step"
 # Target → the libraries that its GPUs use: HOPPER has the experts' kernels for any number of tokens, LAYER for few.
 # LIMITED are 12.1's kernels built for 9.0, for measurements; SPARK_PACE can throttle their memory to a GB10's speed.
 LIMITED = "90a-limited"
 LIBRARIES = {
-    "90a": (HOPPER, LINEAR, ROUTER), "120a": (LINEAR, ROUTER), "121a": (LAYER, LINEAR, ROUTER), LIMITED: (LAYER,),
-}  # fmt: skip
+    "90a": (HOPPER, LINEAR, ROUTER, STEP),
+    "120a": (LINEAR, ROUTER, STEP),
+    "121a": (LAYER, LINEAR, ROUTER, STEP),
+    LIMITED: (LAYER,),
+}
 
 
 class Shape(NamedTuple):

@@ -25,7 +25,8 @@ MODEL_TYPE = "gpt_oss"
 MODE_VARIABLE = "SPARK_MXFP4_MODE"
 MODES = ("packed", "dequant")
 ROUTER_VARIABLE = "SPARK_MXFP4_ROUTER"
-ROUTERS = ("vllm", "fused")
+ATTENTION_VARIABLE = "SPARK_MXFP4_ATTENTION"
+IMPLEMENTATIONS = ("vllm", "fused")  # of the router, and of attention
 STOCK = "vllm"  # as a kernel's name: the experts are vLLM's own
 # What a gpt-oss checkpoint says, before and after vLLM's GptOssForCausalLMConfig normalises it.
 CHECKPOINT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
@@ -48,12 +49,15 @@ def chosen_mode() -> str:
     return mode
 
 
-def chosen_router() -> str:
-    """Return SPARK_MXFP4_ROUTER, else `vllm`; raises ValueError for another value."""
-    name = os.environ.get(ROUTER_VARIABLE) or ROUTERS[0]
-    if name not in ROUTERS:
-        raise ValueError(f"{ROUTER_VARIABLE} is {name!r} · it must be one of {', '.join(ROUTERS)} · set or unset it")
-    return name
+def fused(variable: str) -> bool:
+    """Tell whether `variable` (SPARK_MXFP4_ROUTER, SPARK_MXFP4_ATTENTION) is `fused`, not `vllm`, the default.
+
+    Raises ValueError for another value.
+    """
+    name = os.environ.get(variable) or IMPLEMENTATIONS[0]
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"{variable} is {name!r} · it must be one of {', '.join(IMPLEMENTATIONS)} · set or unset it")
+    return name == "fused"
 
 
 def chosen_kernel() -> str:
@@ -126,7 +130,21 @@ class SparkMxfp4Config(QuantizationConfig):
         # Its name only: this object travels to worker processes, which cannot always import a function by its name.
         self.kernel_name = chosen_kernel()
         self.linear_format, self.head_format = formats.chosen(LINEAR_VARIABLE), formats.chosen(HEAD_VARIABLE)
-        self.routed = chosen_router() == "fused" and self.kernel_name != STOCK
+        self.routed = fused(ROUTER_VARIABLE) and self.kernel_name != STOCK
+        self.fused_attention = fused(ATTENTION_VARIABLE)
+        self._show_attention()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the attributes from another process, and show vLLM our attention in this one."""
+        self.__dict__.update(state)
+        self._show_attention()
+
+    def _show_attention(self) -> None:
+        """Have vLLM take our backend where it chooses FlashAttention, by its own door for this."""
+        if self.fused_attention:
+            from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: PLC0415
+
+            register_backend(AttentionBackendEnum.FLASH_ATTN, "spark_mxfp4.vllm.attention.SparkAttentionBackend")
 
     @classmethod
     def get_name(cls) -> str:

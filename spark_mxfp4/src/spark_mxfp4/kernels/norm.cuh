@@ -1,0 +1,81 @@
+// A layer's input added to the residual and normalised by its root mean square, in one launch that lets the product
+// behind it begin to read its weights. Roundings are those of vLLM's definition (vllm/ir/ops/layernorm.py): the sum is
+// normalised in float32 and rounded to bf16 before and after it meets the weight.
+#pragma once
+#include <cuda_bf16.h>
+#include <cstdint>
+
+#include "arguments.cuh"
+#include "overlap.cuh"
+#include "warp.cuh"
+
+namespace spark {
+
+constexpr int NORM_THREADS = 384, NORM_TURNS = 4;  // eight columns a thread and turn
+
+__device__ __forceinline__ float bf16_of_word(uint32_t word, int high) {
+  return __uint_as_float(high ? word & 0xFFFF0000u : word << 16);
+}
+__device__ __forceinline__ uint32_t word_of(float x, float y) {
+  const __nv_bfloat162 two = __floats2bfloat162_rn(x, y);
+  return *reinterpret_cast<const uint32_t*>(&two);
+}
+union Eight {
+  uint4 all;
+  uint32_t words[4];
+};
+
+// A block for each token.
+__global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n) {
+  constexpr int WARPS = NORM_THREADS / 32;
+  float* const shared = shared_floats();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  let_next_kernel_start();
+  Eight weight[NORM_TURNS];
+  float values[NORM_TURNS][8], squares = 0;
+#pragma unroll
+  for (int turn = 0; turn < NORM_TURNS; ++turn) {
+    const int column = (turn * NORM_THREADS + threadIdx.x) * 8;
+    if (column < n.columns) weight[turn].all = *reinterpret_cast<const uint4*>(n.weight + column);
+  }
+  wait_for_previous_kernel();
+#pragma unroll
+  for (int turn = 0; turn < NORM_TURNS; ++turn) {
+    const int column = (turn * NORM_THREADS + threadIdx.x) * 8;
+    if (column >= n.columns) continue;
+    const int64_t at = int64_t{blockIdx.x} * n.columns + column;
+    Eight x, residual;
+    x.all = *reinterpret_cast<const uint4*>(n.x + at), residual.all = *reinterpret_cast<const uint4*>(n.residual + at);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      values[turn][i] = bf16_of_word(x.words[i / 2], i % 2) + bf16_of_word(residual.words[i / 2], i % 2);
+      squares += values[turn][i] * values[turn][i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x.words[i] = word_of(values[turn][2 * i], values[turn][2 * i + 1]);
+    *reinterpret_cast<uint4*>(n.sum + at) = x.all;
+  }
+  for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
+  if (lane == 0) shared[warp] = squares;
+  __syncthreads();
+  squares = lane < WARPS ? shared[lane] : 0;
+  for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
+  const float factor = rsqrtf(squares / n.columns + n.epsilon);
+#pragma unroll
+  for (int turn = 0; turn < NORM_TURNS; ++turn) {
+    const int column = (turn * NORM_THREADS + threadIdx.x) * 8;
+    if (column >= n.columns) continue;
+    Eight output;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float two[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        two[j] = __bfloat162float(__float2bfloat16(values[turn][2 * i + j] * factor)) * bf16_of_word(weight[turn].words[i], j);
+      output.words[i] = word_of(two[0], two[1]);
+    }
+    *reinterpret_cast<uint4*>(n.output + int64_t{blockIdx.x} * n.columns + column) = output.all;
+  }
+}
+
+}  // namespace spark

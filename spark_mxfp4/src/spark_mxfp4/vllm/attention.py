@@ -1,0 +1,139 @@
+"""vLLM's FlashAttention backend with our kernel for decoding (kernels/attention.py): one launch in place of five.
+
+Where each sequence of a step has one new token, rotary embedding, the KV cache's update, attention and the sum of its
+parts are one kernel. For prompts one kernel rotates and updates the cache, and FlashAttention does the rest.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, YaRNScalingRotaryEmbedding
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadata
+
+from spark_mxfp4.kernels import attention, norm
+from spark_mxfp4.kernels.attention import MOST_TOKENS, WIDTH, Cache, Layer, Projections
+
+logger = init_logger(f"vllm.{__name__}")
+BF16_CACHES = ("auto", "bfloat16")
+
+
+class SparkAttentionBackend(FlashAttentionBackend):
+    """FlashAttention whose layers write the KV cache themselves."""
+
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        """Return the class of the layers' implementation."""
+        return SparkAttentionImpl
+
+
+class SparkAttentionImpl(FlashAttentionImpl):
+    """One attention layer: steps of up to MOST_TOKENS sequences with one new token each run in one launch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        device = torch.device(config.device_config.device_type)
+        self.fused = (
+            attention.fits(self.num_heads, self.num_kv_heads, self.head_size, device)
+            and self.kv_cache_dtype in BF16_CACHES
+            and config.model_config.dtype == torch.bfloat16
+            and config.parallel_config.decode_context_parallel_size == 1
+            and (self.alibi_slopes, self.logits_soft_cap, self.kv_sharing_target_layer_name) == (None, 0, None)
+        )
+        if self.fused:
+            attention.prepare(device)
+            replace_norms()  # a layer's attention is made before its norms
+            rotation = _take_over_rotation(config)
+            window = self.sliding_window[0] + 1  # 0: all tokens
+            tickets = attention.counters(self.num_kv_heads, device)
+            self.layer = Layer(self.scale, tickets, window, self.sinks, rotation)
+            # vLLM's compile cache must know what a traced graph depends on and the configuration does not show.
+            if isinstance(extra := config.additional_config, dict):
+                extra["spark_mxfp4:attention"] = "as rotated" if rotation is None else "rotates"
+            logger.info_once("Attention of up to %s sequences runs in one launch.", MOST_TOKENS, scope="process")
+
+    def forward(  # noqa: PLR0913, PLR0917 (vLLM's signature)
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend as FlashAttentionImpl.forward does, to whose arguments these are, and update the KV cache."""
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        step, tokens = attn_metadata, attn_metadata.num_actual_tokens
+        new = Projections(query[:tokens], key[:tokens], value[:tokens])
+        cache = Cache(kv_cache, step.block_table, step.seq_lens, step.slot_mapping)
+        if self.fused and step.max_query_len == 1 and tokens <= MOST_TOKENS and step.causal is True:
+            attention.attend(new, cache, self.layer, output)
+            return output
+        if self.fused and self.layer.rotation is not None:
+            attention.rotate_and_store(new, cache, step.query_start_loc, self.layer.rotation)
+        else:
+            self.do_kv_cache_update(layer, key, value, kv_cache, step.slot_mapping)
+        result: torch.Tensor = super().forward(
+            layer, query, key, value, kv_cache, step, output, output_scale, output_block_scale
+        )
+        return result
+
+
+@cache
+def replace_norms() -> None:
+    """Have norms behind a residual run in our launch; vLLM's own door for this is `register_oot`."""
+
+    @RMSNorm.register_oot(name="RMSNorm")
+    class SparkRMSNorm(RMSNorm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.fused = (
+                getattr(get_current_vllm_config().quant_config, "fused_attention", False)
+                and self.has_weight
+                and self.variance_size_override is None
+                and self.weight.dtype == torch.bfloat16
+                and self.hidden_size % 8 == 0
+                and self.hidden_size <= norm.MOST_COLUMNS
+            )
+
+        def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+            """Return `x` [M, H] normalised; with `residual` [M, H] the normalised sum, and the sum."""
+            if not self.fused or residual is None or x.device.type != "cuda":
+                return super().forward(x, residual)
+            return norm.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+
+
+def _take_over_rotation(config: Any) -> torch.Tensor | None:
+    """Return cosines and sines, float32 [positions, 64], of the model's rotary embedding, which then does nothing.
+
+    None, and the embedding stays as it is, where attention could not tell whose it is: models with a draft, and those
+    that have several or other rotary embeddings.
+    """
+    embeddings = [embedding for embedding in _ROPE_DICT.values() if isinstance(embedding, YaRNScalingRotaryEmbedding)]
+    if len(embeddings) != 1:
+        return None
+    [embedding] = embeddings
+    takes = (
+        config.speculative_config is None
+        and embedding.is_neox_style
+        and (embedding.head_size, embedding.rotary_dim) == (WIDTH, WIDTH)
+        and embedding.cos_sin_cache.dtype == torch.float32
+    )
+    embedding._forward_method = _unchanged if takes else embedding.dispatch_forward(compile_native=False)  # noqa: SLF001 (CustomOp's dispatch)
+    return embedding.cos_sin_cache if takes else None
+
+
+def _unchanged(_positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return query, key
