@@ -142,9 +142,13 @@ Calls = dict[str, list[tuple[list[torch.Tensor], torch.Tensor]]]
 PARTS = ("attn.attn", "attn.qkv_proj", "attn.o_proj", "mlp.router", "mlp.experts", "logits_processor")
 
 
-def record(model: torch.nn.Module) -> Calls:
-    """Return part → what enters and leaves it at each call from now on, on the CPU."""
+def record(model: torch.nn.Module) -> tuple[Calls, torch.Tensor | None]:
+    """Return part → what enters and leaves it at each call from now on, on the CPU; and attention's own rotation.
+
+    The rotation is spark_mxfp4's cosines and sines, float32 [positions, HEAD_DIM], where attention rotates itself.
+    """
     calls: Calls = defaultdict(list)
+    rotation = None
 
     def hook(name: str) -> Callable[..., None]:
         def keep(_module: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -157,7 +161,9 @@ def record(model: torch.nn.Module) -> Calls:
     for name, module in model.named_modules():
         if name.endswith(PARTS):
             module.register_forward_hook(hook(name), with_kwargs=True)
-    return calls
+        if name.endswith("attn.attn"):
+            rotation = getattr(getattr(module.impl, "layer", None), "rotation", None)
+    return calls, None if rotation is None else rotation[: PROMPT + STEPS].cpu()
 
 
 def serve(engine: Any) -> None:
@@ -187,14 +193,32 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tenso
     return torch.stack(result)
 
 
+def rotate(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
+    """Return x [positions, heads * HEAD_DIM] as attention sees it: rotated, Neox style, where it rotates itself."""
+    if rotation is None:
+        return x
+    low, high = x.double().unflatten(-1, (-1, HEAD_DIM)).chunk(2, dim=-1)
+    cosines, sines = rotation[: len(x)].bfloat16().double()[:, None].chunk(2, dim=-1)
+    return torch.cat([low * cosines - high * sines, high * cosines + low * sines], dim=-1).flatten(-2).bfloat16()
+
+
+def shares(routes: torch.Tensor) -> torch.Tensor:
+    """Return each expert's share, float64 [rows, EXPERTS], of logits [rows, EXPERTS] or spark_mxfp4's [2, rows, k]."""
+    if routes.dim() == 2:
+        best, ids = routes.double().topk(TOP_K)
+        chosen = best.softmax(-1)
+    else:
+        chosen, ids = routes[0].double(), routes[1].view(torch.int32).long()
+    return torch.zeros(len(chosen), EXPERTS, dtype=torch.float64).scatter(1, ids, chosen)
+
+
 def project(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     """Return x [rows, columns] times the matrix `name`, plus its bias, float64."""
     return x.double() @ weights[f"{name}.weight"].double().T + weights[f"{name}.bias"].double()
 
 
-def mix(numerics: ModuleType, weights: Weights, name: str, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Return what the experts `name` give for x [rows, hidden] and the router's logits [rows, EXPERTS], float64."""
-    best, ids = logits.double().topk(TOP_K)
+def mix(numerics: ModuleType, weights: Weights, name: str, x: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """Return what the experts `name` give for x [rows, hidden] and their shares [rows, EXPERTS], float64."""
     result = torch.zeros(x.shape, dtype=torch.float64)
     for expert in range(EXPERTS):
 
@@ -211,18 +235,20 @@ def mix(numerics: ModuleType, weights: Weights, name: str, x: torch.Tensor, logi
             projected[:, 1::2].clamp(-numerics.LIMIT, numerics.LIMIT),
         )
         out = times("down_proj", (up + 1) * gate * torch.sigmoid(numerics.ALPHA * gate))
-        result += (best.softmax(-1) * (ids == expert)).sum(-1, keepdim=True) * out
+        result += parts[:, expert, None] * out
     return result
 
 
-def judge(calls: Calls, weights: Weights, numerics: ModuleType) -> Iterator[tuple[str, float]]:
+def judge(
+    calls: Calls, rotation: torch.Tensor | None, weights: Weights, numerics: ModuleType
+) -> Iterator[tuple[str, float]]:
     """Yield each part's name and its relative RMS difference from float64 at the positions ROWS."""
     rows = list(ROWS)
 
     def joined(name: str) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return a part's inputs and outputs of all calls, in the order of the positions."""
+        """Return a part's inputs and outputs of all calls, in the order of the positions: tokens are dimension -2."""
         inputs, outputs = zip(*calls[name], strict=True)
-        return [torch.cat(parts) for parts in zip(*inputs, strict=True)], torch.cat(outputs)
+        return [torch.cat(parts, -2) for parts in zip(*inputs, strict=True)], torch.cat(outputs, -2)
 
     for layer in range(LAYERS):
         model, attn, mlp = f"model.layers.{layer}", f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
@@ -231,20 +257,25 @@ def judge(calls: Calls, weights: Weights, numerics: ModuleType) -> Iterator[tupl
         yield f"qkv_proj {layer}", numerics.difference(out[rows], wanted)
         (q, k, v, *_), out = joined(f"{model}.attn.attn")
         kind, window = ("sliding", WINDOW) if layer % 2 == 0 else ("full", 0)
-        wanted = attend(q, k, v, weights[f"{attn}.sinks"], window)
+        wanted = attend(rotate(q, rotation), rotate(k, rotation), v, weights[f"{attn}.sinks"], window)
         read = sum(row < PROMPT for row in ROWS)
         yield f"attention {kind} prefill", numerics.difference(out[rows[:read]], wanted[:read])
         yield f"attention {kind} decode", numerics.difference(out[rows[read:]], wanted[read:])
         (x, *_), out = joined(f"{model}.attn.o_proj")
         yield f"o_proj {layer}", numerics.difference(out[rows], project(weights, f"{attn}.o_proj", x[rows]))
-        (x, *_), logits = joined(f"{mlp}.router")
-        yield f"router {layer}", numerics.difference(logits[rows], project(weights, f"{mlp}.router", x[rows]))
+        (x, *_), routes = joined(f"{mlp}.router")
+        logits = project(weights, f"{mlp}.router", x)
+        # Where the logits of two experts are almost equal, rounding may choose the other expert.
+        order = (routes if routes.dim() == logits.dim() else logits).double().sort(descending=True).values
+        clear = [row for row in rows if order[row, TOP_K - 1] - order[row, TOP_K] > GAP * order[row].abs().max()]
+        parts = shares(routes)
+        if routes.dim() == logits.dim():
+            yield f"router {layer}", numerics.difference(routes[rows], logits[rows])
+        else:
+            yield f"router {layer}", numerics.difference(parts[clear], shares(logits)[clear])
         _, out = joined(f"{mlp}.experts")
         hidden = weights[f"{mlp}.router.weight"].shape[1]  # what vLLM pads is cut off
-        # Where the logits of two experts are almost equal, rounding may choose the other expert.
-        order = logits.double().sort(descending=True).values
-        clear = [row for row in rows if order[row, TOP_K - 1] - order[row, TOP_K] > GAP * order[row].abs().max()]
-        wanted = mix(numerics, weights, f"{mlp}.experts", x[clear, :hidden], logits[clear])
+        wanted = mix(numerics, weights, f"{mlp}.experts", x[clear, :hidden], parts[clear])
         yield f"experts {layer}", numerics.difference(out[clear, :hidden], wanted)
     (x, *_), logits = joined("logits_processor")
     yield "lm_head", numerics.difference(logits[:, :VOCABULARY], x.double() @ weights["lm_head.weight"].double().T)
@@ -260,9 +291,9 @@ def main(request: str, answers: str) -> None:
     with tempfile.TemporaryDirectory(prefix="sparkforge-layers-") as folder:
         write_checkpoint(Path(folder), weights, size)
         engine = make_engine(Path(folder), arguments["serve_args"])
-        calls = engine.apply_model(record)[0]
+        calls, rotation = engine.apply_model(record)[0]
         serve(engine)
-    differences = dict(judge(calls, weights, numerics))
+    differences = dict(judge(calls, rotation, weights, numerics))
     with Path(answers).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"name": "layers.differences", "value": differences}) + "\n")
 

@@ -14,8 +14,21 @@ def weights():
     return child.make_weights(SIZE)
 
 
+@pytest.fixture(scope="module", params=[None, child.PROMPT + child.STEPS], ids=["vllm", "fused"])
+def rotation(request):
+    """None as of vLLM's attention; cosines and sines as of spark_mxfp4's, whose router gives routes then."""
+    angles = torch.arange(request.param or 0)[:, None] * torch.logspace(0, -3, child.HEAD_DIM // 2)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) if request.param else None
+
+
+def routes(logits):
+    """What spark_mxfp4's router returns: shares, and the experts' numbers as bits."""
+    best, ids = logits.double().topk(child.TOP_K)
+    return torch.stack([best.softmax(-1).float(), ids.int().view(torch.float32)])
+
+
 @pytest.fixture(scope="module")
-def served(weights):
+def served(weights, rotation):
     """Calls as an engine makes them: the prompt at once, then a token at a time. What no part judges is random."""
     random = torch.Generator().manual_seed(1)
 
@@ -24,7 +37,8 @@ def served(weights):
 
     def calls(inputs, output):
         cuts = [child.PROMPT] + [1] * (TOKENS - child.PROMPT)
-        parts = zip(*(tensor.to(torch.bfloat16).split(cuts) for tensor in (*inputs, output)), strict=True)
+        tensors = (tensor if tensor.dim() > 2 else tensor.to(torch.bfloat16) for tensor in (*inputs, output))
+        parts = zip(*(tensor.split(cuts, dim=-2) for tensor in tensors), strict=True)
         return [(list(part[:-1]), part[-1]) for part in parts]
 
     recorded = {}
@@ -35,12 +49,15 @@ def served(weights):
         recorded[f"{model}.attn.qkv_proj"] = calls([x], qkv)
         recorded[f"{model}.attn.o_proj"] = calls([heads], child.project(weights, f"{attn}.o_proj", heads))
         logits = child.project(weights, f"{mlp}.router", x).to(torch.bfloat16)
-        recorded[f"{mlp}.router"] = calls([x], logits)
-        mixed = child.mix(numerics_child, weights, f"{mlp}.experts", x, logits)
-        recorded[f"{mlp}.experts"] = calls([x, logits], mixed)
+        chosen = logits if rotation is None else routes(logits)
+        recorded[f"{mlp}.router"] = calls([x], chosen)
+        mixed = child.mix(numerics_child, weights, f"{mlp}.experts", x, child.shares(logits))
+        recorded[f"{mlp}.experts"] = calls([x, chosen], mixed)
         q, k, v = heads, rows(child.KV_HEADS * child.HEAD_DIM), rows(child.KV_HEADS * child.HEAD_DIM)
         out = torch.full((TOKENS, q.shape[1]), float("nan"), dtype=torch.float64)
-        out[list(child.ROWS)] = child.attend(q, k, v, weights[f"{attn}.sinks"], (child.WINDOW, 0)[layer])
+        out[list(child.ROWS)] = child.attend(
+            *(child.rotate(part, rotation) for part in (q, k)), v, weights[f"{attn}.sinks"], (child.WINDOW, 0)[layer]
+        )
         recorded[f"{model}.attn.attn"] = calls([q, k, v], out)
     last = rows(SIZE)[:5]
     head = last.double() @ weights["lm_head.weight"].double().T
@@ -50,13 +67,15 @@ def served(weights):
     return recorded
 
 
-def worst(served, weights):
+def worst(served, rotation, weights):
     """Return the parts that differ by more than 1 %, what bfloat16 explains."""
-    return [part for part, difference in child.judge(served, weights, numerics_child) if not difference <= 0.01]
+    return [
+        part for part, difference in child.judge(served, rotation, weights, numerics_child) if not difference <= 0.01
+    ]
 
 
-def test_right_parts_differ_by_rounding_alone(served, weights):
-    differences = dict(child.judge(served, weights, numerics_child))
+def test_right_parts_differ_by_rounding_alone(served, rotation, weights):
+    differences = dict(child.judge(served, rotation, weights, numerics_child))
     assert len(differences) == 6 * child.LAYERS + 1
     assert all(0 < difference < 0.004 for difference in differences.values()), differences
 
@@ -73,9 +92,9 @@ def test_right_parts_differ_by_rounding_alone(served, weights):
         ("mlp.experts.gate_up_proj_blocks", lambda blocks: blocks >> 4 | blocks << 4, ["experts 0"]),
     ],
 )
-def test_a_wrong_weight_shows_in_its_part_alone(served, weights, name, change, parts):
+def test_a_wrong_weight_shows_in_its_part_alone(served, rotation, weights, name, change, parts):
     name = f"model.layers.0.{name}"
-    assert worst(served, {**weights, name: change(weights[name])}) == parts
+    assert worst(served, rotation, {**weights, name: change(weights[name])}) == parts
 
 
 @pytest.mark.parametrize(
@@ -86,19 +105,24 @@ def test_a_wrong_weight_shows_in_its_part_alone(served, weights, name, change, p
         ({"TOP_K": 1}, ["experts 0", "experts 1"]),
     ],
 )
-def test_a_wrong_size_shows(served, weights, monkeypatch, change, parts):
+def test_a_wrong_size_shows(served, rotation, weights, monkeypatch, change, parts):
+    if rotation is not None:  # routes say how many experts there are
+        parts = [part.replace("experts", "router") for part in parts]
     for name, value in change.items():
         monkeypatch.setattr(child, name, value)
-    assert worst(served, weights) == parts
+    assert worst(served, rotation, weights) == parts
 
 
-def test_a_part_that_writes_nothing_for_one_token_shows(served, weights):
+def test_a_part_that_writes_nothing_for_one_token_shows(served, rotation, weights):
     calls = list(served["model.layers.1.attn.attn"])
     calls[-1] = (calls[-1][0], torch.full_like(calls[-1][1], float("nan")))
-    assert worst({**served, "model.layers.1.attn.attn": calls}, weights) == ["attention full decode"]
+    assert worst({**served, "model.layers.1.attn.attn": calls}, rotation, weights) == ["attention full decode"]
 
 
-def test_rounding_that_takes_another_expert_as_good_is_no_fault(served, weights):
+def test_rounding_that_takes_another_expert_as_good_is_no_fault(served, rotation, weights):
     router, as_good = "model.layers.0.mlp.router", torch.tensor([[3.0, 2.0, 1.99, -1.0]], dtype=torch.bfloat16)
-    routed = [(x, torch.cat([as_good, logits[1:]])) for x, logits in served[router]]
-    assert worst({**served, router: routed}, weights) == ["router 0"]  # not the experts, which had other logits
+    if rotation is None:
+        routed = [(x, torch.cat([as_good, logits[1:]])) for x, logits in served[router]]
+        assert worst({**served, router: routed}, None, weights) == [
+            "router 0"
+        ]  # not the experts, which had other logits
