@@ -83,8 +83,7 @@ def check_rotation(sequences, device, key_heads=2, block=16):
         row = torch.cat([attention.rotated(key, rotation, positions)[token], value[token]], dim=-1)
         expected.data[slot // block, :, slot % block] = row
     expected_query = attention.rotated(query, rotation, positions)
-    attention.rotate_and_store(projected, cache, starts, rotation)
-    assert torch.equal(query, expected_query)
+    assert torch.equal(attention.rotate_and_store(projected, cache, starts, rotation), expected_query)
     assert torch.equal(cache.data.view(torch.int16), expected.data.view(torch.int16))
 
 

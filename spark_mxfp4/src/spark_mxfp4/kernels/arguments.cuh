@@ -99,7 +99,7 @@ struct Attention {
 };
 
 struct Rotation {
-  __nv_bfloat16* query;        // [tokens][query_stride]
+  const __nv_bfloat16* query;  // [tokens][query_stride]
   const __nv_bfloat16* key;    // [tokens][key_stride]
   const __nv_bfloat16* value;  // [tokens][value_stride]
   __nv_bfloat16* cache;        // as Attention's
@@ -107,6 +107,7 @@ struct Rotation {
   const int32_t* lengths;      // [sequences]: tokens of each with these
   const int64_t* slots;        // [tokens]
   const float* rotation;       // [positions][64]
+  __nv_bfloat16* output;       // [tokens][query heads][64]: the rotated query
   int tokens, sequences, query_heads, key_heads, block_size;
   int64_t query_stride, key_stride, value_stride, cache_block, cache_head, cache_token;
 };

@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) attend(const Attention
            i);
 }
 
-// A block for each token of prompts: query and key are rotated in place, and keys and values go to the cache.
+// A block for each token of prompts: the query is rotated, and rotated keys and the values go to the cache.
 __global__ void __launch_bounds__(256) rotate_and_store(const Rotation r) {
   const int token = blockIdx.x;
   let_next_kernel_start();
@@ -278,10 +278,9 @@ __global__ void __launch_bounds__(256) rotate_and_store(const Rotation r) {
   for (int i = threadIdx.x; i < heads * 4; i += blockDim.x) {
     const int head = i / 4, c = i % 4, key_head = head - r.query_heads;
     if (key_head < 0) {
-      __nv_bfloat16* const at = r.query + token * r.query_stride + head * ATTENTION_WIDTH;
-      Pair pair = load_pair(at, c);
+      Pair pair = load_pair(r.query + token * r.query_stride + head * ATTENTION_WIDTH, c);
       rotate(pair, r.rotation, position, c);
-      store_pair(at, c, pair);
+      store_pair(r.output + (int64_t{token} * r.query_heads + head) * ATTENTION_WIDTH, c, pair);
     } else if (slot >= 0) {
       Pair pair = load_pair(r.key + token * r.key_stride + key_head * ATTENTION_WIDTH, c);
       rotate(pair, r.rotation, position, c);

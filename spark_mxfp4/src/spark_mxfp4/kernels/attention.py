@@ -120,14 +120,15 @@ def attend(
     extension.check(library.spark_attention(ctypes.byref(job), warps, stream), library.spark_step_error)
 
 
-def rotate_and_store(new: Projections, cache: Cache, starts: torch.Tensor, rotation: torch.Tensor) -> None:
-    """Rotate the query in place, and write rotated keys and the values to the cache.
+def rotate_and_store(new: Projections, cache: Cache, starts: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Write rotated keys and the values to the cache, and return the rotated query [T, query heads, 64].
 
     `starts`, int32 [sequences + 1], are the first tokens of the sequences, whose newest tokens these are; `rotation` is
     as in Layer.
     """
     query, key, value = new
-    tensors = (*new, cache.data, starts, cache.lengths, cache.slots, rotation)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    tensors = (*new, cache.data, starts, cache.lengths, cache.slots, rotation, output)
     job = Rotation(
         *(tensor.data_ptr() for tensor in tensors),
         query.shape[0], starts.shape[0] - 1, query.shape[1], key.shape[1], cache.data.shape[2],
@@ -136,6 +137,7 @@ def rotate_and_store(new: Projections, cache: Cache, starts: torch.Tensor, rotat
     library = load(query.device)
     stream = torch.cuda.current_stream(query.device).cuda_stream
     extension.check(library.spark_rotation(ctypes.byref(job), stream), library.spark_step_error)
+    return output
 
 
 def rotated(x: torch.Tensor, rotation: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class SparkAttentionImpl(FlashAttentionImpl):
             attention.attend(new, cache, self.layer, output)
             return output
         if self.fused and self.layer.rotation is not None:
-            attention.rotate_and_store(new, cache, step.query_start_loc, self.layer.rotation)
+            query = attention.rotate_and_store(new, cache, step.query_start_loc, self.layer.rotation)
         else:
             self.do_kv_cache_update(layer, key, value, kv_cache, step.slot_mapping)
         result: torch.Tensor = super().forward(
