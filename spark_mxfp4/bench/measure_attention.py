@@ -63,7 +63,7 @@ class FlashAttention:
     def __init__(self, tokens: int, length: int, layer: Layer) -> None:
         self.one = torch.ones(1, device="cuda")
         self.positions = torch.full((tokens,), length - 1, device="cuda")
-        assert layer.rotation is not None
+        assert layer.rotation is not None  # noqa: S101 (for mypy)
         self.rotation = layer.rotation.bfloat16()
         window = [layer.window - 1, 0] if layer.window else [-1, -1]
         self.options = {
