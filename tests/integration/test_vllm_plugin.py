@@ -334,9 +334,8 @@ def test_fused_attention_takes_flash_attentions_place_in_every_process(configure
     assert chosen.forward_includes_kv_cache_update
 
 
-def test_attention_takes_over_the_models_rotary_embedding_unless_a_draft_has_one(
-    configure, monkeypatch, fused_attention
-):
+def test_attention_takes_over_the_rotary_embedding_of_models_without_a_draft(configure, monkeypatch, fused_attention):
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
 
     from spark_mxfp4.vllm import attention
@@ -344,17 +343,18 @@ def test_attention_takes_over_the_models_rotary_embedding_unless_a_draft_has_one
     monkeypatch.setattr(attention, "_ROPE_DICT", rotary_embedding._ROPE_DICT)
     config = configure(SMALL)
     yarn = {"rope_theta": 150000.0, "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
-    embedding = rotary_embedding.get_rope(64, 131072, rope_parameters=yarn, dtype=torch.float32)
     positions, query, key = torch.arange(3), torch.randn(3, 128), torch.randn(3, 64)
-    rotated = embedding(positions, query.clone(), key.clone())[0]
-    rotation = attention._take_over_rotation(config)
-    assert rotation.dtype == torch.float32
-    assert embedding(positions, query, key) == (query, key)
-    ours = rotated_by_kernels(query.view(3, 2, 64).bfloat16(), rotation, positions)
-    torch.testing.assert_close(ours.view(3, 128).float(), rotated, rtol=0.02, atol=0.02)
-    config.speculative_config = SimpleNamespace()
-    assert attention._take_over_rotation(config) is None
-    assert torch.equal(embedding(positions, query.clone(), key.clone())[0], rotated)
+    with set_current_vllm_config(config):
+        embedding = rotary_embedding.get_rope(64, 131072, rope_parameters=yarn, dtype=torch.float32)
+        rotated = embedding(positions, query.clone(), key.clone())[0]
+        rotation = attention._take_over_rotation(config)
+        assert rotation.dtype == torch.float32
+        assert embedding(positions, query, key) == (query, key)
+        ours = rotated_by_kernels(query.view(3, 2, 64).bfloat16(), rotation, positions)
+        torch.testing.assert_close(ours.view(3, 128).float(), rotated, rtol=0.02, atol=0.02)
+        config.speculative_config = SimpleNamespace()
+        assert attention._take_over_rotation(config) is None
+        assert torch.equal(embedding(positions, query.clone(), key.clone())[0], rotated)
 
 
 def test_norms_on_a_cpu_stay_vllms(configure, fused_attention):

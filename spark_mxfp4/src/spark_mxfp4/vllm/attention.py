@@ -46,6 +46,7 @@ class SparkAttentionImpl(FlashAttentionImpl):
             and self.kv_cache_dtype in BF16_CACHES
             and config.model_config.dtype == torch.bfloat16
             and config.parallel_config.decode_context_parallel_size == 1
+            and not config.parallel_config.use_ubatching  # two launches of a layer at once would share its counters
             and (self.alibi_slopes, self.logits_soft_cap, self.kv_sharing_target_layer_name) == (None, 0, None)
         )
         if self.fused:
