@@ -33,6 +33,8 @@ INSTALL = {
     "cmake": "sudo apt install cmake",
     "openssl": "sudo apt install openssl",
     "docker-registry": "sudo apt install docker-registry; tests/engine/run brings its own",
+    "bash": "sudo apt install bash",
+    "zsh": "sudo apt install zsh",
 }
 
 # Where pytest has several workers (lab/suite.py) a file stays with one of them, and so do the files of one
@@ -227,8 +229,8 @@ def pytest_runtest_setup(item):
     """Skip a test whose program is missing, and say what installs it; on CI that is a failure."""
     for mark in item.iter_markers("needs"):
         for program in mark.args:
+            message = f"{program} is not installed: {INSTALL[program]}"  # a missing entry fails where the program is, too
             if shutil.which(program) is None:
-                message = f"{program} is not installed: {INSTALL[program]}"
                 if os.environ.get("CI"):
                     pytest.fail(message)
                 pytest.skip(message)
