@@ -190,9 +190,10 @@ def started_fleet(options: UpOptions) -> Server:
 
     others = {name: value for name, value in vars(UpOptions()).items() if name not in OF_A_FLEET}
     if named := [name for name, default in others.items() if getattr(options, name) != default]:
-        raise UsageError(
-            f"--fleet and {', '.join(named)}", "each model of a fleet has its own", "write it in fleet.toml"
-        )
+        words = {"recipe": "a recipe", "vllm_flags": "flags behind --"}
+        options_shown = ", ".join(words.get(name, f"--{name.replace('_', '-')}") for name in named)
+        failure, fix = f"--fleet cannot be combined with {options_shown}", "write it in fleet.toml, without the option"
+        raise UsageError(failure, "each model of a fleet has its own", fix)
     places = [Path(caller_path(options.fleet)), *([] if "/" in options.fleet else [paths.state() / options.fleet])]
     file = next(filter(Path.is_file, places), places[0])
     return start.start(file, planned(replace(options, device=EMBEDDED)))

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparkforge.core.documents import DocumentError, parse_json, read_toml
 from sparkforge.core.errors import InputError
+from sparkforge.core.paths import ROOT
 
 
 class Record(BaseModel):
@@ -38,7 +39,8 @@ Table = TypeVar("Table", bound=BaseModel)
 
 def load(path: Path, shape: type[Table]) -> Table:
     """Read a table of `shape`. Raises InputError."""
-    edit = f"correct {path.parent.name}/{path.name}, then run the same command again"
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    edit = f"correct {shown}, then run the same command again"
     try:
         return shape.model_validate(read_toml(path))
     except OSError as error:

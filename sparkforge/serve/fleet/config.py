@@ -14,6 +14,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from sparkforge.core import memory, tables
 from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.paths import ROOT
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import passable
 from sparkforge.image.devices import CONTAINERS, GPU
@@ -115,8 +116,9 @@ def names(model: str, aliases: Iterable[str]) -> tuple[str, ...]:
 def read(path: Path) -> FleetConfig:
     """Read a fleet.toml. Raises UsageError if there is none, InputError for one that is malformed."""
     if not path.is_file():
-        fix = "docs/guide/fleet.md has an example"
-        raise UsageError(f"there is no file {path}", "it names the models of the fleet", fix)
+        failure = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        fix = f"less {ROOT / 'docs/guide/fleet.md'}   # an example"
+        raise UsageError(failure, "--fleet takes a fleet.toml, which names the models", fix)
     return tables.load(path, FleetConfig)
 
 

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import misbehaving
@@ -19,7 +20,8 @@ from waiting import wait_for
 from sparkforge.core.documents import read_json, read_toml
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.paths import ROOT
-from sparkforge.serve.fleet import config
+from sparkforge.serve.fleet import config, keeper
+from sparkforge.serve.fleet.keeper import Keeper
 
 KEY = "sesame-fleet"
 # In vLLM's place, started by the real `./inv up --python`: it reads vLLM's command line.
@@ -274,6 +276,42 @@ def test_the_least_recently_used_makes_room_but_never_during_a_stream(fleet, fol
     assert ask(client, "blue").status_code == 200  # and it comes back
 
 
+@pytest.fixture
+def small_keeper(folder, monkeypatch):
+    """A keeper without HAProxy of two models, one at a time, whose starts fail; it runs in its state folder."""
+    monkeypatch.setenv("SPARKFORGE_STATE", str(folder / "state"))
+    (folder / "state/fleet").mkdir(parents=True)
+    monkeypatch.chdir(folder / "state")
+    members = [
+        config.Member(
+            name=name, names=(name,), folder="", needed=6, pool="host", resident=False, idle_seconds=0,
+            arguments=("--device", "nope"), flags=(),
+        )
+        for name in ("red", "green")
+    ]  # fmt: skip
+    free = {"host": 10}
+    return Keeper(config.Fleet(address="127.0.0.1", port=1, key_file="", hosts=(), free=free, members=members), "")
+
+
+def test_a_model_is_not_started_while_haproxy_is_away(small_keeper, folder):
+    green = small_keeper.models["green"]
+    green.state, green.server = keeper.READY, SimpleNamespace(port=1, where="pid 1")
+    why = small_keeper.wake("red")  # green has to make room, and only HAProxy knows whether it answers
+    assert why.startswith("red cannot be started now: ")
+    assert "No such file" in why
+    assert small_keeper.models["red"].error == why
+    small_keeper.tell()
+    assert states(folder) == {"red": "stopped", "green": "ready"}
+    assert not (folder / "state/fleet/models/red").exists()
+
+
+def test_a_status_that_cannot_be_written_ends_no_model_and_hides_no_reason(small_keeper, folder):
+    (folder / "state/fleet/status.json/full").mkdir(parents=True)  # as a full disk
+    small_keeper.tell()
+    assert small_keeper.wake("red").startswith("red does not serve: unknown device 'nope'")
+    assert small_keeper.models["red"].state == "failed"
+
+
 def test_models_that_cannot_be_together_are_refused_with_figures(folder):
     file = written(folder, red={"resident": True, "memory": 6}, green={"memory": 5}, blue={"memory": 3})
     with pytest.raises(RefusalError) as refused:
@@ -301,16 +339,28 @@ def test_a_fleet_that_makes_no_sense_is_refused_by_name(folder, models, message)
         config.make_plan(config.read(written(folder, **models)), folder, {"host": 1 << 40})
 
 
-def test_a_model_of_two_tables_or_no_name_is_refused(folder):
-    for text, message in (("[models.red]\n" * 2, "twice"), ('[models."a b"]\n', "a b"), ("", "models: Field required")):
-        (folder / "fleet.toml").write_text(f"schema = 1\n{text}")
-        with pytest.raises(InputError, match=message):
-            config.read(folder / "fleet.toml")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "schema: Field required"),
+        (b"schema = 1\n", "models: Field required"),
+        (b"schema = 1\n" + b"[models.red]\n" * 2, "twice"),
+        (b'schema = 1\n[models."a b"]\n', "a b"),
+        (b"\xd0\x00", "it is no text"),
+    ],
+)
+def test_a_file_that_is_no_fleet_is_refused_by_name(folder, text, message):
+    (folder / "fleet.toml").write_bytes(text)
+    with pytest.raises(InputError, match=message) as refused:
+        config.read(folder / "fleet.toml")
+    assert str(folder / "fleet.toml") in refused.value.fix
 
 
 def test_there_must_be_a_file_and_options_of_one_model_stand_in_it(folder):
     with pytest.raises(UsageError, match=r"there is no file .*fleet\.toml"):
         config.read(folder / "fleet.toml")
+    with pytest.raises(UsageError, match="is a folder"):
+        config.read(folder)
     refused = inv(folder, "up", "--fleet", "fleet.toml", "--profile", "fast")
     assert refused.returncode == 2
-    assert "--fleet and profile" in refused.stderr
+    assert "--fleet cannot be combined with --profile" in refused.stderr
