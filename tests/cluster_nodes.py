@@ -18,15 +18,14 @@ import pytest
 from sparkforge.core.paths import ROOT
 from sparkforge.serve.cluster import start
 
-IP, KEYGEN = (shutil.which(name) or name for name in ("ip", "ssh-keygen"))
-NSENTER = shutil.which("nsenter") or "nsenter"
+PROGRAMS = ("ip", "nsenter", "ssh", "ssh-keygen", "sshd")  # for `pytest.mark.needs`
 ADDRESSES = HEAD, WORKER = ("10.77.0.1", "10.77.0.2")
 NAMES = ("head", "worker")
 CABLES = ("cable0", "cable1")  # the ends that have these addresses
 
 
-def ip(*arguments):
-    subprocess.run([IP, *arguments], check=True, capture_output=True, text=True)
+def ip(*arguments, check=True):
+    subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)  # noqa: S607
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Nodes:
         }
 
     def inside(self, index, *argv):
-        return [*([IP, "netns", "exec", self.spaces[index]] if self.spaces[index] else []), *argv]
+        return [*(["ip", "netns", "exec", self.spaces[index]] if self.spaces[index] else []), *argv]
 
     def ip(self, index, *arguments):
         ip(*(["-n", self.spaces[index]] if self.spaces[index] else []), *arguments)
@@ -96,7 +95,7 @@ class Nodes:
     @contextlib.contextmanager
     def mounted(self, folder, target, index=1):
         """While inside, a machine that is asked over ssh sees a folder in another one's place."""
-        view = [NSENTER, "--target", str(self.servers[index].pid), "--mount"]
+        view = ["nsenter", "--target", str(self.servers[index].pid), "--mount"]
         subprocess.run([*view, "mount", "--bind", str(folder), str(target)], check=True)
         try:
             yield
@@ -109,7 +108,7 @@ def start_sshds(nodes):
     keys = nodes.work / "keys"
     keys.mkdir(mode=0o700)
     for name in ("host", "user"):
-        subprocess.run([KEYGEN, "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)  # noqa: S607
     shutil.copy(keys / "user.pub", keys / "authorized")
     (keys / "known").write_text(f"{','.join(ADDRESSES)} {(keys / 'host.pub').read_text()}")
     (keys / "ssh").write_text(f"Host *\n  IdentityFile {keys / 'user'}\n  UserKnownHostsFile {keys / 'known'}\n")
@@ -173,6 +172,6 @@ def made(work, own=False, variables=({}, {})):
             server.terminate()
             server.wait(20)
         if own:
-            subprocess.run([IP, "link", "del", CABLES[0]], check=False, capture_output=True)
+            ip("link", "del", CABLES[0], check=False)
         for space in filter(None, spaces):
-            subprocess.run([IP, "netns", "del", space], check=False, capture_output=True)
+            ip("netns", "del", space, check=False)

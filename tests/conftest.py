@@ -14,28 +14,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from programs import require
 
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
-
-INSTALL = {
-    "git": "sudo apt install git",
-    "c++": "sudo apt install g++",
-    "cc": "sudo apt install gcc",
-    "ninja": "sudo apt install ninja-build",
-    "aarch64-linux-gnu-g++": "sudo apt install g++-aarch64-linux-gnu",
-    "ip": "sudo apt install iproute2",
-    "iptables": "sudo apt install iptables",
-    "rsync": "sudo apt install rsync",
-    "npm": "sudo apt install npm",
-    "ssh": "sudo apt install openssh-client",
-    "sshd": "sudo apt install openssh-server",
-    "cmake": "sudo apt install cmake",
-    "openssl": "sudo apt install openssl",
-    "docker-registry": "sudo apt install docker-registry; tests/engine/run brings its own",
-    "bash": "sudo apt install bash",
-    "zsh": "sudo apt install zsh",
-}
 
 # Where pytest has several workers (lab/suite.py) a file stays with one of them, and so do the files of one
 # kind here: they share a server and its ports, the installed compilers (one process at a time), or trees with what
@@ -226,14 +208,9 @@ def pytest_runtest_call(item):
 
 
 def pytest_runtest_setup(item):
-    """Skip a test whose program is missing, and say what installs it; on CI that is a failure."""
     for mark in item.iter_markers("needs"):
         for program in mark.args:
-            message = f"{program} is not installed: {INSTALL[program]}"  # a missing entry fails where the program is, too
-            if shutil.which(program) is None:
-                if os.environ.get("CI"):
-                    pytest.fail(message)
-                pytest.skip(message)
+            require(program)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from waiting import wait_for
 from sparkforge.core.paths import ROOT
 from sparkforge.models import tiny
 
-pytestmark = [pytest.mark.engine, pytest.mark.needs("ip", "rsync", "ssh", "sshd")]
+pytestmark = [pytest.mark.engine, pytest.mark.needs(*namespaces.PROGRAMS, "rsync")]
 FLAGS = ("--dtype=float32", "--max-num-seqs=4")
 PROMPTS = ("It is a truth universally", "Emma was")
 PROJECT = "sparkforge-cluster"

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import scripted
+from programs import require
 
 from sparkforge import pins
 from sparkforge.core.files import write_atomic
@@ -88,13 +89,7 @@ def vllm_cache(tmp_path_factory):
 @pytest.fixture(scope="session")
 def nvcc():
     """CUDA's compiler, from PATH."""
-    program = shutil.which("nvcc")
-    if program is None:
-        reason = "nvcc is not installed: ./inv build --only toolchain"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return program
+    return require("nvcc")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from waiting import wait_for
 
 from sparkforge.serve.cluster import config, watch
 
-pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "iptables", "ssh", "sshd")]
+pytestmark = [pytest.mark.integration, pytest.mark.needs(*namespaces.PROGRAMS, "iptables")]
 
 
 @pytest.fixture(scope="module")

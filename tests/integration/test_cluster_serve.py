@@ -26,7 +26,7 @@ from sparkforge.serve.plan import StartPlan
 
 pytestmark = [
     *(pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(1500)),
-    pytest.mark.needs("ip", "ssh", "sshd"),
+    pytest.mark.needs(*namespaces.PROGRAMS),
 ]
 FLAGS = ("--dtype=float32", "--max-num-seqs=4")
 PROMPTS = ("It is a truth universally", "Emma was")

@@ -7,7 +7,7 @@ import subprocess
 import cluster_nodes as namespaces
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "ssh", "sshd", "rsync")]
+pytestmark = [pytest.mark.integration, pytest.mark.needs(*namespaces.PROGRAMS, "rsync")]
 
 
 def stand_in(program, text):

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, settings
 from loopback import Quiet, serving
+from programs import require
 
 from sparkforge.core import paths
 from sparkforge.core.files import sha256_file
@@ -77,7 +78,7 @@ def git(directory, *arguments, stdin=b""):
     """Run git in `directory`, apart from any repository or configuration around it."""
     env = {"GIT_CEILING_DIRECTORIES": str(directory.parent), "GIT_CONFIG_GLOBAL": "/dev/null", "PATH": "/usr/bin:/bin"}
     return subprocess.run(
-        ["git", "-c", "core.autocrlf=false", *arguments],  # noqa: S607
+        [require("git"), "-c", "core.autocrlf=false", *arguments],
         cwd=directory,
         input=stdin,
         capture_output=True,

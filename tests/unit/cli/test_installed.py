@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from programs import require
 
 from sparkforge.core import launcher
 from sparkforge.core.paths import ROOT, WHEEL_LIST
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.slow
 
 def tracked():
     """Return the files of the checkout that git knows, without those that were removed."""
-    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    options = ("-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    command = [require("git"), *options]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     return {name for name in names if name and (ROOT / name).is_file()}
 

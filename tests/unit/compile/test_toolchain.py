@@ -235,6 +235,7 @@ def test_a_half_made_one_is_not_taken(installing, monkeypatch):
     ]
 
 
+@pytest.mark.needs("readelf")
 def test_what_is_linked_against_the_stub_asks_for_the_drivers_library(installing, tmp_path):
     home = toolchain.install()[0] / toolchain.HOME
     (tmp_path / "m.cc").write_text('extern "C" int cuInit(int);\nint f() { return cuInit(0); }\n')

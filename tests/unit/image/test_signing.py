@@ -4,7 +4,6 @@ import base64
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -145,7 +144,7 @@ def registry(tmp_path_factory, free_port):
     process.wait(60)
 
 
-@pytest.mark.skipif(shutil.which("docker-registry") is None, reason="docker-registry is not installed")
+@pytest.mark.needs("docker-registry")
 def test_a_registry_keeps_what_is_attached(registry, key):
     place, secret = Repository(f"{registry}/a/b"), signing.private_key(key)
     tag = attached.tag_of(DIGEST, "sig")

@@ -1,7 +1,6 @@
 """A bill of materials against an OSV database on disk, and the reasons of vex.toml."""
 
 import json
-import shutil
 import subprocess
 import zipfile
 from itertools import pairwise
@@ -128,11 +127,10 @@ def test_what_is_no_database_is_refused(tmp_path):
             vulnerabilities.check(BILL, tmp_path / name)
 
 
+@pytest.mark.needs("dpkg")
 def test_debians_versions_are_in_debians_order():
     ordered = ["0~~", "0~a", "0", "0a", "0+", "0.1-1~bpo1", "0.1-1", "0.1-1+b1", "0.1-2", "0.9", "0.10", "1.0~rc1-1",
                "1.0-1", "1.0-1.1", "1.0.1-1", "1:0.1-1", "2:0~0"]  # fmt: skip
-    program = shutil.which("dpkg")
     for older, newer in pairwise(ordered):
         assert vulnerabilities._debian_order(older) < vulnerabilities._debian_order(newer)
-        if program:
-            subprocess.run([program, "--compare-versions", older, "lt", newer], check=True)
+        subprocess.run(["dpkg", "--compare-versions", older, "lt", newer], check=True)  # noqa: S607

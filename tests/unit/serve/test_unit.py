@@ -1,7 +1,6 @@
 """The systemd unit: quoted as systemd reads it, its mark, and what an installation refuses."""
 
 import getpass
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -23,18 +22,16 @@ def written(**changes):
     return ServiceUnit(**values).text()
 
 
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+@pytest.mark.needs("systemd-analyze")
 @pytest.mark.parametrize("container", [False, True])
 def test_systemd_reads_the_unit_without_a_complaint(tmp_path, container):
     root = tmp_path / "a b 100% ä"
     root.mkdir()
     (root / "inv").write_text("#!/bin/sh\n")
     (root / "inv").chmod(0o755)
-    number = int(
-        subprocess.run(
-            [shutil.which("systemctl"), "--version"], capture_output=True, text=True, check=True
-        ).stdout.split()[1]
-    )
+    command = ["systemd-analyze", "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    number = int(version.split()[1])
     text = written(root=root, container=container, version=number, environment={"A": 'b "c" %h'}, places=(root,))
     (tmp_path / "sparkforge.service").write_text(text)
     command = ["systemd-analyze", "verify", "--man=no", tmp_path / "sparkforge.service"]

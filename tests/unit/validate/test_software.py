@@ -52,7 +52,7 @@ def compiled(path, body):
     subprocess.run([shutil.which("cc"), "-shared", "-fPIC", "-o", path, source], check=True)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.needs("cc")
 @pytest.mark.parametrize(
     ("body", "value", "error"),
     [
@@ -73,7 +73,7 @@ def test_cudnn_is_loaded_and_asked(target, site, install, monkeypatch, body, val
     assert error in (facts.error or "")
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.needs("cc")
 def test_of_the_systems_libraries_the_newest_version_is_asked(target, site, tmp_path, monkeypatch):
     """As text 9.9.0 is above 9.20.0."""
     for name, number in (("9.9.0", 90900), ("9.20.0", 92000)):

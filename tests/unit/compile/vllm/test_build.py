@@ -22,7 +22,7 @@ from sparkforge.core.errors import (
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs("cmake", "ninja", "c++")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("cmake", "ninja", "c++", "patch")]
 
 
 def answer(overlay, name):

@@ -1,0 +1,42 @@
+"""The programs that tests run, and what installs each; tests/packages installs them all on Debian."""
+
+import os
+import shutil
+
+import pytest
+
+PACKAGES = {
+    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
+    "bash": "bash",
+    "c++": "g++",
+    "cc": "gcc",
+    "cmake": "cmake",
+    "docker-registry": "docker-registry",
+    "dpkg": "dpkg",
+    "git": "git",
+    "ip": "iproute2",
+    "iptables": "iptables",
+    "ninja": "ninja-build",
+    "npm": "npm",
+    "nsenter": "util-linux",
+    "openssl": "openssl",
+    "patch": "patch",
+    "readelf": "binutils",
+    "rsync": "rsync",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+    "systemd-analyze": "systemd",
+    "zsh": "zsh",
+}
+INSTALL = {program: f"sudo apt install {package}" for program, package in PACKAGES.items()}
+INSTALL["nvcc"] = "./inv build --only toolchain"
+
+
+def require(program):
+    """Return the path of `program`. Where it is missing, skip the test with what installs it; on CI fail it."""
+    message = f"{program} is not installed: {INSTALL[program]}"  # a missing entry fails where the program is, too
+    path = shutil.which(program)
+    if path is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
+    return path
