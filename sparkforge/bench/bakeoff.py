@@ -41,7 +41,6 @@ from sparkforge.serve import settings as server_settings
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.devices import container, embedded
 from sparkforge.serve.plan import LOOPBACK, StartPlan
-from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
 from sparkforge.serve.settings import CONTEXT_VARIABLE
 
@@ -88,13 +87,20 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
         raise UsageError("there is no profile to measure", why, "./inv bench.bakeoff --profiles safe,fast")
     with locked(paths.state() / "bakeoff.lock", "run a bake-off beside another"):
         folder, (stack, model_id, arguments) = paths.state() / "bench" / "bakeoff", _served(plan)
-        chosen = {name: _profile(name, plan.device, stack) for name in names}
+        chosen = {
+            name: embedded.profile_named(name) if plan.device == EMBEDDED else profiles.named(name, stack=stack)
+            for name in names
+        }
         for profile in chosen.values():  # before a running server is ended, every option is checked
             declared = flag_value((*profile.arguments(), *arguments), CONTEXT) or ""
             runs.check(flags, model_id, int(declared) if declared.isdecimal() else MAX_VALUE)
         with launch.alone():
             _end_running_server(plan, may_end=bool(flags.get("replace")))
-        settings, standings = {name: _settings(profile) for name, profile in chosen.items()}, list[Standing]()
+        standings = list[Standing]()
+        settings = {
+            name: {flag: str(setting.value) for flag, setting in profile.flags.items()} | profile.variables()
+            for name, profile in chosen.items()
+        }
         for name in names:
             standings.append(_run_trial(replace(plan, profile=name, trial=True), flags, start, folder / name))
             standings.sort(key=lambda standing: -(standing.score or 0.0))
@@ -111,16 +117,11 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
         why = "\n        ".join(f"{standing.name}: {standing.why}" for standing in standings)
         kept = [log for name in names if (log := folder / name / LOG).is_file()] or [record_path()]
         raise BenchmarkError("no profile passed", why, shlex.join(["less", *map(str, kept)]), code="benchmark.bakeoff")
-    say(f"the winner is {standings[0].name}: {_up(plan, standings[0].name)}")
-
-
-def _up(plan: StartPlan, profile: str) -> str:
-    context = plan.variables.get(CONTEXT_VARIABLE, "")
-    chosen = {"profile": profile, "device": plan.device, "model": plan.model, "stack": plan.stack, "context": context}
-    arguments = shlex.join(
-        ["./inv", "up", *(word for name, value in chosen.items() if value for word in (f"--{name}", value))]
-    )
-    return f"TP={shlex.quote(parts)} {arguments}" if (parts := plan.variables.get("TP", "")) else arguments
+    options = {"profile": standings[0].name, "device": plan.device, "model": plan.model, "stack": plan.stack}
+    options["context"] = plan.variables.get(CONTEXT_VARIABLE, "")
+    words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
+    tp = f"TP={shlex.quote(parts)} " if (parts := plan.variables.get("TP", "")) else ""
+    say(f"the winner is {standings[0].name}: {tp}{shlex.join(['./inv', 'up', *words])}")
 
 
 def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
@@ -135,15 +136,6 @@ def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
     service = docker_compose.resolve(container.variables(plan))
     inside = server_settings.read(service.environment)
     return service.stack, inside.model_id, inside.arguments
-
-
-def _profile(name: str, device: str, stack: str) -> ServeProfile:
-    return embedded.profile_named(name) if device == EMBEDDED else profiles.named(name, stack=stack)
-
-
-def _settings(profile: ServeProfile) -> dict[str, str]:
-    flags = {flag: str(setting.value) for flag, setting in profile.flags.items()}
-    return {**flags, **profile.variables()}
 
 
 def _end_running_server(plan: StartPlan, *, may_end: bool) -> None:

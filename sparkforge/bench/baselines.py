@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import lzma
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sparkforge.bench.accuracy import Score
-from sparkforge.bench.schema import CompetitionBaseline, Metrics, Ratio, Result
+from sparkforge.bench.schema import CompetitionBaseline, Metrics, Ratio
 from sparkforge.core import tables
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.openai import last_part
@@ -203,16 +202,6 @@ def compare_with_competition(metrics: Metrics, figure: CitedFigure | None) -> di
         "tput_per_gpu_ratio_vs_b200_1126": metrics.tput_per_gpu / throughput,
         "median_e2e_ratio_vs_b200_1126": metrics.e2el_ms.median / median_e2e,
     }
-
-
-def missing_figures(results: Iterable[Result], baselines: Baselines) -> list[str]:
-    """Return a sentence for each configuration of the competition for which it has no B200 figure."""
-    return [
-        f"no B200 figure is known for {result.config.shape}"
-        for result in results
-        if baselines.competition.url(result.config.isl, result.config.osl)
-        and baselines.competition_figure(*result.config.key) is None
-    ]
 
 
 def matches(pattern: str, model: str) -> bool:

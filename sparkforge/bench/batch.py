@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from sparkforge.bench import samples, schema
+from sparkforge.bench import load, samples, schema
 from sparkforge.bench.baselines import Baselines, compare_with_competition, compute_ratios
 from sparkforge.bench.context import describe_server, facts
-from sparkforge.bench.load import CLIENT, LoadClient
+from sparkforge.bench.load import CLIENT
 from sparkforge.bench.report import PER_GPU
 from sparkforge.bench.samples import FinishedLoad
 from sparkforge.bench.schema import Config, Gate, Result, ResultCheck
@@ -29,7 +29,6 @@ from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.openai import Endpoint
 
 PLAN = "batch.json"
-LIMIT_SECONDS = 7200.0  # 1k/8k at concurrency 16 with 160 prompts at 220 tok/s takes 6,000 s
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Bench:
     """Everything that stays the same over the configurations of one command."""
 
     endpoint: Endpoint
-    load_client: LoadClient
+    seconds: float  # for the warm-up and for the load, each
     baselines: Baselines
     gate: Gate
     text: str
@@ -53,7 +52,7 @@ class Bench:
 
         finished: FinishedLoad | None = None
         try:
-            finished = self.load_client.run(self.endpoint, config, self.text, advance)
+            finished = load.run(self.endpoint, config, self.text, self.seconds, advance)
             checks = samples.check_load(finished, config)
         except SparkforgeError as error:
             checks = [ResultCheck(name="the load ran to its end", ok=False, told=f"{error.what}: {error.why}")]

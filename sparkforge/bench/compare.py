@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from sparkforge.core.errors import UsageError
 
 ROUNDS = 1000
 FLOOR = 0.02
+EXAMPLE = "./inv bench.compare A.json B.json"
 Statistic = Callable[[Sequence[Request]], float]
 
 
@@ -32,22 +33,18 @@ def throughput(requests: Sequence[Request]) -> float:
     return sum(request.output_tokens for request in requests) / seconds if seconds > 0 else 0.0
 
 
-def median_of(pick: Callable[[Request], float | None]) -> Statistic:
-    """Return a statistic: the median of what `pick` takes from each request."""
-
-    def median(requests: Sequence[Request]) -> float:
-        values = [value for request in requests if (value := pick(request)) is not None]
-        return statistics.median(values) if values else 0.0
-
-    return median
+def median(values: Iterable[float | None]) -> float:
+    """Return the median of the known values; 0 without one."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else 0.0
 
 
 # Quantity → statistic, and whether more is better.
 QUANTITIES: dict[str, tuple[Statistic, bool]] = {
     "throughput": (throughput, True),
-    "median E2E": (median_of(lambda request: request.e2el_ms), False),
-    "median TTFT": (median_of(lambda request: request.ttft_ms), False),
-    "median TPOT": (median_of(lambda request: request.tpot_ms), False),
+    "median E2E": (lambda requests: median(request.e2el_ms for request in requests), False),
+    "median TTFT": (lambda requests: median(request.ttft_ms for request in requests), False),
+    "median TPOT": (lambda requests: median(request.tpot_ms for request in requests), False),
 }
 
 
@@ -61,13 +58,16 @@ class Difference:
     high: float
     change: str
 
-    def __str__(self) -> str:
-        return f"{self.quantity}: x {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}), {self.change}"
-
 
 def differences(before: Sequence[Result], after: Sequence[Result]) -> list[Difference]:
     """Return every quantity that both sides have. Raises UsageError for sides that cannot be compared."""
-    _require_comparable([*before, *after])
+    shapes = {f"{r.config.isl}/{r.config.osl} c{r.config.conc} by {r.client.name}" for r in (*before, *after)}
+    if len(shapes) > 1:
+        problem = "results of different shapes or clients cannot be compared"
+        raise UsageError(problem, ", ".join(sorted(shapes)), EXAMPLE)
+    if failed := [r for r in (*before, *after) if not r.passed or not r.requests]:
+        why = "; ".join(failed[0].reasons) or "it holds no request"
+        raise UsageError("a failed result cannot be compared", why, "compare results that passed")
     floor = 0.0 if min(len(before), len(after)) >= 3 else FLOOR
     compared = []
     for name, (statistic, more_is_better) in QUANTITIES.items():
@@ -93,28 +93,18 @@ def interval(before: Sequence[Result], after: Sequence[Result], statistic: Stati
         a, b = draw(before), draw(after)
         if a > 0:
             ratios.append(b / a)
-    ratios.sort()
-    return ratios[int(0.025 * len(ratios))], ratios[min(len(ratios) - 1, int(0.975 * len(ratios)))]
+    cuts = statistics.quantiles(ratios, n=40, method="inclusive")
+    return cuts[0], cuts[-1]
 
 
 def print_comparison(before: str, after: str) -> None:
     """Compare two sides, each one result file or several with commas, and print the table."""
     a, b = ([schema.read(Path(name)) for name in side.split(",") if name] for side in (before, after))
     if not a or not b:
-        raise UsageError("two sides are needed", "one of them names no file", "./inv bench.compare A.json B.json")
+        raise UsageError("two sides are needed", "one of them names no file", EXAMPLE)
     table = Table("quantity", "B / A", "95 % interval", "", title=f"{len(a)} against {len(b)} results")
     for d in differences(a, b):
         table.add_row(d.quantity, f"{d.ratio:.3f}", f"{d.low:.3f} to {d.high:.3f}", d.change)
     console().print(table)
     if min(len(a), len(b)) < 3:
         say(f"one run cannot show how runs differ: under {FLOOR:.0%} nothing is called a difference; give three a side")
-
-
-def _require_comparable(results: Sequence[Result]) -> None:
-    shapes = {f"{r.config.isl}/{r.config.osl} c{r.config.conc} by {r.client.name}" for r in results}
-    if len(shapes) > 1:
-        summary, why = "results of different shapes or clients cannot be compared", ", ".join(sorted(shapes))
-        raise UsageError(summary, why, "./inv bench.compare A.json B.json")
-    if failed := [r for r in results if not r.passed or not r.requests]:
-        why = "; ".join(failed[0].reasons) or "it holds no request"
-        raise UsageError("a failed result cannot be compared", why, "compare results that passed")

@@ -42,26 +42,20 @@ class Prompt:
     output_tokens: int
 
 
-@dataclass(frozen=True)
-class LoadClient:
-    """Makes the load of one configuration; `seconds` bounds the warm-up and the load, each."""
+def run(endpoint: Endpoint, config: Config, text: str, seconds: float, progress: Progress) -> FinishedLoad:
+    """Warm up, then measure, unless every warm-up fails; `progress` gets the number of requests that ended.
 
-    seconds: float
-
-    def run(self, endpoint: Endpoint, config: Config, text: str, progress: Progress) -> FinishedLoad:
-        """Warm up, then measure, unless every warm-up fails; `progress` gets the number of requests that ended.
-
-        Raises ServerError.
-        """
-        if config.warmups:
-            prompts = draw_prompts(endpoint, config, text, config.warmups, config.seed + 1)
-            warmup = send(endpoint, prompts, config.conc, self.seconds)
-            if all(sample.error for sample in warmup.samples):
-                return warmup  # a server that answers nothing need not be asked for the rest
-        prompts = draw_prompts(endpoint, config, text, config.num_prompts, config.seed)
-        before = endpoint.generated()
-        load = send(endpoint, prompts, config.conc, self.seconds, progress)
-        return replace(load, counted=endpoint.generated_since(before))
+    `seconds` bounds the warm-up and the load, each. Raises ServerError.
+    """
+    if config.warmups:
+        prompts = draw_prompts(endpoint, config, text, config.warmups, config.seed + 1)
+        warmup = send(endpoint, prompts, config.conc, seconds)
+        if all(sample.error for sample in warmup.samples):
+            return warmup  # a server that answers nothing need not be asked for the rest
+    prompts = draw_prompts(endpoint, config, text, config.num_prompts, config.seed)
+    before = endpoint.generated()
+    load = send(endpoint, prompts, config.conc, seconds, progress)
+    return replace(load, counted=endpoint.generated_since(before))
 
 
 def draw_prompts(endpoint: Endpoint, config: Config, text: str, count: int, seed: int) -> list[Prompt]:
@@ -178,6 +172,13 @@ async def _read_stream(response: httpx.Response, start: float, prompt: Prompt, s
         raise StreamError("HTTP 200 without a token")
     if not sample.output_tokens:
         raise StreamError("no usage counts at the stream's end")
+
+
+def _counts(usage: Any) -> tuple[int, int]:
+    try:
+        return int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+    except (KeyError, TypeError, ValueError):
+        raise StreamError("usage has no counts") from None
 
 
 def _counts(usage: Any) -> tuple[int, int]:

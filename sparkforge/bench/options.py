@@ -25,7 +25,6 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
     "silence": ("", "seconds without a token until a request counts as failed; default 600"),
     "limit": ("", "seconds until a load counts as failed; default 7200"),
     "output": ("", "folder for results; default .sparkforge/bench"),
-    "cited": (False, "print published figures too; the report always has them"),
     "fresh": (False, "begin a new batch even where one was killed"),
     "fetch_text": ("", f"first fetch the text that gpt-oss is scored on: {HUB}, or a file that has it"),
     "record": (False, "measure, and print the row to add as this model's threshold"),
@@ -41,5 +40,5 @@ START = ("profiles", "device", "stack", "replace")
 SERVER = ("model", "port", "url", "silence", "text", "output")
 SHAPE = ("tp", "isl", "osl", "conc", "max_model_len", "random_range_ratio", "num_prompts", "result_filename")
 ACCURACY = (*SERVER, *SHAPE, "fetch_text", "record")
-LOAD = (*SERVER, *SHAPE, "warmups", "seed", "limit", "fresh", "cited")
+LOAD = (*SERVER, *SHAPE, "warmups", "seed", "limit", "fresh")
 SUBMIT = (*LOAD, "to", "form", "result")

@@ -15,17 +15,17 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from sparkforge.bench import baselines, batch, context, load, settings, trace
-from sparkforge.bench.batch import LIMIT_SECONDS
 from sparkforge.bench.report import format_figure
 from sparkforge.bench.schema import Config, ServedModel
-from sparkforge.bench.settings import BenchSettings, parse_whole
+from sparkforge.bench.settings import MAX_VALUE, BenchSettings
 from sparkforge.bench.trace import Breakdown
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, console, echo
 from sparkforge.core.docker import docker
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.files import locked, sha256_file, write_json
-from sparkforge.core.openai import READ_SECONDS, Endpoint
+from sparkforge.core.openai import Endpoint
+from sparkforge.core.program import parse_whole
 from sparkforge.core.tables import Record
 from sparkforge.serve import profiler
 from sparkforge.serve.record import Server
@@ -73,15 +73,15 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TracePr
     Raises UsageError for a server that this checkout did not start, ServerError for one without a profiler.
     """
     shape = {name: flags.get(name) or os.environ.get(settings.NAMES[name][0]) or DEFAULTS[name] for name in DEFAULTS}
-    conc = parse_whole(shape["conc"], "--conc", 1)  # one, where a batch takes several
-    options = BenchSettings({**shape, "port": flags.get("port", ""), "num_prompts": str(conc)})
-    seconds = float(parse_whole(flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
-    table, endpoint = baselines.load(), settings.endpoint(options, "", READ_SECONDS)
+    conc = parse_whole(shape["conc"], "--conc", 1, MAX_VALUE)  # one, where a batch takes several
+    each = dict.fromkeys(("num_prompts", "warmups"), str(conc))
+    options = BenchSettings({**shape, **each, "port": flags.get("port"), "limit": flags.get("limit")})
+    seconds, table, endpoint = options.number("limit"), baselines.load(), settings.endpoint(options)
     if (own := context.own_server(endpoint)) is None:
         why = "its traces would be on its own machine: this checkout did not start it"
         fix = "copy a trace here, then ./inv bench.profile --trace FILE"
         raise UsageError(f"{endpoint.url} cannot be profiled", why, fix)
-    config = settings.configs(options, table, endpoint, 0, str(conc))[0]
+    config = settings.configs(options, table, endpoint)[0]
     name = f"profile_isl{config.isl}_osl{config.osl}_conc{config.conc}_{stamp}"
     steps, text = Steps(2), table.texts[0].read()
     with steps.step("load", f"{config.shape}, profiled"):

@@ -19,28 +19,10 @@ from sparkforge.bench.schema import Result
 from sparkforge.core.console import console, safe
 from sparkforge.core.files import write_atomic
 from sparkforge.core.urls import without_passwords
-from sparkforge.plan.speed import CitedFigure
 
 PER_GPU = "in+out tok/s/GPU"  # tput_per_gpu: unlike output tok/s it counts the prompts' tokens
 COLUMNS = ("shape", "", "out\ntok/s", "in+out\ntok/s\n/GPU", "out\ntok/s\n/user", "TTFT", "TPOT", "ITL", "E2E")
 WIDTH = 160  # characters of a line of the page
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>@TITLE@</title>
-<style>
-:root {{ color-scheme: light dark; }}
-pre {{ overflow-x: auto; font: 14px/1.3 ui-monospace, Menlo, Consolas, monospace; }}
-</style>
-</head>
-<body>
-<pre tabindex="0">{code}</pre>
-</body>
-</html>
-"""
 
 
 def format_figure(value: float | None) -> str:
@@ -52,24 +34,17 @@ def format_figure(value: float | None) -> str:
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4f}"
 
 
-def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], missing: Iterable[str] = ()) -> None:
-    """Print measured figures and ratios, and published figures in a separate table.
-
-    `missing` are sentences about unpublished figures.
-    """
-    console().print(*_measured(results, missing), *([_cited(figures)] if figures else []))
-
-
-def write_page(path: Path, title: str, contents: Iterable[RenderableType]) -> None:
+def write_page(path: Path, contents: Iterable[RenderableType]) -> None:
     """Write an HTML page of texts and of tables; a table without rows is left out."""
     page = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False, markup=False, emoji=False)
     for content in contents:
         if not isinstance(content, Table) or content.row_count:
             page.print(_text(content) if isinstance(content, str) else content)
-    write_atomic(path, page.export_html(code_format=PAGE.replace("@TITLE@", title), inline_styles=True))
+    write_atomic(path, page.export_html(inline_styles=True))
 
 
-def _measured(results: Sequence[Result], missing: Iterable[str]) -> list[RenderableType]:
+def print_results(results: Sequence[Result]) -> None:
+    """Print measured figures, and their ratios to cited ones in a table of their own."""
     measured, ratios = list[list[str]](), list[list[str]]()
     for result in results:
         metrics, cells = result.metrics, [result.config.shape, "✓" if result.passed else "✗"]
@@ -83,18 +58,10 @@ def _measured(results: Sequence[Result], missing: Iterable[str]) -> list[Rendera
         for r in result.ratios:
             better = "better" if r.better else "worse"
             ratios.append([result.config.shape, r.quantity, f"{r.ratio:.3f}", better, f"{r.figure}, {r.date}"])
-    tables: list[RenderableType] = [make_table("measured · ms: median, below it p99", COLUMNS, measured)]
+    console().print(make_table("measured · ms: median, below it p99", COLUMNS, measured))
     if ratios:
-        tables.append(make_table("ratios", ("isl/osl conc", "quantity", "ours / theirs", "", "theirs"), ratios))
-    return [*tables, *map(_text, missing)]
-
-
-def _cited(figures: Sequence[CitedFigure]) -> Table:
-    rows = [
-        (f.name, f.shape_text, ", ".join(f"{name} {value:g}" for name, value in f.values.items()), f.source, f.date)
-        for f in figures
-    ]
-    return make_table("cited, not measured here", ("published by", "shape", "figures", "source", "date"), rows)
+        columns = ("isl/osl conc", "quantity", "ours / theirs", "", "theirs")
+        console().print(make_table("ratios", columns, ratios))
 
 
 def make_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:

@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from sparkforge.bench import baselines, batch, gate, report, settings, text
-from sparkforge.bench.baselines import AccuracyThreshold, Baselines, missing_figures
-from sparkforge.bench.batch import LIMIT_SECONDS, Bench
+from sparkforge.bench.baselines import AccuracyThreshold, Baselines
+from sparkforge.bench.batch import Bench
 from sparkforge.bench.gate import Passage
-from sparkforge.bench.load import LoadClient
 from sparkforge.bench.schema import Config, Gate, Result
-from sparkforge.bench.settings import BenchSettings, parse_whole
+from sparkforge.bench.settings import BenchSettings
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo
 from sparkforge.core.errors import BenchmarkError, UsageError
 from sparkforge.core.files import locked, write_atomic
-from sparkforge.core.openai import READ_SECONDS, Endpoint
+from sparkforge.core.openai import Endpoint
 
 GATE_NAME = "accuracy"  # of the gate's file, beside the results
 LONGEST_NAME = 200  # bytes; file systems take 255, with the suffix and a temporary file's random part
@@ -28,7 +28,6 @@ LONGEST_NAME = 200  # bytes; file systems take 255, with the suffix and a tempor
 class Prepared:
     """The inputs of every run: the options, the server, the text to score, and the folder for results."""
 
-    flags: Mapping[str, str]
     settings: BenchSettings
     baselines: Baselines
     endpoint: Endpoint
@@ -36,33 +35,29 @@ class Prepared:
     output: Path
 
 
-def prepare(flags: Mapping[str, str]) -> Prepared:
+def prepare(flags: Mapping[str, Any]) -> Prepared:
     """Find the server and read the table. Raises UsageError, ServerError, InputError."""
-    options = BenchSettings({name: flags.get(name, "") for name in settings.NAMES})
-    table = baselines.load()
-    silence = float(parse_whole(flags.get("silence", "") or str(int(READ_SECONDS)), "--silence", 1))
-    endpoint = settings.endpoint(options, flags.get("url", ""), silence)
+    options, table = BenchSettings(flags), baselines.load()
+    endpoint = settings.endpoint(options)
     passage = gate.passage(table, flags.get("text", ""), endpoint.model)
-    return Prepared(flags, options, table, endpoint, passage, batch.output_folder(flags.get("output", "")))
+    return Prepared(options, table, endpoint, passage, batch.output_folder(flags.get("output", "")))
 
 
-def check(flags: Mapping[str, str], model: str, longest: int) -> tuple[list[Config], Passage]:
+def check(flags: Mapping[str, Any], model: str, longest: int) -> tuple[list[Config], Passage]:
     """Return the configurations and the text for a server of `model` that takes `longest` tokens; asks no server.
 
     Raises UsageError for an option without meaning, InputError for a text that is not here.
     """
-    options = BenchSettings({name: flags.get(name, "") for name in settings.NAMES})
-    asked = options.number("max_model_len", 0)
-    bounded = BenchSettings({**options.flags, "max_model_len": str(asked or longest)})
-    table, seed = baselines.load(), parse_whole(flags.get("seed") or "0", "--seed", 0)
-    configs = settings.configs(bounded, table, Endpoint("http://127.0.0.1", model), seed, flags.get("warmups", ""))
+    options, table = BenchSettings(flags), baselines.load()
+    bounded = BenchSettings({**flags, "max_model_len": str(options.number("max_model_len", 0) or longest)})
+    configs = settings.configs(bounded, table, Endpoint("http://127.0.0.1", model))
     _file_name(options, configs)
-    parse_whole(flags.get("silence") or "1", "--silence", 1)
-    parse_whole(flags.get("limit") or "1", "--limit", 1)
+    for name in ("silence", "limit"):
+        options.number(name)
     return configs, gate.passage(table, flags.get("text", ""), model)
 
 
-def run_gate(flags: Mapping[str, str]) -> Gate:
+def run_gate(flags: Mapping[str, Any]) -> Gate:
     """Run the gate alone and print it; with `record`, without a threshold. Raises BenchmarkError.
 
     With `fetch_text` its text is fetched first. Raises what `text.fetch` raises.
@@ -87,41 +82,34 @@ class RunOutcome:
         failed = [result for result in self.results if not result.passed]
         reasons = "\n        ".join(f"CONC={result.config.conc}: {'; '.join(result.reasons)}" for result in failed)
         if failed and len(self.results) == 1:
-            raise BenchmarkError(
-                "the load's figures cannot be believed",
-                reasons,
-                "./inv logs, then run the same command",
-                code="benchmark.load",
-            )
+            fix = "./inv logs, then run the same command"
+            raise BenchmarkError("the load's figures cannot be believed", reasons, fix, code="benchmark.load")
         if failed:
-            raise BenchmarkError(
-                f"{len(failed)} of {len(self.results)} configurations failed",
-                reasons,
-                f"less {self.files[0].parent}/summary.txt; the same command measures those again, --fresh all of them",
-                code="benchmark.batch",
-            )
+            problem = f"{len(failed)} of {len(self.results)} configurations failed"
+            fix = f"less {self.files[0].parent}/summary.txt; the same command measures those again, --fresh all of them"
+            raise BenchmarkError(problem, reasons, fix, code="benchmark.batch")
 
 
-def run_benchmark(flags: Mapping[str, str]) -> None:
+def run_benchmark(flags: Mapping[str, Any]) -> None:
     """Run everything and require that it passed. Raises what `measure` and `RunOutcome.require` raise."""
     measure(flags).require()
 
 
-def measure(flags: Mapping[str, str], judge: Callable[[Gate], None] = gate.require) -> RunOutcome:
+def measure(flags: Mapping[str, Any], judge: Callable[[Gate], None] = gate.require) -> RunOutcome:
     """Run the gate, then every configuration, and print them. Raises BenchmarkError before any load.
 
     `judge` raises for a green gate that its caller does not take.
     """
     prepared = prepare(flags)
-    seed = parse_whole(flags.get("seed") or "0", "--seed", 0)
-    configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint, seed, flags.get("warmups", ""))
-    name = _file_name(prepared.settings, configs)
+    configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint)
+    limit, name = prepared.settings.number("limit"), _file_name(prepared.settings, configs)
     with locked(paths.state() / "bench.lock", "run a benchmark beside another"):
-        bench = _bench(prepared)
-        judge(bench.gate)
+        verdict = _gate(prepared)
+        judge(verdict)
+        bench = Bench(prepared.endpoint, limit, prepared.baselines, verdict, prepared.passage.text)
         if prepared.settings.is_batch:
             plan = batch.plan(bench, configs)
-            folder = batch.folder(prepared.output, plan, fresh=bool(prepared.flags.get("fresh")))
+            folder = batch.folder(prepared.output, plan, fresh=bool(flags.get("fresh")))
             files = [folder / f"{config.name}.json" for config in configs]
             outcome = RunOutcome(batch.run(bench, configs, folder), files)
             if all(result.passed for result in outcome.results):
@@ -130,16 +118,9 @@ def measure(flags: Mapping[str, str], judge: Callable[[Gate], None] = gate.requi
             path = prepared.output / name
             result = batch.measure(bench, configs[0], path, Steps(1))
             outcome = RunOutcome([result], [path])
-    figures = prepared.baselines.figures if flags.get("cited") else []
-    report.print_results(outcome.results, figures, missing_figures(outcome.results, prepared.baselines))
+    report.print_results(outcome.results)
     echo(str(outcome.files[0].parent if prepared.settings.is_batch else outcome.files[0]))
     return outcome
-
-
-def _bench(prepared: Prepared) -> Bench:
-    limit = float(parse_whole(prepared.flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
-    verdict = _gate(prepared)
-    return Bench(prepared.endpoint, LoadClient(limit), prepared.baselines, verdict, prepared.passage.text)
 
 
 def _gate(prepared: Prepared) -> Gate:

@@ -98,48 +98,46 @@ def compute_metrics(load: FinishedLoad, config: Config) -> Metrics | None:
 
 def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:
     """Return every check of a load; it passed if all are ok."""
+    checks = list[ResultCheck]()
+
+    def check(name: str, fault: str, detail: str, **figures: float) -> None:
+        """Add a check, which passed if there is no fault."""
+        checks.append(ResultCheck.model_validate({"name": name, "ok": not fault, "told": fault or detail, **figures}))
+
     answered = [sample for sample in load.samples if not sample.error]
     errors = Counter(sample.error for sample in load.samples if sample.error)
     failed = errors.total() + config.num_prompts - len(load.samples)
-    detail = f"{failed} of {config.num_prompts} requests failed" if failed else f"{config.num_prompts} of them"
-    detail += f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
-    checks = [
-        ResultCheck(name="every request was answered", ok=not failed, told=detail, value=float(failed), limit=0.0)
-    ]
+    fault = f"{failed} of {config.num_prompts} requests failed" if failed else ""
+    fault += f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
+    check("every request was answered", fault, f"{config.num_prompts} of them", value=failed, limit=0)
     if not answered:
         return checks
 
     # ignore_eos is set, so every answer has the tokens asked for.
     received = sum(sample.output_tokens for sample in answered)
     wrong = [sample for sample in answered if sample.output_tokens != sample.wanted_tokens]
-    detail = f"{received} tokens"
-    if wrong:
-        lengths = f"{wrong[0].output_tokens} tokens, not {wrong[0].wanted_tokens}"
-        detail = f"{len(wrong)} answers have another length: {lengths}"
-    checks.append(ResultCheck(name="every answer has the length asked for", ok=not wrong, told=detail))
+    fault = f"{len(wrong)} answers have another length: " if wrong else ""
+    fault += f"{wrong[0].output_tokens} tokens, not {wrong[0].wanted_tokens}" if wrong else ""
+    check("every answer has the length asked for", fault, f"{received} tokens")
 
     wanted, sent = config.isl * len(answered), sum(sample.prompt_tokens for sample in answered)
-    ok = abs(sent - wanted) <= max(PROMPT_SLACK, config.random_range_ratio) * wanted
-    detail = f"{sent} tokens" if ok else f"the server counted {sent} prompt tokens where {wanted} were sent"
-    name = "every prompt has its length"
-    checks.append(ResultCheck(name=name, ok=ok, told=detail, value=float(sent), limit=float(wanted)))
+    far = abs(sent - wanted) > max(PROMPT_SLACK, config.random_range_ratio) * wanted
+    fault = f"the server counted {sent} prompt tokens where {wanted} were sent" if far else ""
+    check("every prompt has its length", fault, f"{sent} tokens", value=sent, limit=wanted)
 
     # At least one piece for a few tokens, and no piece without one, except for the last.
     wrong = [s for s in answered if s.output_tokens > MOST_TOKENS_A_PIECE * s.pieces or s.pieces > s.output_tokens + 1]
-    detail = f"{sum(sample.pieces for sample in answered)} pieces"
-    if wrong:
-        counts = f"{wrong[0].output_tokens} tokens and sent {wrong[0].pieces} pieces"
-        detail = f"the server counted {counts} ({len(wrong)} answers)"
-    checks.append(ResultCheck(name="pieces and counted tokens agree", ok=not wrong, told=detail))
+    counts = f"{wrong[0].output_tokens} tokens and sent {wrong[0].pieces} pieces" if wrong else ""
+    fault = f"the server counted {counts} ({len(wrong)} answers)" if wrong else ""
+    check("pieces and counted tokens agree", fault, f"{sum(sample.pieces for sample in answered)} pieces")
 
     longest = load.duration * 1.01 + 0.1
-    ok = load.duration > 0 and all(0 < sample.ttft <= sample.latency <= longest for sample in answered)
-    detail = f"{load.duration:.2f} s" if ok else f"a latency does not fit into {load.duration:.3f} s"
-    checks.append(ResultCheck(name="times are possible", ok=ok, told=detail))
+    possible = load.duration > 0 and all(0 < sample.ttft <= sample.latency <= longest for sample in answered)
+    fault = "" if possible else f"a latency does not fit into {load.duration:.3f} s"
+    check("times are possible", fault, f"{load.duration:.2f} s")
 
     if load.counted is not None:
-        ok = load.counted >= received
-        detail = f"its counter rose by {load.counted:.0f}" + ("" if ok else f", its answers claim {received}")
-        name = "the server's own counter agrees"
-        checks.append(ResultCheck(name=name, ok=ok, told=detail, value=float(received), limit=load.counted))
+        rise = f"its counter rose by {load.counted:.0f}"
+        fault = f"{rise}, its answers claim {received}" if load.counted < received else ""
+        check("the server's own counter agrees", fault, rise, value=received, limit=load.counted)
     return checks

@@ -6,18 +6,25 @@ import hashlib
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, PlainSerializer, ValidationError
+from pydantic import Field, PlainSerializer
 
+from sparkforge.core import paths, tables
 from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError
 from sparkforge.core.files import write_json
+from sparkforge.core.openai import last_part
 from sparkforge.core.tables import Record
 from sparkforge.core.urls import without_passwords
+from sparkforge.plan.speed import Measured
 
 LARGEST = 20_000_000  # bytes of a result file; one of 160 requests has 40 kB
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+PROCESSORS = {"embedded", "docker-cpu"}  # devices that compute without a GPU
 
 
 class Config(Record):
@@ -195,6 +202,12 @@ class Result(Record):
         return [check.told for check in (*self.gate.checks, *self.checks) if not check.ok]
 
     @property
+    def speed(self) -> Measured | None:
+        """Its figures as a plan compares them; None without any."""
+        c, m = self.config, self.metrics
+        return m and Measured(c.isl, c.osl, c.conc, m.ttft_ms.median, m.tpot_ms and m.tpot_ms.median)
+
+    @property
     def digest(self) -> str:
         """Identity of the content: the same result has the same everywhere."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
@@ -210,18 +223,30 @@ def read(path: Path) -> Result:
     try:
         return Result.model_validate(read_json(path, largest=LARGEST))
     except OSError as error:
-        raise InputError(
-            f"cannot read {path}", error.strerror or str(error), "name a result_*.json file", code="input.result"
-        ) from error
-    except DocumentError as error:
-        raise InputError(
-            f"{path.name} is no result", error.why, "./inv bench.perf makes one", code="input.result"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole file"
-        why = f"{where}: {first['msg']}"
+        why, fix = error.strerror or str(error), "name a result_*.json file"
+        raise InputError(f"cannot read {path}", why, fix, code="input.result") from error
+    except ValueError as error:  # no JSON, or no result
+        why = error.why if isinstance(error, DocumentError) else tables.first_fault(error)
         raise InputError(f"{path.name} is no result", why, "./inv bench.perf makes one", code="input.result") from error
+
+
+def newest_speed(model: str) -> Measured | None:
+    """Return the speed of `model` in the newest result that passed and is of this machine's GPU; None without one.
+
+    Files that cannot be read or are no results do not matter: others' files lie there too, and half-written ones.
+    """
+    newest, date = None, ""
+    for file in (paths.state() / "bench").glob("**/*.json"):
+        try:
+            result = read(file)
+        except InputError:
+            continue
+        config, measured_at = result.config, str(result.machine.get("measured_at", ""))
+        is_local = urlsplit(config.url).hostname in LOOPBACK and result.server.device not in PROCESSORS
+        counts = result.passed and config.tp == 1 and last_part(config.model) == last_part(model)
+        if result.speed and counts and is_local and measured_at >= date:
+            newest, date = replace(result.speed, where=file.name), measured_at
+    return newest
 
 
 def finite(value: float) -> float | None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sparkforge.bench import context
 from sparkforge.bench.baselines import Baselines
 from sparkforge.bench.schema import Config
 from sparkforge.core.errors import UsageError
-from sparkforge.core.openai import Endpoint
+from sparkforge.core.openai import READ_SECONDS, Endpoint
+from sparkforge.core.program import parse_whole
 
-# Setting → its environment variable and default. The competition's scripts export these names.
+# Setting → its environment variable and default. The competition's scripts export these names; "": flags alone.
 NAMES: Mapping[str, tuple[str, str]] = {
     "model": ("MODEL", ""),
     "port": ("PORT", ""),
@@ -24,6 +26,11 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "random_range_ratio": ("RANDOM_RANGE_RATIO", "0.0"),
     "num_prompts": ("NUM_PROMPTS", "0"),
     "result_filename": ("RESULT_FILENAME", ""),
+    "url": ("", ""),
+    "silence": ("", str(int(READ_SECONDS))),
+    "limit": ("", "7200"),  # seconds: 1k/8k at concurrency 16 with 160 prompts at 220 tok/s takes 6,000
+    "seed": ("", "0"),
+    "warmups": ("", ""),
 }
 MAX_VALUE = 10**9  # no length, count or number of requests is larger; keeps arithmetic within sense
 PORT = 8000  # of ./inv up
@@ -36,13 +43,13 @@ FIXED_BEFORE = 1.0  # what older harnesses wrote for a fixed length; vLLM now ta
 class BenchSettings:
     """The settings of a command, as text; `flags` win over `environment`."""
 
-    flags: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def text(self, name: str) -> str:
         """Return a setting."""
         variable, default = NAMES[name]
-        return self.flags.get(name) or self.environment.get(variable) or default
+        return str(self.flags.get(name) or self.environment.get(variable) or default)
 
     def number(self, name: str, least: int = 1, most: int = MAX_VALUE) -> int:
         """Return a setting as a whole number from `least` to `most`. Raises UsageError."""
@@ -73,36 +80,24 @@ class BenchSettings:
         if not self.is_batch:
             return [self.number("conc")]
         if listed := self.flags.get("conc"):
-            return [parse_whole(part, "--conc", 1) for part in listed.split(",") if part.strip()]
+            return [parse_whole(part.strip(), "--conc", 1, MAX_VALUE) for part in listed.split(",") if part.strip()]
         return baselines.concurrencies(self.number("isl"), self.number("osl"))
 
 
-def parse_whole(text: str, label: str, least: int, most: int = MAX_VALUE) -> int:
-    """Return `text` as a whole number from `least` to `most`. Raises UsageError."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if not least <= value <= most:
-        why = f"it takes a whole number from {least}" + (f" to {most}" if value > most else "")
-        raise UsageError(f"{label}={text[:40]} has no meaning", why, f"{label}={least}")
-    return value
-
-
-def endpoint(settings: BenchSettings, url: str, read_seconds: float) -> Endpoint:
-    """Return the endpoint of `url`, or of PORT on this machine, with the model that it serves and its key if ours."""
-    if not url:
+def endpoint(settings: BenchSettings) -> Endpoint:
+    """Return the endpoint of --url, or of PORT on this machine, with the model that it serves and its key if ours."""
+    if not (url := settings.text("url")):
         own = None if settings.text("port") else context.running_server()  # the one that this checkout serves
         port = own.port if own else settings.number("port", most=65535) if settings.text("port") else PORT
         url = f"http://127.0.0.1:{port}"
     base = url.rstrip("/").removesuffix("/v1")
-    server = Endpoint(base, settings.text("model"), read_seconds)
+    server = Endpoint(base, settings.text("model"), settings.number("silence"))
     if not server.key and (own := context.own_server(server)):
         server = replace(server, key=own.key)
     return replace(server, model=server.served().name)
 
 
-def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint, seed: int, warmups: str) -> list[Config]:
+def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint) -> list[Config]:
     """Return the configurations to run. Raises UsageError where a shape does not fit the model's length."""
     longest = settings.number("max_model_len", 0) or server.served().max_model_len
     isl, osl, share = settings.number("isl"), settings.number("osl"), settings.share()
@@ -125,8 +120,8 @@ def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint, see
             max_model_len=longest or needed,
             random_range_ratio=share,
             num_prompts=prompts or conc * PROMPTS_PER_SLOT,
-            warmups=parse_whole(warmups, "--warmups", 0) if warmups else conc * WARMUPS_PER_SLOT,
-            seed=seed,
+            warmups=settings.number("warmups", 0) if settings.text("warmups") else conc * WARMUPS_PER_SLOT,
+            seed=settings.number("seed", 0),
         )
         for conc in settings.concurrencies(baselines)
     ]

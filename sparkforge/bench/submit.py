@@ -34,6 +34,7 @@ ANSWER_SECONDS = 120.0  # for the board's whole answer
 ANSWER_BYTES = 1 << 20
 EVENT = re.compile(r"[\w-]{1,100}")
 BOARD = "board"  # for --to: the competition's board for the result's shape
+FORMS = JSON, GRADIO = "json", "gradio"  # ours, and the competition's
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Destination:
     def is_competition(self, table: Baselines) -> bool:
         """Tell whether this is the competition's board, or gets its form."""
         own = {board.url for board in table.competition.boards}
-        return self.to == BOARD or self.form != "json" or self.to.rstrip("/") in own
+        return self.to == BOARD or self.form != JSON or self.to.rstrip("/") in own
 
     def command(self, result: Path, to: str) -> str:
         """Return the command that posts a result there later."""
-        form = ["--form", self.form] if self.form != "json" else []
+        form = ["--form", self.form] if self.form != JSON else []
         return shlex.join(["./inv", "bench.submit", self.team, "--result", str(result), "--to", to, *form])
 
 
@@ -60,7 +61,7 @@ def main(flags: Mapping[str, Any]) -> None:
     team, to, form = flags["team"].strip(), flags.get("to", ""), flags.get("form", "")
     if not 0 < len(team) <= 80 or not team.isprintable():
         raise UsageError("the team needs a name", "1 to 80 printable characters", "./inv bench.submit TEAM --to URL")
-    destination = Destination(team, to, form or ("gradio" if to == BOARD else "json"))
+    destination = Destination(team, to, form or (GRADIO if to == BOARD else JSON))
     if destination.form not in FORMS:
         raise UsageError(f"there is no form {form!r}", f"there are {', '.join(FORMS)}", "--form json")
     if to and to != BOARD:
@@ -132,19 +133,9 @@ def _refuse(differences: list[str]) -> None:
         )
 
 
-def require_board(table: Baselines, result: Result, to: str) -> None:
-    """Raise BenchmarkError for a result that was not measured as the competition's board at `to` wants it."""
-    gate, config = result.gate, result.config
-    differences = find_differences(table, config.model, gate.text_sha256, (config.isl, config.osl), to)
-    differences += find_excesses(table, gate)
-    if gate.chunked_by != "tokens":
-        differences.append(f"the text was cut by {gate.chunked_by}, not into chunks of 512 tokens")
-    _refuse(differences)
-
-
 def deliver(path: Path, result: Result, destination: Destination, table: Baselines) -> None:
     """Post one result, unless it was, or no URL was given. Raises NetworkError, BenchmarkError for a wrong result."""
-    config = result.config
+    config, gate = result.config, result.gate
     board = table.competition.url(config.isl, config.osl)
     if not destination.to:
         say(f"nothing was posted: no --to URL. Later: {destination.command(path, 'URL')}")
@@ -153,7 +144,11 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
             say(f"the competition's board for {config.isl}/{config.osl} is {board}: {command}")
         return
     if destination.is_competition(table):
-        require_board(table, result, destination.to)
+        shape = config.isl, config.osl
+        differences = find_differences(table, config.model, gate.text_sha256, shape, destination.to)
+        if gate.chunked_by != "tokens":
+            differences.append(f"the text was cut by {gate.chunked_by}, not into chunks of 512 tokens")
+        _refuse([*differences, *find_excesses(table, gate)])
     url, form = board if destination.to == BOARD else destination.to, destination.form
     record = path.with_suffix(".submitted.json")
     post = {"digest": result.digest, "url": url, "team": destination.team, "form": form}
@@ -162,10 +157,10 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
         say(f"{path.name} was posted to this URL before; it is not posted again")
         return
     retry_command = destination.command(path, url)
-    if names := FORMS[form]:
+    if form == GRADIO:
         call = f"{url.rstrip('/')}/gradio_api/call/submit_results"
-        values = columns(destination.team, result, table.competition_figure(*config.key))
-        response = send(call, {"data": [values[name] for name in names]}, retry_command)
+        row = gradio_row(destination.team, result, table.competition_figure(*config.key))
+        response = send(call, {"data": row}, retry_command)
         _await_event(call, response, retry_command)
     else:
         body = {"team": destination.team, "result": for_support(result.model_dump(mode="json"))}
@@ -174,42 +169,26 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
     say(f"posted {path.name} to {url}")
 
 
-def columns(team: str, result: Result, figure: CitedFigure | None) -> dict[str, str | float]:
-    """Return every column that the competition's forms know; 0 where there is no figure, as they have it.
+def gradio_row(team: str, result: Result, figure: CitedFigure | None) -> list[str | float]:
+    """Return the columns of the competition's form; 0 where there is no figure, as they have it.
 
-    `figure` is what the competition holds the result's shape against.
+    `figure` is what the competition holds the result's shape against. The form is that of
+    danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary).
     """
-    m, cited = result.metrics, figure.values if figure else {}
+    m, gate, cited = result.metrics, result.gate, figure.values if figure else {}
     if m is None:
         raise InputError("the result holds no figures", "it did not pass", "./inv bench.perf", code="input.result")
-    figures: dict[str, float | None] = {
-        "conc": result.config.conc,
-        "e2e": m.e2el_ms.median,
-        "tput": m.tput_per_gpu,
-        "interactivity": m.interactivity,
-        "cited_e2e": cited.get("median_e2el_ms"),
-        "cited_tput": cited.get("tput_per_gpu"),
-        "cited_interactivity": cited.get("interactivity"),
-        "bits_per_byte": result.gate.bits_per_byte,
-        "byte_perplexity": result.gate.byte_perplexity,
-        "word_perplexity": result.gate.word_perplexity,
-    }
-    for name in ("e2e", "tput", "interactivity"):
-        measured, published = figures[name], figures[f"cited_{name}"]
-        figures[f"{name}_ratio"] = measured / published if measured is not None and published else None
-    return {"team": team, **{name: 0.0 if value is None else value for name, value in figures.items()}}
-
-
-# Name → the columns of the competition's form; none for our JSON.
-FORMS: dict[str, tuple[str, ...]] = {
-    "json": (),
-    # danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary).
-    "gradio": (
-        *("team", "conc", "e2e", "tput", "cited_e2e", "cited_tput", "e2e_ratio", "tput_ratio"),
-        *("interactivity", "cited_interactivity", "interactivity_ratio"),
-        *("bits_per_byte", "byte_perplexity", "word_perplexity"),
-    ),
-}
+    e2e, tput, each = m.e2el_ms.median, m.tput_per_gpu, m.interactivity
+    e2e_b200, tput_b200, each_b200 = (
+        cited.get(name, 0.0) for name in ("median_e2el_ms", "tput_per_gpu", "interactivity")
+    )
+    figures = (
+        *(result.config.conc, e2e, tput, e2e_b200, tput_b200),
+        *(e2e_b200 and e2e / e2e_b200, tput_b200 and tput / tput_b200),
+        *(each, each_b200, each_b200 and each and each / each_b200),
+        *(gate.bits_per_byte, gate.byte_perplexity, gate.word_perplexity),
+    )
+    return [team, *(0.0 if value is None else value for value in figures)]
 
 
 def send(url: str, body: Mapping[str, Any], retry_command: str, key: str = "") -> httpx.Response:

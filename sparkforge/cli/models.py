@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from invoke.context import Context
 
@@ -96,6 +97,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a parameter an option
     Prints what the model needs, what fits, how fast it can be, and the serve profile for it.
     """
     from sparkforge.bench import baselines
+    from sparkforge.bench import schema as results
     from sparkforge.models import recipes
     from sparkforge.plan import planner, screen
     from sparkforge.plan.planner import PlanRequest
@@ -107,7 +109,8 @@ def plan(  # noqa: PLR0913, PLR0917 - a parameter an option
     if not nodes and model in known and known[model].plan.machines > 1 and device == known[model].plan.device:
         nodes = str(known[model].plan.machines)
     request = PlanRequest(model, device, context, concurrency, kv_dtype, resident, nodes, draft)
-    name = gpu.name() if device == "this" else ""
-    figures = baselines.load().figures
-    family = planner.read_subject(request.model, known).model.family
-    screen.report(request, known, profiles.load(family=family), figures, gpu=name, as_json=json_)
+    subject, name = planner.read_subject(request.model, known), gpu.name() if device == "this" else ""
+    if name:
+        subject = replace(subject, measured=results.newest_speed(subject.name))
+    serve_profiles = profiles.load(family=subject.model.family)
+    screen.report(request, subject, serve_profiles, baselines.load().figures, gpu=name, as_json=json_)

@@ -21,6 +21,15 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError("the arguments cannot be read", message, f"{self.prog} --help")
 
 
+def parse_whole(text: str, label: str, least: int, most: int) -> int:
+    """Return an option's text as a whole number from `least` to `most`. Raises UsageError."""
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else least - 1
+    if not least <= value <= most:
+        why = f"it takes a whole number from {least} to {most}"
+        raise UsageError(f"{label}={text[:40]} has no meaning", why, f"{label}={least}")
+    return value
+
+
 def exit_code(program: Callable[[], object]) -> int:
     """Run `program`; return 0, or the code of the error that it raised, which is printed in three parts."""
     try:

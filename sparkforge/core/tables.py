@@ -48,9 +48,7 @@ def load(path: Path, shape: type[Table]) -> Table:
             f"cannot read {path}", error.strerror or str(error), "git status   # is it gone?", code="input.table"
         ) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{path.name} is malformed", f"{where}: {first['msg']}", edit, code="input.table") from error
+        raise InputError(f"{path.name} is malformed", first_fault(error), edit, code="input.table") from error
     except ValueError as error:  # no TOML, or no text at all
         raise InputError(f"{path.name} is no TOML", " ".join(str(error).split()), edit, code="input.table") from error
 
@@ -66,7 +64,13 @@ def parse_object(data: bytes | str, origin: str, shape: type[BaseModel]) -> dict
     try:
         shape.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DocumentError(origin, f"{where[:80]}: {first['msg'][:200]}") from error
+        raise DocumentError(origin, first_fault(error)[:280]) from error
     return value
+
+
+def first_fault(error: ValueError) -> str:
+    """Return the first fault that a record's check found, with its place; of any other error its text."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the whole file'}: {first['msg']}"

@@ -69,14 +69,6 @@ class ClusterPlan(Record):
     why: str
 
 
-def read_nodes(text: str) -> int:
-    """Return --nodes. Raises UsageError."""
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 5 else 0
-    if not 2 <= number <= MOST_NODES:
-        raise UsageError(f"--nodes {text} has no meaning", f"it is a number from 2 to {MOST_NODES}", "--nodes 2")
-    return number
-
-
 def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> ClusterPlan:
     """Return the plan for `nodes` machines. Raises UsageError for a device without a link."""
     if device.link is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.program import parse_whole
 from sparkforge.core.tables import TOLD
 from sparkforge.plan import architecture, budget, choose, cluster, devices, families, forecast, roofline, speed
 from sparkforge.plan.architecture import KV_BYTES, Architecture, DenseFormat, Draft, KnownModel
@@ -31,7 +32,7 @@ from sparkforge.plan.document import (
     SpeculationRow,
     WeightRow,
 )
-from sparkforge.plan.speed import CitedFigure, Comparison
+from sparkforge.plan.speed import CitedFigure, Measured
 
 BATCHES = (1, 4, 16)  # of the decode table, besides the requested one
 USERS = (1, 4, 16, 64)  # of the tables of formats, of profiles and of speculation
@@ -59,7 +60,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to plan for."""
+    """A model to plan for; `measured` is the newest speed of it on this machine's GPU."""
 
     name: str
     source: str
@@ -67,6 +68,7 @@ class Subject:
     on_disk: int | None = None
     recipe: str = ""
     drafts: Mapping[str, Draft] = field(default_factory=dict)
+    measured: Measured | None = None
 
 
 def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
@@ -95,8 +97,8 @@ def read_load(
     """Return what is to be served. Raises UsageError for an impossible option."""
     lengths = [profiles[name].longest(model.longest) for name in device.profiles if name in profiles]
     usual = min(DEFAULT_CONTEXT, max(lengths, default=model.longest), model.longest)
-    context = _whole("--context", request.context or str(usual), model.longest)
-    concurrency = _whole("--concurrency", request.concurrency or DEFAULT_CONCURRENCY, MOST_SEQUENCES)
+    context = parse_whole(request.context or str(usual), "--context", 1, model.longest)
+    concurrency = parse_whole(request.concurrency or DEFAULT_CONCURRENCY, "--concurrency", 1, MOST_SEQUENCES)
     kv = request.kv_dtype
     if kv not in ("auto", *KV_BYTES):
         raise UsageError(f"--kv-dtype {kv!r} is not known", f"there are auto, {', '.join(KV_BYTES)}", "--kv-dtype auto")
@@ -112,7 +114,7 @@ def read_draft(name: str, subject: Subject) -> Draft | None:
         raise UsageError(f"--draft {name[:80]!r} is not known", why, f"--draft {next(iter(known))}")
     if row is None or ":" not in name:
         return row
-    tokens = _whole("--draft NAME:TOKENS,", number, MOST_DRAFTED)
+    tokens = parse_whole(number, f"--draft {row.method}:TOKENS, TOKENS", 1, MOST_DRAFTED)
     return row.model_copy(update={"tokens": tokens, "passes": tokens if row.passes == row.tokens else row.passes})
 
 
@@ -147,7 +149,7 @@ def make_plan(
     Raises InputError for a table that is malformed, UsageError for several machines of a device whose network is not
     known.
     """
-    nodes = cluster.read_nodes(request.nodes) if request.nodes else 0
+    nodes = parse_whole(request.nodes, "--nodes", 2, cluster.MOST_NODES) if request.nodes else 0
     model = subject.model
     verdicts = choose.verdicts(model, device, load, profiles)
     recommended = choose.recommended(verdicts)
@@ -187,7 +189,7 @@ def make_plan(
         recommended=recommended.name if recommended else "",
         advice=_advice(subject, device, load, recommended, nearest),
         cited=speed.against(model, device, figures) if is_cited else [],
-        measured=_measured(subject, device, load) if request.device == devices.THIS else [],
+        measured=list(speed.compare(model, device, subject.measured, load)) if subject.measured else [],
         cluster=cluster.make(model, device, load, nodes) if nodes else None,
         speculation=_speculation(model, device, load, profiles, load.draft) if load.draft else None,
     )
@@ -205,21 +207,6 @@ def require_fit(plan: Plan) -> None:
         plan.advice,
         code="validation.too-large",
     )
-
-
-def _whole(flag: str, text: str, most: int) -> int:
-    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
-    if not 0 < value <= most:
-        raise UsageError(f"{flag} {text} has no meaning here", f"it takes a whole number from 1 to {most}", f"{flag} 1")
-    return value
-
-
-def _measured(subject: Subject, device: Device, load: Workload) -> list[Comparison]:
-    measured = speed.newest(subject.name)
-    if measured is None or not device.names:
-        return []
-    comparisons = speed.compare(subject.model, device, measured, load)
-    return [c.model_copy(update={"told": f"{measured.file}: {c.told}"}) for c in comparisons]
 
 
 def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> DecodeRow:

@@ -10,12 +10,11 @@ from rich.table import Column, Table
 
 from sparkforge.core.console import console, echo_json, say
 from sparkforge.plan import choose, cluster, planner
-from sparkforge.plan.architecture import KnownModel
 from sparkforge.plan.choose import ProfileRow
 from sparkforge.plan.cluster import ClusterPlan
 from sparkforge.plan.devices import GIB
 from sparkforge.plan.document import Plan, Speculation
-from sparkforge.plan.planner import PlanRequest
+from sparkforge.plan.planner import PlanRequest, Subject
 from sparkforge.plan.speed import NAMES, CitedFigure
 
 UNKNOWN = "-"
@@ -24,7 +23,7 @@ QUANTITIES = {"interactivity": "each", "output_throughput": "all", "prefill": "p
 
 def report(
     request: PlanRequest,
-    known: Mapping[str, KnownModel],
+    subject: Subject,
     serve_profiles: Mapping[str, ProfileRow],
     figures: Sequence[CitedFigure],
     *,
@@ -33,11 +32,9 @@ def report(
 ) -> None:
     """Compute the plan and print it.
 
-    `known` are the models of sparkforge/recipes, `figures` those of sparkforge/bench/baselines.toml, and
-    `gpu` is the name of this machine's GPU, for the device `this`. Raises InputError and UsageError; RefusalError,
-    after the plan was printed, if it does not fit.
+    `figures` are those of sparkforge/bench/baselines.toml, and `gpu` is the name of this machine's GPU, for the device
+    `this`. Raises InputError and UsageError; RefusalError, after the plan was printed, if it does not fit.
     """
-    subject = planner.read_subject(request.model, known)
     device = planner.read_device(request.device, request.resident, gpu)
     profiles = choose.read_profiles(serve_profiles)
     load = planner.read_load(request, subject.model, device, profiles)

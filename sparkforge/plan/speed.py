@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Literal
 
-from pydantic import AliasPath, Field
+from pydantic import Field
 
-from sparkforge.core import paths
-from sparkforge.core.documents import read_json
 from sparkforge.core.tables import Record, load
 from sparkforge.plan import cluster, forecast, roofline
 from sparkforge.plan.architecture import BF16, Architecture, DenseFormat, Draft
@@ -19,23 +16,14 @@ from sparkforge.plan.budget import BATCHED_TOKENS, Workload
 from sparkforge.plan.devices import Device
 
 FILE = Path(__file__).with_name("plan.toml")
-NEWEST = 50  # result files that are looked at, newest first
-LARGEST = 20_000_000  # bytes of one; a result of 160 requests has 40 kB
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-PROCESSORS = {"embedded", "docker-cpu"}  # devices of sparkforge/serve/device.py that compute without a GPU
-
 NAMES = ("Spark, ", "Two Sparks, ")  # how the figures' names begin that are of one Spark, and of two
 ANY_PROMPT = 1024  # tokens, where a source does not say how many
 
-Count = Annotated[int, Field(gt=0, lt=10**9, strict=True)]
-Milliseconds = Annotated[float, Field(gt=0, lt=10**9, strict=True)]
-
 
 class SpeedThreshold(Record):
-    """A bound beyond which a speed warns, one beyond which it refuses, the reason for them, and the usual causes."""
+    """A bound beyond which a speed warns, the reason for it, and the usual causes."""
 
     value: float = Field(gt=0)
-    refuse: float | None = Field(default=None, gt=0)
     why: str = Field(min_length=1)
     causes: str = Field(min_length=1)
 
@@ -83,81 +71,33 @@ class Judging(Record):
     drafts: dict[str, Draft]  # that any model takes; a recipe has its own
 
 
-class Measured(Record, extra="ignore", populate_by_name=True):
-    """What `./inv bench.perf` measured: medians in milliseconds; `tpot_ms` None for answers of one token.
+@dataclass(frozen=True)
+class Measured:
+    """What `./inv bench.perf` measured: tokens, and medians in milliseconds; `tpot_ms` None for answers of one token.
 
-    It is read from a result, sparkforge-bench/1, of which only these keys matter.
+    `where` names the result in sentences, if it is not the present one.
     """
 
-    prompt: Count = Field(validation_alias=AliasPath("config", "isl"))
-    answer: Count = Field(validation_alias=AliasPath("config", "osl"))
-    concurrency: Count = Field(validation_alias=AliasPath("config", "conc"))
-    ttft_ms: Milliseconds = Field(validation_alias=AliasPath("metrics", "ttft_ms", "median"))
-    tpot_ms: Milliseconds | None = Field(default=None, validation_alias=AliasPath("metrics", "tpot_ms", "median"))
-    file: str = ""
-    at: str = Field(default="", validation_alias=AliasPath("machine", "measured_at"))
-
-
-class _Passed(Record, extra="ignore"):
-    """Of the same result: what makes it count."""
-
-    format: Literal["sparkforge-bench/1"]
-    passed: Literal[True]
-    machine: dict[str, Any]
-    model: str = Field(validation_alias=AliasPath("config", "model"))
-    url: str = Field(validation_alias=AliasPath("config", "url"))
-    tp: Literal[1] = Field(validation_alias=AliasPath("config", "tp"))
-    device: str = Field(validation_alias=AliasPath("server", "device"))
-
-    def is_from_here(self, model: str) -> bool:
-        """Whether it is of `model`, served from this machine on its GPU."""
-        return (
-            self.model.rstrip("/").rsplit("/", 1)[-1] == model
-            and urlsplit(self.url).hostname in LOOPBACK
-            and self.device not in PROCESSORS
-        )
+    prompt: int
+    answer: int
+    concurrency: int
+    ttft_ms: float
+    tpot_ms: float | None
+    where: str = ""
 
 
 class Comparison(Record):
-    """A measured figure and its computed bound, with a sentence about both; `causes` only where it is far under.
-
-    `refused`: it is so far under that a server must not start before the cause is gone.
-    """
+    """A measured figure and its computed bound, with a sentence about both; `causes` only where it is far under."""
 
     told: str
     measured: float
     computed: float
     causes: str = ""
-    refused: bool = False
 
 
 def judging() -> Judging:
     """Read the table. Raises InputError."""
     return load(FILE, Judging)
-
-
-def newest(model: str) -> Measured | None:
-    """Return the newest result in the state that passed, of `model` served from this machine; None if there is none.
-
-    Files that cannot be read or are no results do not matter: others' files lie there too, and half-written ones.
-    """
-    files = sorted((paths.state() / "bench").glob("**/*.json"), key=_modified, reverse=True)[:NEWEST]
-    results: list[Measured] = []
-    for file in files:
-        try:
-            document = read_json(file, largest=LARGEST)
-            if _Passed.model_validate(document).is_from_here(model):
-                results.append(Measured.model_validate(document).model_copy(update={"file": file.name}))
-        except (OSError, ValueError):
-            continue
-    return max(results, key=lambda measured: measured.at, default=None)
-
-
-def _modified(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def ceiling(model: Architecture, device: Device, batch: int, load: Workload) -> float | None:
@@ -173,20 +113,19 @@ def compare(model: Architecture, device: Device, measured: Measured, served: Wor
     """
     bounds = judging().thresholds
     load = replace(served, context=measured.prompt + measured.answer // 2)
-    best = ceiling(model, device, measured.concurrency, load)
+    best, whose = ceiling(model, device, measured.concurrency, load), measured.where and f"{measured.where}: "
     if best and measured.tpot_ms:
         speed = 1000.0 / measured.tpot_ms
         kept = "" if load.dense == BF16 else f" with dense layers in {load.dense.name}"
         sentence = f"decode {speed:.1f} tok/s each, {speed / best:.0%} of the computed ceiling of {best:.1f}{kept}"
         bound = next((bounds.decode[name] for name in device.names if name in bounds.decode), bounds.decode["other"])
         causes = bound.causes if speed < bound.value * best else ""
-        refused = speed < (bound.refuse or 0) * best
-        yield Comparison(told=sentence, measured=speed, computed=best, causes=causes, refused=refused)
+        yield Comparison(told=whose + sentence, measured=speed, computed=best, causes=causes)
     if floor := roofline.first_token_seconds(model, device, measured.prompt, measured.concurrency, load):
         times = measured.ttft_ms / 1000.0 / floor
         sentence = f"first token {measured.ttft_ms:.0f} ms, {times:.1f} times the computed floor of {floor * 1000:.0f}"
         causes = bounds.first_token.causes if times > bounds.first_token.value else ""
-        yield Comparison(told=sentence, measured=measured.ttft_ms, computed=floor * 1000, causes=causes)
+        yield Comparison(told=whose + sentence, measured=measured.ttft_ms, computed=floor * 1000, causes=causes)
 
 
 class CitedFigure(Record):

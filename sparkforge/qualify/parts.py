@@ -236,8 +236,8 @@ def model(qualification: Qualification) -> Outcomes:
     first = results[0].gate
     outcomes["gate"] = Outcome(verdict=HELD, evidence=f"{first.text} by {first.source}", model=served)
     for result in results:
-        measured = speed.Measured.model_validate(result.model_dump())
-        outcomes[f"speed-{result.config.conc}"] = _against_plan(view, measured)
+        if result.speed:
+            outcomes[f"speed-{result.config.conc}"] = _against_plan(view, result.speed)
     if watts:
         mean = sum(watts) / len(watts)
         evidence = f"{mean:.0f} W on average under these loads, {max(watts):.0f} at most"

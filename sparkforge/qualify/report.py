@@ -174,8 +174,8 @@ def _write_html(path: Path, report: Report) -> None:
     rows = [(row.id, row.verdict, claims[row.id], row.evidence) for row in report.rows]
     write_page(
         path,
-        "Sparkforge qualification",
         (
+            "Sparkforge qualification",
             f"{gpu} · device {report.device} · stack {report.stack} · {report.measured_at} · {report.commit}",
             make_table("claims of the hardware ledger", ("id", "verdict", "claim", "evidence"), rows),
             make_table("outcomes", ("name", "verdict", "evidence", "model"), outcomes),

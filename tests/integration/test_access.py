@@ -108,7 +108,7 @@ def test_our_commands_send_it(served, capsys):
     screen.show_status(server)
     conversation.answer_once(server, CUE, 4)
     assert "healthy · API key required · embedded" in capsys.readouterr().out
-    assert settings.endpoint(BenchSettings({}, {}), "", 60.0).model == served.model
+    assert settings.endpoint(BenchSettings({}, {})).model == served.model
 
 
 def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):

@@ -421,7 +421,7 @@ def _read_endpoint(data: bytes, _scratch: Path) -> None:
 
 def _read_url(data: bytes, _scratch: Path) -> None:
     _Answer.body, _Answer.kind = MODELS.encode(), "application/json"
-    settings.endpoint(settings.BenchSettings({"model": "m"}, {}), data.decode(errors="replace"), 5.0)
+    settings.endpoint(settings.BenchSettings({"model": "m", "silence": "5", "url": data.decode(errors="replace")}, {}))
 
 
 # Files of ours

@@ -13,7 +13,6 @@ from sparkforge import pins
 from sparkforge.bench import baselines, gate
 from sparkforge.bench.batch import Bench
 from sparkforge.bench.gate import Passage
-from sparkforge.bench.load import LoadClient
 from sparkforge.bench.samples import FinishedLoad, Sample, check_load, compute_metrics
 from sparkforge.bench.schema import Config, Result
 from sparkforge.core.openai import Endpoint
@@ -207,7 +206,7 @@ def bench(stub, endpoint, table):
     verdict = gate.run(endpoint, table, PASSAGE)
     stub.asked.clear()
     stub.bodies.clear()
-    return Bench(endpoint, LoadClient(60.0), table, verdict, TEXT)
+    return Bench(endpoint, 60.0, table, verdict, TEXT)
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_acc_runs_the_gate_alone(out, stub, shape):
 
 def test_gpt_oss_without_its_text_is_an_input_error_with_the_next_command(out, monkeypatch, capsys):
     served = runs.Endpoint("http://127.0.0.1:9", "gpt-oss-120b")
-    monkeypatch.setattr(runs.settings, "endpoint", lambda options, url, silence: served)
+    monkeypatch.setattr(runs.settings, "endpoint", lambda options: served)
     assert inv.main(["bench.acc", "--output", str(out)]) == 10
     assert "next: ./inv bench.acc --fetch-text hub" in capsys.readouterr().err
 

@@ -6,7 +6,6 @@ import pytest
 from expected import refused
 
 from sparkforge.bench import gate
-from sparkforge.bench.load import LoadClient
 from sparkforge.core.errors import ServerError
 
 LIES = {
@@ -40,7 +39,7 @@ def test_a_broken_stream_fails_every_request(stub, bench, config, lie):
     stub.lie = lie
     silence = 0.3 if lie == "silent" else 60.0
     answer = 1.0 if lie == "only pings" else 60.0
-    patience = {"endpoint": replace(bench.endpoint, read_seconds=silence), "load_client": LoadClient(answer)}
+    patience = {"endpoint": replace(bench.endpoint, read_seconds=silence), "seconds": answer}
     text, result = reasons(replace(bench, **patience), config)
     assert "6 of 6 requests failed" in text
     assert LIES[lie] in text

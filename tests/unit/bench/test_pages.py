@@ -40,14 +40,13 @@ def test_no_text_on_a_page_becomes_markup_or_a_control_sequence(tmp_path, text):
 
     def page(text):
         table = report.make_table("title", (text, "b"), [(text, text)])
-        report.write_page(tmp_path / "page.html", "Title", (text, table))
+        report.write_page(tmp_path / "page.html", (text, table))
         return (tmp_path / "page.html").read_text()
 
     tags = outline(page(text))
     assert not {name for _, names in tags for name in names} & {"src", "href"}
     assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", page(text))
     assert set(map(str, tags)) == set(map(str, outline(page("plain"))))
-    assert "default-src 'none'" in page(text)
 
 
 # Schema
@@ -82,7 +81,7 @@ def test_a_file_that_is_no_result_is_refused_by_its_place(make_result, tmp_path,
 
 def test_no_page_or_result_keeps_a_urls_password(make_result, tmp_path):
     url = "http://anna:hunter2@spark.example:8000"
-    report.write_page(tmp_path / "page.html", "Title", (f"{url} does not answer",))
+    report.write_page(tmp_path / "page.html", (f"{url} does not answer",))
     text = (tmp_path / "page.html").read_text()
     assert "spark.example:8000 does not answer" in text
     config = make_result().config.model_copy(update={"url": url})
@@ -91,11 +90,10 @@ def test_no_page_or_result_keeps_a_urls_password(make_result, tmp_path):
     assert config.url == url  # what is sent still has it
 
 
-def test_a_benchmarks_tables_hold_nothing_that_a_terminal_obeys(make_result, table, capsys):
+def test_a_benchmarks_tables_hold_nothing_that_a_terminal_obeys(make_result, capsys):
     told = "it\x1b]52;c;cm0=\x07\x1b[2J\x9b1m lied"
     failed = make_result(passed=False, metrics=None, checks=[{"name": "x", "ok": False, "told": told}])
-    report.print_results([failed], table.figures)
+    report.print_results([failed])
     out, err = capsys.readouterr()
     assert "it lied" in " ".join((out + err).split())
-    assert "cited, not measured here" in out + err
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", out + err)

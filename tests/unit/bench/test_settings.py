@@ -17,7 +17,7 @@ from sparkforge.serve import record
 
 
 def configs(endpoint, table, flags=None, environment=None):
-    return settings.configs(BenchSettings(flags or {}, environment or {}), table, endpoint, 0, "")
+    return settings.configs(BenchSettings(flags or {}, environment or {}), table, endpoint)
 
 
 def test_one_configuration_comes_from_the_competitions_variables(endpoint, table):
@@ -60,11 +60,11 @@ def test_a_setting_without_meaning_is_named(endpoint, table, flags, message):
 
 def test_the_served_model_is_found_by_its_name_repository_or_folder_or_refused(stub):
     for name in ("", "honest-model", "openai/Honest-Model", "/models/honest-model/"):
-        assert settings.endpoint(BenchSettings({}, {"MODEL": name}), stub.url + "/v1", 60.0).model == "honest-model"
+        assert settings.endpoint(BenchSettings({"url": stub.url + "/v1"}, {"MODEL": name})).model == "honest-model"
     with pytest.raises(UsageError, match="does not serve 'other'"):
-        settings.endpoint(BenchSettings({"model": "other"}, {}), stub.url, 60.0)
+        settings.endpoint(BenchSettings({"model": "other", "url": stub.url}, {}))
     with refused("server.reply", "does not answer"):
-        settings.endpoint(BenchSettings({"port": "9"}, {}), "", 60.0)
+        settings.endpoint(BenchSettings({"port": "9"}, {}))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def serving(stub):
 
 def test_this_checkouts_server_is_the_default(stub, serving):
     serving()
-    endpoint = settings.endpoint(BenchSettings({}, {}), "", 60.0)
+    endpoint = settings.endpoint(BenchSettings({}, {}))
     assert endpoint.url == stub.url
     server = context.describe_server(endpoint)
     assert (server.device, server.version) == ("embedded", "0.0-stub")
@@ -131,19 +131,19 @@ def test_this_checkouts_server_is_the_default(stub, serving):
 def test_a_record_of_a_dead_process_is_not_believed(stub, serving):
     serving(started=1.0)
     assert context.running_server() is None
-    assert context.describe_server(settings.endpoint(BenchSettings({}, {}), stub.url, 60.0)).device == ""
+    assert context.describe_server(settings.endpoint(BenchSettings({"url": stub.url}, {}))).device == ""
 
 
 def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_path, monkeypatch):
     (tmp_path / "key").write_text("kept-secret\n")
     monkeypatch.setattr(engine, "mounted_from", lambda *_: str(tmp_path / "key"))
     serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"))
-    endpoint = settings.endpoint(BenchSettings({}, {}), "", 60.0)
+    endpoint = settings.endpoint(BenchSettings({}, {}))
     endpoint.tokenize("x")
     assert stub.bodies[-1][2]["Authorization"] == "Bearer kept-secret"
     assert "kept-secret" not in repr(endpoint)
     serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"), port=1)
-    settings.endpoint(BenchSettings({}, {}), stub.url, 60.0).tokenize("x")
+    settings.endpoint(BenchSettings({"url": stub.url}, {})).tokenize("x")
     assert "Authorization" not in stub.bodies[-1][2]
 
 
@@ -152,4 +152,4 @@ def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_pa
 )
 def test_a_url_that_is_none_is_refused_before_anything_is_asked(url):
     with pytest.raises(UsageError, match="is no URL"):
-        settings.endpoint(BenchSettings({}, {}), url, 1.0)
+        settings.endpoint(BenchSettings({"url": url}, {}))

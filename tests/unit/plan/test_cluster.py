@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from sparkforge.core.errors import UsageError
 from sparkforge.models import recipes as models
 from sparkforge.plan import budget, cluster, devices, roofline
 from sparkforge.plan.architecture import parse
@@ -75,9 +74,3 @@ def test_servers_of_their_own_win_where_one_server_has_no_more_room():
 def test_a_model_that_cannot_be_split_so_says_why(nodes, way, objection):
     assert objection in " ".join(cluster.objections(BIG, nodes, way))
     assert bool(objection) == (cluster.total(BIG, SPARK, LOAD, nodes, 8, way) is None)
-
-
-@pytest.mark.parametrize("text", ["1", "0", "two", "-2", "129", "2.5"])
-def test_a_number_of_machines_that_makes_no_sense_is_refused(text):
-    with pytest.raises(UsageError, match="--nodes"):
-        cluster.read_nodes(text)

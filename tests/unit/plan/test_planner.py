@@ -24,7 +24,8 @@ PROFILES = choose.read_profiles(SERVE_PROFILES)
 
 
 def show(capsys, model="gpt-oss-120b", **options):
-    screen.report(PlanRequest(model, **options), KNOWN, SERVE_PROFILES, FIGURES, as_json=True)
+    subject = planner.read_subject(model, KNOWN)
+    screen.report(PlanRequest(model, **options), subject, SERVE_PROFILES, FIGURES, as_json=True)
     return Plan.model_validate_json(capsys.readouterr().out)
 
 
@@ -132,6 +133,8 @@ BAD = {
     "endless context": ({"context": "9" * 5_000}, UsageError),
     "concurrency of another script": ({"concurrency": "\u0661"}, UsageError),
     "too many at once": ({"concurrency": "100001"}, UsageError),
+    "one machine": ({"nodes": "1"}, UsageError),
+    "a fraction of a machine": ({"nodes": "2.5"}, UsageError),
     "unknown type": ({"kv_dtype": "int4"}, UsageError),
     "negative resident": ({"resident": "-1"}, UsageError),
     "resident that is no number": ({"resident": "nan"}, UsageError),
@@ -163,7 +166,8 @@ def test_the_plan_says_up_to_how_many_tokens_our_experts_read_each_weight_once(c
 
 def test_tables_name_every_part(capsys):
     request = PlanRequest("openai/gpt-oss-120b", concurrency="2", kv_dtype="fp8")
-    screen.report(request, KNOWN, SERVE_PROFILES, FIGURES, as_json=False)
+    subject = planner.read_subject(request.model, KNOWN)
+    screen.report(request, subject, SERVE_PROFILES, FIGURES, as_json=False)
     printed = capsys.readouterr()
     assert printed.out == ""
     for word in (

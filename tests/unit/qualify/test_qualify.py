@@ -193,9 +193,7 @@ def test_reports_that_settle_nothing_are_refused(qualification, files, monkeypat
 
 def test_a_speed_is_compared_with_the_plan_of_the_gpu(monkeypatch):
     view = parts.View(load_sheet(SHEET))
-    metrics = {"ttft_ms": {"median": 800.0}, "tpot_ms": {"median": 20.0}}
-    result = {"config": {"isl": 1024, "osl": 256, "conc": 1}, "metrics": metrics}
-    measured = speed.Measured.model_validate(result)
+    measured = speed.Measured(1024, 256, 1, 800.0, 20.0)
     outcome = parts._against_plan(view, measured)
     assert outcome.figure == pytest.approx(50)
     assert "of the computed ceiling" in outcome.evidence
