@@ -18,6 +18,7 @@ from sparkforge.core.errors import InputError, RefusalError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
 from sparkforge.core.program import exit_code
+from sparkforge.core.tables import first_fault
 from sparkforge.qualify import ledger
 from sparkforge.qualify.ledger import Claim, Ledger, SparkAnswer
 from sparkforge.qualify.parts import COULD_NOT_RUN, DIFFERS, HELD
@@ -50,7 +51,7 @@ def _line(row: Claim) -> str:
     return line
 
 
-def write_answers(answers: Mapping[str, SparkAnswer], file: Path = ledger.FILE, page: Path = PAGE) -> None:
+def write_answers(answers: Mapping[str, SparkAnswer], file: Path, page: Path) -> None:
     """Write what a report says of the claims with these ids into the ledger, and make the page anew. Raises InputError.
 
     An earlier answer to the same claim is replaced; everything else in the file stays as it is.
@@ -73,7 +74,7 @@ def _quoted(text: str) -> str:
     return '"' + cleaned.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def accept(path: Path) -> int:
+def accept(path: Path, file: Path = ledger.FILE, page: Path = PAGE) -> int:
     """Write what a report from a Spark says into the ledger, and return of how many claims.
 
     Raises InputError for a file that is no report, RefusalError for one of another GPU or with nothing to accept.
@@ -85,8 +86,7 @@ def accept(path: Path) -> int:
     except OSError as error:
         raise InputError(f"cannot read {path}", error.strerror or str(error), again, code="input.table") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        why = first_fault(error)
         raise InputError(f"{path} is no report of ./inv qualify", why, again, code="input.table") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no JSON", " ".join(str(error).split()), again, code="input.table") from error
@@ -94,7 +94,7 @@ def accept(path: Path) -> int:
         name = report.gpu.get("name", "a machine without a GPU")
         why = f"it is of {name}, compute capability {capability}; the ledger is about {CAPABILITY}"
         raise RefusalError("this report settles nothing", why, again)
-    known = {claim.id for claim in ledger.load().claims}
+    known = {claim.id for claim in ledger.load(file).claims}
     answers = {
         row.id: SparkAnswer(
             verdict=HELD if row.verdict == HELD else DIFFERS,
@@ -107,7 +107,7 @@ def accept(path: Path) -> int:
     }
     if not answers:
         raise RefusalError("this report settles nothing", "none of the ledger's claims could be run", again)
-    write_answers(answers)
+    write_answers(answers, file, page)
     return len(answers)
 
 

@@ -181,13 +181,6 @@ def _counts(usage: Any) -> tuple[int, int]:
         raise StreamError("usage has no counts") from None
 
 
-def _counts(usage: Any) -> tuple[int, int]:
-    try:
-        return int(usage["prompt_tokens"]), int(usage["completion_tokens"])
-    except (KeyError, TypeError, ValueError):
-        raise StreamError("usage has no counts") from None
-
-
 def _event(data: str) -> dict[str, Any]:
     try:
         event = parse_json(data, "a stream event")

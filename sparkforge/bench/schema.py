@@ -205,7 +205,9 @@ class Result(Record):
     def speed(self) -> Measured | None:
         """Its figures as a plan compares them; None without any."""
         c, m = self.config, self.metrics
-        return m and Measured(c.isl, c.osl, c.conc, m.ttft_ms.median, m.tpot_ms and m.tpot_ms.median)
+        if m is None:
+            return None
+        return Measured(c.isl, c.osl, c.conc, m.ttft_ms.median, m.tpot_ms.median if m.tpot_ms else None)
 
     @property
     def digest(self) -> str:

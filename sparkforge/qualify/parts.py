@@ -44,7 +44,6 @@ OVERSHOOT_GIB = (
     4.0  # below the bound the test stops taking memory: a guard that does not act must not freeze the machine
 )
 GUARD_SECONDS = 120.0  # to take the memory; taking 16 GiB takes seconds
-POWER_SECONDS = 1.0  # between two samples
 END_SECONDS = 15.0  # for a server that was told to end
 # Takes CUDA memory in pieces, and prints when MemAvailable is below the bound.
 HOG = """
@@ -227,7 +226,7 @@ def model(qualification: Qualification) -> Outcomes:
             "conc": ",".join(map(str, CONCURRENCIES)),
             "output": str(qualification.folder / "bench"),
         }
-        with _watts() as watts:
+        with sample_power() as watts:
             try:
                 results = runs.measure(flags).results
             except SparkforgeError as error:
@@ -237,7 +236,7 @@ def model(qualification: Qualification) -> Outcomes:
     outcomes["gate"] = Outcome(verdict=HELD, evidence=f"{first.text} by {first.source}", model=served)
     for result in results:
         if result.speed:
-            outcomes[f"speed-{result.config.conc}"] = _against_plan(view, result.speed)
+            outcomes[f"speed-{result.config.conc}"] = against_plan(view, result.speed)
     if watts:
         mean = sum(watts) / len(watts)
         evidence = f"{mean:.0f} W on average under these loads, {max(watts):.0f} at most"
@@ -245,7 +244,7 @@ def model(qualification: Qualification) -> Outcomes:
     return {name: outcome.model_copy(update={"model": served}) for name, outcome in outcomes.items()}
 
 
-def _against_plan(view: View, measured: speed.Measured) -> Outcome:
+def against_plan(view: View, measured: speed.Measured) -> Outcome:
     """Compare the decode speed with what the plan computes for this GPU."""
     told = f"{1000 / measured.tpot_ms:.1f} tok/s each" if measured.tpot_ms else "no token but the first"
     try:
@@ -262,13 +261,13 @@ def _against_plan(view: View, measured: speed.Measured) -> Outcome:
 
 
 @contextmanager
-def _watts() -> Iterator[list[float]]:
-    """Yield a list that grows by the GPU's power once a second; it stays empty without a figure."""
+def sample_power(period: float = 1.0) -> Iterator[list[float]]:
+    """Yield a list that grows by the GPU's power in watts every `period` seconds; it stays empty without a figure."""
     ended, watts = threading.Event(), list[float]()
 
     def sample() -> None:
         """Ask nvidia-smi until the load has ended, or it gives no figure."""
-        while not ended.wait(POWER_SECONDS):
+        while not ended.wait(period):
             try:
                 power = gpus.number(gpus.query("power.draw", units=False, env=os.environ)[0]["power.draw"])
             except ProbeError:

@@ -1,57 +1,28 @@
 """The ledger as data, what outcomes say of its claims, a report, and what is accepted of it. No server is started."""
 
 import json
+import shutil
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lab import ledger as accepted
-from sparkforge.core import gpus
+from sparkforge.core import paths
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import InputError, RefusalError, ServerError
-from sparkforge.plan import devices, speed
+from sparkforge.plan.speed import Measured
 from sparkforge.qualify import ledger, parts, report
 from sparkforge.qualify.ledger import Claim
 from sparkforge.qualify.parts import Outcome, Qualification
-from validate.facts.fact import load_sheet
+from sparkforge.serve.plan import StartPlan
+from validate.checks.finding import View
+from validate.facts.fact import Fact, load_sheet
 
 SHEET = Path(__file__).parents[1] / "validate" / "sheets" / "gb10-from-public-documents.json"
-
-LEDGER = """
-schema = 1
-head = "# A ledger\\n\\n{verified} Read on."
-tail = "## Not known\\n\\nMuch."
-[[sections]]
-title = "Numbers"
-text = "Some."
-[[sections.rows]]
-id = 'first'
-claim = 'It computes'
-how = 'cited'
-source = 'a page'
-date = '2026-11-21'
-settled_by = 'numerics'
-
-[[sections.rows]]
-id = 'first-again'
-claim = 'It is fast'
-how = 'open'
-settled_by = 'speed-1'
-"""
-
-
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    """A ledger and its page."""
-    file, page = tmp_path / "hardware.toml", tmp_path / "hardware.md"
-    file.write_text(LEDGER)
-    monkeypatch.setattr(ledger, "FILE", file)
-    monkeypatch.setattr(accepted, "PAGE", page)
-    for function in (ledger.load, accepted.write_answers):
-        defaults = (file,) if function is ledger.load else (file, page)
-        monkeypatch.setattr(function, "__defaults__", defaults)
-    return file, page
+GB10 = "NVIDIA GB10, 12.1, 580.126.09"
 
 
 def test_every_row_of_the_ledger_has_an_id_of_its_own_and_a_source_or_what_settles_it():
@@ -79,133 +50,135 @@ def test_a_claim_is_judged_by_its_outcome(claim, outcome, capability, verdict):
 
 
 class FakeDevice:
-    """Stands for a device whose environment is there."""
+    """Stands for a device whose environment is there: its validator finds `status`, and its server does not start."""
 
-    name, python, plan = "embedded", "/nowhere/python", None
-    environment = SimpleNamespace(name="embedded")
+    python, environment = "/nowhere/python", SimpleNamespace(name="embedded")
 
-    def __init__(self):
-        self.steps = Steps(1)
+    def __init__(self, name="embedded", status="pass", evidence="0.3 %"):
+        self.name, self.plan, self.steps = name, StartPlan(name), Steps(1)
+        self.finding = {"check": "numerics", "status": status, "evidence": evidence}
+        self.error = ServerError("the first answers are wrong", "other tokens", "", code="server.reply")
+        self.calls = []
 
     def prepare(self):
         pass
 
+    def validate(self):
+        self.calls.append("machine")
+        path = paths.state() / "validation.json"
+        path.write_text(json.dumps({"schema": 1, "facts": {}, "findings": [self.finding]}))
+
+    def launch(self):
+        self.calls.append("tiny")
+        raise self.error
+
 
 @pytest.fixture
-def qualification(tmp_path, files):
-    return Qualification(FakeDevice(), None, tmp_path / "qualify", (64, 16))
+def qualify(tmp_path):
+    """Return a function that qualifies a device; the report lies in `qualify` then."""
+
+    def run(device, **options):
+        return report.qualify(Qualification(device, None, tmp_path / "qualify", (64, 16)), **options)
+
+    return run
 
 
-def test_a_killed_run_continues_and_what_could_not_run_runs_again(qualification, monkeypatch):
-    ran = []
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """Return a function that sets the fields that a stand-in for nvidia-smi prints."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
 
-    def part(name, verdict):
-        def run(_qualification):
-            ran.append(name)
-            if name == "tiny" and ran.count(name) == 1:
-                raise KeyboardInterrupt
-            return {name: Outcome(verdict=verdict, evidence=name)}
+    def prints(text, power="[N/A]"):
+        program.write_text(f'#!{sys.executable}\nimport sys\nprint({text!r} if "name" in sys.argv[1] else {power!r})\n')
+        program.chmod(0o755)
 
-        return run
+    return prints
 
-    three = {"machine": "held", "kernels": "could not run", "tiny": "differs"}
-    monkeypatch.setattr(report, "PARTS", {name: part(name, verdict) for name, verdict in three.items()})
-    monkeypatch.setattr(parts, "PARTS", report.PARTS)
+
+def test_a_killed_run_continues_and_what_could_not_run_runs_again(qualify, tmp_path):
+    device = FakeDevice()
+    device.error, usual = KeyboardInterrupt(), device.error
     with pytest.raises(KeyboardInterrupt):
-        report.qualify(qualification)
-    first = report.qualify(qualification)
-    assert ran == ["machine", "kernels", "tiny", "kernels", "tiny"]
-    assert {name: outcome.verdict for name, outcome in first.outcomes.items()} == three
-    report.qualify(qualification, again=True)
-    assert ran[5:] == ["machine", "kernels", "tiny"]
+        qualify(device)
+    device.error = usual
+    first = qualify(device)
+    assert device.calls == ["machine", "tiny", "tiny"]
+    verdicts = {name: outcome.verdict for name, outcome in first.outcomes.items()}
+    assert (verdicts["numerics"], verdicts["first-answers"]) == ("held", "differs")
+    assert {verdicts[name] for name in ("kernels", "memory-guard", "gate", "power")} == {"could not run"}
+    assert "no CUDA memory here" in first.outcomes["memory-guard"].evidence
+    qualify(device)
+    assert device.calls[3:] == []
+    qualify(device, again=True)
+    assert device.calls[3:] == ["machine", "tiny"]
     for damaged in ("[", "[]", '{"inputs": 1}', '{"inputs": "x", "parts": {"tiny": 3}}'):
-        (qualification.folder / "progress.json").write_text(damaged)
-        assert report.qualify(qualification).outcomes == first.outcomes
-    assert "claims of the hardware ledger" in (qualification.folder / "report.html").read_text()
+        (tmp_path / "qualify" / "progress.json").write_text(damaged)
+        assert qualify(device).outcomes.keys() == first.outcomes.keys()
+    assert "claims of the hardware ledger" in (tmp_path / "qualify" / "report.html").read_text()
 
 
-def test_a_report_names_no_person_and_no_place(qualification, monkeypatch):
-    secret = Outcome(verdict="held", evidence="/home/ada/models/x at ada@example.org, key hf_" + "a" * 34)
-    monkeypatch.setattr(report, "PARTS", {"machine": None})
-    monkeypatch.setattr(report, "run", lambda *_: {"numerics": secret})
-    report.qualify(qualification)
-    text = (qualification.folder / "report.json").read_text()
+def test_a_report_names_no_person_and_no_place(qualify, tmp_path):
+    qualify(FakeDevice(evidence="/home/ada/models/x at ada@example.org, key hf_" + "a" * 34))
+    text = (tmp_path / "qualify" / "report.json").read_text()
     assert "ada" not in text
     assert "a" * 34 not in text
-    assert json.loads(text)["rows"][0]["verdict"] == "held"
 
 
-def test_without_gpu_and_model_the_rest_says_why_and_an_error_is_an_outcome(qualification, monkeypatch):
-    def fail(_qualification):
-        raise ServerError("the tiny model's first answers are wrong", "other tokens", "", code="server.reply")
-
-    monkeypatch.setitem(parts.PARTS, "tiny", fail)
-    assert parts.run("tiny", qualification)["first-answers"].verdict == "differs"
-    assert "no CUDA memory here" in parts.guard(qualification)["memory-guard"].evidence
-    assert {outcome.verdict for outcome in parts.model(qualification).values()} == {"could not run"}
-    assert parts.kernels(qualification)["kernels"].verdict == "could not run"
+@pytest.fixture
+def files(tmp_path):
+    """A copy of the ledger, and its page."""
+    return shutil.copy(ledger.FILE, tmp_path / "hardware.toml"), tmp_path / "hardware.md"
 
 
-def report_of(qualification, monkeypatch, gpu, outcome="held"):
-    monkeypatch.setattr(report, "PARTS", {"machine": None})
-    monkeypatch.setattr(report, "run", lambda *_: {"numerics": Outcome(verdict=outcome, evidence='0.3 % "off" \\')})
-    monkeypatch.setattr(report, "_gpu", lambda: gpu)
-    qualification.tiny.name = "gpu"
-    report.qualify(qualification, again=True)
-    return qualification.folder / "report.json"
+@pytest.mark.parametrize(("status", "verdict"), [("pass", "held"), ("fail", "differs")])
+def test_a_sparks_report_is_written_into_ledger_and_page(qualify, gpu, files, tmp_path, status, verdict):
+    gpu(GB10)
+    qualify(FakeDevice("gpu", status, '0.3 % "off" \\'))
+    file, page = files
+    before, path = file.read_text().splitlines(), tmp_path / "qualify" / "report.json"
+    count = accepted.accept(path, *files)
+    assert accepted.accept(path, *files) == count  # a second time changes nothing
+    claims = ledger.load(file).claims
+    (claim,) = (claim for claim in claims if claim.settled_by == "numerics")
+    assert (claim.spark.verdict, claim.spark.evidence) == (verdict, '0.3 % "off" \\')
+    changed = [line for line in file.read_text().splitlines() if line not in before]
+    assert [line[:7] for line in changed] == ["spark ="] * count
+    assert f"**{count} of {len(claims)} claims were run on a DGX Spark**" in page.read_text()
+    assert f". *12.1*: {verdict}, 0.3 %" in page.read_text()
 
 
-GB10 = {"name": "NVIDIA GB10", "compute_cap": "12.1", "driver_version": "580.126.09"}
-
-
-@pytest.mark.parametrize("verdict", ["held", "differs"])
-def test_a_sparks_report_is_written_into_ledger_and_page(qualification, files, monkeypatch, verdict):
-    path = report_of(qualification, monkeypatch, GB10, verdict)
-    before = files[0].read_text()
-    assert accepted.accept(path) == 1
-    assert accepted.accept(path) == 1  # a second time changes nothing
-    answer = ledger.load().claims[0].spark
-    assert (answer.verdict, answer.evidence) == (verdict, '0.3 % "off" \\')
-    assert ledger.load().claims[1].spark is None
-    changed = [line for line in files[0].read_text().splitlines() if line not in before.splitlines()]
-    assert [line[:7] for line in changed] == ["spark ="]
-    page = files[1].read_text()
-    assert "**1 of 2 claims were run on a DGX Spark**" in page
-    assert f". *12.1*: {verdict}, 0.3 %" in page
-
-
-def test_reports_that_settle_nothing_are_refused(qualification, files, monkeypatch, tmp_path):
-    before = files[0].read_bytes()
-    h100 = report_of(qualification, monkeypatch, {**GB10, "name": "NVIDIA H100", "compute_cap": "9.0"})
+def test_reports_that_settle_nothing_are_refused(qualify, gpu, files, tmp_path):
+    before, path = files[0].read_bytes(), tmp_path / "qualify" / "report.json"
+    gpu("NVIDIA H100, 9.0, 580.126.09")
+    qualify(FakeDevice("gpu"))
     with pytest.raises(RefusalError, match="settles nothing"):
-        accepted.accept(h100)
-    nothing = report_of(qualification, monkeypatch, GB10, "could not run")
-    with pytest.raises(RefusalError, match="settles nothing"):
-        accepted.accept(nothing)
+        accepted.accept(path, *files)
     for text in ("{}", "no JSON", "[" * 100_000, '{"schema": 1, "rows": NaN}', "\x00"):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(InputError):
-            accepted.accept(tmp_path / "bad.json")
+            accepted.accept(tmp_path / "bad.json", *files)
     with pytest.raises(InputError, match="cannot read"):
-        accepted.accept(tmp_path / "absent.json")
+        accepted.accept(tmp_path / "absent.json", *files)
     assert files[0].read_bytes() == before
 
 
-def test_a_speed_is_compared_with_the_plan_of_the_gpu(monkeypatch):
-    view = parts.View(load_sheet(SHEET))
-    measured = speed.Measured(1024, 256, 1, 800.0, 20.0)
-    outcome = parts._against_plan(view, measured)
+def test_a_speed_is_compared_with_the_plan_of_the_gpu():
+    sheet = load_sheet(SHEET)
+    measured = Measured(1024, 256, 1, 800.0, 20.0)
+    outcome = parts.against_plan(View(sheet), measured)
     assert outcome.figure == pytest.approx(50)
     assert "of the computed ceiling" in outcome.evidence
-    monkeypatch.setattr(devices, "by_gpu", lambda _name: None)
-    assert parts._against_plan(view, measured).verdict == "could not run"
+    unknown = View({**sheet, "gpu.name": Fact("NVIDIA A100", "a test")})
+    assert parts.against_plan(unknown, measured).verdict == "could not run"
 
 
-def test_power_is_sampled_while_a_load_runs(monkeypatch):
-    monkeypatch.setattr(parts, "POWER_SECONDS", 0.001)
-    answers = ["[N/A]", "40.5"]
-    monkeypatch.setattr(gpus, "query", lambda *_args, **_options: [{"power.draw": answers.pop()}])
-    with parts._watts() as watts:
-        while answers:
-            pass
-    assert watts == [40.5]
+@pytest.mark.parametrize("power", ["40.5", "[N/A]"])
+def test_power_is_sampled_until_a_load_ends_or_there_is_no_figure(gpu, power):
+    gpu(GB10, power)
+    with parts.sample_power(0.001) as watts:
+        deadline = time.monotonic() + (20.0 if power == "40.5" else 0.1)
+        while not watts and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert set(watts) == ({40.5} if power == "40.5" else set())
