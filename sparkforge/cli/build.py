@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -100,12 +101,16 @@ def build(_ctx: Context, options: BuildOptions) -> None:
 
     A stage whose inputs are unchanged does nothing.
     """
+    from sparkforge.image.devices import machine_of
+
     if options.only and (options.engine != "native" or options.only not in ("sources", "toolchain")):
         why = "native builds have the parts sources and toolchain"
         raise UsageError(f"--only {options.only} does not go with --engine {options.engine}", why, "./inv build --help")
+    build_for = "./inv build --engine docker --platform"
+    machine_of(options.platform, build_for)  # which refuses one that is not known
     if options.platform and options.engine != "docker":
-        fix = f"--engine docker, or the kernels alone: ./inv build.kernels --platform {options.platform[:40]}"
-        raise UsageError("--platform is an image's", "a native build is for this machine", fix)
+        fix = f"{build_for} {shlex.quote(options.platform)}"
+        raise UsageError("--platform is for images", "a native build is for this machine", fix)
     stack, sources = chosen_stack(options.stack), caller_path(options.sources)
     if options.only == "sources":
         from sparkforge.sources import offline, trees
@@ -169,9 +174,11 @@ def build_kernels(_ctx: Context, options: KernelOptions) -> None:
     from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
     from sparkforge.image import devices, packs, signing
 
+    machine = devices.machine_of(options.platform, "./inv build.kernels --platform")
     key_file = Path(caller_path(options.key)) if options.key else None
     if key_file and not options.publish:
-        raise UsageError("--key has no meaning here", "it signs what --publish puts away", "--publish PLACE --key KEY")
+        fix = "./inv build.kernels --publish PLACE --key KEY"
+        raise UsageError("--key has no meaning here", "it signs what --publish puts away", fix)
     if key_file:
         signing.private_key(key_file)  # refused before minutes go into the modules
     request = KernelRequest(
@@ -182,7 +189,7 @@ def build_kernels(_ctx: Context, options: KernelOptions) -> None:
         output=caller_path(options.output),
         python=caller_path(options.python),
         take=packs.taking(image_path(options.packs)),
-        machine=devices.machine_of(options.platform),
+        machine=machine,
     )
     build_kernels(request)
     if options.publish:

@@ -35,7 +35,8 @@ def cluster_discover(_ctx: Context, nodes: str = "", device: str = "docker", fol
     from sparkforge.serve.cluster import config, discover
 
     if device not in ("docker", "docker-cpu", "embedded"):
-        raise UsageError(f"--device {device} has no meaning", "it is docker, docker-cpu or embedded", "--device docker")
+        why, fix = "there are docker, docker-cpu and embedded", "./inv cluster.discover --device docker"
+        raise UsageError(f"--device {device!r} is not known", why, fix)
     proposed = discover.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
     echo(config.text(proposed), end="")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 
 from invoke.context import Context
@@ -44,8 +45,10 @@ def pull(
         recipe = recipes.named(repository)
         repository = recipe.repository or repository
     if not local.REPOSITORY.fullmatch(repository):
-        why = "that is OWNER/NAME of the hub; a folder, or the tiny model, is served as it is"
-        raise UsageError(f"{repository[:100]!r} is no repository", why, "./inv up --model FOLDER; ./inv models")
+        why = "a repository is OWNER/NAME on the hub; a folder, or the tiny model, is served as it is"
+        is_path = repository.startswith((".", "/", "~"))
+        fix = f"./inv up --model {shlex.quote(repository)}" if is_path else "./inv models   # lists what pull takes"
+        raise UsageError(f"{repository[:100]!r} is no repository", why, fix)
     hub.fetch_and_report(repository, revision, caller_path(to), caller_path(mirror), replace=replace)
 
 

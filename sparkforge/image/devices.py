@@ -15,15 +15,15 @@ CPU, CUDA = "cpu", "cuda"  # what an image is built for: `device` of [stacks.NAM
 OCI_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
-def machine_of(platform: str) -> str:
+def machine_of(platform: str, command: str = "--platform") -> str:
     """Return the machine, as `uname -m` has it, of an OCI platform such as linux/arm64; this one if none is named.
 
-    Raises UsageError for another platform.
+    Raises UsageError for another platform; `command` is what takes a platform there, such as a command and its option.
     """
     system, _, architecture = platform.partition("/")
     if platform and (system != "linux" or architecture not in OCI_MACHINES):
         known = " and ".join(f"linux/{name}" for name in OCI_MACHINES)
-        raise UsageError(f"--platform {platform[:40]!r} is not known", f"there are {known}", "--platform linux/arm64")
+        raise UsageError(f"--platform {platform[:40]!r} is not known", f"there are {known}", f"{command} linux/arm64")
     return OCI_MACHINES.get(architecture, os.uname().machine)
 
 

@@ -24,6 +24,7 @@ Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Size = Annotated[int, Field(gt=0, strict=True)] | Literal["unknown"]  # bytes; pins.toml says what stays unknown
 
 
+RESTORE = "git checkout pins.toml   # or correct it"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -278,11 +279,9 @@ def load(path: Path = ROOT / "pins.toml") -> Pins:
     try:
         return Pins.model_validate(read_toml(path))
     except FileNotFoundError:
-        raise InputError(
-            f"cannot read {path}", "it is not there", "git checkout pins.toml", code="input.pins"
-        ) from None
+        raise InputError(f"cannot read {path}", "it is not there", RESTORE, code="input.pins") from None
     except DocumentError as error:  # includes a key that is there twice
-        raise InputError(f"{path.name} is no valid TOML", str(error), f"correct {path}", code="input.pins") from None
+        raise InputError(f"{path.name} is no valid TOML", str(error), RESTORE, code="input.pins") from None
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise InputError(f"{path.name} is refused", problems, f"correct {path}", code="input.pins") from None
+        raise InputError(f"{path.name} is refused", problems, RESTORE, code="input.pins") from None

@@ -98,7 +98,7 @@ def make(
     if manifest.load(output):
         _require_own(output)
     if not output.name.endswith(".tar"):
-        raise UsageError(f"cannot write {output}", "a bundle is a .tar", f"name it {output}.tar")
+        raise UsageError(f"cannot write {output}", "a bundle is a .tar", "./inv bundle --output sparkforge-bundle.tar")
     inputs = {
         "bundler": BUNDLER,
         "stack": stack,
@@ -144,10 +144,10 @@ def make_and_report(output: Path, *, stack: str, machine: str = "", python: str 
     ones.
     """
     if python and not re.fullmatch(r"3\.\d+", python):
-        raise UsageError(f"{python} is no Python version", "it is not written as 3.12 is", "name one such as 3.12")
+        raise UsageError(f"{python} is no Python version", "it is not written as 3.12 is", "./inv bundle --python 3.12")
     if machine and machine not in MACHINES:
         why = f"what is pinned is for {' and '.join(MACHINES)}"
-        raise UsageError(f"cannot bundle for {machine}", why, f"--machine {MACHINES[0]}")
+        raise UsageError(f"cannot bundle for {machine}", why, f"./inv bundle --machine {MACHINES[0]}")
     target = TargetMachine(machine or platform.machine())
     if python:
         target = TargetMachine(target.machine, (3, int(python.removeprefix("3."))))

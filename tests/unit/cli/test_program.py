@@ -117,6 +117,32 @@ def test_every_relative_path_starts_in_the_callers_folder(arguments, tmp_path, m
     assert str(tmp_path / "here") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "failure", "platform"),
+    [
+        (("--platform", "linux/amd64"), "--platform is for images", "linux/amd64"),
+        (("--platform", "linux/arm64", "--engine", "native"), "--platform is for images", "linux/arm64"),
+        (("--platform", "a b"), "--platform 'a b' is not known", "linux/arm64"),
+        (("--platform", "foo", "--engine", "docker"), "--platform 'foo' is not known", "linux/arm64"),
+    ],
+    ids=str,
+)
+def test_only_docker_builds_an_image_for_another_platform(capsys, options, failure, platform):
+    assert program.main(("build", *options)) == UsageError.exit_code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"✗ {failure} [usage]"
+    assert lines[2:] == [f"  next: ./inv build --engine docker --platform {platform}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("/root/x y", "./inv up --model '/root/x y'"), ("a/b/c", "./inv models   # lists what pull takes")],
+)
+def test_pull_tells_a_folder_from_a_repository(capsys, name, fix):
+    assert program.main(("pull", name)) == UsageError.exit_code
+    assert capsys.readouterr().err.splitlines()[2] == f"  next: {fix}"
+
+
 def test_two_words_are_the_command_with_a_dot(inv):
     assert inv("service", "install", "--help").stdout == inv("service.install", "--help").stdout
     result = inv("build", "kernels")
