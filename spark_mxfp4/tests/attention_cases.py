@@ -46,6 +46,11 @@ def clone(cache):
     return cache._replace(data=data.copy_(cache.data))
 
 
+def longer(tensor):
+    """Its rows and another one, as vLLM's tensors have for steps of more sequences."""
+    return torch.cat([tensor, tensor[:1]])
+
+
 def check_attention(
     lengths, window, shared_by, device, *, key_heads=1, group=8, block=16, sinks=False, rotated=False, least=2
 ):
@@ -62,9 +67,11 @@ def check_attention(
     )
     expected_cache = clone(cache)
     expected = attention.reference(projected, expected_cache, layer)
-    output = torch.full(expected.shape, torch.nan, dtype=torch.bfloat16, device=device)
-    attention.attend(projected, cache, layer, output, shared_by=shared_by, least=least)
-    torch.testing.assert_close(output.float(), expected, rtol=MOST_ERROR, atol=MOST_ERROR)
+    output = torch.full((len(expected) + 1, *expected.shape[1:]), torch.nan, dtype=torch.bfloat16, device=device)
+    padded = cache._replace(**{name: longer(getattr(cache, name)) for name in ("table", "lengths", "slots")})
+    attention.attend(projected, padded, layer, output, shared_by=shared_by, least=least)
+    torch.testing.assert_close(output[:-1].float(), expected, rtol=MOST_ERROR, atol=MOST_ERROR)
+    assert output[-1].isnan().all()
     assert torch.equal(cache.data.view(torch.int16), expected_cache.data.view(torch.int16))
     assert not layer.tickets.any()
 
@@ -87,9 +94,9 @@ def check_rotation(sequences, device, key_heads=2, block=16):
     assert torch.equal(cache.data.view(torch.int16), expected.data.view(torch.int16))
 
 
-def check_norm(tokens, columns, device):
-    """A layer's input and residual against torch: the sum to the bit."""
-    x, residual = (torch.randn(tokens, columns, device=device).bfloat16() for _ in range(2))
+def check_norm(tokens, columns, device, scale=1):
+    """A layer's input and residual against torch: the sum to the bit. With a `scale` of 0.003 the epsilon matters."""
+    x, residual = ((torch.randn(tokens, columns, device=device) * scale).bfloat16() for _ in range(2))
     weight = torch.randn(columns, device=device).bfloat16()
     expected, expected_sum = norm.reference(x, residual, weight, 1e-5)
     output, total = norm.add_rms_norm(x, residual, weight, 1e-5)

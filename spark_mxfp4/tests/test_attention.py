@@ -1,14 +1,21 @@
 """The attention and norm kernels on a CPU, threads as fibers, against float32; compiled for GPUs without spills."""
 
 import ctypes
+import re
 import subprocess
+from functools import partial
 
 import pytest
 import torch
 
 import attention_cases
 import cpu_kernels
-from spark_mxfp4.kernels import attention, precompile
+from spark_mxfp4.kernels import attention, norm, precompile
+from spark_mxfp4.kernels.attention import Cache, Layer, Projections
+
+HEADS = [
+    (64, 8, 64), (64, 8, 128), (72, 8, 64), (12, 8, 64), (8, 1, 64), (9, 1, 64), (8, 8, 64), (0, 8, 64), (8, 0, 64),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +46,7 @@ def _on_a_cpu(request, monkeypatch):
         ((1,), 0, 1, {}), ((16,), 0, 0, {}), ((130,), 0, 3, {"rotated": True}), ((77, 0, 300), 0, 4, {"sinks": True}),
         ((129, 128, 127), 128, 1, {"sinks": True, "rotated": True}), ((500,), 128, 2, {"block": 48}),
         ((5, 260), 0, 16, {"key_heads": 2, "sinks": True, "rotated": True, "least": 1}),
-        ((40, 200), 0, 3, {"key_heads": 2, "group": 2, "sinks": True}),
+        ((40, 200), 0, 3, {"key_heads": 2, "group": 2, "sinks": True}), ((700,), 0, 1, {}),
     ],
 )  # fmt: skip
 def test_attention_is_that_of_float32(library, lengths, window, shared_by, options):
@@ -52,9 +59,11 @@ def test_a_prompt_is_rotated_and_cached(library):
 
 
 @pytest.mark.needs("c++")
-@pytest.mark.parametrize(("tokens", "columns"), [(1, 2880), (3, 64), (2, 8192)])
-def test_a_norm_is_vllms(library, tokens, columns):
-    attention_cases.check_norm(tokens, columns, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("tokens", "columns", "scale"), [(1, 2880, 1), (3, 64, 1), (2, 8, 1), (2, 12_288, 1), (0, 64, 1), (2, 2880, 0.003)]
+)
+def test_a_norm_is_vllms(library, tokens, columns, scale):
+    attention_cases.check_norm(tokens, columns, torch.device("cpu"), scale)
 
 
 def test_a_sequence_is_shared_by_as_many_blocks_as_the_gpu_has_room_for():
@@ -65,11 +74,113 @@ def test_a_sequence_is_shared_by_as_many_blocks_as_the_gpu_has_room_for():
     assert attention.splits(1, 8, 1024, 48) == 4
 
 
-def test_other_heads_and_devices_are_left_to_vllm():
-    assert not attention.fits(64, 8, 64, torch.device("cpu"))
-    assert not attention.fits(64, 8, 128, torch.device("cuda"))
-    assert not attention.fits(72, 8, 64, torch.device("cuda"))
-    assert not attention.fits(12, 8, 64, torch.device("cuda"))
+def test_other_heads_and_devices_are_left_to_vllm(monkeypatch):
+    assert [sizes for sizes in HEADS if attention.heads_fit(*sizes)] == [(64, 8, 64), (8, 1, 64), (8, 8, 64)]
+    assert not attention.device_fits(torch.device("cpu"))
+    gpu = torch.device("cuda")
+    for capability, fits in (((9, 0), True), ((12, 1), True), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, given=capability: given)
+        assert attention.device_fits(gpu) is fits
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "7.1")  # AMD's gfx90a reports 9.0 too
+    assert not attention.device_fits(gpu)
+
+
+def misaligned(tensor):
+    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+
+
+def columns_first(tensor):
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def spread(tensor):
+    return torch.nn.functional.pad(tensor, (0, 4))[..., : tensor.shape[-1]]
+
+
+def no_rows(tensor):
+    return tensor[:0]
+
+
+def every_second(tensor):
+    return tensor.repeat_interleave(2, dim=0)[::2]
+
+
+REFUSED = {  # name → changes of that tensor which the kernels do not support
+    "query": (torch.Tensor.float, misaligned, columns_first, spread, lambda t: t[:, :5], lambda t: t[0], no_rows),
+    "key": (torch.Tensor.half, misaligned, columns_first, no_rows, lambda t: t[..., :32], lambda t: t.to("meta")),
+    "value": (torch.Tensor.float, misaligned, spread, lambda t: t[:2], lambda t: t[:, :1]),
+    "cache.data": (torch.Tensor.half, misaligned, spread, lambda t: t[0], lambda t: t[:, :1], lambda t: t[..., :64]),
+    "cache.table": (torch.Tensor.long, columns_first, lambda t: t[:2], lambda t: t[:, :0]),
+    "cache.lengths": (torch.Tensor.long, every_second, lambda t: t[:2]),
+    "cache.slots": (torch.Tensor.int, every_second, lambda t: t[:2], lambda t: t[:, None]),
+    "layer.sinks": (torch.Tensor.float, every_second, lambda t: t[:8], lambda t: t.repeat(2)),
+    "layer.rotation": (torch.Tensor.bfloat16, columns_first, lambda t: t[:, :32]),
+    "layer.tickets": (torch.Tensor.float, every_second, lambda t: t[:5]),
+    "output": (torch.Tensor.float, columns_first, lambda t: t[:2], lambda t: t.flatten(1)),
+    "starts": (torch.Tensor.long, every_second, lambda t: t[:1], lambda t: t[:, None]),
+    "rotation": (torch.Tensor.double, columns_first, lambda t: t[:, :32]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, change) for name in REFUSED for change in REFUSED[name]])
+def test_a_tensor_that_the_kernels_do_not_support_is_refused_by_name(monkeypatch, name, change):
+    monkeypatch.setattr(attention, "load", lambda _device: pytest.fail("the tensor was not refused"))
+    device, lengths = torch.device("cpu"), (40, 17, 3)
+    new = attention_cases.projections(3, 2, device)
+    cache = attention_cases.random_cache(lengths, (1, 1, 1), 2, 16, device)
+    rotation = attention_cases.rotations(48, device)
+    tensors = {**new._asdict(), **{f"cache.{field}": tensor for field, tensor in cache._asdict().items()}} | {
+        "layer.sinks": torch.randn(16).bfloat16(), "layer.rotation": rotation, "rotation": rotation,
+        "layer.tickets": attention.counters(2, device), "output": torch.empty_like(new.query),
+        "starts": torch.arange(4, dtype=torch.int32),
+    }  # fmt: skip
+    tensors[name] = change(tensors[name])
+    new = Projections(*(tensors[field] for field in Projections._fields))
+    cache = Cache(*(tensors[f"cache.{field}"] for field in Cache._fields))
+    layer = Layer(1.0, tensors["layer.tickets"], 0, tensors["layer.sinks"], tensors["layer.rotation"])
+    if name in {"starts", "rotation"}:
+        run = partial(attention.rotate_and_store, new, cache, tensors["starts"], tensors["rotation"])
+    else:
+        run = partial(attention.attend, new, cache, layer, tensors["output"])
+    with pytest.raises(ValueError, match=f"attention cannot run · {re.escape(name)} .* set SPARK_MXFP4_ATTENTION=vllm"):
+        run()
+
+
+NORM_REFUSED = {
+    "x": (
+        torch.Tensor.float,
+        columns_first,
+        misaligned,
+        lambda x: x[0],
+        lambda x: x[:, :12],
+        lambda x: x.repeat(1, 770),
+    ),
+    "residual": (torch.Tensor.half, columns_first, misaligned, lambda x: x[:1]),
+    "weight": (torch.Tensor.float, every_second, misaligned, lambda x: x[:8]),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, change) for name in NORM_REFUSED for change in NORM_REFUSED[name]])
+def test_a_tensor_that_the_norm_does_not_support_is_refused_by_name(monkeypatch, name, change):
+    monkeypatch.setattr(attention, "load", lambda _device: pytest.fail("the tensor was not refused"))
+    tensors = {"x": torch.ones(2, 16), "residual": torch.ones(2, 16), "weight": torch.ones(16)}
+    tensors = {key: tensor.bfloat16() for key, tensor in tensors.items()}
+    tensors[name] = change(tensors[name])
+    with pytest.raises(ValueError, match=rf"the norm cannot run · {name} .* use torch\.nn\.functional\.rms_norm"):
+        norm.add_rms_norm(*tensors.values(), 1e-5)
+
+
+def test_another_device_is_refused():
+    cpu = torch.device("cpu")
+    ones = torch.ones(2, 16).bfloat16()
+    with pytest.raises(
+        NotImplementedError, match=r"attention's kernels cannot run on this device · .* 9\.0, 12\.0 and"
+    ):
+        norm.add_rms_norm(ones, ones, ones[0].clone(), 1e-5)
+    new, cache = attention_cases.projections(1, 1, cpu), attention_cases.random_cache([5], [1], 1, 16, cpu)
+    with pytest.raises(NotImplementedError, match="attention's kernels cannot run on this device"):
+        attention.attend(new, cache, Layer(1.0, attention.counters(1, cpu)), torch.empty_like(new.query))
 
 
 @pytest.mark.parametrize("target", ["90a", "121a"])

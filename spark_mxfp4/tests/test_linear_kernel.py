@@ -16,7 +16,8 @@ import torch
 import cpu_kernels
 from project import PROJECT
 from spark_mxfp4.kernels import linear, precompile
-from spark_mxfp4.kernels.linear import NO_FIT, Format, Weight, reference
+from spark_mxfp4.kernels.extension import NO_FIT
+from spark_mxfp4.kernels.linear import Format, Weight, reference
 
 pytestmark = pytest.mark.needs("c++")
 VARIANTS = 16

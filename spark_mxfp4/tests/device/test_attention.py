@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import attention_cases
-from spark_mxfp4.kernels import attention
+from spark_mxfp4.kernels import attention, extension
 from spark_mxfp4.kernels.attention import Layer
-from spark_mxfp4.kernels.linear import CAPABILITIES
 
 pytestmark = pytest.mark.device
 LENGTHS = [(1,), (16, 17), (127, 128, 129, 0), (1024,), (1, 5000, 333, 64), (3000,) * 16, (900,) * 64, (20_000,)]
@@ -14,8 +13,8 @@ LENGTHS = [(1,), (16, 17), (127, 128, 129, 0), (1024,), (1, 5000, 333, 64), (300
 
 @pytest.fixture(autouse=True, scope="module")
 def needs_a_kernel():
-    if torch.cuda.get_device_capability() not in CAPABILITIES:
-        pytest.skip(f"the attention kernels are built for compute capabilities {CAPABILITIES}")
+    if extension.target(torch.device("cuda")) is None:
+        pytest.skip("the attention kernels are not compiled for this GPU")
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

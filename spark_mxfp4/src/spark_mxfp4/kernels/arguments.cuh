@@ -1,4 +1,5 @@
-// What Python passes to the kernels. extension.py reads these structs: members of one type a line, then their meaning.
+// The arguments that Python passes to the kernels. extension.py parses these structs: each line declares members of one
+// type, and a comment may follow on the same line.
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
@@ -6,55 +7,55 @@
 namespace spark {
 
 struct Routing {
-  const void* ids;        // int32 or int64 [pairs], the flattened routing table
-  const int32_t* map;     // global expert -> local expert or -1; null when all experts are here
+  const void* ids;        // int32 or int64 [pairs]: the routing table, flattened
+  const int32_t* map;     // [global experts]: local expert, or -1 if it is on another device; null: all are local
   int ids_are_64_bit;
   int pairs, top_k, experts, global_experts;
   int tile_tokens;        // most tokens of a tile
-  int row_multiple;       // each expert's first row is a multiple of it
-  int32_t* row_of_pair;   // [pairs], -1 where the expert is not here
+  int row_multiple;       // each expert's first row is a multiple of this
+  int32_t* row_of_pair;   // [pairs]; -1 if the expert is on another device
   int32_t* token_of_row;  // [rows]
   int4* tiles;            // {expert, first row, tokens, 0}
   int32_t* tile_count;    // [1]
 };
 
-// Activations in the order of columns in which the first product takes them, see pair_at.
+// Activations, with columns in the order in which the first product reads them; see pair_at.
 struct Ordering {
-  const uint4* x;  // [tokens][vectors]: eight columns each
-  uint4* ordered;  // [tokens][chunks of 64 columns][8], or planes; zeros behind the last column; null: not needed
+  const uint4* x;  // [tokens][vectors], eight columns per vector
+  uint4* ordered;  // [tokens][chunks of 64 columns][8], or planes; zeros behind the last column; null: do not write
   int tokens, vectors, chunks;
 };
 
 struct Gemm {
   const uint8_t* weight;     // [experts][row tiles][chunks][CHUNK_BYTES], see layout.py
-  const float* bias;         // [experts][row tiles · 64] in the weights' order of rows
-  const uint8_t* x;          // planes [chunks][rows][PLANE_BYTES]; first with S::GATHERS: [tokens][chunks][PLANE_BYTES]
+  const float* bias;         // [experts][row tiles · 64], rows in the order of the weights
+  const uint8_t* x;          // planes [chunks][rows][PLANE_BYTES]; first product with GATHERS: [tokens][chunks][PLANE_BYTES]
   __nv_bfloat16* out;        // SWIGLU: planes [row tiles / 2][rows][PLANE_BYTES]; else [rows][columns]
-  const int32_t* token_of_row;  // for the first product
+  const int32_t* token_of_row;  // used by the first product
   const int4* tiles;
   const int32_t* tile_count;
   int chunks, row_tiles, columns;
   int64_t rows;
-  float alpha, limit, shift;  // of the activation; 1, infinity and 0 make it SwiGLU with plain SiLU
+  float alpha, limit, shift;  // of the activation; 1, infinity and 0 give SwiGLU with plain SiLU
 };
 
-// Activations as the kernel reads them: `vectors` of 16 bytes for each row.
+// Activations as rows of 16-byte vectors.
 struct Input {
   const uint8_t* at;
-  int64_t stride;  // bytes
-  int vectors;
+  int64_t stride;  // of rows, in bytes
+  int vectors;     // per row
 };
 
 struct Layer {
-  Gemm first, second;     // second.out is the layer's result [tokens][columns]; `tiles` if sorted
+  Gemm first, second;     // second.out is the layer's result [tokens][columns]; `tiles` are read if `sorted`
   Routing routing;
   Input x, hidden;        // x [tokens]; hidden [rows] is first.out
   float* partial;         // [rows][parts][second.row_tiles · 64]
-  int32_t* taken;         // how many items are taken from the counter
+  int32_t* taken;         // [1]: counter of the work items that blocks have taken
   const float* shares;    // [pairs]
-  int sorted;             // a kernel before this one has sorted the pairs
+  int sorted;             // 1: an earlier kernel has sorted the pairs
   int parts, part_chunks, tokens, top_k;
-  int first_at_once, second_at_once;  // stages of weights in flight, for the first and the second product
+  int first_at_once, second_at_once;  // stages of weights in flight in the first and in the second product
 };
 
 struct Linear {
@@ -71,29 +72,30 @@ struct Router {
   const __nv_bfloat16* weight;  // [experts][columns]
   const __nv_bfloat16* bias;    // [experts] or null
   const __nv_bfloat16* x;       // [tokens][x_stride]
-  const uint8_t* padding;       // [tokens] or null: not 0 where a token is padding, which gets expert -1
+  const uint8_t* padding;       // [tokens] or null; 1: the token is padding and gets expert -1
   float* shares;                // [tokens][top_k]
   int32_t* ids;                 // [tokens][top_k]
   float* parts;                 // route_by_ticket: [slices][tokens][experts]
-  unsigned* ticket;             // route_by_ticket: one number, 0 before and after every launch
+  unsigned* ticket;             // route_by_ticket: [1], 0 before and after every launch
   int tokens, experts, columns, top_k;
   int64_t x_stride;
 };
 
 struct Attention {
-  const __nv_bfloat16* query;   // [tokens][query_stride], heads one after the other
+  const __nv_bfloat16* query;   // [tokens][query_stride]; the heads of a token are contiguous, here and in key and value
   const __nv_bfloat16* key;     // [tokens][key_stride]
   const __nv_bfloat16* value;   // [tokens][value_stride]
-  __nv_bfloat16* cache;         // keys of a token and head, then its values: 128 numbers
-  const int32_t* table;         // [tokens][table_stride]: the cache's blocks of each sequence
-  const int32_t* lengths;       // [tokens]: tokens of the sequence with the new one; 0 for padding
-  const int64_t* slots;         // [tokens]: where the new token's key and value go; negative: nowhere
+  __nv_bfloat16* cache;         // 128 numbers for a token and key head: its key, then its value
+  const int32_t* table;         // [tokens][table_stride]: numbers of the cache blocks of each sequence
+  const int32_t* lengths;       // [tokens]: tokens of the sequence, the new one included; 0 for padding
+  const int64_t* slots;         // [tokens]: block · block_size + position in the block; negative: do not store the token
   const __nv_bfloat16* sinks;   // [query heads] or null
-  const float* rotation;        // [positions][64]: cosines, sines; null: query and key are rotated already
+  const float* rotation;        // [positions][64]: cosines, then sines; null: query and key are rotated already
   __nv_bfloat16* output;        // [tokens][query heads][64]
   float* parts;                 // [tokens][key heads][splits][ATTENTION_PART]
   unsigned* tickets;            // [tokens][key heads], 0 before and after every launch
-  int tokens, key_heads, group, splits, least, window, block_size;  // least: steps for a block; window 0: all tokens
+  int tokens, key_heads, group, splits;  // group: query heads per key head
+  int least, window, block_size;         // least: steps per split; window: tokens, 0 for all
   int64_t query_stride, key_stride, value_stride, table_stride, cache_block, cache_head, cache_token;
   float scale;
 };
@@ -102,9 +104,9 @@ struct Rotation {
   const __nv_bfloat16* query;  // [tokens][query_stride]
   const __nv_bfloat16* key;    // [tokens][key_stride]
   const __nv_bfloat16* value;  // [tokens][value_stride]
-  __nv_bfloat16* cache;        // as Attention's
+  __nv_bfloat16* cache;        // as in Attention
   const int32_t* starts;       // [sequences + 1]: the first token of each sequence
-  const int32_t* lengths;      // [sequences]: tokens of each with these
+  const int32_t* lengths;      // [sequences]: tokens of each, the new ones included
   const int64_t* slots;        // [tokens]
   const float* rotation;       // [positions][64]
   __nv_bfloat16* output;       // [tokens][query heads][64]: the rotated query

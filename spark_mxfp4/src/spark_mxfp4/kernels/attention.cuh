@@ -1,11 +1,14 @@
-// Attention of one new token for each sequence in one launch: rotary embedding of query and key, the new token's place in
-// the paged KV cache, softmax with sinks over the cached tokens, and the sum of the blocks that share a sequence.
+// Attention for decoding, one new token per sequence, in one launch. The kernel rotates query and key, stores the new
+// token in the paged KV cache, computes softmax with sinks over the cached tokens, and reduces over the thread blocks
+// (splits) that share a sequence.
 //
-// Heads are 64 wide and up to eight query heads share a key head: they are the matrix instruction's eight columns, as few
-// tokens are in the experts' kernels. Keys and values go from memory to registers and straight into the instruction:
-// sums over a head's dimensions may take them in any order, and values are transposed by eights. A warp takes 16 cached
-// tokens at a time and asks for the next 16, and for the place of those behind them, before it computes. What was cached in earlier steps is asked for before the
-// kernel in front has ended. Sums are float32 and probabilities bfloat16, as FlashAttention's are.
+// A head has 64 dimensions. The up to eight query heads of a key head are the eight columns of mma.m16n8k16. Keys and
+// values go from global memory to registers and from there into the instruction, without shared memory: a sum over
+// dimensions may take them in any order, and values are transposed as 8 x 8 tiles.
+//
+// In one step a warp processes 16 cached tokens. Before it computes, it loads the keys and values of its next step and the
+// block numbers of the step after that. Tokens of earlier steps are loaded before the preceding kernel has ended.
+// Sums are float32, probabilities bfloat16, as in FlashAttention.
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
@@ -17,13 +20,14 @@
 
 namespace spark {
 
-constexpr int ATTENTION_GROUP = 8, ATTENTION_WIDTH = 64;  // most query heads of a key head, dimensions of a head
-constexpr int ATTENTION_ROWS = 16;                        // cached tokens that a warp takes at once
-constexpr int ATTENTION_PART = ATTENTION_GROUP * (ATTENTION_WIDTH + 2);  // floats: sums, then maxima, then totals
+constexpr int ATTENTION_GROUP = 8, ATTENTION_WIDTH = 64;  // most query heads per key head, dimensions of a head
+constexpr int ATTENTION_ROWS = 16;                        // cached tokens of a warp's step
+// Floats of a partial result: sums [8 heads][64], maxima [8], totals [8].
+constexpr int ATTENTION_PART = ATTENTION_GROUP * (ATTENTION_WIDTH + 2);
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Pair {
-  uint4 low, high;  // dimensions 8 c to 8 c + 7 and 32 more, where c = lane % 4
+  uint4 low, high;  // dimensions 8 c to 8 c + 7, and the same + 32, where c = lane % 4
 };
 
 __device__ __forceinline__ Pair load_pair(const __nv_bfloat16* head, int c) {
@@ -37,7 +41,8 @@ __device__ __forceinline__ uint32_t two_bf16(float x, float y) {
   return *reinterpret_cast<uint32_t*>(&two);
 }
 
-// Neox style: dimension d turns with d + 32. Cosine and sine are rounded to bf16, as vLLM's are for a bf16 model.
+// Rotary embedding in Neox style: dimensions d and d + 32 rotate together. Cosine and sine are rounded to bf16, as in
+// vLLM for a bf16 model.
 __device__ __forceinline__ void rotate_word(uint32_t& low, uint32_t& high, const float* cosines) {
   float results[2][2];
 #pragma unroll
@@ -56,7 +61,8 @@ __device__ __forceinline__ void rotate(Pair& pair, const float* rotation, int po
   rotate_word(pair.low.z, pair.high.z, cosines + 4), rotate_word(pair.low.w, pair.high.w, cosines + 6);
 }
 
-// 16 tokens of the cache from `first` on: a thread has those at g and g + 8 (g = lane / 4).
+// Keys and values of 16 cached tokens from `first` on. A thread holds parts of tokens g and g + 8, g = lane / 4; tokens
+// from `end` on are zeros.
 struct CachedRows {
   Pair key[2], value[2];
   __device__ __forceinline__ void load(const Attention& a, const __nv_bfloat16* cache, const int32_t (&blocks)[2],
@@ -72,7 +78,7 @@ struct CachedRows {
     }
   }
 };
-// The cache's blocks of the same two tokens.
+// Loads the numbers of the cache blocks that hold the same two tokens.
 __device__ __forceinline__ void load_blocks(int32_t (&blocks)[2], const int32_t* table, int block_size, int first, int end,
                                             int lane) {
 #pragma unroll
@@ -82,11 +88,12 @@ __device__ __forceinline__ void load_blocks(int32_t (&blocks)[2], const int32_t*
   }
 }
 
-// Softmax's state for two of the heads, 2 c and 2 c + 1, and their sums over values: 16 dimensions in each of four tiles.
+// Running softmax of query heads 2 c and 2 c + 1 over the tokens that a warp has processed: maximum, total of the
+// probabilities, and the sums of values. A thread's sums are four tiles of the matrix instruction's result.
 struct HeadSums {
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {}, sums[4][4] = {};
 
-  // `end`: the first position that does not count.
+  // Adds 16 tokens. Positions from `end` on get the probability 0.
   __device__ __forceinline__ void add(const CachedRows& rows, const Pair& query, int first, int end, float scale, int lane) {
     const Pair &k0 = rows.key[0], &k1 = rows.key[1], &v0 = rows.value[0], &v1 = rows.value[1];
     float scores[4] = {};
@@ -120,7 +127,7 @@ struct HeadSums {
     }
   }
 
-  // To shared memory as a part: sums [8 heads][64], maxima [8], totals [8].
+  // Writes the warp's partial result to shared memory.
   __device__ __forceinline__ void store(float* part, int lane) {
     const int g = lane / 4, c = lane % 4;
 #pragma unroll
@@ -130,7 +137,7 @@ struct HeadSums {
     for (int tile = 0; tile < 4; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Of a transposed word w, row g is dimension 8 (g / 2) + 2 w + g % 2 of the half that it is from.
+        // Row g of a transposed word w is dimension 8 (g / 2) + 2 w + g % 2 of its half, low or high.
         const int word = 2 * tile + i / 2, dimension = word / 4 * 32 + 8 * (g / 2) + 2 * (word % 4) + g % 2;
         part[(2 * c + i % 2) * ATTENTION_WIDTH + dimension] = sums[tile][i];
       }
@@ -146,7 +153,8 @@ struct HeadSums {
 struct HeadSum {
   float sum, largest, total;
 };
-// Adds up `count` parts for one dimension of one head; parts of nothing have the maximum minus infinity.
+// Reduces `count` partial results for one dimension of one head. A partial result of no tokens has the maximum minus
+// infinity.
 template <class Load>
 __device__ __forceinline__ HeadSum add_parts(int count, int head, int dimension, Load load) {
   HeadSum all{0, -INFINITY, 0};
@@ -161,8 +169,8 @@ __device__ __forceinline__ HeadSum add_parts(int count, int head, int dimension,
   return all;
 }
 
-// WARPS are 8 where they take a window at once, else 16. Grid: x the blocks that share a sequence, y sequences and their
-// key heads.
+// Grid: x is the split, y is sequence · key heads + key head. WARPS is 8 if eight warps cover the window in one step,
+// else 16.
 template <int WARPS>
 constexpr int ATTENTION_BYTES = 4 * (WARPS * ATTENTION_PART + 1);
 template <int WARPS>
@@ -178,7 +186,7 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) attend(const Attention
   const int length = a.lengths[token], begin = a.window > 0 && length > a.window ? length - a.window : 0;
   const int steps = (length - begin + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
   const int spread = (steps + a.splits - 1) / a.splits, mine = spread > a.least ? spread : a.least;
-  const int active = (steps + mine - 1) / mine;  // blocks that have something to do
+  const int active = (steps + mine - 1) / mine;  // splits with at least one step
   __nv_bfloat16* const output = a.output + (int64_t{token} * a.key_heads + head) * outputs;
   if (split >= active) {
     if (length > 0 || split > 0) return;
@@ -251,7 +259,7 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) attend(const Attention
   if (active == 1) return;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0)  // the last one makes it 0 again
+  if (threadIdx.x == 0)  // the last block resets the counter to 0
     *is_last = atomicInc(a.tickets + blockIdx.y, active - 1) == unsigned(active - 1);
   __syncthreads();
   if (*is_last == 0) return;
@@ -262,11 +270,11 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) attend(const Attention
            i);
 }
 
-// A block for each token of prompts: the query is rotated, and rotated keys and the values go to the cache.
+// For tokens of prompts, one block per token: rotates the query, and stores the rotated keys and the values in the cache.
 __global__ void __launch_bounds__(256) rotate_and_store(const Rotation r) {
   const int token = blockIdx.x;
   let_next_kernel_start();
-  int low = 0, high = r.sequences;  // the sequence: the last one that starts at this token or before it
+  int low = 0, high = r.sequences;  // binary search for the token's sequence: the last that starts at or before it
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     (r.starts[middle] <= token ? low : high) = middle;

@@ -11,13 +11,28 @@ import torch
 
 from spark_mxfp4.kernels import precompile
 
+NO_FIT = -1  # a kernel's result where the chosen variant does not support the size
 
-def library(name: str, target: str, subject: str, alternative: str) -> str:
+
+def target(device: torch.device) -> str | None:
+    """Return the target of `precompile` for `device`, such as "90a"; None if no kernels are compiled for it."""
+    if device.type != "cuda" or torch.version.hip is not None:  # AMD's gfx90a reports 9.0 too
+        return None
+    name = "".join(map(str, torch.cuda.get_device_capability(device))) + "a"
+    return name if name in precompile.LIBRARIES else None
+
+
+def library(name: str, target: str | None, subject: str, alternative: str) -> str:
     """Return the path of the library `name` (of precompile) for `target`, such as "90a", compiled if need be.
 
-    Raises NotImplementedError where there is no nvcc: `subject` says what cannot be compiled, `alternative` what to do
-    without it.
+    Raises NotImplementedError if `target` is None, or if there is neither a compiled library nor nvcc: `subject` says
+    what cannot run, `alternative` what to do without it.
     """
+    if target is None:
+        raise NotImplementedError(
+            f"{subject} cannot run on this device · they are compiled for NVIDIA's compute capabilities 9.0, 12.0 and "
+            f"12.1 · {alternative}"
+        )
     try:
         return str(precompile.library(name, target) or precompile.build(name, target, precompile.cache()))
     except FileNotFoundError as error:
@@ -47,6 +62,23 @@ def structure(name: str, *members: type[ctypes.Structure]) -> type[ctypes.Struct
         for field in names.split(", ")
     ]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def launch(
+    kernel: Callable[..., int],
+    job: ctypes.Structure,
+    *numbers: int,
+    device: torch.device,
+    message: Callable[[int], bytes],
+) -> bool:
+    """Call `kernel` with `job`, `numbers` and the current stream of `device`; return False if it returned NO_FIT.
+
+    Raises RuntimeError if it returned a CUDA error; `message` gives CUDA's text for it.
+    """
+    error = kernel(ctypes.byref(job), *numbers, torch.cuda.current_stream(device).cuda_stream)
+    if error != NO_FIT:
+        check(error, message)
+    return error != NO_FIT
 
 
 def check(error: int, message: Callable[[int], bytes]) -> None:

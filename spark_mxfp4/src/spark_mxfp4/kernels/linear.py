@@ -24,8 +24,6 @@ MOST_TOKENS = 64
 FEW_ROWS = 4096  # up to here two blocks on each of a GPU's 132 multiprocessors have no more than a tile each
 MANY_ROWS = 32_768  # from here on every warp has rows of its own: an LM head's
 ROWS_AT_ONCE = 8192  # that are quantised together, a multiple of ROWS: an LM head would take gigabytes for a moment
-CAPABILITIES = ((9, 0), (12, 0), (12, 1))
-NO_FIT = -1  # linear.cu: this variant cannot take the size
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
 
 
@@ -213,9 +211,10 @@ def dense(weight: Weight) -> torch.Tensor:
     """Return `weight` in bfloat16, [N, K]: exact for MXFP4 and MXFP8, rounded once for FP8."""
     out = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=weight.data.device)
     library = load(weight.data.device)
-    job = _job(weight, out)
-    error = library.spark_linear_expand(ctypes.byref(job), int(weight.format), _stream(out))
-    extension.check(error, library.spark_linear_error)
+    extension.launch(
+        library.spark_linear_expand, _job(weight, out), int(weight.format),
+        device=out.device, message=library.spark_linear_error,
+    )  # fmt: skip
     return out
 
 
@@ -254,9 +253,11 @@ def _start(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torc
     job = _job(weight, out, x, bias)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     for variant, blocks in variants(x.shape[0], weight.rows, weight.data.shape[1], weight.format):
-        error = library.spark_linear(ctypes.byref(job), int(weight.format), variant, processors, blocks, _stream(x))
-        if error != NO_FIT:
-            return extension.check(error, library.spark_linear_error)
+        if extension.launch(
+            library.spark_linear, job, int(weight.format), variant, processors, blocks,
+            device=x.device, message=library.spark_linear_error,
+        ):  # fmt: skip
+            return
     raise NotImplementedError(
         f"no kernel for a weight of {weight.rows} by {weight.columns} · its columns are too many for this GPU's "
         "registers and shared memory · keep this layer in bfloat16"
@@ -272,10 +273,6 @@ def _job(
     return Linear(
         weight.data.data_ptr(), *pointers, out.data_ptr(), tokens, weight.rows, weight.columns, chunks, tiles, 0, stride
     )
-
-
-def _stream(tensor: torch.Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream
 
 
 def _check(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> None:
@@ -296,16 +293,9 @@ def _check(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> None:
 def load(device: torch.device) -> ctypes.CDLL:
     """Return the kernels for `device`, built when first used if `precompile` left none.
 
-    Raises NotImplementedError where the device is no NVIDIA GPU of compute capability 9.0 or 12.x, or where there are
-    no compiled kernels and no nvcc.
+    Raises NotImplementedError as `extension.library` does.
     """
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    if not nvidia or (capability := torch.cuda.get_device_capability(device)) not in CAPABILITIES:
-        raise NotImplementedError(
-            f"dense kernels cannot run on {device} · they are built for compute capability 9.0, 12.0 and 12.1 · keep "
-            "the layer in bfloat16"
-        )
-    target = "".join(map(str, capability)) + "a"
+    target = extension.target(device)
     return bind(extension.library(precompile.LINEAR, target, "dense kernels", "keep the layer in bfloat16"))
 
 

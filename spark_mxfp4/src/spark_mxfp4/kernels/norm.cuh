@@ -1,6 +1,6 @@
-// A layer's input added to the residual and normalised by its root mean square, in one launch that lets the product
-// behind it begin to read its weights. Roundings are those of vLLM's definition (vllm/ir/ops/layernorm.py): the sum is
-// normalised in float32 and rounded to bf16 before and after it meets the weight.
+// Adds a layer's input to the residual and normalises the sum by its root mean square (RMS norm), in one launch. The
+// product behind it can load its weights meanwhile. The kernel rounds as vLLM's definition does
+// (vllm/ir/ops/layernorm.py): the sum is normalised in float32, rounded to bf16, multiplied by the weight and rounded again.
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace spark {
 
-constexpr int NORM_THREADS = 384, NORM_TURNS = 4;  // eight columns a thread and turn
+constexpr int NORM_THREADS = 384, NORM_TURNS = 4;  // in each turn a thread has eight columns
 
 __device__ __forceinline__ float bf16_of_word(uint32_t word, int high) {
   return __uint_as_float(high ? word & 0xFFFF0000u : word << 16);
@@ -25,7 +25,7 @@ union Eight {
   uint32_t words[4];
 };
 
-// A block for each token.
+// One block per token.
 __global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n) {
   constexpr int WARPS = NORM_THREADS / 32;
   float* const shared = shared_floats();

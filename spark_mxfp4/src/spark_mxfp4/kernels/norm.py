@@ -1,8 +1,6 @@
-"""A layer's input added to the residual and normalised, in one launch that overlaps its neighbours (norm.cuh)."""
+"""The residual's sum and RMS norm in one launch, which overlaps the kernels before and behind it (norm.cuh)."""
 
 from __future__ import annotations
-
-import ctypes
 
 import torch
 
@@ -16,17 +14,30 @@ Norm = extension.structure("Norm")
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bf16 `x` + `residual` [M, H], normalised and times `weight` [H], and the sum; see `reference`.
+    """Return the RMS norm of `x` + `residual` (bf16 [M, H]) times `weight` (bf16 [H]), and the sum; see `reference`.
 
-    H is a multiple of 8 and at most MOST_COLUMNS.
+    H is a multiple of 8 up to MOST_COLUMNS; tensors are contiguous and aligned to 16 bytes. Raises ValueError, with the
+    tensor's name, for others, and NotImplementedError where the kernel cannot run.
     """
-    x, residual = x.contiguous(), residual.contiguous()
+    if x.dim() != 2 or not 0 < x.shape[1] <= MOST_COLUMNS or x.shape[1] % 8:
+        raise ValueError(
+            f"the norm cannot run · x has the shape {tuple(x.shape)}, not [M, H] with H a multiple of 8 up to "
+            f"{MOST_COLUMNS} · use torch.nn.functional.rms_norm"
+        )
+    for name, tensor, shape in (("x", x, x.shape), ("residual", residual, x.shape), ("weight", weight, x.shape[1:])):
+        if tensor.dtype != torch.bfloat16 or tensor.shape != shape or tensor.device != x.device:
+            wanted = f"bfloat16 {tuple(shape)} on {x.device}"
+            problem = f"is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, not {wanted}"
+        elif not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            problem = "is not contiguous and aligned to 16 bytes"
+        else:
+            continue
+        raise ValueError(f"the norm cannot run · {name} {problem} · use torch.nn.functional.rms_norm")
     output, total = torch.empty_like(x), torch.empty_like(x)
-    tensors = (x, residual, weight, output, total)
-    job = Norm(*(tensor.data_ptr() for tensor in tensors), *x.shape, epsilon)
-    library = attention.load(x.device)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    extension.check(library.spark_norm(ctypes.byref(job), stream), library.spark_step_error)
+    if x.numel():
+        job = Norm(*(tensor.data_ptr() for tensor in (x, residual, weight, output, total)), *x.shape, epsilon)
+        library = attention.load(x.device)
+        extension.launch(library.spark_norm, job, device=x.device, message=library.spark_step_error)
     return output, total
 
 
@@ -38,7 +49,7 @@ def _shapes(x: torch.Tensor, _residual: object, _weight: object, _epsilon: float
 def reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `add_rms_norm` is meant to, with torch: vLLM's definition (vllm/ir/ops/layernorm.py)."""
+    """Return what `add_rms_norm` returns, by torch: vLLM's definition (vllm/ir/ops/layernorm.py)."""
     total = x.float() + residual.float()
     normal = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
     return normal.bfloat16() * weight, total.bfloat16()

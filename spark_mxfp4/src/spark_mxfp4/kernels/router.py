@@ -14,10 +14,8 @@ from typing import NamedTuple
 import torch
 
 from spark_mxfp4.kernels import extension, precompile
-from spark_mxfp4.kernels.linear import CAPABILITIES
 
 MOST_TOKENS, MOST_EXPERTS, MOST_TOP_K = 16, 256, 8  # router.cuh
-NO_FIT = -1  # router.cu: this variant cannot take the size
 UNIT, TICKET_WARPS = 32, 12  # router.cuh: columns of a unit; router.cu: warps of a block
 CLUSTERS = {0: (3072, 8), 1: (3072, 16), 2: (6144, 8)}  # variant: most columns, experts of a block
 TICKETS = {3: 1, 4: 2, 5: 4, 6: 8}  # variant: units of a warp
@@ -55,8 +53,7 @@ def fits(tokens: int, weight: torch.Tensor, top_k: int) -> bool:
         and columns % 8 == 0
         and weight.dtype == torch.bfloat16
         and weight.is_contiguous()
-        and weight.device.type == "cuda"
-        and torch.cuda.get_device_capability(weight.device) in CAPABILITIES
+        and extension.target(weight.device) is not None
     )
 
 
@@ -76,7 +73,6 @@ def route(
     _check(x, weight, bias, top_k, padding)
     table = empty_table(x.shape[0], top_k, x.device)
     x = extension.aligned(x)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
     library = load(x.device)
     major = torch.cuda.get_device_capability(x.device)[0]
     for number in variants(weight.shape[0], weight.shape[1], major) if variant is None else (variant,):
@@ -89,9 +85,7 @@ def route(
             *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
             x.shape[0], *weight.shape, top_k, x.stride(0),
         )  # fmt: skip
-        error = library.spark_router(ctypes.byref(job), number, stream)
-        if error != NO_FIT:
-            extension.check(error, library.spark_router_error)
+        if extension.launch(library.spark_router, job, number, device=x.device, message=library.spark_router_error):
             return table
     raise ValueError(
         f"no kernel for a router of {weight.shape[0]} experts and {weight.shape[1]} columns · it is too large · "
@@ -162,19 +156,13 @@ def _check(
             )
 
 
-def prepare(device: torch.device) -> None:
-    """Build and load the kernels where `device` runs them, so that the first step, or a CUDA graph, need not."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) in CAPABILITIES:
-        load(device)
-
-
 @cache
 def load(device: torch.device) -> ctypes.CDLL:
     """Return the kernels for `device`, built when first used if `precompile` left none.
 
-    Raises NotImplementedError where there are none and no nvcc.
+    Raises NotImplementedError as `extension.library` does.
     """
-    target = "".join(map(str, torch.cuda.get_device_capability(device))) + "a"
+    target = extension.target(device)
     return bind(extension.library(precompile.ROUTER, target, "the router's kernels", "set SPARK_MXFP4_ROUTER=vllm"))
 
 

@@ -1,10 +1,14 @@
-// The shapes of the experts' kernels by number. Each kernel is compiled from its line here; precompile.py reads the lines
-// too, for hopper.py, the tests and the measurements. tuned.json chooses among the numbers.
+// The shapes of the experts' kernels, by number. One kernel is compiled for each line. precompile.py parses the lines for
+// hopper.py, the tests and the measurements; tuned.json names shapes by their numbers.
 //
-// `rows` are tiles of 64 weight rows, `split` is the number of warpgroups that share the columns, `step` their chunks of 64
-// columns in a stage, `tokens` the most tokens of a tile, `stages` those of the ring, `blocks` those of a multiprocessor.
-// `registers` is what a multiplying thread gets of those that the copying warpgroup gives up; without it all keep their
-// share and a single warp copies.
+// rows       tiles of 64 weight rows in a block's tile
+// split      consumer warpgroups that share the columns of such a tile
+// step       chunks of 64 columns per warpgroup in a stage
+// tokens     most tokens of a tile
+// stages     stages of the ring buffer
+// blocks     thread blocks per multiprocessor
+// registers  registers of a consumer thread, after the producer warpgroup has released some of its own; if not given, the
+//            producer is a single warp and registers stay as they are
 #pragma once
 #include "format.cuh"
 
@@ -18,7 +22,7 @@
   SHAPE(5, 3, 1, 1, 144, 9, 1, 152) \
   SHAPE(6, 3, 1, 1, 192, 6, 1, 152)
 
-// The kernels of a whole layer. These need at most 99 KB of shared memory a block, 12.1's limit.
+// Kernels of a whole layer. These need at most 99 KB of shared memory per block, the limit of 12.1.
 #define SPARK_SMALL_LAYERS(SHAPE) \
   SHAPE(4, 1, 3, 3, 8, 3, 1)      \
   SHAPE(5, 3, 1, 3, 8, 4, 1)      \
@@ -26,7 +30,7 @@
   SHAPE(7, 3, 1, 2, 16, 5, 1)     \
   SHAPE(8, 3, 1, 2, 32, 4, 1)     \
   SHAPE(9, 2, 1, 1, 64, 6, 1)
-// These need Hopper's.
+// These need Hopper's shared memory.
 #define SPARK_LARGE_LAYERS(SHAPE) \
   SHAPE(1, 1, 2, 3, 8, 5, 2)      \
   SHAPE(2, 2, 1, 5, 8, 4, 2)      \
@@ -40,14 +44,14 @@ struct Shape {
   static constexpr int BLOCKS = BLOCKS_, REGISTERS = REGISTERS_;
   static constexpr int GROUPS = ROW_GROUPS * SPLIT, THREADS = GROUPS * 128 + (REGISTERS ? 128 : 32);
   static constexpr bool GATHERS = TOKENS <= 48;
-  static constexpr int CHUNKS = SPLIT * STEP;  // of one stage
+  static constexpr int CHUNKS = SPLIT * STEP;  // per stage
   static constexpr int X_BYTES = CHUNKS * TOKENS * PLANE_BYTES, W_BYTES = ROW_GROUPS * CHUNKS * CHUNK_BYTES;
   static constexpr int SUM_BYTES = ROW_GROUPS * (SPLIT - 1) * TOKENS * 64 * 4;
-  // With one chunk a step and few warpgroups to cover for each other, the next step's chunk is expanded while this one
-  // is multiplied; with more chunks a step, that happens within the step.
+  // Whether a consumer expands the next stage's weights while it multiplies this stage's. Needed if a stage has one chunk
+  // and few warpgroups hide each other's latency; with more chunks this overlap happens within a stage.
   static constexpr bool AHEAD = STEP == 1 && GROUPS * BLOCKS < 4;
-  static constexpr int STAGING_BYTES = 4 * 8 * 8 * 2;  // a warp's results on their way to memory
-  // Activations first: their swizzle wants addresses that are multiples of 1024, for which 1008 bytes are spare.
+  static constexpr int STAGING_BYTES = 4 * 8 * 8 * 2;  // buffer for a warp's results before they are stored
+  // Activations come first: their swizzle needs an address that is a multiple of 1024. 1008 bytes allow for the alignment.
   static constexpr int SHARED_BYTES =
       1024 + STAGES * (X_BYTES + W_BYTES + 16) + SUM_BYTES + GROUPS * 4 * STAGING_BYTES;
 };

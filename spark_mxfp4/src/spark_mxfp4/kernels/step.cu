@@ -1,4 +1,4 @@
-// The C doors of the attention and norm kernels for attention.py and norm.py: plain pointers and sizes, errors as CUDA's numbers.
+// The C interface of the attention and norm kernels, for attention.py and norm.py. Functions return CUDA's error numbers.
 #include <cuda_runtime.h>
 
 #include "attention.cuh"
@@ -17,7 +17,7 @@ int start(Kernel kernel, dim3 blocks, int threads, int bytes, void* stream, cons
   config.gridDim = blocks, config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
   config.stream = static_cast<cudaStream_t>(stream), config.attrs = &attribute, config.numAttrs = 1;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, job);
-  if (error != cudaSuccess) cudaGetLastError();  // else the next one who asks gets it
+  if (error != cudaSuccess) cudaGetLastError();  // resets it, so that a later caller does not get this error
   return static_cast<int>(error);
 }
 

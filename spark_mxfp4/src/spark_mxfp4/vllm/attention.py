@@ -1,7 +1,7 @@
-"""vLLM's FlashAttention backend with our kernel for decoding (kernels/attention.py): one launch in place of five.
+"""vLLM's FlashAttention backend, with the kernel of kernels/attention.py for decoding: one launch in place of five.
 
-Where each sequence of a step has one new token, rotary embedding, the KV cache's update, attention and the sum of its
-parts are one kernel. For prompts one kernel rotates and updates the cache, and FlashAttention does the rest.
+If each sequence of a step has one new token, a single kernel does rotary embedding, KV cache update, attention and the
+reduction over splits. For prompts one kernel rotates query and key and updates the cache, then FlashAttention runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BF16_CACHES = ("auto", "bfloat16")
 
 
 class SparkAttentionBackend(FlashAttentionBackend):
-    """FlashAttention whose layers write the KV cache themselves."""
+    """FlashAttention with layers that update the KV cache themselves."""
 
     forward_includes_kv_cache_update: bool = True
 
@@ -35,28 +35,29 @@ class SparkAttentionBackend(FlashAttentionBackend):
 
 
 class SparkAttentionImpl(FlashAttentionImpl):
-    """One attention layer: steps of up to MOST_TOKENS sequences with one new token each run in one launch."""
+    """An attention layer that runs steps of up to MOST_TOKENS sequences, one new token each, in one launch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         device = torch.device(config.device_config.device_type)
         self.fused = (
-            attention.fits(self.num_heads, self.num_kv_heads, self.head_size, device)
+            attention.device_fits(device)
+            and attention.heads_fit(self.num_heads, self.num_kv_heads, self.head_size)
             and self.kv_cache_dtype in BF16_CACHES
             and config.model_config.dtype == torch.bfloat16
             and config.parallel_config.decode_context_parallel_size == 1
-            and not config.parallel_config.use_ubatching  # two launches of a layer at once would share its counters
+            and not config.parallel_config.use_ubatching  # launches of a layer that overlap would share its counters
             and (self.alibi_slopes, self.logits_soft_cap, self.kv_sharing_target_layer_name) == (None, 0, None)
         )
         if self.fused:
-            attention.prepare(device)
-            replace_norms()  # a layer's attention is made before its norms
+            attention.load(device)  # compile now: the first step, or a CUDA graph, must not wait for it
+            replace_norms()  # here, because vLLM constructs a layer's attention before its norms
             rotation = _take_over_rotation(config)
             window = self.sliding_window[0] + 1  # 0: all tokens
             tickets = attention.counters(self.num_kv_heads, device)
             self.layer = Layer(self.scale, tickets, window, self.sinks, rotation)
-            # vLLM's compile cache must know what a traced graph depends on and the configuration does not show.
+            # vLLM hashes additional_config into the key of its compile cache. The traced graph depends on this too.
             if isinstance(extra := config.additional_config, dict):
                 extra["spark_mxfp4:attention"] = "as rotated" if rotation is None else "rotates"
             logger.info_once("Attention of up to %s sequences runs in one launch.", MOST_TOKENS, scope="process")
@@ -73,8 +74,8 @@ class SparkAttentionImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend as FlashAttentionImpl.forward does, to whose arguments these are, and update the KV cache."""
-        if attn_metadata is None:  # vLLM measures memory
+        """Update the KV cache and attend; the arguments are those of FlashAttentionImpl.forward."""
+        if attn_metadata is None:  # vLLM's memory profiling
             return output.fill_(0)
         step, tokens = attn_metadata, attn_metadata.num_actual_tokens
         new = Projections(query[:tokens], key[:tokens], value[:tokens])
@@ -94,7 +95,7 @@ class SparkAttentionImpl(FlashAttentionImpl):
 
 @cache
 def replace_norms() -> None:
-    """Have norms behind a residual run in our launch; vLLM's own door for this is `register_oot`."""
+    """Replace vLLM's RMSNorm by one that runs a norm with a residual in one launch (`register_oot`, vLLM's API)."""
 
     @RMSNorm.register_oot(name="RMSNorm")
     class SparkRMSNorm(RMSNorm):
@@ -110,17 +111,17 @@ def replace_norms() -> None:
             )
 
         def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-            """Return `x` [M, H] normalised; with `residual` [M, H] the normalised sum, and the sum."""
+            """Return the norm of `x` [M, H]; with `residual` [M, H], the norm of their sum, and the sum."""
             if not self.fused or residual is None or x.device.type != "cuda":
                 return super().forward(x, residual)
             return norm.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
 
 def _take_over_rotation(config: Any) -> torch.Tensor | None:
-    """Return cosines and sines, float32 [positions, 64], of the model's rotary embedding, which then does nothing.
+    """Switch off the model's rotary embedding, and return its cosines and sines, float32 [positions, 64].
 
-    None, and the embedding stays as it is, where attention could not tell whose it is: models with a draft, and those
-    that have several or other rotary embeddings.
+    Return None and change nothing if the attention layers cannot tell which embedding is theirs, which is so for models
+    with a draft and with several embeddings, and for other kinds of embeddings.
     """
     embeddings = [embedding for embedding in _ROPE_DICT.values() if isinstance(embedding, YaRNScalingRotaryEmbedding)]
     if len(embeddings) != 1:

@@ -91,9 +91,10 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
             del weights, prepared  # memory that the layout replaced is freed before any tile is timed
             self.kernel.tune(self._weights)
         if self.routed:
-            from spark_mxfp4.kernels import router  # noqa: PLC0415 - only what was switched on
+            from spark_mxfp4.kernels import extension, router  # noqa: PLC0415 - only what was switched on
 
-            router.prepare(self._weights.down.weight.device)
+            if extension.target(device := self._weights.down.weight.device):
+                router.load(device)  # compile now: the first step, or a CUDA graph, must not wait for it
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:  # noqa: ARG002 (vLLM's signature)
         """Return None: vLLM's modular kernels are not used."""
