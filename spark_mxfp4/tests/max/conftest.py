@@ -3,6 +3,7 @@
 import ctypes
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -27,9 +28,19 @@ def compiled():
 
 @pytest.fixture(scope="session")
 def host(mojo, tmp_path_factory):
-    """The library of max/trial/host.mojo."""
+    """The library of host.mojo."""
     library = tmp_path_factory.mktemp("max") / "host.so"
-    command = [mojo, "build", "--emit", "shared-lib", "-I", SOURCES, SOURCES / "trial" / "host.mojo", "-o", library]
+    command = [
+        mojo,
+        "build",
+        "--emit",
+        "shared-lib",
+        "-I",
+        SOURCES,
+        Path(__file__).with_name("host.mojo"),
+        "-o",
+        library,
+    ]
     environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0"}
     built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import triton
@@ -26,7 +27,7 @@ KERNELS = {
 @pytest.mark.parametrize(("accelerator", "target"), [("sm_90a", "sm_90a"), ("sm_121", "sm_121a")])
 def test_ptxas_takes_the_kernels(mojo, tmp_path, accelerator, target):
     command = [mojo, "build", "--emit", "asm", "--target-accelerator", accelerator, "-I", SOURCES]
-    command += [SOURCES / "trial" / "trial.mojo", "-o", tmp_path / "trial.s"]
+    command += [Path(__file__).with_name("trial.mojo"), "-o", tmp_path / "trial.s"]
     environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0"}
     built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr

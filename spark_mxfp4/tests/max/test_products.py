@@ -3,13 +3,12 @@
 import json
 import os
 import subprocess
-
-from project import PACKAGE
+from pathlib import Path
 
 
 def test_products_on_a_cpu_are_right_and_stay_in_their_result(mojo, compiled):
     environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0", "MODULAR_CACHE_DIR": str(compiled), "PYTHONPATH": ""}
-    command = [mojo.with_name("python"), PACKAGE / "max" / "products.py", "--device", "cpu"]
+    command = [mojo.with_name("python"), Path(__file__).with_name("products.py"), "--device", "cpu"]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
     results = [json.loads(line) for line in completed.stdout.splitlines()]

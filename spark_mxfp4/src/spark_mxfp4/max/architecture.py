@@ -321,7 +321,7 @@ class _GpuGraphSpec(GraphSpec):
 def _attend(kv_params: Any, *, sink_weights: TensorValue, **arguments: Any) -> TensorValue:
     """Return MAX's attention with lowered sinks, because its CPU version counts each of them several times.
 
-    It adds e^sink to the softmax's sum for each run of 128 keys of the sequence, n times (`sinks.py` shows it).
+    It adds e^sink to the softmax's sum for each run of 128 keys of the sequence, n times (tests/max/sinks.py shows it).
     n · e^(sink - ln n) is e^sink.
     """
     cached, tokens = arguments["kv_collection"].cache_lengths, ops.shape_to_tensor(arguments["input"].shape)[0]
