@@ -57,7 +57,8 @@ LABELS = {f"org.sparkforge.{name}": f"/{FOLDER}/{name}.json" for name in ("manif
 
 def ours(writer, expected, stack="embedded", **more):
     """Write an image that passes for this checkout's; `components` are names in its bill. Return its descriptor."""
-    components = [{"name": name, "purl": f"pkg:pypi/{name}@1"} for name in more.pop("components", ["vllm"])]
+    names = more.pop("components", ["vllm"])
+    components = [{"name": name, "version": "1", "purl": f"pkg:pypi/{name}@1"} for name in names]
     bill = json.dumps({"bomFormat": "CycloneDX", "specVersion": "1.6", "components": components}).encode()
     audit = json.dumps({"files": 1, "code": {}}).encode()
     manifest = {

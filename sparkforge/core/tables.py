@@ -44,13 +44,21 @@ def load(path: Path, shape: type[Table]) -> Table:
     try:
         return shape.model_validate(read_toml(path))
     except OSError as error:
-        raise InputError(
-            f"cannot read {path}", error.strerror or str(error), "git status   # is it gone?", code="input.table"
-        ) from error
+        fix = f"ls -ld {path}; git status"
+        raise InputError(f"cannot read {path}", error.strerror or str(error), fix, code="input.table") from error
     except ValidationError as error:
         raise InputError(f"{path.name} is malformed", first_fault(error), edit, code="input.table") from error
     except ValueError as error:  # no TOML, or no text at all
         raise InputError(f"{path.name} is no TOML", " ".join(str(error).split()), edit, code="input.table") from error
+
+
+def parse_record(data: Any, origin: str, shape: type[Table]) -> Table:
+    """Return JSON, as text or parsed, as a record of `shape`; `origin` names it in errors. Raises DocumentError."""
+    value = parse_json(data, origin) if isinstance(data, (bytes, str)) else data
+    try:
+        return shape.model_validate(value)
+    except ValidationError as error:
+        raise DocumentError(origin, first_fault(error)[:280]) from error
 
 
 def parse_object(data: bytes | str, origin: str, shape: type[BaseModel]) -> dict[str, Any]:
@@ -61,10 +69,7 @@ def parse_object(data: bytes | str, origin: str, shape: type[BaseModel]) -> dict
     value = parse_json(data, origin)
     if not isinstance(value, dict):
         raise DocumentError(origin, f"it is no JSON object: {str(value)[:40]}")
-    try:
-        shape.model_validate(value)
-    except ValidationError as error:
-        raise DocumentError(origin, first_fault(error)[:280]) from error
+    parse_record(value, origin, shape)
     return value
 
 
@@ -73,4 +78,4 @@ def first_fault(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the whole file'}: {first['msg']}"
+    return f"{'.'.join(map(str, first['loc'])) or 'the whole file'}: {first['msg'].removeprefix('Value error, ')}"

@@ -17,11 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from pydantic.alias_generators import to_camel
 
-from sparkforge.core.documents import DocumentError, parse_json
+from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import IntegrityError
+from sparkforge.core.tables import parse_record
 from sparkforge.image.devices import OCI_MACHINES
 
 LARGEST_DOCUMENT = 4 << 20  # bytes of an index, a manifest or a configuration: what registries take (OCI distribution)
@@ -273,10 +274,6 @@ def _blob_path(digest: str) -> str:
 
 def _shaped(data: bytes, origin: str, shape: type[Shape]) -> Shape:
     try:
-        return shape.model_validate(parse_json(data, origin))
+        return parse_record(data, origin, shape)
     except DocumentError as error:
         raise refused(origin, str(error)) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise refused(origin, f"{where[:80]}: {first['msg'][:200]}") from error

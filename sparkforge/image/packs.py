@@ -33,7 +33,7 @@ from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, parse_json, read_bytes, read_json
 from sparkforge.core.errors import IntegrityError, UsageError
 from sparkforge.core.files import sha256_file, write_atomic
-from sparkforge.core.tables import parse_object
+from sparkforge.core.tables import parse_record
 from sparkforge.image import provenance, sbom, signing, trust
 from sparkforge.image.attached import LARGEST_PACK, Attached, Folder, Place, Repository
 from sparkforge.image.devices import CUDA
@@ -141,8 +141,7 @@ def taking(name: str) -> Take:
             content.mkdir()
             try:
                 names = bundle.unpack_members(file, content)
-                text = (content / offline.INDEX).read_bytes()
-                index = Index.model_validate(parse_object(text, offline.INDEX, Index))
+                index = parse_record((content / offline.INDEX).read_bytes(), offline.INDEX, Index)
             except (IntegrityError, DocumentError) as error:
                 code = error.code if isinstance(error, IntegrityError) else "integrity.archive"
                 raise _refused(what, error.why, code) from error

@@ -26,7 +26,7 @@ from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType, Diff, Patch, PatchClassification, Pedigree
 from cyclonedx.model.impact_analysis import ImpactAnalysisState
 from cyclonedx.model.license import DisjunctiveLicense, License
-from cyclonedx.model.vulnerability import BomTarget, Vulnerability, VulnerabilityAnalysis
+from cyclonedx.model.vulnerability import BomTarget, Vulnerability, VulnerabilityAdvisory, VulnerabilityAnalysis
 from cyclonedx.output import make_outputter
 from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
@@ -136,7 +136,8 @@ def _analysed(components: list[Component]) -> Iterator[Vulnerability]:
         if affected:
             state = ImpactAnalysisState(entry.state)
             analysis = VulnerabilityAnalysis(state=state, justification=entry.justification, detail=entry.reason)
-            yield Vulnerability(bom_ref=cve, id=cve, analysis=analysis, affects=affected)
+            source = VulnerabilityAdvisory(url=XsUri(entry.source))
+            yield Vulnerability(bom_ref=cve, id=cve, analysis=analysis, affects=affected, advisories=[source])
 
 
 def _pinned(table: Pins, manifest: Mapping[str, Any]) -> Iterator[Component]:

@@ -26,7 +26,7 @@ from sparkforge.core.console import echo, say
 from sparkforge.core.documents import DocumentError, parse_json
 from sparkforge.core.errors import StorageError
 from sparkforge.core.files import write_atomic
-from sparkforge.core.tables import parse_object
+from sparkforge.core.tables import parse_record
 from sparkforge.image import inspect, provenance
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
 from sparkforge.image.inspect import Expected
@@ -160,7 +160,7 @@ def read_statement(attached: Attached, keys: Keys) -> tuple[str, dict[str, Any]]
 
     A statement that no trusted key has signed is not read any further. Raises DocumentError for a malformed envelope.
     """
-    envelope = Envelope.model_validate(parse_object(attached.data, "an envelope", Envelope))
+    envelope = parse_record(attached.data, "an envelope", Envelope)
     try:
         payload = base64.b64decode(envelope.payload, validate=True)
     except binascii.Error as error:

@@ -7,7 +7,6 @@ file says, by one of its keys; and it must not be older than the last accepted i
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, parse_json, read_bytes
 from sparkforge.core.errors import IntegrityError, StorageError
 from sparkforge.core.files import sha256_file, write_json
-from sparkforge.core.tables import Record, parse_object
+from sparkforge.core.tables import Record, parse_object, parse_record
 from sparkforge.image import inspect, keyless, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
 from sparkforge.image.devices import build_command
@@ -253,7 +252,7 @@ def _signed_statement(entry: Attached, trust: Trust, known: set[str]) -> tuple[s
         signer, document = signing.read_statement(entry, trust.public())
     if not signer:
         raise ValueError("a statement is signed by no key that counts")
-    statement = Statement.model_validate(parse_object(json.dumps(document), "a statement", Statement))
+    statement = parse_record(document, "a statement", Statement)
     if known.isdisjoint(f"sha256:{subject.digest.sha256}" for subject in statement.subject):
         raise ValueError(f"a statement is about another digest, {statement.subject[0].digest.sha256[:12]}")
     return signer, statement
@@ -276,7 +275,7 @@ def _take_signature(evidence: Evidence, entry: Attached, keys: signing.Keys, kno
     signer = signing.signer(entry.data, [entry.annotations.get(signing.SIGNATURE, "")], keys)
     if not signer:
         raise ValueError("a signature is by no key that counts")
-    payload = Simple.model_validate(parse_object(entry.data, "a signature", Simple))
+    payload = parse_record(entry.data, "a signature", Simple)
     if (digest := payload.critical.image.digest) not in known:
         raise ValueError(f"a signature is for another image, {digest[:19]}")
     evidence.signed[SIGNATURE] = signer
@@ -296,7 +295,7 @@ def _take_statement(
             raise ValueError("the signed bill of materials is not the one in the image")
         evidence.signed[SBOM] = signer
     elif statement.kind == SLSA:
-        predicate = Predicate.model_validate(parse_object(json.dumps(statement.predicate), "provenance", Predicate))
+        predicate = parse_record(statement.predicate, "provenance", Predicate)
         named = stack if is_forges else predicate.definition.external.stack
         finished = str(image.attrs["Created"]) if is_forges else predicate.run.metadata.finished
         if problems := list(_wrong(predicate.run.builder.id, named, trust.images, stack)):

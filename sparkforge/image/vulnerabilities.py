@@ -15,13 +15,13 @@ from typing import Any, Literal
 from cyclonedx.model.impact_analysis import ImpactAnalysisJustification
 from packageurl import PackageURL
 from packaging.version import InvalidVersion, Version
-from pydantic import BaseModel, Field, RootModel, ValidationError
+from pydantic import BaseModel, Field, RootModel
 
 from sparkforge.core import tables
 from sparkforge.core.console import echo, say
 from sparkforge.core.documents import DocumentError, parse_json, read_bytes
-from sparkforge.core.errors import RefusalError
-from sparkforge.core.tables import Record
+from sparkforge.core.errors import IntegrityError, RefusalError, UsageError
+from sparkforge.core.tables import Record, parse_record
 from sparkforge.pins.table import Text
 
 TABLE = Path(__file__).with_name("vex.toml")
@@ -37,6 +37,7 @@ class Analysis(Record):
     state: Literal["not_affected", "false_positive", "resolved_with_pedigree"]
     justification: ImpactAnalysisJustification | None = None
     reason: Text
+    source: str = Field(pattern=r"^https://\S+$")
 
     def covers(self, names: set[str], version: str) -> bool:
         """Tell whether it is about one of these packages in this version."""
@@ -81,10 +82,14 @@ def analyses() -> dict[str, Analysis]:
 def check(bill: bytes, database: Path) -> None:
     """Print the known vulnerabilities of a bill's components. Raises RefusalError for those that vex.toml lacks.
 
-    `database` is an OSV record, a .zip of records (as OSV exports each ecosystem), or a folder of both. Raises OSError,
-    DocumentError for what is none.
+    `database` is an OSV record, a .zip of records (as OSV exports each ecosystem), or a folder of both. Raises
+    UsageError for one that cannot be read, DocumentError for one that is malformed, IntegrityError for the bill.
     """
-    packages = _packages(parse_json(bill, "the bill of materials")["components"])
+    try:
+        packages = _packages(parse_json(bill, "the bill of materials")["components"])
+    except (KeyError, ValueError) as error:  # whoever made the image wrote it
+        why, fix = f"a component has no usable purl or version: {error}", "build the image again, or name another one"
+        raise IntegrityError("the bill of materials is refused", why, fix, code="integrity.image") from error
     table, records, explained, others = analyses(), 0, set[str](), dict[str, str]()
     for record in _records(database):
         records += 1
@@ -98,7 +103,7 @@ def check(bill: bytes, database: Path) -> None:
                 if known := [
                     table[cve] for cve in cves if cve in table and table[cve].covers({name, package}, version)
                 ]:
-                    explained.add(f"{line}: {known[0].state}: {known[0].reason}")
+                    explained.add(f"{line}: {known[0].state}: {known[0].reason} ({known[0].source})")
                 else:
                     others[line] = f"{line}: {' '.join(record.summary.split())[:200] or record.id}"
     if not records:
@@ -133,17 +138,20 @@ def _records(database: Path) -> Iterator[OsvRecord]:
     for path in (path for path in files if path == database or path.suffix in (".json", ".zip")):
         try:
             if path.suffix != ".zip":
-                yield OsvRecord.model_validate(parse_json(read_bytes(path, largest=LARGEST), str(path)))
+                yield parse_record(read_bytes(path, largest=LARGEST), str(path), OsvRecord)
                 continue
             with zipfile.ZipFile(path) as archive:
                 for member in archive.infolist():
                     with archive.open(member) as file:
                         if len(data := file.read(LARGEST + 1)) > LARGEST:
                             raise DocumentError(str(path), f"a record has more than {LARGEST:,} bytes")
-                    yield OsvRecord.model_validate(parse_json(data, f"{path}: {member.filename[:80]}"))
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise DocumentError(str(path), f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+                    yield parse_record(data, f"{path}: {member.filename[:80]}", OsvRecord)
+        except OSError as error:
+            why, fix = (
+                error.strerror or str(error),
+                "./inv image.sbom --check-vulnerabilities FILE-OR-FOLDER",
+            )
+            raise UsageError(f"cannot read {path}", why, fix) from error
         except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError) as error:
             raise DocumentError(str(path), str(error)) from error
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from sparkforge.core.console import say
-from sparkforge.core.documents import DocumentError, read_json
+from sparkforge.core.documents import DocumentError, read_bytes
 from sparkforge.core.errors import InputError, NetworkError
 from sparkforge.core.files import CHUNK, sha256_file
 from sparkforge.core.paths import typed
-from sparkforge.core.tables import Record
+from sparkforge.core.tables import Record, parse_record
 
 NOTE = "sparkforge-model.json"  # our marker, written last: which revision this is, and every file's hash
 SMALL = 64 << 20  # bytes; larger files are weights, whose structure is checked
@@ -66,12 +66,9 @@ class Note(Record, extra="ignore"):
         """Return the note in `folder`; None if there is none. Raises InputError for one that cannot be read."""
         path = folder / NOTE
         try:
-            return cls.model_validate(read_json(path))
+            return parse_record(read_bytes(path), str(path), cls)
         except FileNotFoundError:
             return None
-        except ValidationError as error:
-            first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"[:300]
         except (OSError, DocumentError) as error:
             why = str(error)
         fix = f"rm {path}   # its hashes are then not known"

@@ -16,7 +16,7 @@ from sparkforge import pins
 from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import CompileError, ProcessError
 from sparkforge.core.process import run, run_unchecked
-from sparkforge.core.tables import parse_object
+from sparkforge.core.tables import parse_record
 
 MINIMUM_CMAKE = (3, 26, 1)  # vLLM 0.32.0, pyproject.toml
 PROBE = """
@@ -60,7 +60,7 @@ def examine(python: Path, stack: str) -> Interpreter:
     """Return what `python` has. Raises CompileError naming all that it lacks."""
     try:
         lines = run([python, "-c", PROBE], fix=FIX).stdout.splitlines() or [""]
-        facts = Facts.model_validate(parse_object(lines[-1], f"the answer of {python}", Facts))
+        facts = parse_record(lines[-1], f"the answer of {python}", Facts)
     except (ProcessError, DocumentError) as error:
         raise CompileError(f"cannot build with {python}", str(error), FIX, code="compile.inputs") from None
     pinned = pins.load().component(stack, "torch").version

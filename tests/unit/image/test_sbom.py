@@ -83,6 +83,8 @@ def test_debian_packages_have_the_hash_of_the_locked_file_a_licence_and_a_source
     (known,) = (entry for entry in document["vulnerabilities"] if entry["id"] == "CVE-2019-1010023")
     assert known["affects"] == [{"ref": libc["bom-ref"]}]
     assert (known["analysis"]["state"], known["analysis"]["justification"]) == ("not_affected", "code_not_reachable")
+    assert known["analysis"]["detail"].startswith("it needs ldd on a hostile ELF file")
+    assert known["advisories"] == [{"url": "https://sourceware.org/bugzilla/show_bug.cgi?id=22851"}]
     base = component(document, "debian")
     assert f"sha256:{base['hashes'][0]['content']}" == pins.load().component("embedded", "base").digest
 

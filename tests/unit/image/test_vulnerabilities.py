@@ -122,9 +122,20 @@ def test_a_record_that_is_none_is_refused(check, data, reason):
 def test_what_is_no_database_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.zip").write_bytes(b"PK\x03\x04 cut")
-    for name, reason in (("empty", "no OSV record"), ("a.zip", "zip")):
-        with refused("storage.access", reason):
+    for name, code, reason in (
+        ("empty", "storage.access", "no OSV record"), ("a.zip", "storage.access", "zip"),
+        ("none", "usage", "No such file"),
+    ):  # fmt: skip
+        with refused(code, reason):
             vulnerabilities.check(BILL, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "component", [{"purl": "pkg:pypi/a@1"}, {"purl": "x", "version": "1"}, {"purl": "pkg:pypi/a@1", "version": "?"}]
+)
+def test_a_strangers_bill_with_an_unusable_component_is_refused(component, tmp_path):
+    with refused("integrity.image", "bill of materials"):
+        vulnerabilities.check(json.dumps({"components": [{"name": "a", **component}]}).encode(), tmp_path)
 
 
 @pytest.mark.needs("dpkg")
