@@ -20,8 +20,6 @@ from sparkforge.core import memory
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ProcessError
-from sparkforge.core.files import sha256_file
-from sparkforge.core.manifest import Manifest
 from sparkforge.core.process import run
 
 COMPILERS = ("compile", "cuda_compile")  # FlashInfer's rules that make an object (flashinfer/jit/cpp_ext.py)
@@ -96,13 +94,6 @@ def build(units: Sequence[Unit], commands: set[str], site: Site, link: Callable[
         compiled=len(report.units) - cached, cached=cached, units=len(units), peak=report.peak,
         cpu_seconds=round(report.cpu_seconds, 1), budget=schedule.budget, jobs=schedule.jobs,
     )  # fmt: skip
-
-
-def outputs_intact(manifest: Manifest, folder: Path) -> bool:
-    """Tell whether every output of `manifest` lies in `folder` with its hash."""
-    return all(
-        (folder / name).is_file() and sha256_file(folder / name) == sha256 for name, sha256 in manifest.outputs.items()
-    )
 
 
 def wait_for_orphans(lock: Path) -> None:

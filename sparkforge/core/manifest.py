@@ -20,7 +20,7 @@ from typing import Any
 
 import sparkforge
 from sparkforge.core.documents import read_json
-from sparkforge.core.files import fsync_directory, locked, write_json
+from sparkforge.core.files import fsync_directory, locked, sha256_file, write_json
 
 SCHEMA = 1
 SUFFIX = ".manifest.json"
@@ -68,6 +68,14 @@ def current(path: Path, stage: str, inputs: Mapping[str, str]) -> Manifest | Non
     manifest = load(path)
     fits = manifest is not None and (manifest.stage, dict(manifest.inputs)) == (stage, dict(inputs))
     return manifest if fits and path.exists() else None
+
+
+def is_intact(manifest: Manifest, folder: Path) -> bool:
+    """Tell whether every output of a manifest can be read in `folder` and has its hash."""
+    try:
+        return all(sha256_file(folder / name) == sha256 for name, sha256 in manifest.outputs.items())
+    except OSError:
+        return False
 
 
 def once(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> tuple[Manifest, bool]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import docker
-from pydantic import BaseModel, Field
+from pydantic import AliasPath, BaseModel, Field
 
 from sparkforge.core.documents import parse_json
 from sparkforge.core.tables import Record
@@ -43,39 +43,12 @@ class Subject(BaseModel):
     digest: Hashes
 
 
-class Definition(BaseModel):
-    """The fields of a build's definition that we read."""
-
-    class Parameters(BaseModel):
-        """The parameters of the build."""
-
-        stack: str = ""  # only ours has it, not the one that a forge's workflow signs
-
-    external: Parameters = Field(alias="externalParameters")
-
-
-class Run(BaseModel):
-    """The fields of a build's run that we read."""
-
-    class Builder(BaseModel):
-        """Who built."""
-
-        id: str
-
-    class Metadata(BaseModel):
-        """When."""
-
-        finished: str = Field("", alias="finishedOn")
-
-    builder: Builder
-    metadata: Metadata = Metadata(finishedOn="")
-
-
 class Predicate(BaseModel):
-    """The fields of SLSA's predicate that we read."""
+    """The fields of SLSA's predicate that we read; only ours names the stack, a forge's workflow does not."""
 
-    definition: Definition = Field(alias="buildDefinition")
-    run: Run = Field(alias="runDetails")
+    stack: str = Field("", validation_alias=AliasPath("buildDefinition", "externalParameters", "stack"))
+    builder: str = Field(validation_alias=AliasPath("runDetails", "builder", "id"))
+    finished: str = Field("", validation_alias=AliasPath("runDetails", "metadata", "finishedOn"))
 
 
 class Statement(BaseModel):

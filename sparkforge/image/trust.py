@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import docker
-from pydantic import BaseModel, Field, RootModel, field_validator, model_validator
+from pydantic import AliasPath, AwareDatetime, BaseModel, Field, RootModel, field_validator, model_validator
 
 from sparkforge.core import paths, tables
 from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, parse_json, read_bytes
 from sparkforge.core.errors import IntegrityError, StorageError
 from sparkforge.core.files import sha256_file, write_json
-from sparkforge.core.tables import Record, parse_object, parse_record
+from sparkforge.core.tables import Record, parse_record
 from sparkforge.image import inspect, keyless, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
 from sparkforge.image.devices import build_command
@@ -95,23 +95,13 @@ class Trust(Record):
 
 
 class Simple(BaseModel):
-    """The fields of cosign's payload that we read."""
+    """The field of cosign's payload that we read: the digest of the signed image."""
 
-    class Critical(BaseModel):
-        """The signed content."""
-
-        class Image(BaseModel):
-            """The image."""
-
-            digest: Digest = Field(alias="docker-manifest-digest")
-
-        image: Image
-
-    critical: Critical
+    digest: Digest = Field(validation_alias=AliasPath("critical", "image", "docker-manifest-digest"))
 
 
-class Marks(RootModel[dict[str, str]]):
-    """The record of accepted images."""
+class Marks(RootModel[dict[str, AwareDatetime]]):
+    """The record of accepted images: stack → when its last one was built."""
 
 
 @dataclass
@@ -175,8 +165,8 @@ def require(
         reasons = "; ".join(dict.fromkeys(evidence.refused)) or "nothing is attached to it"
         why = f"trust.toml demands {', '.join(missing)} by {', '.join(trust.names)}: {reasons}"
         raise IntegrityError(f"{what} is refused", why, SIGN, code="integrity.signature")
-    if not back and evidence.finished and (last := _last(stack)) and _time(evidence.finished) < _time(last):
-        why = f"it was built {evidence.finished}, and this machine has accepted one of {last}"
+    if not back and evidence.finished and (last := _accepted().get(stack)) and _time(evidence.finished) < last:
+        why = f"it was built {evidence.finished}, and this machine has accepted one of {last.isoformat()}"
         raise IntegrityError(
             f"{what} is older than the last one", why, "./inv rollback --list", code="integrity.signature"
         )
@@ -276,7 +266,7 @@ def _take_signature(evidence: Evidence, entry: Attached, keys: signing.Keys, kno
     if not signer:
         raise ValueError("a signature is by no key that counts")
     payload = parse_record(entry.data, "a signature", Simple)
-    if (digest := payload.critical.image.digest) not in known:
+    if (digest := payload.digest) not in known:
         raise ValueError(f"a signature is for another image, {digest[:19]}")
     evidence.signed[SIGNATURE] = signer
 
@@ -296,15 +286,15 @@ def _take_statement(
         evidence.signed[SBOM] = signer
     elif statement.kind == SLSA:
         predicate = parse_record(statement.predicate, "provenance", Predicate)
-        named = stack if is_forges else predicate.definition.external.stack
-        finished = str(image.attrs["Created"]) if is_forges else predicate.run.metadata.finished
-        if problems := list(_wrong(predicate.run.builder.id, named, trust.images, stack)):
+        named = stack if is_forges else predicate.stack
+        finished = str(image.attrs["Created"]) if is_forges else predicate.finished
+        if problems := list(_wrong(predicate.builder, named, trust.images, stack)):
             raise ValueError("; ".join(problems))
         own = provenance.predicate(client, image, stack, inspect.manifest(client, image, stack))
         if not is_forges and (problems := provenance.differences(statement.predicate, own)):
             raise ValueError(f"the provenance is not the image's: {'; '.join(problems)}")
         evidence.finished = max(finished, evidence.finished or finished, key=_time)
-        evidence.signed[PROVENANCE] = f"{signer}, built by {predicate.run.builder.id}"
+        evidence.signed[PROVENANCE] = f"{signer}, built by {predicate.builder}"
     elif statement.kind == REBUILD:
         witnesses = {signer, *filter(None, evidence.signed.get(REBUILT, "").split(", "))}
         evidence.signed[REBUILT] = ", ".join(sorted(witnesses))
@@ -332,25 +322,17 @@ def _marks() -> Path:
     return paths.state() / "accepted-images.json"
 
 
-def _accepted() -> dict[str, str]:
+def _accepted() -> dict[str, datetime]:
     """Return stack → when its last accepted image was built. Raises StorageError for a broken record."""
-    return parse_object(read_bytes(_marks()), str(_marks()), Marks) if _marks().exists() else {}
-
-
-def _last(stack: str) -> str:
-    """Return when the last accepted image of a stack was built. Raises StorageError for a broken record."""
-    last = _accepted().get(stack, "")
-    try:
-        return _time(last).isoformat() if last else ""
-    except ValueError as error:
-        raise DocumentError(str(_marks()), str(error)) from error
+    return parse_record(read_bytes(_marks()), str(_marks()), Marks).root if _marks().exists() else {}
 
 
 def accept(stack: str, evidence: Evidence | None) -> None:
     """Record that an image was accepted: older ones are refused from now on, except by `./inv rollback`."""
     if evidence and evidence.finished:
         paths.secure_state()
-        write_json(_marks(), {**_accepted(), stack: evidence.finished}, mode=0o600)
+        marks = Marks({**_accepted(), stack: _time(evidence.finished)})
+        write_json(_marks(), marks.model_dump(mode="json"), mode=0o600)
 
 
 def print_trust(stack: str, name: str) -> None:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
-from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.core.files import require_space, sha256_file
-from sparkforge.core.manifest import Made, Manifest
+from sparkforge.core.manifest import Made
 from sparkforge.core.program import ArgumentParser, exit_code
 from sparkforge.models import tiny_random, tiny_trained
 from sparkforge.models.harmony import tokenizer_files
@@ -56,29 +56,10 @@ def write_tiny(directory: Path, weights: Weights = TRAINED) -> Path:
         names = shlex.join([str(directory), f"{directory}.aside"])
         why, fix = "it is no tiny model of ours", f"name another directory, or move this one away: mv {names}"
         raise UsageError(f"will not overwrite {directory}", why, fix)
-    if (record := manifest.load(directory)) and _changed(directory, record):
+    if (record := manifest.load(directory)) and not manifest.is_intact(record, directory):
         manifest.beside(directory).unlink(missing_ok=True)
     manifest.once(directory, STAGE, {"recipe": weights.recipe()}, lambda temporary: _write(temporary, weights))
     return directory
-
-
-def verify_tiny(directory: Path, weights: Weights = TRAINED) -> None:
-    """Check every file of `directory` against its manifest; raises InputError that names the first that differs."""
-    record = manifest.current(directory, STAGE, {"recipe": weights.recipe()})
-    if why := _changed(directory, record) if record else f"it was not written by recipe {weights.recipe()}":
-        fix = f"python -m sparkforge.models.tiny {directory}"
-        raise InputError(f"{directory} is not a whole tiny model", why, fix, code="input.model")
-
-
-def _changed(directory: Path, record: Manifest) -> str:
-    """Return which file is not the one that was written; empty if all are."""
-    for name, sha256 in record.outputs.items():
-        try:
-            if sha256_file(directory / name) != sha256:
-                return f"{name} has another sha256 than when it was written"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-    return ""
 
 
 def main(arguments: Sequence[str]) -> int:

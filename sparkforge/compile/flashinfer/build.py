@@ -200,7 +200,7 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
     with locked(order.output / ".sparkforge-kernels.lock", f"build kernels in {order.output}"):
         ninja_build.wait_for_orphans(order.lock)
         previous = manifest.current(order.variables_file, STAGE, inputs)
-        if previous and ninja_build.outputs_intact(previous, order.output):
+        if previous and manifest.is_intact(previous, order.output):
             folders = {(order.output / name).parent for name in previous.outputs}
             if PACK in previous.facts or not any(ninja_build.pending(order.ninja(folder)) for folder in folders):
                 return BuildResult(0, 0, int(previous.facts["units"])), False

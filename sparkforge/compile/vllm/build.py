@@ -191,7 +191,7 @@ def build(order: ExtensionOrder) -> BuildResult:
     overlay is then left as it was.
     """
     previous = manifest.current(order.output, STAGE, order.inputs)
-    if previous and ninja_build.outputs_intact(previous, order.output):
+    if previous and manifest.is_intact(previous, order.output):
         return BuildResult(0, 0, int(previous.facts["units"]))
     with locked(home().with_suffix(".lock"), "build vLLM's extensions"):
         started = time.monotonic()

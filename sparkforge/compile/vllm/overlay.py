@@ -11,7 +11,6 @@ import zipfile
 from pathlib import Path
 
 from sparkforge import pins
-from sparkforge.compile.ninja import outputs_intact
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError
@@ -34,7 +33,7 @@ def install_overlay(overlay: Path, tree: str) -> None:
     or does not fit; nothing is replaced then.
     """
     packages, record = Path(tree), manifest.load(overlay)
-    if record is None or record.stage != "vllm" or not outputs_intact(record, overlay):
+    if record is None or record.stage != "vllm" or not manifest.is_intact(record, overlay):
         why = "it has no manifest of a build from source beside it, or a library is not the one that was made"
         raise _error(f"{overlay} is no overlay", why, "./inv build --from source, which makes one")
     version = str(record.facts["vllm"])

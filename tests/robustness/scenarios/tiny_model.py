@@ -38,7 +38,11 @@ def _prepare_none(work: Path) -> None:
 
 def _act(work: Path) -> None:
     tiny.write_tiny(work / "state/models/tiny", NEW)
-    tiny.verify_tiny(work / "state/models/tiny", NEW)
+    folder = work / "state/models/tiny"
+    record = manifest.load(folder)
+    assert record
+    assert record.inputs == {"recipe": "new"}
+    assert manifest.is_intact(record, folder)
 
 
 def _judge(work: Path) -> None:
