@@ -3,13 +3,15 @@
 The second build has no cache, another path, umask, time zone, locale and number of jobs. What is compared is the whole
 OCI archive: configuration, layers, manifest. Times in it are the commit's (SOURCE_DATE_EPOCH).
 
-`--against IMAGE.tar` is a second witness: it builds once, compares configuration and layers with an image that somebody
-else built so, and with `--key KEY` attaches a signed statement that `image.verify` prints.
+`--against IMAGE` is a second witness: it builds once, compares configuration and layers with an image that somebody
+else built so, and with `--key KEY` attaches a signed statement that `image.verify` prints. IMAGE is an OCI archive or
+REPOSITORY@sha256:DIGEST; the latter is pulled, and its repository gets the statement too.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import itertools
 import os
@@ -28,14 +30,14 @@ from sparkforge.audit import elf
 from sparkforge.cli.build import chosen_stack
 from sparkforge.core import paths
 from sparkforge.core.console import say
-from sparkforge.core.docker import docker_logged, require_plugin
+from sparkforge.core.docker import docker, docker_logged, require_plugin
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import require_space, write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.core.manifest import remove
 from sparkforge.core.program import exit_code
-from sparkforge.image import provenance, signing
+from sparkforge.image import provenance, registry, signing
 from sparkforge.image.attached import Place, Repository
 from sparkforge.image.build import commit
 from sparkforge.image.devices import CPU, CUDA
@@ -77,27 +79,30 @@ def report_path(stack: str) -> Path:
     return paths.state() / f"reproducible-{stack}.json"
 
 
-def verify_reproducible(
-    stack: str, more: Sequence[str], against: Path | None = None, key_file: Path | None = None, repository: str = ""
-) -> None:
+def verify_reproducible(stack: str, more: Sequence[str], against: str = "", key_file: Path | None = None) -> None:
     """Build twice, compare, write `.sparkforge/reproducible-STACK.json`; archives that differ are kept beside it.
 
-    With `against`, an OCI archive, build once; `key_file` then signs that it was rebuilt, for this machine and for the
-    image's `repository`. Raises IntegrityError, EngineError without buildx, StorageError for the key.
+    With `against`, an OCI archive or REPOSITORY@DIGEST, build once; `key_file` then signs that it was rebuilt, for this
+    machine and for that repository. Raises IntegrityError, EngineError without buildx, StorageError for the key.
     """
     key = signing.private_key(key_file) if key_file else None
-    witnessed = LayoutImage(against) if against else None
     needed = NEEDED_BYTES[pins.load().image(stack).device]
     require_plugin("buildx")
     work = paths.state() / f"reproducible-{stack}"
     remove(work)
     work.mkdir(parents=True)
     require_space(work, needed, "two images")
+    reference = registry.REFERENCE.fullmatch(against)
+    theirs = pull(against, work / "a.tar") if reference else Path(against)
+    witnessed = LayoutImage(theirs) if against else None
     circumstances = BUILDS[1:] if against else BUILDS
-    archives = [*([against] if against else []), *(build(stack, builder, work, more) for builder in circumstances)]
+    archives = [*([theirs] if against else []), *(build(stack, builder, work, more) for builder in circumstances)]
     images = [read(archive) for archive in archives]
-    if against:  # whoever copied it may have packed it anew
-        images = [replace(image, archive="") for image in images]
+    if against:  # whoever copied or published it may have packed it and compressed its layers anew
+        images = [
+            replace(image, archive="", layers=contents(LayoutImage(archive)))
+            for image, archive in zip(images, archives, strict=True)
+        ]
     report = compare(images, archives)
     write_json(report_path(stack), report)
     for name, image in zip("ab", images, strict=True):
@@ -108,10 +113,24 @@ def verify_reproducible(
     if witnessed and key:
         named = signing.digests(witnessed)
         statement = signing.signed(provenance.statement(named, provenance.REBUILD, {"stack": stack, **commit()}), key)
-        places: list[Place] = [signing.own_folder(), *([Repository(repository)] if repository else [])]
+        places: list[Place] = [signing.own_folder(), *([Repository(reference["repository"])] if reference else [])]
         for digest, place in itertools.product((digest for _, digest in named), places):
             signing.attach(place, digest, "att", [statement])
         say(f"signed that it was rebuilt: {', '.join(digest[:19] for _, digest in named)}")
+
+
+def pull(reference: str, archive: Path) -> Path:
+    """Pull REPOSITORY@DIGEST and return it as an OCI archive.
+
+    Raises EngineError, and IntegrityError if the engine's store does not keep an image as it is in its registry.
+    """
+    docker_logged(["pull", reference], paths.state() / "logs" / "reproducible-pull.log", lambda _text: None)
+    docker(["image", "save", "--output", archive, reference])
+    if (digest := reference.partition("@")[2]) not in (digests := LayoutImage(archive).digests):
+        why = f"the engine saved {digests[0]}; only its containerd image store keeps images as they were pushed"
+        fix = "docs/concepts/images.md, the same bytes twice"
+        raise IntegrityError(f"{digest} cannot be compared", why, fix, code="integrity.image")
+    return archive
 
 
 def build(stack: str, circumstances: Circumstances, work: Path, more: Sequence[str]) -> Path:
@@ -159,6 +178,18 @@ def read(archive: Path) -> Image:
         manifest = _json(tar, _blob(index["manifests"][0]["digest"]))
     layers = tuple(str(layer["digest"]) for layer in manifest["layers"])
     return Image(sha256, str(manifest["config"]["digest"]), layers)
+
+
+def contents(image: LayoutImage) -> tuple[str, ...]:
+    """Return the sha256 of each layer without its compression. Raises IntegrityError for a damaged archive."""
+    digests = []
+    for layer in image.manifest.layers:
+        with image.layout.open_layer(layer) as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            plain: Any = gzip.GzipFile(fileobj=file) if zipped else file
+            digests.append(f"sha256:{hashlib.file_digest(plain, 'sha256').hexdigest()}")
+    return tuple(digests)
 
 
 def _json(tar: tarfile.TarFile, name: str) -> dict[str, Any]:
@@ -247,10 +278,9 @@ def require_identical(report: Mapping[str, Any], fix: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m lab.reproducible", description=__doc__)
     parser.add_argument("--stack", default="", help="stack of pins.toml; default: its default")
-    parser.add_argument("--against", type=Path, help="OCI archive of an image that somebody else built: build once")
+    parser.add_argument("--against", default="", help="an image that somebody else built: build once")
     parser.add_argument("--key", type=Path, help="with --against: sign that it was rebuilt, as image.sign does")
-    parser.add_argument("--repository", default="", help="with --key: the image's, which gets the statement too")
     parser.add_argument("more", nargs="*", help="more arguments for docker buildx build, behind --")
     options = parser.parse_args()
-    witness = (options.against, options.key, options.repository)
-    sys.exit(exit_code(lambda: verify_reproducible(chosen_stack(options.stack), options.more, *witness)))
+    stack, more = chosen_stack(options.stack), options.more
+    sys.exit(exit_code(lambda: verify_reproducible(stack, more, options.against, options.key)))

@@ -1,5 +1,6 @@
 """Comparing two OCI archives: equal means every byte, and what differs is named."""
 
+import gzip
 import hashlib
 import io
 import json
@@ -89,26 +90,55 @@ def test_the_first_section_or_byte_that_differs_is_named(tmp_path):
         assert report["differing"][0].endswith(f", first {where}")
 
 
-def test_a_witness_that_gets_the_same_image_signs_so(tmp_path, monkeypatch, docker_command):
+def _pack(folder, file):
+    with tarfile.open(file, "w") as tar:
+        for part in folder.iterdir():
+            tar.add(part, part.name)
+
+
+@pytest.fixture
+def witness(tmp_path, monkeypatch, docker_command):
+    """Two archives of one image: theirs with layers that are not compressed; ours, which `build` returns."""
     docker_command.answers("buildx version", "v0.1")
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     monkeypatch.setattr(reproducible, "require_space", lambda *_: None)
+    monkeypatch.setattr(reproducible, "build", lambda *_: tmp_path / "ours.tar")
     writer = Writer(tmp_path / "image")
     ours(writer, expected("amd64", stack="embedded"))
-    for name in ("theirs.tar", "ours.tar"):
-        with tarfile.open(tmp_path / name, "w") as tar:
-            for part in writer.folder.iterdir():
-                tar.add(part, part.name)
-    monkeypatch.setattr(reproducible, "build", lambda *_: tmp_path / "ours.tar")
+    image = LayoutImage(writer.folder)
+    _pack(writer.folder, tmp_path / "ours.tar")
+    layers = [writer.put(gzip.decompress(image.layout.open_layer(layer).read())) for layer in image.manifest.layers]
+    document = {"schemaVersion": 2, "mediaType": image.descriptor.media_type, "layers": layers}
+    config = image.manifest.config.model_dump(by_alias=True)
+    writer.index([writer.put({**document, "config": config}, image.descriptor.media_type)])
+    _pack(writer.folder, tmp_path / "theirs.tar")
+    return tmp_path / "theirs.tar"
+
+
+def test_a_witness_that_gets_the_same_image_signs_so(witness, tmp_path):
     key = Ed25519PrivateKey.generate()
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     (tmp_path / "key").write_bytes(key.private_bytes(*form))
     (tmp_path / "key").chmod(0o600)
-    reproducible.verify_reproducible("embedded", (), tmp_path / "theirs.tar", tmp_path / "key")
-    (digest, *_) = LayoutImage(writer.folder).digests
+    reproducible.verify_reproducible("embedded", (), str(witness), tmp_path / "key")
+    (digest, *_) = LayoutImage(witness).digests
     (entry,) = signing.own_folder().read(tag_of(digest, "att"))
     signer, statement = signing.read_statement(entry, {"us": key.public_key()})
     assert (signer, statement["predicateType"]) == ("us", provenance.REBUILD)
+
+
+def test_a_published_image_is_pulled_and_compared_as_its_registry_has_it(witness, docker_command, capsys):
+    docker_command.answers("pull", "")
+    program = docker_command.folder / "docker"
+    rest = program.rename(program.with_name("rest"))
+    program.write_text(f'#!/bin/sh\ncase "$*" in "image save"*) cp "{witness}" "$4" ;; *) exec "{rest}" "$@" ;; esac\n')
+    program.chmod(0o755)
+    name = "registry.example.com/vllm@"
+    reproducible.verify_reproducible("embedded", (), name + LayoutImage(witness).digests[0])
+    assert f"pull {name}" in docker_command.calls[-1]
+    assert "identical: configuration and layers are the same" in capsys.readouterr().err
+    with refused("integrity.image", "only its containerd image store"):
+        reproducible.verify_reproducible("embedded", (), f"{name}sha256:{'0' * 64}")
 
 
 def test_a_copy_has_the_modes_of_its_umask(tmp_path):
