@@ -5,12 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from waiting import wait_for
 
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.engine
@@ -51,8 +53,9 @@ def checkout(engine, tmp_path_factory, free_port):
     checkout.good("build", "--engine", "docker", "--stack", "embedded")
     yield checkout
     checkout.inv("down")
-    arguments = ["docker", "compose", "--project-name", "sparkforge-verbs", "down", "--volumes"]
-    subprocess.run(arguments, cwd=ROOT, env=environment, check=False, capture_output=True)
+    for project in ("sparkforge-verbs", "sparkforge-verbs-red", "sparkforge-verbs-green"):  # the latter: of a fleet
+        arguments = ["docker", "compose", "--project-name", project, "down", "--volumes"]
+        subprocess.run(arguments, cwd=ROOT, env=environment, check=False, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +143,39 @@ def test_a_refused_container_is_restarted_thrice_and_then_stays_down(checkout):
     compose("down")
     assert log.count("validate · profile embedded") == 4
     assert "next: " in log.strip().splitlines()[-1]
+
+
+def test_a_fleet_of_two_containers_is_one_server(checkout, tmp_path):
+    """The second model starts when a request asks for it, in a Compose project of its own."""
+    text = "schema = 1\n"
+    for name, resident in (("red", "true"), ("green", "false")):
+        text += f'[models.{name}]\nmodel = "tiny-gpt-oss"\ndevice = "docker-cpu"\nresident = {resident}\n'
+    (tmp_path / "fleet.toml").write_text(text)
+    url, listed = f"http://127.0.0.1:{checkout.port}", ["docker", "ps", "--all", "--format", "{{.Names}}"]
+
+    def containers():
+        ps = subprocess.run(listed, env=checkout.environment, capture_output=True, text=True, check=True)
+        return sorted(name for name in ps.stdout.split() if name.startswith("sparkforge-verbs-"))
+
+    def fleet():
+        return json.loads(checkout.good("status", "--json"))["server"]["fleet"]
+
+    checkout.good("up", "--fleet", str(tmp_path / "fleet.toml"), "--port", str(checkout.port))
+    try:
+        names = [model["id"] for model in Endpoint(url).get("/v1/models").json()["data"]]
+        assert names == ["red", "openai/red", "green", "openai/green"]
+        assert containers() == ["sparkforge-verbs-red-vllm-1"]
+        hello = [{"role": "user", "content": "Hello"}]
+        assert [Endpoint(url, name).chat(hello, max_tokens=4)["model"] for name in names[1:3]] == ["red", "green"]
+        assert containers() == ["sparkforge-verbs-green-vllm-1", "sparkforge-verbs-red-vllm-1"]
+        body = {"model": "green", "messages": hello, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        moments = [time.monotonic() for _ in Endpoint(url).events("/v1/chat/completions", body)]
+        assert moments[-1] - moments[0] > 0.5  # piece by piece
+        for row in fleet():
+            assert row["state"] == "ready"
+            assert row["where"].startswith("container ")
+            assert row["memory"] > 500_000_000
+    finally:
+        checkout.good("down")
+    assert containers() == []
+    assert checkout.inv("status").returncode == 24
