@@ -31,7 +31,7 @@ def replaced(text: str) -> str:
     if not end:
         raise ValueError(f"{PAGE.name} lacks the markers {BEGIN} and {END}")
     model, device = parse(models.load()[MODEL].config, MODEL), devices.named(DEVICE)
-    formats = choose.dense_formats(device, choose.read_profiles(profiles.load()))
+    formats = choose.dense_formats(device, profiles.load_options())
     tables = f"{formats_table(model, device, formats)}\n\n{experts_table(model, device)}"
     return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
 

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from sparkforge.bench import runs, submit
-from sparkforge.bench.options import ACCURACY, LOAD, OPTIONS, SUBMIT
+from sparkforge.bench.options import COMMANDS, OPTIONS
 from sparkforge.core.program import ArgumentParser, exit_code
 
-COMMANDS = {"acc": ACCURACY, "perf": LOAD, "submit": SUBMIT}
+NAMES = {"acc": "accuracy", "perf": "load", "submit": "submit"}
 VARIABLES = {"url": "BENCH_URL", "model": "BENCH_MODEL"}
 
 
@@ -22,18 +22,17 @@ def parser() -> ArgumentParser:
     """Return the parser of all commands; long options take one dash too, as the competition writes them."""
     top = ArgumentParser(prog="python -m sparkforge.bench", description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command, names in COMMANDS.items():
+    for command, row in NAMES.items():
         options = commands.add_parser(command, allow_abbrev=False)
         if command == "submit":
             options.add_argument("team")
-        for name in names:
-            default, help_text = OPTIONS[name]
-            flag = name.replace("_", "-")
-            if isinstance(default, bool):
-                options.add_argument(f"--{flag}", f"-{flag}", dest=name, action="store_true", help=help_text)
+        for name in COMMANDS[row]:
+            option, word = OPTIONS[name], name.replace("_", "-")
+            if option.flag:
+                options.add_argument(f"--{word}", f"-{word}", dest=name, action="store_true", help=option.help_text)
             else:
-                default = os.environ.get(VARIABLES.get(name, ""), default)
-                options.add_argument(f"--{flag}", f"-{flag}", dest=name, default=default, help=help_text)
+                default = os.environ.get(VARIABLES.get(name, ""), "")
+                options.add_argument(f"--{word}", f"-{word}", dest=name, default=default, help=option.help_text)
     return top
 
 

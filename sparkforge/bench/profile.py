@@ -15,6 +15,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from sparkforge.bench import baselines, batch, context, load, settings, trace
+from sparkforge.bench.options import OPTIONS
 from sparkforge.bench.report import format_figure
 from sparkforge.bench.schema import Config, ServedModel
 from sparkforge.bench.settings import MAX_VALUE, BenchSettings
@@ -72,7 +73,7 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TracePr
 
     Raises UsageError for a server that this checkout did not start, ServerError for one without a profiler.
     """
-    shape = {name: flags.get(name) or os.environ.get(settings.NAMES[name][0]) or DEFAULTS[name] for name in DEFAULTS}
+    shape = {name: flags.get(name) or os.environ.get(OPTIONS[name].variable) or DEFAULTS[name] for name in DEFAULTS}
     conc = parse_whole(shape["conc"], "--conc", 1, MAX_VALUE)  # one, where a batch takes several
     each = dict.fromkeys(("num_prompts", "warmups"), str(conc))
     options = BenchSettings({**shape, **each, "port": flags.get("port"), "limit": flags.get("limit")})

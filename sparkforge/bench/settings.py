@@ -9,29 +9,12 @@ from typing import Any
 
 from sparkforge.bench import context
 from sparkforge.bench.baselines import Baselines
+from sparkforge.bench.options import OPTIONS
 from sparkforge.bench.schema import Config
 from sparkforge.core.errors import UsageError
-from sparkforge.core.openai import READ_SECONDS, Endpoint
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.program import parse_whole
 
-# Setting → its environment variable and default. The competition's scripts export these names; "": flags alone.
-NAMES: Mapping[str, tuple[str, str]] = {
-    "model": ("MODEL", ""),
-    "port": ("PORT", ""),
-    "tp": ("TP", "1"),
-    "isl": ("ISL", "1024"),
-    "osl": ("OSL", "1024"),
-    "conc": ("CONC", "4"),
-    "max_model_len": ("MAX_MODEL_LEN", "0"),
-    "random_range_ratio": ("RANDOM_RANGE_RATIO", "0.0"),
-    "num_prompts": ("NUM_PROMPTS", "0"),
-    "result_filename": ("RESULT_FILENAME", ""),
-    "url": ("", ""),
-    "silence": ("", str(int(READ_SECONDS))),
-    "limit": ("", "7200"),  # seconds: 1k/8k at concurrency 16 with 160 prompts at 220 tok/s takes 6,000
-    "seed": ("", "0"),
-    "warmups": ("", ""),
-}
 MAX_VALUE = 10**9  # no length, count or number of requests is larger; keeps arithmetic within sense
 PORT = 8000  # of ./inv up
 PROMPTS_PER_SLOT = 10  # the competition's NUM_PROMPTS = CONC * 10
@@ -48,12 +31,12 @@ class BenchSettings:
 
     def text(self, name: str) -> str:
         """Return a setting."""
-        variable, default = NAMES[name]
-        return str(self.flags.get(name) or self.environment.get(variable) or default)
+        option = OPTIONS[name]
+        return str(self.flags.get(name) or self.environment.get(option.variable) or option.default)
 
     def number(self, name: str, least: int = 1, most: int = MAX_VALUE) -> int:
         """Return a setting as a whole number from `least` to `most`. Raises UsageError."""
-        label = f"--{name.replace('_', '-')}" if self.flags.get(name) else NAMES[name][0]
+        label = f"--{name.replace('_', '-')}" if self.flags.get(name) else OPTIONS[name].variable
         return parse_whole(self.text(name), label, least, most)
 
     def share(self) -> float:

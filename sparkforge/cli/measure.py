@@ -8,7 +8,7 @@ from typing import Any
 
 from invoke.context import Context
 
-from sparkforge.bench.options import ACCURACY, HUB, LOAD, OPTIONS, START, SUBMIT
+from sparkforge.bench.options import COMMANDS, HUB, OPTIONS, Option
 from sparkforge.cli.build import build_image
 from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task
 from sparkforge.cli.serve import ServeOptions, planned
@@ -41,17 +41,17 @@ def with_options(
             """Call the function with its options; those that are paths start at the caller's folder."""
             function({name: PATHS[name](value) if name in PATHS else value for name, value in values.items()})
 
-        kind, table = Parameter.POSITIONAL_OR_KEYWORD, {name: OPTIONS.get(name, ("", "")) for name in names}
-        options = [Parameter(name, kind, default=default) for name, (default, _) in table.items()]
+        kind, table = Parameter.POSITIONAL_OR_KEYWORD, {name: OPTIONS.get(name, Option("")) for name in names}
+        options = [Parameter(name, kind, default=False if row.flag else "") for name, row in table.items()]
         signature = Signature([Parameter("ctx", kind), *(Parameter(name, kind) for name in positional), *options])
         body.__signature__ = signature  # type: ignore[attr-defined]
         body.__name__, body.__doc__ = function.__name__, function.__doc__
-        return task(example, **{name: text for name, (_, text) in table.items()} | texts)(body)
+        return task(example, **{name: row.help_text for name, row in table.items()} | texts)(body)
 
     return decorate
 
 
-@with_options(ACCURACY, example="./inv bench.acc --fetch-text hub   # the first time")
+@with_options(COMMANDS["accuracy"], example="./inv bench.acc --fetch-text hub   # the first time")
 def acc(options: Options) -> None:
     """Run the accuracy gate on a served model.
 
@@ -63,7 +63,7 @@ def acc(options: Options) -> None:
     runs.run_gate(options)
 
 
-@with_options(LOAD, example="./inv bench.perf --isl 1024 --osl 1024 --conc 4,8")
+@with_options(COMMANDS["load"], example="./inv bench.perf --isl 1024 --osl 1024 --conc 4,8")
 def perf(options: Options) -> None:
     """Run the accuracy gate, then the load.
 
@@ -74,7 +74,7 @@ def perf(options: Options) -> None:
     runs.run_benchmark(options)
 
 
-@with_options(SUBMIT, "team", example="./inv bench.submit my-team")
+@with_options(COMMANDS["submit"], "team", example="./inv bench.submit my-team")
 def submit(options: Options) -> None:
     """Gate, load, and post what passed.
 
@@ -100,7 +100,7 @@ def compare(_ctx: Context, before: str, after: str) -> None:
     comparison.print_comparison(*(",".join(map(str, caller_paths(side))) for side in (before, after)))
 
 
-@with_options((*LOAD, *START), example="./inv bench.bakeoff --profiles safe,fast")
+@with_options((*COMMANDS["load"], *COMMANDS["start"]), example="./inv bench.bakeoff --profiles safe,fast")
 def bakeoff(options: Options) -> None:
     """Gate, load and rank serve profiles.
 
@@ -112,12 +112,9 @@ def bakeoff(options: Options) -> None:
 
     if options["url"]:
         raise UsageError("--url is for one server", "--profiles starts its own", "leave one of them out")
-    plan = planned(
-        ServeOptions(
-            options["device"], model=options["model"], port=options["port"], context=options["max_model_len"],
-            stack=options["stack"],
-        )
-    )  # fmt: skip
+    names = {name: options[name] for name in ("model", "port", "stack")}
+    device, context = options["device"] or OPTIONS["device"].default, options["max_model_len"]
+    plan = planned(ServeOptions(device, context=context, **names))
     run(listed(options["profiles"]), options, plan, lambda wanted: start(device_for(wanted, build_image)))
 
 

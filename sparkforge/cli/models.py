@@ -115,5 +115,5 @@ def plan(  # noqa: PLR0913, PLR0917 - a parameter an option
     subject, name = planner.read_subject(request.model, known), gpu.name() if device == "this" else ""
     if name:
         subject = replace(subject, measured=results.newest_speed(subject.name))
-    serve_profiles = profiles.load(family=subject.model.family)
-    screen.report(request, subject, serve_profiles, baselines.load().figures, gpu=name, as_json=json_)
+    options = profiles.load_options(family=subject.model.family)
+    screen.report(request, subject, options, baselines.load().figures, gpu=name, as_json=json_)

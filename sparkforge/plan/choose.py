@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from sparkforge.core.documents import DocumentError, parse_json
 from sparkforge.core.errors import InputError
@@ -31,20 +30,6 @@ CONFIG, LINEAR_KEY, HEAD_KEY = "--quantization-config", "linear", "lm_head"
 LINEAR_VARIABLE, HEAD_VARIABLE = "SPARK_MXFP4_LINEAR", "SPARK_MXFP4_LM_HEAD"
 # Beginning of a format's name → its key in BITS. Others, such as int8, are counted as bf16.
 NAMES = {"mxfp4": "mxfp4", "mxfp8": "mxfp8", "fp8": "fp8"}
-
-
-class ProfileRow(Protocol):
-    """The settings of a serve profile that the plan reads (sparkforge.serve.profiles)."""
-
-    @property
-    def about(self) -> str:
-        """When to take it."""
-
-    def arguments(self) -> tuple[str, ...]:
-        """Return vLLM's arguments."""
-
-    def variables(self) -> dict[str, str]:
-        """Return vLLM's environment variables."""
 
 
 class ServerOptions(Record):
@@ -94,14 +79,6 @@ class ProfileFit(Record):
     dense: str
     kv: str
     against: tuple[str, ...]
-
-
-def read_profiles(profiles: Mapping[str, ProfileRow]) -> dict[str, ServerOptions]:
-    """Return the serve profiles as plans read them."""
-    return {
-        name: ServerOptions(about=profile.about, arguments=profile.arguments(), variables=profile.variables())
-        for name, profile in profiles.items()
-    }
 
 
 def verdicts(

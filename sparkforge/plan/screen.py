@@ -9,8 +9,8 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from sparkforge.core.console import console, echo_json, say
-from sparkforge.plan import choose, cluster, planner
-from sparkforge.plan.choose import ProfileRow
+from sparkforge.plan import cluster, planner
+from sparkforge.plan.choose import ServerOptions
 from sparkforge.plan.cluster import ClusterPlan
 from sparkforge.plan.devices import GIB
 from sparkforge.plan.document import Plan, Speculation
@@ -24,7 +24,7 @@ QUANTITIES = {"interactivity": "each", "output_throughput": "all", "prefill": "p
 def report(
     request: PlanRequest,
     subject: Subject,
-    serve_profiles: Mapping[str, ProfileRow],
+    profiles: Mapping[str, ServerOptions],
     figures: Sequence[CitedFigure],
     *,
     gpu: str = "",
@@ -36,7 +36,6 @@ def report(
     `this`. Raises InputError and UsageError; RefusalError, after the plan was printed, if it does not fit.
     """
     device = planner.read_device(request.device, request.resident, gpu)
-    profiles = choose.read_profiles(serve_profiles)
     load = planner.read_load(request, subject.model, device, profiles)
     load = replace(load, draft=planner.read_draft(request.draft, subject))
     plan = planner.make_plan(subject, device, load, profiles, request, figures)

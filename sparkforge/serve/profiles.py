@@ -13,6 +13,7 @@ from sparkforge.core.errors import UsageError
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import QUANTIZATION, flag_of, flag_value
 from sparkforge.plan import families
+from sparkforge.plan.choose import ServerOptions
 from sparkforge.plan.families import Family, Reason
 
 TABLE = Path(__file__).with_name("profiles.toml")
@@ -49,6 +50,10 @@ class ServeProfile(Record):
     def arguments(self) -> tuple[str, ...]:
         """Return the flags as arguments."""
         return tuple(f"{flag}={setting.value}" if setting.value != "" else flag for flag, setting in self.flags.items())
+
+    def options(self) -> ServerOptions:
+        """Return what a plan reads of the profile."""
+        return ServerOptions(about=self.about, arguments=self.arguments(), variables=self.variables())
 
     def replaced_by(self, flags: Sequence[str]) -> Iterator[str]:
         """Yield a line for each flag of the profile that a user's flags replace."""
@@ -127,6 +132,11 @@ def load(table: Path = TABLE, *, stack: str = "", family: str = "") -> dict[str,
     row = families.load()[family or families.default()]
     document = tables.load(table, ServeProfiles).on_stack(stack).for_family(row)
     return {name: document.resolve(name) for name in document.profiles}
+
+
+def load_options(*, stack: str = "", family: str = "") -> dict[str, ServerOptions]:
+    """Read every profile as plans read it. Raises InputError as `load` does."""
+    return {name: profile.options() for name, profile in load(stack=stack, family=family).items()}
 
 
 def named(name: str, table: Path = TABLE, *, stack: str = "", family: str = "") -> ServeProfile:

@@ -12,7 +12,7 @@ from sparkforge.core.errors import RefusalError, UsageError
 from sparkforge.image.devices import DOCKER, GPU
 from sparkforge.models import recipes
 from sparkforge.models.recipes import Recipe
-from sparkforge.plan import budget, choose, devices
+from sparkforge.plan import budget, devices
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.devices import GIB, Device
 from sparkforge.serve import profiles
@@ -45,7 +45,7 @@ def require_fit(name: str, recipe: Recipe, stack: str, machine: Device, profile:
 
     def missing(other: Recipe) -> int:
         rows = profiles.load(stack=stack, family=other.family)
-        options = choose.read_profiles(rows)[profile or other.profile]
+        options = rows[profile or other.profile].options()
         model = recipes.weights(other)
         longest = min(context or options.longest(model.longest), model.longest)
         return budget.missing(model, machine, replace(options.load(Workload(longest)), concurrency=1))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparkforge.core.errors import InputError, RefusalError, SparkforgeError
 from sparkforge.models import recipes as models
-from sparkforge.plan import architecture, choose
+from sparkforge.plan import architecture
 from sparkforge.plan import cluster as plan
 from sparkforge.plan.architecture import Architecture
 from sparkforge.plan.devices import GIB
@@ -381,7 +381,7 @@ def _model(config: ClusterConfig) -> Architecture | None:
 
 
 def _head_format(config: ClusterConfig) -> str:
-    rows = choose.read_profiles(profiles.load(stack=config.stack))
+    rows = profiles.load_options(stack=config.stack)
     name = config.profile or settings.DEFAULTS["spark" if config.has_gpus else "embedded"][0]
     if name not in rows:
         profiles.named(name, stack=config.stack)

@@ -21,7 +21,6 @@ from sparkforge.image.devices import CONTAINERS, GPU
 from sparkforge.models import local, recipes
 from sparkforge.plan import architecture, budget, devices, thresholds
 from sparkforge.plan.budget import HOST_WORKING_BYTES, Workload
-from sparkforge.plan.choose import read_profiles
 from sparkforge.serve import profiles, settings, status
 from sparkforge.serve.devices.choose import choose
 
@@ -180,7 +179,7 @@ def _member(name: str, row: FleetModel, folder: Path, free: Mapping[str, int], m
         if not row.memory and place:
             sizes = architecture.read(Path(place))
             profile = profiles.named(row.profile or machine.profiles[0], family=settings.family(place))
-            load = read_profiles({"": profile})[""].load(
+            load = profile.options().load(
                 Workload(row.context or min(CONTEXT, sizes.longest), SEQUENCES, sequences=SEQUENCES)
             )
             lines = budget.share_lines(sizes, machine, replace(load, sequences=SEQUENCES), weights or None)

@@ -10,7 +10,7 @@ from sparkforge.cli import program
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.models import hub, local, recipes
 from sparkforge.models.hub_source import Mirror
-from sparkforge.plan import choose, devices, families, planner
+from sparkforge.plan import devices, families, planner
 from sparkforge.plan.planner import PlanRequest
 from sparkforge.serve import profiles, recipe_check
 
@@ -25,7 +25,7 @@ def test_a_recipe_fits_its_device_by_its_profile_on_each_of_its_stacks(name):
     assert recipe.revision_source or not recipe.repository
     assert set(recipe.stacks) <= set(pins.load().stacks)
     for stack in set(recipe.stacks) - {"embedded"}:
-        rows = choose.read_profiles(profiles.load(stack=stack, family=recipe.family))
+        rows = profiles.load_options(stack=stack, family=recipe.family)
         request = PlanRequest(name, recipe.plan.device, str(recipe.plan.context), str(recipe.plan.concurrency))
         subject, device = planner.read_subject(name, KNOWN), devices.named(recipe.plan.device)
         load = planner.read_load(request, subject.model, device, rows)

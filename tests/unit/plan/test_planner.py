@@ -14,18 +14,17 @@ from sparkforge.core import tables
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.models import recipes as models
-from sparkforge.plan import choose, devices, document, planner, screen
+from sparkforge.plan import devices, document, planner, screen
 from sparkforge.plan.document import Plan
 from sparkforge.plan.planner import PlanRequest
 from sparkforge.serve import profiles
 
-KNOWN, SERVE_PROFILES, FIGURES = models.load(), profiles.load(), baselines.load().figures
-PROFILES = choose.read_profiles(SERVE_PROFILES)
+KNOWN, PROFILES, FIGURES = models.load(), profiles.load_options(), baselines.load().figures
 
 
 def show(capsys, model="gpt-oss-120b", **options):
     subject = planner.read_subject(model, KNOWN)
-    screen.report(PlanRequest(model, **options), subject, SERVE_PROFILES, FIGURES, as_json=True)
+    screen.report(PlanRequest(model, **options), subject, PROFILES, FIGURES, as_json=True)
     return Plan.model_validate_json(capsys.readouterr().out)
 
 
@@ -167,7 +166,7 @@ def test_the_plan_says_up_to_how_many_tokens_our_experts_read_each_weight_once(c
 def test_tables_name_every_part(capsys):
     request = PlanRequest("openai/gpt-oss-120b", concurrency="2", kv_dtype="fp8")
     subject = planner.read_subject(request.model, KNOWN)
-    screen.report(request, subject, SERVE_PROFILES, FIGURES, as_json=False)
+    screen.report(request, subject, PROFILES, FIGURES, as_json=False)
     printed = capsys.readouterr()
     assert printed.out == ""
     for word in (
@@ -210,5 +209,5 @@ def test_a_draft_that_makes_no_sense_is_named(capsys, draft):
 
 def test_the_draft_of_a_plan_is_what_vllm_is_told():
     draft = planner.read_draft("eagle3:3", planner.read_subject("gpt-oss-120b", KNOWN))
-    profile = dict(flag.partition("=")[::2] for flag in SERVE_PROFILES["safe-eagle3"].arguments())
+    profile = dict(flag.partition("=")[::2] for flag in PROFILES["safe-eagle3"].arguments)
     assert json.loads(draft.flag().partition("=")[2].strip("'")) == json.loads(profile["--speculative-config"])
