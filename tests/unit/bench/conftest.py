@@ -32,9 +32,10 @@ class Stub:
         self.tokenizes, self.counts = True, True
         self.asked, self.bodies, self.generated = Counter(), [], 0
         self.streams, self.hold_from = 0, 10**9  # from which stream on it waits, until it is told to go on
+        self.at_load = None  # called once, at the first streamed answer
         self.gone = threading.Event()
         self.lock = threading.Lock()
-        self.posted, self.post_answers = [], []
+        self.posted, self.post_answers, self.board_answer = [], [], b""
 
 
 class Handler(Quiet):
@@ -82,7 +83,10 @@ class Handler(Quiet):
             return
         if status == 200:
             stub.posted.append(body)
-        self.json({"event_id": "1"} if "gradio" in self.path else {"ok": True}, status)
+        if stub.board_answer:
+            self.reply(status, stub.board_answer)
+        else:
+            self.json({"event_id": "1"} if "gradio" in self.path else {"ok": True}, status)
 
     def complete(self, body):
         stub = self.server.stub
@@ -107,9 +111,11 @@ class Handler(Quiet):
         message = {"role": "assistant", "content": stub.content}
         if body.get("tools"):
             message["tool_calls"] = [{"function": {"name": stub.tool_name, "arguments": stub.tool_arguments}}]
-        self.json({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}})
+        choices = [] if stub.lie == "no choices" else [{"message": message, "finish_reason": "stop"}]
+        self.json({"choices": choices, "usage": {"completion_tokens": 3}})
 
     def stream(self, body):
+        self.act()
         stub, wanted = self.server.stub, body["max_tokens"]
         with stub.lock:
             stub.streams += 1
@@ -143,6 +149,13 @@ class Handler(Quiet):
         usage = None if stub.lie == "no usage" else {"prompt_tokens": sent, "completion_tokens": counted}
         self.event({"choices": [], "usage": usage})
         self.write("data: [DONE]\n\n")
+
+    def act(self):
+        stub = self.server.stub
+        with stub.lock:
+            act, stub.at_load = stub.at_load, None
+        if act:
+            act()
 
     def event(self, value):
         return self.write(f"data: {json.dumps(value)}\n\n")
@@ -181,18 +194,8 @@ def table():
 
 @pytest.fixture
 def config(stub):
-    return Config(
-        model=MODEL,
-        url=stub.url,
-        tp=1,
-        isl=24,
-        osl=8,
-        conc=2,
-        max_model_len=4096,
-        random_range_ratio=0.0,
-        num_prompts=6,
-        warmups=1,
-    )
+    shape = {"tp": 1, "isl": 24, "osl": 8, "conc": 2, "max_model_len": 4096, "random_range_ratio": 0.0}
+    return Config(model=MODEL, url=stub.url, num_prompts=6, warmups=1, **shape)
 
 
 @pytest.fixture
@@ -215,18 +218,8 @@ def make_result(table):
 
     def make(speed=1.0, seed=0, conc=4, isl=1024, osl=1024, count=40, team_model="gpt-oss-120b", **changes):
         rng = random.Random(seed)  # noqa: S311 (noise of a test)
-        shape = Config(
-            model=team_model,
-            url="http://127.0.0.1:8000",
-            tp=1,
-            isl=isl,
-            osl=osl,
-            conc=conc,
-            max_model_len=16384,
-            random_range_ratio=0.0,
-            num_prompts=count,
-            warmups=0,
-        )
+        lengths = {"isl": isl, "osl": osl, "conc": conc, "max_model_len": 16384, "random_range_ratio": 0.0}
+        shape = Config(model=team_model, url="http://127.0.0.1:8000", tp=1, num_prompts=count, warmups=0, **lengths)
         samples = []
         for number in range(count):
             ttft, step = 0.2 * rng.uniform(0.9, 1.1) / speed, 0.01 * rng.uniform(0.95, 1.05) / speed

@@ -4,7 +4,6 @@ import hashlib
 import math
 import tomllib
 
-import httpx
 import pytest
 from expected import refused
 
@@ -121,6 +120,6 @@ def test_a_canary_says_what_is_wrong(stub, endpoint, fault):
     assert fault in check.told
 
 
-def test_an_answer_of_another_form_fails_a_canary(endpoint, monkeypatch):
-    monkeypatch.setattr(httpx.Response, "json", lambda _: {"choices": []})
+def test_an_answer_of_another_form_fails_a_canary(stub, endpoint):
+    stub.lie = "no choices"
     assert "does not have the API's form" in canary.run(endpoint, ["answers"])[0].told

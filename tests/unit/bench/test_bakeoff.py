@@ -81,7 +81,7 @@ def bake(starter, *names, **flags):
 
 
 def fails(error):
-    def act():
+    def act(*_arguments):
         raise error
 
     return act
@@ -108,21 +108,8 @@ def test_profiles_are_ranked(starter, stub, capsys):
     assert ranks == {"safe": "1", "fast": "-", "long-context": "-"}
 
 
-@pytest.mark.parametrize("when", ["start", "load"])
-def test_an_interrupted_bake_off_leaves_no_server_and_what_was_finished(starter, stub, when, monkeypatch):
-    if when == "start":
-        starter.acts = {"fast": fails(KeyboardInterrupt())}
-    else:
-        measure = bakeoff.runs.measure
-        loads = []
-
-        def interrupted(flags):
-            loads.append(1)
-            if len(loads) == 2:
-                raise KeyboardInterrupt
-            return measure(flags)
-
-        monkeypatch.setattr(bakeoff.runs, "measure", interrupted)
+def test_an_interrupted_bake_off_leaves_no_server_and_what_was_finished(starter):
+    starter.acts = {"fast": fails(KeyboardInterrupt())}
     with pytest.raises(KeyboardInterrupt):
         bake(starter, "safe", "fast", "long-context")
     assert record.read() is None
@@ -159,44 +146,38 @@ def another(starter, url):
     return process
 
 
-@pytest.mark.parametrize("load_fails", [False, True])
-def test_a_server_of_another_command_is_neither_ended_nor_ranked(starter, stub, monkeypatch, load_fails):
-    measure, others = bakeoff.runs.measure, []
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_server_of_another_command_is_neither_ended_nor_ranked(starter, stub, status):
+    def replace_server():
+        stub.status = status
+        another(starter, stub.url)
 
-    def replaced(flags):
-        if starter.started[-1] == "fast":
-            others.append(another(starter, stub.url))
-            if load_fails:
-                raise NO_START
-        return measure(flags)
-
-    monkeypatch.setattr(bakeoff.runs, "measure", replaced)
+    starter.acts = {"fast": lambda: vars(stub).update(at_load=replace_server)}
     with pytest.raises(ServerError, match="by another command"):
         bake(starter, "safe", "fast")
-    assert others[0].poll() is None
-    assert record.read().pid == others[0].pid
+    other = starter.processes[-1]
+    assert (other.poll(), record.read().pid) == (None, other.pid)
     assert list(standings()) == ["safe"]
 
 
-@pytest.mark.parametrize("end", ["dies", "stays"])
-def test_a_trial_that_died_or_cannot_be_ended_does_not_hide_why(starter, monkeypatch, capsys, end):
-    def interrupted(_flags):
-        if end == "dies":
-            starter.processes[-1].kill()
-            starter.processes[-1].wait()
-        raise KeyboardInterrupt
+def test_a_trial_that_died_under_the_load_leaves_no_record(starter, stub):
+    def kill_server():
+        starter.processes[-1].kill()
 
-    monkeypatch.setattr(bakeoff.runs, "measure", interrupted)
-    if end == "stays":
-        no_engine = EngineError("no engine", "no answer", "x", code="engine.down")
-        monkeypatch.setattr(bakeoff.launch, "stop", fails(no_engine))
+    stub.at_load = kill_server
+    bake(starter, "safe")
+    assert record.read() is None
+    assert list(standings()) == ["safe"]
+
+
+def test_a_trial_that_cannot_be_ended_does_not_hide_why(starter, monkeypatch, capsys):
+    monkeypatch.setattr(bakeoff.runs, "measure", fails(KeyboardInterrupt()))
+    monkeypatch.setattr(bakeoff.launch, "stop", fails(EngineError("no engine", "no answer", "x", code="engine.down")))
     with pytest.raises(KeyboardInterrupt):
         bake(starter, "safe")
-    assert ("./inv down ends the trial's server" in capsys.readouterr().err) is (end == "stays")
-    assert (record.read() is None) is (end == "dies")
+    assert "./inv down ends the trial's server" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("when", ["start", "load"])
 @pytest.mark.parametrize(
     "error",
     [UsageError("--seed x is none", "it takes a number", "--seed 0"),
@@ -204,11 +185,8 @@ def test_a_trial_that_died_or_cannot_be_ended_does_not_hide_why(starter, monkeyp
      ServerError("port 8000 is taken", "another program", "--port 8001", code="server.port")],
     ids=["usage", "busy", "port"],
 )  # fmt: skip
-def test_a_fault_of_the_command_or_the_machine_is_no_standing(starter, monkeypatch, error, when):
-    if when == "start":
-        starter.acts = {"safe": fails(error)}
-    else:
-        monkeypatch.setattr(bakeoff.runs, "measure", lambda *_: fails(error)())
+def test_a_fault_of_the_command_or_the_machine_is_no_standing(starter, error):
+    starter.acts = {"safe": fails(error)}
     with pytest.raises(type(error), check=lambda raised: raised is error):
         bake(starter, "safe")
     assert not bakeoff.record_path().exists()

@@ -21,14 +21,8 @@ def configs(endpoint, table, flags=None, environment=None):
 
 
 def test_one_configuration_comes_from_the_competitions_variables(endpoint, table):
-    environment = {
-        "ISL": "100",
-        "OSL": "50",
-        "CONC": "8",
-        "TP": "2",
-        "RANDOM_RANGE_RATIO": "1.0",
-        "MAX_MODEL_LEN": "999",
-    }
+    environment = {"ISL": "100", "OSL": "50", "CONC": "8", "TP": "2", "RANDOM_RANGE_RATIO": "1.0"}
+    environment["MAX_MODEL_LEN"] = "999"
     (config,) = configs(endpoint, table, environment=environment)
     assert (config.isl, config.osl, config.conc, config.tp, config.max_model_len) == (100, 50, 8, 2, 999)
     assert (config.num_prompts, config.warmups) == (80, 16)
