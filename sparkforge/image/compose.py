@@ -99,9 +99,12 @@ def resolve(env: Mapping[str, str]) -> Service:
     return service_of(resolved(env))
 
 
-def resolved(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the whole project as Compose resolves it: every variable replaced, every path absolute."""
-    text = docker(compose("config", "--format", "json"), env=_named(env))
+def resolved(env: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the whole project as Compose resolves it: every variable replaced, every path absolute.
+
+    `more` are further files of the checkout behind ours.
+    """
+    text = docker(compose("config", "--format", "json", more=more), env=env if more else _named(env))
     try:
         return parse_object(text, "Compose's project", Project)
     except DocumentError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sparkforge.core import files, paths
@@ -50,31 +50,9 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
     )
 
 
-def find_mounted(model: str, env: Mapping[str, str], mounts: Mapping[Path, Path], revision: str = "") -> Path | None:
-    """Return this machine's folder of the checkpoint that a container will serve; None if none of its mounts has it.
-
-    It is looked for where `find` looks in the container, whose environment is `env`; `mounts` has this machine's folder
-    for each of the container's. Raises StorageError for one that cannot be read.
-    """
-
-    def on_this_machine(folders: Iterable[Path]) -> list[Path]:
-        parts = ((folder, target) for folder in folders for target in mounts if folder.is_relative_to(target))
-        return [mounts[target] / folder.relative_to(target) for folder, target in parts]
-
-    if not REPOSITORY.fullmatch(model):
-        return next((folder for folder in on_this_machine([Path(model)]) if folder.is_dir()), None)
-    owner, name = model.split("/")
-    caches = [cache / f"models--{owner}--{name}" for cache in hub_caches(env, str(MOUNTED))]
-    return _first(model, on_this_machine([MODELS / name]) if not revision else [], on_this_machine(caches), revision)
-
-
-def hub_caches(env: Mapping[str, str], mounted: str = "") -> list[Path]:
-    """Return the folders that may hold `models--OWNER--NAME`: huggingface_hub's, and where people mount it.
-
-    `mounted` is the latter where this is not asked in the container itself.
-    """
-    if os.access(MOUNTED.parents[1], os.X_OK):  # on a host this is another user's
-        mounted = str(MOUNTED)
+def hub_caches(env: Mapping[str, str]) -> list[Path]:
+    """Return the folders that may hold `models--OWNER--NAME`: huggingface_hub's, and where people mount it."""
+    mounted = str(MOUNTED) if os.access(MOUNTED.parents[1], os.X_OK) else ""  # on a host this is another user's
     homes = [env.get("HF_HUB_CACHE"), env.get("HF_HOME"), mounted]
     homes += [f"{env['XDG_CACHE_HOME']}/huggingface" if env.get("XDG_CACHE_HOME") else "", "~/.cache/huggingface"]
     roots = [paths.typed(home).absolute() for home in homes if home]

@@ -270,6 +270,4 @@ def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> Se
         problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"
     except ServerError as error:
         problem = f"is healthy but cannot generate ({error.why})"
-    why = "\n        ".join(logs.explain(logs.read(Path(server.log))) or ["its log is empty"])
-    fix = f"./inv doctor   # the whole log: less {server.log}"
-    raise ServerError(f"the server {problem}", why, fix, code="server.start")
+    raise logs.failure(f"the server {problem}", logs.read(Path(server.log)), server.log_command)

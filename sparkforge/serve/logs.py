@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sparkforge.core import events
+from sparkforge.core.errors import ServerError
 
 LINES_SHOWN = 12
 PIECE = 1 << 20  # bytes
@@ -58,6 +59,15 @@ def explain(text: str) -> list[str]:
     calm = [line for line in text.splitlines() if events.parse(line).level != "WARNING"]
     lines = [_PREFIX.sub("", line).rstrip() for line in calm or text.splitlines()]
     return [line for line in lines if line.strip() and not line.lstrip().startswith(("File ", "^", "~"))][-LINES_SHOWN:]
+
+
+def failure(problem: str, text: str, command: str) -> ServerError:
+    """Return the error for a server that failed, with the lines of its log that explain it; `command` prints them all.
+
+    Its next command is the doctor's.
+    """
+    why = "\n        ".join(explain(text) or ["its log is empty"])
+    return ServerError(problem, why, f"./inv doctor   # the whole log: {command}", code="server.start")
 
 
 def milestone(text: str) -> str:

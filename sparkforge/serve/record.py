@@ -116,6 +116,11 @@ class Server:
         """The process or container that runs it, in words."""
         return f"container {self.container[:12]}" if self.container else f"pid {self.pid}"
 
+    @property
+    def log_command(self) -> str:
+        """The command that prints its whole log."""
+        return f"docker logs {self.container[:12]}" if self.container else f"less {self.log}"
+
 
 SERVER = TypeAdapter(Server)
 

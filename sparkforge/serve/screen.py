@@ -48,8 +48,7 @@ def stay(server: Server) -> None:
     was_asked = record.read() != server or (end is not None and end.asked)  # `./inv down` elsewhere forgets the record
     if not server.container and not was_asked:
         record.forget()
-        why, fix = "\n        ".join(logs.explain(logs.read(log))), f"./inv doctor   # the whole log: less {log}"
-        raise ServerError("the server ended by itself", why, fix, code="server.start")
+        raise logs.failure("the server ended by itself", logs.read(log), server.log_command)
 
 
 def _stay_with_container(server: Server) -> None:

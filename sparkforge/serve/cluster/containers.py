@@ -10,24 +10,25 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core import console, paths
+from sparkforge.core import paths
 from sparkforge.core.console import Steps
 from sparkforge.core.docker import docker, docker_logged
 from sparkforge.core.errors import EngineError, RefusalError, ServerError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.tables import Record, parse_object
 from sparkforge.image import compose as docker_compose
-from sparkforge.image.compose import SERVICE, Service
+from sparkforge.image import engine
+from sparkforge.image.compose import SERVICE
 from sparkforge.serve import access, entrypoint, launch, logs, record
 from sparkforge.serve.cluster import watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
-from sparkforge.serve.devices.container import Container
+from sparkforge.serve.devices.container import Container, last_log
 from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 
@@ -42,35 +43,6 @@ RDMA_PROBE = (
 UNLIMITED = -1
 CLEAN_EXITS = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # after an end that somebody asked for (supervise.py)
 ENDED_STATES = ("exited", "dead")
-EXISTING_FILES = (docker_compose.CLUSTER,)  # enough for commands on an existing container
-
-
-class ComposeService(Record, extra="ignore"):
-    """A service in the output of `docker compose config`."""
-
-    image: str
-    environment: Mapping[str, str | int | float | None]
-
-
-class ComposeServices(Record, extra="ignore"):
-    """The services; others than vllm are ignored."""
-
-    vllm: ComposeService
-
-
-class ComposeProject(Record, extra="ignore"):
-    """The output of `docker compose config`."""
-
-    services: ComposeServices
-
-
-class ComposeEntry(Record, extra="ignore"):
-    """A container in the output of `docker compose ps`."""
-
-    ID: str
-    State: str
-    Health: str = ""
-    ExitCode: int | None = None
 
 
 class ContainerRdma(Record):
@@ -169,17 +141,14 @@ class ContainerNode(Container):
 
     def start(self) -> Server:
         """Start the head's container. Raises ServerError if NCCL took TCP in place of RDMA."""
-        document = docker(docker_compose.compose("config", "--format", "json", more=self.compose_files), env=self.env)
-        self.project = parse_object(document, "the answer of docker compose config", ComposeProject)
-        part, key_file = self.project["services"][SERVICE], docker_compose.key_file_of(self.project)
-        if key_file:
-            access.read_key(Path(key_file), private=False)
-        environment = {name: str(value) for name, value in part["environment"].items() if value is not None}
-        stack, port = environment.get(docker_compose.STACK, self.config.stack), self.config.port
-        self.service = Service(part["image"], stack, LOOPBACK, port, 1, environment, key_file)
+        project = docker_compose.resolved(self.env, self.compose_files)
+        # On the machine's own network Compose publishes no port.
+        project["services"][SERVICE]["ports"] = [{"published": self.config.port}]
+        self.service = docker_compose.service_of(project)
+        if self.service.key_file:
+            access.read_key(Path(self.service.key_file), private=False)
         server = self.serve(lambda _: None)
-        carried = transport(self.log())
-        if self.config.has_gpus and carried.tcp:
+        if self.config.has_gpus and (carried := transport(self.log())).tcp:
             keep_log()
             launch.stop()  # not `down`, which would end the holder of the start's lock: this process
             fix = "./inv cluster.check; ./inv cluster.logs shows why"
@@ -194,7 +163,7 @@ class ContainerNode(Container):
         if not identity():
             return stopped
         keep_log()
-        docker(docker_compose.compose("down", more=EXISTING_FILES))
+        docker_compose.down({})
         record.begun_path().unlink(missing_ok=True)
         record.forget()
         return "stopped the container"
@@ -202,38 +171,31 @@ class ContainerNode(Container):
     @classmethod
     def log(cls) -> str:
         """Return the container's output, or the saved output of the last one."""
-        return log_text() if identity() else logs.read(_kept_log())
+        return last_log() if identity() else logs.read(_kept_log())
 
     @classmethod
     def state(cls) -> dict[str, Any]:
         """Say whether the container runs, and if it has ended, how, and whether somebody asked for it."""
-        text = docker(docker_compose.compose("ps", "--all", "--format", "json", SERVICE, more=EXISTING_FILES)).strip()
-        if not text:
+        container = identity()
+        with engine.connected() as client:
+            state = engine.state(client, container) if container else None
+        if state is None:
             return {"state": "stopped"}
-        line, origin = text.splitlines()[0], "the answer of docker compose ps"
-        entry = ComposeEntry.model_validate(parse_object(line, origin, ComposeEntry))
-        if entry.State == "running":
-            milestone = "" if entry.Health == "healthy" else logs.milestone(log_text())
-            return {"state": "running", "container": entry.ID[:12], "milestone": milestone or entry.Health}
-        if entry.State not in ENDED_STATES:  # such as created, paused or restarting
-            return {"state": entry.State, "why": f"the container is {entry.State}"}
-        ended = re.findall(r"^✗ (node \S+) ended this node's part.*\n\s*why:\s*(.*)$", log_text(), re.MULTILINE)
-        why = ": ".join(ended[-1]) if ended else f"the container ended with code {entry.ExitCode}"
-        asked = why.endswith(watch.STOPPED) if ended else entry.ExitCode in CLEAN_EXITS
+        if state.status == "running":
+            milestone = "" if state.health == "healthy" else logs.milestone(last_log())
+            return {"state": "running", "container": container[:12], "milestone": milestone or state.health}
+        if state.status not in ENDED_STATES:  # such as created, paused or restarting
+            return {"state": state.status, "why": f"the container is {state.status}"}
+        ended = re.findall(r"^✗ (node \S+) ended this node's part.*\n\s*why:\s*(.*)$", last_log(), re.MULTILINE)
+        why = ": ".join(ended[-1]) if ended else f"the container ended with code {state.exit_code}"
+        asked = why.endswith(watch.STOPPED) if ended else state.exit_code in CLEAN_EXITS
         return {"state": "ended", "why": why, "asked": asked, "left": 0}
 
 
 def identity() -> str:
     """Return the id of this checkout's container, running or not; empty for none."""
-    return docker(docker_compose.compose("ps", "--all", "--quiet", SERVICE, more=EXISTING_FILES)).strip()
-
-
-def log_text() -> str:
-    """Return the container's output; empty if there is none."""
-    # Compose 2.26 puts "erase the line" (ESC [2K) before each line, also where --no-color is asked for.
-    return console.safe(
-        docker(docker_compose.compose("logs", "--no-color", "--no-log-prefix", SERVICE, more=EXISTING_FILES))
-    )
+    with engine.connected() as client:
+        return engine.service_container(client, docker_compose.project(), SERVICE) or ""
 
 
 def _kept_log() -> Path:
@@ -243,7 +205,7 @@ def _kept_log() -> Path:
 def keep_log() -> None:
     """Save the container's output before it is removed: the error of a failed start names that file."""
     with suppress(EngineError):
-        if text := log_text():
+        if text := last_log():
             write_atomic(_kept_log(), text)
 
 

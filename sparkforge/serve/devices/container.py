@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import docker
 
@@ -30,7 +29,6 @@ from sparkforge.serve import (
     known_good,
     launch,
     logs,
-    memory_plan,
     profiler,
     profiles,
     proof,
@@ -67,7 +65,6 @@ class Container(Device):
 
     compose_files: tuple[str, ...] = ()  # further files of the checkout, read after docker-compose.yml
     service: Service
-    project: Mapping[str, Any]
     evidence: trust.Evidence | None = None  # who vouches for the image, if trust.toml demands that
 
     def __init__(self, plan: StartPlan, build: ImageBuilder) -> None:
@@ -79,8 +76,7 @@ class Container(Device):
         with self.steps.step("engine", "docker") as tell, engine.connected() as client:
             docker_engine = engine.read(client)
             require_plugin("compose")
-            self.project = docker_compose.resolved(self.env)
-            service = self.service = docker_compose.service_of(self.project)
+            service = self.service = docker_compose.resolve(self.env)
             gpus = f", {docker_engine.gpu}" if service.gpus else ""
             try:
                 if service.gpus:
@@ -98,8 +94,6 @@ class Container(Device):
             key = "" if service.key_file else "; or start with --api-key-file FILE"
             say(LEAK.format(version=docker_engine.version, key=key))
         launch.check_free(service.port, service.host)
-        if service.gpus:
-            memory_plan.require_room(service, self.project)
         if self.plan.image:
             override = paths.state() / "rollback.compose.json"
             write_json(override, {"services": {SERVICE: {"image": self.plan.image}}})
@@ -192,7 +186,7 @@ class Container(Device):
             return
         with engine.connected() as client:
             image = client.images.get(str(client.containers.get(server.container).attrs["Image"]))
-            repository, _ = versions.split(docker_compose.service_of(self.project).image)
+            repository, _ = versions.split(self.service.image)
             name = versions.give_own_name(client, image, repository)
         digests = tuple(image.attrs.get("RepoDigests") or ())
         plan = replace(self.plan, stack=self.service.stack, image=str(image.id))
@@ -281,12 +275,13 @@ def _wait(client: docker.DockerClient, server: Server, stack: str, family: str, 
 
     deadline = time.monotonic() + READY_SECONDS
     if not openai.wait_until(is_healthy, deadline):
-        raise _failure(server, log_text(client, server), "the container did not get healthy in time")
+        failure = "the container did not get healthy in time"
+        raise logs.failure(failure, log_text(client, server), server.log_command)
     try:
         return launch.proved(server, READY_SECONDS, server.key, stack, family=family)
     except ServerError as error:
-        problem = f"the container is healthy but cannot generate ({error.why})"
-        raise _failure(server, log_text(client, server), problem) from error
+        failure = f"the container is healthy but cannot generate ({error.why})"
+        raise logs.failure(failure, log_text(client, server), server.log_command) from error
 
 
 def _failed(server: Server, state: State | None, text: str) -> SparkforgeError | None:
@@ -300,7 +295,7 @@ def _failed(server: Server, state: State | None, text: str) -> SparkforgeError |
     if (ended and (state.exit_code == RefusalError.exit_code or REFUSAL in text)) or (not ended and held):
         failures, fix = logs.report_of(text)
         why = "\n        ".join(failures) or "its log does not say why"
-        fix = f"{fix}; then ./inv up --device {server.device}" if fix else f"docker logs {server.container[:12]}"
+        fix = f"{fix}; then ./inv up --device {server.device}" if fix else server.log_command
         return RefusalError("the validator in the container refuses to serve", why, fix, code="validation.failed")
     if not ended and state.health_output.startswith(TOO_OFTEN):
         failure, fix = "the container starts no server", "./inv doctor; then ./inv down, then ./inv up"
@@ -314,13 +309,7 @@ def _failed(server: Server, state: State | None, text: str) -> SparkforgeError |
         failure = f"the container ended with code {state.exit_code}"
     elif state.health == "unhealthy":
         failure = f"the container is unhealthy: {state.health_output}"
-    return _failure(server, text, failure) if failure else None
-
-
-def _failure(server: Server, text: str, failure: str) -> ServerError:
-    why = "\n        ".join(logs.explain(text) or ["its log is empty"])
-    fix = f"./inv doctor   # the whole log: docker logs {server.container[:12]}"
-    return ServerError(failure, why, fix, code="server.start")
+    return logs.failure(failure, text, server.log_command) if failure else None
 
 
 def health(client: docker.DockerClient, server: Server) -> str:

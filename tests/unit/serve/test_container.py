@@ -331,7 +331,6 @@ def test_on_a_gpu_the_tiny_model_answers_first_in_the_same_container(
 
     compared = []
     fake_engine.info["Runtimes"]["nvidia"] = {"path": "nvidia-container-runtime"}
-    monkeypatch.setattr(docker_device.memory_plan, "require_room", lambda *_: None)
     monkeypatch.setattr(first_answers, "compare", lambda endpoint: compared.append(endpoint.model) or 0.012)
     monkeypatch.setenv("SPARKFORGE_MODEL", "/models/gpt-oss-20b")
     change_config(docker_command, change)

@@ -35,7 +35,7 @@ def config(healthy):
 
 
 @pytest.fixture
-def asked(config, docker_command, monkeypatch, tmp_path):
+def asked(config, docker_command, absent, monkeypatch, tmp_path):
     """A stand-in docker that also writes down the variables; returns a function that does a node's action."""
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     monkeypatch.delenv("SPARKFORGE_COMPOSE_FILES", raising=False)
@@ -51,6 +51,20 @@ def asked(config, docker_command, monkeypatch, tmp_path):
     return ask
 
 
+@pytest.fixture
+def absent(fake_engine):
+    """An engine without a container of ours; returns a function that has one there, in a state and with a log."""
+    there = fake_engine.routes.pop("GET /containers/json")
+    fake_engine.routes["GET /containers/json"] = lambda query: (200, [])
+
+    def create(log="", **state):
+        fake_engine.log = log
+        fake_engine.container["State"] |= {"Health": {}, **state}
+        fake_engine.routes["GET /containers/json"] = there
+
+    return create
+
+
 def inside(**more):
     return json.dumps({"devices": ["rdma_cm", "uverbs0"], "open": ["uverbs0"], "memlock": -1, **more}) + "\n"
 
@@ -60,9 +74,9 @@ def variables(docker_command):
     return dict(line.partition("=")[::2] for line in lines if "=" in line)
 
 
-def test_a_worker_is_validated_in_its_container_and_then_started(asked, docker_command):
+def test_a_worker_is_validated_in_its_container_and_then_started(asked, absent, docker_command):
     docker_command.answers("--entrypoint", out=inside())
-    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
+    absent()
     assert asked("spark2", "validate") == {"verdict": "serve"}
     assert asked("spark2", "begin") == {"state": "running"}
     calls = docker_command.calls
@@ -82,18 +96,20 @@ def test_a_worker_is_validated_in_its_container_and_then_started(asked, docker_c
     watching = watch.parser().parse_args([*json.loads(passed[entrypoint.CLUSTER]), "--", "x"])
     assert (watching.node, watching.address, watching.port) == ("spark2", "192.168.177.11", 29501)
     assert (watching.peers, watching.listen) == (["spark"], False)
-    assert record.read().container == "0123456789abcdef"  # what `./inv down` ends
+    assert record.read().container == "c0ffee" * 10  # what `./inv down` ends
     assert not record.begun_path().exists()
 
 
-def test_without_gpus_no_rdma_is_asked_for_and_the_file_without_devices_comes_last(asked, config, docker_command):
+def test_without_gpus_no_rdma_is_asked_for_and_the_file_without_devices_comes_last(
+    asked, absent, config, docker_command
+):
     cpu = config.model_copy(update={"device": "docker-cpu", "profile": "embedded"})
     worker = containers.ContainerNode(cpu, cpu.workers[0], "t0")
     assert worker.validate() == "serve"
     (call,) = docker_command.calls
     assert "cluster.yml --file" in call
     assert call.endswith("docker-compose.cluster.cpu.yml run --rm --no-deps --no-TTY vllm validate")
-    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
+    absent()
     worker.begin()
     assert "docker-compose.cluster.cpu.yml up --detach" in " ".join(docker_command.calls)
     assert variables(docker_command)["SPARKFORGE_STACK"] == "embedded"
@@ -150,15 +166,16 @@ def test_a_validator_that_refuses_is_quoted(asked, docker_command):
     assert refused.value.fix == "./inv build"
 
 
-def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, docker_command):
+def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, absent, docker_command):
     assert asked("spark", "status") == {"state": "stopped"}
     assert asked("spark", "down") == {"state": "nothing to stop"}
-    entry = {"ID": "0123456789abcdef", "State": "exited", "Health": "", "ExitCode": 24}
-    docker_command.answers("ps --all --format json", out=json.dumps(entry) + "\n")
-    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
     log = watch.MESSAGE.format(node="spark2", why="nothing came from it for 10 s")
-    # As Compose 2.26 prints it, "erase the line" before each line.
-    docker_command.answers("logs --no-color", out="".join(f"\x1b[2K{line}\n" for line in ("x", *log.splitlines())))
+    absent(f"x\nStarting to load model\n{log}\n", Status="running")
+    running = {"state": "running", "container": "c0ffeec0ffee", "milestone": "loading the model"}
+    assert asked("spark", "status") == running
+    absent(f"x\n{log}\n", Status="paused")
+    assert asked("spark", "status") == {"state": "paused", "why": "the container is paused"}
+    absent(f"x\n{log}\n", Status="exited", ExitCode=24)
     assert asked("spark", "status") == {
         "state": "ended",
         "why": "node spark2: nothing came from it for 10 s",
@@ -167,7 +184,7 @@ def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, d
     }
     assert asked("spark", "logs")["lines"][0] == "x"
     assert asked("spark", "down") == {"state": "stopped the container"}
-    assert docker_command.calls[-1].endswith("docker-compose.cluster.yml down")
+    assert docker_command.calls[-1].endswith("--profile * down")
 
 
 def test_without_a_container_down_ends_what_the_record_names(asked):
@@ -182,18 +199,19 @@ def test_without_a_container_down_ends_what_the_record_names(asked):
     assert record.read() is None
 
 
-def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(asked, docker_command, monkeypatch):
+def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(
+    asked, absent, docker_command, fake_engine, monkeypatch
+):
     project = {"services": {"vllm": {"image": "x", "environment": {compose.STACK: "spark"}}}}
     docker_command.answers("config --format json", out=json.dumps(project))
-    docker_command.answers("logs --no-color", out=TCP)
-    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
+    absent(TCP)
     server = record.Server(0, 1.0, "127.0.0.1", 8000, "m", "m", "docker", "", container="0123456789abcdef")
     monkeypatch.setattr(containers.ContainerNode, "serve", lambda *_: record.write(server) or server)
     with pytest.raises(ServerError, match="TCP in place of RDMA"):
         asked("spark", "start")
     assert docker_command.calls[-1].endswith("--profile * down")
     assert record.read() is None
-    docker_command.answers("ps --all --quiet", out="")
+    fake_engine.routes["GET /containers/json"] = lambda query: (200, [])
     assert asked("spark", "logs")["lines"] == TCP.splitlines()
 
 
@@ -207,10 +225,8 @@ def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(asked, do
         (137, "", False),  # it may have been for memory
     ],
 )
-def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, docker_command, code, log, asked_for):
-    entry = {"ID": "0123456789abcdef", "State": "exited", "Health": "", "ExitCode": code}
-    docker_command.answers("ps --all --format json", out=json.dumps(entry) + "\n")
-    docker_command.answers("logs --no-color", out=f"{log}\n")
+def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, absent, code, log, asked_for):
+    absent(f"{log}\n", Status="exited", ExitCode=code)
     assert asked("spark", "status")["asked"] is asked_for
 
 
