@@ -5,6 +5,7 @@ import threading
 
 import fake_api
 import httpx
+import misbehaving
 import pytest
 
 from sparkforge import pins
@@ -23,6 +24,13 @@ def test_the_biased_tokens_are_those_of_the_vocabulary():
     assert {word: harmony.encode(word) for word in tokens} == {word: [int(token)] for word, token in tokens.items()}
     special = harmony.encode("<|start|><|channel|><|message|><|end|>")
     assert special == [int(token) for token in proof.SPECIAL]
+
+
+@pytest.fixture
+def endpoint():
+    """A server that answers rightly."""
+    with misbehaving.answering() as port:
+        yield Endpoint(f"http://127.0.0.1:{port}", "m", key="")
 
 
 PATCHES = {call.patch for call in proof.CALLS.values() if call.patch}
@@ -79,7 +87,7 @@ def test_a_canary_tells_the_fault(name):
     assert re.search(fault, proof.CALLS[name].fault(answer))
 
 
-def test_a_response_that_is_not_kept_is_a_known_limit(monkeypatch):
+def test_a_response_that_is_not_kept_is_a_known_limit(endpoint, monkeypatch):
     """Of two API processes one has it, and a small store may have lost it to the other requests."""
 
     def lose(endpoint, path, body, *rest):
@@ -87,10 +95,9 @@ def test_a_response_that_is_not_kept_is_a_known_limit(monkeypatch):
             raise reply_error(404, "Response with id 'resp_1' not found.")
         return post(endpoint, path, body, *rest)
 
-    answer_rightly(monkeypatch)
     post = Endpoint.post
     monkeypatch.setattr(Endpoint, "post", lose)
-    outcome = proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES)
+    outcome = proof.prove(endpoint, 60.0, patches=PATCHES)
     assert [name for name, limit in outcome.items() if limit] == ["a continued response"]
     assert "--api-server-count" in proof.describe(outcome)
 
@@ -99,27 +106,7 @@ def reply_error(status, message):
     return openai.response_error(httpx.Response(status, json={"error": {"message": message}}))
 
 
-def answer_rightly(monkeypatch):
-    """Have a server that answers rightly."""
-
-    def send(_endpoint, path, body, *rest):
-        code, value = fake_api.answer(body)
-        return httpx.Response(code, json=value)
-
-    def post(endpoint, path, body, *rest):
-        response = send(endpoint, path, body)
-        if response.is_error:
-            raise openai.response_error(response)
-        return response.json()
-
-    monkeypatch.setattr(Endpoint, "send", send)
-    monkeypatch.setattr(Endpoint, "post", post)
-    monkeypatch.setattr(Endpoint, "events", lambda _endpoint, path, body, *_: iter(fake_api.stream(body)))
-
-
-def test_canaries_are_sent_for_the_patches_that_a_stack_has_and_told_in_order(monkeypatch):
-    answer_rightly(monkeypatch)
-    endpoint = Endpoint("http://127.0.0.1:1", "m", key="")
+def test_canaries_are_sent_for_the_patches_that_a_stack_has_and_told_in_order(endpoint):
     assert list(proof.prove(endpoint, 60.0, patches=PATCHES)) == list(proof.CALLS)
     assert set(proof.prove(endpoint, 60.0)) == set(proof.CALLS) - set(FAULTS)
 
@@ -193,7 +180,7 @@ UNPROVED = {
 }
 
 
-def test_beside_a_draft_spelled_answers_replace_the_bias_and_the_others_are_named_as_not_proved(monkeypatch):
+def test_beside_a_draft_spelled_answers_replace_the_bias_and_the_others_are_named_as_not_proved(endpoint, monkeypatch):
     allowed = []
 
     def refuse(real):
@@ -207,20 +194,28 @@ def test_beside_a_draft_spelled_answers_replace_the_bias_and_the_others_are_name
 
         return ask
 
-    answer_rightly(monkeypatch)
     for name in ("post", "events"):
         monkeypatch.setattr(Endpoint, name, refuse(getattr(Endpoint, name)))
-    outcome = proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES)
+    outcome = proof.prove(endpoint, 60.0, patches=PATCHES)
     assert {name for name, limit in outcome.items() if limit} == UNPROVED
     assert sorted(set(allowed)) == sorted({len(call.spelled) for call in proof.CALLS.values() if call.spelled})
     assert "a JSON response (not proved, vLLM takes no logit_bias beside a draft)" in proof.describe(outcome)
 
 
-def test_a_family_of_another_vocabulary_gets_no_canary_no_bias_and_its_own_keys_in_chats(monkeypatch):
-    answer_rightly(monkeypatch)
-    sent, real = [], proof._exchange
-    monkeypatch.setattr(proof, "_exchange", lambda call, *rest: sent.append(call) or real(call, *rest))
-    outcome = proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES, family="qwen3")
+def test_a_family_of_another_vocabulary_gets_no_canary_no_bias_and_its_own_keys_in_chats(endpoint, monkeypatch):
+    sent = {}
+
+    def noted(real):
+        def ask(endpoint, path, body, *rest):
+            sent.setdefault(path, []).append(body)
+            return real(endpoint, path, body, *rest)
+
+        return ask
+
+    for name in ("post", "events"):
+        monkeypatch.setattr(Endpoint, name, noted(getattr(Endpoint, name)))
+    outcome = proof.prove(endpoint, 60.0, patches=PATCHES, family="qwen3")
     assert set(outcome) == set(proof.REQUESTS)
-    assert not [call for call in sent if "logit_bias" in call.body]
-    assert {call.path for call in sent if "chat_template_kwargs" in call.body} == {proof.CHAT}
+    assert not [body for bodies in sent.values() for body in bodies if "logit_bias" in body]
+    assert all("chat_template_kwargs" in body for body in sent[proof.CHAT])
+    assert not [body for body in sent[proof.COMPLETIONS] if "chat_template_kwargs" in body]
