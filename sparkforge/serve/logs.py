@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sparkforge.core import events
-from sparkforge.core.errors import ServerError
+from sparkforge.core.errors import RefusalError, ServerError
 
 LINES_SHOWN = 12
 PIECE = 1 << 20  # bytes
@@ -30,11 +30,16 @@ MILESTONES = (
 )
 
 
-def report_of(text: str) -> tuple[list[str], str]:
-    """Return the failed checks of a validator's report in a log, and the first next command; empty without one."""
+def refusal(problem: str, text: str, *, why: str, fix: str, then: str = "") -> RefusalError:
+    """Return the error for a validator's refusal, with the failed checks and the first next command of its report.
+
+    `why` and `fix` are for a `text` without a report; `then` follows the report's command.
+    """
     lines = [line.strip() for line in text.splitlines()]
+    checks = dict.fromkeys(line for line in lines if line.startswith("FAIL "))
     fixes = [line.removeprefix("next:").strip() for line in lines if line.startswith("next:")]
-    return list(dict.fromkeys(line for line in lines if line.startswith("FAIL "))), next(iter(fixes), "")
+    next_command = f"{fixes[0]}; then {then}" if fixes and then else (*fixes, fix)[0]
+    return RefusalError(problem, "\n        ".join(checks) or why, next_command, code="validation.failed")
 
 
 def read(log: Path) -> str:

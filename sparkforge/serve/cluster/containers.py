@@ -113,9 +113,8 @@ class ContainerNode(Container):
         except EngineError as error:
             if error.code != "engine.failed":
                 raise
-            failures, fix = logs.report_of(log.read_text(encoding="utf-8", errors="replace"))
-            failure, why = f"{self.node.name}: the validator refuses", "; ".join(failures) or error.why
-            raise RefusalError(failure, why, fix or f"less {log}", code="validation.failed") from error
+            problem = f"{self.node.name}: the validator refuses"
+            raise logs.refusal(problem, logs.read(log), why=error.why, fix=f"less {log}") from error
         return "serve"
 
     def begin(self) -> None:

@@ -293,10 +293,8 @@ def _failed(server: Server, state: State | None, text: str) -> SparkforgeError |
     # With SPARKFORGE_REFUSED=hold a refused container stays up, and its health check prints REFUSED.
     held = state.health_output.startswith(container_health.REFUSED)
     if (ended and (state.exit_code == RefusalError.exit_code or REFUSAL in text)) or (not ended and held):
-        failures, fix = logs.report_of(text)
-        why = "\n        ".join(failures) or "its log does not say why"
-        fix = f"{fix}; then ./inv up --device {server.device}" if fix else server.log_command
-        return RefusalError("the validator in the container refuses to serve", why, fix, code="validation.failed")
+        problem, again = "the validator in the container refuses to serve", f"./inv up --device {server.device}"
+        return logs.refusal(problem, text, why="its log does not say why", fix=server.log_command, then=again)
     if not ended and state.health_output.startswith(TOO_OFTEN):
         failure, fix = "the container starts no server", "./inv doctor; then ./inv down, then ./inv up"
         return ServerError(failure, state.health_output, fix, code="server.restarts")

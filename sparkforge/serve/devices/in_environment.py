@@ -12,11 +12,11 @@ from typing import ClassVar
 from sparkforge import environments, pins
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, say
-from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.process import TAIL_LINES, run_unchecked
 from sparkforge.environments import Environment
 from sparkforge.image.devices import EMBEDDED, environment_of
-from sparkforge.serve import access, command_line, known_good, launch, limits, profiler, proof, settings
+from sparkforge.serve import access, command_line, known_good, launch, limits, logs, profiler, proof, settings
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.devices.device import Device
 from sparkforge.serve.launch import Launch
@@ -119,11 +119,10 @@ class InEnvironment(Device):
             process = run_unchecked(command, cwd=paths.ROOT, env={**variables_of(self.profile), **self.variables()})
             if process.returncode:
                 say(process.stdout + process.stderr)
-                failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]
-                why = "\n        ".join(failed) or f"it ended with code {process.returncode}; its report is above"
-                fix = "follow the line after `next:` under each FAIL, then ./inv up"
+                why = f"it ended with code {process.returncode}; its report is above"
                 if mode == settings.STRICT:
-                    raise RefusalError("the validator refuses to serve", why, fix, code="validation.failed")
+                    problem = "the validator refuses to serve"
+                    raise logs.refusal(problem, process.stdout, why=why, fix="./inv doctor", then="./inv up")
                 say("WARNING: the validator refuses; SPARKFORGE_VALIDATE=warn lets the server start all the same")
             verdict = process.stdout.strip().splitlines()[-1]
             tell(verdict)
