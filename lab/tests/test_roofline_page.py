@@ -25,5 +25,3 @@ def test_what_the_page_says_in_words_is_what_the_code_computes():
         for form, kv in (("q8_0", "bf16"), ("mxfp4", "fp8"))
     ]
     assert f"the bound is {others[0]:.0f} to {others[1]:.0f}" in text
-    many = speed.ceiling(model, spark, 64, Workload(roofline_page.CONTEXT))
-    assert f"64 get {64 * many:.0f} tokens/s together, each {many:.1f}" in text

@@ -159,12 +159,6 @@ class Endpoint:
         except NO_ANSWER as error:
             raise _reply_error("the answer broke off", repr(error)) from error
 
-    def stream_text(self, message: str, max_tokens: int) -> Iterator[str]:
-        """Stream the answer to one message as pieces of text, reasoning included. Raises ServerError."""
-        for delta in self.stream_chat([{"role": "user", "content": message}], max_tokens):
-            if delta.text:
-                yield delta.text
-
     def first_token(self, seconds: float) -> str:
         """Generate one token and return its text. Raises ServerError if it does not come within `seconds`."""
         body = {"model": self.model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}

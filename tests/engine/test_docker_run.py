@@ -97,8 +97,10 @@ def require_served_with_the_key_alone(url, model, key):
         for headers in ({}, openai.headers("wrong")):
             assert httpx.get(f"{url}{path}", headers=headers, trust_env=False).status_code == 401, path
     with pytest.raises(ServerError):
-        list(Endpoint(url, model, key="").stream_text("Hello", 4))
-    assert "".join(Endpoint(url, model, key=secret).stream_text("Hello", 12)).strip()
+        list(Endpoint(url, model, key="").stream_chat([{"role": "user", "content": "Hello"}], 4))
+    assert "".join(
+        delta.text for delta in Endpoint(url, model, key=secret).stream_chat([{"role": "user", "content": "Hello"}], 12)
+    ).strip()
 
 
 def require_unprivileged(project, container, key):

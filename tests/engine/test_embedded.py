@@ -38,7 +38,8 @@ def test_it_answers_health_models_and_chat_streaming(served):
     assert Endpoint(URL).healthy()
     assert [model["id"] for model in json.loads(get("/v1/models"))["data"]] == [MODEL]
     assert Endpoint(URL, MODEL, key="").first_token(60)
-    pieces = list(Endpoint(URL, MODEL, key="").stream_text("Hello", 12))
+    deltas = Endpoint(URL, MODEL, key="").stream_chat([{"role": "user", "content": "Hello"}], 12)
+    pieces = [delta.text for delta in deltas if delta.text]
     assert pieces
 
 

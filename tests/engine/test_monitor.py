@@ -62,7 +62,7 @@ def monitored(served, tmp_path_factory):
         env[service.upper().replace("-", "_") + "_IMAGE"] = f"sparkforge-ci/{service}:test"
     project = type(served)(served.engine, served.files, env)
     project.compose("--profile", "monitor", "up", "--detach", "--no-build", "prometheus", "node-exporter")
-    list(Endpoint(URL, "tiny-gpt-oss", key="").stream_text("Hello", 16))
+    list(Endpoint(URL, "tiny-gpt-oss", key="").stream_chat([{"role": "user", "content": "Hello"}], 16))
     end = time.monotonic() + 300
     while time.monotonic() < end and not settled():
         time.sleep(1)

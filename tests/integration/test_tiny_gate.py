@@ -78,6 +78,7 @@ def test_a_fault_fails_by_its_figures(served, fault):
 
 def test_hello_gets_words(served):
     served.fault.write_text("none")
-    answer = "".join(Endpoint(served.endpoint.url, TINY_ID, key="").stream_text("Hello", 64))
+    endpoint = Endpoint(served.endpoint.url, TINY_ID, key="")
+    answer = "".join(delta.text for delta in endpoint.stream_chat([{"role": "user", "content": "Hello"}], 64))
     assert len(answer.split()) > 5, answer
     assert answer.isascii()

@@ -399,8 +399,8 @@ MODELS = '{"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}'
 
 def _read_stream(data: bytes, _scratch: Path) -> None:
     _Answer.body, _Answer.kind = data, "text/event-stream"
-    for piece in Endpoint(URL, "m", key="").stream_text("hello", 8):
-        piece.encode(errors="surrogatepass")
+    for delta in Endpoint(URL, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 8):
+        delta.text.encode(errors="surrogatepass")
 
 
 def _read_proof(data: bytes, _scratch: Path) -> None:
