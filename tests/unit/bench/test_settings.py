@@ -27,8 +27,10 @@ def test_one_configuration_comes_from_the_competitions_variables(endpoint, table
     assert (config.isl, config.osl, config.conc, config.tp, config.max_model_len) == (100, 50, 8, 2, 999)
     assert (config.num_prompts, config.warmups) == (80, 16)
     assert config.random_range_ratio == 0.0  # 1.0 was how older harnesses wrote a fixed length
-    (config,) = configs(endpoint, table, {"conc": "2"}, {**environment, "NUM_PROMPTS": "7"})
+    flags = {"conc": "2", "warmups": "3", "seed": "5"}
+    (config,) = configs(endpoint, table, flags, {**environment, "NUM_PROMPTS": "7"})
     assert (config.conc, config.num_prompts) == (2, 7), "flags win over variables"
+    assert (config.warmups, config.seed) == (3, 5)
 
 
 def test_a_shape_by_flags_is_a_batch_of_the_tables_concurrencies(endpoint, table):
