@@ -1,10 +1,8 @@
-r"""Removes identifying details from a text or JSON value: tokens, paths, host names, addresses.
+"""Removes identifying details from a text or JSON value: tokens, paths, host names, addresses.
 
-Somebody must still be able to read a log: paths that are the same on every machine and hosts that everybody knows stay.
-
-A rule is a pattern and what replaces a match. Order matters: secrets go before places. Every repetition that is tried
-at every position of a text is bounded, possessive, or begins where a word begins: a log may hold a megabyte without a
-space.
+What is the same on every machine stays, so that somebody can still read a log. Secrets go before places. Every
+repetition that is tried at each position is bounded, possessive, or begins where a word begins: a log may hold a
+megabyte without a space.
 """
 
 from __future__ import annotations
@@ -23,23 +21,21 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.urls import USER_INFO
 
 TOKEN = "<token>"  # noqa: S105 - what stands in a token's place
-Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
+Replacement = str | Callable[[re.Match[str]], str]
 
-LOOPBACK = r"(?:127\.0\.0\.1|localhost|\[::1\])"
-# Public hosts that occur in every log; they do not identify the owner.
+# Loopback, and public hosts that occur in every log; they do not identify the owner.
 PUBLIC = (
-    r"(?:github\.com|raw\.githubusercontent\.com|ghcr\.io|huggingface\.co|(?:docs\.)?vllm\.ai|(?:docs\.)?docker\.(?:com|io)"
-    r"|(?:(?:docs|developer)\.)?nvidia\.com|nvcr\.io|(?:download\.)?pytorch\.org|python\.org|nanobind\.readthedocs\.io"
-    r"|ubuntu\.com|openaipublic\.blob\.core\.windows\.net|openai\.com|example\.com)"
+    r"(?:127\.0\.0\.1|localhost|\[::1\]|github\.com|raw\.githubusercontent\.com|ghcr\.io|huggingface\.co|nvcr\.io"
+    r"|(?:docs\.)?vllm\.ai|(?:docs\.)?docker\.(?:com|io)|(?:(?:docs|developer)\.)?nvidia\.com|(?:download\.)?pytorch\.org"
+    r"|python\.org|nanobind\.readthedocs\.io|ubuntu\.com|openaipublic\.blob\.core\.windows\.net|openai\.com|example\.com)"
 )
 # Endings of names whose value is a secret. Where a short word could end a longer one (compass=), no letter may
 # stand before it.
 KEYWORD = (
     r"(?:token|secret|passw(?:or)?d|passwd|passphrase|passcode|credentials?|signature|cookie|authorization"
-    r"|api[_.-]?keys?|(?:access|account|auth|client|crypt(?:ion)?|deploy|encryption|host|license|master|private|secret"
-    r"|service|session|shared|sharedaccess|signing|ssh|storage|webhook)[_.-]?keys?(?:[_-]?id)?"
+    r"|(?:api|access|account|auth|client|encryption|master|private|secret|session|signing|ssh)[_.-]?keys?"
     r"|(?<![a-z])(?:pass|pwd|pw|bearer|auth|authn|csrf|jwt|otp|pin[_-]?code|psk|sas|sig|x-amz-credential)"
-    r"|(?<=[_-])(?:pw|key)|(?<=_)(?:auth|pass|pat|pwd|sig)|sessid|session[_-]?id)"
+    r"|(?<=[_-])(?:pw|keys?)|(?<=_)(?:auth|pass|pat|pwd|sig)|sessid|session[_-]?id)"
     r"(?:[_-](?:base|value|b64|base64|hex|prod|test|old|new|live|id|string|\d{1,3})|\d{1,2})?"
 )
 SECRET_NAME = re.compile(rf"-*[\w.-]{{0,128}}?{KEYWORD}", re.IGNORECASE)
@@ -71,27 +67,18 @@ VALUE = (
     r"|(?P<bare>(?!<token>)(?:[^\s\"'`,;&)\]}\\]|\\(?![nrt\"'])"
     r"|[,;&)\]}](?![\w.-]{0,64}[=:]|[\s\"'`,;&)\]}]|$))++))"
 )
-
-# Plugins of detect-secrets whose formats count. The patterns of others look back and forth without bound, or hit words.
-DETECTORS = (
-    *("AWSKeyDetector", "ArtifactoryDetector", "AzureStorageKeyDetector", "DiscordBotTokenDetector"),
-    *("GitHubTokenDetector", "GitLabTokenDetector", "MailchimpDetector", "PypiTokenDetector", "SendGridDetector"),
-    *("SlackDetector", "SoftlayerDetector", "SquareOAuthDetector", "StripeDetector", "TelegramBotTokenDetector"),
-    "TwilioKeyDetector",
-)
-# Formats that detect-secrets lacks, or does not match in a log that was cut off.
+# Plugins of detect-secrets for tokens without a prefix of their own. The patterns of others look back and forth without
+# bound, or hit words.
+DETECTORS = ("Discord", "GitLab", "Mailchimp", "Slack", "Telegram", "Twilio")
+# Tokens with a prefix, also in a log that was cut off, where detect-secrets does not match them.
 OWN_TOKENS = (
-    r"\b(?:hf_(?:(?=[A-Za-z0-9]*[0-9A-Z])[A-Za-z0-9]{6,}|(?!(?:implementation|transformers?|quantization|integration"
-    r"|checkpoints?|transfer|overrides|processor|tokenizer|download|pipeline|reference|generate)(?![A-Za-z0-9]))"
-    r"[A-Za-z0-9]{8,})"
-    r"|(?:(?:sk|pk|rk)[-_](?:live|test|proj|ant)[-_]|sk-|gh[pousr]_|github_pat_|nvapi-|xox[abceoprs]-|xapp-"
-    r"|gl(?:pat|dt|ft|soat|rt|cbt|ptt|agent|oas|imt)-|dckr_(?:pat|oat)_)[\w-]{6,}"
+    r"\b(?:hf_(?=[a-z]*[0-9A-Z])[A-Za-z0-9]{6,}|hf_[a-z]{20,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*"
+    r"|(?:(?:AKIA|ASIA|ABIA|ACCA|AROA|AIDA)[A-Z0-9]|(?:sk|pk|rk)[-_](?:live|test|proj|ant)[-_]|sk-|gh[pousr]_|github_pat_"
+    r"|nvapi-|xox[abceoprs]-|xapp-|gl(?:pat|dt|ft|soat|rt|cbt|ptt|agent|oas|imt)-|dckr_(?:pat|oat)_)[\w-]{6,}"
     r"|(?:api_org_|whsec_|tvly-|lsv2_|wandb_v1_|ya29\.|GOCSPX-|pypi-Ag|shp(?:at|ca|pa|ss)_|do[opr]_v1_|hv[sbr]\.|lin_api_"
-    r"|ATATT3|figd_|sq0(?:csp|atp)-|glsa_|PMAK-|tskey-|sntrys_|AGE-SECRET-KEY-|ops_eyJ|SG\.[\w-]{10,}\.)[\w+/=-]{10,}"
-    r"|(?:xai-|gsk_|r8_|pplx-|npm_|ntn_|rubygems_)\w{16,}|AIza[\w-]{20,}|(?:pypi-|EAAA)[\w-]{40,}|dapi[a-f0-9]{32}"
-    r"|(?:AKIA|ASIA|ABIA|ACCA|AROA|AIDA)[A-Z0-9]{6,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
+    r"|ATATT3|figd_|sq0(?:csp|atp)-|glsa_|PMAK-|tskey-|sntrys_|AGE-SECRET-KEY-|ops_eyJ|SG\.[\w-]{10,}\.|xai-|gsk_|r8_"
+    r"|pplx-|npm_|ntn_|rubygems_|AIza|EAAA|dapi)[\w+/=-]{16,})"
 )
-
 # Top-level domains of a host name without a scheme. Those that are also the end of a file or module name (py, rs, sh,
 # io, app, dev) count only behind a label with a digit or hyphen.
 DOMAINS = (
@@ -107,8 +94,6 @@ COMMON = (
     *("/var/cache/sparkforge/", "/var/run/docker.sock/", "/v1/"),
 )
 PERSONAL = ("/run/media/", "/run/user/", "/dev/shm/", "/usr/home/")  # noqa: S108 - not opened, only looked for
-PACKAGES = re.compile(r".*?/((?:site|dist)-packages/.*)")
-VERSION = re.compile(r"\d+(?:\.\d+){1,4}[\w.+-]*")
 NAME_KEYS, VALUE_KEYS = {"name", "key", "variable", "header"}, {"value", "val", "default"}
 
 
@@ -122,7 +107,7 @@ def for_support(value: Any) -> Any:
     own = re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in telling) or r"(?!)")
 
     def redacted(text: str) -> str:
-        for pattern, replacement in (*_secrets(), *_places()):
+        for pattern, replacement in _rules():
             text = pattern.sub(replacement, text)
         return own.sub("<host>", text)
 
@@ -134,17 +119,17 @@ def for_support(value: Any) -> Any:
             names = {key: label if key.lower() in VALUE_KEYS else name if secret else key for key in map(str, value)}
             return {redacted(str(key)): walk(item, names[str(key)]) for key, item in value.items()}
         if isinstance(value, list):
-            if len(value) == 2 and isinstance(value[0], str) and _is_secret_name(value[0]):
-                return [value[0], walk(value[1], value[0])]
             items: list[Any] = []
-            for item in value:
-                flag = isinstance(item, str) and item.startswith("-")
-                items.append(walk(item, "" if flag and not secret else name))
-                name = item if flag and not secret else name  # of ["--api-key", "…"]
+            for item in value:  # ["--api-key", "…"], ["authorization", "…"]
+                is_name = not secret and isinstance(item, str) and (item.startswith("-") or _is_secret_name(item))
+                items.append(walk(item, "" if is_name else name))
+                name = item if is_name else name
             return items
         if secret and isinstance(value, str | int | float) and not isinstance(value, bool) and value != "":
             return TOKEN
-        if not isinstance(value, str) or (name.endswith("version") and VERSION.fullmatch(value)):
+        if not isinstance(value, str) or (
+            name.endswith("version") and re.fullmatch(r"\d+(?:\.\d+){1,4}[\w.+-]*", value)
+        ):
             return value  # 9.20.0.48 is cuDNN's version and no address
         return redacted(value)
 
@@ -167,16 +152,6 @@ def _named_value(match: re.Match[str]) -> str:
     return match[0] if NO_SECRET.fullmatch(text) else f"{prefix}{match['open'] or ''}{TOKEN}"
 
 
-def _flag(match: re.Match[str]) -> str:
-    return f"{match[1]}{match[3]}{TOKEN}" if _is_secret_name(match[2]) else match[0]
-
-
-def _whole(match: re.Match[str]) -> str:
-    """Replace a match of detect-secrets, or its group if it has one, without the space or quote around it."""
-    text = next((group for group in match.groups() if group), match[0]).strip(" \t\r\n\"'=:")
-    return match[0].replace(text, TOKEN)
-
-
 def _host_name(match: re.Match[str]) -> str:
     """Replace a host name; keep names of modules and files."""
     rest, _, top = match["host"].rpartition(".")
@@ -188,13 +163,12 @@ def _host_name(match: re.Match[str]) -> str:
 def _path(match: re.Match[str]) -> str:
     """Keep a path in a checkout or a Python package, or common to all machines; shorten others to the last part."""
     path = match[0]
-    if path.count("/") == 1 and path[0] == "/":  # a route of the API, or a top folder
-        return path
-    if f"{path.rstrip('/')}/".startswith(COMMON) and not path.startswith(PERSONAL):
+    is_top = path.count("/") == 1 and path[0] == "/"  # a route of the API, or a top folder
+    if is_top or (f"{path.rstrip('/')}/".startswith(COMMON) and not path.startswith(PERSONAL)):
         return path
     if path.startswith(f"{ROOT}/") and len(ROOT.parts) > 1:
         return f"<checkout>/{path.removeprefix(f'{ROOT}/')}"
-    if inside := PACKAGES.fullmatch(path):
+    if inside := re.fullmatch(r".*?/((?:site|dist)-packages/.*)", path):
         return f"<path>/{inside[1]}"
     parts = [part for part in path.split("/") if part]
     return f"<path>/{parts[-1]}" if len(parts) > 2 else "<path>"  # models are named by it
@@ -210,15 +184,16 @@ def _address(match: re.Match[str]) -> str:
 
 
 @cache
-def _secrets() -> Rules:
-    """Return the rules for secrets. detect-secrets is imported here: it takes a tenth of a second."""
+def _rules() -> list[tuple[re.Pattern[str], Replacement]]:
+    """Return the rules: secrets, then machines, hosts, people and paths. detect-secrets takes 0.1 s to import."""
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class  # noqa: PLC0415
 
     detectors: list[Any] = list(get_mapping_from_secret_type_to_class().values())
-    # The pattern for AWS's secret key is left out: our own rules find it by its name.
-    formats = (pattern for plugin in detectors if plugin.__name__ in DETECTORS for pattern in plugin.denylist)
-    known = tuple((pattern, _whole) for pattern in formats if not pattern.pattern.startswith("aws."))
-    own: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    chosen = (plugin for plugin in detectors if plugin.__name__.startswith(DETECTORS))
+    rules: tuple[tuple[str | re.Pattern[str], Replacement], ...] = (
+        (r"(?s)-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY.*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z -]*|\Z)", TOKEN),
+        (USER_INFO, f"{TOKEN}@"),
+        *((pattern, TOKEN) for plugin in chosen for pattern in plugin.denylist),
         (OWN_TOKENS, TOKEN),
         # Headers: their value goes on behind a space.
         ((rf"(?i)(authorization{QUOTE}?\s{{0,4}}(?>=>|%3D|[:=,])\s{{0,4}}+(?:b?{QUOTE})?+"
@@ -231,33 +206,18 @@ def _secrets() -> Rules:
         ((r"(?<!\S)((?:-[a-zA-Z]{0,6}u|-U|--(?:proxy-)?user)[ =]?\s{0,4}(?P<q>[\"'])?"
          r"(?(q)[^:\"'\n]{0,128}|[^\s:\"'=/]{0,128}):)(?!\d+(?:[\s\"']|$)|//)(?(q)[^\"'\n]+|[^\s\"']+)"),
          rf"\1{TOKEN}"),
-        ((r"(?i)\b((?:docker|podman|helm|oras|skopeo)\s+(?:registry\s+)?login\b[^\n|;&]{0,200}?\s-p\s?)(?!<)"
-         r"([\"']?)[^\s\"']+"), rf"\1\2{TOKEN}"),
+        (r"(?i)\b((?:docker|podman|helm|oras)\s[^\n|;&]{0,80}?login\b[^\n|;&]{0,99}?\s-p\s?)(?!<)\S+", rf"\1{TOKEN}"),
         ((rf"(?i)(?<![\w.-])(?!(?<=<)token>)(?P<name>[\w.-]{{0,128}}?(?!authorization{QUOTE}?\s{{0,8}}[:=,%]){KEYWORD})"
           rf"{BETWEEN}(?P<value>{VALUE})"), _named_value),
         ((r"(?<![\w-])(--?([A-Za-z][\w-]*+))(\s+(?:\\\n\s*)?[\"']?|[\"'],\s{0,8}[\"'])(?!-|id=)((?<=[\"'])[^\"'\n]+"
-         r"|[^\s,;&\"']+(?:[ \t]+(?!-)(?=[^\s\"']{0,80}\d)[^\s,;&\"'/]+(?=\s|$))*)"), _flag),
-        (r"(?<![\w.+-])[\w.+-]{1,64}:[^\s@:/\"'<>]{1,128}@(?=[\w-]+\.)", f"{TOKEN}@"),
+         r"|[^\s,;&\"']+(?:[ \t]+(?!-)(?=[^\s\"']{0,80}\d)[^\s,;&\"'/]+(?=\s|$))*)"),
+         lambda match: f"{match[1]}{match[3]}{TOKEN}" if _is_secret_name(match[2]) else match[0]),
         (r"(?<![\w.+-])[\w.+-]++@[\w-]{1,63}(?:\.[\w-]{1,63})+", "<address>"),
         ((r"(?im)(?:(?<=\bssh )|(?<=\bscp )|(?<=\brsync )|(?<=\bsftp )|(?<=\[)|^)"
          r"[a-z_][\w.-]{0,31}@(?!sha\d|latest|main\b)[a-z][\w-]{0,62}\b"), "<address>"),
-    )  # fmt: skip
-    return (
-        (re.compile(r"(?s)-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?"
-                    r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)"), TOKEN),
-        (USER_INFO, f"{TOKEN}@"),
-        *known,
-        *((re.compile(pattern), replacement) for pattern, replacement in own),
-    )  # fmt: skip
-
-
-@cache
-def _places() -> Rules:
-    """Return the rules for machines, private hosts, people and paths."""
-    key_lines = r"(?m)^(?=[^A-Z\n]{0,80}[A-Z])[A-Za-z0-9+/=]{60,80}$"  # of a private key whose first line was cut off
-    rules: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-        (key_lines, TOKEN),  # a sha256 has no capitals
-        (rf"(?i)(?<![a-z0-9+.-])(?!file:)([a-z][a-z0-9+.-]{{1,30}})://(?!(?:{LOOPBACK}|{PUBLIC})(?:[:/?#\s\"'>)\]]|$))[^\s/\"'?#]+",
+        # Lines of a private key whose first line was cut off; a sha256 has no capitals.
+        (r"(?m)^(?=[^A-Z\n]{0,80}[A-Z])[A-Za-z0-9+/=]{60,80}$", TOKEN),
+        (rf"(?i)(?<![a-z0-9+.-])(?!file:)([a-z][a-z0-9+.-]{{1,30}})://(?!{PUBLIC}(?:[:/?#\s\"'>)\]]|$))[^\s/\"'?#]+",
          r"\1://<host>"),
         # Hardware addresses with bytes or words apart, and GUIDs of InfiniBand.
         (r"(?i)(?<![\w:-])(?:[0-9a-f]{2}[:-]){5,19}[0-9a-f]{2}(?![\w:-])", "<address>"),
@@ -269,11 +229,10 @@ def _places() -> Rules:
         ((r"(?i)(?<![\w.])(?<![=<>~!]=)(?<!cudnn )(?<!cu\d\d-)(?<!ersion )(?<!ersion=)(?<!ersion: )(?<!ersion = \")"
          r"(?<!ersion\": \")(?:\d{1,3}\.){3}\d{1,3}(?![\w.]\d)"), _address),
         (r"(?i)\b(?:MIG-)?(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4,12}){4}(?:/\d{1,3}){0,2}", "<gpu>"),
-        ((r"(?i)\b((?:(?:machine|boot|product|gpu|system)[_-]?u?uid|machine[_-]id|serial(?:[_ -]?(?:number|no))?)"
-         r"[\"']?\s{0,8}[=:]\s{0,8}[\"']?)(?!n/a|none|null|<)[\w-]{6,64}"), r"\1<id>"),
+        ((r"(?i)\b((?:(?:machine|boot|product|gpu|system)[_-]?u?uid|machine[_-]id|serial(?:[_ -]?(?:number|no))?"
+         r"|hostname|nodename|fqdn|computer_?name)[\"']?\s{0,8}[=:]\s{0,8}[\"']?)(?!n/a|none|null|<)[\w.-]{1,128}"),
+         r"\1<id>"),
         (r"(?m)^((?:\([^)\n]*\) *)*)[\w.-]+(?=:\d+:\d+ \[\d+\] )", r"\1<host>"),  # NCCL: HOST:PID:TID [GPU]
-        (r"(?i)\b((?:hostname|nodename|fqdn|computer_?name)[\"']?\s{0,4}[=:]\s{0,4}[\"']?)(?!<)[\w.-]{1,128}",
-         r"\1<host>"),
         (r"\b((?:SUDO_USER|USER|LOGNAME|USERNAME)=|[ug]id=\d{1,10}\()(?!root\b|<)[\w.@-]{1,64}", r"\1<user>"),
         ((rf"(?<![\w.@/~%+-])(?!(?:www\.)?{PUBLIC}(?![\w-]))(?!{LABEL}\.(?:in|co|test|name|host|app)(?![\w.-]))"
          rf"(?=(?P<host>(?:{LABEL}\.){{1,8}}[A-Za-z]{{2,12}}(?![\w-])(?!\.\w)))(?P=host)(?!\()"), _host_name),
@@ -285,4 +244,4 @@ def _places() -> Rules:
         ((r"/(?:home|Users|root|media|mnt)(?:/[\w.+@~%-]+)+/?"
          r"|(?:(?<![\w./>])|(?<=file://))~?/(?:[\w.+@~%-]+/)*[\w.+@~%-]+/?"), _path),
     )  # fmt: skip
-    return tuple((re.compile(pattern), replacement) for pattern, replacement in rules)
+    return [(re.compile(pattern), replacement) for pattern, replacement in rules]

@@ -32,7 +32,7 @@ def send(path, url="", form="", team="Team"):
 
 def test_json_is_posted_redacted_and_once(stub, make_result, tmp_path):
     path = tmp_path / "r.json"
-    note = f"{Path.home()}/x on {socket.gethostname()} Bearer abcdef123456 hf_abcdefgh"
+    note = f"{Path.home()}/x on {socket.gethostname()} Bearer abcdef123456 hf_aBcdefgh"
     told = "http://spark-7.example.org:8000/v1 and 10.1.2.3, key=sk-abcdefgh"
     server = {"model": "/data/people/anna/models/gpt-oss-120b", "records": {"note": note, "api_key": "k"}}
     secret = make_result(server={**server, "findings": [{"told": told}]})
@@ -41,7 +41,7 @@ def test_json_is_posted_redacted_and_once(stub, make_result, tmp_path):
         send(path, f"{stub.url}/board")
     (posted,) = stub.posted
     text = json.dumps(posted)
-    leaks = "anna", "abcdef123456", "hf_abcdefgh", "sk-abcdefgh", "spark-7", "10.1.2.3", socket.gethostname(), '"k"'
+    leaks = "anna", "abcdef123456", "hf_aBcdefgh", "sk-abcdefgh", "spark-7", "10.1.2.3", socket.gethostname(), '"k"'
     for leak in leaks:
         assert not re.search(rf"(?<!\w){re.escape(leak)}(?!\w)", text), leak
     assert (posted["team"], posted["result"]["server"]["model"]) == ("Team", "<path>/gpt-oss-120b")
