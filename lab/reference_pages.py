@@ -324,7 +324,9 @@ def settings() -> str:
         defaults = {names: row.default or _code(in_compose.get(names, "")) or "-" for names, row in rows.items()}
         lines = (f"| {_names(names)} | {defaults[names]} | {row.meaning} |" for names, row in rows.items())
         sections[section] = _rows("| Variable | Default | Meaning |\n| --- | --- | --- |", lines)
-    return SETTINGS.format(**sections, bounds=limits.rows())
+    lines = (f"| `{name}` | {row.default:,} | {row.counts} | {row.status} |" for name, row in limits.LIMITS.items())
+    bounds = _rows("| Bound | Default | What it counts | Status |\n| --- | --- | --- | --- |", lines)
+    return SETTINGS.format(**sections, bounds=bounds)
 
 
 def _names(names: str) -> str:

@@ -382,9 +382,3 @@ class Limiter:
             return messages.pop() if messages else await receive()
 
         return whole
-
-
-def rows() -> str:
-    """Return the table of docs/reference/settings.md."""
-    lines = [f"| `{name}` | {limit.default:,} | {limit.counts} | {limit.status} |" for name, limit in LIMITS.items()]
-    return "\n".join(("| Bound | Default | What it counts | Status |", "| --- | --- | --- | --- |", *lines))

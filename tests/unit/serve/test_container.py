@@ -155,6 +155,8 @@ def test_a_start_that_fails_is_told_with_its_reason(checkout, fake_engine, docke
     assert error.why.startswith(why)
     if why == MEMORY:
         assert error.fix.startswith("ps aux --sort=-rss | head   # stop something large; then ")
+    elif what:
+        assert error.fix == "./inv doctor   # the whole log: docker logs c0ffeec0ffee"
 
 
 def test_a_refusal_of_an_earlier_run_is_not_this_ones(checkout, fake_engine, docker_command):
