@@ -146,7 +146,7 @@ def speeds(model: Architecture, device: Device, load: Workload, nodes: int, user
     """Return the tokens a second of all `users` together; a server works on `load.sequences` of them at once."""
     return ClusterSpeed(
         users=users,
-        single=_single(model, device, load, users),
+        single=total(model, device, load, 1, users, "tensor"),
         ways={way: total(model, device, load, nodes, users, way) for way in WAYS},
     )
 
@@ -156,28 +156,14 @@ def total(model: Architecture, device: Device, load: Workload, nodes: int, users
     if device.link is None or objections(model, nodes, way):
         return None
     if way == "replicas":
-        parts = [_single(model, device, load, users // nodes + (rank < users % nodes)) for rank in range(nodes)]
+        shares = [users // nodes + (rank < users % nodes) for rank in range(nodes)]
+        parts = [total(model, device, load, 1, share, "tensor") for share in shares]
         return None if None in parts else sum(part or 0.0 for part in parts)
     batch = min(users, load.sequences)
-    if way == "pipeline":  # the machines work on N groups of the users at the same time
-        group = -(-batch // nodes)
-        seconds = _seconds(model, device, load, group)
-        link = link_seconds(model, device.link, group, nodes, way)
-        return batch / (seconds + link) if seconds else None
-    seconds = _seconds(model, device, load, batch, nodes)
-    return batch / (seconds + link_seconds(model, device.link, batch, nodes, way)) if seconds else None
-
-
-def _single(model: Architecture, device: Device, load: Workload, users: int) -> float | None:
-    batch = min(users, load.sequences)
-    if not batch:
-        return 0.0
-    seconds = _seconds(model, device, load, batch)
-    return batch / seconds if seconds else None
-
-
-def _seconds(model: Architecture, device: Device, load: Workload, batch: int, nodes: int = 1) -> float | None:
-    return roofline.time(split(model, load, batch, nodes), device).seconds
+    # The machines of a pipeline work on N groups of the users at the same time.
+    group, parties = (-(-batch // nodes), 1) if way == "pipeline" else (batch, nodes)
+    seconds = roofline.time(split(model, load, group, parties), device).seconds
+    return batch / (seconds + link_seconds(model, device.link, group, nodes, way)) if seconds else None
 
 
 def split(model: Architecture, load: Workload, batch: int, nodes: int) -> Work:
