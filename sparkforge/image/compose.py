@@ -111,11 +111,14 @@ def resolved(env: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, Any]
         raise EngineError("Compose resolves no project", error.why, typed("config"), code="engine.failed") from error
 
 
-def service_of(document: Mapping[str, Any]) -> Service:
-    """Return the service in a resolved project. Raises EngineError for one that lacks something."""
+def service_of(document: Mapping[str, Any], port: int = 0) -> Service:
+    """Return the service in a resolved project. Raises EngineError for one that lacks something.
+
+    `port` is the server's on the machine's own network, where Compose publishes none.
+    """
     try:
         service = document["services"][SERVICE]
-        published = service["ports"][0]
+        published = {"published": port} if port else service["ports"][0]
         variables = (service.get("environment") or {}).items()
         environment = {name: str(value) for name, value in variables if value is not None}  # null: set nowhere
         resources = (service.get("deploy") or {}).get("resources") or {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from sparkforge.core import files, paths
@@ -38,8 +38,19 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
     owner, name = model.split("/")
     fetched = [folder / name for folder in (paths.ROOT / "models", MODELS) if not revision]
     caches = [cache / f"models--{owner}--{name}" for cache in hub_caches(env)]
-    if checkpoint := _first(model, fetched, caches, revision):
-        return checkpoint
+    denials: list[StorageError] = []
+    for place in (*fetched, *caches):
+        try:
+            require_readable(place)
+            snapshot = _snapshot(place, model, revision) if place in caches else place
+            if snapshot:
+                require_readable(snapshot)
+                if (snapshot / "config.json").is_file():
+                    return snapshot
+        except StorageError as error:  # another place may have it
+            denials.append(error)
+    if denials:
+        raise denials[0]
     why = f"there is no {caches[0].name} in {', '.join(str(cache.parent) for cache in caches)}"
     raise InputError(
         f"{model} is not on this machine" + (f" at {revision}" if revision else ""),
@@ -101,27 +112,6 @@ def require_readable(folder: Path) -> None:
     if denied := files.unreadable(folder):
         why, fix = denied
         raise StorageError(f"cannot read the model in {folder}", why, fix, code="storage.access")
-
-
-def _first(model: str, fetched: Sequence[Path], caches: Sequence[Path], revision: str) -> Path | None:
-    """Return the first folder of `fetched` or snapshot in `caches` that has the model; None if none has.
-
-    Raises StorageError if one of them cannot be read, and no other has it.
-    """
-    denials: list[StorageError] = []
-    for folder in (*fetched, *caches):
-        try:
-            require_readable(folder)
-            snapshot = _snapshot(folder, model, revision) if folder in caches else folder
-            if snapshot:
-                require_readable(snapshot)
-                if (snapshot / "config.json").is_file():
-                    return snapshot
-        except StorageError as error:  # another place may have it
-            denials.append(error)
-    if denials:
-        raise denials[0]
-    return None
 
 
 def _snapshot(cache: Path, repository: str, revision: str) -> Path | None:

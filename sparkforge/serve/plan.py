@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sparkforge.core.errors import UsageError
+from sparkforge.core.vllm_flags import passable
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -44,3 +47,11 @@ class StartPlan:
     def address(self) -> str:
         """The IP address to listen on."""
         return self.host or LOOPBACK
+
+
+def checked_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return vLLM's flags of a configuration file. Raises ValueError for one that `./inv up` does not take either."""
+    try:
+        return passable(flags, relative_to=None)
+    except UsageError as error:
+        raise ValueError(f"{error.what}: {error.why}") from None

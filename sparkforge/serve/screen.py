@@ -15,7 +15,6 @@ from sparkforge.core.process import output
 from sparkforge.serve import launch, logs, record, status
 from sparkforge.serve.record import Server
 
-CLEAN_EXITS = {0, 143}  # a server's exit codes after SIGTERM (supervise.py)
 READY = """model: {model_id}   log: ./inv logs -f   stop: ./inv down
 
 curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -63,7 +62,7 @@ def _stay_with_container(server: Server) -> None:
         with engine.connected() as docker_client:
             state = engine.state(docker_client, server.container)
         ended = state is None or state.status in {"exited", "dead"}
-        if state is None or (ended and state.exit_code in CLEAN_EXITS):
+        if state is None or (ended and state.exit_code in record.CLEAN_EXITS):
             return
         if ended:
             why = "the kernel killed it: its memory limit" if state.out_of_memory else "its log is above"

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tomlkit
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from sparkforge.core import tables
 from sparkforge.core.errors import UsageError
 from sparkforge.core.tables import Record
-from sparkforge.core.vllm_flags import HEADLESS, passable
+from sparkforge.core.vllm_flags import HEADLESS
 from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
 from sparkforge.serve.cluster import watch
+from sparkforge.serve.plan import checked_flags
 
 FILE = "cluster.toml"
 # Names also occur in vLLM flags, shell commands and log lines, so characters with a meaning there are excluded.
@@ -78,7 +79,7 @@ class ClusterConfig(Record):
     device: Literal["docker", "docker-cpu", "embedded"] = "docker"
     model: Argument = ""
     profile: Argument = ""
-    flags: tuple[Flag, ...] = ()
+    flags: Annotated[tuple[Flag, ...], AfterValidator(checked_flags)] = ()
     tensor: int = Field(default=2, ge=1)
     pipeline: int = Field(default=1, ge=1)
     expert: bool = False
@@ -87,14 +88,6 @@ class ClusterConfig(Record):
     master_port: Port = 29500
     watch_port: Port = 29501
     nodes: tuple[ClusterNode, ...] = Field(min_length=2)
-
-    @field_validator("flags")
-    @classmethod
-    def _are_flags_of_up(cls, flags: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            return passable(flags, relative_to=None)
-        except UsageError as error:
-            raise ValueError(f"{error.what}: {error.why}") from None
 
     @model_validator(mode="after")
     def _fits_together(self) -> ClusterConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -41,7 +40,6 @@ RDMA_PROBE = (
     "'memlock': r.getrlimit(r.RLIMIT_MEMLOCK)[0]}))"
 )
 UNLIMITED = -1
-CLEAN_EXITS = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # after an end that somebody asked for (supervise.py)
 ENDED_STATES = ("exited", "dead")
 
 
@@ -141,9 +139,7 @@ class ContainerNode(Container):
     def start(self) -> Server:
         """Start the head's container. Raises ServerError if NCCL took TCP in place of RDMA."""
         project = docker_compose.resolved(self.env, self.compose_files)
-        # On the machine's own network Compose publishes no port.
-        project["services"][SERVICE]["ports"] = [{"published": self.config.port}]
-        self.service = docker_compose.service_of(project)
+        self.service = docker_compose.service_of(project, self.config.port)
         if self.service.key_file:
             access.read_key(Path(self.service.key_file), private=False)
         server = self.serve(lambda _: None)
@@ -187,7 +183,7 @@ class ContainerNode(Container):
             return {"state": state.status, "why": f"the container is {state.status}"}
         ended = re.findall(r"^✗ (node \S+) ended this node's part.*\n\s*why:\s*(.*)$", last_log(), re.MULTILINE)
         why = ": ".join(ended[-1]) if ended else f"the container ended with code {state.exit_code}"
-        asked = why.endswith(watch.STOPPED) if ended else state.exit_code in CLEAN_EXITS
+        asked = why.endswith(watch.STOPPED) if ended else state.exit_code in record.CLEAN_EXITS
         return {"state": "ended", "why": why, "asked": asked, "left": 0}
 
 

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import psutil
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from sparkforge.core import memory, tables
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.tables import Record
-from sparkforge.core.vllm_flags import passable
 from sparkforge.image.devices import CONTAINERS, GPU
 from sparkforge.models import local, recipes
 from sparkforge.plan import architecture, budget, devices, thresholds
 from sparkforge.plan.budget import HOST_WORKING_BYTES, Workload
 from sparkforge.serve import profiles, settings, status
 from sparkforge.serve.devices.choose import choose
+from sparkforge.serve.plan import checked_flags
 
 GB = 1e9
 CONTEXT, SEQUENCES = 8192, 4  # that a model is planned for, where fleet.toml does not say
@@ -47,15 +47,7 @@ class FleetModel(Record):
     idle: float = Field(default=0, ge=0)
     resident: bool | None = None
     aliases: tuple[Alias, ...] = ()
-    flags: tuple[str, ...] = ()
-
-    @field_validator("flags")
-    @classmethod
-    def _are_flags_of_up(cls, flags: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            return passable(flags, relative_to=None)
-        except UsageError as error:
-            raise ValueError(f"{error.what}: {error.why}") from None
+    flags: Annotated[tuple[str, ...], AfterValidator(checked_flags)] = ()
 
 
 class FleetConfig(Record):
