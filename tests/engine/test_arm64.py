@@ -1,7 +1,7 @@
 """linux/arm64 on x86-64: the Spark's image, made by this machine's compilers, and a Spark's own thin stages, emulated.
 
 The image has one small module of FlashInfer, and is looked at in emulation: its packages are imported, its validator
-judges a Spark's facts. 30 GB of disk and half an hour.
+judges a Spark's facts. 20 GB of disk and half an hour.
 """
 
 import hashlib
