@@ -82,7 +82,7 @@ def ensure(env: Environment, pins: Pins) -> bool:
         wheels = fetch_wheels(pin.lock, components)
         words = ["--quiet", "--relocatable", "--prompt", env.name, "--python", sys.executable]
         run([sys.executable, "-m", "uv", "venv", *words, folder])
-        install_locked(folder / PYTHON, pin.lock, wheels, copy=pin.copy_files)
+        locks.install(folder / PYTHON, pin.lock, wheels, copy=pin.copy_files)
         for component in components:
             if component.provides:
                 name_distribution(folder / PACKAGES, *component.provides.split("=="))
@@ -152,16 +152,7 @@ def stamp(env: Environment) -> Mapping[str, str]:
     return made.inputs if made and env.path.exists() else {}
 
 
-@dataclass(frozen=True)
-class WheelSet:
-    """Wheels that are installed with a locked set: their folders, and requirement lines that name them by hash."""
-
-    folders: tuple[Path, ...]
-    replaced: Mapping[str, str]  # by package: in place of the lock's requirement, because the wheel is patched
-    extra: tuple[str, ...]  # besides the lock, which lacks them
-
-
-def fetch_wheels(lock: str, components: Iterable[Component], machine: str = "") -> WheelSet:
+def fetch_wheels(lock: str, components: Iterable[Component], machine: str = "") -> locks.WheelSet:
     """Fetch the wheels of `components` for the locked set `lock` on `machine`, or make the patched ones.
 
     Raises NetworkError, IntegrityError, PatchError, and ProcessError if nothing is pinned for the machine.
@@ -183,7 +174,7 @@ def fetch_wheels(lock: str, components: Iterable[Component], machine: str = "") 
             extra.append(requirement)
         elif component.patches:
             replaced[package] = requirement
-    return WheelSet(tuple(folders), replaced, tuple(extra))
+    return locks.WheelSet(tuple(folders), replaced, tuple(extra))
 
 
 def _component(name: str, pins: Pins) -> Component:
@@ -193,16 +184,6 @@ def _component(name: str, pins: Pins) -> Component:
 
 def _this_machine() -> TargetMachine:
     return TargetMachine(platform.machine())
-
-
-def install_locked(
-    python: Path, lock: str, wheels: WheelSet, *, machine: str = "", copy: bool = False, bytecode: bool = True
-) -> None:
-    """Install the locked set `lock` with `wheels` into the environment of `python`. Raises as `locks.install`."""
-    locks.install(
-        python, lock, find_links=wheels.folders, replaced=wheels.replaced, extra=wheels.extra, machine=machine,
-        copy=copy, bytecode=bytecode,
-    )  # fmt: skip
 
 
 def name_distribution(site_packages: Path, name: str, version: str, entry_points: str = "") -> None:

@@ -11,7 +11,6 @@ import inspect
 import io
 import os
 import select
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -217,14 +216,6 @@ def whole_number(flag: str, text: str) -> int:
 def listed(text: str) -> list[str]:
     """Return the words between commas, none of them empty."""
     return [word for part in text.split(",") if (word := part.strip())]
-
-
-def arguments(flag: str, text: str) -> list[str]:
-    """Return `text` split as a shell would split it. Raises UsageError for a quotation that does not end."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{flag} {text!r} cannot be read", str(error), f"{flag} 'WORD WORD'") from None
 
 
 def _accept_any_text() -> None:

@@ -73,18 +73,9 @@ def make(venv: Path, lock: Path) -> None:
     venv.mkdir()
     (venv / MARK).touch()
     run([sys.executable, "-m", "venv", str(venv)], "cannot make .venv")
-    pip = [
-        str(venv / "bin" / "python"),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--no-input",
-        "--progress-bar",
-        "off",
-    ]
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     run(
-        [*pip, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(lock)],
+        [*pip, "--progress-bar", "off", "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(lock)],
         "cannot install locks/tools.txt",
     )
     temporary = venv / ".complete.tmp"

@@ -63,18 +63,11 @@ def held() -> dict[int, int]:
 
 # The fields of `state`. A Spark reports no limit of its power.
 STATE_FIELDS = (
-    "clocks.sm",
-    "clocks.max.sm",
-    "power.draw",
-    "power.limit",
-    "temperature.gpu",
-    "utilization.gpu",
+    *("clocks.sm", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu"),
     "clocks_event_reasons.active",
 )
 BUSY = 0.5  # share of the last second in which a kernel ran; an idle GPU lowers its clock, and rightly
-HALF = (
-    0.5  # of the highest SM clock. A Spark in good order keeps about 2,400 of 3,003 MHz under load (docs/hardware.md)
-)
+HALF = 0.5  # of the highest SM clock. A Spark in good order keeps 2,400 of 3,003 MHz under load (docs/hardware.md)
 IDLE = 0x1
 POWER_CYCLE = (
     "sudo poweroff, pull the power supply from the wall and from the machine for 60 s, and start again; "

@@ -119,7 +119,7 @@ def install(tree: Tree, more: str = "") -> None:
         if (component.patches or component.index) and any(name.endswith(".whl") for name in component.files)
     ]
     wheels = environments.fetch_wheels(tree.lock, components, tree.machine)
-    environments.install_locked(tree.python, tree.lock, wheels, machine=tree.machine, bytecode=False)
+    locks.install(tree.python, tree.lock, wheels, machine=tree.machine, bytecode=False)
     for component in components:
         if component.provides:
             environments.name_distribution(tree.packages, *component.provides.split("=="))

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sparkforge.core import installers
@@ -22,6 +23,15 @@ from sparkforge.pins.wheels import GLIBC
 LOCKS = ROOT / "locks"
 MAX = ("max", ROOT / "spark_mxfp4" / "locks")  # the one set that lies elsewhere, beside the library's own
 INSTALL = (sys.executable, "-m", "uv", "pip", "install", "--require-hashes", "--no-deps", "--quiet")
+
+
+@dataclass(frozen=True)
+class WheelSet:
+    """Wheels that are installed with a locked set: their folders, and requirement lines that name them by hash."""
+
+    folders: tuple[Path, ...] = ()
+    replaced: Mapping[str, str] = field(default_factory=dict)  # by package: in place of the line in the lock
+    extra: tuple[str, ...] = ()  # besides the lock, which lacks them
 
 
 def lock_path(name: str) -> Path:
@@ -69,34 +79,32 @@ def replace(text: str, replaced: Mapping[str, str]) -> str:
     return text
 
 
-def install(  # noqa: PLR0913 - as many as uv has
+def install(
     python: Path,
     name: str,
+    wheels: WheelSet | None = None,
     *,
-    find_links: tuple[Path, ...] = (),
-    replaced: Mapping[str, str] | None = None,
-    extra: tuple[str, ...] = (),
     target: Path | None = None,
     machine: str = "",
     copy: bool = False,
     bytecode: bool = True,
 ) -> None:
-    """Install a locked set and the requirement lines `extra` into the environment of `python`, or into folder `target`.
+    """Install a locked set and `wheels` into the environment of `python`, or into the folder `target`.
 
-    `replaced` (package → requirement line) replaces the set's line for a package. Files of `find_links` are
-    used where their hash is in the requirements. A `machine` (`uname -m`) that is not this one gets its own wheels.
+    A `machine` (`uname -m`) that is not this one gets its own wheels.
     `copy`, and a target folder, make copies instead of hard links into uv's cache: a hard link's ctime changes with
     every other link, and ccache then sees its headers "modified". Raises NetworkError with the cause that uv printed.
     """
+    wheels = wheels or WheelSet()
     command = [*INSTALL, "--python", str(python), "-r", "-"]
     command += ["--compile-bytecode"] if bytecode else []
     if machine not in ("", os.uname().machine):
         command += wheels_for(machine)
-    for folder in find_links:
+    for folder in wheels.folders:
         command += ["--find-links", str(folder)]
     command += ["--target", str(target)] if target else []
     command += ["--link-mode", "copy"] if copy or target else []
-    requirements = "\n".join([replace(lock_path(name).read_text(encoding="utf-8"), replaced or {}), *extra])
+    requirements = "\n".join([replace(lock_path(name).read_text(encoding="utf-8"), wheels.replaced), *wheels.extra])
 
     def attempt() -> str:
         process = run_unchecked(command, env=uv_environment(), stdin=requirements)

@@ -188,7 +188,7 @@ def test_the_tree_of_another_machine_has_its_wheels_and_modules_and_says_so(tree
     monkeypatch.setattr(rootfs, "build_kernels", asked.append)
     monkeypatch.setattr(rootfs.packs, "publish", lambda *_: None)
     monkeypatch.setattr(rootfs, "take_kernels", lambda *_: None)
-    monkeypatch.setattr(rootfs.environments, "install_locked", lambda *_, machine, **__: asked.append(machine))
+    monkeypatch.setattr(rootfs.locks, "install", lambda *_, machine, **__: asked.append(machine))
     monkeypatch.setattr(rootfs.environments, "fetch_wheels", lambda *arguments: asked.append(arguments))
     foreign = Tree(tree.root, "spark", FOREIGN)
     rootfs.compile_kernels(foreign, tmp_path, "trial", "1")

@@ -10,6 +10,7 @@ from sparkforge import environments, pins
 from sparkforge.core import manifest
 from sparkforge.core.errors import NetworkError
 from sparkforge.core.files import locked, write_json
+from sparkforge.pins.locks import WheelSet
 
 ENV = environments.Environment("embedded")
 
@@ -23,14 +24,14 @@ def table():
 def filled(monkeypatch):
     """Count how often an environment is filled; nothing is installed."""
 
-    def install(python, lock, **_):
+    def install(python, lock, *_, **__):
         calls.append(lock)
         (python.parents[1] / environments.PACKAGES).mkdir(parents=True)
         if install.error:
             raise install.error
 
     calls, install.error = [], None
-    monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: environments.WheelSet((), {}, ()))
+    monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: WheelSet())
     monkeypatch.setattr(environments, "run", lambda *_, **__: None)
     monkeypatch.setattr(environments, "library_wheel", lambda folder: folder / "library.whl")
     monkeypatch.setattr(environments.locks, "install", install)
