@@ -71,11 +71,6 @@ def cut_part(path: str, cuts: Sequence[Cut]) -> str:
     return match[1] if match else ""
 
 
-def is_cut(path: str, cuts: Sequence[Cut]) -> bool:
-    """Tell whether `path`, below site-packages, is one that `cuts` leave out."""
-    return bool(cut_part(path, cuts))
-
-
 @cache
 def _pattern(cuts: tuple[Cut, ...]) -> re.Pattern[str]:
     """Return a pattern for the beginning of every path that `cuts` leave out; a tree has 100,000 paths."""

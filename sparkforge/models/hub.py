@@ -147,7 +147,7 @@ def _swap(
 def choose(source: CheckpointSource) -> list[RemoteFile]:
     """Return the files of `source` that vLLM reads. Raises InputError if there is no such checkpoint."""
     top = [file for file in source.files() if "/" not in file.name]
-    files = [file for file in top if _wanted(file.name)]
+    files = [file for file in top if any(fnmatchcase(file.name, pattern) for pattern in MODEL_FILES)]
     names = {file.name for file in files}
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
         why = f"it has {', '.join(sorted(names)) or 'none of the files that vLLM reads'}"
@@ -158,10 +158,6 @@ def choose(source: CheckpointSource) -> list[RemoteFile]:
             code="input.model",
         )
     return files
-
-
-def _wanted(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
 
 
 def digest_of(path: Path, like: str) -> str:

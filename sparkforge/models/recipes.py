@@ -14,7 +14,6 @@ from rich.table import Table
 
 from sparkforge.core import tables
 from sparkforge.core.console import console, echo_json, say
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
 from sparkforge.plan import architecture, families
@@ -22,18 +21,7 @@ from sparkforge.plan.architecture import Architecture, Draft, KnownModel
 from sparkforge.plan.families import Reason
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-HEADER_BYTES = 10_000_000  # of a safetensors file; ours has 20 kB
 UNKNOWN = "unknown"  # a revision that we could not read: the hub is asked for its main branch
-# Names of sizes in training/ → in config.json.
-NAMES = {
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "experts": "num_local_experts",
-    "top_k": "num_experts_per_tok",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-}
 
 
 class Shown(Record):
@@ -85,9 +73,6 @@ def load(folder: Path = FOLDER) -> dict[str, Recipe]:
 def read(file: Path) -> Recipe:
     """Read one recipe. Raises InputError, also if its configuration is of another family."""
     recipe = tables.load(file, Recipe)
-    if recipe.sizes:
-        sizes = _sizes(file.parent / recipe.sizes)
-        recipe = recipe.model_copy(update={"config": {**recipe.config, **sizes}})
     if recipe.family != families.name_of(recipe.config, file.name):
         why = f"family is {recipe.family!r}, its config is of {families.name_of(recipe.config, file.name)}"
         raise InputError(f"{file.name} is malformed", why, f"correct {file.name}", code="input.table")
@@ -173,25 +158,3 @@ def report(*, as_json: bool) -> None:
 def weights(recipe: Recipe) -> Architecture:
     """Return the recipe's sizes. Raises InputError."""
     return architecture.parse(recipe.config, recipe.repository or recipe.about)
-
-
-def _sizes(file: Path) -> dict[str, int]:
-    """Return the sizes in a safetensors file's metadata by config.json's names; none if there is no such file.
-
-    Its README has the layout: header length, then JSON. Without sizes only a plan for this very model is refused.
-    """
-    if not file.exists():
-        return {}
-    try:
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            header = parse_json(opened.read(min(size, HEADER_BYTES)), file.name)
-        sizes = parse_json(header["__metadata__"]["sizes"], file.name)
-        return {config: int(sizes[name]) for name, config in NAMES.items()}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise InputError(
-            f"the sizes in {file.name} cannot be read",
-            f"{type(error).__name__}: {' '.join(str(error).split())}",
-            f"git checkout sparkforge/models/{file.name}",
-            code="input.table",
-        ) from error

@@ -65,7 +65,6 @@ class KnownModel(Record):
 
     config: dict[str, Any]
     source: str
-    sizes: str = ""  # a safetensors file, by its path from the recipe, whose metadata has the sizes
     tensor_bytes: int | None = None
     tensor_bytes_source: str = ""
     repository: str = ""

@@ -59,7 +59,7 @@ def unpack_wheel(stack: str) -> tuple[Path, bool]:
     component = pins.load().component(stack, "vllm-wheel")
     filename = choose_pinned(component, TARGET).filename
     lock = wheels.locked(component, filename)[1]
-    folder = wheel_folder(stack)
+    folder = paths.state() / STAGE / lock.sha256[:12]
 
     def make(temporary: Path) -> Made:
         """Make the patched wheel and unpack it; the outputs are its libraries. Raises as above and StorageError."""
@@ -70,13 +70,6 @@ def unpack_wheel(stack: str) -> tuple[Path, bool]:
         return Made({str(library.relative_to(temporary)): sha256_file(library) for library in libraries})
 
     return folder, manifest.once(folder, STAGE, {lock.file: lock.sha256}, make)[1]
-
-
-def wheel_folder(stack: str) -> Path:
-    """Return the folder that the patched wheel is unpacked to."""
-    component = pins.load().component(stack, "vllm-wheel")
-    lock = wheels.locked(component, choose_pinned(component, TARGET).filename)[1]
-    return paths.state() / STAGE / lock.sha256[:12]
 
 
 def _error(failure: str, why: str, fix: str) -> CompileError:

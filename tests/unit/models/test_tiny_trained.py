@@ -6,7 +6,7 @@ import pytest
 from expected import refused
 
 from sparkforge.core.errors import InputError
-from sparkforge.models import tiny, tiny_trained
+from sparkforge.models import recipes, tiny, tiny_trained
 
 
 def test_the_same_bytes_are_written_everywhere():
@@ -16,6 +16,13 @@ def test_the_same_bytes_are_written_everywhere():
         "model-00001-of-00002.safetensors": "a8f184651f570030",
         "model-00002-of-00002.safetensors": "6c9e040cb5529276",
     }
+
+
+def test_the_recipe_has_the_sizes_of_the_file():
+    written, recipe = tiny.config(tiny_trained.sizes()), recipes.load()["tiny-gpt-oss"].config
+    assert {name: written[name] for name in recipe if name != "quantization_config"} | {
+        "quantization_config": {"quant_method": written["quantization_config"]["quant_method"]}
+    } == recipe
 
 
 TENSOR = '"x": {"dtype": %s, "shape": [2], "data_offsets": [0, %d]}'

@@ -80,7 +80,7 @@ def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
     stages = ["sources", "patches", "kernels", "vllm", "audit"]
     assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, True)
     assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, False)
-    tree = vllm_overlay.wheel_folder("spark")
+    tree, _ = vllm_overlay.unpack_wheel("spark")
     assert "ANSWER + 1" in (tree / "csrc/spinloop.cpp").read_text(), "the wheel's Python carries the queue"
 
 
