@@ -83,17 +83,11 @@ KERNELS = {
         "sampling": {"file": "vllm/sample.py", "line": 7, "text": "flashinfer.sampling.top_k(", "why": "w"},
     },
     "not_called": {},
-    "module": [
-        {
-            "name": "moe",
-            "sets": ["all"],
-            "call": "experts",
-            "generator": "flashinfer.jit.moe:gen_module",
-            "audit": "a",
-            "arguments": {"name": "n", "size": 3, "decl": "@flashinfer.jit.moe:DECLARATION"},
-        }
-    ],
-}
+    "module": [{
+        "name": "moe", "sets": ["all"], "call": "experts", "generator": "flashinfer.jit.moe:gen_module", "audit": "a",
+        "arguments": {"name": "n", "size": 3, "decl": "@flashinfer.jit.moe:DECLARATION"},
+    }],
+}  # fmt: skip
 PROFILES = {
     "a": {"flags": {"--moe-backend": {"value": "x", "why": "w"}, "--tool-call-parser": {"value": "y", "why": "w"}}},
     "b": {
@@ -146,44 +140,21 @@ def world(tmp_path, monkeypatch, kit):
     for name, (path, old, new) in QUEUES.items():
         filename, pin = seed(kit.sdist, PACKAGES[name], "1.0", FILES[name])
         write_queue(patches / f"{name}-1.0", path, FILES[name][path], old, new)
-        components[name] = {
-            "version": "1.0",
-            "kind": "sdist",
-            "package": PACKAGES[name],
-            "licence": "MIT",
-            "why": "test",
-            "patches": f"{name}-1.0",
-            "files": {filename: pin},
-        }
+        components[name] = {"version": "1.0", "kind": "sdist", "package": PACKAGES[name], "licence": "MIT",
+                            "why": "test", "patches": f"{name}-1.0", "files": {filename: pin}}  # fmt: skip
     cutlass = {
-        "of": "vllm",
-        "asked_in": "CMakeLists.txt",
-        "dependency": "cutlass",
-        "repository": "https://example.org/cutlass.git",
-        "tag": "v1",
-        "commit": "unknown",
-        "tree": "unknown",
-        "size": "unknown",
-        "licence": "MIT",
-        "needed": True,
-        "why": "test",
-    }
+        "of": "vllm", "asked_in": "CMakeLists.txt", "dependency": "cutlass",
+        "repository": "https://example.org/cutlass.git", "tag": "v1", "commit": "unknown", "tree": "unknown",
+        "size": "unknown", "licence": "MIT", "needed": True, "why": "test",
+    }  # fmt: skip
     image = {"device": "cuda", "locks": {"aarch64": "a"}, "kernels": "all"}
     stack = {"summary": "test", "components": components, "git": {"cutlass": cutlass}, "image": image}
     environments = {"s": {"lock": "embedded", "size": 1}}
     table = Pins.model_validate({"schema": 1, "default": "s", "stacks": {"s": stack}, "environments": environments})
     kernels = KernelTable.model_validate(json.loads(json.dumps(KERNELS)))
     profiles = {name: ServeProfile.model_validate(profile) for name, profile in PROFILES.items()}
-    setting = SimpleNamespace(
-        table=table,
-        patches=patches,
-        kernels=kernels,
-        profiles=profiles,
-        python=None,
-        files=FILES,
-        oracle=ORACLE,
-        experts=EXPERTS,
-    )
+    setting = SimpleNamespace(table=table, patches=patches, kernels=kernels, profiles=profiles, python=None,
+                              files=FILES, oracle=ORACLE, experts=EXPERTS)  # fmt: skip
 
     def release(name, version, change=()):
         seed(kit.sdist, PACKAGES[name], version, {**FILES[name], **dict(change)})

@@ -41,6 +41,7 @@ def test_the_pinned_release_again_breaks_nothing(world):
         row = world.check(name)
         assert row.can_move, report.CheckReport("s", "2026-01-01", (row,)).text()
         assert {part: column.effect for part, column in row.columns.items()} == dict.fromkeys(report.PARTS, NONE)
+        assert row.columns["experts"].summary == "stock MARLIN; queue FLASHINFER_CUTLASS_MXFP4_MXFP8"
     assert not list((paths.state() / "upstream").iterdir()), "a folder stays"
 
 
@@ -168,12 +169,6 @@ def test_the_releases_own_selector_is_run(world, case):
     assert message in "\n".join(texts(column, effect))
 
 
-def test_the_backend_is_named_stock_and_with_the_queue(world):
-    world.python = sys.executable
-    column = world.check("vllm").columns["experts"]
-    assert column.summary == "stock MARLIN; queue FLASHINFER_CUTLASS_MXFP4_MXFP8"
-
-
 def test_a_queue_that_does_not_apply_leaves_only_the_stock_answer(world):
     world.python = sys.executable
     column = world.check("vllm", replaced(world, "vllm", world.oracle, "\n\nCHOICE =", "\nCHOICE =")).columns["experts"]
@@ -284,20 +279,13 @@ def test_a_file_in_a_newer_python_leaves_its_part_undetermined(world, name, path
     assert (column.effect, path in column.reasons[0]) == (UNKNOWN, True)
 
 
-def test_an_upstream_without_a_queue_and_a_stack_that_is_not_there_are_refused(command):
+def test_what_cannot_be_checked_is_refused(command, monkeypatch, tmp_path):
     with refused("input.pins", "no patches for torch"):
         command("torch-2.0")
-
-
-def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_fetched(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(checking, "candidates", lambda *_: pytest.fail("it goes on"))
-    with pytest.raises(UsageError, match="cannot be run"):
-        command(python=str(tmp_path / "python"))
-    with pytest.raises(UsageError, match="cannot be run"):
-        command(python=str(tmp_path))
-
-
-def test_offline_the_newest_release_cannot_be_looked_for(command, monkeypatch, tmp_path):
     monkeypatch.setenv("SPARKFORGE_OFFLINE", str(tmp_path))
     with refused("network.fetch", "cannot look for a newer"):
         command()
+    monkeypatch.setattr(checking, "candidates", lambda *_: pytest.fail("it goes on"))
+    for python in (tmp_path / "python", tmp_path):
+        with pytest.raises(UsageError, match="cannot be run"):
+            command(python=str(python))
