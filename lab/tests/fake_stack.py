@@ -53,6 +53,7 @@ VLLM = {
     "    assert current_platform.get_device_capability() == (12, 1)\n    return Backend(CHOICE), None\n",
     EXPERTS: "from vllm.utils.flashinfer import flashinfer_moe\n\n\ndef apply(x, scale):\n"
     "    return flashinfer_moe(input=x, scale=scale)\n",
+    "vllm/model_executor/layers/quantization/utils/quant_utils.py": "",
     "vllm/sample.py": "import flashinfer\n\n\ndef sample(x):\n    from flashinfer import interleave as inter\n\n"
     "    return flashinfer.sampling.top_k(x, inter(x), 1)\n",
     "requirements/cuda.txt": "# ours\n-r common.txt\ntorch==9.0\nflashinfer-python==1.0 # a comment\nnumpy>=2\n",
