@@ -90,7 +90,9 @@ def test_a_reason_of_vex_toml_takes_the_place_of_the_refusal(check, capsys):
         upstream=["CVE-2019-1010023"],
     )  # fmt: skip
     check(known)
-    assert capsys.readouterr().out.startswith("CVE-2019-1010023 libc6 2.36-9+deb12u14: not_affected: it needs ldd")
+    printed = capsys.readouterr().out
+    assert printed.startswith("CVE-2019-1010023 libc6 2.36-9+deb12u14: not_affected: it needs ldd")
+    assert "(https://sourceware.org/bugzilla/show_bug.cgi?id=22851)" in printed
     with refused("validation.vulnerable"):  # the reason is about glibc alone
         check({**known, "affected": record(("introduced", "0"))["affected"]})
 
