@@ -82,7 +82,7 @@ UNFOLLOWED = {
     "a clone": "execute_process(COMMAND git clone https://e.org/x)",
     "curl": "add_custom_command(OUTPUT x COMMAND /usr/bin/curl -O https://e.org/x)",
     "no CMake": 'set(x "unclosed',
-    "a bracket too many": ")\nFetchContent_Declare(a GIT_REPOSITORY b GIT_TAG c)",
+    "a bracket too many": ")\nFetchContent_Declare(",
     "an open command": "set(a",
     "a download without arguments": "file(DOWNLOAD)",
 }

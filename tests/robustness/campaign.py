@@ -35,17 +35,8 @@ BROKEN = ("tracebacks", "hangs", "unhealed", "lost", "litter", "false_refusals",
 def run(module: str, name: str, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
     """Run one program of this package for `seconds`; return its counts."""
     output = folder / f"{module}-{name}.json"
-    arguments = [
-        sys.executable,
-        "-m",
-        f"robustness.{module}",
-        name,
-        "--seconds",
-        f"{seconds:.0f}",
-        "--json",
-        str(output),
-    ]
-    arguments += [] if module == "races" else ["--seed", str(seed)]
+    arguments = [sys.executable, "-m", f"robustness.{module}", name, "--seconds", f"{seconds:.0f}"]
+    arguments += ["--json", str(output), *(() if module == "races" else ("--seed", str(seed)))]
     result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
     if not output.exists():
         detail = (result.stdout + result.stderr)[-2000:]

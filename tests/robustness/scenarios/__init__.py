@@ -17,18 +17,7 @@ from robustness.scenarios import (
     tiny_model,
 )
 
-MODULES = (
-    archives,
-    benchmarks,
-    bundles,
-    checkpoints,
-    environments,
-    fetching,
-    kernel_cache,
-    patching,
-    records,
-    sources,
-    tiny_model,
-)
+MODULES = (archives, benchmarks, bundles, checkpoints, environments, fetching, kernel_cache, patching, records, sources,
+           tiny_model)  # fmt: skip
 
 SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for module in MODULES for scenario in module.SCENARIOS}
