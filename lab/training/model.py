@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from spark_mxfp4.experts import SWIGLU_LIMIT, swiglu
+from spark_mxfp4.experts import GPT_OSS, swiglu
 from spark_mxfp4.mxfp4 import dequantize, quantize
 from sparkforge.models.tiny_format import HEAD_DIM, Sizes
 
@@ -86,7 +86,7 @@ class Experts(nn.Module):
         """Return [T, H]: the experts' outputs for `x` [T, H], weighted by `weights` [T, E] and summed."""
         served = self.served()
         gate_up = _project(x.unsqueeze(0), *served["gate_up"], "gate_up", layer, fault)
-        inner = swiglu(gate_up, limit=math.inf if fault.no_clamp else SWIGLU_LIMIT)
+        inner = swiglu(gate_up, GPT_OSS._replace(limit=math.inf) if fault.no_clamp else GPT_OSS)
         out = _project(inner, *served["down"], "down", layer, fault)
         return torch.einsum("eth,te->th", out, weights)
 

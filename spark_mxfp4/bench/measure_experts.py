@@ -19,46 +19,50 @@ import torch
 import triton
 
 from common import LAYERS, ceilings, count_of, figures, output_file, print_row, token_counts
-from spark_mxfp4.experts import ExpertWeights
-from spark_mxfp4.kernel import MoeKernel
+from spark_mxfp4.experts import GPT_OSS, SILU, Activation, ExpertWeights
 from spark_mxfp4.kernels import hopper
-from spark_mxfp4.kernels.check import MODELS, LayerSizes, error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.check import MODELS, OTHERS, LayerSizes, error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
 from spark_mxfp4.kernels.timing import REPLAYS, Layer, graph_time
 
 MOST_SHARE = 4.0  # tokens an expert up to which `tune` times the kernel of a whole layer
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-Peer = Callable[[LayerSizes, tuple[int, ...]], list[dict[str, Any]]]
+Peer = Callable[[LayerSizes, tuple[int, ...], Activation], list[dict[str, Any]]]
 
 
-def measure_ours(model: LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure_ours(model: LayerSizes, tokens: tuple[int, ...], activation: Activation) -> list[dict[str, Any]]:
     """Check and time our layer for each number of tokens."""
     kernel = GpuKernel()
-    plain = random_weights(model.experts, model.hidden, model.intermediate)
-    layers = [
-        kernel.prepare(random_weights(model.experts, model.hidden, model.intermediate)) for _ in range(LAYERS - 1)
-    ]
-    layers.append(kernel.prepare(plain))
+
+    def weights() -> ExpertWeights:
+        """Gpt-oss alone has biases."""
+        return random_weights(model.experts, model.hidden, model.intermediate, bias=activation == GPT_OSS)
+
+    plain = weights()
+    layers = [*(kernel.prepare(weights()) for _ in range(LAYERS - 1)), kernel.prepare(plain)]
+    kernel.tune(layers[-1])
     rows = []
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
         routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
         touched = statistics.mean(len(set(ids.flatten().tolist())) for ids, _ in routes)
-        deviation = error(kernel.run(x, layers[-1], *routes[-1]), reference(x, plain, *routes[-1]))
-        us = graph_time(_running(kernel, x, layers, routes), count_of(number))
+        computed = kernel.run(x, layers[-1], *routes[-1], activation=activation)
+        deviation = error(computed, reference(x, plain, *routes[-1], activation=activation))
+        us = graph_time(_running(kernel, x, layers, routes, activation), count_of(number))
         rows.append({**figures(model, number, touched, us), "error": deviation})
         print_row("ours", rows[-1])
     return rows
 
 
 def _running(
-    kernel: MoeKernel,
+    kernel: GpuKernel,
     x: torch.Tensor,
     layers: list[ExpertWeights],
     routes: list[tuple[torch.Tensor, torch.Tensor]],
+    activation: Activation,
 ) -> Layer:
-    return lambda i: kernel.run(x, layers[i % LAYERS], *routes[i % LAYERS])
+    return lambda i: kernel.run(x, layers[i % LAYERS], *routes[i % LAYERS], activation=activation)
 
 
 def tune(model: LayerSizes, tokens: tuple[int, ...]) -> dict[int, dict[str, float]]:
@@ -111,11 +115,13 @@ def cutlass_peer() -> Peer:
     return peer_cutlass.measure
 
 
-def measure_peer(name: str, load: Callable[[], Peer], model: str, tokens: tuple[int, ...]) -> dict[str, Any]:
+def measure_peer(
+    name: str, load: Callable[[], Peer], model: str, tokens: tuple[int, ...], activation: Activation
+) -> dict[str, Any]:
     """Return a peer's rows for `model` as `name`, or what it raised as `name`_failed."""
     torch.cuda.empty_cache()
     try:
-        return {name: load()(MODELS[model], tokens)}
+        return {name: load()((MODELS | OTHERS)[model], tokens, activation)}
     except Exception as failure:  # noqa: BLE001 - another's kernels: our figures outlive whatever they raise
         why = f"{type(failure).__name__}: {failure}"
         sys.stdout.write(f"{name} failed for {model} · {why}\n")
@@ -132,16 +138,16 @@ def peers(arguments: argparse.Namespace) -> dict[str, Callable[[], Peer]]:
     return wanted
 
 
-def chosen_models(experts: str) -> dict[str, LayerSizes]:
-    """Return the models with these numbers of experts, separated by commas; all models for an empty string.
+def chosen_models(known: dict[str, LayerSizes], experts: str) -> dict[str, LayerSizes]:
+    """Return the `known` models with these numbers of experts, separated by commas; all for an empty string.
 
     Raises ValueError for a number that no model has.
     """
-    numbers = set(map(int, experts.split(","))) if experts else {model.experts for model in MODELS.values()}
-    if unknown := numbers - {model.experts for model in MODELS.values()}:
-        have = ", ".join(str(model.experts) for model in MODELS.values())
+    numbers = set(map(int, experts.split(","))) if experts else {model.experts for model in known.values()}
+    if unknown := numbers - {model.experts for model in known.values()}:
+        have = ", ".join(str(model.experts) for model in known.values())
         raise ValueError(f"no model has {min(unknown)} experts · they have {have} · name some of these")
-    return {name: model for name, model in MODELS.items() if model.experts in numbers}
+    return {name: model for name, model in known.items() if model.experts in numbers}
 
 
 def main() -> None:
@@ -155,9 +161,11 @@ def main() -> None:
     flags.add_argument(
         "--experts", default="", help="only models with these numbers of experts, separated by commas; default: all"
     )
+    flags.add_argument("--silu", action="store_true", help="layers of other families: plain SiLU, no biases")
     arguments = flags.parse_args()
+    activation, known = (SILU, OTHERS) if arguments.silu else (GPT_OSS, MODELS)
     try:
-        models = chosen_models(arguments.experts)
+        models = chosen_models(known, arguments.experts)
     except ValueError as error:
         sys.exit(str(error))
     if not torch.cuda.is_available():
@@ -179,11 +187,11 @@ def main() -> None:
         rows = result["models"] = {name: model._asdict() for name, model in models.items()}
         for name, model in models.items():
             print_row(name, model._asdict())
-            rows[name]["ours"] = measure_ours(model, tokens)
+            rows[name]["ours"] = measure_ours(model, tokens, activation)
             save()
         for title, load in peers(arguments).items():
             for name in models:
-                rows[name] |= measure_peer(title, load, name, tokens)
+                rows[name] |= measure_peer(title, load, name, tokens, activation)
                 save()
     result["ceilings_after"] = ceilings()
     save()

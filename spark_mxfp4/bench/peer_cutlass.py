@@ -19,12 +19,11 @@ from flashinfer.fused_moe import (
 from torch.nn import functional
 
 import common
-from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
 from spark_mxfp4.kernels import timing
 from spark_mxfp4.kernels.check import LayerSizes, error, random_routing, random_weights, reference
 
 ALIGNMENT = 128  # both sizes are padded with zeros to a multiple of it, as vLLM does for this backend
-BETA = 1.0  # added to the activation's linear half
 WARMUPS, REPEATS = 1, 5  # of each tactic; FlashInfer's own 3 and 10 would take minutes for all numbers of tokens
 
 
@@ -37,34 +36,35 @@ class CutlassLayer(NamedTuple):
     activation: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # alpha, beta, limit: float32 [E] each
 
 
-def measure(model: LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation) -> list[dict[str, Any]]:
     """Check and time one call of `cutlass_fused_moe` for each number of tokens, its tactics chosen beforehand.
 
     The time is that of the whole call: sorting, both products with the activation, weighted sum. Padding activations to
     the kernel's width is not in it, because vLLM pads the model's hidden state once. FlashInfer's autotuner chooses
     the tactics, for these numbers of tokens.
     """
-    plain = random_weights(model.experts, model.hidden, model.intermediate)
-    layers = [
-        prepare(random_weights(model.experts, model.hidden, model.intermediate)) for _ in range(common.LAYERS - 1)
-    ]
-    layers.append(prepare(plain))
+    sizes, bias = (model.experts, model.hidden, model.intermediate), activation == GPT_OSS
+    plain = random_weights(*sizes, bias=bias)
+    layers = [prepare(random_weights(*sizes, bias=bias), activation) for _ in range(common.LAYERS - 1)]
+    layers.append(prepare(plain, activation))
     tuner, most = AutoTuner.get(), max(tokens)
     tuner.warmup, tuner.repeat = WARMUPS, REPEATS
     with autotune(True, tuning_buckets=tokens):
         run(padded(_inputs(most, model)), layers[-1], *random_routing(most, model.experts, model.top_k))
     with autotune(False, tuning_buckets=tokens):
-        return [_measured(model, number, layers, plain) for number in tokens]
+        return [_measured(model, number, layers, plain, activation) for number in tokens]
 
 
-def _measured(model: LayerSizes, number: int, layers: list[CutlassLayer], plain: ExpertWeights) -> dict[str, Any]:
+def _measured(
+    model: LayerSizes, number: int, layers: list[CutlassLayer], plain: ExpertWeights, activation: Activation
+) -> dict[str, Any]:
     """Return the row of `number` tokens; `plain` are the last layer's weights as in the checkpoint."""
     x = _inputs(number, model)
     wide = padded(x)
     routes = [random_routing(number, model.experts, model.top_k) for _ in layers]
     touched = statistics.mean(len(set(ids.flatten().tolist())) for ids, _ in routes)
     computed = run(wide, layers[-1], *routes[-1])[:, : model.hidden]
-    deviation = error(computed, reference(x, plain, *routes[-1]))
+    deviation = error(computed, reference(x, plain, *routes[-1], activation=activation))
     us = timing.graph_time(
         lambda i: run(wide, layers[i % len(layers)], *routes[i % len(layers)]), common.count_of(number)
     )
@@ -96,7 +96,7 @@ def run(x: torch.Tensor, layer: CutlassLayer, ids: torch.Tensor, shares: torch.T
     return output
 
 
-def prepare(weights: ExpertWeights) -> CutlassLayer:
+def prepare(weights: ExpertWeights, activation: Activation) -> CutlassLayer:
     """Return a layer of packed weights with biases in the kernel's layout: rows of ups first, then gates; padded."""
     interleaved, folded, biases = [], [], []
     for blocks, scales, bias in (_halves(weights.gate_up), _whole(weights.down)):
@@ -104,7 +104,9 @@ def prepare(weights: ExpertWeights) -> CutlassLayer:
         folded.append(interleave_moe_scales_for_sm90_mixed_gemm(scales))
         biases.append(bias)
     experts, device = weights.down.weight.shape[0], weights.down.weight.device
-    alpha, beta, limit = (torch.full((experts,), value, device=device) for value in (SWIGLU_ALPHA, BETA, SWIGLU_LIMIT))
+    alpha, beta, limit = (
+        torch.full((experts,), value, device=device) for value in (activation.alpha, activation.shift, activation.limit)
+    )
     return CutlassLayer(
         (interleaved[0], interleaved[1]), (folded[0], folded[1]), (biases[0], biases[1]), (alpha, beta, limit)
     )
@@ -129,8 +131,9 @@ def _halves(gate_up: Projection) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 def _whole(projection: Projection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return blocks u8 [E, N', K'/2], scales u8 [E, N', K'/32] and bias bf16 [E, N'], padded with zeros."""
     weight, scales, bias = projection
-    if scales is None or bias is None:
-        raise ValueError("the peer takes packed weights and a bias · these lack one · pass random_weights")
+    if scales is None:
+        raise ValueError("the peer takes packed weights · these are dense · pass random_weights")
+    bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias
     rows, columns = -weight.shape[1] % ALIGNMENT, -2 * weight.shape[2] % ALIGNMENT
     return (
         functional.pad(weight, (0, columns // 2, 0, rows)).contiguous(),

@@ -15,22 +15,27 @@ from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
 from triton_kernels.tensor_details import layout
 
 import common
-from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, Projection
 from spark_mxfp4.kernels import timing
 from spark_mxfp4.kernels.check import LayerSizes, random_weights
 
-Prepared = tuple[Any, Any, torch.Tensor]  # weights, precision with the scales, bias
+Prepared = tuple[Any, Any, torch.Tensor | None]  # weights, precision with the scales, bias
 
 
-def measure(model: LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Time both products for each number of tokens; the sorting before them is not in its time, in ours it is."""
+def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation) -> list[dict[str, Any]]:
+    """Time both products for each number of tokens; the sorting before them is not in its time, in ours it is.
+
+    Its SwiGLU always adds 1 to the linear half, so its numbers for plain SiLU are wrong and their time is right.
+    """
     options.update_opt_flags_constraints({"split_k": 1})
     layers = [
-        tuple(_prepared(p) for p in random_weights(model.experts, model.hidden, model.intermediate))
+        tuple(
+            map(_prepared, random_weights(model.experts, model.hidden, model.intermediate, bias=activation == GPT_OSS))
+        )
         for _ in range(common.LAYERS)
     ]
     specs = FnSpecs("swiglu", triton_kernels.swiglu.swiglu_fn, ("alpha", "limit"))
-    activation = FusedActivation(specs, (SWIGLU_ALPHA, SWIGLU_LIMIT), 2)
+    fused = FusedActivation(specs, (activation.alpha, activation.limit), 2)
     rows = []
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
@@ -41,7 +46,7 @@ def measure(model: LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
             """Both products with layer and routing number `i`, in turn, so that no weights stay in the cache."""
             data, gather, scatter = routes[i % len(routes)]
             (w1, p1, b1), (w2, p2, b2) = layers[i % len(layers)]
-            hidden = matmul_ogs(x, w1, b1, data, gather_indx=gather, precision_config=p1, fused_activation=activation)
+            hidden = matmul_ogs(x, w1, b1, data, gather_indx=gather, precision_config=p1, fused_activation=fused)
             matmul_ogs(hidden, w2, b2, data, scatter_indx=scatter, precision_config=p2, gammas=data.gate_scal)
 
         rows.append(common.figures(model, number, touched, timing.graph_time(once, common.count_of(number))))
@@ -52,10 +57,10 @@ def measure(model: LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
 def _prepared(projection: Projection) -> Prepared:
     values, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
     factors, factor_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
-    if projection.scales is None or projection.bias is None:
-        raise ValueError("the peer takes packed weights and a bias · these lack one · pass random_weights")
+    if projection.scales is None:
+        raise ValueError("the peer takes packed weights · these are dense · pass random_weights")
     scales = torch.nn.functional.pad(projection.scales, (0, -projection.scales.shape[-1] % 4))
     weight = convert_layout(wrap_torch_tensor(projection.weight.transpose(-2, -1), dtype=FP4), values, **value_options)
     scale = convert_layout(wrap_torch_tensor(scales.transpose(-2, -1)), factors, **factor_options)
     precision = PrecisionConfig(weight_scale=scale, flex_ctx=FlexCtx(rhs_data=InFlexData()))
-    return weight, precision, projection.bias.float()
+    return weight, precision, None if projection.bias is None else projection.bias.float()

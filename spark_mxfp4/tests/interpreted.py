@@ -5,7 +5,7 @@ import traceback
 
 import torch
 
-from spark_mxfp4.experts import ExpertWeights, Projection, moe, moe_sorting, swiglu
+from spark_mxfp4.experts import SILU, ExpertWeights, Projection, moe, moe_sorting, swiglu
 from spark_mxfp4.kernels import fused
 from spark_mxfp4.kernels.check import error
 from spark_mxfp4.kernels.mxfp8 import quantize_rows
@@ -52,12 +52,18 @@ def whole_layer():
         assert error(got, moe(x, weights, ids, shares)) < 1e-6
 
 
+def silu():
+    weights, x, ids, shares = layer(bias=False)
+    got = fused.moe(8 * x, weights, ids, shares, None, SILU, fused.Tiles(32, 16, 64, 4, 2))
+    assert error(got, moe(8 * x, weights, ids, shares, None, SILU)) < 1e-6
+
+
 def expert_map():
     weights, x, ids, shares = layer()
     expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
     expert_map[[4, 1]] = torch.arange(2, dtype=torch.int32)
     local = ExpertWeights(*(Projection(*(tensor[[4, 1]] for tensor in p)) for p in weights))
-    got = fused.moe(x, local, ids, shares, expert_map, fused.Tiles(64, 16, 32, 4, 2))
+    got = fused.moe(x, local, ids, shares, expert_map, tiles=fused.Tiles(64, 16, 32, 4, 2))
     assert error(got, moe(x, local, ids, shares, expert_map)) < 1e-6
 
 

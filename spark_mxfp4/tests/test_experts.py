@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from spark_mxfp4.experts import ExpertWeights, Projection, moe, moe_sorting, swiglu
+from spark_mxfp4.experts import SILU, ExpertWeights, Projection, moe, moe_sorting, swiglu
 from spark_mxfp4.mxfp4 import dequantize
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 96, 64, 6, 3
@@ -85,6 +85,14 @@ def test_dequantizing_in_parts_or_together_changes_nothing(weights, routing, mon
 def test_swiglu_clamps_the_gate_above_only():
     activated = swiglu(torch.tensor([[100.0, 0.0], [-20.0, 0.0]], dtype=torch.float64)).flatten().tolist()
     assert activated == pytest.approx([7 / (1 + math.exp(-1.702 * 7)), -20 / (1 + math.exp(1.702 * 20))])
+
+
+def test_the_activation_of_other_families_is_silu_of_the_gate_times_up(weights, routing):
+    gate, up = 8 * torch.randn(2, 5, 7, dtype=torch.float64)
+    wanted = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(swiglu(torch.stack([gate, up], -1).flatten(-2), SILU), wanted)
+    x, ids, shares = routing
+    assert (moe(x, weights, ids, shares, None, SILU) - moe(x, weights, ids, shares)).abs().max() > 1
 
 
 def test_sorting_groups_pairs_by_expert_in_token_order():

@@ -7,6 +7,7 @@ import torch
 
 import cpu_kernels
 from cpu_kernels import BF16, activations
+from spark_mxfp4.experts import GPT_OSS, SILU
 from spark_mxfp4.kernels import hopper
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.layout import pack
@@ -35,7 +36,7 @@ def check(library, gpu_on_cpu, monkeypatch):
     It returns how often warpgroups waited for their turn to store.
     """
 
-    def layer(shapes, sizes, tokens, top_k=1, routing="even", *, processors=1, here=None):
+    def layer(shapes, sizes, tokens, top_k=1, routing="even", *, processors=1, here=None, activation=GPT_OSS):
         torch.manual_seed(tokens)
         library.count_turns()
         cpu_kernels.set_processors(processors, monkeypatch)
@@ -46,8 +47,8 @@ def check(library, gpu_on_cpu, monkeypatch):
         if here is not None:
             expert_map = torch.full((experts,), -1, dtype=torch.int32)
             expert_map[here] = torch.tensor(here, dtype=torch.int32)
-        got = hopper.grouped_layer(x, pack(weights), ids, shares, expert_map, shapes)
-        wanted = reference(x, weights, ids, shares, here)
+        got = hopper.grouped_layer(x, pack(weights), ids, shares, expert_map, shapes, activation)
+        wanted = reference(x, weights, ids, shares, here, activation)
         assert not got.isnan().any()
         assert error(got, wanted) < BF16 if wanted.any() else not got.any()
         return library.count_turns()
@@ -67,6 +68,11 @@ def widths(shape):
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 def test_every_shape_is_right(check, shape, sizes, tokens):
     check((shape, shape), sizes, tokens, 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_activation_may_be_plain_silu(check, shape):
+    check((shape, shape), (3, 352, 288), 7, 2, activation=SILU)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spark_mxfp4 import operator, registry
-from spark_mxfp4.experts import ExpertWeights, Projection, moe
+from spark_mxfp4.experts import GPT_OSS, SILU, ExpertWeights, Projection, moe
 from spark_mxfp4.mxfp4 import quantize
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 64, 32, 2
@@ -27,7 +27,9 @@ def arguments():
 def test_torch_finds_nothing_wrong_with_it(arguments, mapped):
     x, weights, ids, shares = arguments
     expert_map = torch.tensor([-1, 0, 1, -1, 2, 3], dtype=torch.int32) if mapped else None
-    torch.library.opcheck(operator.moe_operator, (x, *weights.gate_up, *weights.down, ids, shares, expert_map, "torch"))
+    torch.library.opcheck(
+        operator.moe_operator, (x, *weights.gate_up, *weights.down, ids, shares, expert_map, [*GPT_OSS], "torch")
+    )
 
 
 def test_traced_with_any_number_of_tokens_it_equals_the_kernel(arguments):
@@ -56,10 +58,22 @@ def test_a_profile_names_it_also_where_nothing_is_traced(arguments):
     assert "spark_mxfp4::moe" in {event.name for event in profile.events()}
 
 
+def test_another_activation_reaches_the_kernel_traced_or_not(arguments):
+    x, weights, ids, shares = arguments
+    kernel = registry.load("torch")
+
+    def layer(x):
+        return operator.run(kernel, x, weights, ids, shares, None, SILU)
+
+    wanted = moe(x, weights, ids, shares, None, SILU)
+    torch.testing.assert_close(layer(x), wanted)
+    torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), wanted)
+
+
 def test_dense_weights_go_through_it_too(arguments):
     x, _, ids, shares = arguments
     dense = ExpertWeights(*(Projection(torch.randn(EXPERTS, n, k)) for n, k in ((64, 64), (64, 32))))
-    got = operator.moe_operator(x, *dense.gate_up, *dense.down, ids, shares, None, "torch")
+    got = operator.moe_operator(x, *dense.gate_up, *dense.down, ids, shares, None, [*GPT_OSS], "torch")
     assert torch.equal(got, moe(x, dense, ids, shares))
 
 
@@ -67,6 +81,6 @@ def test_a_kernel_that_returns_its_input_is_copied(arguments, tmp_path, monkeypa
     (tmp_path / "lazy_kernels.py").write_text("def same(x, *rest):\n    return x\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     x, weights, ids, shares = arguments
-    got = operator.moe_operator(x, *weights.gate_up, *weights.down, ids, shares, None, "lazy_kernels:same")
+    got = operator.moe_operator(x, *weights.gate_up, *weights.down, ids, shares, None, [*GPT_OSS], "lazy_kernels:same")
     assert torch.equal(got, x)
     assert got.data_ptr() != x.data_ptr()

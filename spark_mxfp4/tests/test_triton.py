@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = ("sorting", "whole_layer", "expert_map", "extreme_scales", "w4a8", "mxfp8")
+CHECKS = ("sorting", "whole_layer", "silu", "expert_map", "extreme_scales", "w4a8", "mxfp8")
 
 
 @pytest.fixture(scope="module")

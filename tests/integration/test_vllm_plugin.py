@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_families
 import torch
 import vllm
 from vllm.config.quantization import QuantizationConfigArgs
@@ -21,7 +22,9 @@ from vllm.config.quantization import QuantizationConfigArgs
 from spark_mxfp4 import registry
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
 from spark_mxfp4.kernels.attention import rotated as rotated_by_kernels
-from spark_mxfp4.vllm import versions
+from spark_mxfp4.kernels.check import error
+from spark_mxfp4.mxfp4 import dequantize, quantize
+from spark_mxfp4.vllm import plugin, versions
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
 from sparkforge.models import tiny_random
@@ -532,10 +535,13 @@ def layer_facts(**changes):
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     moe_config = SimpleNamespace(
-        is_lora_enabled=facts["is_lora_enabled"], activation=MoEActivation(facts["activation"]), num_experts=128,
+        has_bias=False, is_lora_enabled=facts["is_lora_enabled"], num_experts=128,
+        activation=MoEActivation(facts["activation"]),
         moe_parallel_config=SimpleNamespace(use_ep=facts["use_ep"], ep_size=facts["ep_size"]),
     )  # fmt: skip
-    return SimpleNamespace(moe_config=moe_config, apply_router_weight_on_input=facts["apply_router_weight_on_input"])
+    layer = torch.nn.Module()
+    layer.moe_config, layer.apply_router_weight_on_input = moe_config, facts["apply_router_weight_on_input"]
+    return layer
 
 
 @pytest.mark.parametrize(
@@ -555,7 +561,10 @@ def test_what_the_kernels_cannot_do_is_refused_by_name(change, message):
     from spark_mxfp4.vllm.experts import SparkMxfp4MoEMethod
 
     def make():
-        return SparkMxfp4MoEMethod(layer_facts(**change), registry.load("torch"), "packed")
+        layer = layer_facts(**change)
+        method = SparkMxfp4MoEMethod(layer.moe_config, registry.load("torch"), "packed")
+        method.create_weights(layer, 2, 32, 32, torch.bfloat16)
+        return method
 
     with set_current_vllm_config(VllmConfig()):
         if message is None:
@@ -563,6 +572,65 @@ def test_what_the_kernels_cannot_do_is_refused_by_name(change, message):
         else:
             with pytest.raises(NotImplementedError, match=message):
                 make()
+
+
+@pytest.fixture
+def other_family(monkeypatch, tmp_path):
+    """Return a function that makes vLLM's model of a tiny Qwen3 with MXFP4 experts."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.quantization import mxfp4 as stock
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    monkeypatch.setattr(stock, "Mxfp4MoEMethod", stock.Mxfp4MoEMethod)  # put back afterwards
+    monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "on")
+    plugin.register()
+    family = {**tiny_families.CONFIGS["qwen3-moe"], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**family, "quantization_config": {"quant_method": "mxfp4"}}))
+    options = {"skip_tokenizer_init": True, "max_model_len": 512, "enforce_eager": True}
+
+    def make():
+        vllm_config = EngineArgs(model=str(tmp_path), **options).create_engine_config()
+        return build(vllm_config, lambda config: Qwen3MoeForCausalLM(vllm_config=config))
+
+    return make
+
+
+def test_experts_of_another_family_are_loaded_and_multiplied_by_our_kernels(one_process, other_family):
+    model = other_family()
+    torch.manual_seed(5)
+    hidden, inner, number = tiny_families.HIDDEN, tiny_families.WIDTH, tiny_families.EXPERTS
+    kinds = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    dense = {kind: torch.randn(number, *shape) for kind, shape in kinds.items()}
+    packed = {kind: quantize(values) for kind, values in dense.items()}
+    stored = {kind: {"weight": blocks.flatten(2), "weight_scale": scales} for kind, (blocks, scales) in packed.items()}
+    model.load_weights(
+        (f"model.layers.0.mlp.experts.{expert}.{kind}.{name}", tensor[expert])
+        for kind, tensors in stored.items() for name, tensor in tensors.items() for expert in range(number)
+    )  # fmt: skip
+    layer = model.model.layers[0].mlp.experts.routed_experts
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.randn(7, hidden).bfloat16()
+    shares, ids = torch.randn(7, number).softmax(-1).topk(tiny_families.TOP_K)
+    output = layer.quant_method.apply(layer, x, shares, ids.int(), None, None)
+    gate, up, down = (dequantize(*packed[kind]) for kind in kinds)
+    expected = torch.zeros(7, hidden)
+    for token, values in enumerate(x.float()):
+        for expert, weight in zip(ids[token], shares[token], strict=True):
+            inside = torch.nn.functional.silu(gate[expert] @ values) * (up[expert] @ values)
+            expected[token] += weight * (down[expert] @ inside)
+    assert error(output, expected) < 0.006  # bfloat16 between the products
+
+
+def test_a_kernel_for_gpt_oss_alone_refuses_another_family(one_process, other_family, monkeypatch):
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", "spark_mxfp4.template.own_kernel:OwnKernel")
+    with pytest.raises(NotImplementedError, match="its kernels do not support the activation 'silu'"):
+        other_family()
+
+
+def test_a_wrong_switch_for_families_is_refused(monkeypatch):
+    monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "yes")
+    with pytest.raises(ValueError, match="it can be on or off"):
+        plugin.register()
 
 
 def test_a_kernel_with_a_layout_refuses_dense_experts(laid_out):

@@ -11,12 +11,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from spark_mxfp4 import registry
-from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, SILU, Activation, ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.mxfp4 import BLOCK
@@ -38,6 +38,7 @@ class Case(NamedTuple):
     routing: str = "even"  # as check.random_routing has it
     bias: bool = True
     elsewhere: bool = False  # every other expert lives on another device
+    activation: Activation = GPT_OSS  # another one only for a kernel that takes it
 
 
 CASES = (
@@ -52,6 +53,7 @@ CASES = (
     Case("experts on another device", 24, 8, 4, 128, 128, elsewhere=True),
     Case("no token", 0, 4, 2, 64, 64),
 )
+OTHER_ACTIVATIONS = (Case("plain SiLU", 9, 4, 2, 64, 96, bias=False, activation=SILU),)  # for kernels that take them
 
 
 class CaseResult(NamedTuple):
@@ -73,7 +75,7 @@ def check(kernel: MoeKernel, device: str | torch.device = "cpu", cases: tuple[Ca
     Memory that the kernel takes by `torch.empty` is filled with NaN, so an element that it never writes is a
     difference.
     """
-    results = [run_case(kernel, case, device, seed) for seed, case in enumerate(cases)]
+    results = [run_case(kernel, case, device, seed) for seed, case in enumerate(meant(kernel, cases))]
     for result in results:
         if result.problem:
             raise ValueError(
@@ -81,6 +83,11 @@ def check(kernel: MoeKernel, device: str | torch.device = "cpu", cases: tuple[Ca
                 "compare it with spark_mxfp4.experts.moe on that case"
             )
     return results
+
+
+def meant(kernel: MoeKernel, cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
+    """Return `cases`, and those of other activations if `kernel` takes them."""
+    return cases + OTHER_ACTIVATIONS * kernel.activations
 
 
 @torch.no_grad()
@@ -103,11 +110,16 @@ def run_case(kernel: MoeKernel, case: Case, device: str | torch.device = "cpu", 
     padded = x.new_zeros(case.tokens, hidden)
     padded[:, : case.hidden] = x
     inputs = (padded.clone(), ids.clone(), shares.clone())
+    other: dict[str, Any] = {} if case.activation == GPT_OSS else {"activation": case.activation}
+
+    def run() -> torch.Tensor:
+        return kernel.run(padded, prepared, ids, shares, expert_map, **other)
+
     try:
         with poisoned():
             before = ExpertWeights(*(Projection(*(t if t is None else t.clone() for t in p)) for p in loaded))
             prepared = kernel.prepare(loaded)
-            output = kernel.run(padded, prepared, ids, shares, expert_map)
+            output = run()
             restored = kernel.restore(prepared, hidden, intermediate) if kernel.has_own_layout else before
     except Exception as failure:  # noqa: BLE001 - whatever a kernel raises, it must not serve
         refuses = case.elsewhere and isinstance(failure, NotImplementedError)
@@ -125,12 +137,12 @@ def run_case(kernel: MoeKernel, case: Case, device: str | torch.device = "cpu", 
         return CaseResult(case, math.nan, "restore does not give back what prepare got")
     if not case.tokens:
         return CaseResult(case, 0.0, "")
-    difference = error(output[:, : case.hidden], reference(x, weights, ids, shares, local))
+    difference = error(output[:, : case.hidden], reference(x, weights, ids, shares, local, case.activation))
     problem = (
         "" if difference <= TOLERANCE else f"it differs by {difference:.2%}, and rounding explains {TOLERANCE:.0%}"
     )
     if not problem and output.device.type == "cuda" and kernel.cuda_graphs:
-        problem = _replayed(lambda: kernel.run(padded, prepared, ids, shares, expert_map), output)
+        problem = _replayed(run, output)
     return CaseResult(case, difference, problem)
 
 
@@ -208,7 +220,7 @@ def main(arguments: list[str]) -> int:
     except (ValueError, NotImplementedError) as failure:
         print(failure, file=sys.stderr)
         return 1
-    results = [run_case(kernel, case, options.device, seed) for seed, case in enumerate(CASES)]
+    results = [run_case(kernel, case, options.device, seed) for seed, case in enumerate(meant(kernel))]
     for result in results:
         verdict, detail = ("FAIL", result.problem) if result.problem else ("ok", f"{result.difference:.2%}")
         if result.unsupported:

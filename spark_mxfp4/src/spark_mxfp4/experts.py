@@ -1,4 +1,4 @@
-"""The mixture of experts of gpt-oss in torch: sorting by expert, clamped SwiGLU, two projections, weighted sum.
+"""The mixture of experts in torch: sorting by expert, two projections with SwiGLU between them, weighted sum.
 
 It is the reference that faster kernels are tested against, and the kernel on CPUs. Weights are packed MXFP4, which is
 dequantised for the experts that are hit, or floating point.
@@ -6,6 +6,7 @@ dequantised for the experts that are hit, or floating point.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,6 +19,17 @@ from spark_mxfp4.mxfp4 import BLOCK_BYTES, dequantize
 SWIGLU_ALPHA = 1.702  # openai/gpt-oss, gpt_oss/torch/model.py: swiglu(x, alpha=1.702, limit=7.0)
 SWIGLU_LIMIT = 7.0  # config.json of gpt-oss: swiglu_limit
 DEQUANTIZED_AT_ONCE = 1 << 18  # values: temporaries of 1 MB or less, which stay in cache and which malloc uses again
+
+
+class Activation(NamedTuple):
+    """SwiGLU's parameters: (clamp(up, ±limit) + shift) · g · sigmoid(alpha · g) where g = min(gate, limit)."""
+
+    alpha: float
+    limit: float
+    shift: float
+
+
+GPT_OSS, SILU = Activation(SWIGLU_ALPHA, SWIGLU_LIMIT, 1.0), Activation(1.0, math.inf, 0.0)
 
 
 class Projection(NamedTuple):
@@ -66,13 +78,11 @@ def moe_sorting(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tens
     return Sorting(pairs, torch.searchsorted(expert, bounds))
 
 
-def swiglu(gate_up: torch.Tensor, alpha: float = SWIGLU_ALPHA, limit: float = SWIGLU_LIMIT) -> torch.Tensor:
-    """Return gpt-oss' activation [..., I] of `gate_up` [..., 2I], whose even columns are gates and odd ones ups.
-
-    gate = min(gate, limit), up = clamp(up, -limit, limit), result = (up + 1) · gate · sigmoid(alpha · gate).
-    """
+def swiglu(gate_up: torch.Tensor, activation: Activation = GPT_OSS) -> torch.Tensor:
+    """Return the activation [..., I] of `gate_up` [..., 2I], whose even columns are gates and odd ones ups."""
+    alpha, limit, shift = activation
     gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(min=-limit, max=limit)
-    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+    return (up + shift) * (gate * torch.sigmoid(alpha * gate))
 
 
 def moe(
@@ -81,6 +91,7 @@ def moe(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None = None,
+    activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
     """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H], in x's dtype.
 
@@ -95,7 +106,7 @@ def moe(
     result = torch.zeros(topk_ids.numel(), x.shape[-1], dtype=torch.float32, device=x.device)
     if active:
         inputs = x[local // topk_ids.shape[-1]]
-        hidden = swiglu(_project(inputs, weights.gate_up, active, rows).float()).to(x.dtype)
+        hidden = swiglu(_project(inputs, weights.gate_up, active, rows).float(), activation).to(x.dtype)
         output = _project(hidden, weights.down, active, rows).float()
         result[local] = output * topk_weights.flatten()[local].float().unsqueeze(-1)
     return result.view(*topk_ids.shape, x.shape[-1]).sum(dim=1).to(x.dtype)

@@ -12,9 +12,7 @@ from spark_mxfp4.experts import ExpertWeights
 from spark_mxfp4.mxfp4 import BLOCK, quantize
 
 # A mixture of experts as a function: the arguments of `MoeKernel.run`.
-MoeFunction: TypeAlias = Callable[
-    [torch.Tensor, ExpertWeights, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
-]
+MoeFunction: TypeAlias = Callable[..., torch.Tensor]
 
 
 class MoeKernel(ABC):
@@ -22,7 +20,8 @@ class MoeKernel(ABC):
 
     `registry.load` makes one instance, with the name that it was loaded by. Hidden and intermediate sizes are padded
     with zeros to multiples of the two alignments, which are multiples of 32. A kernel that waits for the device sets
-    `cuda_graphs` to False, because CUDA graphs cannot hold it. A kernel that stores weights in an order of its own
+    `cuda_graphs` to False, because CUDA graphs cannot hold it. A kernel that computes the activation it is given, not
+    gpt-oss' alone, sets `activations` to True. A kernel that stores weights in an order of its own
     overrides `prepare` and `restore`; it is never called with dense weights. One with a rounding of its own overrides
     `quantize`.
     """
@@ -30,6 +29,7 @@ class MoeKernel(ABC):
     hidden_alignment: int = BLOCK
     intermediate_alignment: int = BLOCK
     cuda_graphs: bool = True
+    activations: bool = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,7 +45,8 @@ class MoeKernel(ABC):
     ) -> torch.Tensor:
         """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H], in x's dtype; see `experts.moe`.
 
-        `weights` are what `prepare` returned.
+        `weights` are what `prepare` returned. A kernel that sets `activations` takes an `Activation` as `activation`,
+        by default gpt-oss'.
         """
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
@@ -89,9 +90,11 @@ def is_kernel_class(value: object) -> bool:
 class FunctionKernel(MoeKernel):
     """A plain function with the arguments of `run` as a kernel."""
 
-    def __init__(self, name: str, function: MoeFunction, *, cuda_graphs: bool = True) -> None:
+    def __init__(
+        self, name: str, function: MoeFunction, *, cuda_graphs: bool = True, activations: bool = False
+    ) -> None:
         super().__init__(name)
-        self._function, self.cuda_graphs = function, cuda_graphs
+        self._function, self.cuda_graphs, self.activations = function, cuda_graphs, activations
 
     def run(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Call the function."""

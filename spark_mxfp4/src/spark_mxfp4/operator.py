@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from spark_mxfp4 import registry
-from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
 
 
@@ -19,6 +21,7 @@ def run(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None = None,
+    activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
     """Return what `kernel` makes of its arguments (see `experts.moe`); while torch.compile traces, as an operator.
 
@@ -26,9 +29,9 @@ def run(
     """
     if not torch.compiler.is_compiling():
         with record_function("spark_mxfp4::moe"):  # a profiler's trace shows it as it shows the operator
-            return kernel.run(x, weights, topk_ids, topk_weights, expert_map)
+            return kernel.run(x, weights, topk_ids, topk_weights, expert_map, **_named(activation))
     output: torch.Tensor = moe_operator(
-        x, *weights.gate_up, *weights.down, topk_ids, topk_weights, expert_map, kernel.name
+        x, *weights.gate_up, *weights.down, topk_ids, topk_weights, expert_map, list(activation), kernel.name
     )
     return output
 
@@ -45,17 +48,23 @@ def moe_operator(  # noqa: PLR0913, PLR0917 (an operator takes tensors, not tupl
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
+    activation: Sequence[float],
     kernel: str,
 ) -> torch.Tensor:
     """Run the kernel of that name: [T, H] → [T, H]; the operator `spark_mxfp4::moe`."""
     weights = ExpertWeights(Projection(gate_up, gate_up_scales, gate_up_bias), Projection(down, down_scales, down_bias))
-    output = _load(kernel).run(x, weights, topk_ids, topk_weights, expert_map)
+    output = _load(kernel).run(x, weights, topk_ids, topk_weights, expert_map, **_named(Activation(*activation)))
     return output.clone() if output is x else output  # an operator must not return its input
 
 
 @moe_operator.register_fake
 def _shape(x: torch.Tensor, *_rest: object) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+def _named(activation: Activation) -> dict[str, Any]:
+    """Return `activation` as a keyword, except gpt-oss': a kernel need not know others."""
+    return {} if activation == GPT_OSS else {"activation": activation}
 
 
 @cache

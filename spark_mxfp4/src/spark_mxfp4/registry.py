@@ -39,7 +39,7 @@ def load(name: str | None = None) -> MoeKernel:
     if ":" in name:
         return _own_kernel(name, _attribute(name))
     if name == "torch":
-        return FunctionKernel(name, moe, cuda_graphs=False)  # it waits to learn which experts are hit
+        return FunctionKernel(name, moe, cuda_graphs=False, activations=True)  # it waits to learn which experts are hit
     if name == "triton":
         try:
             from spark_mxfp4.kernels.gpu import GpuKernel  # noqa: PLC0415 (Triton is not everywhere)
@@ -79,7 +79,9 @@ def _own_kernel(name: str, value: object) -> MoeKernel:
     if isinstance(value, type) or not callable(value):
         kind = "another class" if isinstance(value, type) else f"a {type(value).__name__}"
         raise ValueError(f"kernel {name!r} cannot be used · it is {kind} · name a subclass of MoeKernel, or a function")  # noqa: TRY004 (a bad name, whatever it names)
-    if attributes := sorted({*ALIGNMENTS, "cuda_graphs", "prepare", "restore", "variant"} & set(dir(value))):
+    if attributes := sorted(
+        {*ALIGNMENTS, "activations", "cuda_graphs", "prepare", "restore", "variant"} & set(dir(value))
+    ):
         raise ValueError(
             f"kernel {name!r} cannot be used · it is a function with the attribute {attributes[0]!r} · "
             "make it a subclass of spark_mxfp4.kernel.MoeKernel, whose `run` is the function"

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from spark_mxfp4.experts import ExpertWeights
+from spark_mxfp4.experts import GPT_OSS, SILU, ExpertWeights
 from spark_mxfp4.kernels import fused, hopper
 from spark_mxfp4.kernels.check import (
     EDGES,
     MODELS,
+    OTHERS,
     ROUTINGS,
     error,
     poisoned,
@@ -32,11 +33,11 @@ HOPPER, GPU = HopperKernel("hopper"), GpuKernel()
 KERNELS = ("hopper", *TILES)
 
 
-def run(kernel, x, weights, ids, shares, expert_map=None):
+def run(kernel, x, weights, ids, shares, expert_map=None, activation=GPT_OSS):
     """Run a kernel with memory that holds NaN where it has not written."""
     if kernel in TILES:
-        return poisoned(fused.moe, x, weights, ids, shares, expert_map, TILES[kernel])
-    return poisoned(HOPPER.run, x, HOPPER.prepare(weights), ids, shares, expert_map)
+        return poisoned(fused.moe, x, weights, ids, shares, expert_map, activation, TILES[kernel])
+    return poisoned(HOPPER.run, x, HOPPER.prepare(weights), ids, shares, expert_map, activation)
 
 
 @pytest.fixture(params=KERNELS)
@@ -66,6 +67,16 @@ def test_layer_is_right_for_every_size(kernel, experts, top_k, hidden, intermedi
     ids, shares = random_routing(tokens, experts, top_k)
     got = run(kernel, x, weights, ids.long() if tokens == 50 else ids, shares)
     assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
+
+
+@pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), OTHERS.values())
+@pytest.mark.parametrize("tokens", [1, 9, 64, 600])
+def test_layer_of_another_family_is_right(kernel, experts, top_k, hidden, intermediate, tokens):
+    weights = random_weights(experts, hidden, intermediate, bias=False)
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    ids, shares = random_routing(tokens, experts, top_k)
+    got = run(kernel, x, weights, ids, shares, activation=SILU)
+    assert error(got, reference(x, weights, ids, shares, activation=SILU)) < (W4A8 if "W4A8" in kernel else BF16)
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096, 8192])

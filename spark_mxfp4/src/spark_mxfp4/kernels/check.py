@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spark_mxfp4.experts import ExpertWeights, Projection, swiglu
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection, swiglu
 from spark_mxfp4.mxfp4 import BLOCK_BYTES, dequantize
 
 SCALES = (116, 122)  # bytes around 2^-8: sums of 2,880 products then reach the activation's limits, as in gpt-oss
@@ -37,6 +37,11 @@ MODELS = {  # which are timed, and checked
     "64 experts, top-8": LayerSizes(64, 8, 4096, 1536),
     "16 experts, top-2": LayerSizes(16, 2, 6144, 2048),
     "256 experts, top-8": LayerSizes(256, 8, 2048, 768),
+}
+OTHERS = {  # of families with plain SiLU and no biases, which are timed
+    "Ling 3.0 flash": LayerSizes(512, 8, 2560, 768),
+    "DeepSeek V4 Flash": LayerSizes(256, 6, 4096, 2048),
+    "Qwen3 30B": LayerSizes(128, 8, 2048, 768),
 }
 EDGES = (  # which are checked: one expert, the most of them, sizes that fill no tile, more columns than rows
     LayerSizes(1, 1, 32, 32), LayerSizes(512, 16, 64, 32), LayerSizes(256, 8, 64, 32), LayerSizes(8, 3, 96, 160),
@@ -95,7 +100,7 @@ def reference(
     ids: torch.Tensor,
     shares: torch.Tensor,
     local: list[int] | None = None,
-    activation: Callable[[torch.Tensor], torch.Tensor] = swiglu,
+    activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
     """Return the layer's output [T, H] in float32 throughout; `local` names the experts that count, default all."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -103,15 +108,10 @@ def reference(
         if expert < 0 or (local is not None and expert not in local):
             continue
         token, position = (ids == expert).nonzero(as_tuple=True)
-        hidden = activation(_product(x[token].float(), weights.gate_up, expert))
+        hidden = swiglu(_product(x[token].float(), weights.gate_up, expert), activation)
         output = _product(hidden, weights.down, expert)
         total.index_add_(0, token, output * shares[token, position].unsqueeze(-1))
     return total
-
-
-def plain_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return up · SiLU(gate) of gates in even columns and ups in odd ones."""
-    return gate_up[..., 1::2] * torch.nn.functional.silu(gate_up[..., ::2])
 
 
 def error(computed: torch.Tensor, expected: torch.Tensor) -> float:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
 from spark_mxfp4.kernels import tuning
 from spark_mxfp4.kernels.mxfp8 import quantize_rows
 from spark_mxfp4.kernels.sorting import Blocks, local_expert, sort_into_blocks
@@ -41,6 +41,7 @@ def moe(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None = None,
+    activation: Activation = GPT_OSS,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H] in x's dtype; see `experts.moe`.
@@ -59,8 +60,8 @@ def moe(
     blocks = sort_into_blocks(topk_ids, weights.down.weight.shape[0], tiles.tokens, expert_map)
     hidden = torch.empty(pairs, weights.down.weight.shape[2] * 2, dtype=x.dtype, device=x.device)
     output = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    multiply(x.contiguous(), weights.gate_up, blocks, hidden, tiles, top_k=top_k)
-    multiply(hidden, weights.down, blocks, output, tiles, top_k=0)
+    multiply(x.contiguous(), weights.gate_up, blocks, hidden, tiles, top_k, activation)
+    multiply(hidden, weights.down, blocks, output, tiles)
     columns = min(1024, triton.next_power_of_2(x.shape[1]))
     ids = topk_ids.contiguous()
     reduce[(x.shape[0], triton.cdiv(x.shape[1], columns))](
@@ -72,7 +73,13 @@ def moe(
 
 
 def multiply(
-    x: torch.Tensor, projection: Projection, blocks: Blocks, out: torch.Tensor, tiles: Tiles, *, top_k: int
+    x: torch.Tensor,
+    projection: Projection,
+    blocks: Blocks,
+    out: torch.Tensor,
+    tiles: Tiles,
+    top_k: int = 0,
+    activation: Activation = GPT_OSS,
 ) -> None:
     """Run one grouped product into `out` [pairs, ·]: with `top_k` the first (rows of x are tokens, SwiGLU follows)."""
     weight, scales, bias = projection
@@ -85,7 +92,7 @@ def multiply(
     grid = (blocks.experts.numel() * triton.cdiv(rows, tiles.rows),)
     grouped_gemm[grid](
         x, x_scales, weight, scales, weight if bias is None else bias, out, blocks.pairs, blocks.experts,
-        pairs, rows, columns, SWIGLU_ALPHA, SWIGLU_LIMIT, TOP_K=top_k, BIAS=bias is not None, SCALED=tiles.scaled,
+        pairs, rows, columns, *activation, TOP_K=top_k, BIAS=bias is not None, SCALED=tiles.scaled,
         ROWS=tiles.rows, TOKENS=tiles.tokens, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -148,6 +155,7 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
     x_ptr: tl.tensor, x_scales_ptr: tl.tensor, w_ptr: tl.tensor, w_scales_ptr: tl.tensor, bias_ptr: tl.tensor,
     out_ptr: tl.tensor, pairs_ptr: tl.tensor, experts_ptr: tl.tensor,
     pairs: tl.tensor, rows: tl.tensor, columns: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
+    shift: tl.tensor,
     TOP_K: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
@@ -205,7 +213,7 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
         gate, up = tl.split(total.reshape(ROWS // 2, 2, TOKENS).permute(0, 2, 1))
         gate = tl.where(gate > limit, limit, gate)  # comparisons: a NaN stays one
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        total = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+        total = (up + shift) * (gate / (1.0 + tl.exp(-alpha * gate)))
         row = tl.program_id(0) % row_blocks * (ROWS // 2) + tl.arange(0, ROWS // 2)
         rows = rows // 2
     at = out_ptr + pair[None, :] * rows + row[:, None]

@@ -20,6 +20,8 @@ from spark_mxfp4.kernels.hopper import HopperKernel
 class GpuKernel(MoeKernel):
     """HopperKernel or `fused.moe`, chosen for each layer by `prepare`."""
 
+    activations = True
+
     def __init__(self, name: str = "triton") -> None:
         super().__init__(name)
         self._hopper, self._triton = HopperKernel("hopper"), FunctionKernel("triton", fused.moe)

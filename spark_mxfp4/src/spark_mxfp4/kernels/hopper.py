@@ -10,13 +10,12 @@ bits. Weights are laid out once by `prepare`.
 from __future__ import annotations
 
 import ctypes
-import math
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels import extension, precompile, search, tuning
 from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
@@ -46,19 +45,10 @@ GROUPED, SMALL_LAYERS = precompile.shapes("GROUPED"), precompile.shapes("SMALL_L
 LAYERS = {**SMALL_LAYERS, **precompile.shapes("LARGE_LAYERS")}
 
 
-class Activation(NamedTuple):
-    """(clamp(up, ±limit) + shift) · g · sigmoid(alpha · g), g = min(gate, limit)."""
-
-    alpha: float
-    limit: float
-    shift: float
-
-
-GPT_OSS, SILU = Activation(SWIGLU_ALPHA, SWIGLU_LIMIT, 1.0), Activation(1.0, math.inf, 0.0)
-
-
 class HopperKernel(MoeKernel):
     """The CUDA C++ kernels, for weights that `prepare` has laid out."""
+
+    activations = True
 
     @staticmethod
     def available(device: torch.device) -> bool:
@@ -111,6 +101,7 @@ class HopperKernel(MoeKernel):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         expert_map: torch.Tensor | None = None,
+        activation: Activation = GPT_OSS,
     ) -> torch.Tensor:
         """Return the weighted sum [T, H] of the experts' outputs for bf16 `x` [T, H]; see `experts.moe`.
 
@@ -123,8 +114,8 @@ class HopperKernel(MoeKernel):
         if has_products(x.device):
             shapes = tuning.shapes(torch.cuda.get_device_name(x.device), topk_ids.numel(), sizes(weights))
             if shapes is not None:
-                return grouped_layer(x, weights, topk_ids, topk_weights, expert_map, shapes)
-        return whole_layer(x, weights, topk_ids, topk_weights, expert_map)
+                return grouped_layer(x, weights, topk_ids, topk_weights, expert_map, shapes, activation)
+        return whole_layer(x, weights, topk_ids, topk_weights, expert_map, activation=activation)
 
 
 def has_products(device: torch.device) -> bool:
@@ -145,6 +136,7 @@ def grouped_layer(
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
     shapes: tuning.Pair,
+    activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
     """Return `HopperKernel.run`'s result by a launch for each product, with their shapes given."""
     gate_up, down = weights
@@ -163,8 +155,8 @@ def grouped_layer(
         routed.write_planes(stream, ordered, chunks)
     hidden = routed.planes(row_tiles // 2)
     output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
-    routed.multiply(gate_up, ordered, hidden, shapes[0], stream, swiglu=True)
-    routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
+    routed.multiply(gate_up, ordered, hidden, shapes[0], stream, activation)
+    routed.multiply(down, hidden, output, shapes[1], stream, None)
     _check_launch(
         library().spark_reduce(
             output.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), result.data_ptr(),
@@ -209,8 +201,8 @@ def whole_layer(
     partial = torch.empty(routed.rows * parts * row_tiles * ROWS, dtype=torch.float32, device=x.device)
     taken = torch.empty(1, dtype=torch.int32, device=x.device)
     layer = Layer(
-        routed.product(gate_up, routed.x, hidden, swiglu=True, activation=activation),
-        routed.product(down, hidden, result, swiglu=False), routed.routing(), _rows(routed.x), _rows(hidden),
+        routed.product(gate_up, routed.x, hidden, activation),
+        routed.product(down, hidden, result, None), routed.routing(), _rows(routed.x), _rows(hidden),
         partial.data_ptr(), taken.data_ptr(), shares.data_ptr(), sort,
         parts, part_chunks, *topk_ids.shape, *plan.at_once,
     )  # fmt: skip
@@ -313,26 +305,26 @@ class Routed:
         )  # fmt: skip
 
     def multiply(
-        self, projection: Projection, x: torch.Tensor, out: torch.Tensor, shape: int, stream: int, *, swiglu: bool
+        self,
+        projection: Projection,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        shape: int,
+        stream: int,
+        activation: Activation | None,
     ) -> None:
         """Run one grouped product with the kernel of number `shape`, from `x` into `out`; see `product`."""
-        gemm = self.product(projection, x, out, swiglu=swiglu)
-        _check_launch(library().spark_gemm(ctypes.byref(gemm), shape, int(swiglu), self.processors, stream))
+        gemm = self.product(projection, x, out, activation)
+        _check_launch(library().spark_gemm(ctypes.byref(gemm), shape, activation is not None, self.processors, stream))
 
     def planes(self, number: int) -> torch.Tensor:
         """Return room for all rows' planes, `number` of 64 columns each; see routing.cuh."""
         return torch.empty((number * self.rows + SLACK_ROWS) * COLUMNS, dtype=self.x.dtype, device=self.x.device)
 
     def product(
-        self,
-        projection: Projection,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        swiglu: bool,
-        activation: Activation = GPT_OSS,
+        self, projection: Projection, x: torch.Tensor, out: torch.Tensor, activation: Activation | None
     ) -> ctypes.Structure:
-        """Return one grouped product's arguments.
+        """Return the arguments of a grouped product; the first one has an activation.
 
         `x` are planes; for the first product of a shape that gathers they are what `sort` wrote to `ordered`.
         """
@@ -344,7 +336,7 @@ class Routed:
         return Gemm(
             weight.data_ptr(), bias.data_ptr(), x.data_ptr(), out.data_ptr(), self.token_of_row.data_ptr(),
             self.tiles.data_ptr(), self.tile_count.data_ptr(), weight.shape[2], weight.shape[1],
-            0 if swiglu else out.shape[-1], self.rows, *activation,
+            0 if activation else out.shape[-1], self.rows, *(activation or GPT_OSS),
         )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ TARGETS = (
 POINTERS = {
     "x_ptr": "*bf16", "x_scales_ptr": "*bf16", "w_ptr": "*u8", "w_scales_ptr": "*u8", "bias_ptr": "*bf16",
     "out_ptr": "*bf16", "pairs_ptr": "*i32", "experts_ptr": "*i32", "pairs": "i32", "rows": "i32", "columns": "i32",
-    "alpha": "fp32", "limit": "fp32",
+    "alpha": "fp32", "limit": "fp32", "shift": "fp32",
 }  # fmt: skip
 
 

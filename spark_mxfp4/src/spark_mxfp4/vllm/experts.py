@@ -1,7 +1,9 @@
-"""How vLLM loads and runs one layer's experts with one of our kernels."""
+"""How vLLM loads and runs one layer's experts with one of our kernels: gpt-oss', and those of other families."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,11 +11,12 @@ from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.quantization import mxfp4 as stock
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 from spark_mxfp4 import operator
-from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 
@@ -21,6 +24,7 @@ from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 logger = init_logger(f"vllm.{__name__}")
 
 PROJECTIONS = ("w13", "w2")
+STOCK_METHOD = stock.Mxfp4MoEMethod
 
 
 class SparkMxfp4MoEMethod(FusedMoEMethodBase):
@@ -28,9 +32,11 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
 
     weight_dtype = "gpt_oss_mxfp4"  # gpt_oss.py then loads expert by expert without unpacking
 
-    def __init__(self, layer: Any, kernel: MoeKernel, mode: str, *, routed: bool = False) -> None:
-        super().__init__(layer.moe_config)
-        _refuse_unsupported(layer)
+    def __init__(self, moe: Any, kernel: MoeKernel, mode: str, *, routed: bool = False) -> None:
+        FusedMoEMethodBase.__init__(self, moe)  # not vLLM's method's, of a subclass: it chooses a backend
+        self.activation = self.activation_of(moe)
+        if self.activation is None or (self.activation != GPT_OSS and not kernel.activations):
+            _refuse(f"the activation {moe.activation.value!r}")
         self.routed = routed  # the model's router gives routes, not logits (router.py)
         _refuse_unfit(kernel, mode)
         # A traced graph depends on these settings, which the configuration lacks; the key of vLLM's compile cache needs
@@ -40,6 +46,11 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         self.kernel, self.mode = kernel, mode
         self._weights: ExpertWeights | None = None
         logger.info_once("Using 'SPARK_%s' Mxfp4 MoE backend (%s).", kernel.name.upper(), mode, scope="process")
+
+    @staticmethod
+    def activation_of(moe: Any) -> Activation | None:
+        """Return what the kernels call the layer's activation; None for one that they do not have."""
+        return GPT_OSS if moe.activation == MoEActivation.SWIGLUOAI else None
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -59,6 +70,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register the packed weights, scales and biases, with zeros as padding: 4.25 bits a weight."""
+        _refuse_unsupported(layer)
         self.dtype = params_dtype
         gate_up = (2 * intermediate_size_per_partition, hidden_size)
         for name, (rows, columns) in zip(PROJECTIONS, (gate_up, (hidden_size, gate_up[0] // 2)), strict=True):
@@ -124,14 +136,71 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        shared_experts: Any,  # noqa: ARG002 (gpt-oss has none)
+        shared_experts: Any,  # noqa: ARG002 (vLLM's runner computes them)
         shared_experts_input: torch.Tensor | None,  # noqa: ARG002
     ) -> torch.Tensor:
         """Return the routed experts' output [T, H] for `x` [T, H]."""
         # On CPUs vLLM traces into this method: tensors must then be the layer's own, which a graph takes as inputs.
         prepared = None if torch.compiler.is_compiling() else self._weights
         weights = prepared or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
-        return operator.run(self.kernel, x, weights, topk_ids, topk_weights, layer.expert_map)
+        return operator.run(
+            self.kernel, x, weights, topk_ids, topk_weights, layer.expert_map, self.activation or GPT_OSS
+        )
+
+
+class SparkFamilyMoEMethod(SparkMxfp4MoEMethod, STOCK_METHOD):  # type: ignore[misc, valid-type]
+    """MXFP4 experts of other families than gpt-oss, in place of vLLM's `Mxfp4MoEMethod`.
+
+    vLLM loads them as its own method does: a checkpoint's tensor for each expert, all gates above all ups.
+    """
+
+    weight_dtype = "mxfp4"
+    supports_eplb = supports_pre_processed_weights = False
+    mxfp4_backend = None
+    chosen: Callable[[], tuple[MoeKernel, str]]  # kernel and mode, see `take_families`
+
+    def __init__(self, moe: Any, activation_key: Any = None) -> None:  # noqa: ARG002 (ours are bf16)
+        super().__init__(moe, *type(self).chosen())
+
+    @staticmethod
+    def activation_of(moe: Any) -> Activation | None:
+        """Return the parameters of SwiGLU; None for an activation that is none."""
+        limit = math.inf if moe.swiglu_limit is None else moe.swiglu_limit
+        if moe.activation == MoEActivation.SILU:
+            return Activation(1.0, limit, 0.0)
+        if moe.activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
+            return Activation(moe.swiglu_alpha or 1.0, limit, moe.swiglu_beta or 0.0)
+        return None
+
+    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **keywords: Any) -> None:
+        """Register what vLLM's own method registers, with its loaders."""
+        _refuse_unsupported(layer)
+        self.dtype = keywords["params_dtype"]
+        STOCK_METHOD.create_weights(self, layer, *sizes, **keywords)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Put each gate's row before its up's, then do as for gpt-oss."""
+        for suffix in ("_weight", "_weight_scale", "_bias"):
+            if (loaded := getattr(layer, f"w13{suffix}", None)) is not None:
+                pairs = loaded.data.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+                replace_parameter(layer, f"w13{suffix}", pairs.contiguous())
+        super().process_weights_after_loading(layer)
+
+
+def take_families(chosen: Callable[[], tuple[MoeKernel, str]]) -> None:
+    """Have vLLM give every MXFP4 expert of a family other than gpt-oss to our kernels; `chosen` says kernel and mode.
+
+    Fp8Config, DeepSeek V4's configuration and Mxfp4Config all make their method from this name of the module.
+    """
+    SparkFamilyMoEMethod.chosen = staticmethod(chosen)
+    stock.Mxfp4MoEMethod = SparkFamilyMoEMethod
+
+
+def _refuse(name: str) -> None:
+    raise NotImplementedError(
+        f"spark-mxfp4 cannot serve this model · its kernels do not support {name} · "
+        "leave it out, or use another quantization backend"
+    )
 
 
 def _refuse_unsupported(layer: Any) -> None:
@@ -140,7 +209,6 @@ def _refuse_unsupported(layer: Any) -> None:
     parallel = moe.moe_parallel_config
     refusals = {
         "LoRA (--enable-lora)": moe.is_lora_enabled,
-        f"the activation {moe.activation.value!r}": moe.activation != MoEActivation.SWIGLUOAI,
         "router weights applied to the input": layer.apply_router_weight_on_input,
         # gpt_oss.py's loader gives every rank num_experts // ep_size experts, so the rest would stay empty.
         f"{moe.num_experts} experts spread over {parallel.ep_size} ranks": parallel.use_ep
@@ -148,10 +216,7 @@ def _refuse_unsupported(layer: Any) -> None:
     }
     for name, present in refusals.items():
         if present:
-            raise NotImplementedError(
-                f"spark-mxfp4 cannot serve this model · its kernels do not support {name} · "
-                "leave it out, or use another quantization backend"
-            )
+            _refuse(name)
 
 
 def _refuse_unfit(kernel: MoeKernel, mode: str) -> None:

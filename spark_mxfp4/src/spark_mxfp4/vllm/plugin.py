@@ -26,6 +26,7 @@ MODE_VARIABLE = "SPARK_MXFP4_MODE"
 MODES = ("packed", "dequant")
 ROUTER_VARIABLE = "SPARK_MXFP4_ROUTER"
 ATTENTION_VARIABLE = "SPARK_MXFP4_ATTENTION"
+FAMILIES_VARIABLE = "SPARK_MXFP4_FAMILIES"
 IMPLEMENTATIONS = ("vllm", "fused")  # of the router, and of attention
 STOCK = "vllm"  # as a kernel's name: the experts are vLLM's own
 # What a gpt-oss checkpoint says, before and after vLLM's GptOssForCausalLMConfig normalises it.
@@ -39,6 +40,14 @@ def register() -> None:
         # vLLM freezes what it imported (gc.freeze). What stays frozen is not collected at the end, and Triton's
         # nanobind then reports hundreds of leaked functions as the last lines of every log.
         atexit.register(gc.unfreeze)
+    if os.environ.get(FAMILIES_VARIABLE, "off") != "off":
+        if os.environ[FAMILIES_VARIABLE] != "on":
+            raise ValueError(
+                f"{FAMILIES_VARIABLE} is {os.environ[FAMILIES_VARIABLE]!r} · it can be on or off · set or unset it"
+            )
+        from spark_mxfp4.vllm.experts import take_families  # noqa: PLC0415 - heavy, for whom it was switched on
+
+        take_families(lambda: (registry.load(chosen_kernel()), chosen_mode()))
 
 
 def chosen_mode() -> str:
@@ -230,7 +239,7 @@ class SparkMxfp4Config(QuantizationConfig):
                 return GptOssMxfp4MoEMethod(layer.moe_config)
             if self.routed:
                 router.refuse_unsupported(layer)
-            return SparkMxfp4MoEMethod(layer, registry.load(self.kernel_name), self.mode, routed=self.routed)
+            return SparkMxfp4MoEMethod(layer.moe_config, registry.load(self.kernel_name), self.mode, routed=self.routed)
         if isinstance(layer, LinearBase):
             return linear.linear_method(self.linear_format, prefix)
         return linear.head_method(self.head_format, prefix) if isinstance(layer, ParallelLMHead) else None
