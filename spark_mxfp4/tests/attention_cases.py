@@ -52,14 +52,18 @@ def longer(tensor):
 
 
 def check_attention(
-    lengths, window, shared_by, device, *, key_heads=1, group=8, block=16, sinks=False, rotated=False, least=2
-):
-    """One launch against float32: outputs, the cache to the bit, and the counters."""
+    lengths, window, shared_by, device, *, key_heads=1, group=8, block=16, sinks=False, rotated=False, least=2,
+    scale=SCALE, stored=True,
+):  # fmt: skip
+    """One launch against float32: outputs, the cache to the bit, and the counters.
+
+    With a `scale` of 8 some scores differ by more than float32's largest exponent; without `stored` slots are negative.
+    """
     new = [min(1, length) for length in lengths]
     cache = random_cache(lengths, new, key_heads, block, device)
     projected = projections(len(lengths), key_heads, device, group)
     layer = Layer(
-        SCALE,
+        scale,
         attention.counters(key_heads, device),
         window,
         torch.randn(group * key_heads, device=device).bfloat16() if sinks else None,
@@ -68,6 +72,9 @@ def check_attention(
     expected_cache = clone(cache)
     expected = attention.reference(projected, expected_cache, layer)
     output = torch.full((len(expected) + 1, *expected.shape[1:]), torch.nan, dtype=torch.bfloat16, device=device)
+    if not stored:
+        expected_cache = clone(cache)
+        cache = cache._replace(slots=torch.full_like(cache.slots, -1))
     padded = cache._replace(**{name: longer(getattr(cache, name)) for name in ("table", "lengths", "slots")})
     attention.attend(projected, padded, layer, output, shared_by=shared_by, least=least)
     torch.testing.assert_close(output[:-1].float(), expected, rtol=MOST_ERROR, atol=MOST_ERROR)
@@ -77,7 +84,10 @@ def check_attention(
 
 
 def check_rotation(sequences, device, key_heads=2, block=16):
-    """A prompt's queries and its cache against torch, to the bit; `sequences`: new tokens and all tokens of each."""
+    """A prompt's queries and its cache against torch, to the bit; `sequences`: new tokens and all tokens of each.
+
+    The second token is not stored.
+    """
     new, lengths = map(list, zip(*sequences, strict=True))
     cache = random_cache(lengths, new, key_heads, block, device)
     projected = projections(sum(new), key_heads, device)
@@ -85,8 +95,11 @@ def check_rotation(sequences, device, key_heads=2, block=16):
     rotation = rotations(max(lengths), device)
     positions = torch.cat([torch.arange(length - count, length) for count, length in sequences]).to(device)
     starts = torch.tensor([0, *new], device=device).cumsum(0).int()
+    cache.slots[1] = -1
     expected = clone(cache)
     for token, slot in enumerate(cache.slots.tolist()):
+        if slot < 0:
+            continue
         row = torch.cat([attention.rotated(key, rotation, positions)[token], value[token]], dim=-1)
         expected.data[slot // block, :, slot % block] = row
     expected_query = attention.rotated(query, rotation, positions)
@@ -101,4 +114,5 @@ def check_norm(tokens, columns, device, scale=1):
     expected, expected_sum = norm.reference(x, residual, weight, 1e-5)
     output, total = norm.add_rms_norm(x, residual, weight, 1e-5)
     torch.testing.assert_close(output, expected, rtol=0.01, atol=1e-3)  # one step of bf16
+    assert (output != expected).sum() <= 0.02 * expected.numel()  # those where rsqrt rounds differently
     assert torch.equal(total, expected_sum)

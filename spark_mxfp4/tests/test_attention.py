@@ -25,7 +25,7 @@ def library(tmp_path_factory):
     loaded.spark_attention = lambda job, warps, _stream: loaded.attend_on_cpu(job, warps)
     loaded.spark_rotation = lambda job, _stream: loaded.rotate_on_cpu(job)
     loaded.spark_norm = lambda job, _stream: loaded.normalise_on_cpu(job)
-    loaded.spark_step_error = lambda error: f"{error} threads wait for ever".encode()
+    loaded.spark_error = lambda error: f"{error} threads wait for ever".encode()
     return loaded
 
 
@@ -46,7 +46,8 @@ def _on_a_cpu(request, monkeypatch):
         ((1,), 0, 1, {}), ((16,), 0, 0, {}), ((130,), 0, 3, {"rotated": True}), ((77, 0, 300), 0, 4, {"sinks": True}),
         ((129, 128, 127), 128, 1, {"sinks": True, "rotated": True}), ((500,), 128, 2, {"block": 48}),
         ((5, 260), 0, 16, {"key_heads": 2, "sinks": True, "rotated": True, "least": 1}),
-        ((40, 200), 0, 3, {"key_heads": 2, "group": 2, "sinks": True}), ((700,), 0, 1, {}),
+        ((40, 200), 0, 3, {"key_heads": 2, "group": 2, "sinks": True, "block": 32}), ((700,), 0, 1, {}),
+        ((600,), 0, 1, {"block": 48, "scale": 8}), ((90, 33), 0, 0, {"key_heads": 2, "stored": False}),
     ],
 )  # fmt: skip
 def test_attention_is_that_of_float32(library, lengths, window, shared_by, options):

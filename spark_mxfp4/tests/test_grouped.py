@@ -8,7 +8,7 @@ import torch
 import cpu_kernels
 from cpu_kernels import BF16, activations
 from spark_mxfp4.experts import GPT_OSS, SILU
-from spark_mxfp4.kernels import hopper
+from spark_mxfp4.kernels import extension, hopper
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.layout import pack
 
@@ -26,7 +26,7 @@ def for_fibers(text):
 def library(tmp_path_factory):
     """moe.cu's doors, with every shape."""
     folder = tmp_path_factory.mktemp("grouped")
-    return hopper.bind(cpu_kernels.shared_library(folder, "grouped.cpp", change=for_fibers))
+    return extension.bind(cpu_kernels.shared_library(folder, "grouped.cpp", change=for_fibers), hopper.DOORS)
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def sorted_pairs(request, gpu_on_cpu):
 def test_pairs_are_sorted_by_expert_and_each_experts_rows_begin_at_a_multiple_of_eight(sorted_pairs):
     x, local, routed, chunks = sorted_pairs
     ordered = torch.empty(len(x), chunks * 64, dtype=x.dtype)
-    routed.sort(None, ordered, chunks)
+    routed.sort(ordered, chunks)
     assert torch.equal(ordered.view(-1, chunks, 8, 8), vectors(x, chunks))
     assert (routed.row_of_pair[local < 0] == -1).all()
     row, tiles = 0, []
@@ -209,8 +209,8 @@ def test_pairs_are_sorted_by_expert_and_each_experts_rows_begin_at_a_multiple_of
 def test_planes_have_each_pairs_activations_in_the_order_of_the_matrix_instruction(sorted_pairs):
     x, _, routed, chunks = sorted_pairs
     planes = routed.planes(chunks)
-    routed.sort(None)
-    routed.write_planes(None, planes, chunks)
+    routed.sort()
+    routed.write_planes(planes, chunks)
     written = planes[: chunks * routed.rows * 64].view(chunks, routed.rows, 8, 8)
     wanted = vectors(x, chunks)
     for pair, row in enumerate(routed.row_of_pair.tolist()):

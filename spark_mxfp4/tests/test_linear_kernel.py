@@ -15,7 +15,7 @@ import torch
 
 import cpu_kernels
 from project import PROJECT
-from spark_mxfp4.kernels import linear, precompile
+from spark_mxfp4.kernels import extension, linear, precompile
 from spark_mxfp4.kernels.extension import NO_FIT
 from spark_mxfp4.kernels.linear import Format, Weight, reference
 
@@ -45,8 +45,8 @@ def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_load
     libraries = ("layer", "linear", "router", "step")
     assert names == [f"{compiled}/{precompile.file_name(library, '121a')}" for library in libraries]
     name = names[1]
-    library = linear.bind(str(tmp_path / "installed" / name))
-    assert library.spark_linear_error(0) == b"no error"
+    library = extension.bind(str(tmp_path / "installed" / name), linear.DOORS)
+    assert library.spark_error(0) == b"no error"
     loaded = Path("/proc/self/maps").read_text()
     assert name in loaded
     assert "libcudart" not in loaded
@@ -56,7 +56,7 @@ def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_load
 def on_cpu(tmp_path_factory):
     """linear.cu as a shared library for this machine's CPU."""
     folder = tmp_path_factory.mktemp("linear")
-    library = linear.bind(cpu_kernels.shared_library(folder, "linear.cu"))
+    library = extension.bind(cpu_kernels.shared_library(folder, "linear.cu"), linear.DOORS)
     assert library.spark_linear_variant_count() == VARIANTS
     return library
 

@@ -5,7 +5,9 @@ The real nvcc compiles them in test_linear_kernel.py.
 
 import shutil
 import stat
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,8 +78,7 @@ def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path,
 @pytest.mark.parametrize(("capability", "target"), [((9, 0), "90a"), ((12, 1), "121a")])
 def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch, capability, target):
     bound = []
-    for module in (hopper, linear, router, attention):
-        monkeypatch.setattr(module, "bind", bound.append)
+    monkeypatch.setattr(extension, "bind", lambda path, _doors: bound.append(path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     device = torch.device("cuda", 7)
@@ -137,10 +138,14 @@ def test_amds_gpus_are_refused_by_name(monkeypatch):
         GpuKernel().prepare(weights)
 
 
-def test_an_error_of_a_launch_is_raised_with_cudas_message():
-    extension.check(0, lambda _error: b"no error")
+def test_an_error_of_a_launch_is_raised_with_cudas_message(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=None))
+    library = SimpleNamespace(start=lambda result, _stream: result, spark_error=lambda error: b"error %d" % error)
+    launch = partial(extension.launch, library, "start", device=torch.device("cuda"))
+    assert launch(0) is True
+    assert launch(extension.NO_FIT) is False
     with pytest.raises(RuntimeError, match="CUDA says: error 98 · run again with CUDA_LAUNCH_BLOCKING=1"):
-        extension.check(98, lambda error: b"error %d" % error)
+        launch(98)
 
 
 def test_rows_that_cannot_be_loaded_by_16_bytes_are_copied():

@@ -53,8 +53,8 @@ void begin_block(int bytes);
 // Returns 0, or how many threads wait for ever.
 inline int run_grid(Index grid, int at_once, int threads, int bytes, const std::function<void()>& kernel) {
   gridDim = grid, blockDim = {threads};
-  for (int y = 0; y < grid.y; ++y) {
-    for (int x = 0; x < grid.x; x += at_once) {
+  for (int x = 0; x < grid.x; x += at_once) {  // blocks of all y in turn, so that they cannot share a counter
+    for (int y = 0; y < grid.y; ++y) {
       first_block = {x, y};
       begin_block(bytes);
       if (const int stuck = launch(at_once, threads, bytes, kernel)) return stuck;

@@ -22,6 +22,11 @@ MOST_TOKENS = 256  # sequences of a step; FlashAttention runs larger steps
 MOST_SPLITS, LEAST_STEPS = 32, 16  # splits of a sequence; steps of 16 tokens per split
 VECTOR = 8  # elements of bf16 that a thread loads at once, from addresses that are multiples of 16
 POINTER = ctypes.c_void_p
+DOORS = {
+    "spark_attention": (POINTER, ctypes.c_int, POINTER),
+    "spark_rotation": (POINTER, POINTER),
+    "spark_norm": (POINTER, POINTER),
+}
 
 
 class Projections(NamedTuple):
@@ -134,7 +139,7 @@ def attend(
         query.stride(0), key.stride(0), value.stride(0), cache.table.stride(0), *cache.strides(), layer.scale,
     )  # fmt: skip
     warps = FEW_WARPS if 0 < layer.window <= ROWS * FEW_WARPS else WARPS
-    extension.launch(library.spark_attention, job, warps, device=device, message=library.spark_step_error)
+    extension.launch(library, "spark_attention", job, warps, device=device)
 
 
 def rotate_and_store(new: Projections, cache: Cache, starts: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -155,8 +160,7 @@ def rotate_and_store(new: Projections, cache: Cache, starts: torch.Tensor, rotat
         query.shape[0], sequences, query.shape[1], key.shape[1], cache.data.shape[2],
         query.stride(0), key.stride(0), value.stride(0), *cache.strides(),
     )  # fmt: skip
-    library = load(query.device)
-    extension.launch(library.spark_rotation, job, device=query.device, message=library.spark_step_error)
+    extension.launch(load(query.device), "spark_rotation", job, device=query.device)
     return output
 
 
@@ -249,13 +253,5 @@ def load(device: torch.device) -> ctypes.CDLL:
     Raises NotImplementedError as `extension.library` does.
     """
     target = extension.target(device)
-    return bind(extension.library(precompile.STEP, target, "attention's kernels", "set SPARK_MXFP4_ATTENTION=vllm"))
-
-
-def bind(path: str) -> ctypes.CDLL:
-    """Load the shared library at `path` and declare its functions."""
-    library = ctypes.CDLL(path)
-    library.spark_step_error.restype = ctypes.c_char_p
-    library.spark_attention.argtypes = (POINTER, ctypes.c_int, POINTER)
-    library.spark_rotation.argtypes = library.spark_norm.argtypes = (POINTER, POINTER)
-    return library
+    path = extension.library(precompile.STEP, target, "attention's kernels", "set SPARK_MXFP4_ATTENTION=vllm")
+    return extension.bind(path, DOORS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,16 @@ def available(name: str, target: str) -> bool:
         return False
 
 
+def bind(path: str, doors: Mapping[str, tuple[type, ...]]) -> ctypes.CDLL:
+    """Load the shared library at `path`, and declare the arguments of those of its functions that `doors` names."""
+    loaded = ctypes.CDLL(path)
+    loaded.spark_error.restype = ctypes.c_char_p
+    for name, arguments in doors.items():
+        if hasattr(loaded, name):
+            getattr(loaded, name).argtypes = arguments
+    return loaded
+
+
 C_TYPES = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
@@ -64,30 +74,19 @@ def structure(name: str, *members: type[ctypes.Structure]) -> type[ctypes.Struct
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-def launch(
-    kernel: Callable[..., int],
-    job: ctypes.Structure,
-    *numbers: int,
-    device: torch.device,
-    message: Callable[[int], bytes],
-) -> bool:
-    """Call `kernel` with `job`, `numbers` and the current stream of `device`; return False if it returned NO_FIT.
+def launch(loaded: ctypes.CDLL, name: str, *arguments: ctypes.Structure | int, device: torch.device) -> bool:
+    """Call the function `name` with structures by reference, numbers, and the current stream of `device`.
 
-    Raises RuntimeError if it returned a CUDA error; `message` gives CUDA's text for it.
+    Return False if it returned NO_FIT. Raises RuntimeError with CUDA's message if it returned another error.
     """
-    error = kernel(ctypes.byref(job), *numbers, torch.cuda.current_stream(device).cuda_stream)
-    if error != NO_FIT:
-        check(error, message)
-    return error != NO_FIT
-
-
-def check(error: int, message: Callable[[int], bytes]) -> None:
-    """Raise RuntimeError if a launch returned a CUDA `error` other than 0; `message` gives CUDA's text for it."""
-    if error:
+    passed = (ctypes.byref(value) if isinstance(value, ctypes.Structure) else value for value in arguments)
+    error: int = getattr(loaded, name)(*passed, torch.cuda.current_stream(device).cuda_stream)
+    if error not in (0, NO_FIT):
         raise RuntimeError(
-            f"a kernel could not be started · CUDA says: {message(error).decode()} · "
+            f"a kernel could not be started · CUDA says: {loaded.spark_error(error).decode()} · "
             "run again with CUDA_LAUNCH_BLOCKING=1"
         )
+    return error != NO_FIT
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

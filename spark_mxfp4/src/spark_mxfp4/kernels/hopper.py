@@ -143,26 +143,21 @@ def grouped_layer(
     tokens, top_k = topk_ids.shape
     result = torch.empty_like(x)
     shares = topk_weights.to(torch.float32).contiguous()
-    stream = torch.cuda.current_stream(x.device).cuda_stream
     routed = Routed(x, weights, topk_ids, expert_map, min(GROUPED[shape].tokens for shape in shapes), ROW_MULTIPLE)
     row_tiles, chunks = gate_up.weight.shape[1:3]
     if GROUPED[shapes[0]].gathers:
         ordered = torch.empty(tokens, chunks * COLUMNS, dtype=x.dtype, device=x.device)
-        routed.sort(stream, ordered, chunks)
+        routed.sort(ordered, chunks)
     else:
         ordered = routed.planes(chunks)
-        routed.sort(stream)
-        routed.write_planes(stream, ordered, chunks)
+        routed.sort()
+        routed.write_planes(ordered, chunks)
     hidden = routed.planes(row_tiles // 2)
     output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
-    routed.multiply(gate_up, ordered, hidden, shapes[0], stream, activation)
-    routed.multiply(down, hidden, output, shapes[1], stream, None)
-    _check_launch(
-        library().spark_reduce(
-            output.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), result.data_ptr(),
-            tokens, top_k, x.shape[1], stream,
-        )
-    )  # fmt: skip
+    routed.multiply(gate_up, ordered, hidden, shapes[0], activation)
+    routed.multiply(down, hidden, output, shapes[1], None)
+    pointers = (tensor.data_ptr() for tensor in (output, routed.row_of_pair, shares, result))
+    extension.launch(library(), "spark_reduce", *pointers, tokens, top_k, x.shape[1], device=x.device)
     return result
 
 
@@ -183,7 +178,6 @@ def whole_layer(
     gate_up, down = weights
     result = torch.empty_like(x)
     shares = topk_weights.to(torch.float32).contiguous()
-    stream = torch.cuda.current_stream(x.device).cuda_stream
     row_tiles, chunks = down.weight.shape[1:3]
     limits = torch.cuda.get_device_properties(x.device)
     processors, pairs = limits.multi_processor_count, topk_ids.numel()
@@ -196,7 +190,7 @@ def whole_layer(
     parts = -(-chunks // part_chunks)
     sort = pairs > FEW_PAIRS
     if sort:
-        routed.sort(stream)
+        routed.sort()
     hidden = torch.empty(routed.rows, chunks * COLUMNS, dtype=x.dtype, device=x.device)
     partial = torch.empty(routed.rows * parts * row_tiles * ROWS, dtype=torch.float32, device=x.device)
     taken = torch.empty(1, dtype=torch.int32, device=x.device)
@@ -206,7 +200,7 @@ def whole_layer(
         partial.data_ptr(), taken.data_ptr(), shares.data_ptr(), sort,
         parts, part_chunks, *topk_ids.shape, *plan.at_once,
     )  # fmt: skip
-    _check_launch(library().spark_layer(ctypes.byref(layer), plan.shape, plan.processors or processors, stream))
+    extension.launch(library(), "spark_layer", layer, plan.shape, plan.processors or processors, device=x.device)
     return result
 
 
@@ -276,19 +270,19 @@ class Routed:
         self.tile_count = torch.empty(1, dtype=torch.int32, device=device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def sort(self, stream: int, ordered: torch.Tensor | None = None, chunks: int = 0) -> None:
+    def sort(self, ordered: torch.Tensor | None = None, chunks: int = 0) -> None:
         """Sort the pairs by expert.
 
         `ordered` [T, 64 · chunks], where it is given, gets the tokens' activations in the first product's order of
         columns.
         """
         routing, ordering = self.routing(), self._ordering(ordered, chunks)
-        _check_launch(library().spark_sort(ctypes.byref(routing), ctypes.byref(ordering), self.processors, stream))
+        extension.launch(library(), "spark_sort", routing, ordering, self.processors, device=self.x.device)
 
-    def write_planes(self, stream: int, planes: torch.Tensor, chunks: int) -> None:
+    def write_planes(self, planes: torch.Tensor, chunks: int) -> None:
         """Put the sorted rows' activations into `planes`, of `chunks` times 64 columns."""
         routing, ordering = self.routing(), self._ordering(planes, chunks)
-        _check_launch(library().spark_planes(ctypes.byref(ordering), ctypes.byref(routing), self.rows, stream))
+        extension.launch(library(), "spark_planes", ordering, routing, self.rows, device=self.x.device)
 
     def _ordering(self, ordered: torch.Tensor | None, chunks: int) -> ctypes.Structure:
         tokens, columns = self.x.shape
@@ -305,17 +299,11 @@ class Routed:
         )  # fmt: skip
 
     def multiply(
-        self,
-        projection: Projection,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        shape: int,
-        stream: int,
-        activation: Activation | None,
+        self, projection: Projection, x: torch.Tensor, out: torch.Tensor, shape: int, activation: Activation | None
     ) -> None:
         """Run one grouped product with the kernel of number `shape`, from `x` into `out`; see `product`."""
-        gemm = self.product(projection, x, out, activation)
-        _check_launch(library().spark_gemm(ctypes.byref(gemm), shape, activation is not None, self.processors, stream))
+        gemm, first = self.product(projection, x, out, activation), int(activation is not None)
+        extension.launch(library(), "spark_gemm", gemm, shape, first, self.processors, device=self.x.device)
 
     def planes(self, number: int) -> torch.Tensor:
         """Return room for all rows' planes, `number` of 64 columns each; see routing.cuh."""
@@ -347,21 +335,7 @@ def library() -> ctypes.CDLL:
     Raises NotImplementedError where there are none and no nvcc.
     """
     build = LIBRARIES[torch.cuda.get_device_capability()]
-    return bind(extension.library(*build, "kernel 'hopper'", "set SPARK_MXFP4_KERNEL=triton"))
-
-
-def bind(path: str) -> ctypes.CDLL:
-    """Load the shared library at `path` and declare its functions."""
-    loaded = ctypes.CDLL(path)
-    loaded.spark_error.restype = ctypes.c_char_p
-    for name, arguments in DOORS.items():
-        if hasattr(loaded, name):  # each library has those that it needs
-            getattr(loaded, name).argtypes = arguments
-    return loaded
-
-
-def _check_launch(error: int) -> None:
-    extension.check(error, library().spark_error)
+    return extension.bind(extension.library(*build, "kernel 'hopper'", "set SPARK_MXFP4_KERNEL=triton"), DOORS)
 
 
 def _check(x: torch.Tensor, weights: ExpertWeights, topk_ids: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-// Starting kernels so that each may begin while the one before it still ends (programmatic dependent launch).
+// Launches with programmatic dependent launch: a kernel may begin while the one before it still ends.
 #pragma once
 
 namespace spark {
@@ -12,7 +12,9 @@ cudaError_t launch_as(cudaLaunchAttribute other, Kernel kernel, dim3 grid, int t
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = stream;
   config.attrs = attributes, config.numAttrs = other.id == cudaLaunchAttributeIgnore ? 1 : 2;
-  return cudaLaunchKernelEx(&config, kernel, args...);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
+  if (error != cudaSuccess) cudaGetLastError();  // resets it, so that a later caller does not get this error
+  return error;
 }
 
 template <class Kernel, class... Args>

@@ -14,6 +14,7 @@
 #include "linear_on_cpu.h"  // the tests' stand-in for the GPU's instructions
 #endif
 #include "arguments.cuh"
+#include "launch.cuh"
 
 namespace spark {
 
@@ -329,13 +330,8 @@ int start(Kernel kernel, Linear& p, int nt, int turns, int threads, int bytes, i
     return error == cudaErrorInvalidValue ? -1 : static_cast<int>(error);
   }
   p.token_groups = (p.tokens + 8 * nt - 1) / (8 * nt);
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(min(turns, max(1, blocks / p.token_groups)) * p.token_groups), config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = bytes, config.stream = stream, config.attrs = &overlap, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  const dim3 grid(min(turns, max(1, blocks / p.token_groups)) * p.token_groups);
+  return launch(kernel, grid, threads, bytes, stream, p);
 }
 
 // `per_processor`: blocks that a multiprocessor gets; fewer than fit leave room for the kernel that comes next.
@@ -446,5 +442,5 @@ int spark_linear_expand(const spark::Linear* p, int format, void* stream_) {
   if (format == spark::MXFP4) return spark::run_expand<spark::MXFP4>(*p, stream);
   return format == spark::MXFP8 ? spark::run_expand<spark::MXFP8>(*p, stream) : spark::run_expand<spark::FP8>(*p, stream);
 }
-const char* spark_linear_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+const char* spark_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 }

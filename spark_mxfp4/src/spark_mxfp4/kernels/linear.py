@@ -25,6 +25,10 @@ FEW_ROWS = 4096  # up to here two blocks on each of a GPU's 132 multiprocessors 
 MANY_ROWS = 32_768  # from here on every warp has rows of its own: an LM head's
 ROWS_AT_ONCE = 8192  # that are quantised together, a multiple of ROWS: an LM head would take gigabytes for a moment
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
+DOORS = {
+    "spark_linear": (POINTER, INT, INT, INT, INT, POINTER),
+    "spark_linear_expand": (POINTER, INT, POINTER),
+}
 
 
 class Format(IntEnum):
@@ -210,11 +214,8 @@ def _shape(
 def dense(weight: Weight) -> torch.Tensor:
     """Return `weight` in bfloat16, [N, K]: exact for MXFP4 and MXFP8, rounded once for FP8."""
     out = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=weight.data.device)
-    library = load(weight.data.device)
-    extension.launch(
-        library.spark_linear_expand, _job(weight, out), int(weight.format),
-        device=out.device, message=library.spark_linear_error,
-    )  # fmt: skip
+    job = _job(weight, out)
+    extension.launch(load(out.device), "spark_linear_expand", job, int(weight.format), device=out.device)
     return out
 
 
@@ -253,10 +254,8 @@ def _start(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torc
     job = _job(weight, out, x, bias)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     for variant, blocks in variants(x.shape[0], weight.rows, weight.data.shape[1], weight.format):
-        if extension.launch(
-            library.spark_linear, job, int(weight.format), variant, processors, blocks,
-            device=x.device, message=library.spark_linear_error,
-        ):  # fmt: skip
+        numbers = (int(weight.format), variant, processors, blocks)
+        if extension.launch(library, "spark_linear", job, *numbers, device=x.device):
             return
     raise NotImplementedError(
         f"no kernel for a weight of {weight.rows} by {weight.columns} · its columns are too many for this GPU's "
@@ -296,13 +295,5 @@ def load(device: torch.device) -> ctypes.CDLL:
     Raises NotImplementedError as `extension.library` does.
     """
     target = extension.target(device)
-    return bind(extension.library(precompile.LINEAR, target, "dense kernels", "keep the layer in bfloat16"))
-
-
-def bind(path: str) -> ctypes.CDLL:
-    """Load the shared library at `path` and declare its functions."""
-    library = ctypes.CDLL(path)
-    library.spark_linear_error.restype = ctypes.c_char_p
-    library.spark_linear.argtypes = (POINTER, INT, INT, INT, INT, POINTER)
-    library.spark_linear_expand.argtypes = (POINTER, INT, POINTER)
-    return library
+    path = extension.library(precompile.LINEAR, target, "dense kernels", "keep the layer in bfloat16")
+    return extension.bind(path, DOORS)

@@ -36,8 +36,7 @@ def add_rms_norm(
     output, total = torch.empty_like(x), torch.empty_like(x)
     if x.numel():
         job = Norm(*(tensor.data_ptr() for tensor in (x, residual, weight, output, total)), *x.shape, epsilon)
-        library = attention.load(x.device)
-        extension.launch(library.spark_norm, job, device=x.device, message=library.spark_step_error)
+        extension.launch(attention.load(x.device), "spark_norm", job, device=x.device)
     return output, total
 
 

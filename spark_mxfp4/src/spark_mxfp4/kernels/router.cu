@@ -1,6 +1,7 @@
-// The C doors of the router's kernels for router.py: plain pointers and sizes, errors as CUDA's numbers.
+// The C interface of the router's kernels, for router.py.
 #include <cuda_runtime.h>
 
+#include "launch.cuh"
 #include "router.cuh"
 
 using namespace spark;
@@ -12,18 +13,9 @@ constexpr int NO_FIT = -1;
 template <class Kernel, class... Args>
 int start(Kernel kernel, int blocks, int cluster, int threads, int bytes, cudaStream_t stream, Args... args) {
   if (cluster > 8) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = cluster, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
-  config.stream = stream, config.attrs = attributes, config.numAttrs = cluster > 0 ? 2 : 1;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
-  if (error == cudaSuccess) return 0;
-  cudaGetLastError();  // else the next one who asks gets it
-  return cluster > 0 ? NO_FIT : static_cast<int>(error);  // a device may have no room for a cluster
+  if (cluster == 0) return launch(kernel, dim3(blocks), threads, bytes, stream, args...);
+  const cudaError_t error = launch_clusters(kernel, blocks, cluster, threads, bytes, stream, args...);
+  return error == cudaSuccess ? 0 : NO_FIT;  // a device may have no room for a cluster
 }
 
 template <int UNITS, int TILES>
@@ -69,5 +61,5 @@ int spark_router(const Router* r, int variant, void* stream) {
   if (r->tokens > ROUTER_TOKENS || r->experts > ROUTER_EXPERTS || r->top_k > ROUTER_TOP_K) return NO_FIT;
   return RUNNERS[variant](*r, static_cast<cudaStream_t>(stream));
 }
-const char* spark_router_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+const char* spark_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 }

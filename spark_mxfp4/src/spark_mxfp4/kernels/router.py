@@ -21,6 +21,7 @@ CLUSTERS = {0: (3072, 8), 1: (3072, 16), 2: (6144, 8)}  # variant: most columns,
 TICKETS = {3: 1, 4: 2, 5: 4, 6: 8}  # variant: units of a warp
 LARGEST_CLUSTER = {9: 16, 12: 8}  # thread blocks, by major compute capability
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
+DOORS = {"spark_router": (POINTER, INT, POINTER)}
 
 
 class Routes(NamedTuple):
@@ -85,7 +86,7 @@ def route(
             *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
             x.shape[0], *weight.shape, top_k, x.stride(0),
         )  # fmt: skip
-        if extension.launch(library.spark_router, job, number, device=x.device, message=library.spark_router_error):
+        if extension.launch(library, "spark_router", job, number, device=x.device):
             return table
     raise ValueError(
         f"no kernel for a router of {weight.shape[0]} experts and {weight.shape[1]} columns · it is too large · "
@@ -163,12 +164,5 @@ def load(device: torch.device) -> ctypes.CDLL:
     Raises NotImplementedError as `extension.library` does.
     """
     target = extension.target(device)
-    return bind(extension.library(precompile.ROUTER, target, "the router's kernels", "set SPARK_MXFP4_ROUTER=vllm"))
-
-
-def bind(path: str) -> ctypes.CDLL:
-    """Load the shared library at `path` and declare its functions."""
-    library = ctypes.CDLL(path)
-    library.spark_router_error.restype = ctypes.c_char_p
-    library.spark_router.argtypes = (POINTER, INT, POINTER)
-    return library
+    path = extension.library(precompile.ROUTER, target, "the router's kernels", "set SPARK_MXFP4_ROUTER=vllm")
+    return extension.bind(path, DOORS)
