@@ -113,6 +113,6 @@ def check_norm(tokens, columns, device, scale=1):
     weight = torch.randn(columns, device=device).bfloat16()
     expected, expected_sum = norm.reference(x, residual, weight, 1e-5)
     output, total = norm.add_rms_norm(x, residual, weight, 1e-5)
-    torch.testing.assert_close(output, expected, rtol=0.01, atol=1e-3)  # one step of bf16
+    torch.testing.assert_close(output, expected, rtol=0.016, atol=1e-3)  # two steps of bf16: it is rounded twice
     assert (output != expected).sum() <= 0.02 * expected.numel()  # those where rsqrt rounds differently
     assert torch.equal(total, expected_sum)

@@ -51,7 +51,7 @@ def test_a_cuda_graph_holds_many_routers(variant):
     if not possible(variant, 128, 2880):
         pytest.skip("the variant does not take this size")
     layers = [layer(128, 2880, 4) for _ in range(20)]
-    run = lambda: [router.route(*layer, 4, None, variant) for layer in layers]  # noqa: E731
+    run = lambda: [router.route(*one, 4, None, variant) for one in layers]  # noqa: E731
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -61,5 +61,5 @@ def test_a_cuda_graph_holds_many_routers(variant):
         for table in tables:
             table.fill_(torch.nan)
         graph.replay()
-        for table, layer in zip(tables, layers, strict=True):
-            assert torch.equal(Routes.of(table).ids, reference(*layer, 4).ids)
+        for table, one in zip(tables, layers, strict=True):
+            assert torch.equal(Routes.of(table).ids, reference(*one, 4).ids)

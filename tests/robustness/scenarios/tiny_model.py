@@ -7,6 +7,7 @@ from pathlib import Path
 
 from robustness.scenario import BUSY, Scenario, write
 from sparkforge.core import manifest
+from sparkforge.core.errors import InputError
 from sparkforge.core.files import sha256_file
 from sparkforge.models import tiny
 from sparkforge.models.tiny import Weights
@@ -40,9 +41,8 @@ def _act(work: Path) -> None:
     tiny.write_tiny(work / "state/models/tiny", NEW)
     folder = work / "state/models/tiny"
     record = manifest.load(folder)
-    assert record
-    assert record.inputs == {"recipe": "new"}
-    assert manifest.is_intact(record, folder)
+    if not (record and record.inputs == {"recipe": "new"} and manifest.is_intact(record, folder)):
+        raise InputError(f"{folder} is not whole", "a file of it cannot be read", "run it again", code="input.model")
 
 
 def _judge(work: Path) -> None:

@@ -113,12 +113,12 @@ def test_a_chat_ends_although_the_server_does_not():
         noise as url,
         refused("server.reply", "without a whole event"),
     ):
-        list(Endpoint(url, "m", key="").stream_text("hello", 1))
+        list(Endpoint(url, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 1, seconds=5))
     with (
         server(endless, status=500) as url,
         refused("server.reply", "more than"),
     ):
-        list(Endpoint(url, "m", key="").stream_text("hello", 1))
+        list(Endpoint(url, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 1, seconds=5))
 
 
 def test_a_stream_that_sends_nothing_more_ends_in_its_time():

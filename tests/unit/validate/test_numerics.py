@@ -18,8 +18,8 @@ CHECK = CHECKS["numerics"]
 # What a kernel may get wrong, as the body of `kernel(x, weights, ids, topk)`; `moe` and `experts` are the right ones.
 MUTATIONS = {
     "every scale twice as large": "return moe(x, both(weights, lambda p: p._replace(scales=p.scales + 1)), ids, topk)",
-    "no clamp": "experts.swiglu = lambda g: swiglu(g, limit=1e9)\n    return moe(x, weights, ids, topk)",
-    "gate and up swapped": "experts.swiglu = lambda g: swiglu(g.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))\n"
+    "no clamp": "return moe(x, weights, ids, topk, None, experts.GPT_OSS._replace(limit=1e9))",
+    "gate and up swapped": "experts.swiglu = lambda g, _: swiglu(g.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))\n"
     "    return moe(x, weights, ids, topk)",
     "one token lost": "out = moe(x, weights, ids, topk)\n    out[3] = 0\n    return out",
     "a NaN": "out = moe(x, weights, ids, topk)\n    out[0, 0] = float('nan')\n    return out",
