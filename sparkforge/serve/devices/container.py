@@ -224,6 +224,7 @@ def variables(plan: StartPlan) -> dict[str, str]:
     numbers = {name: plan.variables.get(name) or os.environ.get(name, "") for name in settings.NUMBERS}
     settings.arguments(numbers)  # a wrong one must not cost a start
     settings.require_guard(os.environ)
+    settings.validation_mode(os.environ)
     settings.require_gpus(numbers["TP"])
     further = {**numbers, BIND: plan.host, FLAGS: shlex.join(plan.flags)}
     return {**environment, **{name: value for name, value in further.items() if value}}

@@ -50,6 +50,7 @@ class InEnvironment(Device):
             served_name(model)
         access.refuse_inherited_key(os.environ)
         settings.require_guard(os.environ)
+        self.validation_mode = settings.validation_mode(os.environ)
         limits.read(os.environ)
         self.own_flags = plan.flags
         path = access.key_path(plan.key_file)
@@ -110,7 +111,7 @@ class InEnvironment(Device):
         command += ["--foreign"] if self.plan.python else []
         command += ["--model", self.model, "--host", self.plan.address, "--port", str(self.plan.port)]
         command += ["--serve-args", *self.profile.arguments(), *self.plan.flags]
-        mode = settings.validation_mode(os.environ)
+        mode = self.validation_mode
         with self.steps.step("validation", f"profile {self.validator}") as tell:
             if mode == settings.OFF:
                 verdict = "left out: SPARKFORGE_VALIDATE=off"
@@ -162,7 +163,7 @@ class InEnvironment(Device):
 
     def remember(self, server: Server) -> None:
         """Record the start with the hash of its environment, if that is ours and a validation could refuse it."""
-        if settings.validation_mode(os.environ) != settings.STRICT:
+        if self.validation_mode != settings.STRICT:
             say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
             return
         if self.environment.python == self.python and (inputs := environments.stamp(self.environment)):

@@ -106,6 +106,14 @@ def test_vllm_args_that_cannot_be_read_or_name_a_model_are_refused(text):
         settings.read({"SPARKFORGE_PROFILE": "embedded", "VLLM_ARGS": text})
 
 
+def test_an_unknown_mode_of_validation_is_refused_before_an_environment_is_made(monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_VALIDATE", "foo")
+    with pytest.raises(UsageError, match="SPARKFORGE_VALIDATE is 'foo'"):
+        embedded.Embedded(StartPlan("embedded"))
+    with pytest.raises(UsageError, match="SPARKFORGE_VALIDATE is 'foo'"):
+        container.variables(StartPlan("docker"))
+
+
 @pytest.mark.parametrize("text", ["3g", "-1", "nan"])
 def test_a_bound_of_the_memory_guard_that_is_none_is_refused(monkeypatch, text):
     """The supervisor would say so in the log and serve without a guard."""
