@@ -6,6 +6,7 @@ transformers' own class of a family says which tensors there are, and writes the
 
 import hashlib
 import json
+import shutil
 
 import numpy as np
 
@@ -142,3 +143,23 @@ def write(folder, family):
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
     return write_tokenizer(folder)
+
+
+def pack_experts(folder, reference):
+    """Store the experts of a checkpoint in MXFP4, and write it as bfloat16 with the same values into `reference`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from spark_mxfp4.mxfp4 import dequantize, quantize
+
+    shutil.copytree(folder, reference)
+    packed = load_file(folder / "model.safetensors")
+    dense = dict(packed)
+    for name in [name for name in packed if ".experts." in name]:
+        blocks, scales = quantize(packed[name].float())
+        packed[name], packed[f"{name}_scale"] = blocks.flatten(1), scales
+        dense[name] = dequantize(blocks, scales, torch.bfloat16)
+    for target, tensors in ((folder, packed), (reference, dense)):
+        save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))

@@ -30,10 +30,12 @@ NEAR = {"qwen3_5-moe": 0.4}
 
 
 @contextlib.contextmanager
-def serving(family, work, port, *flags):
+def serving(family, work, port, *flags, pack=None):
     """The folder of a family's tiny checkpoint, and a server of it."""
     folder = tiny_families.write(work / "model", family)
-    flags = (*FLAGS.get(family, ("--dtype=float32",)), *flags)
+    if pack:
+        tiny_families.pack_experts(folder, pack)
+    flags = (*FLAGS.get(family, () if pack else ("--dtype=float32",)), *flags)
     plan = StartPlan(EMBEDDED, model=str(folder), port=port, flags=flags)
     launch = embedded.Embedded(plan, Path(sys.executable)).launch()
     assert launch.family == family
@@ -80,10 +82,23 @@ def test_speculation_gives_the_same_greedy_tokens_in_fewer_steps(method, tmp_pat
 
 
 def test_greedy_tokens_are_those_of_transformers_in_float32(served):
+    family, folder, endpoint = served
+    compare(family, folder, endpoint, NEAR.get(family, 1e-4))
+
+
+def test_experts_in_mxfp4_run_on_our_kernels(tmp_path, free_port, monkeypatch):
+    """Stock vLLM has no kernel for them on a CPU."""
+    monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "on")
+    with serving("qwen3-moe", tmp_path, free_port(), pack=tmp_path / "reference") as (_, endpoint):
+        compare("qwen3-moe", tmp_path / "reference", endpoint, 0.1)
+    assert "Using 'SPARK_TORCH' Mxfp4 MoE backend" in (tmp_path / "log").read_text()
+
+
+def compare(family, folder, endpoint, near):
+    """Compare a server's greedy tokens and log probabilities with those of the checkpoint in float32."""
     torch = pytest.importorskip("torch")
     import transformers
 
-    family, folder, endpoint = served
     (architecture,) = tiny_families.CONFIGS[family]["architectures"]
     model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -95,7 +110,7 @@ def test_greedy_tokens_are_those_of_transformers_in_float32(served):
         ids = torch.cat([tokenizer(prompt, return_tensors="pt").input_ids[0], tokens])
         with torch.no_grad():
             expected = model(ids[None]).logits[0, -TOKENS - 1 : -1].log_softmax(-1)
-        chosen, near = expected[range(TOKENS), tokens], NEAR.get(family, 1e-4)
+        chosen = expected[range(TOKENS), tokens]
         reported = torch.tensor(response["choices"][0]["logprobs"]["token_logprobs"])
         assert (expected.max(-1).values - chosen).max() < near
         assert (reported - chosen).abs().max() < near
