@@ -16,6 +16,7 @@ from sparkforge.core.errors import UsageError
 MODEL, REVISION, HOST, PORT = "--model", "--revision", "--host", "--port"
 QUANTIZATION, CONTEXT = "--quantization", "--max-model-len"
 SPECULATION = "--speculative-config"
+SHARE = "--gpu-memory-utilization"
 HEADLESS = "--headless"  # a worker of another machine's server, without an API
 NAMES = "--served-model-name"
 MANY_VALUES = 1 << 30

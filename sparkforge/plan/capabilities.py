@@ -49,10 +49,11 @@ def load(table: Path = TABLE) -> dict[str, Capability]:
     return tables.load(table, CapabilityTable).capabilities
 
 
-def find(environ: Mapping[str, str]) -> tuple[str, Capability]:
+def find(environ: Mapping[str, str], share: float = 1 - IN_USE) -> tuple[str, Capability]:
     """Return the name of the GPU that serves, and its row. Raises RefusalError if none of this machine's can.
 
-    `environ` may choose by CUDA_VISIBLE_DEVICES; of several GPUs the first one that it lists serves.
+    `environ` may choose by CUDA_VISIBLE_DEVICES; of several GPUs the first one that it lists serves. `share` is the part
+    of the GPU's memory that must be free.
     """
     if gpus.hidden(environ):
         why = f"{gpus.VISIBLE} is {environ[gpus.VISIBLE]!r}, which hides every GPU"
@@ -76,8 +77,8 @@ def find(environ: Mapping[str, str]) -> tuple[str, Capability]:
     if row["mig.mode.current"] == "Enabled":
         raise _refusal(f"{name} is divided by MIG, with which nothing here was tried", "sudo nvidia-smi -mig 0")
     total, used = (gpus.number(row[field]) for field in ("memory.total", "memory.used"))
-    if total and used and used > IN_USE * total:  # [N/A] on a GB10, whose memory is the system's
-        why = f"{used:,.0f} of {total:,.0f} MiB of {name} are in use"
+    if total and used and used > (1 - share) * total:  # [N/A] on a GB10, whose memory is the system's
+        why = f"{used:,.0f} of {total:,.0f} MiB of {name} are in use, and {share:.0%} must be free"
         raise _refusal(why, "nvidia-smi shows by which process; end it, or choose another GPU by CUDA_VISIBLE_DEVICES")
     return name, known[capability]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from sparkforge.core.documents import DocumentError, parse_json
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
-from sparkforge.core.vllm_flags import flag_value
+from sparkforge.core.vllm_flags import SHARE, flag_value
 from sparkforge.plan import budget
 from sparkforge.plan.architecture import BF16, Architecture, DenseFormat
 from sparkforge.plan.budget import BATCHED_TOKENS, DEFAULT_UTILIZATION, SEQUENCES, Workload
@@ -117,7 +117,7 @@ def recommended(verdicts: Sequence[ProfileFit]) -> ProfileFit | None:
 
 def _verdict(name: str, profile: ServerOptions, model: Architecture, device: Device, asked: Workload) -> ProfileFit:
     load, longest = profile.load(asked), profile.longest(model.longest)
-    share = profile.number("--gpu-memory-utilization", DEFAULT_UTILIZATION)
+    share = profile.number(SHARE, DEFAULT_UTILIZATION)
     most, needed = budget.most_share(device), budget.make(model, device, load).share
     objections = {
         f"--max-model-len is {longest}": asked.context > longest,

@@ -22,6 +22,7 @@ from sparkforge.core.errors import RefusalError, ServerError, SparkforgeError
 from sparkforge.core.memory import GIB
 from sparkforge.core.process import ProbeError
 from sparkforge.core.tables import Record
+from sparkforge.core.vllm_flags import SHARE
 from sparkforge.image.devices import EMBEDDED, GPU
 from sparkforge.plan import devices, speed, thresholds
 from sparkforge.qualify.ledger import Verdict
@@ -171,7 +172,7 @@ def guard(qualification: Qualification) -> Outcomes:
         why = f"{machine_memory.available / GIB:.0f} GiB are free, too little for a server and this test"
     if why:
         return {"memory-guard": Outcome(verdict=COULD_NOT_RUN, evidence=why)}
-    flags = (*device.plan.flags, "--gpu-memory-utilization", f"{share:.2f}")
+    flags = (*device.plan.flags, SHARE, f"{share:.2f}")
     smaller = type(device)(replace(device.plan, flags=flags))
     with _serving(smaller, {thresholds.VARIABLE: f"{bound:.2f}"}) as server:
         command = [str(device.python), "-c", HOG, f"{bound:.2f}", f"{bound - OVERSHOOT_GIB:.2f}"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import UsageError
+from sparkforge.core.vllm_flags import SHARE, flag_value
 from sparkforge.image.devices import GPU, stack_of
 from sparkforge.plan import capabilities
 from sparkforge.serve import launch, profiles, settings
@@ -29,7 +30,12 @@ class Gpu(InEnvironment):
 
     def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
         self.built: dict[str, str] = {}  # variables with which a server finds FlashInfer's compiled modules
-        self.gpu, self.capability = capabilities.find(os.environ)
+        share = flag_value(plan.flags, SHARE) or str(1 - capabilities.IN_USE)
+        try:
+            self.gpu, self.capability = capabilities.find(os.environ, float(share))
+        except ValueError:
+            why = "it is the part of the GPU's memory that vLLM takes, a number up to 1"
+            raise UsageError(f"{SHARE} cannot be {share!r}", why, f"./inv up --device gpu -- {SHARE}=0.9") from None
         self.validator, self.default_profile = self.capability.validator, self.capability.profile
         super().__init__(plan, python, model)
         self.tiny_first = bool(plan.model) and plan.tiny_first

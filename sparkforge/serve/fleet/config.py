@@ -16,9 +16,10 @@ from sparkforge.core import memory, tables
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.tables import Record
+from sparkforge.core.vllm_flags import SHARE
 from sparkforge.image.devices import CONTAINERS, GPU
 from sparkforge.models import local, recipes
-from sparkforge.plan import architecture, budget, devices, thresholds
+from sparkforge.plan import architecture, budget, capabilities, devices, thresholds
 from sparkforge.plan.budget import HOST_WORKING_BYTES, Workload
 from sparkforge.serve import profiles, settings, status
 from sparkforge.serve.devices.choose import choose
@@ -26,7 +27,6 @@ from sparkforge.serve.plan import checked_flags
 
 GB = 1e9
 CONTEXT, SEQUENCES = 8192, 4  # that a model is planned for, where fleet.toml does not say
-SHARE = "--gpu-memory-utilization"
 # Of a client's JSON, a line of HAProxy's map, a folder.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.-]{0,62}$")]
 Alias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.:-]{0,62}(/[\w.:-]{1,63})?$")]
@@ -170,7 +170,8 @@ def _member(name: str, row: FleetModel, folder: Path, free: Mapping[str, int], m
         host = int(machine.host.value * devices.GIB)
         if not row.memory and place:
             sizes = architecture.read(Path(place))
-            profile = profiles.named(row.profile or machine.profiles[0], family=settings.family(place))
+            default = capabilities.find(os.environ, 0)[1].profile if device == GPU else machine.profiles[0]
+            profile = profiles.named(row.profile or default, family=settings.family(place))
             load = profile.options().load(
                 Workload(row.context or min(CONTEXT, sizes.longest), SEQUENCES, sequences=SEQUENCES)
             )

@@ -17,33 +17,7 @@ from validate.facts import gpu
 from validate.facts.target import Options, Target
 
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 580.159.04, 81559, 4, Disabled"
-STAND_IN = """
-import sys
-rows = [dict(zip(FIELDS, line.split(", "))) for line in TEXT.splitlines()]
-options = dict(word.split("=", 1) for word in sys.argv[1:])
-if number := options.get("--id"):
-    if not number.isdecimal() or int(number) >= len(rows):
-        sys.exit("No devices were found")
-    rows = [rows[int(number)]]
-for row in rows:
-    print(*(row[field] for field in options["--query-gpu"].split(",")), sep=", ")
-"""
 GB10 = "NVIDIA GB10, 12.1, 580.95.05, [N/A], [N/A], [N/A]"
-
-
-@pytest.fixture
-def fake_nvidia_smi(tmp_path, monkeypatch):
-    """Return a function that sets the GPUs that nvidia-smi has: a line each, and `--id` chooses one by its index."""
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def prints(text):
-        program.write_text(f"#!{sys.executable}\nFIELDS, TEXT = {capabilities.FIELDS!r}, {text!r}\n{STAND_IN}")
-        program.chmod(0o755)
-
-    return prints
 
 
 @pytest.mark.parametrize(
@@ -96,6 +70,16 @@ def test_on_12_x_flashinfers_modules_are_compiled_and_the_server_gets_their_vari
     assert (requests[0].arch, requests[0].python) == ("12.1a", sys.executable)
     assert device.launch().environment["FLASHINFER_WORKSPACE_BASE"] == "/a=b"
     assert "[2/5] kernels" in capsys.readouterr().err
+
+
+def test_a_gpu_that_serves_another_model_takes_one_that_fits_beside_it(fake_nvidia_smi):
+    fake_nvidia_smi(H100.replace("81559, 4", "81559, 40000"))
+    assert Gpu(StartPlan("gpu", flags=("--gpu-memory-utilization=0.5",))).capability.profile == "hopper"
+    with pytest.raises(RefusalError) as caught:
+        Gpu(StartPlan("gpu", flags=("--gpu-memory-utilization", "0.6")))
+    assert "40,000 of 81,559 MiB of NVIDIA H100 80GB HBM3 are in use, and 60% must be free" in caught.value.why
+    with pytest.raises(UsageError, match="cannot be 'half'"):
+        Gpu(StartPlan("gpu", flags=("--gpu-memory-utilization=half",)))
 
 
 def test_of_two_gpus_the_chosen_one_counts(fake_nvidia_smi, monkeypatch):
