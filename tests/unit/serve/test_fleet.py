@@ -326,7 +326,9 @@ def test_models_that_cannot_be_together_are_refused_with_figures(folder):
 
 def test_models_of_one_gpu_get_shares_of_its_memory(folder, fake_nvidia_smi):
     fake_nvidia_smi("NVIDIA H100 80GB HBM3, 9.0, 580.159.04, 81559, 11559, Disabled")
-    file = written(folder, red={"device": "gpu", "memory": 0}, green={"device": "gpu", "memory": 20, "flags": ["--seed=1"]})
+    file = written(
+        folder, red={"device": "gpu", "memory": 0}, green={"device": "gpu", "memory": 20, "flags": ["--seed=1"]}
+    )
     free = config.free_memory()
     assert free["gpu"] == 70_000 << 20
     red, green = config.make_plan(config.read(file), folder, free)
