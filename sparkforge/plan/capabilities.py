@@ -52,8 +52,8 @@ def load(table: Path = TABLE) -> dict[str, Capability]:
 def find(environ: Mapping[str, str], share: float = 1 - IN_USE) -> tuple[str, Capability]:
     """Return the name of the GPU that serves, and its row. Raises RefusalError if none of this machine's can.
 
-    `environ` may choose by CUDA_VISIBLE_DEVICES; of several GPUs the first one that it lists serves. `share` is the part
-    of the GPU's memory that must be free.
+    `environ` may choose by CUDA_VISIBLE_DEVICES; of several GPUs the first one that it lists serves.
+    `share` is the part of the GPU's memory that must be free.
     """
     if gpus.hidden(environ):
         why = f"{gpus.VISIBLE} is {environ[gpus.VISIBLE]!r}, which hides every GPU"
