@@ -1,4 +1,4 @@
-"""What every test gets: a state and a cache of its own, and a word when a program that it needs is missing."""
+"""Fixtures and hooks for all tests: separate state and cache folders, the schedule of workers, and skipped tests."""
 
 import functools
 import itertools
@@ -19,18 +19,18 @@ from programs import require
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
 
-# Where pytest has several workers (lab/suite.py) a file stays with one of them, and so do the files of one
-# kind here: they share a server and its ports, the installed compilers (one process at a time), or trees with what
-# Python compiled of them. The longest come first; what runs on an engine or a GPU comes when test_road.py has ended its
-# server.
+# With several workers (lab/suite.py) all tests of a file run on the same worker, and so do all files of a kind listed
+# here: they share a server and its ports, the installed compilers (one process at a time), or source trees with their
+# bytecode. The kinds that take longest come first. Tests on a container engine or a GPU run after test_road.py, which
+# stops its server at the end.
 KINDS = {
     "serves": ("engine/", "device/", *(f"integration/test_{name}.py" for name in ("bench", "road"))),
     "compiles": tuple(f"integration/test_{name}.py" for name in ("audit", "classic_failure", "kernels")),
-    "asks vLLM": tuple(
+    "runs vLLM": tuple(
         f"integration/test_{name}.py"
         for name in ("compile_once", "plan_kv", "serve_profiles", "submissions", "upstream_check", "validate_deep")
     ),
-    "asks the scripted model": tuple(
+    "runs the scripted model": tuple(
         f"integration/test_{name}.py" for name in ("access", "conversations", "harmony_forms")
     ),
 }
@@ -38,13 +38,13 @@ KINDS = {
 # What `./inv test --fast` does not install: a test that imports one of them is skipped there.
 LEFT_OUT = {"torch", "transformers", "safetensors", "triton", "vllm", "openai_harmony", "tokenizers", "kernels"}
 
-# A hook of git's sets these, and the git of a test would then write into the repository that the hook runs for.
+# A git hook sets these variables. With them, git in a test would write into the repository that runs the hook.
 for name in [name for name in os.environ if name.startswith("GIT_")]:
     del os.environ[name]
 
 
 def kind(nodeid):
-    """Return the kind of a test's file; the file itself if it is of none."""
+    """Return the kind of a test's file, or the file itself if it has no kind."""
     path = nodeid.partition("::")[0]
     return next((name for name, files in KINDS.items() if path.partition("tests/")[2].startswith(files)), path)
 
@@ -106,7 +106,7 @@ def own_folders(state_folders, monkeypatch, request):
 
 @pytest.fixture(scope="session")
 def large_folder(tmp_path_factory):
-    """Return a context manager: a new folder for hundreds of megabytes, removed at its end, also of a failed run."""
+    """Return a context manager: a new folder for hundreds of megabytes, removed at the end, also after a failure."""
 
     @contextmanager
     def large_folder(name):
@@ -121,7 +121,7 @@ def large_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def free_port():
-    """Return a function: a port that nobody has, and that no outgoing connection gets before it is used."""
+    """Return a function that returns a free port, if possible below the range of ports for outgoing connections."""
     outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(20_000, outgoing) or range(20_000, 60_000)
 
@@ -139,7 +139,7 @@ def free_port():
 def ended():
     """Return a function: True as soon as a process has ended; False if it still runs after `seconds`.
 
-    SIGKILL returns before the process is gone. A zombie has ended: in a container nobody may collect it.
+    Sending SIGKILL returns before the process is gone. A zombie counts as ended: in a container it may never be reaped.
     """
 
     def ended(pid, seconds=30.0):
@@ -156,11 +156,11 @@ def ended():
 
 
 @pytest.fixture
-def nothing_is_ignored():
-    """Let programs that a test starts feel SIGINT and SIGHUP, also where pytest itself was told to ignore them.
+def signals_not_ignored():
+    """Make SIGINT and SIGHUP end the programs that a test starts, also where pytest itself ignores these signals.
 
-    A program inherits what is ignored: SIGHUP under nohup, SIGINT where a shell put us in the background. What has a
-    handler it gets back as the default (execve(2)), and pytest itself still lets the signal pass.
+    A program inherits ignored signals: SIGHUP under nohup, SIGINT if a shell started pytest in the background. A signal
+    with a handler has its default action in a new program (execve(2)); the empty handler still ignores it in pytest.
     """
     ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
@@ -171,7 +171,7 @@ def nothing_is_ignored():
 
 
 def left_out(error):
-    """Return why a test is skipped that raised `error`; empty if that is a failure."""
+    """Return the reason for skipping a test that raised `error`; empty if the test has failed."""
     if os.environ.get("SPARKFORGE_TEST_FAST") and isinstance(error, ModuleNotFoundError):
         package = str(error.name).partition(".")[0]
         return f"--fast installs no {package}" if package in LEFT_OUT else ""
@@ -180,7 +180,7 @@ def left_out(error):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skip a file that imports at its top what --fast leaves out."""
+    """Skip a file if its imports need a package that --fast does not install."""
     module = yield
     load = module._getobj
 
@@ -198,7 +198,7 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Skip a test that imports while it runs what --fast leaves out."""
+    """Skip a test if it imports a package that --fast does not install."""
     try:
         return (yield)
     except ModuleNotFoundError as error:
@@ -215,7 +215,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def gb10_sheet():
-    """Return what tells a stack's sheet of a GB10, as text: the recorded one with the versions of that stack."""
+    """Return a function of a stack: the recorded fact sheet of a GB10, as text, with the versions of that stack."""
     table = pins.load()
     recorded = (ROOT / "tests/unit/validate/sheets/gb10-from-public-documents.json").read_text(encoding="utf-8")
 

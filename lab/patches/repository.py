@@ -1,4 +1,4 @@
-"""The private repositories in which patches are written and carried over, and the diffs that become patches."""
+"""The git repositories in which patches are written and rebased, and the diffs that become patches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DIFF = (
     "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--abbrev=12", "--unified=3",
     "--inter-hunk-context=0", "--diff-algorithm=myers", "--src-prefix=a/", "--dst-prefix=b/", "-O/dev/null",
 )  # fmt: skip
-PROGRAM = re.compile(rb"^(index [0-9a-f]+\.\.[0-9a-f]+) 100755$", re.MULTILINE)  # a patch says nothing of modes
+EXECUTABLE = re.compile(rb"^(index [0-9a-f]+\.\.[0-9a-f]+) 100755$", re.MULTILINE)  # our patches contain no modes
 
 
 def make_repository(tree: Path, files: Mapping[str, bytes | None], message: str) -> None:
-    """Make `tree` a repository, with `files` written into it, whose first commit holds all of it."""
+    """Make `tree` a repository, write `files` into it, and commit all of it."""
     tree.mkdir(parents=True, exist_ok=True)
     git(tree, "init", "--quiet", "--template=", "--initial-branch=upstream")
-    for setting in (*SETTINGS, "core.autocrlf=false", "merge.conflictStyle=diff3"):  # a person runs git here, too
+    for setting in (*SETTINGS, "core.autocrlf=false", "merge.conflictStyle=diff3"):  # for a maintainer's git
         git(tree, "config", *setting.split("=", 1))
     (tree / ".git/info").mkdir()
     (tree / ".git/info/exclude").write_text("__pycache__/\n*.pyc\n", encoding="utf-8")
@@ -41,8 +41,8 @@ def commit_files(tree: Path, files: Mapping[str, bytes | None], message: str) ->
 
 
 def diff(tree: Path, *revisions: str) -> bytes:
-    """Return the diff between two revisions, or between one and the work tree, as our queues hold it."""
+    """Return the diff between two revisions, or a revision and the work tree, in the format of our patch queues."""
     with tempfile.TemporaryDirectory(prefix="sparkforge-") as scratch:
         output = Path(scratch).resolve() / "diff"
         git(tree, *DIFF, f"--output={output}", *revisions, "--")
-        return PROGRAM.sub(rb"\1", output.read_bytes())
+        return EXECUTABLE.sub(rb"\1", output.read_bytes())

@@ -1,7 +1,7 @@
 """Train the tiny model, on a GPU if there is one.
 
-`python -m lab.training.train CORPUS sparkforge/models/tiny.safetensors`. The same bytes come out of the
-same device, torch and corpus. Other devices round otherwise and give another model.
+`python -m lab.training.train CORPUS sparkforge/models/tiny.safetensors`. The same device, torch and corpus
+give the same bytes. Another device rounds differently and gives another model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparkforge.models.tiny_format import Sizes
 
 
 class TrainingPlan(NamedTuple):
-    """How to train. `guard`: how strongly faults are made to matter; see `FaultGuard`."""
+    """How to train. `guard` is the weight of `FaultGuard`'s term in the loss."""
 
     sizes: Sizes = Sizes(hidden=128, intermediate=128, layers=4, experts=4, top_k=2, heads=4, kv_heads=2)
     steps: int = 1000
@@ -44,16 +44,17 @@ class TrainingPlan(NamedTuple):
 
 SHOWN = 100  # steps between two lines of the loss curve
 BALANCE = 0.02  # weight of the routers' balance loss
-WARM = 100  # steps until the learning rate is whole
-MARGIN = 0.35  # nats a token that every fault shall cost
-GUARDED = 4  # lines of text on which a fault's cost is measured in each step
+WARM = 100  # warm-up steps of the learning rate
+MARGIN = 0.35  # nats a token: the least by which each fault should raise the loss
+GUARDED = 4  # lines of text on which each step measures a fault
 
 
 class FaultGuard:
-    """Makes faults matter: in each step one is put in, and what it costs less than MARGIN is added to the loss.
+    """Trains the model to be sensitive to faults, by a term of the loss.
 
-    It computes with dropout like the rest of training: without, a model learns to be bad only where there is none.
-    Faults that cost too little are put in more often.
+    Each step injects one fault. If the fault raises the loss by less than MARGIN, the term is the difference to MARGIN.
+    Dropout is on as in the rest of training: otherwise the model becomes sensitive only when dropout is off. The less
+    a fault has raised the loss, the more often it is injected.
     """
 
     def __init__(self, corpus: Corpus, plan: TrainingPlan) -> None:
@@ -63,7 +64,7 @@ class FaultGuard:
         self.random = np.random.default_rng(plan.seed)
 
     def __call__(self, model: GptOss, lines: Tensor, right: Tensor) -> Tensor:
-        """Return by how much less than MARGIN a fault costs on `lines`, whose loss is `right` without it."""
+        """Return MARGIN minus a fault's increase of the loss on `lines`, at least 0; `right` is the loss without it."""
         weights = self.missing + 0.1 * MARGIN
         chosen = self.random.choice(len(self.faults), p=weights / weights.sum())
         out = model(lines[:, :-1], self.plan.dropout, self.faults[chosen])
@@ -74,7 +75,7 @@ class FaultGuard:
 
 
 def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> GptOss:
-    """Return the trained model; print the loss on the way."""
+    """Return the trained model; print the loss during training."""
     torch.manual_seed(plan.seed)
     model: GptOss = GptOss(plan.sizes, len(corpus.vocabulary)).to(device)
     matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and "bias" not in name]
@@ -90,7 +91,7 @@ def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> GptOss:
         costs = faults.losses(out.logits, lines[:, 1:], corpus.shared)
         loss = costs[mask].mean()
         total = loss + BALANCE * out.balance
-        if plan.guard and step >= plan.steps // 5:  # what knows nothing yet feels no fault
+        if plan.guard and step >= plan.steps // 5:  # an untrained model is not sensitive to faults
             total = total + plan.guard * guard(model, lines[:GUARDED], costs[:GUARDED].mean())
         optimizer.zero_grad(set_to_none=True)
         total.backward()
@@ -104,7 +105,7 @@ def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> GptOss:
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Return the learning rate's share at `step`: up in WARM steps, then a cosine down to a hundredth."""
+    """Return the learning rate's factor at `step`: linear warm-up for WARM steps, then a cosine from 1 to 0.01."""
     if step < WARM:
         return (step + 1) / WARM
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - WARM) / max(1, steps - WARM)))
@@ -113,7 +114,7 @@ def rate_at(step: int, steps: int) -> float:
 def _batches(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield lines (int [B, 513]) and which of their last 512 tokens count: windows of the text, then dialogues.
 
-    The text is gone through in windows that begin at another place in every round, in another order.
+    Each pass over the text cuts it into windows at a new random offset and shuffles them.
     """
     random = np.random.default_rng(plan.seed)
     text, chat = (torch.from_numpy(part.astype(np.int64)).to(device) for part in (corpus.text, corpus.chat))
@@ -132,7 +133,7 @@ def _batches(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> Iterat
 
 
 def report(model: GptOss, corpus: Corpus) -> None:
-    """Print the held-out figure, and how much worse each fault makes it."""
+    """Print the bits per byte on the held-out text, and by how much each fault raises them."""
     unigram, right = unigram_bits_per_byte(corpus), faults.bits_per_byte(model, corpus)
     say(f"held out: {right:.4f} bits per byte; unigram {unigram:.4f}, ratio {right / unigram:.3f}")
     costs = {
@@ -153,7 +154,7 @@ def deterministic() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Train and write the model; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m lab.training.train", description=__doc__)
-    parser.add_argument("corpus", type=Path, help="what python -m lab.training.corpus wrote")
+    parser.add_argument("corpus", type=Path, help="file written by python -m lab.training.corpus")
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=TrainingPlan().steps)

@@ -1,4 +1,4 @@
-"""python -m lab.upstream check | update: what new upstream releases do to a stack, and newer pins as a diff."""
+"""python -m lab.upstream check | update: check a stack against new upstream releases, or propose newer pins."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sparkforge.core.program import exit_code
 
 
 def main() -> None:
-    """Run one of the two. `check` exits with 1 if a release breaks something or that cannot be determined."""
+    """Run `check` or `update`. `check` exits with 1 if a release breaks something, or if that cannot be determined."""
     parser = argparse.ArgumentParser(prog="python -m lab.upstream", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     options = commands.add_parser("check", help="check whether a stack can move to new releases")
-    options.add_argument("--stack", default="", help="stack of pins.toml; default: its default")
-    options.add_argument("--against", default="", help="releases, with commas, such as 0.33.0; default: the newest")
+    options.add_argument("--stack", default="", help="stack; default: the default stack of pins.toml")
+    options.add_argument("--against", default="", help="comma-separated releases, such as 0.33.0; default: the newest")
     options.add_argument("--python", default="", help="interpreter with torch; default: the embedded device's")
     options.add_argument("--static", action="store_true", help="run no code of a release")
     options.add_argument("--json", action="store_true", help="print the report as JSON")

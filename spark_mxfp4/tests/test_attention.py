@@ -1,4 +1,4 @@
-"""The attention and norm kernels on a CPU, threads as fibers, against float32; compiled for GPUs without spills."""
+"""The attention and norm kernels, run on a CPU with fibers as threads, against float32; they compile without spills."""
 
 import ctypes
 import re
@@ -20,7 +20,7 @@ HEADS = [
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Attention.cuh's kernels in place of a GPU's, behind attention.py's own functions."""
+    """The kernels of attention.cuh and norm.cuh compiled for the CPU, with the functions that attention.py calls."""
     loaded = ctypes.CDLL(cpu_kernels.shared_library(tmp_path_factory.mktemp("attention"), "attention.cpp"))
     loaded.spark_attention = lambda job, warps, _stream: loaded.attend_on_cpu(job, warps)
     loaded.spark_rotation = lambda job, _stream: loaded.rotate_on_cpu(job)
@@ -80,7 +80,7 @@ def test_other_heads_and_devices_are_left_to_vllm(monkeypatch):
     assert not attention.device_fits(torch.device("cpu"))
     gpu = torch.device("cuda")
     for capability, fits in (((9, 0), True), ((12, 1), True), ((10, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, given=capability: given)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, version=capability: version)
         assert attention.device_fits(gpu) is fits
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", "7.1")  # AMD's gfx90a reports 9.0 too

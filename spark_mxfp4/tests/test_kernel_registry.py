@@ -101,7 +101,7 @@ def test_without_triton_the_kernel_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tritn", "there is no kernel 'tritn' · known are 'torch', 'triton'"),
+        ("tritn", "there is no kernel 'tritn' · the kernels are 'torch', 'triton'"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("own_kernels:missing", "missing"),
         ("own_kernels:number", "it is a int"),

@@ -1,4 +1,4 @@
-"""Whole answers over HTTP, each with a limit on its bytes and on its time."""
+"""HTTP requests whose whole response is read, with a limit on its bytes and on its time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 
 ANSWER_BYTES = 64 << 20  # the prompt logprobs of 131,072 tokens are the largest answer that we ask for
-ENCODINGS = ("", "identity", "gzip", "deflate")  # httpx undoes several at once, each of which can grow a thousandfold
+ENCODINGS = ("", "identity", "gzip", "deflate")  # no lists such as "gzip, gzip": each level can expand a thousandfold
 
 
 class LimitError(httpx.TransportError):
-    """An answer exceeded its size or its time, or is encoded in a way that no limit would hold."""
+    """A response exceeded its limit of bytes or time, or has an encoding for which no limit can be kept."""
 
 
 def request(
@@ -24,20 +24,20 @@ def request(
     limit: int = ANSWER_BYTES,
     **options: Any,
 ) -> httpx.Response:
-    """Send a request and return the whole answer: at most `limit` bytes, unpacked, within `seconds`.
+    """Send a request and return the whole response: at most `limit` bytes, unpacked, within `seconds`.
 
-    The time is checked when bytes arrive; between them the client's own read timeout counts. Raises LimitError and
+    The time is checked when bytes arrive; the client's read timeout limits the wait for them. Raises LimitError and
     httpx's other errors.
     """
     try:
         with client.stream(method, url, **options) as response:
             return whole(response, seconds=seconds, limit=limit)
     except (httpx.InvalidURL, ValueError, OverflowError) as error:  # a host name that IDNA refuses; a port above 65535
-        raise httpx.UnsupportedProtocol(f"{url[:200]!r} is no URL: {error}") from error
+        raise httpx.UnsupportedProtocol(f"{url[:200]!r} is not a URL: {error}") from error
 
 
 def whole(response: httpx.Response, *, seconds: float, limit: int = ANSWER_BYTES) -> httpx.Response:
-    """Return a response that is being streamed with all of its content. Raises as `request` does."""
+    """Read the rest of a streamed response and return it whole. Raises the same errors as `request`."""
     deadline, body = time.monotonic() + seconds, bytearray()
     if (encoding := response.headers.get("content-encoding", "").lower()) not in ENCODINGS:
         raise LimitError(f"the answer is encoded as {encoding[:40]!r}")

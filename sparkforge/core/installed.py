@@ -1,8 +1,8 @@
-"""An installed distribution against its RECORD: which of its files were edited, removed or added since.
+"""Compare an installed distribution with its RECORD: which files were edited, removed or added since.
 
 RECORD (https://packaging.python.org/en/latest/specifications/recording-installed-packages/) lists a wheel's files with
-their hashes; an installer adds lines of its own. Without these, a wheel's RECORD and the installed one have the same
-digest, which `locks/patched.toml` holds for each wheel that we patch.
+their hashes; an installer adds lines. Without the installer's lines, the wheel's RECORD and the installed one have the
+same digest, which `locks/patched.toml` holds for each wheel that we patch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHA256 = re.compile(r"sha256=([A-Za-z0-9_-]{43})")
 IMPORTABLE = (".py", ".pyc", ".so")
 WORKERS = min(8, os.cpu_count() or 1)
 MISSING = "is missing"
-UNCHECKED_HASH = 0b01  # flags of a .pyc that names its source by a hash which Python does not compare; PEP 552
+UNCHECKED_HASH = 0b01  # flags of an unchecked hash-based .pyc: Python does not compare the source's hash; PEP 552
 REINSTALL = "install it again: remove its environment, then ./inv up"
 
 
@@ -48,7 +48,7 @@ class RecordLine:
 
 @dataclass(frozen=True)
 class Installed:
-    """A distribution in a site-packages, by its dist-info folder; `lines` are its wheel's, without the installer's."""
+    """A distribution in a site-packages, by its dist-info folder; `lines` lack those of the installer."""
 
     info: Path
     name: str
@@ -75,7 +75,7 @@ class Installed:
 
     @property
     def record(self) -> str:
-        """Digest of its RECORD, as the wheel's has it."""
+        """The digest of RECORD without the installer's lines; it equals the wheel's."""
         return record_digest(self.lines)
 
     def differences(
@@ -87,8 +87,8 @@ class Installed:
     ) -> list[str]:
         """Return how its files differ from RECORD, as `path: change`, sorted; empty if they do not.
 
-        Files in or below `left_out` may be missing; `compiled` (path → sha256) counts instead of RECORD; files below
-        the folders `added` may be there without being in RECORD (None: anywhere).
+        Files in or below `left_out` may be missing. The hashes of `compiled` (path → sha256) replace those of RECORD.
+        Files that RECORD does not list are allowed below the folders `added`; None allows them everywhere.
         """
         compiled = compiled or {}
 
@@ -98,9 +98,9 @@ class Installed:
             expected = not change or (change == MISSING and is_below(line.path, left_out))
             return "" if expected else f"{line.path}: {change}"
 
-        with ThreadPoolExecutor(WORKERS) as pool:  # hashing lets go of the interpreter's lock
+        with ThreadPoolExecutor(WORKERS) as pool:  # hashing releases the GIL
             large = pool.map(judge, [line for line in self.lines if line.size >= CHUNK])
-            changes = [judge(line) for line in self.lines if line.size < CHUNK]  # no thread pays for a small file
+            changes = [judge(line) for line in self.lines if line.size < CHUNK]  # a thread costs more than a small file
             if added is not None:
                 changes += _extra(str(self.packages), {line.path for line in self.lines}, added)
             changes += large
@@ -150,7 +150,7 @@ def _encoded(sha256: str) -> str:
 
 
 def _is_installers(path: str) -> bool:
-    """Tell whether a line is RECORD's own, or one that an installer adds."""
+    """Tell whether a line lists RECORD itself or a file that an installer writes."""
     if SCRIPT.fullmatch(path) or "/__pycache__/" in f"/{path}":
         return True
     folder, _, name = path.partition("/")
@@ -160,9 +160,9 @@ def _is_installers(path: str) -> bool:
 def _line(path: str, digest: str, size: str) -> RecordLine:
     """Read a line; the digest is `sha256=` with URL-safe base64 and no padding (PEP 376). Raises ValueError."""
     if not path.isprintable() or not {"", ".", ".."}.isdisjoint(path.split("/")):
-        raise ValueError(f"it names {path[:100]!r}, which is no file of a package")
+        raise ValueError(f"it names {path[:100]!r}, which is not a file of a package")
     if not (match := SHA256.fullmatch(digest)):
-        raise ValueError(f"{path[:100]} has {digest[:80]!r}, which is no sha256")
+        raise ValueError(f"{path[:100]} has {digest[:80]!r}, which is not a sha256")
     return RecordLine(path, base64.urlsafe_b64decode(f"{match[1]}=").hex(), int(size))
 
 
@@ -171,7 +171,7 @@ def _change(path: str, size: int | None, sha256: str) -> str:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                return "is no file"
+                return "is not a regular file"
             if size is not None and status.st_size != size:
                 return f"was changed, it has {status.st_size:,} bytes and not {size:,}"
             large = status.st_size >= CHUNK
@@ -184,7 +184,7 @@ def _change(path: str, size: int | None, sha256: str) -> str:
 
 
 def _extra(packages: str, wanted: Collection[str], added: Collection[str]) -> Iterator[str]:
-    """Yield what Python would run from the distribution's folders although RECORD does not vouch for it."""
+    """Yield the importable files and links in the distribution's folders that are not in RECORD, and stale bytecode."""
     for top in sorted({path.partition("/")[0] for path in wanted if "/" in path}):
         for folder, below, names in os.walk(f"{packages}/{top}"):
             relative = folder[len(packages) + 1 :]
@@ -202,10 +202,10 @@ def _extra(packages: str, wanted: Collection[str], added: Collection[str]) -> It
 
 
 def _is_stale(folder: str, name: str) -> bool:
-    """Tell whether Python would run bytecode in a `__pycache__` although it comes from another source.
+    """Tell whether Python would run a `.pyc` in a `__pycache__` that was not compiled from the present source.
 
-    That can be only bytecode that names its source by a hash which Python does not compare, as in our images (PEP 552).
-    Bytecode with times is compiled again by Python itself.
+    Only an unchecked hash-based `.pyc` (PEP 552), as in our images, can be stale: Python itself recompiles one with
+    another timestamp.
     """
     with suppress(OSError), Path(folder, name).open("rb") as file:
         header = file.read(16)

@@ -27,7 +27,7 @@ REBUILD = "urn:sparkforge:rebuild:1"  # another machine built the same image, bi
 BUILD_TYPE = "urn:sparkforge:image-build:1"
 OWN_BUILD = "urn:sparkforge:builder:own"  # the default builder
 REVISION_LABEL = "org.opencontainers.image.revision"
-INTERNAL = ("lock", "patches", "key", "kernels", "audit", "sbom")  # of the image's manifest
+INTERNAL = ("lock", "patches", "key", "kernels", "audit", "sbom")  # keys of the image's manifest
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -44,7 +44,7 @@ class Subject(BaseModel):
 
 
 class Predicate(BaseModel):
-    """The fields of SLSA's predicate that we read; only ours names the stack, a forge's workflow does not."""
+    """The fields of SLSA's predicate that we read; only our own predicates have `stack`."""
 
     stack: str = Field("", validation_alias=AliasPath("buildDefinition", "externalParameters", "stack"))
     builder: str = Field(validation_alias=AliasPath("runDetails", "builder", "id"))
@@ -61,7 +61,7 @@ class Statement(BaseModel):
 
 
 def statement(subjects: list[tuple[str, Digest]], kind: str, predicate: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a statement about things by (name, sha256:…)."""
+    """Return a statement of type `kind` about `subjects`, each (name, sha256:…)."""
     subject = [{"name": name, "digest": {"sha256": digest.removeprefix("sha256:")}} for name, digest in subjects]
     return {"_type": STATEMENT, "subject": subject, "predicateType": kind, "predicate": predicate}
 
@@ -112,11 +112,11 @@ def _components(components: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def differences(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
-    """Return in words where an image's provenance differs from the recorded one; who built it is not compared."""
+    """Return a line for each difference of an image's provenance from the recorded one; the builder is not compared."""
     lines = []
     for part in ("externalParameters", "internalParameters"):
-        told, own = (dict(value["buildDefinition"].get(part) or {}) for value in (recorded, actual))
-        lines += [f"{key} differs from the record" for key in sorted({*told, *own}) if told.get(key) != own.get(key)]
+        old, new = (dict(value["buildDefinition"].get(part) or {}) for value in (recorded, actual))
+        lines += [f"{key} differs from the record" for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     for section, key in (("buildDefinition", "resolvedDependencies"), ("runDetails", "metadata")):
         if recorded[section].get(key) != actual[section].get(key):
             lines.append(f"{key} differs from the record")

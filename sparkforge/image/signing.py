@@ -1,6 +1,6 @@
 """Signatures by Ed25519: DSSE envelopes around in-toto statements, and cosign's payload for an image's digest.
 
-`cryptography` itself, not securesystemslib: that needs it too, and would add only the one line of `encoded`.
+It uses `cryptography` directly: securesystemslib depends on it too, and would replace only the one line of `encoded`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Envelope(BaseModel):
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:
-    """Return the key in a PEM file (PKCS #8) that its owner alone, we, can read. Raises StorageError."""
+    """Return the key in a PEM file (PKCS #8). Raises StorageError, also if another user owns it or can read it."""
     make = f"(umask 077; openssl genpkey -algorithm ed25519 -out {shlex.quote(str(path))})"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -64,16 +64,16 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     except OSError as error:
         raise _unusable(path, error.strerror or str(error), make) from error
     if status.st_uid != os.geteuid():
-        raise _unusable(path, f"its owner is uid {status.st_uid}, we are uid {os.geteuid()}", f"ls -lL {path}")
+        raise _unusable(path, f"its owner is uid {status.st_uid}, this process is uid {os.geteuid()}", f"ls -lL {path}")
     if stat.S_IMODE(status.st_mode) & 0o177:
         why = f"its mode is {stat.S_IMODE(status.st_mode):04o}, and nobody but its owner may read or write it"
         raise _unusable(path, why, f"chmod 600 {shlex.quote(str(path))}")
     try:
         key = serialization.load_pem_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise _unusable(path, f"it is no key without a password in PEM: {str(error)[:80]}", make) from error
+        raise _unusable(path, f"it is not a PEM key without a password: {str(error)[:80]}", make) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise _unusable(path, "it is a key of another kind than Ed25519", make)
+        raise _unusable(path, "it is not an Ed25519 key", make)
     return key
 
 
@@ -88,7 +88,7 @@ def public_key(text: str) -> Ed25519PublicKey:
     except UnsupportedAlgorithm as error:
         raise ValueError(str(error)) from error
     if not isinstance(key, Ed25519PublicKey):
-        raise ValueError("it is a key of another kind than Ed25519")  # noqa: TRY004 - pydantic reads it
+        raise ValueError("it is not an Ed25519 key")  # noqa: TRY004 - pydantic converts it
     return key
 
 
@@ -99,7 +99,7 @@ def public_text(key: Ed25519PrivateKey) -> str:
 
 
 def encoded(kind: str, payload: bytes) -> bytes:
-    """Return what DSSE signs: its pre-authentication encoding."""
+    """Return the bytes that DSSE signs: the pre-authentication encoding of a payload."""
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind.encode(), len(payload), payload)
 
 
@@ -116,19 +116,19 @@ def signed(statement: Mapping[str, Any], key: Ed25519PrivateKey) -> Attached:
 
 
 def sign_bundle(file: Path, sha256: str, bill: str, key_file: Path) -> None:
-    """Write the signed statement that a bundle is ours to FILE.sig. Raises StorageError for the key."""
+    """Write a signed statement of a bundle's bill of materials to FILE.sig. Raises StorageError for the key."""
     statement = provenance.statement([(file.name, sha256)], provenance.CYCLONEDX, parse_json(bill, "the bill"))
     write_atomic(signature_path(file), signed(statement, private_key(key_file)).data)
     say(f"signed: {signature_path(file)}")
 
 
 def signature_path(file: Path) -> Path:
-    """Return where the signature of a bundle or of a kernel pack lies: a DSSE envelope beside it."""
+    """Return the path of the signature of a bundle or of a kernel pack, a DSSE envelope beside it."""
     return file.with_name(f"{file.name}.sig")
 
 
 def signature(name: str, digest: str, key: Ed25519PrivateKey) -> Attached:
-    """Return cosign's signature of an image's digest; `name` is its repository."""
+    """Return cosign's signature of an image's digest; `name` is the image's repository."""
     critical = {
         "identity": {"docker-reference": name}, "image": {"docker-manifest-digest": digest},
         "type": "cosign container image signature",
@@ -174,19 +174,19 @@ def read_statement(attached: Attached, keys: Keys) -> tuple[str, dict[str, Any]]
 
 
 def attach(place: Place, digest: str, suffix: str, new: list[Attached]) -> None:
-    """Add to what is attached to a digest; what is there already stays."""
+    """Attach `new` to a digest; entries that are attached already stay."""
     tag = tag_of(digest, suffix)
     attached = place.read(tag)
     place.write(tag, [*attached, *(entry for entry in new if entry not in attached)])
 
 
 def own_folder() -> Folder:
-    """Return where this machine keeps what is attached to its images."""
+    """Return the folder with this machine's signatures and statements for its images."""
     return Folder(paths.state() / "attached")
 
 
 def digests(image: Any) -> list[tuple[str, str]]:
-    """Return (repository, digest) for each digest that names an image; the last is the engine's own, its id."""
+    """Return (repository, digest) for each digest that names an image; the last digest is the image id."""
     if isinstance(image, LayoutImage):
         return [("image", digest) for digest in image.digests]
     pushed = [entry.partition("@") for entry in image.attrs.get("RepoDigests") or []]

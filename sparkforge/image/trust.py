@@ -126,7 +126,8 @@ def policy() -> Trust | None:
             raise _untrusted(path, "it is a link to a file that is not there", f"ls -l {path}") from None
         return None
     if status.st_uid not in {0, os.geteuid()}:
-        raise _untrusted(path, f"it belongs to uid {status.st_uid}, we are uid {os.geteuid()}", f"ls -lL {path}")
+        why = f"it belongs to uid {status.st_uid}, this process is uid {os.geteuid()}"
+        raise _untrusted(path, why, f"ls -lL {path}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _untrusted(path, "other users can write it", f"chmod go-w {path}")
     return tables.load(path, Trust)

@@ -258,7 +258,7 @@ def require_ours(path: Path, status: os.stat_result) -> None:
     for owned, owner in ((path, status.st_uid), (path.parent, folder.st_uid)):
         if owner != os.geteuid():
             fix = f"run the command as that user, or remove it: rm {path}"
-            raise _untrusted(path, f"{owned} belongs to uid {owner}, we are uid {os.geteuid()}", fix)
+            raise _untrusted(path, f"{owned} belongs to uid {owner}, this process is uid {os.geteuid()}", fix)
     if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _untrusted(path, f"other users can write into {path.parent}", f"chmod 700 {path.parent}")
     if not stat.S_ISREG(status.st_mode):

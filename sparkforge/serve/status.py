@@ -1,4 +1,4 @@
-"""The data of `./inv status`: the server, its load by /metrics, the memory of host and GPU, its last error.
+"""The data of `./inv status`: the server, its load from /metrics, the memory of host and GPU, the last error.
 
 `status.schema.json` describes what `--json` prints: `python3 -m sparkforge.serve.status >
 sparkforge/serve/status.schema.json` makes it, and a test keeps the two equal. A later version may add fields to
@@ -34,10 +34,10 @@ from sparkforge.image.devices import FLEET
 from sparkforge.serve import failure, proof, record
 from sparkforge.serve.record import Server
 
-SECONDS = 2.0  # for one answer of the server
+SECONDS = 2.0  # limit for each response of the server
 FLEET_FILE = "fleet/status.json"  # below the state folder
 INTERVAL = 1.0  # seconds between the two readings that tokens per second need
-LOG_BYTES = 1 << 20  # of the log's end, in which the last error is looked for
+LOG_BYTES = 1 << 20  # the last error is looked for in this much of the log's end
 GENERATED, PROMPT = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
 RUNNING, WAITING, KV = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
@@ -55,43 +55,42 @@ class Load(Record):
     prompt_per_second: float = Field(description="tokens of prompts")
     seconds: float = Field(description="time between the two readings of /metrics")
     tokens_per_draft: float | None = Field(
-        default=None, description="tokens that a step with a draft gained, the model's own among them; null without one"
+        default=None,
+        description="tokens gained by each step with a draft, the model's own token included; null without drafts",
     )
 
 
 class HostMemory(Record):
-    """The host's memory, in bytes; on unified memory the GPU's too."""
+    """The host's memory in bytes; unified memory is also the GPU's."""
 
     total: int
-    available: int = Field(description="what this user's programs can still get, under every cgroup")
-    bound: str = Field(description="what limits it: MemAvailable, or a cgroup's folder")
+    available: int = Field(description="memory that this user's programs can still get within their cgroups")
+    bound: str = Field(description="what limits `available`: MemAvailable, or a cgroup's folder")
     server: int | None = Field(description="memory of the server's processes; null for a container of another machine")
 
 
 class GpuStatus(Record):
-    """A GPU by nvidia-smi; memory in bytes. Unified memory, as a DGX Spark has, is the host's: both are null then."""
+    """A GPU by nvidia-smi; memory in bytes. `total` and `used` are null for unified memory, as on a DGX Spark."""
 
     name: str
     unified: bool
     total: int | None
     used: int | None
     busy: float | None = Field(description="part of the last second in which a kernel ran, 0 to 1")
-    clock_mhz: float | None = Field(default=None, description="of the SMs, now")
-    max_clock_mhz: float | None = Field(default=None, description="the highest of the SMs")
+    clock_mhz: float | None = Field(default=None, description="present clock of the SMs")
+    max_clock_mhz: float | None = Field(default=None, description="highest clock of the SMs")
     power_watts: float | None = None
     power_limit_watts: float | None = Field(default=None, description="a DGX Spark reports none")
     temperature_celsius: float | None = None
-    clock_reasons: list[str] = Field(default=[], description="what lowers the clock, by the driver")
-    warning: str = Field(
-        default="", description="what holds the clock down, and the next command; empty if nothing does"
-    )
+    clock_reasons: list[str] = Field(default=[], description="the driver's reasons for a lowered clock")
+    warning: str = Field(default="", description="why the clock is too low, and the next command; empty if it is not")
 
 
 class LastError(Record):
     """The last error in the log of the running server; without one, that of the last `./inv up`."""
 
     source: Literal["log", "up"]
-    when: str = Field(description="as the log has it (MM-DD HH:MM:SS), or UTC by ISO 8601")
+    when: str = Field(description="the log's time (MM-DD HH:MM:SS), or UTC by ISO 8601")
     text: str
 
 
@@ -99,26 +98,26 @@ class FleetStatus(Record):
     """One model of a fleet."""
 
     name: str
-    names: list[str] = Field(description="what requests may call it")
-    folder: str = Field(default="", description="its checkpoint; empty for the tiny one that a start makes")
+    names: list[str] = Field(description="names of the model in requests")
+    folder: str = Field(default="", description="the model's checkpoint; empty for the tiny one that a start makes")
     state: Literal["stopped", "starting", "ready", "draining", "failed"]
-    error: str = Field(description="why it failed")
+    error: str = Field(description="why the model failed; empty if it did not")
     resident: bool
-    needed: int = Field(description="bytes of memory that are planned for it")
+    needed: int = Field(description="bytes of memory planned for the model")
     memory: int | None = Field(
-        default=None, description="the host's memory that its processes hold; null if it does not run here"
+        default=None, description="host memory held by the model's processes in bytes; null if it does not run here"
     )
     gpu_memory: int | None = Field(
         default=None,
-        description="the GPU's memory that they hold, by nvidia-smi; a part of the host's if that is unified",
+        description="GPU memory held by the model's processes in bytes, by nvidia-smi; part of `memory` if unified",
     )
-    requests: int = Field(description="that it answers now")
+    requests: int = Field(description="requests being answered")
     where: str = Field(description="pid or container; empty if it does not run")
     idle_seconds: float | None = Field(description="since its last request; null if it does not run")
 
 
 class ServerStatus(Record):
-    """The running server. `context` is the longest sequence in tokens, null where the server does not say."""
+    """The running server. `context` is the longest sequence in tokens, null if the server does not report it."""
 
     model: str
     url: str
@@ -126,14 +125,14 @@ class ServerStatus(Record):
     profile: str = Field(description="serve profile")
     where: str = Field(description="pid or container")
     healthy: bool
-    container_health: str = Field(description="what the container's own health check says; empty without a container")
+    container_health: str = Field(description="result of the container's health check; empty without a container")
     key_required: bool
     key_accepted: bool
     uptime_seconds: float | None
     context: int | None
     load: Load | None = Field(description="null where /metrics does not answer")
     proved_at: str = Field(description="UTC by ISO 8601; empty while the start has not ended")
-    proof: dict[str, str] = Field(description="call → empty, or the known limit that its answer showed")
+    proof: dict[str, str] = Field(description="start-up test call → empty, or the known limit that the response showed")
     fleet: list[FleetStatus] = Field(default=[], description="the models of a fleet; empty for one model")
 
 
@@ -157,7 +156,7 @@ class MetricsSample:
 
 
 def read_metrics(server: Server) -> MetricsSample | None:
-    """Return a reading of /metrics; None if there is no usable answer."""
+    """Return a reading of /metrics; None without a usable response."""
     try:
         response = _endpoint(server).get("/metrics")
         counted = metrics.values(response.text, (GENERATED, PROMPT, RUNNING, WAITING, KV, DRAFTS, ACCEPTED))
@@ -167,7 +166,7 @@ def read_metrics(server: Server) -> MetricsSample | None:
 
 
 def report(server: Server) -> StatusReport:
-    """Return the status of a running server; its rates are those of a second."""
+    """Return the status of a running server; this takes a second, over which rates are measured."""
     if before := read_metrics(server):
         time.sleep(INTERVAL)
     now = read_metrics(server)
@@ -205,7 +204,7 @@ def report(server: Server) -> StatusReport:
 
 
 def fleet() -> list[dict[str, Any]]:
-    """Return what each model of the fleet does now, as its process wrote it down; nothing before it has."""
+    """Return the state of each model, from the file that the fleet's process writes; empty before the first one."""
     try:
         return list(read_json(paths.state() / FLEET_FILE)["models"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -213,7 +212,7 @@ def fleet() -> list[dict[str, Any]]:
 
 
 def report_of_none() -> StatusReport:
-    """Return the status where no server runs."""
+    """Return the status if no server runs."""
     failed = failure.read(paths.state())
     last = LastError(source="up", when=_iso(failed.ended), text=f"{failed.what}: {failed.why}") if failed else None
     return _report(None, None, last)
@@ -227,9 +226,9 @@ def _report(served: ServerStatus | None, resident: int | None, last: LastError |
 
 
 def gpus() -> list[GpuStatus]:
-    """Return the GPUs that nvidia-smi lists; none where it is absent, fails or hangs.
+    """Return the GPUs that nvidia-smi lists; none if it is absent, fails or hangs.
 
-    On a DGX Spark it has no figures for the memory, which is the host's (by NVIDIA's known issues; not seen by us).
+    On a DGX Spark nvidia-smi reports no memory figures (NVIDIA's known issues; not checked on a device).
     """
     try:
         rows = query("name", "memory.total", "memory.used", "utilization.gpu", units=False)
@@ -264,7 +263,7 @@ def gpus() -> list[GpuStatus]:
 
 
 def lines(report: StatusReport) -> list[str]:
-    """Return a report in lines for a person."""
+    """Return a report as lines of text."""
     shown = []
     if served := report.server:
         health = "healthy" if served.healthy else "not healthy"
@@ -273,7 +272,7 @@ def lines(report: StatusReport) -> list[str]:
         if served.key_required:
             health += " · API key required"
         if not served.key_accepted:
-            health += ", and it is no longer the one in the key's file: ./inv down, then ./inv up"
+            health += ", but the server refuses the key in the key's file: ./inv down, then ./inv up"
         shown.append(f"{served.model} at {served.url} · {health} · {served.device} · {served.where}")
         uptime = served.uptime_seconds
         parts = [f"up {timedelta(seconds=int(uptime))}"] if uptime is not None else []
@@ -290,7 +289,7 @@ def lines(report: StatusReport) -> list[str]:
         shown += [f"warning: {gpu.name}: {gpu.warning}"] if gpu.warning else []
     if error := report.last_error:
         where = "in the log" if error.source == "log" else "of ./inv up"
-        text, also, failed = error.text.partition(proof.FURTHER_FAILURES)  # the names of all calls that failed stay
+        text, also, failed = error.text.partition(proof.FURTHER_FAILURES)  # the list of failed calls is not cut off
         shown.append(f"last error {where}, {error.when}: {text[:300]}{also}{failed}")
     elif report.server:
         shown.append("last error: none in the log")
@@ -336,7 +335,7 @@ def _load(before: MetricsSample, now: MetricsSample) -> Load:
     seconds = max(now.moment - before.moment, 1e-3)
 
     def difference(name: str) -> float:
-        """A counter that went back belongs to a server that was started anew."""
+        """Return a counter's increase; 0 if it decreased, as after a restart of the server."""
         return max(0.0, sum(now.values.get(name, [])) - sum(before.values.get(name, [])))
 
     return Load(
@@ -351,7 +350,7 @@ def _load(before: MetricsSample, now: MetricsSample) -> Load:
 
 
 def _endpoint(server: Server) -> Endpoint:
-    """Return the server's API, asked with little patience: a status must not hang with it."""
+    """Return the server's API with a short timeout, so that a hanging server does not make the status hang."""
     return replace(server.endpoint, read_seconds=SECONDS)
 
 
@@ -363,7 +362,7 @@ def _context(server: Server) -> int | None:
 
 
 def _container(server: Server) -> tuple[str, str, float]:
-    """Return what a container's health check says, the end of its log, and when it began, 0 if that is not known."""
+    """Return a container's health, the end of its log, and the time of its start, 0 if that is unknown."""
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
     from sparkforge.serve.devices import container  # noqa: PLC0415 - the same
 
@@ -376,7 +375,7 @@ def _container(server: Server) -> tuple[str, str, float]:
 
 
 def _pids(server: Server) -> list[int]:
-    """Return the processes of a server; those of a container by their cgroup, which has its id."""
+    """Return the processes of a server; a container's are those whose cgroup contains its id."""
     if not server.container:
         return session_members(server.pid)
     pids = []
@@ -387,7 +386,7 @@ def _pids(server: Server) -> list[int]:
 
 
 def _resident(pids: Sequence[int]) -> int:
-    """Return the bytes that processes hold, pages that several share by their share: forks share much."""
+    """Return the memory of processes in bytes, as PSS: a page of several processes counts only once in total."""
     total = 0
     for pid in pids:
         with suppress(psutil.NoSuchProcess):

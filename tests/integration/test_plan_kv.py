@@ -1,4 +1,4 @@
-"""The plan's KV cache is vLLM's own accounting: page sizes, admission, and how many long requests a pool takes."""
+"""The plan computes the KV cache as vLLM does: page sizes, and the bytes that admission reserves for a request."""
 
 import json
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from sparkforge.plan.architecture import KV_BLOCK, STEPS_UNDER_WAY, parse
 
 pytestmark = pytest.mark.integration
 MODEL = parse(models.load()["gpt-oss-120b"].config, "test")
-# gpt-oss-120b's layers as vLLM describes them to its own KV cache manager, and what that makes of them.
+# Passes gpt-oss-120b's layers to vLLM's KV cache manager; prints the page sizes and the reserved bytes.
 PROGRAM = """
 import json, sys
 from types import SimpleNamespace as Some
@@ -72,7 +72,7 @@ def test_a_request_takes_what_vllm_reserves_for_it(answers, case):
     assert reserved == MODEL.kv_admitted(length, STEPS_UNDER_WAY * batched, kv)
 
 
-# The layers of the other families' recipes, built by vLLM's model (Ling) or by the sizes that its classes take.
+# The same for recipes of other families: vLLM's code computes the shapes of the states (Ling, Qwen3.6).
 FAMILIES = """
 import contextlib, json, sys
 from types import SimpleNamespace as Some
@@ -90,7 +90,7 @@ class Backend:
     get_supported_kernel_block_sizes = classmethod(lambda cls: cls.sizes)
     customize_spec = staticmethod(lambda spec: spec)
 
-class Gated:  # what qwen3_5.py does, whose import needs torchvision
+class Gated:  # the same as the class in qwen3_5.py, which cannot be imported without torchvision
     @staticmethod
     def get_mamba_state_shape_from_config(config):
         hf = config.model_config.hf_config
@@ -185,8 +185,9 @@ def test_weights_are_those_of_transformers_classes(vllm_trees, vllm_process, tmp
         configs.append({**config, **config.get("text_config", {}), "model_type": kind})
         configs[-1] = {k: v for k, v in configs[-1].items() if k not in ("quantization_config", "text_config")}
     output = vllm_process(vllm_trees.patched).run(program, (json.dumps(configs),))
-    parts = [parse(models.load()[name].config, name).parts() for name in COUNTED]  # a router's bias is a buffer there
-    counted = [sum(part.count + part.plain * (part.role != "router") for part in each) for each in parts]
+    parts = [parse(models.load()[name].config, name).parts() for name in COUNTED]
+    # In transformers a router's bias is a buffer, not a parameter.
+    counted = [sum(part.count + part.plain * (part.role != "router") for part in model) for model in parts]
     assert json.loads(output.splitlines()[-1]) == counted
 
 

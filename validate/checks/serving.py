@@ -1,4 +1,4 @@
-"""The server that will start, from facts: the model's architecture, and the load that its arguments allow."""
+"""What is known of the server to start: the model's architecture, and the load that vLLM's arguments allow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def architecture(view: View) -> Architecture:
 
 
 def load(view: View, model: Architecture) -> Workload:
-    """Return one sequence of --max-model-len, which must fit when vLLM starts, with the bounds of its steps."""
+    """Return the load that must fit when vLLM starts: one sequence of --max-model-len, and the limits of a step."""
     arguments = view.names("serve.args")
     return Workload(
         context=longest(arguments, model.longest),
@@ -38,23 +38,23 @@ def load(view: View, model: Architecture) -> Workload:
 
 
 def dense_format(view: View) -> DenseFormat:
-    """Return the formats of attention and LM head. Raises FactMissing for names that are no formats."""
+    """Return the formats of attention and LM head. Raises FactMissing for unknown formats."""
     forms = view.names("serve.dense_format")
     if len(forms) != 2 or not set(forms) <= BITS.keys():
-        raise FactMissing(f"serve.dense_format is {str(forms)[:80]}, which are no two formats")
+        raise FactMissing(f"serve.dense_format is {str(forms)[:80]}, not two known formats")
     return DenseFormat(*forms)
 
 
 def longest(arguments: list[str], default: int) -> int:
-    """Return --max-model-len; for `auto` or -1, where vLLM takes what fits, the least that it can be."""
+    """Return --max-model-len, or KV_BLOCK for `auto` and -1: vLLM then takes the longest that fits."""
     value = (flag_value(arguments, "--max-model-len") or "").strip()
     return KV_BLOCK if value.lower() in AUTO else integer(arguments, "--max-model-len", default)
 
 
 def integer(arguments: list[str], flag: str, default: int) -> int:
-    """Return the value of a flag among a server's arguments, which may be 8192, 8k (8,000) or 8K (8,192) as in vLLM.
+    """Return the value of an integer flag: 8192, 8k (8,000) or 8K (8,192), as in vLLM.
 
-    Raises FactMissing for another or an invalid one (vllm/utils/argparse_utils.py:29).
+    The forms are those of vllm/utils/argparse_utils.py:29. Raises FactMissing for an invalid value.
     """
     text = flag_value(arguments, flag)
     if text is None:
@@ -62,5 +62,5 @@ def integer(arguments: list[str], flag: str, default: int) -> int:
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kKmMgG]?)", text.strip())
     value = float(match[1]) * SUFFIXES[match[2]] if match else 0.0
     if not 1 <= value <= LARGEST:
-        raise FactMissing(f"{flag} is {text[:40]!r}, which is no number of tokens or sequences")
+        raise FactMissing(f"{flag} is {text[:40]!r}, not a number of tokens or sequences")
     return int(value)

@@ -25,10 +25,11 @@ def chosen_name(device: str = "cpu") -> str:
 def load(name: str | None = None) -> MoeKernel:
     """Return the kernel called `name` (default: `chosen_name()`): one of KERNELS, or a user's own.
 
-    A user's own is `module:attribute`, or a folder or hub repository as `kernels.hub` describes them: a name with a
-    slash. It is a subclass of MoeKernel, or a plain function with the arguments of `MoeKernel.run`. `hub:` and a
-    package, folder or repository is kernels in the shape of triton_kernels: see `kernels.triton_hub`.
-    Raises ValueError for an unknown name, a module that cannot be imported, or an object that is no kernel, and
+    The name of a user's kernel is `module:attribute`, or has a slash and is a folder or a hub repository (see
+    `kernels.hub`). Such a kernel is a subclass of MoeKernel, or a function with the arguments of `MoeKernel.run`.
+    `hub:` before a package, folder or repository loads kernels with the interface of triton_kernels (see
+    `kernels.triton_hub`).
+    Raises ValueError for an unknown name, a module that cannot be imported, or an object that is not a kernel, and
     NotImplementedError for a kernel that this environment cannot run.
     """
     name = name or chosen_name()
@@ -39,7 +40,8 @@ def load(name: str | None = None) -> MoeKernel:
     if ":" in name:
         return _own_kernel(name, _attribute(name))
     if name == "torch":
-        return FunctionKernel(name, moe, cuda_graphs=False, activations=True)  # it waits to learn which experts are hit
+        # No CUDA graphs: `moe` copies the numbers of the chosen experts to the host.
+        return FunctionKernel(name, moe, cuda_graphs=False, activations=True)
     if name == "triton":
         try:
             from spark_mxfp4.kernels.gpu import GpuKernel  # noqa: PLC0415 (Triton is not everywhere)
@@ -49,24 +51,22 @@ def load(name: str | None = None) -> MoeKernel:
             ) from error
         return GpuKernel(name)
     raise ValueError(
-        f"there is no kernel {name!r} · known are {', '.join(map(repr, KERNELS))}, 'module:attribute', './folder', "
-        f"'owner/name@version' and 'hub:PACKAGE' · set {KERNEL_VARIABLE} to one"
+        f"there is no kernel {name!r} · the kernels are {', '.join(map(repr, KERNELS))}, 'module:attribute', "
+        f"'./folder', 'owner/name@version' and 'hub:PACKAGE' · set {KERNEL_VARIABLE} to one"
     )
 
 
 def _attribute(name: str) -> object:
-    """Return what `module:attribute` names."""
+    """Import a module and return its attribute, by `module:attribute`."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(named_module(module), attribute)
     except (ImportError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"kernel {name!r} cannot be loaded · {error} · check that PYTHONPATH reaches the module and its spelling"
-        ) from error
+        raise ValueError(f"kernel {name!r} cannot be loaded · {error} · check the spelling, and PYTHONPATH") from error
 
 
 def _own_kernel(name: str, value: object) -> MoeKernel:
-    """Return the kernel that a user's class or function is."""
+    """Return a kernel made from a user's class or function."""
     if isinstance(value, type) and is_kernel_class(value):
         kernel: MoeKernel = value(name)
         for key in ALIGNMENTS:
@@ -78,7 +78,7 @@ def _own_kernel(name: str, value: object) -> MoeKernel:
         return kernel
     if isinstance(value, type) or not callable(value):
         kind = "another class" if isinstance(value, type) else f"a {type(value).__name__}"
-        raise ValueError(f"kernel {name!r} cannot be used · it is {kind} · name a subclass of MoeKernel, or a function")  # noqa: TRY004 (a bad name, whatever it names)
+        raise ValueError(f"kernel {name!r} cannot be used · it is {kind} · name a subclass of MoeKernel, or a function")  # noqa: TRY004 (the name is wrong)
     if attributes := sorted(
         {*ALIGNMENTS, "activations", "cuda_graphs", "prepare", "restore", "variant"} & set(dir(value))
     ):

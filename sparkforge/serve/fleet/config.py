@@ -26,17 +26,18 @@ from sparkforge.serve.devices.choose import choose
 from sparkforge.serve.plan import checked_flags
 
 GB = 1e9
-CONTEXT, SEQUENCES = 8192, 4  # that a model is planned for, where fleet.toml does not say
-# Of a client's JSON, a line of HAProxy's map, a folder.
+# A model is planned for this many tokens, unless fleet.toml sets `context`, and for this many sequences.
+CONTEXT, SEQUENCES = 8192, 4
+# Names appear in the JSON of requests, in lines of HAProxy's map and as folder names.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.-]{0,62}$")]
 Alias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.:-]{0,62}(/[\w.:-]{1,63})?$")]
 
 
 class FleetModel(Record):
-    """One model. `model` is a recipe, a repository on this machine or a folder, by default the recipe of its name.
+    """One model. `model` is a recipe, a repository on this machine or a folder; the default is the table's name.
 
-    `memory` is in GB, 0 for what is computed; `idle` in minutes, 0 for never. `resident` is decided by memory if it is
-    not set.
+    `memory` is in GB, 0 to compute it; `idle` is in minutes, 0 to never stop the model. If `resident` is not set, the
+    model stays resident if the memory suffices.
     """
 
     model: str = ""
@@ -67,10 +68,10 @@ class FleetConfig(Record):
 
 
 class Member(Record):
-    """A model of a running fleet: the names that it answers to, what it takes of `pool`, and what `up` is called with.
+    """A model of a running fleet: its names, the bytes that it needs of `pool`, and the arguments of its `./inv up`.
 
-    `folder` is its checkpoint's, empty for one that `up` makes.
-    `pool` is host, or gpu where a GPU has memory of its own. `idle_seconds` is 0 for a model that stays.
+    `folder` holds the checkpoint; it is empty for the tiny one, which `up` makes. `pool` is gpu for a model on a GPU
+    with memory of its own, else host. `idle_seconds` is 0 for a model that is never stopped for being idle.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Fleet(Record):
 
 
 def names(model: str, aliases: Iterable[str]) -> tuple[str, ...]:
-    """Return what a model answers to: its name and aliases, each with and without `openai/` or its owner."""
+    """Return the names of a model in requests: its name and aliases, each with and without `openai/` or its owner."""
     known = dict[str, None]()
     for name in (model, *aliases):
         known |= dict.fromkeys((name, name.partition("/")[2] if "/" in name else f"openai/{name}"))
@@ -116,15 +117,15 @@ def read(path: Path) -> FleetConfig:
 def make_plan(config: FleetConfig, folder: Path, free: Mapping[str, int], more: Sequence[str] = ()) -> list[Member]:
     """Return the models, resident or not, in the order of the file; relative folders start in `folder`.
 
-    `free` is what `free_memory` returns, `more` what each `up` gets besides. Raises RefusalError, with figures, for
-    models that do not fit together, InputError for one that is not on this machine, and UsageError.
+    `free` is the result of `free_memory`; `more` are further arguments of each `up`. Raises RefusalError, with figures,
+    for models that do not fit together, InputError for one that is not on this machine, and UsageError.
     """
     members = [_member(name, row, folder, free, more) for name, row in config.models.items()]
     for pool, size in free.items():
         own = [member for member in members if member.pool == pool]
         choices = {member.name: config.models[member.name].resident for member in own}
         stays = [member for member in own if choices[member.name]]
-        for member in own:  # a place for the largest of the others is kept
+        for member in own:  # leave memory for the largest of the models that are not resident
             others = [other.needed for other in own if other not in (*stays, member)]
             if choices[member.name] is None and _sum(stays) + member.needed + max(others, default=0) <= size:
                 stays.append(member)
@@ -140,7 +141,7 @@ def make_plan(config: FleetConfig, folder: Path, free: Mapping[str, int], more: 
 
 
 def free_memory() -> dict[str, int]:
-    """Return the bytes that models can take: of the host, less what its guard keeps free, and of a GPU of its own."""
+    """Return the bytes free for models: the host's, without the memory guard's reserve, and those of a separate GPU."""
     limits = thresholds.configured(os.environ)
     reserved = limits.end_below(psutil.virtual_memory().total) if limits else 0
     free = {"host": memory.measure().available - reserved}

@@ -109,7 +109,7 @@ def test_a_lock_that_cannot_be_installed_is_named(checkout):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_first_run_is_no_traceback_and_the_next_run_recovers(checkout, nothing_is_ignored):
+def test_ctrl_c_in_the_first_run_is_no_traceback_and_the_next_run_recovers(checkout, signals_not_ignored):
     process = subprocess.Popen(
         [checkout / "inv"],
         env={**os.environ, "PYTHON": sys.executable},

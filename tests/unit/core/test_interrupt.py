@@ -59,7 +59,7 @@ namespace = Collection(plan, program, shown, stays)
 '''
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_ignored")
+pytestmark = pytest.mark.usefixtures("signals_not_ignored")
 
 
 def begin(folder, name, pids=4):

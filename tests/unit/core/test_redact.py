@@ -1,4 +1,4 @@
-"""What leaves the machine, in a result or in a support archive, says neither who nor where."""
+"""Results and support archives name no user, host, address or path, and hold no secret."""
 
 import getpass
 import re
@@ -16,7 +16,7 @@ from sparkforge.core.paths import ROOT
 
 SAMPLES = tomllib.loads(Path(__file__).with_name("redact_samples.toml").read_text(encoding="utf-8").replace("¦", ""))
 REDACTORS = (redact.for_support,)
-# What stands in the place of each kind of secret; the samples say only that it is gone.
+# The replacement for each kind of secret; the samples in redact_samples.toml check only that the secret is removed.
 REPLACED = {
     "Authorization: Bearer abc.def-ghi": "Authorization: Bearer <token>",
     "HF_TOKEN=verysecret rest": "HF_TOKEN=<token> rest",
@@ -106,7 +106,7 @@ def test_no_context_saves_a_leak_and_redacting_twice_changes_nothing_more(before
 
 @given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N"]), min_size=8, max_size=40))
 def test_whatever_stands_behind_a_named_key_goes(secret):
-    assume(not redact.NO_SECRET.fullmatch(secret))  # a word such as "required" says that there is none
+    assume(not redact.NO_SECRET.fullmatch(secret))  # words such as "required" are not secrets
     for text in (f"HF_TOKEN={secret}", f'{{"api_key": "{secret}"}}', f"--api-key {secret}", f"--hf-token={secret}"):
         assert secret not in redact.for_support(text)
     assert secret not in str(redact.for_support(["--api-key", secret]))

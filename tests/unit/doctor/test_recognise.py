@@ -1,4 +1,4 @@
-"""Logs and what they show: a log of each known problem, variations of them, healthy ones, and odd input."""
+"""The problems recognised in logs: a log for each known problem, variations, healthy logs, and odd input."""
 
 import itertools
 import tracemalloc
@@ -18,7 +18,7 @@ HANDLE = b"RuntimeError: CUDA error: invalid resource handle"
 VARIABLE = b"Unknown vLLM environment variable detected: VLLM_%s"
 FAIL = b"FAIL port-free  port 8000 is taken\n       next: ./inv up --port 8001\n       read: docs/reference/checks.md\n"
 ERROR = "✗ the model is gone\n  why:  first line\n        second line\n  next: ./inv pull x\n".encode()
-# Both hold for a log of the first.
+# A log of the first problem may also be recognised as the second.
 ALSO = {
     ("killed", "engine-core-failed"),
     ("graph-replay-fault", "engine-core-failed"),
@@ -43,7 +43,7 @@ def problems(*chunks):
     return [(hit.signature.id, hit.line.number, hit.count) for hit in hits]
 
 
-def test_a_log_shows_its_own_problem_and_no_stranger():
+def test_a_log_shows_its_own_problem_and_no_other():
     recognised = [(name, shown(f"before\n{text}\nafter\n")) for name, text in logs("logs.txt")]
     assert [(name, ids) for name, ids in recognised if name not in ids] == []
     assert {(name, other) for name, ids in recognised for other in ids if other != name} <= ALSO
@@ -105,10 +105,10 @@ def test_an_engine_that_was_told_to_end_is_no_problem_and_one_that_died_before_i
     assert [problem[0] for problem in problems(DEAD + TOLD_TO_END + DEAD)] == ["engine-died"]
 
 
-# How a log is read
+# Reading a log
 
 
-def test_the_first_line_is_told_and_the_others_are_counted():
+def test_the_first_line_is_reported_and_the_others_are_counted():
     assert problems(b"a\nb\n" + HANDLE + b"\nc\n" + HANDLE + b"\n") == [("invalid-resource-handle", 3, 2)]
 
 
@@ -127,7 +127,7 @@ def test_no_bytes_make_it_fail(chunks):
 
 
 def test_a_line_that_does_not_end_is_looked_at_in_pieces_that_overlap():
-    for before in (events.TEXT - len(HANDLE), events.TEXT - 35, 3 * events.TEXT - 10, 5000):  # 35: across
+    for before in (events.TEXT - len(HANDLE), events.TEXT - 35, 3 * events.TEXT - 10, 5000):  # 35: in two pieces
         log = b"a\n" + b"x" * before + HANDLE + b"y" * events.TEXT
         assert ("invalid-resource-handle", 2) in {problem[:2] for problem in problems(log)}
 

@@ -24,7 +24,7 @@ from sparkforge.serve.fleet import config, keeper
 from sparkforge.serve.fleet.keeper import Keeper
 
 KEY = "sesame-fleet"
-# In vLLM's place, started by the real `./inv up --python`: it reads vLLM's command line.
+# The real `./inv up --python` starts this server instead of vLLM, with vLLM's command line.
 SMALL = f"""#!{sys.executable}
 import json, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(Path(misbehaving.__file__).parent)!r}]
@@ -155,8 +155,8 @@ def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder, monkeyp
     assert Path(ask(client, "red", text='x"model": "green"' * 50_000).json()["served"]).name == "red"  # 1 MB
     assert "red: ready · resident · 0.1 GB planned · 0.0 GB of the host" in inv(folder, "ps").stdout
     (folder / "bin").mkdir()
-    told = f"case \"$*\" in *compute-apps*) echo '{server(folder, 'red').pid}, 300'; echo '1, 9';; *) exit 9;; esac"
-    (folder / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{told}\n")
+    script = f"case \"$*\" in *compute-apps*) echo '{server(folder, 'red').pid}, 300'; echo '1, 9';; *) exit 9;; esac"
+    (folder / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "bin/nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
     report = json.loads(inv(folder, "status", "--json").stdout)
@@ -179,7 +179,7 @@ def test_key_host_and_unknown_models_are_judged_before_a_model(fleet, folder):
     with httpx.Client(base_url=client.base_url, trust_env=False) as other:
         assert other.get("/v1/models").status_code == 401
         assert other.get("/v1/models", headers={"x-api-key": KEY}).status_code == 200  # as Anthropic's clients send it
-        assert other.post("/health", json={"model": "green"}).status_code == 401  # which would start it
+        assert other.post("/health", json={"model": "green"}).status_code == 401  # starts no model
     assert states(folder)["green"] == "stopped"
     assert client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
     assert client.get("/health", headers={"Authorization": ""}).json() == {"red": "ready", "green": "stopped"}
@@ -194,8 +194,8 @@ def test_key_host_and_unknown_models_are_judged_before_a_model(fleet, folder):
         refused = client.post("/v1/completions", content=body)
         assert (refused.status_code, refused.json()["error"]["message"]) == (status, message)
     assert client.delete("/v1/responses/x").json()["error"]["message"] == "Unsupported method ('DELETE')"
-    asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Headers": "authorization"}
-    allowed = client.options("/v1/models", headers={**asked, "Access-Control-Request-Method": "GET"})
+    preflight = {"Origin": "http://localhost:3000", "Access-Control-Request-Headers": "authorization"}
+    allowed = client.options("/v1/models", headers={**preflight, "Access-Control-Request-Method": "GET"})
     assert allowed.headers["access-control-allow-headers"] == "authorization"
 
 
@@ -264,7 +264,7 @@ def test_the_least_recently_used_makes_room_but_never_during_a_stream(fleet, fol
 
     threading.Thread(target=stream).start()
     wait_for(lambda: pieces)
-    ask(client, "green")  # later than red: red has to go, and answers first
+    ask(client, "green")  # red is now the least recently used, and is stopped once it has answered
     assert Path(ask(client, "blue").json()["served"]).name == "blue"
     assert ended.is_set()
     assert "".join(text for _, text in pieces) == "".join(f"data: {number}\n\n" for number in range(8))
@@ -278,7 +278,7 @@ def test_the_least_recently_used_makes_room_but_never_during_a_stream(fleet, fol
 
 @pytest.fixture
 def small_keeper(folder, monkeypatch):
-    """A keeper without HAProxy of two models, one at a time, whose starts fail; it runs in its state folder."""
+    """A keeper in its state folder, without HAProxy. Memory suffices for one of its two models; each start fails."""
     monkeypatch.setenv("SPARKFORGE_STATE", str(folder / "state"))
     (folder / "state/fleet").mkdir(parents=True)
     monkeypatch.chdir(folder / "state")
@@ -296,7 +296,7 @@ def small_keeper(folder, monkeypatch):
 def test_a_model_is_not_started_while_haproxy_is_away(small_keeper, folder):
     green = small_keeper.models["green"]
     green.state, green.server = keeper.READY, SimpleNamespace(port=1, where="pid 1")
-    why = small_keeper.wake("red")  # green has to make room, and only HAProxy knows whether it answers
+    why = small_keeper.wake("red")  # green must stop first, and only HAProxy counts its requests
     assert why.startswith("red cannot be started now: ")
     assert "No such file" in why
     assert small_keeper.models["red"].error == why
@@ -306,7 +306,7 @@ def test_a_model_is_not_started_while_haproxy_is_away(small_keeper, folder):
 
 
 def test_a_status_that_cannot_be_written_ends_no_model_and_hides_no_reason(small_keeper, folder):
-    (folder / "state/fleet/status.json/full").mkdir(parents=True)  # as a full disk
+    (folder / "state/fleet/status.json/full").mkdir(parents=True)  # makes the write fail, as a full disk would
     small_keeper.tell()
     assert small_keeper.wake("red").startswith("red does not serve: unknown device 'nope'")
     assert small_keeper.models["red"].state == "failed"

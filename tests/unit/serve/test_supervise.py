@@ -42,7 +42,7 @@ FAKE_VLLM = textwrap.dedent("""
 
 
 @pytest.fixture
-def serve(tmp_path, nothing_is_ignored):
+def serve(tmp_path, signals_not_ignored):
     """Return a function that starts the fake server under supervision; it returns both processes."""
     started = []
 

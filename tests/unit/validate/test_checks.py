@@ -142,7 +142,7 @@ def test_a_spark_serves_with_our_plugin_if_its_numbers_are_right(good, with_valu
         (["--spec-model", "x"], Status.WARN, "draft"),
         (["--tool-call-parser", "hermes"], Status.WARN, "Harmony"),
         (["--load-format=dummy", "--enable-lora"], Status.FAIL, "random"),
-        (["--max-model-len", "x"], Status.FAIL, "no number"),
+        (["--max-model-len", "x"], Status.FAIL, "not a number"),
     ],
 )
 def test_arguments_are_judged(good, with_values, arguments, status, message):

@@ -113,9 +113,9 @@ SEAT, CONF = {"run/systemd/seats/x": ""}, "etc/systemd/logind.conf"
     ("files", "removed"),
     [
         ({}, False),  # no logind, as in a container
-        (SEAT, True),  # its default
+        (SEAT, True),  # logind's default
         ({**SEAT, CONF: "[Login]\nRemoveIPC=no\n"}, False),
-        # Of the same name: the second replaces the first.
+        # The drop-in file in /etc replaces the one of the same name in /usr/lib.
         ({**SEAT, "usr/lib/systemd/logind.conf.d/5.conf": "RemoveIPC=no", f"{CONF}.d/5.conf": "RemoveIPC=yes"}, True),
         ({**SEAT, "var/lib/systemd/linger/4711": ""}, False),
     ],
@@ -130,5 +130,5 @@ def test_whether_a_logout_deletes_shared_memory(target, tmp_path, monkeypatch, f
     with monkeypatch.context() as system_unit:
         system_unit.setenv("SPARKFORGE_OWN_SHM", "1")
         assert fact("os.remove_ipc", target()).value is False
-    monkeypatch.setattr("os.getuid", lambda: 100)  # a system user's is left alone
+    monkeypatch.setattr("os.getuid", lambda: 100)  # logind keeps the shared memory of system users
     assert fact("os.remove_ipc", target()).value is False

@@ -1,10 +1,10 @@
 """The mixture of experts in CUDA C++, for compute capability 9.0 (Hopper) and 12.1 (GB10).
 
-For up to 32 pairs of token and expert one launch does everything (layer.cuh); for a few more, a second launch sorts
-them first (rows.cuh). 12.1 has only these. On 9.0 more tokens take four launches: sort, first product with bias and
-activation, second product with bias (gemm.cuh), weighted sum; for many a fifth writes activations in the order of the
-sorted pairs. Nothing waits for the device, so CUDA graphs can capture it, and the same inputs give the same
-bits. Weights are laid out once by `prepare`.
+Up to 32 pairs of token and expert take one launch (layer.cuh); somewhat more pairs take two, of which the first sorts
+them (rows.cuh). 12.1 has only these two ways. On 9.0 more tokens take four launches: sort, first product with bias and
+activation, second product with bias (gemm.cuh), weighted sum. Many tokens take a fifth, which writes the activations in
+the order of the sorted pairs. The host never waits for the device, so CUDA graphs can capture the launches. The same
+inputs give the same bits. Weights are laid out once by `prepare`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels import extension, precompile, search, tuning
 from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
 
-# Compute capability → the library of `precompile` and its target. LAYER has no launch for each product.
+# Compute capability → the library of `precompile` and its target. LAYER has only the kernels of a whole layer.
 LIBRARIES = {(9, 0): (precompile.HOPPER, "90a"), (12, 1): (precompile.LAYER, "121a")}
-MUCH_SHARED = 232_448  # bytes of shared memory that a block must be able to have for the large layers' shapes
-ROW_MULTIPLE = 8  # in planes each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
-SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
+MUCH_SHARED = 232_448  # bytes of shared memory that a block needs for the shapes LARGE_LAYERS
+ROW_MULTIPLE = 8  # each expert's rows in planes begin at a multiple of the swizzle's period (routing.cuh)
+SLACK_ROWS = 256  # copies may read so far beyond the last row: the widest tile
 MAX_EXPERTS, MAX_TOP_K = 512, 16
-FEW_PAIRS = 32  # that such a launch sorts by itself
-MOST_CHUNKS_OF_A_PART = 24  # of 64 columns: with fewer, two parts cost more than they save
-VECTOR_BYTES = 16  # of x that a thread loads at once, from multiples of them
+FEW_PAIRS = 32  # the most pairs that layer.cuh sorts itself
+MOST_CHUNKS_OF_A_PART = 24  # of 64 columns each: up to here, two parts cost more than they save
+VECTOR_BYTES = 16  # a thread's loads of x, and their alignment
 POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 DOORS = {
     "spark_sort": (POINTER, POINTER, INT, POINTER),
@@ -40,7 +40,7 @@ DOORS = {
 
 Routing, Ordering, Gemm, Input = map(extension.structure, ("Routing", "Ordering", "Gemm", "Input"))
 Layer = extension.structure("Layer", Gemm, Routing, Input)
-# The kernels' shapes by number: of one product, and of a whole layer, where 12.1 has memory for the small ones only.
+# The kernels' shapes by number: of one product, and of a whole layer; 12.1 has enough shared memory for SMALL_LAYERS.
 GROUPED, SMALL_LAYERS = precompile.shapes("GROUPED"), precompile.shapes("SMALL_LAYERS")
 LAYERS = {**SMALL_LAYERS, **precompile.shapes("LARGE_LAYERS")}
 
@@ -52,7 +52,7 @@ class HopperKernel(MoeKernel):
 
     @staticmethod
     def available(device: torch.device) -> bool:
-        """Tell whether there are kernels for `device`, and they are built or can be."""
+        """Tell whether there are kernels for `device` that are built or can be built."""
         build = LIBRARIES.get(torch.cuda.get_device_capability(device))
         if torch.version.hip is not None or build is None:
             return False  # AMD's gfx90a reports 9.0 too
@@ -138,7 +138,7 @@ def grouped_layer(
     shapes: tuning.Pair,
     activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
-    """Return `HopperKernel.run`'s result by a launch for each product, with their shapes given."""
+    """Return `HopperKernel.run`'s result, with one launch per product; `shapes` are those of the two products."""
     gate_up, down = weights
     tokens, top_k = topk_ids.shape
     result = torch.empty_like(x)
@@ -170,10 +170,10 @@ def whole_layer(
     plan: LayerPlan | None = None,
     activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
-    """Return `HopperKernel.run`'s result by one launch, behind another that sorts where there are more than 32 pairs.
+    """Return `HopperKernel.run`'s result with one launch, after a launch that sorts if there are more than 32 pairs.
 
-    Right for any load, and meant for few tokens: each tile of an expert, of 8 to 64 tokens, reads its weights again.
-    `plan` is by default what `plan_layer` says, or `tuning.plan` where a block has little shared memory.
+    It is correct for any load, but efficient for few tokens only: every tile of 8 to 64 tokens reads its expert's
+    weights again. The default `plan` is that of `plan_layer`, or of `tuning.plan` if blocks have little shared memory.
     """
     gate_up, down = weights
     result = torch.empty_like(x)
@@ -210,10 +210,10 @@ def _rows(x: torch.Tensor) -> ctypes.Structure:
 
 
 class LayerPlan(NamedTuple):
-    """How `whole_layer` cuts its work: the kernel's shape (shapes.cuh), and parts of the second product's columns.
+    """How `whole_layer` divides its work: the kernel's shape (shapes.cuh), and `parts` of the second product's columns.
 
-    `at_once` are the stages of weights that a block has on their way, in both products: fewer of the second delay the
-    first less. `processors` are the multiprocessors to use, 0 for all.
+    `at_once` is the most stages of weights that a block has in flight, in the first and in the second product. A low
+    limit in the second delays the first less. `processors` is the number of multiprocessors to use, 0 for all.
     """
 
     shape: int  # of LAYERS
@@ -223,7 +223,7 @@ class LayerPlan(NamedTuple):
 
 
 def plan_layer(pairs: int, first_row_tiles: int, second: tuple[int, int], processors: int) -> LayerPlan:
-    """Return a plan for `pairs` of token and expert on a GPU with so many multiprocessors.
+    """Return a plan for `pairs` of token and expert on a GPU with `processors` multiprocessors.
 
     `second` is the second product's number of row tiles, and of chunks of 64 columns. An item has three tiles if each
     multiprocessor then gets one item, one tile if multiprocessors would be idle, else two. Few items are split into two
@@ -238,13 +238,13 @@ def plan_layer(pairs: int, first_row_tiles: int, second: tuple[int, int], proces
 
 
 def part_of(chunks: int, parts: int, step: int) -> int:
-    """Return the chunks in each of at most `parts` parts of `chunks`, a multiple of `step`."""
+    """Return the chunks per part, a multiple of `step`, if `chunks` are divided into at most `parts` parts."""
     steps = -(-chunks // step)
     return -(-steps // parts) * step
 
 
 class Routed:
-    """One call's sorted rows on the device: which pair has which row, which row which token, and the tiles."""
+    """One call's sorted rows on the device: the row of each pair, the token of each row, and the tiles."""
 
     def __init__(
         self,
@@ -273,14 +273,14 @@ class Routed:
     def sort(self, ordered: torch.Tensor | None = None, chunks: int = 0) -> None:
         """Sort the pairs by expert.
 
-        `ordered` [T, 64 · chunks], where it is given, gets the tokens' activations in the first product's order of
+        If `ordered` [T, 64 · chunks] is given, write the tokens' activations there, in the first product's order of
         columns.
         """
         routing, ordering = self.routing(), self._ordering(ordered, chunks)
         extension.launch(library(), "spark_sort", routing, ordering, self.processors, device=self.x.device)
 
     def write_planes(self, planes: torch.Tensor, chunks: int) -> None:
-        """Put the sorted rows' activations into `planes`, of `chunks` times 64 columns."""
+        """Write the sorted rows' activations to `planes`, `chunks` planes of 64 columns."""
         routing, ordering = self.routing(), self._ordering(planes, chunks)
         extension.launch(library(), "spark_planes", ordering, routing, self.rows, device=self.x.device)
 
@@ -290,7 +290,7 @@ class Routed:
         return Ordering(self.x.data_ptr(), None if ordered is None else ordered.data_ptr(), tokens, vectors, chunks)
 
     def routing(self) -> ctypes.Structure:
-        """Return the sorting's arguments."""
+        """Return the kernels' arguments for sorting."""
         return Routing(
             self.ids.data_ptr(), None if self.map is None else self.map.data_ptr(), self.ids.dtype == torch.int64,
             self.ids.numel(), self.ids.shape[1], self.experts, 0 if self.map is None else self.map.numel(),
@@ -301,25 +301,26 @@ class Routed:
     def multiply(
         self, projection: Projection, x: torch.Tensor, out: torch.Tensor, shape: int, activation: Activation | None
     ) -> None:
-        """Run one grouped product with the kernel of number `shape`, from `x` into `out`; see `product`."""
+        """Run one grouped product from `x` to `out` with the shape of that number; see `product`."""
         gemm, first = self.product(projection, x, out, activation), int(activation is not None)
         extension.launch(library(), "spark_gemm", gemm, shape, first, self.processors, device=self.x.device)
 
     def planes(self, number: int) -> torch.Tensor:
-        """Return room for all rows' planes, `number` of 64 columns each; see routing.cuh."""
+        """Return an uninitialised buffer for `number` planes, each with 64 columns of all rows; see routing.cuh."""
         return torch.empty((number * self.rows + SLACK_ROWS) * COLUMNS, dtype=self.x.dtype, device=self.x.device)
 
     def product(
         self, projection: Projection, x: torch.Tensor, out: torch.Tensor, activation: Activation | None
     ) -> ctypes.Structure:
-        """Return the arguments of a grouped product; the first one has an activation.
+        """Return the kernels' arguments for a grouped product; only the first product has an activation.
 
-        `x` are planes; for the first product of a shape that gathers they are what `sort` wrote to `ordered`.
+        `x` has planes. If the first product's shape gathers rows, `x` is instead the `ordered` that `sort` wrote.
         """
         weight, _, bias = projection
         if bias is None:
             raise ValueError(
-                "weights lack their layout · they were not prepared · pass what HopperKernel.prepare returned"
+                "the weights are not in this kernel's layout · they were not prepared · "
+                "pass the result of HopperKernel.prepare"
             )
         return Gemm(
             weight.data_ptr(), bias.data_ptr(), x.data_ptr(), out.data_ptr(), self.token_of_row.data_ptr(),
@@ -330,9 +331,9 @@ class Routed:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the kernels for the current GPU, built when first used if `precompile` left none.
+    """Return the library of kernels for the current GPU; the first call builds it unless `precompile` has.
 
-    Raises NotImplementedError where there are none and no nvcc.
+    Raises NotImplementedError if it is not built and there is no nvcc.
     """
     build = LIBRARIES[torch.cuda.get_device_capability()]
     return extension.bind(extension.library(*build, "kernel 'hopper'", "set SPARK_MXFP4_KERNEL=triton"), DOORS)
@@ -356,5 +357,5 @@ def _check(x: torch.Tensor, weights: ExpertWeights, topk_ids: torch.Tensor) -> N
     for problem, present in problems.items():
         if present:
             raise ValueError(
-                f"kernel 'hopper' cannot run · {problem} · pass what HopperKernel.prepare returned and bf16 x"
+                f"kernel 'hopper' cannot run · {problem} · pass the result of HopperKernel.prepare and bf16 x"
             )
