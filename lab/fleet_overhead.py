@@ -1,8 +1,8 @@
-"""`python -m lab.fleet_overhead`: what a fleet's HAProxy adds to a request, and how many streams it holds.
+"""`python -m lab.fleet_overhead`: measure the latency that a fleet's HAProxy adds, and how many streams it holds.
 
-A server of asyncio stands where vLLM would: it answers after WAIT seconds, or streams a piece every GAP seconds. It is
-asked directly and through HAProxy with a fleet's own configuration (key, Host check, `model` read from the body), in
-turns, so that both meet the same load of the machine. On a busy machine, as root, put `chrt -r 10` before it.
+An asyncio server replaces vLLM: it answers after WAIT seconds, or streams a piece every GAP seconds. Requests go to it
+directly and through HAProxy with a fleet's configuration (key, Host check, `model` read from the body). Both ways
+alternate, so that other programs slow them equally. On a busy machine run this as root under `chrt -r 10`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from sparkforge.serve.fleet.config import Fleet, Member
 from sparkforge.serve.fleet.router import FOLDER
 
 LOCAL, KEY, MODEL = "127.0.0.1", "sesame", "openai/model"
-WAIT, GAP, PIECES = 0.05, 0.1, 50  # seconds for an answer, between two pieces; pieces of a stream
+WAIT, GAP = 0.05, 0.1  # seconds until an answer, seconds between two pieces of a stream
+PIECES = 50  # of a stream
 BODY_BYTES = 2000
 ANSWER = b'{"choices": []}'
 PIECE = b"data: {}\n\n"
@@ -63,12 +64,12 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[bytes, int] | None:
     return first, next((int(line[15:]) for line in lines if line.lower().startswith(b"content-length:")), 0)
 
 
-def serve(port: Any) -> None:
-    """Serve for ever; put the port into `port`."""
+def serve(ports: Any) -> None:
+    """Serve until the process is killed; put the port into the queue `ports`."""
 
     async def run() -> None:
         server = await asyncio.start_server(answer, LOCAL, 0, backlog=1024)
-        port.put(server.sockets[0].getsockname()[1])
+        ports.put(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
     asyncio.run(run())
@@ -82,7 +83,7 @@ def request(port: int, **more: Any) -> bytes:
 
 
 async def ask(port: int, clients: int, each: int) -> list[float]:
-    """Return the seconds of `each` requests of so many clients at once, each with one connection."""
+    """Run `clients` clients at once, each with one connection and `each` requests; return every request's seconds."""
 
     async def client() -> list[float]:
         reader, writer = await asyncio.open_connection(LOCAL, port)
@@ -102,7 +103,7 @@ async def ask(port: int, clients: int, each: int) -> list[float]:
 
 
 async def stream(port: int, streams: int) -> tuple[int, list[float]]:
-    """Hold so many streams at once; return how many came whole, and the seconds between two pieces."""
+    """Read `streams` streams at once; return the number of complete ones, and the seconds between two pieces."""
 
     async def client() -> list[float]:
         reader, writer = await asyncio.open_connection(LOCAL, port)
@@ -127,7 +128,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def measure(direct: int, routed: int, *, clients: int, each: int, streams: int, rounds: int) -> dict[str, Any]:
-    """Return the figures of both ports, asked in turns."""
+    """Send requests to both ports in turns; return the figures of each port and their difference."""
     ports, times = {"direct": direct, "haproxy": routed}, dict[str, list[float]](direct=[], haproxy=[])
     for _ in range(rounds):
         for name, port in ports.items():

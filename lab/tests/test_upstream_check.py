@@ -63,7 +63,7 @@ CASES = {
     "takes another copy": ("vllm", CMAKE, "FetchContent_Declare",
         "if(NOT MY_SRC_DIR)\nendif()\nFetchContent_Declare", "git dependencies", NONE, ""),
     "removes one": ("vllm", CMAKE, CUTLASS.format(name="cutlass", tag="v1"), "", "git dependencies", CHANGED,
-        "cutlass is not asked for any more"),
+        "cutlass is no longer fetched"),
     "hides one": ("vllm", CMAKE, "GIT_TAG v1", "GIT_TAG ${X}", "git dependencies", UNKNOWN, "cannot be followed"),
     "moves a call": ("vllm", "experts", "def apply", "\n\ndef apply", "kernel calls", CHANGED,
         "experts: {experts}:5 moved to line 7"),
@@ -74,7 +74,7 @@ CASES = {
     "passes what FlashInfer lacks": ("vllm", "experts", "scale=scale", "scale=scale, bias=1", "kernel calls", BREAKS,
         "it has no bias"),
     "passes too much": ("vllm", "vllm/sample.py", "inter(x), 1", "inter(x), 1, 2, 3", "kernel calls", BREAKS,
-        "4 arguments without a name, and 5"),
+        "4 positional arguments, the call passes 5"),
     "passes too little": ("vllm", "experts", ", scale=scale", "", "kernel calls", BREAKS, "it needs scale as well"),
     "wraps it beyond recognition": ("vllm", WRAPPERS, "_wrap(", "_wrap(*", "kernel calls", UNKNOWN,
         "does not say which function of FlashInfer"),
@@ -155,7 +155,7 @@ RUNS = {
     "moves its selector": ("oracle", "def select_mxfp4", "def choose_mxfp4", UNKNOWN, "select_mxfp4"),
     "dies": ("torch.py", "bfloat16 =", "import os\nos._exit(9)\nbfloat16 =", UNKNOWN, "was not run"),
     "prints at its end": ("vllm/__init__.py", "__version__",
-        "import atexit\natexit.register(print, 1.5)\n__version__", UNKNOWN, "no JSON"),
+        "import atexit\natexit.register(print, 1.5)\n__version__", UNKNOWN, "not JSON"),
 }  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def test_without_an_interpreter_the_experts_stay_undetermined_and_the_move_is_re
     assert row.columns["flags and variables"].effect is NONE
 
 
-def test_another_vllm_in_front_is_no_answer(world, tmp_path):
+def test_an_interpreter_that_imports_another_vllm_is_refused(world, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/other exec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -191,7 +191,7 @@ def test_another_vllm_in_front_is_no_answer(world, tmp_path):
     (tmp_path / "other/vllm/__init__.py").write_text('__version__ = "7"\n')
     world.python = python
     column = world.check("vllm").columns["experts"]
-    assert f"another vLLM in front: {tmp_path}/other/vllm" in column.reasons[0]
+    assert f"imports another vLLM: {tmp_path}/other/vllm" in column.reasons[0]
 
 
 def test_the_parser_refuses_a_value(world):

@@ -43,7 +43,7 @@ def _differences(declared: list[Declared], pinned: Mapping[str, GitSource]) -> I
             )
             yield Observation(Effect.BREAKS, text)
         elif name not in requested:
-            yield Observation(Effect.CHANGED, f"{name} is not asked for any more: remove its pin")
+            yield Observation(Effect.CHANGED, f"{name} is no longer fetched: remove its pin")
         else:
             yield from _changes(name, requested[name], pins[name])
 

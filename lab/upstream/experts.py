@@ -49,10 +49,10 @@ def ask(python: Path, root: Path, profiles: Mapping[str, ServeProfile]) -> Relea
     try:
         answer = _run(python, root, question)
     except ProcessError as error:
-        why = f"{error.what}: {(error.why.strip().splitlines() or ['it said nothing'])[-1][:300]}"
+        why = f"{error.what}: {(error.why.strip().splitlines() or ['it printed nothing'])[-1][:300]}"
         return ReleaseAnswer(refusal=why, profiles=why)
     if answer.get("source") != str(root / "vllm"):
-        why = f"{python} has another vLLM in front: {answer.get('source')}"
+        why = f"{python} imports another vLLM: {answer.get('source')}"
         return ReleaseAnswer(refusal=why, profiles=why)
     selections, parsed = answer["selections"], answer["profiles"]
     if isinstance(parsed, dict) and parsed.keys() == {"error"}:
@@ -88,7 +88,7 @@ def _run(python: Path, root: Path, question: Mapping[str, Any]) -> dict[str, Any
         answer: dict[str, Any] = dict(json.loads(output.splitlines()[-1]))
     except (IndexError, ValueError, TypeError) as error:
         raise ProcessError(
-            "vLLM's code gave no answer", "its last line is no JSON", "run the program by hand", code="process.failed"
+            "vLLM's code gave no answer", "its last line is not JSON", "run the program by hand", code="process.failed"
         ) from error
     return answer
 

@@ -182,7 +182,7 @@ def parameters(definition: Definition) -> tuple[str, ...]:
 def refusal(definition: Definition, positional: int, keywords: Sequence[str], *, open_ended: bool = False) -> str:
     """Return why a call does not fit a signature; empty if it fits or nothing says what it takes.
 
-    `positional` counts the arguments without a name; `open_ended` says that `*` or `**` may bring more.
+    `positional` is the number of positional arguments; `open_ended` says that `*` or `**` may add more.
     """
     arguments = definition.arguments
     if arguments is None:
@@ -193,9 +193,9 @@ def refusal(definition: Definition, positional: int, keywords: Sequence[str], *,
     if unknown := [keyword for keyword in keywords if keyword not in by_name and not arguments.kwarg]:
         return f"it has no {', '.join(unknown)}"
     if positional > len(names) and not arguments.vararg:
-        return f"it takes {len(names)} arguments without a name, and {positional} come"
+        return f"it takes {len(names)} positional arguments, the call passes {positional}"
     if twice := [keyword for keyword in keywords if keyword in names[:positional]]:
-        return f"{', '.join(twice)} comes twice"
+        return f"{', '.join(twice)} is passed twice"
     if open_ended:
         return ""
     optional = len(arguments.defaults)

@@ -105,7 +105,7 @@ def find_fault(logprobs: list[float], sent: int) -> str:
     if len(logprobs) != sent - 1:
         return f"{sent} tokens were sent and {len(logprobs)} scored, not {sent - 1}"
     if wrong := [value for value in logprobs if not math.isfinite(value)]:
-        return f"{len(wrong)} of {len(logprobs)} logprobs are no numbers"
+        return f"{len(wrong)} of {len(logprobs)} logprobs are not finite"
     if wrong := [value for value in logprobs if value > 1e-3]:  # vLLM rounds to float32: 1e-7 above 0 happens
         return f"{len(wrong)} of {len(logprobs)} logprobs are above 0 ({max(wrong):.3g}): no probabilities"
     return ""

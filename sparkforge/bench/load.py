@@ -185,9 +185,9 @@ def _event(data: str) -> dict[str, Any]:
     try:
         event = parse_json(data, "a stream event")
     except ValueError:
-        raise StreamError("a stream event is no JSON") from None
+        raise StreamError("a stream event is not JSON") from None
     if not isinstance(event, dict):
-        raise StreamError("a stream event is no object")
+        raise StreamError("a stream event is not an object")
     if "error" in event:
         raise StreamError(f"the server stopped the answer: {str(event['error'])[:120]}")
     return event

@@ -116,7 +116,7 @@ def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:
     # ignore_eos is set, so every answer has the tokens asked for.
     received = sum(sample.output_tokens for sample in answered)
     wrong = [sample for sample in answered if sample.output_tokens != sample.wanted_tokens]
-    fault = f"{len(wrong)} answers have another length: " if wrong else ""
+    fault = f"{len(wrong)} answers have the wrong length: " if wrong else ""
     fault += f"{wrong[0].output_tokens} tokens, not {wrong[0].wanted_tokens}" if wrong else ""
     check("every answer has the length asked for", fault, f"{received} tokens")
 

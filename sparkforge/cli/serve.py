@@ -53,9 +53,9 @@ class ServeOptions:
 
 
 def planned(options: ServeOptions) -> StartPlan:
-    """Return the plan that the options of a command and the environment ask for; say which device serves, and why.
+    """Return the plan for a command's options and the environment; print which device serves, and why.
 
-    MODEL, PORT and MAX_MODEL_LEN count where no option says otherwise. Raises UsageError, InputError or StorageError.
+    MODEL, PORT and MAX_MODEL_LEN are used where the option is not given. Raises UsageError, InputError or StorageError.
     """
     from sparkforge.core.vllm_flags import NAMES, passable
     from sparkforge.serve import access, settings
@@ -70,9 +70,9 @@ def planned(options: ServeOptions) -> StartPlan:
     variables = settings.with_context(os.environ, options.context, options.vllm_flags)
     choice = choose(options.device)
     flags = passable(options.vllm_flags, relative_to=None if choice.container else caller_path("."))
-    if names := listed(os.environ.get("SPARKFORGE_SERVED_NAMES", "")):  # of a model of a fleet
+    if names := listed(os.environ.get("SPARKFORGE_SERVED_NAMES", "")):  # set for each model of a fleet
         flags = (*flags, NAMES, *names)
-    if not getattr(options, "fleet", ""):  # of which each model has its own
+    if not getattr(options, "fleet", ""):  # in a fleet, each model has a device of its own
         say(f"device: {choice.device}, because {choice.why}")
     if options.python and choice.container:
         raise UsageError("--python has no meaning here", "a container has its own", "./inv up --device gpu --python …")
@@ -92,9 +92,10 @@ def planned(options: ServeOptions) -> StartPlan:
 
 
 def chosen(options: UpOptions, recipe: Recipe) -> UpOptions:
-    """Return the options with the recipe's model and flags. Raises UsageError beside a model, and RefusalError.
+    """Return the options with the recipe's model and flags.
 
-    The latter is for a recipe of other stacks, or of a model that does not fit this machine, and names the nearest one.
+    Raises UsageError if the options name a model too. Raises RefusalError, which names the nearest recipe, for a recipe
+    of other stacks, or of a model that does not fit this machine.
     """
     from sparkforge.image.devices import stack_of
     from sparkforge.serve import recipe_check
@@ -115,7 +116,7 @@ class UpOptions(ServeOptions):
 
     recipe: str = option("a recipe, see ./inv models; default: the device's default model", positional=True)
     fleet: str = option("several models at one URL: a fleet.toml, by default this folder's, else the state folder's")
-    quantization: str = option("spark-mxfp4: our own experts, by the profile of that name or beside yours")
+    quantization: str = option("spark-mxfp4: our own experts, by the profile of this name or added to --profile")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
     tiny_first: bool = option(
         "on a GPU: the tiny model must give its recorded answers before another one is loaded",
@@ -138,21 +139,21 @@ def up(_ctx: Context, options: UpOptions) -> None:
     """Prepare what is missing, validate it, and serve a model.
 
     The steps are environment, model, validation, server and first answers. A recipe names the model, the profile on a
-    Spark, and flags. MODEL, PORT, TP and MAX_MODEL_LEN are taken from the environment where no option says otherwise.
-    vLLM's own flags stand behind --, and win over the others.
+    Spark, and flags. MODEL, PORT, TP and MAX_MODEL_LEN are taken from the environment if the option is not given.
+    vLLM's own flags follow --, and override those of the profile and the recipe.
     """
     from sparkforge.serve import failure, screen
 
     server = started(options)
     screen.show_ready(server)
-    notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")
+    notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; first answers received")
     if options.foreground:
         with failure.remembered():
             screen.stay(server)
 
 
 def started(options: UpOptions) -> Server:
-    """Start the server that the options ask for. Raises what `start` of its device raises."""
+    """Start the server that the options describe. Raises the same errors as `sparkforge.serve.devices.device.start`."""
     from sparkforge.image.devices import DOCKER, GPU
     from sparkforge.models import recipes
     from sparkforge.plan import capabilities
@@ -184,7 +185,7 @@ def started(options: UpOptions) -> Server:
 
 
 def started_fleet(options: UpOptions) -> Server:
-    """Start several models. Raises UsageError for options that fleet.toml has for each of them."""
+    """Start several models. Raises UsageError for options that fleet.toml sets for each model."""
     from sparkforge.image.devices import EMBEDDED
     from sparkforge.serve.fleet import start
 
@@ -209,7 +210,7 @@ def down(_ctx: Context) -> None:
 
     try:
         stopped = launch.down()
-        say(f"stopped {stopped.url}" if stopped else "stopped what a killed ./inv up had left")
+        say(f"stopped {stopped.url}" if stopped else "stopped the processes of a killed ./inv up")
     except ServerError as error:
         if error.code != "server.not-running":
             raise
@@ -220,8 +221,8 @@ def down(_ctx: Context) -> None:
 def status(_ctx: Context, json_: bool = False) -> None:
     """Print what is served, its load, and the memory it takes.
 
-    Tokens per second come from two readings of the server's counters. The requests that its start proved and its last
-    error are shown too. `watch ./inv status` prints it again and again.
+    Tokens per second come from two readings of the server's counters. It also prints the requests that were tested at
+    the start, and the server's last error. `watch ./inv status` repeats it.
     """
     from sparkforge.serve import record, screen
     from sparkforge.serve.status import report_of_none
@@ -274,7 +275,7 @@ def chat(_ctx: Context, message: str, system: str = "", max_tokens: str = "") ->
 def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: str = "") -> None:
     """Talk with a model, which is started if it is not served.
 
-    It is up and chat in one: the server stays. A server of another model is not replaced.
+    It combines `up` and `chat`: the server stays. A server of another model is not replaced.
     """
     from sparkforge.image.devices import EMBEDDED, FLEET
     from sparkforge.serve import record, screen, stored
@@ -311,7 +312,7 @@ def require_message(message: str, command: str) -> None:
 
 
 def talk(server: Server, message: str, system: str, limit: int | None) -> None:
-    """Print the answer to a message, or to that on stdin; without one, converse."""
+    """Print the answer to `message`, or to the text on stdin; start a conversation if there is neither."""
     from sparkforge.serve import conversation
 
     if text := message or conversation.message_on_stdin():
@@ -323,7 +324,7 @@ def talk(server: Server, message: str, system: str, limit: int | None) -> None:
 @task(
     example="./inv rollback --list",
     list="print the known good starts and change nothing",
-    to="the number of a start in that list; default: the one before what runs",
+    to="the number of a start in that list; default: the start before the running server's",
     dry_run="print what would be changed, change nothing",
 )
 def rollback(
@@ -332,16 +333,13 @@ def rollback(
     to: str = "",
     dry_run: bool = False,
 ) -> None:
-    """Go back to the last start that proved itself.
-
-    Its image, profile and options come back.
-    """
+    """Restore the image, profile and options of the last known good start."""
     from sparkforge.serve import known_good, screen
     from sparkforge.serve.devices.choose import device_for
     from sparkforge.serve.devices.device import run
 
     def starter(plan: StartPlan) -> Callable[[], Server]:
-        """Return what starts a recorded plan, checked; a missing image is named, not built."""
+        """Return a function that starts a recorded plan. A missing image is an error; it is not built."""
         return partial(run, device_for(plan, lambda *_: None))
 
     if list:

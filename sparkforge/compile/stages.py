@@ -46,12 +46,12 @@ class BuildRequest:
 
 
 def require_way(way: str, machine: str = toolchain.THIS_MACHINE) -> None:
-    """Raise UsageError unless `way` is one of WAYS, and this machine can go it for `machine`.
+    """Raise UsageError unless `way` is one of WAYS and possible on this machine for `machine`.
 
-    They are upstream's wheel, and compiled from source, which only a machine of the same kind does.
+    The ways are upstream's wheel, and compiling from source, which needs a machine of the same kind.
     """
     if way not in WAYS:
-        raise UsageError(f"--from {way!r} is no way to vLLM", f"there are {' and '.join(WAYS)}", "--from wheel")
+        raise UsageError(f"--from {way!r} is not known", f"it takes {' or '.join(WAYS)}", "--from wheel")
     if way == "source" and machine != toolchain.THIS_MACHINE:
         why = f"vLLM's extensions are compiled for {machine} on such a machine only"
         raise UsageError("--from source does not go with --platform", why, "--from wheel")

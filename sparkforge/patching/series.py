@@ -3,8 +3,8 @@
 A patch that is the same in several releases lies in `patches/common/`; each series names it as `../common/FILE`.
 
 DEP-3 is Debian's format for patch headers (https://dep-team.pages.debian.net/deps/dep3/): `Field: value`, continued by
-lines that begin with a space, closed by a line `---`. `Drop-when` is our own field: one condition a line, any of which
-says that upstream no longer needs the patch.
+lines that begin with a space, closed by a line `---`. `Drop-when` is our own field: one condition per line. If
+any of them holds, upstream no longer needs the patch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIELDS = ("Description", "Origin", "Bug", "Forwarded", "Last-Update", "Drop-when
 DIRECTORY = re.compile(r"(?P<upstream>[a-z][a-z0-9_-]*?)-(?P<version>\d[0-9A-Za-z.+]*)")
 PATCH_NAME = re.compile(r"\d{4}-[a-z0-9]+(-[a-z0-9]+)*\.patch")
 FIELD = re.compile(r"(?P<name>[A-Za-z][A-Za-z-]*): *(?P<value>.*)")
-COMMON = "../common/"  # begins a line of `series` whose patch several queues share
+COMMON = "../common/"  # prefix of a line of `series` for a patch that several queues share
 CONDITION = re.compile(r"(?P<kind>contains|lacks) (?P<path>\S+) (?P<text>\S.*)")
 
 
@@ -63,7 +63,7 @@ class Patch:
 
     @classmethod
     def load(cls, file: Path) -> Patch:
-        """Read one patch file. Raises PatchError for anything that is not a well-headed plain text diff."""
+        """Read one patch file. Raises PatchError unless it is a plain text diff with a complete header."""
         if not PATCH_NAME.fullmatch(file.name):
             raise refuse(file.name, "is not named NNNN-imperative-subject.patch")
         data = file.read_bytes()
@@ -113,7 +113,7 @@ class Queue:
                            if not (tree / old).exists() and (tree / new).is_dir()})  # fmt: skip
 
     def for_files(self, names: Collection[str]) -> Queue:
-        """Return this queue with the paths that an archive of the files `names` has, as `for_tree` does for a tree."""
+        """Do the same as `for_tree` for an archive with the files `names`."""
 
         def holds(folder: str) -> bool:
             return any(name.startswith(f"{folder}/") for name in names)
@@ -126,7 +126,7 @@ class Queue:
     def apply(self, contents: Mapping[str, Content], others: Iterable[str] = ()) -> dict[str, Content]:
         """Return `contents` (path → bytes) after every patch, in memory and with fuzz 0.
 
-        `others` are further files of the tree. Raises PatchError, also if a file would be the folder of another one.
+        `others` are further files of the tree. Raises PatchError, also if a path would be both a file and a folder.
         """
         after = dict(contents)
         for patch in self.patches:
@@ -166,9 +166,10 @@ class Queue:
 
 
 def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Component, Queue]]:
-    """Return the queues that a stack's components name, each with its component, a source archive before a wheel.
+    """Return the queues that a stack's components name, each with its component.
 
-    Raises InputError for an unknown stack, PatchError for a malformed queue.
+    Queues of source archives come first. A queue of both an archive and a wheel is listed with the archive. Raises
+    InputError for an unknown stack, PatchError for a malformed queue.
     """
     folders: dict[str, Component] = {}
     for component in sorted(table.stack(stack).components.values(), key=lambda component: component.kind != "sdist"):
@@ -189,18 +190,18 @@ def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
 
 
 def _installed(directory: Path) -> dict[str, str]:
-    """Read `installed`, if the queue has it: a top folder of the source archive and its place in a package, a line."""
+    """Read `installed`, if the queue has it. Each line: a top folder of the source archive, and its installed path."""
     file = directory / "installed"
     lines = _lines(directory, file) if file.is_file() else []
     pairs = [line.split() for line in lines if line and not line.startswith("#")]
     for parts in pairs:
         if len(parts) != 2 or "/" in parts[0] or not all(map(unharmful, parts)):
-            raise _bad_series(directory, f"`installed` has a line that is no `FOLDER FOLDER/INSIDE`: {' '.join(parts)}")
+            raise _bad_series(directory, f"`installed` has a line other than `FOLDER FOLDER/INSIDE`: {' '.join(parts)}")
     return {parts[0]: parts[1] for parts in pairs}
 
 
 def _series(directory: Path) -> list[str]:
-    """Return the lines of `series`: each names a patch, once, in rising order, and names all patches of the folder."""
+    """Return the lines of `series`. It must name every patch of the folder once, in rising order."""
     file = directory / "series"
     if not file.is_file():
         raise _bad_series(directory, "there is no file `series`")
@@ -213,7 +214,7 @@ def _series(directory: Path) -> list[str]:
         (not names, "`series` names no patch"),
         ([name for name in names if name not in present], "`series` names files that are not there"),
         (sorted(own - set(names)), "these patches are not in `series`"),
-        (names != rising, "the patches in `series` are not in rising order, each once"),
+        (names != rising, "the patches in `series` are not in rising order, or one is named twice"),
     )
     for wrong, reason in checks:
         if wrong:
@@ -229,7 +230,7 @@ def _lines(directory: Path, file: Path) -> list[str]:
 
 
 def _header(patch: str, text: str) -> dict[str, str]:
-    """Read DEP-3 fields; a value's continuation lines follow it after line breaks."""
+    """Read DEP-3 fields; the lines of a continued value are joined by line breaks."""
     fields: dict[str, str] = {}
     name = ""
     for line in text.splitlines():
@@ -240,13 +241,13 @@ def _header(patch: str, text: str) -> dict[str, str]:
             name = field["name"]
             fields[name] = field["value"].strip()
         else:
-            raise refuse(patch, f"has a header line that is no new DEP-3 field: {line!r}")
+            raise refuse(patch, f"has a header line that is not a DEP-3 field, or repeats one: {line!r}")
     if missing := [name for name in FIELDS if not fields.get(name)]:
         raise refuse(patch, f"lacks the header fields {', '.join(missing)}")
     try:
         date.fromisoformat(fields["Last-Update"])
     except ValueError as error:
-        raise refuse(patch, f"has a Last-Update that is no date: {fields['Last-Update']}") from error
+        raise refuse(patch, f"has a Last-Update that is not a date: {fields['Last-Update']}") from error
     return fields
 
 
@@ -255,7 +256,7 @@ def _condition(patch: str, line: str) -> Condition:
     if not match:
         raise refuse(patch, f"has a Drop-when that is not `contains PATH TEXT` or `lacks PATH TEXT`: {line}")
     if not unharmful(match["path"]):
-        raise refuse(patch, f"has a Drop-when for {match['path']!r}, which is no file of the tree")
+        raise refuse(patch, f"has a Drop-when for {match['path']!r}, which is not a path inside the tree")
     return Condition(match["kind"], match["path"], match["text"])
 
 

@@ -1,6 +1,6 @@
 """A model's sizes, from its config.json: weights by part and format, and the KV cache by layer type.
 
-The one place in the project that computes either, by the formulas of its family's row in families.toml. All sizes are
+No other module computes these sizes. The formulas are in families.toml, in the row of the model's family. All sizes are
 bytes; all counts follow from config.json alone.
 """
 
@@ -20,18 +20,18 @@ from sparkforge.core.vllm_flags import SPECULATION
 from sparkforge.plan import families
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-# Bits a weight, its scale included. MXFP4: 32 four-bit values and one eight-bit scale (OCP Microscaling Formats v1.0,
-# table 1); MXFP8 likewise. NVFP4: 16 values a scale. q8_0: llama.cpp's 32 eight-bit values and one 16-bit scale. fp8:
-# one scale a row, left out.
+# Bits per weight, with its share of the scale. MXFP4: 32 four-bit values and one eight-bit scale (OCP Microscaling
+# Formats v1.0, table 1); MXFP8 likewise. NVFP4: one scale per 16 values. q8_0: llama.cpp's 32 eight-bit values and one
+# 16-bit scale. fp8: one scale per row, not counted.
 BITS = {"bf16": 16.0, "fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5, "q8_0": 8.5}
 BLOCK = 32  # MXFP4 elements that share one scale
 KV_BYTES = {"bf16": 2, "fp8": 1}  # a key or value element; vLLM's --kv-cache-dtype auto is the model's own bf16
-KV_BLOCK = 16  # tokens a block of the KV cache: vLLM 0.32.0, vllm/config/cache.py DEFAULT_BLOCK_SIZE
-STATES = 2  # blocks of a linear layer a sequence (vllm/v1/kv_cache_interface.py, MambaSpec, mamba_cache_mode "align")
-LATENT_BLOCK = 128  # whole multiples of it are the blocks of latent attention beside linear layers
+KV_BLOCK = 16  # tokens in a block of the KV cache: vLLM 0.32.0, vllm/config/cache.py DEFAULT_BLOCK_SIZE
+STATES = 2  # blocks per sequence and linear layer (vllm/v1/kv_cache_interface.py, MambaSpec, mamba_cache_mode "align")
+LATENT_BLOCK = 128  # if a model also has linear layers, a block of latent attention has a multiple of so many tokens
 STEPS_UNDER_WAY = 2  # with asynchronous scheduling, vLLM's own choice: vllm/config/vllm.py, max_concurrent_batches
 DECODING = STEPS_UNDER_WAY  # tokens that a decoding sequence has in flight: one a step
-TOLERANCE = 0.02  # of the bytes that config.json promises: scales of FP8 blocks, and what formulas leave out
+TOLERANCE = 0.02  # share of the computed bytes: formulas leave out some tensors, such as scales of FP8 blocks
 LARGEST = 10**9  # larger sizes in a config.json are refused
 CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 
@@ -39,8 +39,9 @@ CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 class Draft(Record):
     """The drafter that proposes a model's next tokens, as in vLLM's --speculative-config.
 
-    A step proposes `tokens` in `passes` over `bytes` of weights: as many as tokens one by one, one for a block, 0
-    where a table is searched. `repository` is empty if the checkpoint has the draft itself, or none is needed.
+    For a step's `tokens` the drafter reads its weights, `bytes` in all, `passes` times: `tokens` times if it proposes
+    them one by one, once if it proposes a block, 0 times if it only searches a table. `repository` is empty if the
+    checkpoint contains the draft, or no weights are needed.
     """
 
     method: str
@@ -80,7 +81,7 @@ class DenseFormat:
 
     @property
     def name(self) -> str:
-        """Both in a few words."""
+        """Short text that names both formats."""
         return self.attention if self.attention == self.head else f"{self.attention}, {self.head} head"
 
 
@@ -91,7 +92,7 @@ BF16 = DenseFormat()
 class Part:
     """Weights of one kind over all layers: `count` elements in `form`, and `plain` elements (biases) in bf16.
 
-    `role` is the form of its row in families.toml, or `embedding` or `head`.
+    `role` is the column `form` of the part's row in families.toml, or `embedding` or `head`, which have no row.
     """
 
     name: str
@@ -110,9 +111,9 @@ class Part:
 class Architecture:
     """A model's sizes, by the names of families.toml. `window` is in tokens, the forms are keys of BITS.
 
-    A dense model has no experts. `active` is the width of all MLPs of a layer that one token takes; `kv_elements` what
-    a token takes in a layer's KV cache, `score_flops` what attention computes for a pair of tokens in a layer, and
-    `state` the bytes that a sequence takes in all linear layers, however long it is.
+    A dense model has no experts. For one token in one layer, `active` is the summed width of the MLPs that compute it,
+    and `kv_elements` the number of elements it takes in the KV cache. `score_flops` are the operations of attention for
+    a pair of tokens in one layer. `state` is the bytes of a sequence in all linear layers, at any length.
     """
 
     family: str
@@ -138,7 +139,7 @@ class Architecture:
     tied: bool
     experts_form: str
     dense_form: str
-    between: tuple[Part, ...]  # of the parts, those between embedding and LM head, as the checkpoint stores them
+    between: tuple[Part, ...]  # the parts between embedding and LM head, as the checkpoint stores them
 
     @property
     def full_layers(self) -> int:
@@ -165,7 +166,7 @@ class Architecture:
         return 2 * (2 * intermediate + hidden) if experts and experts.bias else 0
 
     def parts(self, dense: DenseFormat = BF16) -> tuple[Part, ...]:
-        """Return all weights. A tied LM head stays as the embedding is, in bf16."""
+        """Return all weights. A tied LM head has 0 elements: it is the embedding, which stays in bf16."""
         words = self.vocab * self.hidden
         attention = self.dense_form if dense.attention == BF16.attention else dense.attention
         return (
@@ -206,7 +207,7 @@ class Architecture:
         return (self.layers - self.linear_layers) * self.kv_layer_token(kv)
 
     def kv_read(self, context: int, kv: str) -> int:
-        """Bytes of keys, values and states that one decoded token reads behind `context` tokens."""
+        """Bytes of keys, values and states that a decode step of one sequence reads after `context` tokens."""
         tokens = self.full_layers * context + self.sliding_layers * min(context, self.window)
         return tokens * self.kv_layer_token(kv) + self.state
 
@@ -214,7 +215,7 @@ class Architecture:
         """Bytes of KV blocks that a sequence of `context` tokens holds while it decodes.
 
         vLLM's hybrid allocator: a full layer keeps every token; a sliding one the last window - 1, those in flight, and
-        one block more, as a window begins anywhere in a block (vllm/v1/kv_cache_interface.py, SlidingWindowSpec).
+        one block more, as a window may begin inside a block (vllm/v1/kv_cache_interface.py, SlidingWindowSpec).
         """
         return self.kv_admitted(context, DECODING, kv)
 
@@ -222,9 +223,10 @@ class Architecture:
         """Bytes that must be free before vLLM admits a sequence of up to `context` tokens.
 
         A sliding layer also keeps the tokens of the steps under way, `in_flight` of them: STEPS_UNDER_WAY steps of
-        --max-num-batched-tokens (vllm/config/vllm.py, max_in_flight_tokens). Beside linear layers vLLM makes the blocks
-        so large that one holds a linear layer's state (vllm/platforms/interface.py, _align_hybrid_block_size), and
-        with prefix caching, its default, each of these layers has STATES blocks a sequence.
+        --max-num-batched-tokens (vllm/config/vllm.py, max_in_flight_tokens). If a model has linear layers, vLLM makes
+        every block so large that it holds a linear layer's state (vllm/platforms/interface.py,
+        _align_hybrid_block_size). With prefix caching, which is on by default, a sequence has STATES blocks in each
+        linear layer.
         """
         block, layer = KV_BLOCK, self.kv_layer_token(kv)
         if self.linear_layers:
@@ -237,7 +239,7 @@ class Architecture:
 
 
 def read(path: Path) -> Architecture:
-    """Read a config.json, or the one in a folder. Raises InputError for one of no known family."""
+    """Read `path`, a config.json or its folder. Raises InputError if it cannot be read or its family is not known."""
     file = path / "config.json" if path.is_dir() else path
     try:
         value = read_json(file, largest=CONFIG_BYTES)
@@ -259,7 +261,7 @@ def parse(config: Any, where: str) -> Architecture:
     config = {**config, **(text if isinstance(text, Mapping) else {})}
 
     def value(key: str) -> int | None:
-        """Return a size that is known already, or what config.json has."""
+        """Return a size that is computed already, or the key's value in config.json."""
         if key in (FULL, SLIDING, LINEAR):
             return _count(config.get("layer_types"), key, sizes["layers"], where)
         return sizes[key] if key in sizes else _number(config, key, where)
@@ -300,11 +302,11 @@ def _problem(model: Architecture) -> str:
     if model.experts_form == "mxfp4" and (model.hidden % BLOCK or model.intermediate % BLOCK):
         return f"MXFP4 needs hidden and intermediate sizes in multiples of {BLOCK}"
     layers = (model.full_layers, model.expert_layers, *(part.count for part in model.between))
-    return "its kinds of layers are more than its layers" if min(layers) < 0 else ""
+    return "it has more layers of one kind than layers in all" if min(layers) < 0 else ""
 
 
 def _number(config: Mapping[str, Any], key: str, where: str) -> int | None:
-    """Return a key's number, or a list's length; None for null and for one that is not there."""
+    """Return a key's number, or a list's length; None for null and for a missing key."""
     content = config.get(key)
     if isinstance(content, list):
         return len(content)

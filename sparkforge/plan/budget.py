@@ -1,4 +1,4 @@
-"""Where a device's memory goes when a model serves, line by line; how long and how many sequences can be.
+"""The memory that a served model takes on a device, line by line, and the longest and most sequences that fit.
 
 All sizes are bytes. Lines are computed from the model's sizes, or bounds with a source; none was measured on a Spark.
 """
@@ -21,7 +21,10 @@ LOGIT_COPIES = 2  # bf16 → float32, and the sampler's own copy of it
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be served: tokens a sequence, sequences at once, formats of KV cache and dense layers, bounds."""
+    """The workload. `context`: tokens per sequence; `concurrency`: sequences at once; `kv`, `dense`: formats.
+
+    `batched` and `sequences` are vLLM's --max-num-batched-tokens and --max-num-seqs.
+    """
 
     context: int
     concurrency: int = 1
@@ -55,12 +58,12 @@ class Budget:
 
     @property
     def share(self) -> float:
-        """The least --gpu-memory-utilization that holds vLLM's lines."""
+        """The least --gpu-memory-utilization that is enough for vLLM's lines."""
         return sum(line.bytes for line in self.lines if line.share) / self.total
 
 
 def kv_bytes(model: Architecture, load: Workload) -> int:
-    """KV blocks of all sequences while they decode, and what one more step of prefill keeps in the sliding layers."""
+    """Bytes of KV blocks: of all sequences while they decode, and those that one prefill adds in sliding layers."""
     held = model.kv_held(load.context, load.kv)
     admitted = model.kv_admitted(load.context, STEPS_UNDER_WAY * load.batched, load.kv)
     return load.concurrency * held + admitted - held
@@ -69,9 +72,9 @@ def kv_bytes(model: Architecture, load: Workload) -> int:
 def activation_bytes(model: Architecture, load: Workload) -> int:
     """Estimate of the largest step's activations, all in bf16 but the logits.
 
-    MLPs: each token's copies (k for k experts) with gate and up, activation, and down; attention: queries, keys,
-    values; the hidden states four times (residual, normed, attention's and MLPs' output); logits of every sequence in
-    float32.
+    MLPs: gate, up and their product in the width that a token takes, and one output row per expert of a token;
+    attention: queries, keys, values; the hidden states four times (residual, normed, attention's and MLPs' output);
+    logits of every sequence in float32.
     """
     experts = load.batched * (3 * model.active + max(1, model.top_k) * model.hidden)
     attention = load.batched * (model.heads + 2 * model.kv_heads) * model.head_dim
@@ -80,7 +83,7 @@ def activation_bytes(model: Architecture, load: Workload) -> int:
 
 
 def share_lines(model: Architecture, device: Device, load: Workload, weights: int | None = None) -> tuple[Line, ...]:
-    """Return what counts against vLLM's share. `weights`: bytes of the checkpoint on disk, where they are known."""
+    """Return the lines that count against vLLM's share. `weights`: bytes of the checkpoint on disk, None if unknown."""
     on_disk = model.weight_bytes() if weights is None else weights
     how = "computed" if weights is None else "sizes of the files"
     if load.dense != BF16:
@@ -118,18 +121,18 @@ def make(model: Architecture, device: Device, load: Workload) -> Budget:
 
 
 def most_share(device: Device) -> float:
-    """The highest --gpu-memory-utilization that leaves the others theirs, cut to two decimals as one would write it."""
+    """The highest --gpu-memory-utilization that leaves other programs their memory, rounded down to two decimals."""
     others = (device.resident.value + device.host.value) / device.memory.value
     return int(100 * max(0.0, min(device.most.value, 1.0 - others))) / 100
 
 
 def fits(model: Architecture, device: Device, load: Workload) -> bool:
-    """Whether it fits, within the highest share that the device takes."""
+    """Whether serving `load` fits into the highest share that the device allows."""
     return make(model, device, load).share <= most_share(device)
 
 
 def missing(model: Architecture, device: Device, load: Workload) -> int:
-    """Bytes by which it does not fit; 0 or less if it does."""
+    """Bytes that serving `load` needs beyond the highest share; 0 or less if it fits."""
     budget = make(model, device, load)
     return int((budget.share - most_share(device)) * budget.total)
 
@@ -142,7 +145,7 @@ def most_sequences(model: Architecture, device: Device, load: Workload) -> int:
 
 
 def most_tokens(model: Architecture, device: Device, load: Workload) -> int:
-    """The longest that `load.concurrency` sequences can be, at most the model's own limit; 0 if they do not fit."""
+    """The most tokens that each of `load.concurrency` sequences can have, up to the model's limit; 0 if none fits."""
 
     def too_long(tokens: int) -> bool:
         """False up to some length: more tokens never take less memory."""

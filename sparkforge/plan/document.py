@@ -1,4 +1,4 @@
-"""A plan as a document, sparkforge-plan/1: what `./inv plan --json` prints, and what its tables show.
+"""A plan as a document, sparkforge-plan/1: the output of `./inv plan --json`, and the content of its tables.
 
 `plan.schema.json` is made from this: `python3 -m sparkforge.plan.document > sparkforge/plan/plan.schema.json`.
 """
@@ -63,7 +63,10 @@ class Capacity(Record):
 
 
 class DecodeRow(Record):
-    """A decode step at best. Tokens a second; `best_total`: if all tokens chose the same experts. None: not known."""
+    """Upper bounds of a decode step. `each` and `total` are tokens per second, by user and in all; None: not known.
+
+    `best_total` is the total if all tokens choose the same experts.
+    """
 
     batch: int
     experts: float
@@ -78,9 +81,9 @@ class DecodeRow(Record):
 class FormatRow(Record):
     """Dense layers in one format: `bytes` that a token of one user reads, `freed_bytes` of memory against bf16.
 
-    `each` are tokens a second a user at best, one for each of `users` (None: not known), `forecasts` a step's parts
-    with our kernels; `kv_tokens` is how many more tokens the KV cache holds with the freed bytes; `profiles` keep the
-    dense layers so.
+    For each number of `users`, `each` is the upper bound of tokens per second of one user (None: not known), and
+    `forecasts` has the parts of a step with our kernels. `kv_tokens` is the number of tokens that the freed bytes add
+    to the KV cache. `profiles` are those that serve the dense layers in this format.
     """
 
     name: str
@@ -105,9 +108,9 @@ class CacheRow(Record):
 
 
 class PrefillRow(Record):
-    """Reading one prompt alone at best; `seconds` is its time to the first token, `forecast` that with our kernels.
+    """Reading one prompt alone: bounds of its speed. `seconds` is the least time to the first token; None: not known.
 
-    None: not known.
+    `forecast` is the expected time to the first token with our kernels.
     """
 
     prompt: int
@@ -119,9 +122,10 @@ class PrefillRow(Record):
 
 
 class SpeculationRow(Record):
-    """So many sequences at once: tokens that a step must gain before a draft pays, and the speed over that without it.
+    """A draft with `batch` sequences at once. `break_even`: the tokens that a step must gain before a draft pays.
 
-    `gains` has one for each of `accepted`; None: not known, or more tokens than the draft proposes.
+    `gains` are speeds relative to decoding without the draft, one for each of `accepted`; None: not known, or more
+    tokens than the draft proposes.
     """
 
     dense: str
@@ -139,7 +143,7 @@ class Speculation(Record):
 
 
 class Plan(Record):
-    """All of it."""
+    """The whole plan."""
 
     format: Literal["sparkforge-plan/1"] = "sparkforge-plan/1"
     established: Literal["computed"] = "computed"

@@ -1,12 +1,12 @@
-"""Ask FlashInfer's own JIT what it would build; run as a program with the tree under test as its argument.
+"""Print the modules that FlashInfer's JIT would build. A program; its first argument is the tree under test.
 
-A second argument stands for the variable FLASHINFER_MOE_SM120_DTYPES.
+A second argument sets the variable FLASHINFER_MOE_SM120_DTYPES.
 
-`spec` on stdin prints the SM120 fused MoE's module name, flags and units (path → text of a generated one, else null),
-or {"error": …} for a ValueError. `dense` prints the same of the SM120 FP4 product, NVFP4 (`fp4`) and MXFP4 (`mxfp4`,
-null where FlashInfer has no generator of it). `ninja` runs whatever `ninja` is on PATH as FlashInfer does for a build.
-The packages flashinfer and flashinfer.jit are entered without their __init__, which load every operator and a GPU
-library.
+`spec` on stdin prints the SM120 fused MoE's module name, flags and units (path → text of a generated unit, null for
+other units), or {"error": …} for a ValueError. `dense` prints the same of the SM120 FP4 product, NVFP4 (`fp4`) and
+MXFP4 (`mxfp4`, null where FlashInfer has no generator for it). `ninja` runs the `ninja` on PATH as FlashInfer's build
+does. The packages flashinfer and flashinfer.jit are imported without running their __init__, which loads every
+operator and a GPU library.
 """
 
 import json

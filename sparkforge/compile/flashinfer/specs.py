@@ -1,10 +1,10 @@
 """Ask FlashInfer's own generators for build files. A program for the interpreter that has FlashInfer; never imported.
 
-`probe` prints what that interpreter has; `write` reads [{name, generator, arguments}, …] from stdin, has FlashInfer
+`probe` prints the versions that it has; `write` reads [{name, generator, arguments}, …] from stdin, has FlashInfer
 write each module's sources and build.ninja into its cache, and prints where. Standard library and FlashInfer only.
 
-The packages flashinfer and flashinfer.jit are entered without their __init__: importing flashinfer asks for a GPU
-(gdn_kernels/gdn_decode_bf16_state.py:2705), and generators do not.
+The packages flashinfer and flashinfer.jit are imported without running their __init__, which needs a GPU
+(gdn_kernels/gdn_decode_bf16_state.py:2705); the generators need none.
 """
 
 from __future__ import annotations

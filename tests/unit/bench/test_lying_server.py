@@ -15,12 +15,12 @@ LIES = {
     "silent": "silence for too long",
     "endless": "more than",
     "an error in the stream": "engine died",
-    "no JSON": "a stream event is no JSON",
+    "no JSON": "a stream event is not JSON",
     "no usage": "no usage counts",
 }
 CONTRADICTIONS = {
-    "too many counted": "answers have another length: 320 tokens, not 8",
-    "too few counted": "answers have another length: 1 tokens, not 8",
+    "too many counted": "answers have the wrong length: 320 tokens, not 8",
+    "too few counted": "answers have the wrong length: 1 tokens, not 8",
     "prompts cut": "the server counted 18 prompt tokens where 144 were sent",
     "its counter stands still": "its counter rose by 0, its answers claim 48",
 }
@@ -87,7 +87,7 @@ def test_a_load_is_the_same_for_the_same_seed_and_asks_for_whole_answers(stub, b
     loads = [body for _, body, _ in stub.bodies if body.get("stream")]
     first, second, third = (sorted(body["prompt"] for body in loads[at : at + 6]) for at in (0, 6, 12))
     assert first == second != third
-    assert len({tuple(prompt) for prompt in first}) == 6  # no prompt is another's prefix in a cache
+    assert len({tuple(prompt) for prompt in first}) == 6  # six different prompts: the prefix cache has none of them
     assert all(body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 8 for body in loads)
 
 
@@ -101,7 +101,7 @@ def test_a_server_that_does_not_tokenize_is_neither_scored_nor_loaded(stub, benc
 
 
 BAD_SCORES = {
-    "NaN logprobs": "1 of 511 logprobs are no numbers",
+    "NaN logprobs": "1 of 511 logprobs are not finite",
     "positive logprobs": "above 0 (0.5)",
     "fewer logprobs": "512 tokens were sent and 508 scored",
     "no logprobs": "the server echoes no prompt logprobs",
@@ -109,7 +109,7 @@ BAD_SCORES = {
 
 
 @pytest.mark.parametrize("lie", BAD_SCORES)
-def test_the_gate_fails_on_scores_that_are_none(stub, endpoint, table, passage, lie):
+def test_the_gate_fails_on_invalid_scores(stub, endpoint, table, passage, lie):
     stub.lie = lie
     verdict = gate.run(endpoint, table, passage)
     assert not verdict.passed

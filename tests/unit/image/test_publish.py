@@ -1,4 +1,4 @@
-"""Pushing an image to a registry that denies what is not there: a fake engine, a stand-in `docker` command."""
+"""Pushing an image to a registry that denies access to a missing repository: a fake engine, a fake `docker` command."""
 
 import json
 import os
@@ -18,7 +18,7 @@ DIGEST = f"sha256:{'d' * 64}"
 
 @pytest.fixture
 def publish(fake_engine, docker_command, monkeypatch):
-    """Return a function that publishes where a registry answers `status` and a push `text`, with an exit code."""
+    """Return a publishing function: the registry answers `status`; `docker push` prints `text`, exits with `code`."""
     monkeypatch.setattr(inspect, "require_ours", lambda *_: ({"stack": "embedded"}, None))
     monkeypatch.setattr(versions, "version", lambda _: "v")
     fake_engine.routes[r"POST /images/.+/tag"] = lambda query: (201, {})
@@ -33,7 +33,7 @@ def publish(fake_engine, docker_command, monkeypatch):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_repository_that_is_made_by_the_first_push_is_pushed_to(publish, status, capsys):
+def test_a_repository_that_the_first_push_creates_is_pushed_to(publish, status, capsys):
     publish(status)
     assert f"{REPOSITORY}@{DIGEST}" in capsys.readouterr().out
 
@@ -47,7 +47,7 @@ def test_a_push_that_is_denied_too_names_the_login(publish, status):
     assert caught.value.fix.startswith("docker login registry.example.com,")
 
 
-def test_an_image_for_another_machine_is_pulled_for_nothing(fake_engine, docker_command):
+def test_an_image_for_another_machine_is_refused_after_the_pull(fake_engine, docker_command):
     fake_engine.image["Architecture"] = "arm64"
     docker_command.answers("pull")
     with pytest.raises(errors.IntegrityError, match="another platform") as caught:
@@ -55,7 +55,7 @@ def test_an_image_for_another_machine_is_pulled_for_nothing(fake_engine, docker_
     assert "it is linux/arm64, the engine is linux/amd64" in caught.value.why
 
 
-def test_another_answer_of_the_registry_is_no_missing_tag(publish):
+def test_status_500_of_the_registry_does_not_count_as_a_missing_tag(publish):
     with pytest.raises(errors.EngineError, match="denied"):
         publish(500)
 
@@ -99,7 +99,7 @@ def test_upstreams_wheel_behind_a_patched_one_is_a_resolved_dependency_too():
 
 @pytest.mark.parametrize(("stack", "has_kernels"), [("spark", True), ("embedded", False)])
 def test_the_workflows_step_publishes_signed_packs_before_the_image_that_takes_them(tmp_path, stack, has_kernels):
-    """`inv` and `docker` are stand-ins that note what they are asked; the engine's tests run the real ones."""
+    """`inv` and `docker` are fakes that record their arguments; the engine's tests run the real commands."""
     for name in (".ci/publish", "inv", "docker", ".venv/bin/python"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / ".ci/publish").write_bytes((ROOT / ".ci/publish").read_bytes())

@@ -77,7 +77,7 @@ def test_a_version_in_a_range_or_in_the_list_is_refused_by_name(check, entry, ca
         {"id": "x"},
     ],
 )
-def test_what_is_about_another_version_or_package_passes(check, entry, capsys):
+def test_records_of_other_versions_or_packages_pass(check, entry, capsys):
     check(entry)
     said = capsys.readouterr()
     assert said.out == ""
@@ -116,12 +116,12 @@ def test_a_database_may_be_a_record_or_a_folder_and_the_command_reads_an_images_
      (b'"' + b"x" * vulnerabilities.LARGEST, "more than"), (b"\xff", "no text")],
     ids=["deep", "empty", "range", "large", "bytes"],
 )  # fmt: skip
-def test_a_record_that_is_none_is_refused(check, data, reason):
+def test_a_malformed_record_is_refused(check, data, reason):
     with refused("storage.access", reason):
         check(data)
 
 
-def test_what_is_no_database_is_refused(tmp_path):
+def test_a_path_without_a_database_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.zip").write_bytes(b"PK\x03\x04 cut")
     for name, code, reason in (

@@ -1,4 +1,4 @@
-"""What people type behind the image's name, and what the server gets of it: deploy/start and the entrypoint."""
+"""Arguments of `docker run` after the image's name, as deploy/start and the entrypoint read them."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ def plan(arguments, **variables):
 def test_the_snapshot_is_served_under_the_name_that_was_typed(image):
     server = plan(SERVERS["vllm serve"])
     assert (server.model, server.model_id) == (str(image), MODEL)
-    assert server.environment["HF_HUB_CACHE"] == str(image.parents[2])  # for a drafter that is named
+    assert server.environment["HF_HUB_CACHE"] == str(image.parents[2])  # where a draft model is looked up
     assert server.arguments.count("--model") == 1
     named = plan([], SPARKFORGE_MODEL=MODEL)
     assert (named.model, named.model_id) == (str(image), MODEL)
@@ -97,7 +97,7 @@ def test_vllm_args_are_split_as_a_shell_would_and_stay_out_of_the_environment(im
     assert server.extra_arguments == (
         "--max-num-seqs", "8", "--chat-template", "/my templates/a b", "--max-num-seqs=3",
     )  # fmt: skip
-    assert "VLLM_ARGS" not in server.environment  # vLLM has no such variable, and its validator's check would say so
+    assert "VLLM_ARGS" not in server.environment  # the check unknown-environment refuses it
 
 
 @pytest.mark.parametrize("text", ["--chat-template 'open", "--model x/y", "--model=x/y"])
@@ -115,8 +115,8 @@ def test_an_unknown_mode_of_validation_is_refused_before_an_environment_is_made(
 
 
 @pytest.mark.parametrize("text", ["3g", "-1", "nan"])
-def test_a_bound_of_the_memory_guard_that_is_none_is_refused(monkeypatch, text):
-    """The supervisor would say so in the log and serve without a guard."""
+def test_a_malformed_bound_of_the_memory_guard_is_refused(monkeypatch, text):
+    """Without the refusal the supervisor would log the bad value and run without a guard."""
     with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
         settings.read({"SPARKFORGE_GUARD_GIB": text})
     monkeypatch.setenv("SPARKFORGE_GUARD_GIB", text)
@@ -133,7 +133,7 @@ def test_an_address_that_other_machines_reach_needs_a_key():
     for address in ("0.0.0.0", "::", "192.168.1.7", "[fe80::1]"):  # noqa: S104 - what is refused
         with pytest.raises(UsageError, match="would open the server without an API key") as caught:
             access.require_key(address, "")
-        # uid 1000 of the container could not read a key that umask 077 alone has made.
+        # The container runs as uid 1000, which cannot read a key file with mode 600.
         assert "sudo chown 1000 key; sudo chmod 440 key" in caught.value.fix
         access.require_key(address, "sesame")
     with pytest.raises(UsageError, match="'eth0' is no address"):

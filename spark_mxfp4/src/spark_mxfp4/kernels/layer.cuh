@@ -32,7 +32,7 @@ Result with_shape(int number, Use use, Result none) {
 #undef SPARK_CASE
 }
 
-// Multiply one item. `sum` gets this warp's sums, 16 rows for each 8 tokens; the ring moves behind the item's last chunk.
+// Multiply one item. `sum` gets this warp's sums, 16 rows for each 8 tokens; the ring moves past the item's last chunk.
 template <class S>
 __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<S>& ring, int group, int split,
                                               float (&sum)[S::TOKENS / 2]) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
   }
 }
 
-// As gemm.cuh's store_swiglu, for rows: 8 tokens from `first` on.
+// As gemm.cuh's store_swiglu, for 8 tokens from `first` on; here the planes of one token lie together.
 __device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, int row_tile, int first, const float* sum,
                                              const float (&bias)[2]) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, token = first + lane / 4;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_part(const Layer& l, const Item& item, int
   }
 }
 
-// A token's 64 columns of the result from all parts, by one warpgroup: eight parts at once, four columns for each thread.
+// Add all parts of 64 columns of a token's result. One warpgroup takes eight parts at once, each thread four columns.
 __device__ __forceinline__ void add_parts(const Layer& l, const Tiles& tiles, int row_tile, int token) {
   const int lane = threadIdx.x & 31, column = row_tile * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane & 3) * 4;
   const int64_t width = l.second.row_tiles * 64;

@@ -1,4 +1,4 @@
-"""Kernel packs made, taken and attacked, in each place that one may lie in."""
+"""Kernel packs: made, used instead of compiling, and attacked; as an archive, a folder and in a bundle."""
 
 import hashlib
 import io
@@ -25,7 +25,7 @@ REQUEST = KernelRequest("spark")
 
 @pytest.fixture
 def world(site, tmp_path, monkeypatch):
-    """The small FlashInfer, built; a key; and nothing of this checkout's own."""
+    """The small FlashInfer with its kernels built, and a signing key; state and trust.toml are in tmp_path."""
     monkeypatch.setattr(trust, "FILE", tmp_path / "trust.toml")
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     monkeypatch.setattr(build, "prepare", lambda _request: site.order)
@@ -70,7 +70,7 @@ def test_a_signed_pack_is_taken_and_not_compiled_again(world, tmp_path, capsys, 
     order = elsewhere(world)
     assert not build.build(order, packs.taking(str(place)))[1]
     (world.jit / "one.h").write_text("inline int one() { return 11; }\n")
-    build.build(replace(order, arch="12.0a"))  # compiled: nothing of the pack may be loaded in its place
+    build.build(replace(order, arch="12.0a"))  # compiled; the pack's library must not be loaded any more
     assert not loaded.exists()
 
 
@@ -87,7 +87,7 @@ def test_a_pack_made_on_another_machine_is_the_one_that_its_own_would_make(world
     packs.publish(REQUEST, str(tmp_path / "packs"), None)
     taken = replace(foreign, output=tmp_path / "taken")
     assert build.build(taken, packs.taking(str(tmp_path / "packs")))[0].compiled == 0
-    assert not list(world.order.environment.site_packages.glob("flashinfer/data/aot/*")), "no server runs here"
+    assert not list(world.order.environment.site_packages.glob("flashinfer/data/aot/*")), "another machine's"
     monkeypatch.setattr(toolchain, "THIS_MACHINE", other)
     native = replace(taken, output=tmp_path / "native", environment=served)
     assert build.build(native, packs.taking(str(tmp_path / "packs")))[0].compiled == 0
@@ -112,11 +112,11 @@ def test_a_pack_says_what_is_in_it(world, tmp_path):
     assert {"flashinfer-python"} <= {component["name"] for component in bill["components"]}
 
 
-# Attacks. Each is put where the pack is, under its own key; none may be taken, and none gives a traceback.
+# Attacks. Each replaces the pack of the same name; none may be used, and none may end in a traceback.
 
 
 def rewritten(data, *, index=None, **changes):
-    """The same tar; `index` changes its index.json, and `name` or `library` those of the library."""
+    """Return the tar with entries of index.json replaced by `index`, and the library's `name` or content `library`."""
     out = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(data)) as tar, tarfile.open(fileobj=out, mode="w") as changed:
         for member in tar:
@@ -152,7 +152,7 @@ def test_a_pack_that_was_tampered_with_is_refused(world, tmp_path):
             take(world, place)
         assert not list(elsewhere(world).output.glob("*.manifest.json"))
         assert not list(elsewhere(world).output.rglob("*.so"))
-    assert not list(tmp_path.rglob("tiny.so"))[1:]  # the one that was built
+    assert not list(tmp_path.rglob("tiny.so"))[1:]  # [0] is the library that was built
 
 
 def test_a_pack_of_other_inputs_is_not_taken(world, tmp_path):

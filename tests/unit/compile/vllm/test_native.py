@@ -1,6 +1,6 @@
-"""`./inv build` on the small vLLM: which stages do something, what a second run does, what the last audit refuses.
+"""`./inv build` on the small vLLM: the work of each stage, a second run, and refusals of the last audit.
 
-Stages and audit are the real ones; compiling FlashInfer's kernels, an hour, is stood in for by a library in its place.
+Stages and audit are real. FlashInfer's kernels, which take an hour to compile, are replaced by one small library.
 """
 
 import io
@@ -33,7 +33,7 @@ def library(path, text):
 
 @pytest.fixture
 def ready(kit, patched_wheel, small, order, tmp_path, monkeypatch):
-    """Pin a wheel with one library and the file that the queue patches; stand in for the kernels' hour."""
+    """Pin a wheel with one library and the file that the queue patches; replace the compiled kernels."""
     from .conftest import UNIT
 
     code = library(tmp_path / "made/spinloop.abi3.so", 'extern "C" int PyInit_spinloop() { return 1; }')
@@ -57,7 +57,7 @@ def ready(kit, patched_wheel, small, order, tmp_path, monkeypatch):
     monkeypatch.setattr(wheels.locked, "__defaults__", (small / "patches",))
     monkeypatch.setitem(wheels.patched.__kwdefaults__, "patches", small / "patches")
 
-    def compiled_in_an_hour(request):
+    def build_kernels(request):
         assert request.stack == "spark"
         artifact = kernels()
         is_new = manifest.load(artifact) is None
@@ -68,7 +68,7 @@ def ready(kit, patched_wheel, small, order, tmp_path, monkeypatch):
             write_json(manifest.beside(artifact), vars(record))
         return artifact, is_new
 
-    monkeypatch.setattr(build, "build_kernels", compiled_in_an_hour)
+    monkeypatch.setattr(build, "build_kernels", build_kernels)
     return tmp_path
 
 
@@ -81,7 +81,7 @@ def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
     assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, True)
     assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, False)
     tree, _ = vllm_overlay.unpack_wheel("spark")
-    assert "ANSWER + 1" in (tree / "csrc/spinloop.cpp").read_text(), "the wheel's Python carries the queue"
+    assert "ANSWER + 1" in (tree / "csrc/spinloop.cpp").read_text(), "the wheel's files are patched"
 
 
 def test_the_last_audit_sees_what_was_changed_behind_the_stages_back(ready):
@@ -93,7 +93,7 @@ def test_the_last_audit_sees_what_was_changed_behind_the_stages_back(ready):
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
-    [("build --engine podman", 2, "--engine 'podman' is not known"), ("build --from git", 2, "--from 'git' is no way"),
+    [("build --engine podman", 2, "--engine 'podman' is not known"), ("build --from git", 2, "'git' is not known"),
      ("build --only audit", 2, "the parts sources and toolchain"),
      ("build --jobs many --from source", 2, "--jobs 'many'")],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which rows of activations belong to which expert: groups as MAX's `moe_create_indices` makes them, cut into tiles."""
+"""Groups of activation rows by expert, as MAX's `moe_create_indices` makes them, cut into tiles."""
 
 from max.gpu import lane_id
 from max.gpu.primitives.warp import shuffle_idx, shuffle_up
@@ -15,7 +15,7 @@ struct Tile(TrivialRegisterPassable):
 
 
 def tile_limit(rows: Int, groups: Int, tile_rows: Int) -> Int:
-    """Returns an upper bound of the tiles that `rows` rows in `groups` groups make."""
+    """Returns an upper bound of the number of tiles of `rows` rows in `groups` groups."""
     return min(rows, groups) + rows // tile_rows
 
 
@@ -28,17 +28,17 @@ def find_tile[
     ids: Pointer[Int32, ImmutAnyOrigin],
     groups: Int,
 ) -> Tile:
-    """Returns the tile number `index`, the same in all lanes of a warp; a warp has to ask as a whole.
+    """Returns tile number `index`, the same in all lanes of a warp; all lanes must call it with the same `index`.
 
-    Group i has the rows `starts[i]` … `starts[i + 1]` of expert `ids[i]`; empty groups have no tile. With `even` a
-    group's tiles have the same number of rows but for the last, otherwise as many as they can.
+    Group i has the rows from `starts[i]` up to `starts[i + 1]` of expert `ids[i]`; empty groups have no tile. With
+    `even` the rows are spread evenly over a group's tiles; otherwise all tiles but the last have `tile_rows` rows.
     """
     comptime ROWS = Int32(tile_rows)
     comptime LAST = Int32(tile_rows - 1)
     comptime EACH = 4  # groups a lane, so that 128 groups are read at once
     var lane = Int32(lane_id())
     var limit = Int32(groups)
-    var wanted = Int32(index)  # less the tiles of the groups before these
+    var wanted = Int32(index)  # minus the number of tiles of earlier groups
     for first in range(0, groups, 32 * EACH):
         var mine = Int32(first) + lane * Int32(EACH)
         var begins = Array[Int32, EACH + 1](fill=0)

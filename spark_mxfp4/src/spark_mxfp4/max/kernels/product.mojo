@@ -1,10 +1,10 @@
 """The grouped product on NVIDIA GPUs: a tile of weight rows times a tile of activations, weights expanded in registers.
 
 Weights are the left operand of `mma` (16 x 8 x 16, bfloat16, float32 sums). They stay as the checkpoint has them: u8
-[experts, N, K/2] and scales u8 [experts, N, K/32]. A chunk is 128 columns: of a row 64 bytes, which are 16 bytes, one
-block, for each of the four threads that share a row in the matrix instruction. Which columns the instruction multiplies
-in which step is free as long as both operands agree, so a thread's block need not be moved to other threads.
-Row 2i of 16 is the instruction's row i and row 2i + 1 its row i + 8: gate and up meet in one thread.
+[experts, N, K/2] and scales u8 [experts, N, K/32]. A chunk is 128 columns, or 64 bytes of a weight row. Four threads
+share a row in the matrix instruction; each takes 16 bytes, one block. The instruction may multiply the columns in any
+order that is the same for both operands, so a thread's block need not be moved to other threads.
+Row 2i of 16 is the instruction's row i, and row 2i + 1 its row i + 8: one thread has the gate and the up of a pair.
 """
 
 from max.gpu import lane_id, thread_idx
@@ -74,7 +74,7 @@ def is_any_above_127[threads: Int](scales: Shared, thread: Int, units: Int) -> U
 def store[
     swiglu_: Bool
 ](output: Pointer[BFloat16, MutAnyOrigin], token: Int, row: Int, rows: Int, even: Float32, odd: Float32):
-    """Writes the products of `token` with weight row `row`, which is even, and the one behind it; see `multiply_tile`."""
+    """Writes the products of `token` with the weight rows `row`, which is even, and `row + 1`; see `multiply_tile`."""
     comptime if swiglu_:
         var column = row // 2
         var place = column // 8 * 8 + column % 4 * 2 + column % 8 // 4  # paired order
