@@ -91,7 +91,10 @@ DAMAGE = {
     "one byte": (edit("vllm/b.py"), "vllm/b.py: was changed"),
     "one byte of a library": (edit("vllm/_C.abi3.so", b"ELF", b"ELG"), "vllm/_C.abi3.so: was changed"),
     "removed": (lambda site: (site / "vllm/b.py").unlink(), "vllm/b.py: is missing"),
-    "a pipe": (lambda site: [(site / "vllm/b.py").unlink(), os.mkfifo(site / "vllm/b.py")], "b.py: is not a regular file"),
+    "a pipe": (
+        lambda site: [(site / "vllm/b.py").unlink(), os.mkfifo(site / "vllm/b.py")],
+        "vllm/b.py: is not a regular file",
+    ),
     "module added": (lambda site: (site / "vllm/c.py").write_text(""), "vllm/c.py: was added"),
     "package before a module": (
         lambda site: [(site / "vllm/b").mkdir(), (site / "vllm/b/__init__.py").write_text("")],
