@@ -95,7 +95,7 @@ class FatbinEntry:
 
 
 class CutError(ValueError):
-    """A file contradicts itself: a table that ends behind the file, an entry that never ends, sizes beyond sense."""
+    """A damaged file: a table that ends past the file's end, an entry that never ends, or impossible sizes."""
 
 
 class BoundedFile(ELFFile):

@@ -43,7 +43,10 @@ WIDE = 160  # columns where stdout is no terminal
 # Limits of a wheel, our own bounds; vLLM's has 321 MB packed, and its libraries 637 MB (docs/concepts/audit.md).
 LARGEST_MEMBER, LARGEST_WHEEL = 4 << 30, 16 << 30  # bytes once unpacked
 MOST_MEMBERS = 200_000
-EXPANSION, EXPANDED = 100, 64 << 20  # a member may become so many times as large, once it has more than so many bytes
+EXPANSION, EXPANDED = (
+    100,
+    64 << 20,
+)  # largest factor that a member may grow by when unpacked, checked above so many bytes
 LONGEST_NAME = 100  # bytes of a member's file name that are kept while it is read
 SHOWN = 20  # violations in the terminal; the JSON has all
 

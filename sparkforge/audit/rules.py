@@ -32,7 +32,7 @@ Pattern = Annotated[str, AfterValidator(_compiled)]
 
 
 class Demand(Record):
-    """Kernels whose name matches have at least so many instructions that match `needs`."""
+    """A minimal number of instructions that match `needs`, for kernels whose name matches."""
 
     name: str
     match: Pattern
@@ -99,20 +99,20 @@ class Rules(Record):
     fixes: dict[str, str]
 
     def watch(self) -> Watch:
-        """Return what the reader has to keep for these rules."""
+        """Return the selection of kernels and instructions that the reader keeps for these rules."""
         names = "|".join(
             [self.fp4.kernel, *(claim.match for module in self.modules.values() for claim in module.kernels)]
         )
         return Watch(self.capability, self.sass.watched, names, self.sass.trap_strings)
 
     def demand(self, kernel: Kernel) -> Demand | None:
-        """Return what is demanded of a kernel; None if nothing, because FP4 is not in its name."""
+        """Return the demand on a kernel; None for a kernel whose name does not match the FP4 kernels."""
         if not re.search(self.fp4.kernel, kernel.name):
             return None
         return next(demand for demand in self.fp4.kernels if re.search(demand.match, kernel.name))
 
     def foreign(self, kernel: Kernel) -> bool:
-        """Tell whether the kernel was written for another architecture; it is no support, whatever it holds."""
+        """Tell whether the kernel was written for another architecture; then its instructions do not count."""
         return bool(re.search(self.fp4.kernels[0].match, kernel.name))
 
     def names(self, path: str) -> bool:

@@ -44,7 +44,7 @@ from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 from sparkforge.serve.settings import CONTEXT_VARIABLE
 
-# A trial that ends with one of these says something of its profile, but for the codes: those are the machine's state.
+# Errors of a trial that count against its profile, except those with these codes: the machine's state causes them.
 PROFILE_ERRORS = (ServerError, RefusalError, BenchmarkError, ProcessError)
 MACHINE_CODES = {"server.running", "server.port", "process.setup"}
 LOG = "server.log"  # of a profile, in its folder

@@ -113,7 +113,7 @@ def find_differences(
 
 
 def find_excesses(table: Baselines, gate: Gate) -> list[str]:
-    """Return a sentence for each figure of the gate that is above the board's limit, or is none."""
+    """Return a sentence for each figure of the gate that is missing or above the board's limit."""
     figures = ((name, getattr(gate, name), limit) for name, limit in table.competition.at_most.items())
     return [
         f"{name} is {figure}, and the board takes at most {limit}"

@@ -103,7 +103,7 @@ def texts(options: type) -> dict[str, str]:
 
 
 def with_fields(options: type[R]) -> Callable[[Callable[Concatenate[Context, R, P], None]], Callable[..., None]]:
-    """Give a command the fields of a dataclass as parameters; its function takes them as one object, the second."""
+    """Give a command the fields of a dataclass as parameters; its function gets the object as second argument."""
 
     def decorate(function: Callable[Concatenate[Context, R, P], None]) -> Callable[..., None]:
         fields = dataclasses.fields(options)  # type: ignore[arg-type]  # typing has no name for "a dataclass"

@@ -16,7 +16,7 @@ from sparkforge.core.errors import UsageError
 
 Options = Mapping[str, Any]
 
-# How a path among them is read: relative ones start in the caller's folder.
+# Options that are paths: a relative path starts in the caller's folder.
 PATHS: dict[str, Callable[[str], str]] = {
     "output": caller_path,
     "result": caller_path,

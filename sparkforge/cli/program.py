@@ -145,7 +145,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _parse(arguments: list[str]) -> list[ParserContext]:
-    """Return what Invoke's parser makes of the arguments; a positional argument that may be left out is empty then."""
+    """Return the arguments as Invoke parses them; an optional positional argument that is missing is empty."""
     try:
         return list(Parser(contexts=namespace.to_contexts()).parse_argv(arguments))
     except ParseError as error:

@@ -13,7 +13,7 @@ from sparkforge.core.paths import ROOT
 
 
 class Record(BaseModel):
-    """A frozen record that refuses unknown keys and figures that are no numbers."""
+    """A frozen record that refuses unknown keys, infinities and NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -22,7 +22,7 @@ TOLD, MEASURED, BOUND, TABLE = "told", "measured here", "our own bound", "device
 
 
 class Figure(Record):
-    """A figure, who says so, and when."""
+    """A figure, its source, and its date."""
 
     value: float = Field(ge=0)
     source: str = Field(min_length=1)

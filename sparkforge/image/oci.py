@@ -28,7 +28,7 @@ from sparkforge.image.devices import OCI_MACHINES
 LARGEST_DOCUMENT = 4 << 20  # bytes of an index, a manifest or a configuration: what registries take (OCI distribution)
 LARGEST_FILE = 64 << 20  # bytes of a file that is read out of a layer
 MOST_LAYERS, MOST_MANIFESTS, MOST_ENTRIES = 128, 64, 1_000_000
-EXPANSION, EXPANDED = 100, 1 << 30  # a layer may become so many times as large, once it has more than so many bytes
+EXPANSION, EXPANDED = 100, 1 << 30  # largest factor that a layer may grow by when unpacked, checked above so many bytes
 UNKNOWN = "unknown"  # the platform of what buildx puts beside an image, such as its own attestations
 TAG = "org.opencontainers.image.ref.name"
 NAME = "io.containerd.image.name"
@@ -247,7 +247,7 @@ def _search(file: IO[bytes], layer: Descriptor, name: str) -> tuple[bytes | None
 
 
 class _Bounded:
-    """A file that refuses to give more than so many bytes."""
+    """A file that raises an error after `left` bytes were read."""
 
     def __init__(self, file: Any, left: int) -> None:
         self.file, self.left = file, left

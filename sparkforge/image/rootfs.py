@@ -67,7 +67,7 @@ class Tree:
 
     @property
     def is_native(self) -> bool:
-        """Whether what the tree holds can run here. Its interpreter does, since every Debian's has the same path."""
+        """Whether the tree's packages can run here. Its interpreter can: every Debian has it at the same path."""
         return self.machine == toolchain.THIS_MACHINE
 
     @property
@@ -281,7 +281,7 @@ def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
 
 
 def image_changes(tree: Tree) -> ImageChanges:
-    """Return what the build changes of the installed wheels: what the table leaves out, and what was compiled here."""
+    """Return the build's changes to the installed wheels: files that the table leaves out, and compiled files."""
     cuts = trimming.cuts(tree.device)
     records = [Installed.read(record.parent, strict=False) for record in tree.packages.glob("*.dist-info/RECORD")]
     left_out = {trimming.cut_part(line.path, cuts) for installed in records for line in installed.lines}

@@ -35,7 +35,7 @@ class Point(Record):
 
 
 class Curve(Record):
-    """Figures that were measured at some points: straight between them, and constant before and behind them."""
+    """Figures measured at some points: linear between them, and constant before the first and after the last."""
 
     points: tuple[Point, ...] = Field(min_length=1)
     source: str = Field(min_length=1)

@@ -28,17 +28,17 @@ class Forecast(Record):
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.experts + self.dense + self.rest + self.link
 
 
 def few_tokens(model: Architecture, device: Device) -> int | None:
-    """Return up to how many tokens a step reads each weight once: half a tile an expert, by even routing."""
+    """Return the most tokens for which a step reads each weight once: half a tile per expert, with even routing."""
     return TILE // 2 * model.experts // model.top_k if device.kernels and model.experts_form == "mxfp4" else None
 
 
 def step(model: Architecture, device: Device, work: Work, link: float = 0.0) -> Forecast | None:
-    """Return the forecast of `work`; None where experts are not ours, or attention of a kind that was not measured."""
+    """Return the forecast of `work`; None if the experts are not ours, or this kind of attention was not measured."""
     kernels, bf16 = device.kernels, device.flops("bf16")
     if kernels is None or bf16 is None or model.experts_form != "mxfp4" or model.latent or model.linear_layers:
         return None

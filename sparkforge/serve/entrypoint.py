@@ -1,12 +1,12 @@
 """`python3 -m sparkforge.serve.entrypoint [WORDS]`: the container's program. It validates, then serves.
 
-The words are those behind the image's name in `docker run`, as people type them for vLLM:
+WORDS are the arguments after the image's name in `docker run`, as people type them for vLLM:
 
     vllm serve MODEL [FLAGS]   or: serve MODEL [FLAGS], MODEL [FLAGS], --model MODEL [FLAGS], [FLAGS]
     validate [MODEL] [FLAGS]   validate such a server and end
 
 MODEL is a folder, or a repository such as openai/gpt-oss-120b that a mounted cache of Hugging Face holds; without one
-it is SPARKFORGE_MODEL. FLAGS are vLLM's; they come behind the profile's and win. Other programs (bash, python,
+it is SPARKFORGE_MODEL. FLAGS are vLLM's; they override the profile's. Other programs (bash, python,
 nvidia-smi) are run by deploy/start, without validation.
 
 The validator's report goes to the log, to SPARKFORGE_RUN/validation.json and to a Prometheus textfile beside it. Only
@@ -110,7 +110,7 @@ def become(server: ServerCommand) -> NoReturn:
 
 @dataclass(frozen=True)
 class ContainerArguments:
-    """What the words behind the image's name ask for: a model (empty: none named), and vLLM's arguments."""
+    """The parsed arguments after the image's name: a model (empty: none named), and vLLM's arguments."""
 
     model: str = ""
     arguments: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
         model = str(write_tiny(paths.state() / "models" / settings.TINY_ID))
     else:
         folder = local.find(model, os.environ, flag_value(arguments, REVISION) or "")
-        if cache := local.hub_cache_of(folder):  # a drafter or another tokenizer that is named lies there too
+        if cache := local.hub_cache_of(folder):  # a draft model or tokenizer named in the flags is in the same cache
             environment.setdefault("HF_HUB_CACHE", str(cache))
         model = str(folder)
         if token := local.visible_token():

@@ -68,7 +68,7 @@ STARTS = TypeAdapter(list[KnownGood])
 
 
 def intent_path() -> Path:
-    """Return the file in which a rollback notes its target, until a start has proved itself."""
+    """Return the file that has a rollback's target, until the target's start has proved itself."""
     return paths.state() / "rollback.json"
 
 

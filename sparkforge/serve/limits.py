@@ -354,7 +354,7 @@ class Limiter:
         self._running.update(counted.values())
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> Receive | None:
-        """Return what hands the judged body on; None if the client left before it was there. Raises RequestError."""
+        """Return a `receive` that yields the checked body; None if the client left early. Raises RequestError."""
         most, body, more = self._limits["body-bytes"] or sys.maxsize, bytearray(), True
         length = headers.get(b"content-length", b"0")[:18]
         size = int(length) if length.isdigit() else 0

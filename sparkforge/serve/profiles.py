@@ -70,7 +70,7 @@ class ServeProfile(Record):
 
 
 class StackProfiles(Record):
-    """What one stack has otherwise: settings over those of the profile of the same name, or profiles of its own."""
+    """Profiles of one stack: settings that override the profile of the same name, or further profiles."""
 
     profiles: dict[str, ServeProfile] = Field(default_factory=dict)
 
@@ -154,23 +154,23 @@ def named(name: str, table: Path = TABLE, *, stack: str = "", family: str = "") 
 def with_quantization(
     quantization: str, profile: str, flags: Sequence[str], *, gpu: bool, stack: str = ""
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the profile and vLLM's flags that --quantization asks for; those that are there if it is empty.
+    """Return the profile and vLLM's flags for --quantization; if it is empty, the given ones.
 
-    mxfp4 is what the checkpoint is already, so it changes nothing, as in a container (entrypoint.py). spark-mxfp4
-    stands for the profile of that name, or without a GPU for `embedded`, which has our experts already; beside a
-    profile it is vLLM's flag, behind the profile's. Raises UsageError for another name, beside the flag itself, and
-    beside a profile that leaves the experts to vLLM.
+    mxfp4 is the checkpoint's own format, so it changes nothing, as in a container (entrypoint.py). spark-mxfp4 without
+    a profile chooses the profile of that name, or without a GPU `embedded`, which has our experts already. With a
+    profile it becomes a vLLM flag after the profile's. Raises UsageError for another name, if the flags contain
+    --quantization too, and for a profile that leaves the experts to vLLM.
     """
     if quantization in ("", CHECKPOINT_FORMAT):
         return profile, tuple(flags)
     if quantization != OUR_EXPERTS:
-        why = f"it takes {OUR_EXPERTS}, our experts, or {CHECKPOINT_FORMAT}, the checkpoint's; others go behind --"
+        why = f"it takes {OUR_EXPERTS}, our experts, or {CHECKPOINT_FORMAT}, the checkpoint's; others follow --"
         fix = f"./inv up --quantization {OUR_EXPERTS}; or: ./inv up -- {QUANTIZATION} {quantization[:40]}"
         raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
     short = next((word for word in flags if word.startswith("-q")), None)  # vLLM's short form: -q NAME, -qNAME
     if short or flag_value(flags, QUANTIZATION) is not None:
-        why = "they choose the same"
-        raise UsageError(f"{short or QUANTIZATION} stands behind -- too", why, "leave one of them out")
+        why = "both choose the quantization"
+        raise UsageError(f"{short or QUANTIZATION} is also among the flags after --", why, "leave one of them out")
     if profile:
         require_our_experts(profile, stack)
         return profile, (*flags, f"{QUANTIZATION}={OUR_EXPERTS}")

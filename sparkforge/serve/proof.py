@@ -74,11 +74,11 @@ class ProofRequest:
 
     It gets the answer's JSON, or the list of all events' JSON if the request asks for a stream, or the error's message
     if the server must refuse the request with the status `refused`. It may raise one of `openai.WRONG_SHAPE` for an
-    answer of another shape. With `continued`, what a second request has of its own that continues the response by
-    its ID, it gets both answers as a list. `beside` is what a second request has of its own that is sent once the
-    stream of the first has content; it gets the stream's events and the second answer then. `patch` names the patch
-    without which there is a fault. `spelled` is an answer as the model spells it: a server that takes no bias, because
-    it has a draft, may write its tokens and no others. Without one the request proves nothing there.
+    answer of another shape. `continued` has the fields that differ in a second request, which continues the response by
+    its ID; `fault` then gets both answers as a list. `beside` has the fields that differ in a second request, which is
+    sent once the stream of the first has content; `fault` then gets the stream's events and the second answer. `patch`
+    names the patch without which there is a fault. `spelled` is the expected answer for a server with a draft, which
+    takes no bias: it may write these tokens and no others. Without `spelled` the request proves nothing there.
     """
 
     path: str
@@ -595,7 +595,7 @@ CALLS: Mapping[str, ProofRequest] = {
     **REQUESTS,
     **{name: replace(call, patch=patch) for patch, calls in CANARIES.items() for name, call in calls.items()},
 }
-# What the refusal of a request says that is a limit of the server's, and the fault that stands for it in LIMITS.
+# Pattern of the error message of each refusal that is a known limit of a server, and its fault in LIMITS.
 KNOWN_REFUSALS = (
     (STORE, NO_STORE),
     (r"Response with id '\S+' not found", NOT_KEPT),  # a wrong path or model has other words

@@ -148,7 +148,7 @@ def _family(folder: Path) -> str:
 
 
 def _programs() -> dict[str, list[str]]:
-    """Return what every other program was started with, by its name and id: its arguments, those with `/` as paths."""
+    """Return the arguments of every other program by its name and id; those with `/` also as absolute paths."""
     own, programs = psutil.Process(), dict[str, list[str]]()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError, ValueError):

@@ -77,7 +77,7 @@ def supervised(
 def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str = "") -> Outcome:
     """Run `command` to its end and say how it ended.
 
-    An end that was asked for is 0 if the server says so, else 128 plus the signal. Any other end is never 0.
+    After a requested end the exit code is 0 if the server's is, else 128 plus the signal. Any other end is never 0.
     """
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def open_watch() -> MemoryWatch | None:
-    """Return the watch that the environment asks for; None, and a line that says so, where there is none."""
+    """Return the watch that the environment configures; None, with a line in the log, if there can be none."""
     try:
         limits = thresholds.configured(os.environ)
         return MemoryWatch(limits, around=True) if limits else None

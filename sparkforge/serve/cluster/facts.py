@@ -80,9 +80,9 @@ class NodeFacts(Record):
 
 
 class Reach(Record):
-    """What comes from one node to another: blocked ports with reasons, and why a packet of the whole MTU does not.
+    """The network between two nodes: `blocked` ports with reasons; `packet`: why a packet of the MTU does not arrive.
 
-    Of `sent` small packets `lost` did not come back; the `fastest` took so many seconds.
+    Of `sent` small packets `lost` did not come back; `fastest` is the shortest round trip in seconds.
     """
 
     blocked: Mapping[str, str] = Field(default_factory=dict)

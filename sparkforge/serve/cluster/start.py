@@ -94,9 +94,9 @@ def show_logs(config: ClusterConfig, lines: int) -> None:
 
 
 def down(config: ClusterConfig) -> None:
-    """End at the same time what each node's checkout runs, whoever started it there.
+    """End the servers of all nodes' checkouts at the same time, whoever started them.
 
-    Raises ServerError, after the others have ended, for one that did not.
+    Raises ServerError, after the others have ended, if one does not end.
     """
     answers = remote.on_all(config.nodes, lambda node: ask(config, node, "down"))
     for name, answer in answers.items():

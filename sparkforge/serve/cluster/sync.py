@@ -106,14 +106,14 @@ def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
 
 
 def install_command(node: ClusterNode) -> str:
-    """Return what the user types here to have the newest rsync of a node's distribution there."""
+    """Return the command that installs the newest rsync of a node's distribution on the node."""
     return f"ssh -t {node.ssh} {shlex.quote(INSTALL)}" if node.ssh else INSTALL
 
 
 def sending_error(error: ProcessError, head: ClusterNode, node: ClusterNode) -> SparkforgeError:
-    """Return what rsync's, ssh's or docker's messages mean.
+    """Return the error that the messages of rsync, ssh or docker describe.
 
-    Its last lines say only that the connection ended.
+    Their last lines say only that the connection ended.
     """
     on_both = f"{install_command(head)} && {install_command(node)} && {RESUME}"
     meanings: tuple[tuple[str, type[SparkforgeError], str, str, str], ...] = (

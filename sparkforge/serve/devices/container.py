@@ -194,7 +194,7 @@ class Container(Device):
 
 
 def variables(plan: StartPlan) -> dict[str, str]:
-    """Return what the Compose files read from the environment; an empty part of the plan leaves the files' default.
+    """Return the variables that the Compose files read; for an empty field of the plan they use their default.
 
     Raises UsageError or InputError for what is wrong in the plan or in the environment.
     """
@@ -265,7 +265,7 @@ def _wait(client: docker.DockerClient, server: Server, stack: str, family: str, 
     """Wait until the container is healthy and has proved what clients call; return the record with that."""
 
     def is_healthy() -> bool:
-        """Return what the container's own health check says; raise if it cannot get healthy any more."""
+        """Return the result of the container's health check; raise if it cannot become healthy any more."""
         state, text = engine.state(client, server.container), ""
         if state is not None:
             text = log_text(client, server)
@@ -321,7 +321,7 @@ def health(client: docker.DockerClient, server: Server) -> str:
 
 
 def last_log() -> str:
-    """Return what our service's container, running or not, logged since its start; empty if there is none."""
+    """Return the log since the start of our service's container, running or not; empty without a container."""
     with engine.connected() as client:
         container = engine.service_container(client, docker_compose.project(), SERVICE)
         if container is None:

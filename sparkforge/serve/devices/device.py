@@ -62,7 +62,7 @@ class Device(ABC):
 
     @classmethod
     def stop(cls) -> str:
-        """End the server, a start that is under way, and what a killed server left; say what was ended."""
+        """End the server, a start that is under way, and processes of a killed server; return a message about it."""
         try:
             stopped = launch.down()
         except ServerError as error:
@@ -91,9 +91,9 @@ class Device(ABC):
 
 
 def start(device: Device) -> Server:
-    """Prepare what is missing, validate, start the server and return it once it has proved itself.
+    """Prepare environment or image and model, validate, start the server, and return it once it has proved itself.
 
-    Raises what the device raises; nothing is left running then.
+    Raises the device's errors; nothing is left running then.
     """
     with launch.starting():
         launch.check_free(device.plan.port, device.plan.address, device.command)

@@ -70,7 +70,7 @@ class InEnvironment(Device):
 
     @abstractmethod
     def choose_profile(self, plan: StartPlan) -> ServeProfile:
-        """Return the plan's serve profile or the default. Raises what keeps this machine from serving with it."""
+        """Return the plan's serve profile or the default. Raises an error if this machine cannot serve with it."""
 
     @abstractmethod
     def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class InEnvironment(Device):
 
     @abstractmethod
     def variables(self) -> dict[str, str]:
-        """Return the variables that this device's servers have beside the profile's."""
+        """Return the variables that this device adds to the profile's."""
 
     @property
     def environment(self) -> Environment:
@@ -130,7 +130,7 @@ class InEnvironment(Device):
         return verdict
 
     def launch(self) -> Launch:
-        """Return what starts vLLM's API server, behind `access.Guard`."""
+        """Return the launch of vLLM's API server, with `access.Guard` in front."""
         profile = self.plan.profile or self.default_profile
         plan = replace(self.plan, device=self.name, model_id=self.model_id, profile=profile)
         variables = {

@@ -27,7 +27,7 @@ from sparkforge.serve.record import Server
 def start(file: Path, plan: StartPlan) -> Server:
     """Start the fleet of a fleet.toml where `plan` says, and return it once its resident models have proved themselves.
 
-    Of the plan count address, port, key, hosts and interpreter. Raises what `config.make_plan` and `launch.starting`
+    It uses the plan's address, port, key, hosts and interpreter. Raises what `config.make_plan` and `launch.starting`
     raise, and ServerError for a resident model that does not start; nothing is left running then.
     """
     access.refuse_inherited_key(os.environ)

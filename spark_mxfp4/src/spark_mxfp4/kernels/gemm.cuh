@@ -14,8 +14,8 @@
 
 namespace spark {
 
-// Multiply one tile: leaves this warpgroup's sums in `sum` and the ring behind the tile's last chunk. GATHERED says that
-// activations were not copied in bulk, so that the matrix instruction sees them behind a fence only.
+// Multiply one tile: leaves this warpgroup's sums in `sum` and the ring past the tile's last chunk. GATHERED says that
+// activations were not copied in bulk, so that the matrix instruction sees them only after a fence.
 template <class S, bool GATHERED, int N>
 __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int group, int split, float (&sum)[N / 2]) {
   const int thread = threadIdx.x & 127;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
   }
 }
 
-// What a warpgroup does that has none of a tile's rows.
+// Take the tile's stages from the ring without using them, in a warpgroup that has none of the tile's rows.
 template <class S>
 __device__ __forceinline__ void pass_tile(const Gemm& g, Ring<S>& ring) {
   for (int chunk = 0; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {

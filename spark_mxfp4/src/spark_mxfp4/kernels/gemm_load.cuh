@@ -19,7 +19,7 @@ struct GatheredRows {
     row = lane / 8;
     to = row * PLANE_BYTES + (vector ^ row) * 16;
 #pragma unroll
-    for (int j = 0; j < FOURS; ++j)  // the last row again behind the last
+    for (int j = 0; j < FOURS; ++j)  // rows past the last one repeat it
       from[j] = g.token_of_row[tile.tokens.y + min(j * 4 + row, tile.tokens.z - 1)] * g.chunks * 8 + vector;
   }
   __device__ void copy(const Ring<S>& ring, int chunk, int chunks) const {
@@ -33,7 +33,7 @@ struct GatheredRows {
   }
 };
 
-// This block's tile that is `later` tiles behind the one of that index; the last one again behind the last.
+// This block's tile that comes `later` tiles after the tile of `index`; past the last tile, the last one.
 template <class S>
 __device__ __forceinline__ Tile later_tile(const Gemm& g, int index, int later, int tile_number, int row_blocks) {
   const int wanted = min(index + later * static_cast<int>(gridDim.x), tile_number - 1);

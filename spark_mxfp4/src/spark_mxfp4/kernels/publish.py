@@ -86,7 +86,7 @@ def write(folder: Path, number: int = 1, module: Path | None = None, name: str =
     have, FileExistsError for a folder that is there, OSError, and SyntaxError for a module that is no Python.
     """
     if number < 1:
-        raise ValueError(f"version {number} is none · the hub counts from 1 · name 1")
+        raise ValueError(f"version {number} is not possible · the hub counts from 1 · name 1")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         rule = "it has a-z, 0-9 and single dashes"
         raise ValueError(f"{name[:80]!r} is no kernel's name on the hub · {rule} · name it like fast-moe")

@@ -49,7 +49,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
 
     @staticmethod
     def activation_of(moe: Any) -> Activation | None:
-        """Return what the kernels call the layer's activation; None for one that they do not have."""
+        """Return the kernels' activation for the layer; None if they do not have it."""
         return GPT_OSS if moe.activation == MoEActivation.SWIGLUOAI else None
 
     def maybe_roundup_sizes(
@@ -164,7 +164,7 @@ class SparkFamilyMoEMethod(SparkMxfp4MoEMethod, STOCK_METHOD):  # type: ignore[m
 
     @staticmethod
     def activation_of(moe: Any) -> Activation | None:
-        """Return the parameters of SwiGLU; None for an activation that is none."""
+        """Return the parameters of the layer's SwiGLU; None for another activation."""
         limit = math.inf if moe.swiglu_limit is None else moe.swiglu_limit
         if moe.activation == MoEActivation.SILU:
             return Activation(1.0, limit, 0.0)

@@ -69,7 +69,7 @@ def _shape(x: torch.Tensor, _weight: object, _bias: object, top_k: int) -> torch
 
 
 def _padding(tokens: int) -> torch.Tensor | None:
-    """Return which of the step's tokens only fill a CUDA graph, as vLLM's own router asks for it; None for none."""
+    """Return the mask of tokens that only pad the step for a CUDA graph, as vLLM's own router does; None: no mask."""
     if not (envs.VLLM_MOE_SKIP_PADDING and is_forward_context_available()):
         return None
     padding: torch.Tensor | None = get_forward_context().is_padding
