@@ -87,7 +87,7 @@ def test_a_load_is_the_same_for_the_same_seed_and_asks_for_whole_answers(stub, b
     loads = [body for _, body, _ in stub.bodies if body.get("stream")]
     first, second, third = (sorted(body["prompt"] for body in loads[at : at + 6]) for at in (0, 6, 12))
     assert first == second != third
-    assert len({tuple(prompt) for prompt in first}) == 6  # six different prompts: the prefix cache has none of them
+    assert len({tuple(prompt) for prompt in first}) == 6  # all prompts differ
     assert all(body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 8 for body in loads)
 
 

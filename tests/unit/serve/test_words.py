@@ -97,7 +97,7 @@ def test_vllm_args_are_split_as_a_shell_would_and_stay_out_of_the_environment(im
     assert server.extra_arguments == (
         "--max-num-seqs", "8", "--chat-template", "/my templates/a b", "--max-num-seqs=3",
     )  # fmt: skip
-    assert "VLLM_ARGS" not in server.environment  # the check unknown-environment refuses it
+    assert "VLLM_ARGS" not in server.environment  # vLLM does not know it: unknown-environment would report it
 
 
 @pytest.mark.parametrize("text", ["--chat-template 'open", "--model x/y", "--model=x/y"])
@@ -133,7 +133,7 @@ def test_an_address_that_other_machines_reach_needs_a_key():
     for address in ("0.0.0.0", "::", "192.168.1.7", "[fe80::1]"):  # noqa: S104 - what is refused
         with pytest.raises(UsageError, match="would open the server without an API key") as caught:
             access.require_key(address, "")
-        # The container runs as uid 1000, which cannot read a key file with mode 600.
+        # The container runs as uid 1000, which cannot read another user's key file of mode 600.
         assert "sudo chown 1000 key; sudo chmod 440 key" in caught.value.fix
         access.require_key(address, "sesame")
     with pytest.raises(UsageError, match="'eth0' is no address"):
