@@ -85,7 +85,10 @@ class TrialScope:
 
 @dataclass(frozen=True)
 class PressureTrial:
-    """One trial. `why` is the supervisor's word; `kills` the kernel's; times in seconds; `probe_*` in milliseconds."""
+    """One trial. `why` is the supervisor's reason; `kills` counts the kernel's OOM kills.
+
+    Times are in seconds, `probe_*` in milliseconds.
+    """
 
     kind: str
     why: str

@@ -104,7 +104,7 @@ def build_interpreter(stack: str, purpose: Literal["kernels", "vllm"]) -> Path:
 
 
 def inputs(env: Environment, pins: Pins) -> dict[str, str]:
-    """Return what the environment is made from, as name → hash or version."""
+    """Return the inputs of the environment, as name → hash or version."""
     pin = pins.environment(env.name)
     wheels = {}
     for name in pin.wheels:
@@ -147,7 +147,7 @@ def library_hash() -> str:
 
 
 def stamp(env: Environment) -> Mapping[str, str]:
-    """Return what the environment that is there was made from; empty if none is there."""
+    """Return the recorded inputs of the installed environment; empty if there is none."""
     made = manifest.load(env.path)
     return made.inputs if made and env.path.exists() else {}
 

@@ -82,7 +82,7 @@ def reader(release: Release, wanted: Iterable[str]) -> Reader:
 
 
 def _kept(folder: Path) -> dict[str, Content]:
-    """Return what earlier runs kept and still has the right hash."""
+    """Return the files of earlier runs whose hash is still right."""
     try:
         index: Mapping[str, str | None] = read_json(folder / "index.json")
         cached = {path: (folder / sha256).read_bytes() if sha256 and (folder / sha256).is_file() else None
@@ -93,7 +93,7 @@ def _kept(folder: Path) -> dict[str, Content]:
 
 
 def _order(version: str) -> tuple[bool, Version]:
-    """Sort key of a version as the index has it; what is none comes first."""
+    """Return a sort key for a version in the index; invalid versions come first."""
     try:
         return True, Version(version)
     except InvalidVersion:

@@ -108,7 +108,7 @@ def pack(encoded: Sequence[tuple[list[int], list[int]]], row: Rows) -> tuple[Row
 
 
 def unigram_bits_per_byte(corpus: Corpus) -> float:
-    """Return what counting tokens alone gives on the held-out text: each row's count, and one, in the training text."""
+    """Return a unigram model's bits per byte on the held-out text; it has the training text's counts, plus one."""
     counts = np.bincount(corpus.text, minlength=len(corpus.vocabulary)).astype(np.float64)
     probability = (counts + 1) / (counts + 1).sum()
     probability[0] /= corpus.shared
@@ -123,7 +123,7 @@ def save(corpus: Corpus, path: Path) -> None:
 
 
 def load(path: Path) -> Corpus:
-    """Return what `save` wrote. Raises InputError."""
+    """Read a corpus that `save` wrote. Raises InputError."""
     try:
         with np.load(path) as arrays:
             fields = {name: arrays[name] for name in Corpus._fields}

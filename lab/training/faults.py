@@ -1,4 +1,4 @@
-"""The faults that the tiny model must feel, and what each does to its bits per byte on the held-out text."""
+"""The faults to which the tiny model must be sensitive, and its bits per byte on the held-out text with each."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def rope_table(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def attention_masks(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return what is added to scores [T, T] in sliding and in full layers."""
+    """Return the masks added to the scores [T, T] of sliding layers and of full layers."""
     distance = torch.arange(tokens, device=device).unsqueeze(1) - torch.arange(tokens, device=device)
     causal = torch.zeros(tokens, tokens, device=device).masked_fill(distance < 0, -math.inf)
     return causal.masked_fill(distance >= SLIDING_WINDOW, -math.inf), causal

@@ -62,5 +62,5 @@ def _changes(name: str, requested: list[Declared], pins: list[GitSource]) -> Ite
 
 
 def _listed(names: set[str]) -> str:
-    """Return what one side has alone; commits are cut as git cuts them."""
+    """Return the names as a sorted list in text; commits are shortened to 12 digits."""
     return ", ".join(sorted(name[:12] if COMMIT.fullmatch(name) else name for name in names)) or "(none)"

@@ -81,7 +81,7 @@ class Package:
         return None
 
     def _imported(self, module: str, statements: Sequence[ast.stmt], name: str, steps: int) -> Definition | None:
-        """Return what the first import of a name that leads to a definition leads to. Raises UnfollowedError."""
+        """Follow the imports of a name; return the first definition found. Raises UnfollowedError."""
         unfollowed: UnfollowedError | None = None
         for origin, original in self._origins(module, statements, name):
             try:

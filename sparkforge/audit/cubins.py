@@ -160,7 +160,7 @@ def _unpacked(data: bytes, size: int) -> bytes:
 
 
 def _ptx(path: Path, entry: elf.FatbinEntry) -> str:
-    """Return what a PTX is for, such as compute_120a: its own `.target`, else (packed by LZ4) the fatbin's number."""
+    """Return a PTX's target, such as compute_120a: its own `.target`, else (packed by LZ4) the fatbin's number."""
     with path.open("rb") as file:
         file.seek(entry.offset)
         data = file.read(min(entry.size, PTX_HEAD))

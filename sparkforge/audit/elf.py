@@ -238,7 +238,7 @@ def code(data: bytes) -> Code:
 
 
 def host(elf: BoundedFile, entries: Sequence[FatbinEntry] = ()) -> Host:
-    """Return what a file for the CPU needs and offers; `entries` are those of its fatbins. Raises one of MALFORMED."""
+    """Return the needs and exports of a file for the CPU; `entries` are its fatbins'. Raises one of MALFORMED."""
     tags = _dynamic(elf)
     undefined, exports = _symbols(elf)
     return Host(

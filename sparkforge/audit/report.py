@@ -43,10 +43,7 @@ WIDE = 160  # columns where stdout is no terminal
 # Limits of a wheel, our own bounds; vLLM's has 321 MB packed, and its libraries 637 MB (docs/concepts/audit.md).
 LARGEST_MEMBER, LARGEST_WHEEL = 4 << 30, 16 << 30  # bytes once unpacked
 MOST_MEMBERS = 200_000
-EXPANSION, EXPANDED = (
-    100,
-    64 << 20,
-)  # largest factor that a member may grow by when unpacked, checked above so many bytes
+EXPANSION, EXPANDED = 100, 64 << 20  # unpacked limit: EXPANDED bytes, or EXPANSION times the packed size if more
 LONGEST_NAME = 100  # bytes of a member's file name that are kept while it is read
 SHOWN = 20  # violations in the terminal; the JSON has all
 

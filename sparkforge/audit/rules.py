@@ -122,7 +122,7 @@ class Rules(Record):
         return any(fnmatch(base, pattern) for pattern in patterns)
 
     def fix(self, rule: str) -> str:
-        """Return what to do about a rule's violation."""
+        """Return how to correct a violation of a rule."""
         return self.fixes[rule].replace("{arch}", self.suffixed.removeprefix("sm_"))
 
 

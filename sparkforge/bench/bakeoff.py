@@ -70,7 +70,7 @@ class BakeOff(Record):
 
 
 def record_path() -> Path:
-    """Return where the record lies."""
+    """Return the path of the record."""
     return paths.state() / "bakeoff.json"
 
 

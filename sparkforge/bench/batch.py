@@ -81,7 +81,7 @@ def output_folder(output: str) -> Path:
 
 
 def plan(bench: Bench, configs: Sequence[Config]) -> dict[str, Any]:
-    """Return what identifies a batch."""
+    """Return the settings that identify a batch."""
     return {
         "configs": [config.model_dump(mode="json") for config in configs],
         "server_version": bench.endpoint.version(),

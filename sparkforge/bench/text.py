@@ -30,7 +30,7 @@ TIMEOUT = httpx.Timeout(30.0)
 
 
 def path(name: str) -> Path:
-    """Return where a text lies, or will lie once it is fetched."""
+    """Return the path of a text, which may not be fetched yet."""
     return paths.state() / "texts" / f"{name}.txt"
 
 

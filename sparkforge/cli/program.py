@@ -111,7 +111,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _information(arguments: list[str], rest: list[str] | None, contexts: Mapping[str, ParserContext]) -> str | None:
-    """Return what an option without a command prints; None for another first word. Raises UsageError."""
+    """Return the output of an option without a command; None if the first word is no such option. Raises UsageError."""
     value = arguments[1] if arguments[1:] else ""
     match arguments[0]:
         case "--version":
@@ -129,7 +129,7 @@ def _information(arguments: list[str], rest: list[str] | None, contexts: Mapping
 
 
 def completions(words: Sequence[str], contexts: Mapping[str, ParserContext]) -> list[str]:
-    """Return what the last word may be: a command, or an option of the command before it; files are the shell's."""
+    """Complete the last word: return commands, or options of the command before it. The shell completes files."""
     command = next((word for word in reversed(words[:-1]) if word in contexts), "")
     if command:
         return sorted(contexts[command].flag_names()) if words[-1].startswith("-") else []

@@ -258,7 +258,7 @@ class Event:
 
 
 def read(chunks: Iterable[bytes]) -> Event:
-    """Return what a log says. `chunks` are its bytes, cut anywhere."""
+    """Parse a log into an event. `chunks` are its bytes, cut anywhere."""
     reader = _Reader()
     for number, raw in _lines(chunks):
         reader.read(number, raw)
@@ -267,7 +267,7 @@ def read(chunks: Iterable[bytes]) -> Event:
 
 
 def read_text(text: str) -> Event:
-    """Return what a text says."""
+    """Parse a log's text into an event."""
     return read([text.encode("utf-8", "replace")])
 
 
@@ -412,7 +412,7 @@ def strip(text: str) -> tuple[str, str, str]:
 
 
 def parse(text: str, number: int = 0) -> Line:
-    """Return what one line says."""
+    """Parse one line of a log."""
     rest, level, process = strip(text)
     line = Line(number, rest[:TEXT], level, process)
     if line.quiet:

@@ -49,7 +49,7 @@ class Manifest:
 
 
 def beside(path: Path) -> Path:
-    """Return where the manifest of the artifact at `path` lies."""
+    """Return the path of the manifest of the artifact at `path`."""
     return path.with_name(path.name + SUFFIX)
 
 
@@ -128,7 +128,7 @@ def _make(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Pat
 
 
 def _aside(path: Path) -> Path:
-    """Return where the artifact that was at `path` lies until the new one is in place."""
+    """Return the path for the old artifact until the new one is in place."""
     return path.with_name(f".{path.name}.old.tmp")
 
 
@@ -159,5 +159,5 @@ def _remove_aside(path: Path) -> None:
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
-    """Return what lies in `folder` under a name that wholly matches `pattern`."""
+    """Return the files and folders in `folder` whose whole name matches `pattern`."""
     return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]

@@ -95,8 +95,8 @@ def state() -> Path:
 def secure_state() -> Path:
     """Return the state folder, made if it is not there, and open to its owner alone.
 
-    It holds records that commands believe, such as which process is the server. A folder of another user stays as it
-    is: `sparkforge.serve.record` believes nothing in it.
+    Commands trust the records in it, such as the one of the server's process. The mode of another user's folder is not
+    changed: `sparkforge.serve.record` refuses its records.
     """
     folder = state()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from sparkforge.image.devices import OCI_MACHINES
 LARGEST_DOCUMENT = 4 << 20  # bytes of an index, a manifest or a configuration: what registries take (OCI distribution)
 LARGEST_FILE = 64 << 20  # bytes of a file that is read out of a layer
 MOST_LAYERS, MOST_MANIFESTS, MOST_ENTRIES = 128, 64, 1_000_000
-EXPANSION, EXPANDED = 100, 1 << 30  # largest factor that a layer may grow by when unpacked, checked above so many bytes
+EXPANSION, EXPANDED = 100, 1 << 30  # unpacked limit: EXPANDED bytes, or EXPANSION times the packed size if more
 UNKNOWN = "unknown"  # the platform of what buildx puts beside an image, such as its own attestations
 TAG = "org.opencontainers.image.ref.name"
 NAME = "io.containerd.image.name"
@@ -253,7 +253,7 @@ class _Bounded:
         self.file, self.left = file, left
 
     def read(self, size: int) -> bytes:
-        """Read. Raises ValueError once there was too much."""
+        """Read up to `size` bytes. Raises ValueError above the limit."""
         data: bytes = self.file.read(size)
         self.left -= len(data)
         if self.left < 0:

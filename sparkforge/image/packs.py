@@ -98,7 +98,7 @@ def own_folders() -> list[Path]:
 
 
 def build_context(name: str) -> tuple[str, Path | None]:
-    """Return what the build of an image gets for the place `name`: the place as it is there, and a folder to mount."""
+    """Return the name of the place `name` inside the image's build, and the folder to mount there, if any."""
     name = name or os.environ.get(VARIABLE, "")
     origin = place(name) if name else next(map(Folder, own_folders()), None)
     if isinstance(origin, Archive):  # alone: a context is sent whole

@@ -49,14 +49,14 @@ class CitedFormat(Record):
 
 
 class SpeedThresholds(Record):
-    """Those of decoding by a word of the GPU's name, `other` for the rest, and those of the first token."""
+    """Thresholds for decoding, by a word in the GPU's name or `other`, and for the first token."""
 
     decode: dict[str, SpeedThreshold]
     first_token: SpeedThreshold
 
 
 class Cited(Record):
-    """The model and the word of a GPU's name of which the cited figures are."""
+    """The model and a word in the GPU's name to which the cited figures apply."""
 
     model: str
     gpu: str

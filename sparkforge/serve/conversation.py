@@ -108,7 +108,7 @@ def converse(server: Server, system: str, max_tokens: int) -> None:
 
 
 def _next_line() -> str | None:
-    """Return what the user types next, empty for nothing to send; None at the end."""
+    """Read the user's next line; return an empty one if there is nothing to send, None at the end."""
     try:
         return input(PROMPT if sys.stdout.isatty() else "")
     except EOFError:

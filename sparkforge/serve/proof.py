@@ -144,7 +144,7 @@ def prove(
 
 
 def describe(outcome: Mapping[str, str]) -> str:
-    """Return what `prove` returned in one line."""
+    """Return the result of `prove` as one line."""
     proved = ", ".join(name for name, limit in sorted(outcome.items()) if not limit)
     limits = ", ".join(f"{name} ({limit})" for name, limit in sorted(outcome.items()) if limit)
     return f"proved: {proved}" + (f"; known limit: {limits}" if limits else "")

@@ -128,12 +128,12 @@ SERVER = TypeAdapter(Server)
 
 
 def record_path() -> Path:
-    """Return where the record lies."""
+    """Return the path of the record."""
     return paths.state() / NAME
 
 
 def end_path(state: Path | None = None) -> Path:
-    """Return where it is written how the server ended."""
+    """Return the path of the record of the server's end."""
     return (state or paths.state()) / "server.end.json"
 
 
@@ -143,7 +143,7 @@ def begun_path() -> Path:
 
 
 def log_path() -> Path:
-    """Return where the server's output goes."""
+    """Return the path of the server's log."""
     return paths.state() / "logs" / "server.log"
 
 

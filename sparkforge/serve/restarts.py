@@ -50,7 +50,7 @@ class Starts(Record):
 
 
 def read(identity: Sequence[str], now: float) -> Starts:
-    """Return what is known of this container's starts, the last one closed and old failures left out."""
+    """Return the recorded starts of this container: the last start has ended, and old failures are left out."""
     try:
         known = Starts.model_validate(read_json(paths.state() / NAME))
     except (OSError, ValueError, ValidationError):

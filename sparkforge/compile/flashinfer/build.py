@@ -164,7 +164,7 @@ def build_kernels(request: KernelRequest) -> tuple[Path, bool]:
 
 
 def prepare(request: KernelRequest) -> KernelOrder:
-    """Return what a request asks for. Raises UsageError and the errors of environment and toolchain."""
+    """Resolve a request to an order. Raises UsageError and the errors of environment and toolchain."""
     stack = request.stack
     image = pins.load().image(stack)
     set_name, arch = request.set_name or image.kernels, request.arch or image.architecture

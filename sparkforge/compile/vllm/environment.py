@@ -57,7 +57,7 @@ class Interpreter:
 
 
 def examine(python: Path, stack: str) -> Interpreter:
-    """Return what `python` has. Raises CompileError naming all that it lacks."""
+    """Return the versions in the environment of `python`. Raises CompileError, which names all that is missing."""
     try:
         lines = run([python, "-c", PROBE], fix=FIX).stdout.splitlines() or [""]
         facts = parse_record(lines[-1], f"the answer of {python}", Facts)

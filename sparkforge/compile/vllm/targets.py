@@ -68,7 +68,7 @@ class TargetTable(Record):
         return [name for name in self.used if not names or name in names]
 
     def mapped(self, arch: str) -> Arch:
-        """Return what CMake makes of `arch`. Raises UsageError for an architecture that was not tried."""
+        """Return CMake's architectures for `arch`. Raises UsageError for an architecture that was not tried."""
         if arch not in self.arch:
             known = ", ".join(self.arch)
             raise UsageError(f"no rule for --arch {arch}", f"tried were {known}", "build for 12.1a")

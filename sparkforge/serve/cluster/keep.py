@@ -43,12 +43,12 @@ def _note_path() -> Path:
 
 
 def log_path() -> Path:
-    """Return where its output goes."""
+    """Return the path of the log."""
     return paths.state() / "logs" / "cluster.log"
 
 
 def running() -> int | None:
-    """Return its process id; None if none runs for this checkout."""
+    """Return the process id of the running keeper; None if none runs for this checkout."""
     return holder(_lock_path(), PURPOSE)
 
 

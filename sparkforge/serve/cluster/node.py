@@ -86,7 +86,7 @@ ANSWER_KEYS = {"validate": "verdict", "begin": STATE, "start": "url", "status": 
 
 
 def end_path() -> Path:
-    """Return where it is written which other node ended this one's part."""
+    """Return the path of the record of the node that ended this one's part."""
     return paths.state() / watch.END
 
 

@@ -128,7 +128,7 @@ class NodeWatch:
         self._peers.remove(peer)
 
     def _read(self, peer: Peer) -> Loss | None:
-        """Read what a peer sent. A stranger, who has no token, is dropped and changes nothing."""
+        """Read a peer's message. A connection without the token is dropped and changes nothing."""
         try:
             data = peer.link.recv(LONGEST_LINE)
         except BlockingIOError:
@@ -167,7 +167,7 @@ class NodeWatch:
 
     def _silent(self, now: float) -> Loss | None:
         for peer in [peer for peer in self._peers if now - peer.heard > SILENT_SECONDS]:
-            if not peer.name:  # a stranger who says nothing
+            if not peer.name:  # a connection that sent no token
                 self._drop(peer)
             else:
                 return Loss(peer.name, f"nothing came from it for {SILENT_SECONDS:g} s")

@@ -39,7 +39,7 @@ class Embedded(InEnvironment):
         return vllm_arguments(variables)
 
     def variables(self) -> dict[str, str]:
-        """Return what preloads libraries from a path with spaces."""
+        """Return the variables that preload libraries, also from a path with spaces."""
         return preloaded(self.python)
 
 

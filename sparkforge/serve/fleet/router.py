@@ -150,7 +150,7 @@ def write(state: Path, fleet: Fleet, key: str, ports: Mapping[str, int]) -> list
 
 
 def allowed_hosts(fleet: Fleet) -> tuple[str, ...]:
-    """Return what the Host header may be, by the rules of every server."""
+    """Return the allowed values of the Host header, by the same rules as for every server."""
     return (*access.served_hosts(fleet.address, fleet.port, fleet.hosts), *fleet.hosts)
 
 
