@@ -177,14 +177,20 @@ def run(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> to
     same bits. Nothing waits for the device, so CUDA graphs hold it, and torch.compile sees one operator.
     Raises ValueError for other dtypes and sizes, NotImplementedError where the kernels cannot run.
     """
-    output: torch.Tensor = linear_operator(
-        x, weight.data, weight.row_scales, bias, int(weight.format), weight.rows, weight.columns
-    )
+    return product(x, weight.data, weight.row_scales, bias, int(weight.format), weight.rows, weight.columns)
+
+
+def product(x: torch.Tensor, *others: torch.Tensor | int | None) -> torch.Tensor:
+    """Multiply, see `run`; the arguments are those of `multiply`.
+
+    Only a compiler needs the operator, which takes the host longer than the rest of the call. vLLM computes an LM head
+    outside of its compiled graph, once for each token.
+    """
+    output: torch.Tensor = (linear_operator if torch.compiler.is_compiling() else multiply)(x, *others)
     return output
 
 
-@torch.library.custom_op("spark_mxfp4::linear", mutates_args=())
-def linear_operator(
+def multiply(
     x: torch.Tensor,
     data: torch.Tensor,
     row_scales: torch.Tensor | None,
@@ -193,7 +199,7 @@ def linear_operator(
     rows: int,
     columns: int,
 ) -> torch.Tensor:
-    """Multiply, see `run`: the operator `spark_mxfp4::linear`."""
+    """Multiply, see `run`: what the operator `spark_mxfp4::linear` does."""
     weight = Weight(data, row_scales, Format(format_), rows, columns)
     _check(x, weight, bias)
     if x.shape[0] > MOST_TOKENS:
@@ -202,6 +208,9 @@ def linear_operator(
     if out.numel():
         _start(extension.aligned(x), weight, bias, out)
     return out
+
+
+linear_operator = torch.library.custom_op("spark_mxfp4::linear", multiply, mutates_args=())
 
 
 @linear_operator.register_fake

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from spark_mxfp4.kernels.linear import MOST_TOKENS, Format, Weight, linear_operator, reference
+from spark_mxfp4.kernels.linear import MOST_TOKENS, Format, Weight, product, reference
 from spark_mxfp4.mxfp4 import BLOCK
 from spark_mxfp4.vllm.formats import AS_STORED, HEAD_VARIABLE, LINEAR_VARIABLE
 
@@ -91,10 +91,8 @@ class SparkLinearMethod(LinearMethodBase):
         return self._product(layer, x.flatten(0, -2), bias).view(*x.shape[:-1], self.rows)
 
     def _product(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = linear_operator(
-            x, layer.weight, getattr(layer, "row_scales", None), bias, int(self.format), self.rows, self.columns
-        )
-        return output
+        scales = getattr(layer, "row_scales", None)
+        return product(x, layer.weight, scales, bias, int(self.format), self.rows, self.columns)
 
     def _refusal(self, why: str, fix: str) -> ValueError:
         text = f"{self.name} cannot be served in {self.format.name} · {why} · {fix} unset {self.variable}"
