@@ -39,7 +39,7 @@ from sparkforge.core.manifest import remove
 from sparkforge.core.program import exit_code
 from sparkforge.image import provenance, registry, signing
 from sparkforge.image.attached import Place, Repository
-from sparkforge.image.build import commit
+from sparkforge.image.build import REWRITTEN, commit
 from sparkforge.image.devices import CPU, CUDA
 from sparkforge.image.oci import LayoutImage
 
@@ -146,8 +146,7 @@ def build(stack: str, circumstances: Circumstances, work: Path, more: Sequence[s
     for name, value in {"STACK": stack, "JOBS": circumstances.jobs, **commit()}.items():
         command += ["--build-arg", f"{name}={value}"]
     # Level 1: bytes are compared, not sizes, and level 6 takes minutes of one core for 6 GB.
-    options = "rewrite-timestamp=true,compression=gzip,compression-level=1,force-compression=true"
-    command += [*more, "--output", f"type=oci,dest={output},{options}", str(checkout)]
+    command += [*more, "--output", f"type=oci,dest={output},{REWRITTEN},compression-level=1", str(checkout)]
     env = {"TZ": circumstances.zone, "LC_ALL": circumstances.locale, "LANG": circumstances.locale}
     log = paths.state() / "logs" / f"reproducible-{circumstances.name}.log"
     docker_logged(command, log, lambda _text: None, env)

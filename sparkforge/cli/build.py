@@ -66,7 +66,14 @@ def image_path(name: str) -> str:
 
 
 def build_image(
-    stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "auto", packs: str = "", platform: str = ""
+    stack: str,
+    steps: Steps,
+    *,
+    way: str = "wheel",
+    jobs: str = "auto",
+    packs: str = "",
+    platform: str = "",
+    reproducible: bool = False,
 ) -> None:
     """Build a stack's image through Compose; one for another platform is not what Compose serves here."""
     from sparkforge.image import versions
@@ -75,7 +82,16 @@ def build_image(
 
     command = ready_to_build(stack)
     with nullcontext() if platform else versions.named(stack):
-        build(command, stack=stack, steps=steps, way=way, jobs=chosen_jobs(jobs), packs=packs, platform=platform)
+        build(
+            command,
+            stack=stack,
+            steps=steps,
+            way=way,
+            jobs=chosen_jobs(jobs),
+            packs=packs,
+            platform=platform,
+            reproducible=reproducible,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,7 @@ class BuildOptions:
     sources: str = option("native: folder of an unpacked bundle, used instead of the network, or of git checkouts")
     packs: str = option(PACKS)
     platform: str = option("docker: what the image is for, such as linux/arm64; default: the engine's")
+    reproducible: bool = option("docker: file times are the commit's, so that another machine can rebuild it", False)
     stack: str = option(STACK)
 
 
@@ -144,6 +161,7 @@ def build(_ctx: Context, options: BuildOptions) -> None:
             jobs=options.jobs,
             packs=image_path(options.packs),
             platform=options.platform,
+            reproducible=options.reproducible,
         )
     else:
         raise UsageError(

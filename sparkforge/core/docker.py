@@ -79,6 +79,12 @@ COMPLAINTS = (
         "sudo apt install docker-buildx-plugin   # Debian's own package: docker-buildx",
     ),
     (
+        r"exporter is not supported for the docker driver",
+        "engine.store",
+        "the Docker engine's image store cannot hold an image as a registry does",
+        """{"features": {"containerd-snapshotter": true}} in /etc/docker/daemon.json, sudo systemctl restart docker""",
+    ),
+    (
         (
             r"'compose' is not a docker command|unknown command: docker compose|unknown shorthand flag: '[fp]' in -[fp]"
             r"|unknown flag: --(?:project-name|project-directory)"

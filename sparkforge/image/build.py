@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,17 @@ from sparkforge.core import paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import docker, docker_logged
 from sparkforge.core.errors import EngineError, ProcessError
-from sparkforge.core.files import write_json
+from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.image import compose, devices
 from sparkforge.image.compose import SERVICE
 from sparkforge.image.packs import build_context
 from sparkforge.patching import series
 from sparkforge.pins import locks
+
+# BuildKit's exporter options of an image that a second machine can rebuild: file times are SOURCE_DATE_EPOCH at most.
+REWRITTEN = "rewrite-timestamp=true,compression=gzip,force-compression=true"
+UNASKED = {"BUILDX_BAKE_ENTITLEMENTS_FS": "0"}  # buildx asks before it reads or writes outside of the checkout
 
 
 def build(
@@ -31,13 +35,15 @@ def build(
     jobs: str = "auto",
     packs: str = "",
     platform: str = "",
+    reproducible: bool = False,
     steps: Steps | None = None,
 ) -> Path:
     """Build a stack's image with `docker` and `command`, which ends in Compose's `build`; return the build's log.
 
     `way` is `wheel` (upstream's vLLM) or `source` (vLLM compiled from source); `packs` is a place of kernel packs. For
-    another `platform` than the engine's, such as linux/arm64, the image has the architecture behind its name. Raises
-    UsageError for another way, and a named error of the engine or EngineError with the log's last lines.
+    another `platform` than the engine's, such as linux/arm64, the image has the architecture behind its name. A
+    `reproducible` image can be rebuilt bit for bit (`bake`). Raises UsageError for another way, and a named error of
+    the engine or EngineError with the log's last lines.
     """
     require_way(way, devices.machine_of(platform))
     log = paths.state() / "logs" / "image.log"
@@ -58,11 +64,35 @@ def build(
         command = [*command[:-1], "--file", override, command[-1]]
     flags = [flag for name, value in arguments.items() for flag in ("--build-arg", f"{name}={value}")]
     with (steps or Steps(1)).step("build", f"{way}, the whole log in {log}") as tell:
-        docker_logged([*command, *flags, SERVICE], log, tell, compose.variables(stack))
+        if reproducible:
+            bake(command[:-1], arguments, stack, log, tell)
+        else:
+            docker_logged([*command, *flags, SERVICE], log, tell, compose.variables(stack))
         tell(f"log in {log}")
     if platform:
         say(f"{name} is for {platform}: ./inv image.publish REPOSITORY --image {name}")
     return log
+
+
+def bake(
+    command: Sequence[str | Path], arguments: Mapping[str, str], stack: str, log: Path, tell: Callable[[str], None]
+) -> None:
+    """Build the service of the Compose `command` with the build `arguments` as an archive, and load that.
+
+    Every file gets the commit's time, which the engine's own exporter refuses to write (BuildKit: `rewrite-timestamp`
+    conflicts with `unpack`), and no label names a version of Compose. Raises as `docker_logged` does.
+    """
+    project, archive = paths.state() / "build.resolved.yaml", paths.state() / "build.image.tar"
+    write_atomic(project, docker([*command, "config", "--format", "json"], env=compose.variables(stack)))
+    flags = [word for item in arguments.items() for word in ("--set", f"{SERVICE}.args.{'='.join(item)}")]
+    flags += ["--set", f"{SERVICE}.output=type=oci,dest={archive},{REWRITTEN}"]
+    words: list[str | Path] = ["buildx", "bake", "--progress", "plain", "--provenance=false", "--file", project]
+    try:
+        docker_logged([*words, *flags, SERVICE], log, tell, UNASKED)
+        tell("load the archive")
+        docker(["image", "load", "--input", archive])
+    finally:
+        archive.unlink(missing_ok=True)
 
 
 def commit() -> dict[str, str]:

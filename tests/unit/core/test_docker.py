@@ -32,6 +32,8 @@ MESSAGES = {
     "ERROR: BuildKit is enabled but the buildx component is missing or broken.": ("engine.tool", "buildx"),
     "docker: 'compose' is not a docker command.\nSee 'docker --help'": ("engine.tool", "docker-compose-plugin"),
     "unknown shorthand flag: 'p' in -p\nSee 'docker --help'.": ("engine.tool", "compose"),
+    "ERROR: OCI exporter is not supported for the docker driver.\nSwitch to a different driver": (
+        "engine.store", "containerd-snapshotter"),
     f'{DAEMON}could not select device driver "" with capabilities: [[gpu]].': ("engine.gpu", "nvidia-ctk"),
     f"{DAEMON}CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=all": ("engine.gpu", "nvidia-ctk"),
     "ERROR: failed to solve: write /x: no space left on device": ("storage.full", "docker builder prune"),

@@ -80,6 +80,33 @@ def test_an_image_for_another_platform_has_a_name_of_its_own(docker, monkeypatch
     assert "./inv image.publish REPOSITORY --image sparkforge/vllm:spark-arm64" in capsys.readouterr().err
 
 
+def test_a_reproducible_image_is_built_into_an_archive_with_the_commits_times_and_loaded(
+    docker, monkeypatch, tmp_path, capsys
+):
+    state = tmp_path / "state"
+    monkeypatch.setenv("SPARKFORGE_STATE", str(state))
+    monkeypatch.setattr(image, "commit", lambda: {"REVISION": "abc", "SOURCE_DATE_EPOCH": "1"})
+    archive, project = state / "build.image.tar", state / "build.resolved.yaml"
+    docker(f"""echo "$*" >> {tmp_path}/calls
+{ENGINE}
+case "$*" in
+*bake*) test "$BUILDX_BAKE_ENTITLEMENTS_FS" = 0 && grep -q {PROJECT["image"]} {project} && echo archive > {archive};;
+*load*) grep -q archive {archive};;
+esac""")
+    image.build(WORDS, stack="spark", jobs="3", platform="linux/arm64", reproducible=True)
+    config, bake, load = (tmp_path / "calls").read_text().splitlines()[-3:]
+    override = state / "build.compose.json"
+    assert config == f"{' '.join(WORDS[:-1])} --file {override} config --format json"
+    assert json.loads(override.read_text())["services"]["vllm"]["build"]["platforms"] == ["linux/arm64"]
+    arguments = {"VLLM_FROM": "wheel", "JOBS": "3", "REVISION": "abc", "SOURCE_DATE_EPOCH": "1"}
+    settings = [f"--set vllm.args.{name}={value}" for name, value in arguments.items()]
+    settings += [f"--set vllm.output=type=oci,dest={archive},{image.REWRITTEN}"]
+    assert bake == f"buildx bake --progress plain --provenance=false --file {project} {' '.join(settings)} vllm"
+    assert load == f"image load --input {archive}"
+    assert not archive.exists()
+    assert "--image sparkforge/vllm:spark-arm64" in capsys.readouterr().err
+
+
 def test_an_engine_that_cannot_set_up_the_other_platforms_packages_is_refused_with_what_to_install(docker):
     called = docker(ENGINE.replace(", linux/arm64", ""))
     with pytest.raises(errors.EngineError, match="linux/arm64") as caught:
@@ -96,7 +123,7 @@ def test_a_build_that_fails_is_named_and_its_log_is_the_next_step(docker):
 
 
 def test_another_way_is_refused():
-    with pytest.raises(errors.UsageError, match="wheel and source"):
+    with pytest.raises(errors.UsageError, match="wheel or source"):
         image.build(WORDS, stack="spark", way="git")
     other = "linux/amd64" if os.uname().machine == "aarch64" else "linux/arm64"
     with pytest.raises(errors.UsageError, match="--from source does not go with --platform"):
