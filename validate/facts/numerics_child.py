@@ -75,8 +75,9 @@ def make_layer() -> MoeLayer:
 def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the values [..., columns] in float64: the low nibble first, times 2^(scale - 127) for each block of 32."""
     elements = torch.tensor(ELEMENTS, dtype=torch.float64)
-    pairs = torch.stack([elements[(blocks & 15).long()], elements[(blocks >> 4).long()]], dim=-1).flatten(-2)
-    return pairs * torch.exp2(scales.double() - 127).repeat_interleave(BLOCK, dim=-1)
+    pairs = torch.stack([elements.repeat(16), elements.repeat_interleave(16)], dim=-1)  # of each byte
+    values = pairs[blocks.int()].view(*scales.shape, BLOCK)
+    return values.mul_(torch.exp2(scales.double() - 127)[..., None]).flatten(-2)
 
 
 def reference(layer: MoeLayer) -> torch.Tensor:
