@@ -61,7 +61,7 @@ ARG DEBIAN_MIRROR=
 ARG DEBIAN_SNAPSHOT=
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
-    --mount=type=cache,target=/var/cache/debs,sharing=locked \
+    --mount=type=cache,target=/var/cache/debs \
     sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-runtime-$(dpkg --print-architecture).txt"
 # Written by hand: adduser would note today's date in /etc/shadow. Libraries ask who they run as. A mounted cache of Hugging
 # Face in /root is found by every user, and `docker run --user` may be another one than 1000.
@@ -81,7 +81,7 @@ ARG DEBIAN_MIRROR=
 ARG DEBIAN_SNAPSHOT=
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
-    --mount=type=cache,target=/var/cache/debs,sharing=locked \
+    --mount=type=cache,target=/var/cache/debs \
     sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-runtime-$(dpkg --print-architecture).txt"
 ARG STACK
 ARG TARGETPLATFORM
@@ -95,7 +95,7 @@ ARG DEBIAN_MIRROR
 ARG DEBIAN_SNAPSHOT
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
-    --mount=type=cache,target=/var/cache/debs,sharing=locked \
+    --mount=type=cache,target=/var/cache/debs \
     [ "$BUILDARCH" = "$TARGETARCH" ] || cross=/mnt/locks/${SPARKFORGE_DEVICE}-cross-${BUILDARCH}.txt; \
     sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-build-${BUILDARCH}.txt" ${cross:+"$cross"}
 WORKDIR /opt/sparkforge
@@ -152,7 +152,7 @@ ARG DEBIAN_MIRROR
 ARG DEBIAN_SNAPSHOT
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
-    --mount=type=cache,target=/var/cache/debs,sharing=locked \
+    --mount=type=cache,target=/var/cache/debs \
     sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-source-${BUILDARCH}.txt"
 ARG JOBS=auto
 # CMake targets with commas, to try the way; none named are all that SM121 uses (docs/concepts/vllm-extensions.md).
