@@ -203,7 +203,7 @@ def _install_own(python: Path, pin: EnvironmentPin) -> None:
     """Install what it gets of this checkout: the product editable, the library as a wheel by its version."""
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python), "--offline"]
     command += ["--no-deps", "--no-build-isolation"]
-    fix = "rm -rf .sparkforge/envs/, then run the same command again"
+    fix = "rm -rf .sparkforge/envs/   # then the same command again"
     if pin.project:
         run([*command, "--editable", paths.ROOT], env=locks.uv_environment(), fix=fix)
     if pin.library:
@@ -220,7 +220,7 @@ def library_wheel(folder: Path) -> Path:
     run(
         [*command, "--python", sys.executable, "--out-dir", folder, sources],
         env={**locks.uv_environment(), "SPARK_MXFP4_PRECOMPILE": ""},
-        fix="read setuptools' output above",
+        fix="again   # first read setuptools' output above",
     )
     [wheel] = folder.glob("*.whl")
     return wheel

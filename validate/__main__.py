@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
                 write_json(arguments.json, as_document(reports[0]))
             except OSError as error:
                 failure = f"cannot write the report to {arguments.json}"
-                raise UsageError(failure, str(error.strerror), "name a writable file") from error
+                raise UsageError(failure, str(error.strerror), "--json validation.json") from error
 
     return program.exit_code(run_once) or exit_code(reports[0])
 

@@ -80,5 +80,5 @@ def named(name: str) -> Profile:
     """Return the profile called `name`. Raises UsageError if there is none."""
     if name not in PROFILES:
         names = ", ".join(PROFILES)
-        raise UsageError(f"no profile {name!r}", f"there are {names}", "python -m validate --profile spark")
+        raise UsageError(f"no profile {name!r}", f"there are {names}", "--profile spark")
     return PROFILES[name]

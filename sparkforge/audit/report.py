@@ -142,7 +142,7 @@ def audit_files(
         raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", f"known are {known}", "./inv audit --help")
     broken = list[Violation]()
     if not paths:
-        raise UsageError("nothing is named to audit", "it would pass whatever there is", "./inv audit PATH[,PATH]")
+        raise UsageError("nothing is named to audit", "it would pass whatever there is", "./inv audit --help")
     sources = [source for path in paths for source in _sources(path, machine, rules, broken)]
     binaries, violations = [], broken
     for source, binary, swapped in _read(sources, Reader(tools(), rules.watch())):
@@ -170,7 +170,9 @@ def _sources(path: Path, machine: str, rules: Rules, broken: list[Violation]) ->
             if file.is_file() and (KINDS.search(file.name) or file.suffix == ".whl"):
                 yield from _sources(file, machine, rules, broken)
     elif not path.is_file():
-        raise UsageError(f"cannot audit {path}", "it is not there", "name .cubin, .o, .so or .whl files, or folders")
+        raise UsageError(
+            f"cannot audit {path}", "it is not there", "--help   # name .cubin, .o, .so or .whl files, or folders"
+        )
     elif path.suffix == ".whl":
         try:
             yield from _members(path, machine)
@@ -181,7 +183,9 @@ def _sources(path: Path, machine: str, rules: Rules, broken: list[Violation]) ->
     elif KINDS.search(path.name):
         yield AuditedFile(path, machine=machine, size=path.stat().st_size)
     else:
-        raise UsageError(f"cannot audit {path}", "its name is none of .cubin, .o, .so, .whl", "name such a file")
+        raise UsageError(
+            f"cannot audit {path}", "its name is none of .cubin, .o, .so, .whl", "--help   # name such a file"
+        )
 
 
 def _members(wheel: Path, machine: str) -> list[AuditedFile]:
@@ -234,7 +238,7 @@ def _read(sources: Sequence[AuditedFile], reader: Reader) -> Iterator[tuple[Audi
             raise CompileError(
                 "a process that reads cubins was killed",
                 f"{workers} ran at once, and most likely too little memory was left",
-                "stop other programs, or audit fewer files at once: ./inv audit FILE", code="compile.memory"
+                "again   # stop other programs, or audit fewer files at once", code="compile.memory"
             ) from error  # fmt: skip
     binaries = reader.finished([draft for draft, _ in drafts])
     yield from zip(sources, binaries, (swapped for _, swapped in drafts), strict=True)

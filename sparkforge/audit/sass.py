@@ -89,7 +89,7 @@ class Decoder:
             raise ProcessError(
                 f"nvdisasm left out {len(missing)} instructions",
                 f"for {self.target}",
-                "report this",
+                "again   # if it fails again, report this",
                 code="process.failed",
             )
         named = {shape: names[number] for number, shape in enumerate(new)}

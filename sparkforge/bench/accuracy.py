@@ -81,7 +81,7 @@ def tokenize(endpoint: Endpoint, text: str) -> list[int]:
     endpoint.get("/v1/models")  # raises another error if the server does not answer
     why = "its /tokenize does not work, and chunks and prompts are measured in the server's tokens"
     raise ServerError(
-        f"{endpoint.url} does not tokenize", why, "use a server that does, such as vLLM", code="server.reply"
+        f"{endpoint.url} does not tokenize", why, "--help   # use a server that does, such as vLLM", code="server.reply"
     )
 
 
@@ -96,7 +96,10 @@ def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
         prompt = values[1 : len(values) - generated]
         return [math.nan if value is None else float(value) for value in prompt]
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        why, fix = f"no choices[0].logprobs.token_logprobs ({error!r})", "use a server with echo, such as vLLM"
+        why, fix = (
+            f"no choices[0].logprobs.token_logprobs ({error!r})",
+            "--help   # use a server with echo, such as vLLM",
+        )
         raise ServerError("the server echoes no prompt logprobs", why, fix, code="server.reply") from error
 
 

@@ -149,7 +149,7 @@ def _end_running_server(plan: StartPlan, *, may_end: bool) -> None:
         return
     if not may_end:
         failure, why = "a server of this checkout runs", f"{server.model_id} at {server.url}; a bake-off ends servers"
-        raise ServerError(failure, why, "the same command with --replace, or ./inv down", code="server.running")
+        raise ServerError(failure, why, "--replace", code="server.running")
     if plan.port != server.port:
         launch.check_port(plan.port, LOOPBACK)
     say(f"{server.model_id} at {server.url} is ended (--replace); ./inv up starts it again")
@@ -186,7 +186,7 @@ def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder
         _keep_log(folder, in_container=plan.device in CONTAINERS)
     elif not _end(server, folder):
         why = f"{plan.profile} gets no standing: what was measured may be of another server"
-        fix = "run the same command again"
+        fix = "again"
         raise ServerError("the trial's server was ended by another command", why, fix, code="server.not-running")
     return standing
 

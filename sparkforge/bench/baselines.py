@@ -171,7 +171,7 @@ class Baselines(Record):
             if (sweep.isl, sweep.osl) == (isl, osl):
                 return sweep.concurrencies
         shapes = ", ".join(f"{s.isl}/{s.osl}" for s in self.sweeps)
-        raise UsageError(f"no concurrencies are known for {isl}/{osl}", f"the table has {shapes}", "add --conc 4,8,16")
+        raise UsageError(f"no concurrencies are known for {isl}/{osl}", f"the table has {shapes}", "--conc 4,8,16")
 
     def default_text(self, model: str) -> str:
         """Return the name of the text that a model is scored on where none is named."""

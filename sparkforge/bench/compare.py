@@ -67,7 +67,7 @@ def differences(before: Sequence[Result], after: Sequence[Result]) -> list[Diffe
         raise UsageError(problem, ", ".join(sorted(shapes)), EXAMPLE)
     if failed := [r for r in (*before, *after) if not r.passed or not r.requests]:
         why = "; ".join(failed[0].reasons) or "it holds no request"
-        raise UsageError("a failed result cannot be compared", why, "compare results that passed")
+        raise UsageError("a failed result cannot be compared", why, "--help   # compare results that passed")
     floor = 0.0 if min(len(before), len(after)) >= 3 else FLOOR
     compared = []
     for name, (statistic, more_is_better) in QUANTITIES.items():

@@ -42,13 +42,13 @@ def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage
         return Passage(name, texts.read(name, pinned[name]), pinned[name].pinned_files[pinned[name].member].sha256)
     if not Path(name).suffix:
         known = ", ".join((*packaged, *pinned))
-        raise UsageError(f"there is no text {name}", f"there are {known}", "./inv bench.acc --text FILE.txt")
+        raise UsageError(f"there is no text {name}", f"there are {known}", "without --text")
     return _read_file(Path(name), {**packaged, **pinned}.keys())
 
 
 def _read_file(path: Path, known: Collection[str]) -> Passage:
     """Return a file's text. Raises UsageError, also for a known text's name: its limits would apply to this one."""
-    fix = "./inv bench.acc --text FILE.txt"
+    fix = "without --text"
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -58,7 +58,7 @@ def _read_file(path: Path, known: Collection[str]) -> Passage:
     if path.stem in known:
         why = "that is the name of a known text, whose limits would be used for this file"
         raise UsageError(
-            f"the text {path} cannot be called {path.stem}", why, f"--text {path.stem}; or rename the file"
+            f"the text {path} cannot be called {path.stem}", why, f"--text {path.stem}   # or rename the file"
         )
     return Passage(path.stem, text, hashlib.sha256(text.encode()).hexdigest())
 
@@ -73,8 +73,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
         raise BenchmarkError(
             f"no threshold is known for {endpoint.model} on {text.name}",
             "a gate without one would pass anything",
-            "leave --text out, or add a row to sparkforge/bench/baselines.toml "
-            f"(./inv bench.acc --text {text.name} --record)",
+            "without --text   # or add a row to sparkforge/bench/baselines.toml, with --record",
             code="benchmark.undecided",
         )
     start = time.monotonic()
@@ -123,7 +122,7 @@ def require(gate: Gate) -> None:
     raise BenchmarkError(
         "the served model failed the accuracy gate; nothing was timed",
         "\n        ".join(failed),
-        "look at the server's MoE backend and log (./inv logs); ./inv bench.acc shows every check",
+        "./inv logs   # look at the server's MoE backend; ./inv bench.acc shows every check",
         code="benchmark.gate",
     )
 

@@ -90,7 +90,7 @@ def require_answers(load: FinishedLoad) -> FinishedLoad:
     """Return the load if every request was answered. Raises ServerError with the first error."""
     if errors := [sample.error for sample in load.samples if sample.error]:
         summary = f"{len(errors)} of {len(load.samples)} requests failed"
-        raise ServerError(summary, errors[0], "look at the server's log", code="server.reply")
+        raise ServerError(summary, errors[0], "./inv logs   # or the log of the server at --url", code="server.reply")
     return load
 
 

@@ -80,7 +80,7 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TracePr
     seconds, table, endpoint = options.number("limit"), baselines.load(), settings.endpoint(options)
     if (own := context.own_server(endpoint)) is None:
         why = "its traces would be on its own machine: this checkout did not start it"
-        fix = "copy a trace here, then ./inv bench.profile --trace FILE"
+        fix = "--help   # copy a trace here, and name it by --trace"
         raise UsageError(f"{endpoint.url} cannot be profiled", why, fix)
     config = settings.configs(options, table, endpoint)[0]
     name = f"profile_isl{config.isl}_osl{config.osl}_conc{config.conc}_{stamp}"
@@ -119,7 +119,7 @@ def profiling(endpoint: Endpoint, prefix: str) -> Iterator[None]:
 def _ask(endpoint: Endpoint, path: str, body: Mapping[str, str]) -> None:
     response = endpoint.send(path, body)
     if response.status_code == 404:
-        why, fix = "it was started without --profiler", "./inv down, then ./inv up --profiler"
+        why, fix = "it was started without --profiler", "./inv down && ./inv up --profiler"
         raise ServerError(f"{endpoint.url} has no profiler", why, fix, code="server.reply")
     if not response.is_success:
         why = " ".join(response.text.split())[:300]

@@ -82,7 +82,7 @@ class RunOutcome:
         failed = [result for result in self.results if not result.passed]
         reasons = "\n        ".join(f"CONC={result.config.conc}: {'; '.join(result.reasons)}" for result in failed)
         if failed and len(self.results) == 1:
-            fix = "./inv logs, then run the same command"
+            fix = "./inv logs   # then the same command again"
             raise BenchmarkError("the load's figures cannot be believed", reasons, fix, code="benchmark.load")
         if failed:
             problem = f"{len(failed)} of {len(self.results)} configurations failed"

@@ -225,7 +225,7 @@ def read(path: Path) -> Result:
     try:
         return Result.model_validate(read_json(path, largest=LARGEST))
     except OSError as error:
-        why, fix = error.strerror or str(error), "name a result_*.json file"
+        why, fix = error.strerror or str(error), "--help   # name a result_*.json file"
         raise InputError(f"cannot read {path}", why, fix, code="input.result") from error
     except ValueError as error:  # no JSON, or no result
         why = error.why if isinstance(error, DocumentError) else tables.first_fault(error)

@@ -89,7 +89,7 @@ def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint) -> 
         raise UsageError(
             f"{isl} + {osl} tokens do not fit",
             f"the model takes {longest} in all" + (f" and lengths vary by {share:.0%}" if share else ""),
-            "choose a smaller --isl or --osl, or serve with a larger --max-model-len",
+            "--help   # choose a smaller --isl or --osl, or serve with a larger --max-model-len",
         )
     prompts = 0 if settings.is_batch and not settings.flags.get("num_prompts") else settings.number("num_prompts", 0)
     return [

@@ -60,7 +60,7 @@ def main(flags: Mapping[str, Any]) -> None:
     """Measure or read, then post. Raises what measuring raises, UsageError, BenchmarkError, NetworkError."""
     team, to, form = flags["team"].strip(), flags.get("to", ""), flags.get("form", "")
     if not 0 < len(team) <= 80 or not team.isprintable():
-        raise UsageError("the team needs a name", "1 to 80 printable characters", "./inv bench.submit TEAM --to URL")
+        raise UsageError("the team needs a name", "1 to 80 printable characters", "--help   # name the team first")
     destination = Destination(team, to, form or (GRADIO if to == BOARD else JSON))
     if destination.form not in FORMS:
         raise UsageError(f"there is no form {form!r}", f"there are {', '.join(FORMS)}", "--form json")
@@ -70,7 +70,7 @@ def main(flags: Mapping[str, Any]) -> None:
     if path := flags.get("result"):
         result = schema.read(Path(path))
         if not result.passed:
-            why, fix = "; ".join(result.reasons), "submit a result that passed"
+            why, fix = "; ".join(result.reasons), "--help   # submit a result that passed"
             raise InputError(f"{Path(path).name} did not pass", why, fix, code="input.result")
         deliver(Path(path), result, destination, table)
         return
@@ -128,7 +128,7 @@ def _refuse(differences: list[str]) -> None:
         raise BenchmarkError(
             "the competition's board does not take this",
             "\n        ".join(differences),
-            "measure gpt-oss-120b on the board's text: ./inv bench.acc --fetch-text hub, then ./inv bench.submit TEAM",
+            "./inv bench.acc --fetch-text hub   # measure gpt-oss-120b on the board's text, then submit",
             code="benchmark.board",
         )
 

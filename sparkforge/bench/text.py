@@ -95,7 +95,10 @@ def _download(pin: TextPin) -> bytes:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
         why = f"{type(error).__name__}: {error}"[:300]
     if why:
-        fix = f"check the network and HF_ENDPOINT; or copy {Path(pin.member).name} here: {FETCH} FILE"
+        fix = (
+            f"again   # check the network and HF_ENDPOINT; or copy {Path(pin.member).name} here, and name "
+            "it by --fetch-text"
+        )
         raise NetworkError(f"cannot fetch {pin.archive}", without_passwords(why), fix, code="network.fetch")
     return response.content
 

@@ -176,7 +176,7 @@ def _document(path: Path) -> Any:
         raise _malformed(path, f"its gzip stream is damaged: {error}") from error
     except OSError as error:
         why = error.strerror or str(error)
-        raise InputError(f"cannot read {path}", why, "./inv bench.profile --trace FILE", code="input.trace") from error
+        raise InputError(f"cannot read {path}", why, "without --trace", code="input.trace") from error
 
 
 def _events(path: Path) -> tuple[list[Event], dict[tuple[str, str], list[Event]]]:

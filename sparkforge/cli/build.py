@@ -35,23 +35,28 @@ IMAGE = "an image's name, if it is not the stack's; or the path of an OCI layout
 
 
 def chosen_stack(name: str) -> str:
-    """Return the stack that a user named, on the command line or by SPARKFORGE_STACK, or the default one."""
+    """Return the stack that a user named, on the command line or by SPARKFORGE_STACK, or the default one.
+
+    Raises InputError for one that pins.toml has not.
+    """
     from sparkforge import pins
 
-    return name or os.environ.get("SPARKFORGE_STACK") or pins.load().default
+    table = pins.load()
+    chosen = name or os.environ.get("SPARKFORGE_STACK") or table.default
+    table.stack(chosen)
+    return chosen
 
 
 def chosen_jobs(jobs: str) -> str:
     """Return how many compilers a user wants at once: by the option, or by the first of JOBS_VARIABLES that is set.
 
-    Raises UsageError if a variable is not a number.
+    Raises UsageError if it is not a number.
     """
-    if jobs != "auto":
-        return jobs
-    name = next((name for name in JOBS_VARIABLES if os.environ.get(name)), "")
-    text = os.environ.get(name, "auto") if name else "auto"
-    if text != "auto" and not (text.isascii() and text.isdecimal() and 0 < int(text) < 10_000):
-        raise UsageError(f"{name} is {text[:40]!r}", "it takes auto or 1, 2, …", f"unset {name}; or --jobs 4")
+    name = "--jobs" if jobs != "auto" else next((name for name in JOBS_VARIABLES if os.environ.get(name)), "")
+    text = jobs if jobs != "auto" else os.environ.get(name) or "auto"
+    if text != "auto" and not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) > 0):
+        fix = "--jobs auto" if name == "--jobs" else f"unset {name}   # or --jobs 4"
+        raise UsageError(f"{name} is {text[:40]!r}", "it takes auto or 1, 2, …", fix)
     return text
 
 

@@ -11,9 +11,10 @@ import inspect
 import io
 import os
 import select
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
@@ -23,6 +24,7 @@ from invoke.parser.argument import Argument
 from invoke.tasks import Task
 
 from sparkforge.core import interrupt, paths
+from sparkforge.core.advice import completed
 from sparkforge.core.console import say, show_error
 from sparkforge.core.declare import declare
 from sparkforge.core.errors import SparkforgeError, UsageError
@@ -37,6 +39,8 @@ REPORT = (
     "\nThis is a fault of Sparkforge itself. Please report it with the lines above, the command, and the archive that\n"
     "    ./inv doctor --bundle support.tar.gz\nwrites (without secrets, paths and host names)."
 )
+STATELESS = ("models", "plan", "audit", "compare")  # functions of commands that need no state folder
+LONGEST_WORD = 200  # characters of a value that is repeated in an error
 SIGNALLED = 128  # plus the signal's number, as shells have it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP
 
 
@@ -139,10 +143,10 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
         _accept_any_text()
         try:
             with interrupt.caught():
-                if paths.state().is_dir():
-                    paths.secure_state()
+                _look_at_state(function.__name__)
                 result = function(*args, **kwargs)
         except SparkforgeError as error:
+            error.fix = whole_command(error.fix, wrapped, kwargs)
             show_error(error)
             raise Exit(code=error.exit_code) from None
         except KeyboardInterrupt as error:
@@ -165,6 +169,64 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return wrapped
+
+
+def _look_at_state(function: str) -> None:
+    """Close the state folder to others. Raises StorageError where it cannot be used, unless the command needs none."""
+    if function not in STATELESS:
+        paths.require_state()
+    if paths.state().is_dir():
+        paths.secure_state()
+
+
+def whole_command(fix: str, function: Callable[..., Any], values: Mapping[str, Any]) -> str:
+    """Return an error's `fix` as a whole command (see `core.advice`), from what was called.
+
+    `function` is the called command's, `values` its parameter → value. Values that are long or have no printable form
+    are left out. For an option that the command does not have, it is the command's help.
+    """
+    from sparkforge.cli import namespace  # it imports this module
+
+    task_name = next((name for name in namespace.task_names if namespace[name].body is function), "")
+    collection, _, last = task_name.rpartition(".")
+    is_default = collection and namespace.subcollection_from_path(collection).default == last
+    name = f"./inv {collection if is_default else task_name}"
+
+    def change(option: str, value: str | None) -> str:
+        parameter = next((key for key in values if _flag(key) == option), "")
+        if not parameter:
+            return f"{name} --help"
+        changed = dict(values)
+        default = inspect.signature(function).parameters[parameter].default
+        changed[parameter] = default if value is None else value or True
+        return " ".join([name, *_words(function, changed, "" if value is None else parameter)])
+
+    return completed(fix, " ".join([name, *_words(function, values)]), change) if task_name else fix
+
+
+def _flag(parameter: str) -> str:
+    return f"--{parameter.strip('_').replace('_', '-')}"
+
+
+def _words(function: Callable[..., Any], values: Mapping[str, Any], kept: str = "") -> list[str]:
+    """Return a command's parameters as words of a shell, without options that have their default, but for `kept`."""
+    words, rest = list[str](), list[str]()
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        value = values.get(parameter.name, parameter.default)
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            rest = ["--", *map(str, value)] if value else []
+        elif parameter.default is inspect.Parameter.empty:
+            words += [str(value)] if value else []
+        elif isinstance(value, bool):
+            words += [_flag(parameter.name)] if value and value != parameter.default else []
+            words += [_flag(parameter.name).replace("--", "--no-", 1)] if parameter.default and not value else []
+        elif (
+            (value != parameter.default or parameter.name == kept)
+            and str(value).isprintable()
+            and len(str(value)) < LONGEST_WORD
+        ):
+            words += [_flag(parameter.name), str(value)]
+    return [shlex.quote(word) for word in (*words, *rest)]
 
 
 def in_laboratory(module: str, *words: str) -> None:
@@ -210,7 +272,7 @@ def whole_number(flag: str, text: str) -> int:
             return int(text)
     except ValueError:
         pass
-    raise UsageError(f"{flag} {text[: 2 * DIGITS]!r} is no number", "it takes a whole number", "./inv --help")
+    raise UsageError(f"{flag} {text[: 2 * DIGITS]!r} is no number", "it takes a whole number", "--help")
 
 
 def listed(text: str) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from invoke.context import Context
 from invoke.exceptions import Exit
 
+from sparkforge.cli.build import chosen_stack
 from sparkforge.cli.command import caller_path, in_laboratory, task, whole_number
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, echo_json, say
@@ -56,16 +58,24 @@ def validate(
 
     Runs in the environment that would serve. Exit code 0 means that the server may start.
     """
+    from sparkforge.plan import capabilities
     from sparkforge.serve import command_line, profiles, settings
     from sparkforge.serve.devices import in_environment
     from validate.profiles import named
 
-    stack = stack or named(profile).stack
+    stack = chosen_stack(stack) if stack else named(profile).stack
     number = whole_number("--port", port)
+    if not 0 < number < 65536:
+        raise UsageError(f"--port {port} is no port", "ports are 1 to 65535", "--port 8000")
+    if model and not Path(caller_path(model)).is_dir():
+        raise UsageError(f"--model {model[:80]} is no folder", "it takes a checkpoint's folder", "without --model")
+    default = (
+        settings.DEFAULTS[profile][0] if profile in settings.DEFAULTS else capabilities.find(os.environ)[1].profile
+    )
     interpreter = Path(caller_path(python)) if python else in_environment.prepare_environment(Steps(1)).python
     directory = Path(caller_path(model)) if model else in_environment.write_tiny(interpreter)
     family = settings.family(str(directory))
-    serve_profile = profiles.named(settings.DEFAULTS[profile][0], stack=stack, family=family)
+    serve_profile = profiles.named(default, stack=stack, family=family)
     report = paths.state() / "validation.json"
     command: list[str | Path] = [interpreter, "-m", "validate", "--profile", profile, "--stack", stack]
     command += ["--layers", "--json", report, "--model", directory, "--port", str(number)]

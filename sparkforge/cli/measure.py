@@ -111,7 +111,7 @@ def bakeoff(options: Options) -> None:
     from sparkforge.serve.devices.device import start
 
     if options["url"]:
-        raise UsageError("--url is for one server", "--profiles starts its own", "leave one of them out")
+        raise UsageError("--url is for one server", "--profiles starts its own", "without --url")
     names = {name: options[name] for name in ("model", "port", "stack")}
     device, context = options["device"] or OPTIONS["device"].default, options["max_model_len"]
     plan = planned(ServeOptions(device, context=context, **names))

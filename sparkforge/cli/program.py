@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import shutil
 import signal
 import textwrap
@@ -98,12 +99,16 @@ def run(arguments: list[str]) -> int:
         name = require(arguments[0], contexts)
         if paths.INSTALLED and contexts[name].name in IN_A_CLONE:
             why = "it tests or changes Sparkforge's own files, and an installation's next update would undo that"
-            raise UsageError(f"./inv {name} is for a clone of Sparkforge", why, "docs/guide/develop.md of the clone")
+            raise UsageError(
+                f"./inv {name} is for a clone of Sparkforge",
+                why,
+                f"less {paths.ROOT}/docs/guide/develop.md   # in a clone",
+            )
         _require_options(contexts[name], arguments[1:], contexts)
         try:
             parsed = _parse(_with_two_dashes(arguments, contexts))
         except ParseError as error:
-            raise usage_error(error, contexts) from None
+            raise usage_error(error, contexts, arguments) from None
         if rest is not None:
             _give_rest(parsed[-1], rest)
         Executor(namespace, Config(lazy=True)).execute(*parsed)
@@ -160,13 +165,18 @@ def _parse(arguments: list[str]) -> list[ParserContext]:
 
 
 def _require_options(context: ParserContext, arguments: list[str], contexts: dict[str, ParserContext]) -> None:
-    """Raise UsageError for an option that `./inv up` has not: Invoke would take it for the positional argument."""
-    command = namespace[context.name]
-    if isinstance(command, CommandTask) and command.rest and command.may_be_left_out:
-        known = {*context.flags, *context.inverse_flags}
-        for word in _with_two_dashes([str(context.name), *arguments], contexts)[1:]:
-            if word.startswith("--") and word.partition("=")[0] not in known:
-                raise usage_error(ParseError(f"No idea what '{word}' is!", context), contexts)
+    """Raise UsageError for an option that a command has not: Invoke would take it for a positional argument."""
+    is_value = False
+    for word in _with_two_dashes([str(context.name), *arguments], contexts)[1:]:
+        if is_value:
+            is_value = False
+        elif word.startswith("--"):
+            name, _, value = word.partition("=")
+            if name not in {*context.flags, *context.inverse_flags}:
+                raise usage_error(ParseError(f"No idea what '{word}' is!", context), contexts, arguments)
+            is_value = not value and name in context.flags and context.flags[name].takes_value
+        else:
+            context = contexts.get(word, context)
 
 
 def _give_rest(context: ParserContext, arguments: list[str]) -> None:
@@ -207,8 +217,8 @@ def require(name: str, names: Iterable[str]) -> str:
     raise UsageError(f"there is no command {name!r}", *_nearest(name, names, "./inv --list", "./inv "))
 
 
-def usage_error(error: ParseError, contexts: dict[str, ParserContext]) -> UsageError:
-    """Return the error for what Invoke's parser refused."""
+def usage_error(error: ParseError, contexts: dict[str, ParserContext], arguments: Sequence[str]) -> UsageError:
+    """Return the error for what Invoke's parser refused in the words of a command line."""
     command = [*error.context.aliases, str(error.context.name)][0] if error.context else ""
     help_command = f"./inv {command} --help"
     text = str(error)
@@ -219,8 +229,14 @@ def usage_error(error: ParseError, contexts: dict[str, ParserContext]) -> UsageE
                 return UsageError(f"{word!r} has no meaning here", "a dot joins the two words", f"./inv {inner}")
             why = f"./inv {command} takes no such argument, and it is no command; quote a text with spaces"
             return UsageError(f"{word!r} has no meaning here", why, help_command)
-        options = _nearest(word, contexts[command].flags, help_command, f"./inv {command} ")
-        return UsageError(f"./inv {command} has no option {word}", *options)
+        why, fix = _nearest(name := word.partition("=")[0], contexts[command].flags, help_command, "")
+        if nearest := contexts[command].flags.get(fix):
+            place = next((place for place, typed in enumerate(arguments) if typed in (word, word[1:])), len(arguments))
+            words = [word.replace(name, fix, 1), *arguments[place + 1 : place + 2]]
+            words = words[: 2 if nearest.takes_value and name == word else 1]
+            is_whole = not nearest.takes_value or name != word or len(words) == 2
+            fix = f"./inv {command} {shlex.join(words)}" if is_whole else help_command
+        return UsageError(f"./inv {command} has no option {word}", why, fix)
     if missing := re.search(r"did not receive required positional arguments: (.*)", text):
         names = " ".join(name.strip("'").upper() for name in missing[1].split(", "))
         return UsageError(f"./inv {command} needs {names}", "it was not on the command line", help_command)

@@ -75,7 +75,9 @@ def planned(options: ServeOptions) -> StartPlan:
     if not getattr(options, "fleet", ""):  # in a fleet, each model has a device of its own
         say(f"device: {choice.device}, because {choice.why}")
     if options.python and choice.container:
-        raise UsageError("--python has no meaning here", "a container has its own", "./inv up --device gpu --python …")
+        raise UsageError(
+            "--python has no meaning here", "a container has its own", "without --python   # or with --device gpu"
+        )
     return StartPlan(
         choice.device,
         python=caller_path(options.python) if options.python else "",
@@ -102,7 +104,7 @@ def chosen(options: UpOptions, recipe: Recipe) -> UpOptions:
     from sparkforge.serve.devices.choose import choose
 
     if options.model:
-        raise UsageError(f"the recipe {options.recipe} and --model", "both name a model", "leave one of them out")
+        raise UsageError(f"the recipe {options.recipe} and --model", "both name a model", "without --model")
     device = choose(options.device).device
     context = whole_number("--context", options.context) if options.context else 0
     recipe_check.require(options.recipe, recipe, stack_of(device, options.stack), device, context)
@@ -193,7 +195,10 @@ def started_fleet(options: UpOptions) -> Server:
     if named := [name for name, default in others.items() if getattr(options, name) != default]:
         words = {"recipe": "a recipe", "vllm_flags": "flags behind --"}
         options_shown = ", ".join(words.get(name, f"--{name.replace('_', '-')}") for name in named)
-        failure, fix = f"--fleet cannot be combined with {options_shown}", "write it in fleet.toml, without the option"
+        failure, fix = (
+            f"--fleet cannot be combined with {options_shown}",
+            "--help   # write it in fleet.toml, without the option",
+        )
         raise UsageError(failure, "each model of a fleet has its own", fix)
     places = [Path(caller_path(options.fleet)), *([] if "/" in options.fleet else [paths.state() / options.fleet])]
     file = next(filter(Path.is_file, places), places[0])
@@ -297,7 +302,7 @@ def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: 
         server = replace(server, model_id=model)
     elif not set(api_names(name)) & set(api_names(server.model_id)):
         failure, why = f"{name} is not served", f"{server.model_id} is, at {server.url}"
-        raise ServerError(failure, why, f"./inv down, then ./inv run {model}", code="server.running")
+        raise ServerError(failure, why, f"./inv down && ./inv run {model}", code="server.running")
     talk(server, message, "", None)
 
 
@@ -307,7 +312,7 @@ def require_message(message: str, command: str) -> None:
         raise UsageError(
             f"./inv {command} has no option {message[:40]}",
             "its options are in --help",
-            "echo TEXT | ./inv chat, for a message that begins with -",
+            "./inv chat --help   # a message that begins with - comes by stdin",
         )
 
 

@@ -45,7 +45,7 @@ def install(
     named = options.model or os.environ.get("MODEL", "")
     if system and local.REPOSITORY.fullmatch(named) and not Path(caller_path(named)).is_dir():
         why = "with --system it would be looked up in root's cache of the hub, and the service runs as another account"
-        fix = "./inv service.install --system --model FOLDER: models/NAME, which ./inv pull makes"
+        fix = "--help   # name a folder of models/, which ./inv pull makes"
         raise UsageError(f"{named} is not a folder", why, fix)
     plan = planned(options)
     device_for(plan, build_image)  # which checks the plan

@@ -28,6 +28,7 @@ from pathlib import Path
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.core import paths
+from sparkforge.core.advice import on
 from sparkforge.core.console import confirmed, say, show_error
 from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import locked, tree_size
@@ -85,7 +86,7 @@ def advised(*options: str) -> str:
     """Return the command for `./inv clean-cache` with options; inside an image, one to run on its host."""
     in_image = (paths.ROOT / KEY).is_file()
     arguments = ["./inv clean-cache", *(["--container"] if in_image else []), *options]
-    return ("on the host: " if in_image else "") + " ".join(arguments)
+    return " ".join(arguments) + ("   # on the host" if in_image else "")
 
 
 def modules(root: Path) -> list[CachedModule]:
@@ -162,9 +163,9 @@ def remove(module: CachedModule) -> int:
         why = fix = ""
         if module.path.is_symlink() or module.path.resolve() != expected:
             why = f"{module.path} is a link to {module.path.resolve()}, outside the cache"
-            fix = f"look at it: ls -l {module.path.parent}"
+            fix = on("ls -l", module.path.parent)
         elif pids := users(module):
-            why, fix = f"process {', '.join(map(str, pids))} uses it", "stop what uses it: ./inv down"
+            why, fix = f"process {', '.join(map(str, pids))} uses it", "./inv down   # stop what uses it"
         if why:
             raise StorageError(f"{module.name} is not removed", why, fix, code="storage.cache")
         size = tree_size(module.path)

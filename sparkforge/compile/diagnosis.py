@@ -44,15 +44,17 @@ def explained(error: ProcessError) -> ProcessError:
         return ProcessError(
             error.what,
             f"built for {target} without the a suffix; only {target}a and {target}f have FP4 (ptxas says: {match[0]})",
-            f"build for {number}a: FLASHINFER_CUDA_ARCH_LIST={number[:2]}.{number[2]}a, or nvcc "
-            f"-gencode arch=compute_{number}a,code=sm_{number}a",
+            (
+                f"FLASHINFER_CUDA_ARCH_LIST={number[:2]}.{number[2]}a   # or nvcc -gencode "
+                f"arch=compute_{number}a,code=sm_{number}a"
+            ),
             code="process.failed",
         )
     if match := SUFFIXED.search(error.why):
         return ProcessError(
             error.what,
             f"compiled for {match['made']} and assembled for {match['asked']}: the suffix must be the same in both",
-            f"nvcc -gencode arch={match['made'].replace('sm_', 'compute_')},code={match['made']}",
+            f"again   # with nvcc -gencode arch={match['made'].replace('sm_', 'compute_')},code={match['made']}",
             code="process.failed",
         )
     for pattern, why, fix in KNOWN:

@@ -22,6 +22,7 @@ from typing import Literal
 from sparkforge.compile import peaks
 from sparkforge.compile.peaks import Cost
 from sparkforge.core import interrupt, memory
+from sparkforge.core.advice import on
 from sparkforge.core.errors import CompileError, ProcessError, UsageError
 from sparkforge.core.memory import Machine
 from sparkforge.core.process import TAIL_LINES, Child, Usage, resident_sizes
@@ -273,7 +274,7 @@ class _Run:
         else:
             self.watch("failed", started.unit, result)
             tail = "\n".join(output.strip().splitlines()[-TAIL_LINES:]) or "it printed nothing"
-            failure, fix = f"{name} ended with code {usage.code}", f"read all of it: less {started.log}"
+            failure, fix = f"{name} ended with code {usage.code}", on("less", started.log)
             self.failure = self.failure or ProcessError(failure, tail, fix, code="process.failed")
 
 
@@ -282,7 +283,7 @@ def parse_limit(text: str) -> int | None:
     if text == "auto":
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 6) or int(text) < 1:
-        raise UsageError(f"--jobs {text!r} is no number", "it takes auto or 1, 2, …", "leave --jobs out")
+        raise UsageError(f"--jobs {text!r} is no number", "it takes auto or 1, 2, …", "without --jobs")
     return int(text)
 
 
@@ -296,7 +297,7 @@ def _killed(name: str, usage: Usage, cost: Cost, machine: Machine) -> CompileErr
         f"{name} was killed twice, the second time with nothing beside it",
         f"out of memory: it had reached {usage.peak / 1e9:.1f} GB of the {cost.peak / 1e9:.1f} GB predicted; now "
         f"{machine.available / 1e9:.1f} GB are available ({machine.bound})",
-        "give it memory: ./inv down stops a served model, swap helps too; then run the same command with --jobs 1",
+        "--jobs 1   # first give it memory: ./inv down stops a served model, swap helps too",
         code="compile.killed",
     )
 
@@ -307,6 +308,6 @@ def _too_big(schedule: Schedule, name: str, machine: Machine) -> CompileError:
         f"{name} does not fit into this machine's memory",
         f"its predicted peak is {cost.peak / 1e9:.1f} GB ({cost.source}), and {machine.available / 1e9:.1f} GB are "
         f"available ({machine.bound}), of which {RESERVE / 1e9:.1f} GB stay free",
-        "free memory (./inv down stops a served model) or raise the container's limit, then run the same command again",
+        "again   # first free memory (./inv down stops a served model) or raise the container's limit",
         code="compile.memory",
     )

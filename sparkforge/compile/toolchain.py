@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 from sparkforge.audit.cubins import Tools
 from sparkforge.core import manifest, paths
+from sparkforge.core.advice import on
 from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError
 from sparkforge.core.files import require_space, sha256_file
@@ -44,7 +45,6 @@ CXX_NAMES = ("c++", "g++", "g++-15", "g++-14", "g++-13", "g++-12", "g++-11")
 MINIMUM_CXX = 9  # C++17 complete in the library, which FlashInfer's units are written in; vLLM asks for 13
 # 4.7.5 refuses nvcc with --generate-dependencies-with-compile, 4.14.2 caches it: docs/concepts/compiling.md.
 MINIMUM_CCACHE = (4, 14)
-RETRY_FIX = "then run the same command again"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _home(architecture: str, machine: str) -> tuple[Path, str]:
             raise _error(
                 f"cannot build with CUDA_HOME={chosen}",
                 reason,
-                f"unset CUDA_HOME to use the locked compiler, {RETRY_FIX}",
+                "unset CUDA_HOME   # the locked compiler is used",
             )
         return Path(chosen).absolute(), "CUDA_HOME"
     if not foreign and (nvcc := shutil.which("nvcc")) and (home := home_of(Path(nvcc))):
@@ -120,7 +120,9 @@ def _home(architecture: str, machine: str) -> tuple[Path, str]:
         say(f"{nvcc} is passed over: {reason}")
     home = install(machine)[0] / HOME
     if reason := unfit(home, architecture):
-        raise _error(f"{home} is no longer whole", reason, f"rm -r {home.parent.parent}, {RETRY_FIX}")
+        raise _error(
+            f"{home} is no longer whole", reason, on("rm -r", home.parent.parent, "then the same command again")
+        )
     return home, "locked wheels"
 
 
@@ -135,7 +137,9 @@ def unfit(home: Path, architecture: str) -> str:
     """Return why the CUDA under `home` cannot build for `architecture`; empty if it can. Raises CompileError."""
     if architecture not in SINCE:
         known = ", ".join(SINCE)
-        raise _error(f"no rule for compute capability {architecture}", f"known are {known}", "name one of them")
+        raise _error(
+            f"no rule for compute capability {architecture}", f"known are {known}", "--help   # name one of them"
+        )
     if missing := [part for part in PARTS if not (home / part).exists()]:
         return f"{home} lacks {', '.join(missing)}"
     version, needed = nvcc_version(home / "bin/nvcc"), SINCE[architecture]
@@ -148,7 +152,7 @@ def nvcc_version(nvcc: Path) -> str:
     """Return an nvcc's version, such as 13.0.88. Raises CompileError if it does not say."""
     match = re.search(r"\bV(\d+\.\d+\.\d+)\b", run_unchecked([nvcc, "--version"]).stdout)
     if match is None:
-        raise _error(f"cannot use {nvcc}", "it does not say its version", f"run it by hand: {nvcc} --version")
+        raise _error(f"cannot use {nvcc}", "it does not say its version", f"{nvcc} --version")
     return match[1]
 
 
@@ -175,8 +179,8 @@ def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MA
     which = f"GCC {minimum} to {maximum}" + (f" for {machine}" if prefix else "")
     why = f"nvcc takes {which} here, and there is {', '.join(rejected) or chosen or 'none'}"
     package = f"g++-{machine.replace('_', '-')}-linux-gnu" if prefix else f"g++-{min(maximum, max(minimum, 13))}"
-    fix = f"sudo apt install {package}" + (" and unset CXX" if chosen else "")
-    raise _error("no host compiler that fits", why, f"{fix}, {RETRY_FIX}")
+    fix = f"sudo apt install {package}" + ("; unset CXX" if chosen else "")
+    raise _error("no host compiler that fits", why, f"{fix}   # then the same command again")
 
 
 def gcc_version(cxx: Path) -> str:

@@ -30,7 +30,7 @@ def main(root: Path) -> None:
         raise ProcessError(
             f"Python {version} cannot make a virtual environment",
             "its venv and pip modules are not installed",
-            f"sudo apt install python{version}-venv, then run the same command again",
+            f"sudo apt install python{version}-venv   # then the same command again",
             code="process.setup",
         )
     if os.geteuid() == 0 and os.environ.get("SUDO_UID") and (owner := root.stat().st_uid):
@@ -48,7 +48,7 @@ def main(root: Path) -> None:
             if not is_complete(venv, lock):
                 make(venv, lock)
     except OSError as error:
-        fix = "check the folder's owner and the free disk space"
+        fix = f"ls -ld {root} && df {root}   # its owner, and the free disk space"
         raise ProcessError("cannot write into the checkout", str(error), fix, code="process.setup") from error
 
 
@@ -65,7 +65,7 @@ def make(venv: Path, lock: Path) -> None:
             raise ProcessError(
                 f"{venv} is in the way",
                 "it was not made by ./inv",
-                f"mv {venv} {venv}.old, then run the same command again",
+                f"mv {venv} {venv}.old   # then the same command again",
                 code="process.setup",
             )
         shutil.rmtree(venv)

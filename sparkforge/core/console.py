@@ -146,7 +146,7 @@ def _write(text: str) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to print
-        fix = "free some space there, or send the output elsewhere, then run the same command again"
+        fix = "again   # first free some space there, or send the output elsewhere"
         raise StorageError(
             "cannot write the output", "the disk of its file is full", fix, code="storage.full"
         ) from error

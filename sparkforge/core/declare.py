@@ -41,7 +41,7 @@ def declare(error: Exception) -> SparkforgeError | None:
         return error
     if isinstance(error, MemoryError):
         return CompileError(
-            "there is not enough memory", _where(error), "stop other programs, then try again", code="compile.memory"
+            "there is not enough memory", _where(error), "again   # first stop other programs", code="compile.memory"
         )
     if isinstance(error, UNREADABLE) or (isinstance(error, ValueError) and "embedded null" in str(error)):
         why = f"it is nested too deeply ({_where(error)})" if isinstance(error, RecursionError) else _reason(error)
@@ -58,12 +58,12 @@ def _of_system(error: OSError) -> SparkforgeError:
         return disk_full(existing_part(path or paths.state()))
     if path is not None:
         quoted = shlex.quote(str(existing_part(path)))
-        fix = f"look at its owner and permissions: ls -ld {quoted}, or name others by SPARKFORGE_STATE and _CACHE"
+        fix = f"ls -ld {quoted}   # its owner and permissions; SPARKFORGE_STATE and SPARKFORGE_CACHE name other folders"
         return StorageError(f"cannot use {path}", error.strerror or str(error), fix, code="storage.access")
     if isinstance(error, NETWORK):
-        fix = "check the network and the proxy's variables, then run the same command again"
+        fix = "again   # first check the network and the proxy's variables"
         return NetworkError("a connection failed", _reason(error), fix, code="network.fetch")
-    fix = "look at the files that PIP_CERT, SSL_CERT_FILE and the like name, then: ./inv doctor"
+    fix = "./inv doctor   # and look at the files that PIP_CERT, SSL_CERT_FILE and the like name"
     return StorageError("the system refused a file that it does not name", _reason(error), fix, code="storage.access")
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sparkforge.core import paths
+from sparkforge.core.advice import on
 from sparkforge.core.errors import EngineError, SparkforgeError, StorageError
 from sparkforge.core.process import TAIL_LINES, Child, run_unchecked
 
-INSTALL = "install Docker Engine: https://docs.docker.com/engine/install"
+INSTALL = "sudo apt install docker.io   # or Docker Engine: https://docs.docker.com/engine/install"
 POLL_SECONDS = 0.2
 LOG_END = 8192  # characters of a build's log that show how it ended; programs may print anything before
 # BuildKit's plain progress: "#12 [runtime 3/5] RUN …", and what a step prints: "#12 4.21 text".
@@ -27,38 +29,38 @@ COMPLAINTS = (
         r"failed to resolve source metadata for",
         "engine.base",
         "the base image cannot be pulled",
-        "check the network, or docker login to the registry of that image; then run the same command again",
+        "again   # first check the network, or docker login to the registry of that image",
     ),
     (
         r"no basic auth credentials|authentication required|requested access to the resource is denied",
         "engine.registry",
         "the registry wants a login",
-        "docker login HOST, then run the same command again",
+        "docker login   # and the registry's host; then the same command again",
     ),
     (
         r"server gave HTTP response to HTTPS client",
         "engine.registry",
         "the registry speaks plain HTTP, which docker accepts on the loopback address only",
-        "give it TLS; or, in a network of your own, name it in insecure-registries of /etc/docker/daemon.json",
+        "again   # first give it TLS; or name it in insecure-registries of /etc/docker/daemon.json",
     ),
     (
         r"x509: |failed to verify certificate",
         "engine.registry",
         "the registry's certificate is not trusted",
-        "put the certificate of its authority into /etc/docker/certs.d/HOST/ca.crt, then run the same command again",
+        "again   # first put the certificate of its authority into /etc/docker/certs.d/HOST/ca.crt",
     ),
     # A build's base has the same words, on another line, and a fix of its own above.
     (
         r'(?:get|head|post|put|patch) "?https?://[^"\s]+/v2/',
         "engine.registry",
         "the registry cannot be reached",
-        "check its name and the network, then run the same command again",
+        "again   # first check its name and the network",
     ),
     (
         r"permission denied while trying to connect|connect: permission denied",
         "engine.permission",
         "no permission to use the Docker engine",
-        "sudo usermod -aG docker $USER, log out and in, then run the same command again",
+        "sudo usermod -aG docker $USER   # then log out and in",
     ),
     (
         (
@@ -124,11 +126,11 @@ COMPLAINTS = (
         ),
         "engine.image",
         "an image is not on this machine and cannot be pulled",
-        "./inv build --engine docker, or check the network if it is a base image",
+        "./inv build --engine docker   # or check the network if it is a base image",
     ),
 )
 NO_SPACE = re.compile(r"^.*(?:no space left on device|disk quota exceeded).*$", re.IGNORECASE | re.MULTILINE)
-PRUNE = "docker system df, then docker builder prune   # build cache is the first thing to go"
+PRUNE = "docker system df && docker builder prune   # build cache is the first thing to go"
 
 
 def explained(text: str, failure: str, fix: str) -> SparkforgeError:
@@ -152,7 +154,7 @@ def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = N
     """
     result = run_unchecked([program(), *arguments], cwd=paths.ROOT, env=env)
     if result.returncode:
-        fix = fix or f"run it by hand: docker {' '.join(str(argument) for argument in arguments)}"
+        fix = fix or f"{shlex.join(['docker', *map(str, arguments)])}   # by hand"
         raise explained(result.stdout + result.stderr, _failed(arguments, result.returncode), fix)
     return result.stdout
 
@@ -175,7 +177,7 @@ def docker_logged(
         raise
     if usage.code:
         text = log.read_text(encoding="utf-8", errors="replace")[-LOG_END:]
-        raise explained(text, _failed(arguments, usage.code), f"less {log}")
+        raise explained(text, _failed(arguments, usage.code), on("less", log))
 
 
 def program() -> str:

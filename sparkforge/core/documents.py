@@ -29,7 +29,7 @@ class DocumentError(StorageError, ValueError):
     """A file is not the JSON or TOML that it should be; as text, only the reason."""
 
     def __init__(self, origin: str, why: str) -> None:
-        fix = "correct or remove that file, then run the same command again"
+        fix = "again   # first correct or remove that file"
         super().__init__(f"cannot read {origin}", why, fix, code="storage.access")
 
     def __str__(self) -> str:

@@ -1,7 +1,9 @@
 """The errors: one class and one exit code for each family, one stable code string for each case.
 
-A message has three parts: what failed, why, and the next command to run. A program that calls `./inv` reads the exit
-code for the family; `code` tells the cases of a family apart. `lab/errors.toml` explains each code.
+A message has three parts: what failed, why, and the next command to run. The command is whole, or a change of the one
+that was called: `--option VALUE`, `without --option`, `NAME=VALUE`, `unset NAME`, or `again` for none; then
+`core.advice` completes it. A remark stands behind `   # `. A program that calls `./inv` reads the exit code for the
+family; `code` tells the cases of a family apart. `lab/errors.toml` explains each code.
 """
 
 from __future__ import annotations

@@ -43,6 +43,13 @@ JOURNAL = re.compile(r"^(?:\w{3} [ \d]\d [\d:]{8} )?(?:[\w.-]+ )?([\w./@-]{2,60}
 PROGRAMS = re.compile(
     r"vllm|python|sparkforge|docker|containerd|podman|compose|systemd|nvidia|oom|guard|watchdog|nohang|^bash|^sh$|run"
 )
+# Programs and units of a desktop or of the system, which the kernel and systemd report on beside the server's.
+FOREIGN = re.compile(
+    r"^(?:systemd: (?:Failed to start )?|traps: )?(?:gnome|gdm|Xorg|Xwayland|firefox|chrom|snap|cups|apt-|fwupd|"
+    r"packagekit|bluetooth|NetworkManager|ModemManager|avahi|colord|cron|ssh|tracker|xdg-|pipewire|wireplumber|pulseaudio|polkit|apport|"
+    r"whoopsie|motd-|man-db|logrotate|unattended-|update-|getty|plymouth|fstrim|e2scrub)[\w@.-]*"
+    r"(?:\[\d+\]:? (?:segfault|trap|general)|\.\w+[: ])"
+)
 JOURNAL_TIME = re.compile(r"^\w{3} [ \d]\d [\d:]{8} (?:[\w.-]+ )?")
 PROCESS = re.compile(r"\((\w[\w.-]* pid=\d+)\)")
 LEVELS = re.compile(
@@ -69,6 +76,7 @@ CHAIN = re.compile(r"^(?:Traceback|The above exception was the direct cause|Duri
 CODE = re.compile(r"^\s{4,}|^\s*[\^~]+\s*$")  # the source line of a traceback's frame
 FRAME = re.compile(r"^\s+\S|^\s*$")  # in a traceback, what is indented is no error of its own
 FILE = re.compile(r'^\s+File "[^"]*", line \d+')
+BARE = re.compile(r"[\w.]+:?\s*")  # an exception's type without a message
 XID = re.compile(r"\bXid \((?:PCI:)?[\w:.]+\): (\d+)|\bXid[ :](\d+)\b")
 ENDED = re.compile(
     r"""exited\ with\ code\ (?P<a>\d+)|[Ee]xit(?:\ ?[Cc]ode|_code)"?[:= ]+(?P<b>-?\d+)|status=(?P<c>\d+)/[A-Z]|
@@ -89,21 +97,24 @@ FATAL = re.compile(
         ^[\w+-]+\ (?:fatal|error)\s+:\ |[Pp]ermission\ denied\ while|
         Error\ response\ from\ daemon|panicked\ at|^terminate\ called|Fatal\ Python\ error|Segmentation\ fault|
         Segfault\ encountered|\(core\ dumped\)|command\ not\ found$|^Killed\b|:\ (?:Killed|Aborted|Bus\ error)\b|
-        ^Aborted\b|^E:\ |^!!!!!!!\ """,
+        ^Aborted\b|^E:\ |^!!!!!!!\ |\b(?:[Ff]ail\w*|[Ee]rror)\b.*\b(?:exiting|aborting|giving\ up)\W*$""",
     re.VERBOSE,
 )
 # Last words of a program without a better message; libraries also use them for optional features.
 LAST_WORDS = re.compile(
-    r"^(?:[Ff]ailed|[Cc]annot|[Cc]an't|[Uu]nable|[Cc]ould(?: not|n't)|ERROR|Error)\b|[Pp]ermission denied"
+    r"^(?:[\w. -]{1,40}: )?(?:[Ff]ailed|[Cc]annot|[Cc]an't|[Uu]nable|[Cc]ould(?: not|n't)|ERROR|Error)\b|"
+    r"[Pp]ermission denied"
 )
 # Fatal messages of the kernel. It prints `failed` and `error` in healthy starts, too.
 KERNEL = re.compile(
     r"Out of memory: Killed process|Memory cgroup out of memory|^oom-kill:|severity=Uncorrectable|AER: Uncorrectable|"
     r"soft lockup|hard LOCKUP|Kernel panic|"
     r"^(?:BUG|Oops|Internal error):|blocked for more than \d+ seconds|segfault at |"
-    r"I/O error|Hardware Error|traps: .* trap "
+    r"I/O error|Hardware Error|traps: .* trap |critical temperature reached|HARDWARE PROTECTION shutdown"
 )
-NVRM = re.compile(r"NVRM:.*(?:[Ff]ail|[Ee]rror|fallen|[Tt]imeout|assert|[Uu]nable)(?!.*NV_ERR_NO_MEMORY)")
+NVRM = re.compile(
+    r"NVRM:.*(?:[Ff]ail|[Ee]rror|fallen|[Tt]imeout|assert|[Uu]nable|No NVIDIA devices)(?!.*NV_ERR_NO_MEMORY)"
+)
 # Deaths that nothing excuses, even if the program is started again and serves then.
 DEATH = re.compile(
     r"EngineCore (?:encountered a fatal error|failed to start)|Engine core initialization failed|EngineDeadError|"
@@ -208,6 +219,18 @@ class Line:
     def is_death(self) -> bool:
         """Whether it says that a process or the GPU is gone."""
         return self.xid is not None or bool(DEATH.search(self.text))
+
+    @property
+    def told(self) -> str:
+        """The text as it is shown; an exception without a message with its next line, or where it was raised."""
+        if not BARE.fullmatch(self.text):
+            return self.shown
+        following = strip(self.after[0])[0] if self.after else ""
+        frames = [strip(text)[0] for text in self.before]
+        place = next((match for text in reversed(frames) if (match := FILE.search(text))), None)
+        if following.startswith(" ") and following.strip():
+            return f"{self.shown} {following.strip()}"[:SHOWN]
+        return f"{self.shown}, {place.string.strip()}"[:SHOWN] if place else self.shown
 
     @property
     def shown(self) -> str:
@@ -416,6 +439,9 @@ def parse(text: str, number: int = 0) -> Line:
     rest, level, process = strip(text)
     line = Line(number, rest[:TEXT], level, process)
     if line.quiet:
+        return line
+    if FOREIGN.match(rest):
+        line.level = "FOREIGN"
         return line
     if match := EXCEPTION.match(rest):
         line.exception = match[1]

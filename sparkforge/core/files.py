@@ -117,7 +117,7 @@ def disk_full(directory: Path) -> StorageError:
     return StorageError(
         f"cannot write under {directory}",
         f"the file system is full ({free / 1e9:.1f} GB free)",
-        "free some space, then run the same command again",
+        "again   # first free some space",
         code="storage.full",
     )
 
@@ -135,8 +135,10 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
         raise StorageError(
             f"not enough room for {purpose}",
             f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed",
-            "./inv list, then ./inv rm MODEL; or rm -r ~/.cache/sparkforge/files, which is fetched again if needed; "
-            "or set SPARKFORGE_STATE and SPARKFORGE_CACHE",
+            (
+                "./inv list   # ./inv rm removes a model; ~/.cache/sparkforge/files may go too; "
+                "SPARKFORGE_STATE moves the state"
+            ),
             code="storage.full",
         )
 
@@ -192,7 +194,7 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
             raise StorageError(
                 f"cannot {purpose}",
                 f"another Sparkforge command{_holder(path)} holds {path}",
-                "wait for it to end, then run the same command again",
+                "again   # when it has ended",
                 code="storage.busy",
             ) from None
         with suppress(OSError):  # a full disk: the lock holds all the same

@@ -14,7 +14,7 @@ from pathlib import Path
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.process import run_unchecked
 
-INSTALL = "install git (apt-get install git), then run the same command again"
+INSTALL = "sudo apt install git   # then the same command again"
 # Which certificates to trust on the way to a commit; the commit itself is compared with its pin.
 INHERITED_VARIABLES = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
 ENVIRONMENT = {
@@ -50,7 +50,7 @@ def git(
     result = run_unchecked(["git", *options, *arguments], cwd=folder, env=environment(folder), fix=INSTALL)
     if result.returncode not in ends:
         why = (result.stderr or result.stdout).strip() or f"it ended with code {result.returncode}"
-        fix = "do what git says, then run the same command again"
+        fix = "again   # first do what git says"
         raise ProcessError(f"git {arguments[0]} failed in {folder}", why, fix, code="process.failed")
     return result
 

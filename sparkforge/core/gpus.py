@@ -70,10 +70,10 @@ BUSY = 0.5  # share of the last second in which a kernel ran; an idle GPU lowers
 HALF = 0.5  # of the highest SM clock. A Spark in good order keeps 2,400 of 3,003 MHz under load (docs/hardware.md)
 IDLE = 0x1
 POWER_CYCLE = (
-    "sudo poweroff, pull the power supply from the wall and from the machine for 60 s, and start again; "
+    "sudo poweroff   # pull the power supply from the wall and from the machine for 60 s, and start again; "
     "see docs/hardware.md#power-and-clocks"
 )
-COOL = "let it cool and free its air inlets; then: nvidia-smi -q -d TEMPERATURE,PERFORMANCE"
+COOL = "nvidia-smi -q -d TEMPERATURE,PERFORMANCE   # let it cool and free its air inlets first"
 SETTING = "sudo nvidia-smi -rgc   # removes a limit that somebody set"
 
 

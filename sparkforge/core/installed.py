@@ -34,7 +34,7 @@ IMPORTABLE = (".py", ".pyc", ".so")
 WORKERS = min(8, os.cpu_count() or 1)
 MISSING = "is missing"
 UNCHECKED_HASH = 0b01  # flags of an unchecked hash-based .pyc: Python does not compare the source's hash; PEP 552
-REINSTALL = "install it again: remove its environment, then ./inv up"
+REINSTALL = "./inv up   # first remove the package's environment; it is installed again"
 
 
 @dataclass(frozen=True)

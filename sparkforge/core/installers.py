@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 RETRY_SECONDS = (3.0, 10.0)  # seconds before the second and the third attempt
 LONGEST = 300  # characters of a cause
-NETWORK = "check the network, or set PIP_INDEX_URL to your mirror, then run the same command again"
-SETTINGS = "look at pip's settings: pip config list; env | grep -E '^(PIP|UV)_'"
+NETWORK = "again   # first check the network, or set PIP_INDEX_URL to your mirror"
+SETTINGS = "pip config list; env | grep -E '^(PIP|UV)_'"
 
 
 class Refusal(NamedTuple):

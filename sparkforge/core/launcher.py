@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from sparkforge.core import paths
+from sparkforge.core.advice import on
 from sparkforge.core.errors import StorageError
 
 CARRIED = Path(__file__).parents[1] / "checkout"  # setup.py puts it there; a checkout itself has none
@@ -31,7 +32,7 @@ def main() -> None:
         lay_out(CARRIED, root)
         os.chdir(root)
     except OSError as error:
-        fix = f"check the owner of {root} and the free disk space, or set {paths.USER_FOLDERS['data'][0]}"
+        fix = on("ls -ld", root, f"its owner, and the free disk space; {paths.USER_FOLDERS['data'][0]} moves it")
         refused = StorageError("cannot lay out Sparkforge's files", str(error), fix, code="storage.access")
         sys.stderr.write(f"✗ {refused.what} [{refused.code}]\n  why:  {refused.why}\n  next: {refused.fix}\n")
         raise SystemExit(refused.exit_code) from None

@@ -116,7 +116,7 @@ class Endpoint:
             with httpx.Client(**self.options) as client:
                 return http.request(client, method, path, seconds=seconds, **options)
         except httpx.HTTPError as error:
-            fix = "./inv up, or give --url"
+            fix = "./inv up   # or give --url"
             raise ServerError(f"{self.url} does not answer", repr(error)[:300], fix, code="server.reply") from error
 
     def events(self, path: str, body: Mapping[str, Any], seconds: float = ANSWER_SECONDS) -> Iterator[Any]:
@@ -213,7 +213,7 @@ class Endpoint:
             offered = {str(m["id"]): int(m.get("max_model_len") or 0) for m in response.json()["data"]}
         except WRONG_SHAPE as error:
             why = f"/v1/models answered {response.status_code}: {response.text[:200]}"
-            fix = "check PORT, or give --url"
+            fix = "--help   # check PORT, or give --url"
             raise ServerError(f"{self.url} is no OpenAI API", why, fix, code="server.reply") from error
         name = self.model or next(iter(offered), "")
         if name not in offered:  # MODEL may be openai/gpt-oss-120b, or a folder, while the server says gpt-oss-120b
@@ -221,7 +221,9 @@ class Endpoint:
             name = matching[0] if matching else name  # several: it answers to both names
         if name not in offered:
             models = ", ".join(offered) or "none"
-            raise UsageError(f"{self.url} does not serve {name!r}", f"it serves {models}", "set MODEL, or give --model")
+            raise UsageError(
+                f"{self.url} does not serve {name!r}", f"it serves {models}", "--help   # set MODEL, or give --model"
+            )
         return Served(name, offered[name])
 
     def wait_until_serving(self, deadline: float, alive: Callable[[], bool]) -> bool:
@@ -286,7 +288,7 @@ def response_error(response: httpx.Response, path: str = "the server") -> Server
 
 
 def _reply_error(problem: str, why: str, length: int = 300) -> ServerError:
-    return ServerError(problem, why[:length], "./inv logs, or the log of the server at --url", code="server.reply")
+    return ServerError(problem, why[:length], "./inv logs   # or the log of the server at --url", code="server.reply")
 
 
 def _deltas(event: dict[str, Any]) -> Iterator[StreamDelta]:

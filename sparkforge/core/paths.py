@@ -13,7 +13,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparkforge.core.errors import UsageError
+from sparkforge.core.advice import completed, with_remark
+from sparkforge.core.errors import StorageError, UsageError
 
 # The image has our packages in a folder of their own, and pins, locks and patches elsewhere.
 ROOT = Path(os.environ.get("SPARKFORGE_ROOT") or Path(__file__).resolve().parents[2])
@@ -61,13 +62,15 @@ def where_it_runs(advice: str) -> str:
     in it gets the `-f` files with which the container was made.
     """
     if (ROOT / "docker-compose.yml").exists():
-        return advice
-    options = compose_options(os.environ)
+        return completed(advice, "./inv up")
+    advice, options = completed(advice, "docker compose up -d"), compose_options(os.environ)
     advice = re.sub(rf"docker compose (?=(?:{COMPOSE_VERBS})\b)", lambda _: f"docker compose {options}", advice)
     if "on the host" in advice:
         return advice
     absent = "|".join((*OF_THE_HOST, *(() if (ROOT / "inv").exists() else (r"\./inv",))))
-    return f"on the host: {advice}" if re.search(rf"(?:^|[\s(`])(?:{absent})[\s`]", advice) else advice
+    if not re.search(rf"(?:^|[\s(`])(?:{absent})[\s`]", advice):
+        return advice
+    return with_remark(advice, "on the host")
 
 
 def compose_options(environment: Mapping[str, str]) -> str:
@@ -90,6 +93,24 @@ def state() -> Path:
     """Directory of this checkout's environments, models, logs and records; absolute, may not exist yet."""
     usual = user_folder("state") if INSTALLED else ROOT / ".sparkforge"
     return Path(os.environ.get("SPARKFORGE_STATE") or usual).absolute()
+
+
+def require_state() -> None:
+    """Raise StorageError if the state folder is there and cannot be used, or is named and cannot be made."""
+    folder, variable = state(), "SPARKFORGE_STATE"
+    part = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+    why = ""
+    if not part.is_dir():
+        why = f"{part} is not a folder"
+    elif (part == folder or os.environ.get(variable)) and not os.access(part, os.R_OK | os.W_OK | os.X_OK):
+        why = f"uid {os.geteuid()} must be able to read and write {part}"
+    if why:
+        fix = (
+            f"unset {variable}   # the default folder"
+            if os.environ.get(variable)
+            else f"ls -ld {shlex.quote(str(part))}"
+        )
+        raise StorageError(f"cannot use the state folder {folder}", why, fix, code="storage.access")
 
 
 def secure_state() -> Path:
@@ -130,4 +151,6 @@ def typed(text: str | Path) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise UsageError(f"there is no place {text}", "nobody has that home", "write its path out: /…") from error
+        raise UsageError(
+            f"there is no place {text}", "nobody has that home", "--help   # write its path out, from /"
+        ) from error

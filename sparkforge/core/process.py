@@ -47,7 +47,7 @@ def run(command: Sequence[str | Path], **options: Unpack[RunOptions]) -> subproc
         raise ProcessError(
             f"{Path(command[0]).name} ended with code {result.returncode}",
             tail or "it printed nothing",
-            options.get("fix") or f"run it by hand: {shlex.join(result.args)}",
+            options.get("fix") or f"{shlex.join(result.args)}   # by hand",
             code="process.failed",
         )
     return result
@@ -78,7 +78,7 @@ def run_unchecked(
             raise ProcessError(
                 f"{Path(command[0]).name} did not end within {seconds:g} s",
                 "it was stopped",
-                fix or f"run it by hand: {shlex.join(map(str, command))}",
+                fix or f"{shlex.join(map(str, command))}   # by hand",
                 code="process.failed",
             ) from error
     return subprocess.CompletedProcess([str(word) for word in command], process.returncode, out, err)
@@ -102,11 +102,14 @@ def _started(command: Sequence[str | Path], fix: str = "", **options: Any) -> su
         return subprocess.Popen([str(word) for word in command], **options)
     except (OSError, ValueError) as error:  # ValueError: a NUL in an argument or a variable
         if isinstance(error, ValueError):
-            fix = "correct that argument"
+            fix = "--help   # correct that argument"
         elif (folder := options.get("cwd")) and not Path(folder).is_dir():  # not the program is what is missing
-            fix = f"name a folder that is there, in place of {folder}"
+            fix = f"--help   # name a folder that is there, in place of {folder}"
         raise ProcessError(
-            f"cannot run {command[0]}", str(error), fix or f"install {command[0]}", code="process.failed"
+            f"cannot run {command[0]}",
+            str(error),
+            fix or f"command -v {shlex.quote(str(command[0]))}   # install it",
+            code="process.failed",
         ) from error
 
 
@@ -382,6 +385,6 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
         raise ProcessError(
             f"cannot end process {', '.join(refused)}",
             "it belongs to another user",
-            f"ask that user, or: sudo kill {' '.join(refused)}",
+            f"sudo kill {' '.join(refused)}   # or ask that user",
             code="process.failed",
         )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from sparkforge.core.advice import completed
 from sparkforge.core.console import say, show_error
 from sparkforge.core.declare import declare
 from sparkforge.core.errors import UsageError
@@ -40,6 +43,7 @@ def exit_code(program: Callable[[], object]) -> int:
     except Exception as error:
         if (declared := declare(error)) is None:
             raise
+        declared.fix = completed(declared.fix, shlex.join(sys.orig_argv))
         show_error(declared)
         return declared.exit_code
     return 0

@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sparkforge.core.advice import on
 from sparkforge.core.documents import DocumentError, parse_json, read_toml
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import existing_part
 from sparkforge.core.paths import ROOT
 
 
@@ -40,11 +42,11 @@ Table = TypeVar("Table", bound=BaseModel)
 def load(path: Path, shape: type[Table]) -> Table:
     """Read a table of `shape`. Raises InputError."""
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    edit = f"correct {shown}, then run the same command again"
+    edit = on("less", shown, "correct it, then the same command again")
     try:
         return shape.model_validate(read_toml(path))
     except OSError as error:
-        fix = f"ls -ld {path}; git status"
+        fix = on("ls -ld", existing_part(path))
         raise InputError(f"cannot read {path}", error.strerror or str(error), fix, code="input.table") from error
     except ValidationError as error:
         raise InputError(f"{path.name} is malformed", first_fault(error), edit, code="input.table") from error

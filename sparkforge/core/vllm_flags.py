@@ -40,33 +40,42 @@ _HTTP = "the start-up test and our commands use plain HTTP"
 _GUARD = "the guard, which checks keys and host names, must stand in front"
 _TOOLS = "the start-up test calls a tool"
 _VISIBLE = "arguments can be read by every user of the machine"
-_TLS = "docs/guide/docker.md, access from another machine"
+_TLS = "less docs/guide/docker.md   # access from another machine"
+_PROXY = "--help   # run a proxy of yours in front"
+_OUT = "--help   # leave it out"
+KEY_FIX = "(umask 077; openssl rand -hex 32 > key) && ./inv up --api-key-file key"
 # vllm/engine/arg_utils.py and vllm/entrypoints/launchers/cli_args.py, 0.32.0. A flag that is not here takes one value.
 FLAGS: Mapping[str, VllmFlag] = {
     HOST: VllmFlag(
-        refusal="./inv up sets it, and asks for a key where others reach it", instead="./inv up --host ADDRESS"
+        refusal="./inv up sets it, and asks for a key where others reach it",
+        instead="./inv up --host 127.0.0.1",
     ),
-    PORT: VllmFlag(refusal="./inv up sets it", instead="./inv up --port N"),
-    MODEL: VllmFlag(refusal="./inv up sets it, and validates that model", instead="./inv up --model FOLDER"),
-    "--api-key": VllmFlag(refusal=_VISIBLE, instead="./inv up --api-key-file FILE"),
+    PORT: VllmFlag(refusal="./inv up sets it", instead="./inv up --port 8000"),
+    MODEL: VllmFlag(
+        refusal="./inv up sets it, and validates that model",
+        instead="./inv list   # ./inv up --model takes one of them",
+    ),
+    "--api-key": VllmFlag(refusal=_VISIBLE, instead=KEY_FIX),
     "--hf-token": VllmFlag(refusal=_VISIBLE, instead="hf auth login"),
-    NAMES: VllmFlag(MANY_VALUES, refusal=_NAME, instead="rename the model's folder, then ./inv up --model FOLDER"),
-    "--middleware": VllmFlag(refusal=_GUARD, instead="run a proxy of yours in front"),
-    "--root-path": VllmFlag(refusal=_GUARD, instead="run a proxy of yours in front"),
-    "--uds": VllmFlag(refusal=_HTTP, instead="./inv up --host ADDRESS"),
+    NAMES: VllmFlag(
+        MANY_VALUES, refusal=_NAME, instead="./inv list   # rename the model's folder, which ./inv up --model takes"
+    ),
+    "--middleware": VllmFlag(refusal=_GUARD, instead=_PROXY),
+    "--root-path": VllmFlag(refusal=_GUARD, instead=_PROXY),
+    "--uds": VllmFlag(refusal=_HTTP, instead="./inv up --host 127.0.0.1"),
     "--ssl-keyfile": VllmFlag(refusal=_HTTP, instead=_TLS),
     "--ssl-certfile": VllmFlag(refusal=_HTTP, instead=_TLS),
     "--ssl-ca-certs": VllmFlag(refusal=_HTTP, instead=_TLS),
-    "--grpc": VllmFlag(0, refusal=_HTTP, instead="leave it out"),
-    HEADLESS: VllmFlag(0, refusal="it serves no API", instead="leave it out"),
+    "--grpc": VllmFlag(0, refusal=_HTTP, instead=_OUT),
+    HEADLESS: VllmFlag(0, refusal="it serves no API", instead=_OUT),
     "--config": VllmFlag(
         is_path=True,
         refusal="a file could set any of the flags that ./inv up sets",
-        instead="write its flags behind --",
+        instead="--help   # write its flags behind --",
     ),
-    "--tool-call-parser": VllmFlag(refusal=_TOOLS, instead="leave it out"),
-    "--no-enable-auto-tool-choice": VllmFlag(0, refusal=_TOOLS, instead="leave it out"),
-    "--enable-scale-out": VllmFlag(0, refusal="it opens routes that move the engine's cache", instead="leave it out"),
+    "--tool-call-parser": VllmFlag(refusal=_TOOLS, instead=_OUT),
+    "--no-enable-auto-tool-choice": VllmFlag(0, refusal=_TOOLS, instead=_OUT),
+    "--enable-scale-out": VllmFlag(0, refusal="it opens routes that move the engine's cache", instead=_OUT),
     SPECULATION: VllmFlag(),  # a draft: JSON
     "--lora-modules": VllmFlag(MANY_VALUES),
     "--cudagraph-capture-sizes": VllmFlag(MANY_VALUES),

@@ -225,7 +225,7 @@ def _unknown(log: evidences.Log, event: Event, line: Line) -> Problem:
     return Problem(
         id=UNKNOWN,
         severity=Severity.FATAL,
-        what=f"unknown: {_short(for_support(line.shown))}",
+        what=f"unknown: {_short(for_support(line.told))}",
         why="no known problem has this error, and nothing else in the log explains it",
         fix=f"./inv doctor {again}--bundle support.tar.gz   # attach it to a bug report in this repository's issues",
         places=(_place(log, event, line, line.count),),

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sparkforge.core import documents, paths
+from sparkforge.core.advice import on
 from sparkforge.core.errors import SparkforgeError, StorageError
+from sparkforge.core.files import existing_part
 from sparkforge.core.openai import Endpoint
 from sparkforge.image import devices
 from sparkforge.serve import failure, record
@@ -160,7 +162,9 @@ def open_log(name: str) -> Log:
         _open_file(path).close()
     except OSError as error:
         why = "it is a folder" if isinstance(error, IsADirectoryError) else error.strerror or str(error)
-        raise StorageError(f"cannot read {path}", why, f"ls -ld {path}", code="storage.access") from error
+        raise StorageError(
+            f"cannot read {path}", why, on("ls -ld", existing_part(path)), code="storage.access"
+        ) from error
     return Log.of_file(path, NAMED)
 
 

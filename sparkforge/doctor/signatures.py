@@ -137,6 +137,8 @@ class Signature(Record):
 
     def _reads(self, line: Line) -> bool:
         """Tell whether lines of that level count."""
+        if line.level == "FOREIGN":
+            return False
         if self.info or self.severity is not Severity.FATAL:
             return self.info or not line.quiet
         return not (line.quiet or (line.level == "WARNING" and not self.warning) or NOISE.search(line.text))

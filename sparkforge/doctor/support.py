@@ -18,6 +18,7 @@ from typing import Any
 
 from sparkforge import __version__
 from sparkforge.core import paths
+from sparkforge.core.advice import on
 from sparkforge.core.console import say
 from sparkforge.core.errors import StorageError
 from sparkforge.core.files import atomic_file
@@ -57,7 +58,7 @@ def write(path: Path, document: Mapping[str, Any], evidence: Evidence) -> None:
                 archive.addfile(member, io.BytesIO(data))
     except OSError as error:
         raise StorageError(
-            f"cannot write {path}", error.strerror or str(error), f"ls -ld {path.parent}", code="storage.access"
+            f"cannot write {path}", error.strerror or str(error), on("ls -ld", path.parent), code="storage.access"
         ) from error
     say(f"{path} ({size(path.stat().st_size)}) holds:")
     for name, data in files.items():

@@ -248,5 +248,5 @@ class Repository:
         return f"Bearer {word}"
 
     def _failed(self, why: str) -> EngineError:
-        fix = f"docker login {self.host}, then run the same command again"
+        fix = f"docker login {self.host}   # then the same command again"
         return EngineError(f"cannot use the repository {self.name}", why, fix, code="engine.registry")

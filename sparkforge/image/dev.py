@@ -123,7 +123,10 @@ def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
     except PermissionError as error:
         why = f"{error.strerror} (running as uid {os.getuid()})"
         raise StorageError(
-            f"cannot read the checkout in {folder}", why, "chmod -R a+rX it on the host", code="storage.access"
+            f"cannot read the checkout in {folder}",
+            why,
+            f'chmod -R a+rX "${checkout.variable}"   # on the host',
+            code="storage.access",
         ) from error
     return None
 
@@ -163,7 +166,7 @@ def link_natives(checkout: Checkout, packages: Path, sources: Path = SOURCES) ->
                 linked += _link(root / path, packages / path)
     except PermissionError as error:
         why = f"{error.strerror} (running as uid {os.getuid()})"
-        fix = f"on the host: sudo chown -R {os.getuid()} the folder that {checkout.variable} names"
+        fix = f'sudo chown -R {os.getuid()} "${checkout.variable}"   # on the host: the checkout\'s folder'
         raise StorageError(f"cannot write {error.filename}", why, fix, code="storage.access") from error
     return [os.path.relpath(link, root / checkout.package) for link in linked]
 
@@ -289,7 +292,9 @@ def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
         elif differing:
             advice = checkout.rebuild
             if name in COMPILED and pins.load().image(stack).device != CUDA:
-                advice = f"the stack {stack} compiles nothing; the installed native modules stay in use"
+                advice = (
+                    f"again   # or another stack: {stack} compiles nothing; the installed native modules stay in use"
+                )
             say(f"  {len(differing)} native sources changed, such as {differing[0]}: {advice}")
             say(f"  compiled already, by hand: ./inv dev.build {name} --accept")
         if name == "flashinfer" and (stale := stale_modules(differing, sources)):
@@ -326,7 +331,7 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     root = root_of(checkout, sources)
     if root is None:
         why = f"{sources / name} holds none; the stack {stack} serves the installed package"
-        fix = f"on the host: {checkout.variable}=FOLDER {COMPOSE} up -d dev"
+        fix = f"{COMPOSE} up -d dev   # on the host, with {checkout.variable} set to the checkout's folder"
         raise UsageError(f"there is no checkout of {name}", why, fix)
     before = fingerprints(checkout, sources)  # what is edited meanwhile is not accepted
     if options.accept:
@@ -337,7 +342,7 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
         fix = checkout.rebuild or "restart the server"
         raise UsageError(f"./inv dev.build does not compile {name}", "it has a build of its own, or none", fix)
     if table.image(stack).device != CUDA:
-        fix = f"on the host: SPARKFORGE_STACK={table.default} {COMPOSE} up -d --build dev"
+        fix = f"SPARKFORGE_STACK={table.default} {COMPOSE} up -d --build dev   # on the host"
         raise UsageError(f"the stack {stack} compiles nothing", "it has no CUDA compiler and serves without a GPU", fix)
     if (home := rootfs.Tree(tree, stack).packages / toolchain.HOME).is_dir():
         os.environ["CUDA_HOME"] = str(home)
@@ -372,7 +377,7 @@ def _require_meaningful(name: str, stack: str, options: BuildOptions) -> None:
     }  # fmt: skip
     for option, (owner, value) in owners.items():
         if value and name != owner:
-            raise UsageError(f"--{option} has no meaning for {name}", f"it is for {owner}", "leave it out")
+            raise UsageError(f"--{option} has no meaning for {name}", f"it is for {owner}", f"without --{option}")
     if options.set_name:
         sets.load(pins.load().component(stack, "flashinfer").version).chosen(options.set_name)
 
@@ -385,7 +390,7 @@ def _units(checkout: Checkout, units: str, sources: Path) -> tuple[str, ...]:
     chosen = tuple(name for name in edited if name.endswith(UNITS) and (sources / checkout.name / name).is_file())
     if not chosen:
         why = f"edited are {', '.join(edited[:3]) or 'no native sources'}, and none of them is a unit of its own"
-        raise UsageError("there is no edited unit", why, "./inv dev.build vllm, or --units 'csrc/moe/*.cu'")
+        raise UsageError("there is no edited unit", why, "without --units   # or --units 'csrc/moe/*.cu'")
     return chosen
 
 

@@ -31,7 +31,7 @@ def stack_of(device: str, stack: str = "") -> str:
     """Return the stack that a device serves, `stack` if that is named. Raises UsageError if it cannot serve it."""
     table = pins.load()
     stack = stack or table.devices.get(device, table.default)
-    fix = f"leave --stack out, or: ./inv up --device {DOCKER} --stack {stack}"
+    fix = f"without --stack   # or ./inv up --device {DOCKER} --stack {stack}"
     if device == EMBEDDED and stack not in table.environments:
         served = ", ".join(name for name in table.stacks if name in table.environments)
         why = f"it serves from an environment of pins.toml, and only {served} has one: there is no CPU build of {stack}"

@@ -25,7 +25,7 @@ CDI_KIND = "nvidia.com/gpu"
 HOOK = "nvidia-container-runtime-hook"  # with it on its PATH, dockerd takes GPU reservations without a runtime entry
 CDI_ENTRY = re.compile(rf'["\']?kind["\']?\s*:\s*["\']?{re.escape(CDI_KIND)}')
 START = "sudo systemctl start docker"
-JOIN = "sudo usermod -aG docker $USER, log out and in, then run the same command again"
+JOIN = "sudo usermod -aG docker $USER   # then log out and in"
 GIVE_GPU = "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
 # A processor as the engine names it → as OCI names it in images.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm"}

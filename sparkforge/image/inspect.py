@@ -257,7 +257,7 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
     try:
         return tables.parse_object(data, f"the image's {shape.__name__.lower()}", shape)
     except DocumentError as error:
-        fix = "./inv build --engine docker, or pull another image"
+        fix = "./inv build --engine docker   # or pull another image"
         raise EngineError(
             "cannot read the image's own manifest", f"its {shape.__name__.lower()}: {error.why}", fix,
             code="engine.failed",

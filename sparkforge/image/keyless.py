@@ -38,7 +38,7 @@ def read_statement(data: bytes, identities: Mapping[str, Identity], folder: Path
             verifier = Verifier(trusted_root=TrustedRoot(Root.from_json(read_bytes(path))))
         except (OSError, ValueError, Error) as error:
             why = " ".join(str(error).split())[:200]
-            fix = f"cosign trusted-root create --out {path}, or get it from whoever signs"
+            fix = f"cosign trusted-root create --out {path}   # or get it from whoever signs"
             raise InputError(f"{path} is no trusted root of Sigstore", why, fix, code="input.table") from error
         try:
             bundle = Bundle.from_json(data)

@@ -83,7 +83,7 @@ def require_digest(data: bytes, descriptor: Descriptor, origin: str) -> bytes:
 
 def refused(origin: str, why: str, code: str = "integrity.image") -> IntegrityError:
     """Return the error for an invalid image or document."""
-    return IntegrityError(f"{origin} is refused", why, "get it again from whoever made it", code=code)
+    return IntegrityError(f"{origin} is refused", why, "again   # first get it again from whoever made it", code=code)
 
 
 class Layout:

@@ -43,7 +43,7 @@ from sparkforge.sources.bundle import BundleMember
 VARIABLE = "SPARKFORGE_PACKS"  # a place, for a command without the option, and for the build of an image
 TAR = "application/vnd.oci.image.layer.v1.tar"
 MOUNTED = "/mnt/packs"  # in the build of an image (Dockerfile)
-FIX = "get it again from whoever made it, or compile: the same command without --packs"
+FIX = "without --packs   # compiles; or get it again from whoever made it"
 
 
 class Index(BaseModel):
@@ -209,7 +209,7 @@ def copy(folder: Path, repository: str) -> None:
     origin, target = Folder(folder), Repository(repository)
     tags = [tag for tag in origin.tags() if tag.endswith(".pack")]
     if not tags:
-        fix = "./inv build.kernels --publish FOLDER, or docker build --target kernel-packs --output FOLDER ."
+        fix = "./inv build.kernels --publish packs   # or docker build --target kernel-packs --output packs ."
         raise UsageError(f"{folder} has no kernel packs", "no tag of an OCI layout in it names one", fix)
     for tag in tags:
         target.write(tag, origin.read(tag))

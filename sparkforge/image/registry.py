@@ -50,7 +50,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
         present, denied = _in_registry(client, reference)
         if present and present != known:
             why = f"it is {present}, and this image was never pushed there as that"
-            fix = f"remove the tag {tag} from the registry, then run the same command again"
+            fix = f"again   # first remove the tag {tag} from the registry"
             raise IntegrityError(f"{reference} is there already", why, fix, code="integrity.image")
         image.tag(repository, tag)
     with Steps(1).step("push", reference) as tell:
@@ -60,7 +60,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
             if not denied:
                 raise
             host = repository.partition("/")[0]
-            login = f"docker login {host if set(host) & set('.:') else 'docker.io'}, then run the same command again"
+            login = f"docker login {host if set(host) & set('.:') else 'docker.io'}   # then the same command again"
             raise EngineError(f"the registry denies {repository}", error.why, login, code="engine.registry") from error
     with engine.connected() as client:
         image = client.images.get(image.id)
@@ -79,7 +79,11 @@ def pull(stack: str, reference: str, expected: Expected) -> None:
     """
     if not REFERENCE.fullmatch(reference):
         why = "an image is pulled by digest, which identifies its content; a tag can be moved"
-        raise UsageError(f"{reference[:200]!r} names no digest", why, f"./inv image.pull {EXAMPLE}@sha256:…")
+        raise UsageError(
+            f"{reference[:200]!r} names no digest",
+            why,
+            "./inv image.pull --help   # the digest stands behind @sha256:",
+        )
     with engine.connected() as client:
         was_local = True
         try:

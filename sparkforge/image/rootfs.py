@@ -275,7 +275,7 @@ def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
     problems += [f"{name} is not installed" for name in patched if name not in wheels]
     if problems:
         why = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        fix = "build the image again, with --no-cache"
+        fix = "docker compose build --no-cache   # on the host"
         raise IntegrityError(f"{tree.root} is not what its locks say", why, fix, code="integrity.image-tree")
     return files, list(wheels.values())
 

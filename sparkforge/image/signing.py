@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from pydantic import BaseModel, Field
 
 from sparkforge.core import paths
+from sparkforge.core.advice import on
 from sparkforge.core.console import echo, say
 from sparkforge.core.documents import DocumentError, parse_json
 from sparkforge.core.errors import StorageError
@@ -64,7 +65,9 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     except OSError as error:
         raise _unusable(path, error.strerror or str(error), make) from error
     if status.st_uid != os.geteuid():
-        raise _unusable(path, f"its owner is uid {status.st_uid}, this process is uid {os.geteuid()}", f"ls -lL {path}")
+        raise _unusable(
+            path, f"its owner is uid {status.st_uid}, this process is uid {os.geteuid()}", on("ls -lL", path)
+        )
     if stat.S_IMODE(status.st_mode) & 0o177:
         why = f"its mode is {stat.S_IMODE(status.st_mode):04o}, and nobody but its owner may read or write it"
         raise _unusable(path, why, f"chmod 600 {shlex.quote(str(path))}")

@@ -49,7 +49,7 @@ def trim(packages: Path, cuts: Sequence[Cut]) -> dict[str, int]:
             matches = sorted(packages.glob(pattern))
             if not matches:
                 why = f"{pattern} of [{cut.name}] matches nothing under {packages}"
-                fix = "look where upstream moved it; edit deploy/trim.toml"
+                fix = "less deploy/trim.toml   # look where upstream moved it"
                 raise IntegrityError("the trimming table is out of date", why, fix, code="integrity.image-tree")
             freed[cut.name] += sum(_remove(path) for path in matches)
     return freed

@@ -19,6 +19,7 @@ import docker
 from pydantic import AliasPath, AwareDatetime, BaseModel, Field, RootModel, field_validator, model_validator
 
 from sparkforge.core import paths, tables
+from sparkforge.core.advice import on
 from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, parse_json, read_bytes
 from sparkforge.core.errors import IntegrityError, StorageError
@@ -33,7 +34,7 @@ from sparkforge.image.provenance import CYCLONEDX, REBUILD, SLSA, Predicate, Sta
 SIGNATURE, PROVENANCE, SBOM, REBUILT = "signature", "provenance", "sbom", "rebuilt bit for bit"
 FILE = paths.ROOT / "trust.toml"
 SIGN = "./inv image.sign KEY   # an own build; else ask who published it"
-SIGN_FILE = "make it again with --key KEY, or ask who published it"
+SIGN_FILE = "again   # first make it with --key KEY, or ask who published it"
 
 
 class Key(Record):
@@ -123,11 +124,11 @@ def policy() -> Trust | None:
         status = path.stat()
     except FileNotFoundError:
         if path.is_symlink():  # an unmounted disk must not disable the policy
-            raise _untrusted(path, "it is a link to a file that is not there", f"ls -l {path}") from None
+            raise _untrusted(path, "it is a link to a file that is not there", on("ls -l", path)) from None
         return None
     if status.st_uid not in {0, os.geteuid()}:
         why = f"it belongs to uid {status.st_uid}, this process is uid {os.geteuid()}"
-        raise _untrusted(path, why, f"ls -lL {path}")
+        raise _untrusted(path, why, on("ls -lL", path))
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _untrusted(path, "other users can write it", f"chmod go-w {path}")
     return tables.load(path, Trust)
@@ -209,7 +210,7 @@ def require_buildable(stack: str) -> None:
     """Raise IntegrityError if the policy would refuse an image that is built now and therefore unsigned."""
     if is_demanding():
         why = "trust.toml requires a signature, which a new image does not have"
-        fix = f"./inv image.pull REPOSITORY@sha256:…; or {build_command(stack)} && ./inv image.sign KEY"
+        fix = f"{build_command(stack)} && ./inv image.sign KEY   # or ./inv image.pull of a signed one"
         raise IntegrityError("an image built now would be refused", why, fix, code="integrity.signature")
 
 

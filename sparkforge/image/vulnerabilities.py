@@ -88,7 +88,10 @@ def check(bill: bytes, database: Path) -> None:
     try:
         packages = _packages(parse_json(bill, "the bill of materials")["components"])
     except (KeyError, ValueError) as error:  # whoever made the image wrote it
-        why, fix = f"a component has no usable purl or version: {error}", "build the image again, or name another one"
+        why, fix = (
+            f"a component has no usable purl or version: {error}",
+            "./inv build --engine docker   # or name another image",
+        )
         raise IntegrityError("the bill of materials is refused", why, fix, code="integrity.image") from error
     table, records, explained, others = analyses(), 0, set[str](), dict[str, str]()
     for record in _records(database):
@@ -113,7 +116,7 @@ def check(bill: bytes, database: Path) -> None:
     say(f"{sum(map(len, packages.values()))} components, {records} records of {database}")
     if others:
         failure, why = f"{len(others)} known vulnerabilities", "; ".join(sorted(others)[:3])
-        fix = "update the stack, or say in sparkforge/image/vex.toml why it does no harm"
+        fix = "less sparkforge/image/vex.toml   # update the stack, or say there why it does no harm"
         raise RefusalError(failure, why, fix, code="validation.vulnerable")
 
 
@@ -149,7 +152,7 @@ def _records(database: Path) -> Iterator[OsvRecord]:
         except OSError as error:
             why, fix = (
                 error.strerror or str(error),
-                "./inv image.sbom --check-vulnerabilities FILE-OR-FOLDER",
+                "without --check-vulnerabilities   # or name a file or folder that can be read",
             )
             raise UsageError(f"cannot read {path}", why, fix) from error
         except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError) as error:

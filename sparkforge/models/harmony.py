@@ -50,7 +50,7 @@ def base_vocabulary() -> tuple[bytes, ...]:
         raise InputError(
             "the o200k vocabulary is not the known one",
             f"openai_harmony gave sha256 {digest}, not {VOCABULARY_SHA256}",
-            "install the pinned oss-harmony again",
+            "./inv up   # installs the pinned oss-harmony again",
             code="input.model",
         )
     return tokens
@@ -111,7 +111,7 @@ def _encoding():  # type: ignore[no-untyped-def]  # noqa: ANN202 (openai_harmony
         raise InputError(
             "cannot make the tokenizer",
             f"this Python has no openai_harmony ({error})",
-            "run it with the embedded runtime's Python, which ./inv up makes",
+            "./inv up   # makes the embedded runtime, whose Python has it",
             code="input.model",
         ) from error
     return load_harmony_encoding("HarmonyGptOss")

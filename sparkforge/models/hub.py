@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from sparkforge.core import paths
+from sparkforge.core.advice import on
 from sparkforge.core.console import download_bar, echo, say
 from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError, IntegrityError, StorageError, UsageError
@@ -62,7 +63,9 @@ def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = 
     with locked(target.parent / f".{target.name}.lock", f"fetch {target.name}"):
         if target.exists() and not target.is_dir():
             raise UsageError(
-                f"{target} is no folder", "a checkpoint is a folder of files", "name another one: --to FOLDER"
+                f"{target} is no folder",
+                "a checkpoint is a folder of files",
+                "without --to   # or name another folder",
             )
         files = choose(source)
         different = [file for file in files if not _has(target / file.name, file)]
@@ -115,7 +118,7 @@ def _require_ours(target: Path, note: Note | None, source: CheckpointSource) -> 
     raise StorageError(
         f"{target} is left as it is",
         why,
-        f"name another folder: --to FOLDER; or --replace, which loses files in {target}",
+        f"--replace   # loses files in {target}; or --to another folder",
         code="storage.access",
     )
 
@@ -284,7 +287,7 @@ def _fetch_file(source: CheckpointSource, work: Path, file: RemoteFile, count: C
         raise IntegrityError(
             f"{file.name} is not the file that {source.name} names",
             f"it has {digest}, not {file.digest or f'{file.size} bytes'}",
-            "run the same command again: it fetches this file anew",
+            "again   # fetches this file anew",
             code="integrity.hash",
         )
     with part.open("rb+") as written:
@@ -330,7 +333,7 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
         raise InputError(
             f"this checkpoint is not {repository}",
             f"its config.json has {'; '.join(problems[:3])} (sparkforge/recipes)",
-            f"check the mirror, or name the model that it is; then rm -r {work}",
+            on("rm -r", work, "check the mirror, or name the model that it is"),
             code="input.model",
         )
 
@@ -338,7 +341,7 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
 def _broken(repository: str, work: Path, why: str) -> InputError:
     return InputError(
         f"{repository} is no whole checkpoint of a known family", why,
-        f"name another repository or mirror; what was fetched: rm -r {work}", code="input.model"
+        on("rm -r", work, "removes what was fetched; name another repository or mirror"), code="input.model"
     )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ from sparkforge.models.hub_source import RemoteFile
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # an answer of another shape
-RETRY_FIX = "run the same command again: it goes on where it stopped"
-ELSEWHERE = "check the network and HF_ENDPOINT; or fetch it on another machine and name the copy: --mirror FOLDER"
+RETRY_FIX = "again   # goes on where it stopped"
+ELSEWHERE = "again   # first check the network and HF_ENDPOINT, or name a copy from another machine by --mirror"
 
 
 class Hub:
@@ -40,7 +40,7 @@ class Hub:
             raise NetworkError(
                 f"cannot fetch {repository}",
                 "HF_HUB_OFFLINE is set",
-                "unset HF_HUB_OFFLINE, or --mirror FOLDER",
+                "unset HF_HUB_OFFLINE   # or name a folder by --mirror",
                 code="network.fetch",
             )
         with _hub_errors(repository, revision):
@@ -91,7 +91,7 @@ def _bounded(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> Ca
             raise IntegrityError(
                 f"{file.name} is not the file that the hub names",
                 f"it has more than {file.size} bytes",
-                "check HF_ENDPOINT, or name a copy: --mirror FOLDER",
+                "again   # first check HF_ENDPOINT, or name a copy by --mirror",
                 code="integrity.hash",
             )
         advance(size)
@@ -149,18 +149,18 @@ def _as_ours(error: Exception, repository: str, revision: str) -> SparkforgeErro
         return StorageError(
             f"cannot write {error.filename}",
             str(error.strerror),
-            "name another folder: --to FOLDER",
+            "without --to   # or name another folder",
             code="storage.access",
         )
     status = getattr(getattr(error, "response", None), "status_code", 0)
     page = f"{constants.ENDPOINT}/{repository}"
     why, fix = f"the hub answered {status}: {_text(error)}" if status else _text(error), RETRY_FIX
     if isinstance(error, hub_errors.RevisionNotFoundError):
-        why, fix = f"it has no revision {revision}", f"--revision main, or look at {page}/commits/main"
+        why, fix = f"it has no revision {revision}", f"--revision main   # or look at {page}/commits/main"
     elif isinstance(error, hub_errors.GatedRepoError) or status in {401, 403}:
         if status:
             why = f"the hub answered {status}: it is gated or private, or there is no such name"
-        fix = f"accept its terms at {page}, then HF_TOKEN=hf_… ./inv pull {repository}"
+        fix = f"again   # first accept its terms at {page}, and set HF_TOKEN"
     elif isinstance(error, hub_errors.RepositoryNotFoundError | hub_errors.HFValidationError):
         why, fix = "the hub knows no such repository", "./inv pull openai/gpt-oss-120b"
     return NetworkError(f"cannot fetch {repository}", why, fix, code="network.fetch")

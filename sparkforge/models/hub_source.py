@@ -13,10 +13,11 @@ from typing import Protocol
 
 from pydantic import Field
 
+from sparkforge.core.advice import on
 from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, read_bytes
 from sparkforge.core.errors import InputError, NetworkError
-from sparkforge.core.files import CHUNK, sha256_file
+from sparkforge.core.files import CHUNK, existing_part, sha256_file
 from sparkforge.core.paths import typed
 from sparkforge.core.tables import Record, parse_record
 
@@ -71,7 +72,7 @@ class Note(Record, extra="ignore"):
             return None
         except (OSError, DocumentError) as error:
             why = str(error)
-        fix = f"rm {path}   # its hashes are then not known"
+        fix = on("ls -l", existing_part(path), "without it its hashes are not known")
         raise InputError(f"{path} cannot be read", why, fix, code="input.model")
 
 
@@ -90,7 +91,7 @@ class Mirror:
             raise NetworkError(
                 f"{self.folder} holds another revision of {repository}",
                 f"it is {recorded}",
-                f"leave out --revision {revision}",
+                "without --revision",
                 code="network.fetch",
             )
         if not self.hashes:
@@ -118,7 +119,7 @@ class Mirror:
             if error.filename is None:  # our own disk: full, most likely; the caller names that
                 raise
             raise NetworkError(
-                f"cannot copy {file.name}", str(error), f"ls -l {self.folder}", code="network.fetch"
+                f"cannot copy {file.name}", str(error), on("ls -l", self.folder), code="network.fetch"
             ) from error
 
     def _digest(self, path: Path) -> str:
@@ -141,6 +142,6 @@ def _find(folder: Path, repository: str, revision: str) -> Path:
     raise NetworkError(
         f"{folder} holds no {repository}",
         f"there is no config.json in it, in {owner}/{name} or in models--{owner}--{name}/snapshots",
-        f"ls {folder}",
+        on("ls", existing_part(folder)),
         code="network.fetch",
     )

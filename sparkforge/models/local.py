@@ -55,8 +55,7 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
     raise InputError(
         f"{model} is not on this machine" + (f" at {revision}" if revision else ""),
         f"{why}, and no {' and no '.join(map(str, fetched))}" if fetched else why,
-        f"./inv pull {model}, or hf download {model}; a container needs the folder that has it: "
-        f"docker run -v ~/.cache/huggingface:{MOUNTED}:ro, or HF_HOME=~/.cache/huggingface docker compose up -d",
+        f"./inv pull {model}   # or hf download {model}; a container needs ~/.cache/huggingface mounted at {MOUNTED}",
         code="input.model",
     )
 
@@ -85,7 +84,10 @@ def name_of(folder: Path) -> str:
 
 def family_of(folder: Path) -> str:
     """Return the family of a checkpoint. Raises InputError for one of none, or whose weights have another format."""
-    config, fix = folder / "config.json", "./inv up --model FOLDER, where FOLDER holds a checkpoint of a known family"
+    config, fix = (
+        folder / "config.json",
+        "./inv list   # shows what can be served; --model takes a folder with a checkpoint of a known family",
+    )
     require_readable(folder)
     try:
         content = read_json(config, largest=CONFIG_BYTES)

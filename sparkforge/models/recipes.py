@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from sparkforge.core import tables
+from sparkforge.core.advice import on
 from sparkforge.core.console import console, echo_json, say
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
@@ -75,7 +76,7 @@ def read(file: Path) -> Recipe:
     recipe = tables.load(file, Recipe)
     if recipe.family != families.name_of(recipe.config, file.name):
         why = f"family is {recipe.family!r}, its config is of {families.name_of(recipe.config, file.name)}"
-        raise InputError(f"{file.name} is malformed", why, f"correct {file.name}", code="input.table")
+        raise InputError(f"{file.name} is malformed", why, on("less", file, "correct it"), code="input.table")
     return recipe
 
 

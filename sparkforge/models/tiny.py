@@ -54,7 +54,7 @@ def write_tiny(directory: Path, weights: Weights = TRAINED) -> Path:
     ours = manifest.load(directory) or directory.is_relative_to(paths.state())
     if not ours and directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         names = shlex.join([str(directory), f"{directory}.aside"])
-        why, fix = "it is no tiny model of ours", f"name another directory, or move this one away: mv {names}"
+        why, fix = "it is no tiny model of ours", f"mv {names}   # or name another directory"
         raise UsageError(f"will not overwrite {directory}", why, fix)
     if (record := manifest.load(directory)) and not manifest.is_intact(record, directory):
         manifest.beside(directory).unlink(missing_ok=True)

@@ -85,8 +85,10 @@ class FileChange:
         return PatchError(
             f"{self.patch} does not apply to {self.path}",
             why,
-            "restore the pinned version of the tree, then run the same command again; "
-            "for another version the patch has to be carried over (docs/concepts/patch-queue.md)",
+            (
+                "again   # first restore the pinned version of the tree; for another version: "
+                "docs/concepts/patch-queue.md"
+            ),
             code="patch.conflict",
         )
 
@@ -138,7 +140,7 @@ def refuse(patch: str, reason: str) -> PatchError:
     return PatchError(
         f"{patch} cannot be used",
         f"it {reason}",
-        "restore it from the repository (git checkout -- patches), or write it again with `git diff`",
+        "git checkout -- patches   # restores it; or write it again with git diff",
         code="patch.format",
     )
 

@@ -264,6 +264,6 @@ def _bad_series(directory: Path, reason: str) -> PatchError:
     return PatchError(
         f"the patch queue {directory} cannot be used",
         reason,
-        "restore it from the repository (git checkout -- patches), or correct `series`",
+        "git checkout -- patches   # restores it; or correct its series",
         code="patch.format",
     )

@@ -21,6 +21,7 @@ from typing import IO
 from packaging.version import Version
 
 from sparkforge import pins
+from sparkforge.core.advice import on
 from sparkforge.core.console import say
 from sparkforge.core.errors import IntegrityError, PatchError
 from sparkforge.core.files import atomic_file, require_space
@@ -35,9 +36,7 @@ from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.sources import archive, fetch
 
 SCHEMA = 1
-RELOCK_FIX = (
-    "if the change is meant: .venv/bin/python -m lab.patches lock; else git checkout -- patches locks pins.toml"
-)
+RELOCK_FIX = "git checkout -- patches locks pins.toml   # if the change is meant: .venv/bin/python -m lab.patches lock"
 SDIST = ".tar.gz"
 SDIST_FOLDER = ".sparkforge-patches"  # of a source archive, which has no dist-info; no patch may touch it
 
@@ -270,6 +269,6 @@ def _refused(source: Path, reason: str) -> IntegrityError:
     return IntegrityError(
         f"{source.name} cannot be patched",
         f"{reason}; nothing of it was kept",
-        f"inspect {source}; for another version change its pin in pins.toml",
+        on("ls -l", source, "inspect it; for another version change its pin in pins.toml"),
         code="integrity.archive",
     )

@@ -84,7 +84,7 @@ def client() -> httpx.Client:
         raise StorageError(
             f"cannot read the certificates in {cert}",
             error.strerror or str(error),
-            "correct PIP_CERT: pip config list",
+            "pip config list   # correct PIP_CERT",
             code="storage.access",
         ) from error
     try:
@@ -92,7 +92,7 @@ def client() -> httpx.Client:
     except (ValueError, ImportError, httpx.InvalidURL) as error:
         raise NetworkError(
             "cannot use the proxy", f"{type(error).__name__} for HTTPS_PROXY, HTTP_PROXY or ALL_PROXY",
-            "set it to http://HOST:PORT, or unset it", code="network.fetch"
+            "again   # first set it to http://HOST:PORT, or unset it", code="network.fetch"
         ) from error  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def project_page(package: str, http: httpx.Client) -> ProjectPage:
         raise NetworkError(
             f"cannot find {package}",
             f"the package index did not answer: {without_passwords(reason(error))}",
-            "check the network, or set PIP_INDEX_URL to your mirror, then run the same command again",
+            "again   # first check the network, or set PIP_INDEX_URL to your mirror",
             code="network.fetch",
         ) from error
     try:
@@ -159,7 +159,7 @@ def project_page(package: str, http: httpx.Client) -> ProjectPage:
         raise NetworkError(
             f"cannot find {package}",
             f"the page of the package index is malformed: {type(error).__name__}: {why}",
-            "check that PIP_INDEX_URL names a package index (PEP 503): pip config list",
+            "pip config list   # check that PIP_INDEX_URL names a package index (PEP 503)",
             code="network.fetch",
         ) from error
 
@@ -177,6 +177,6 @@ def locate(package: str, filename: str, http: httpx.Client) -> tuple[str, int | 
     raise NetworkError(
         f"cannot find {filename}",
         f"the package index lists no such file for {package}",
-        "check that your mirror is complete, or unset PIP_INDEX_URL",
+        "unset PIP_INDEX_URL   # or check that your mirror is complete",
         code="network.fetch",
     )

@@ -122,7 +122,7 @@ class StackImage(Record):
     def lock(self, processor: str) -> str:
         """Return the locked set for a processor. Raises InputError if the image is not made for it."""
         if processor not in self.locks:
-            why, fix = f"pins.toml has a lock for {', '.join(self.locks)}", f"build it on {next(iter(self.locks))}"
+            why, fix = f"pins.toml has a lock for {', '.join(self.locks)}", f"again   # on {next(iter(self.locks))}"
             raise InputError(f"this stack's image is not made for {processor}", why, fix, code="input.pins")
         return self.locks[processor]
 
@@ -231,7 +231,7 @@ class Pins(Record):
             raise InputError(
                 f"there is no stack {name}",
                 f"pins.toml has {known}",
-                f"name one of them: --stack {self.default}",
+                f"--stack {self.default}",
                 code="input.pins",
             )
         return self.stacks[name]
@@ -244,7 +244,7 @@ class Pins(Record):
             raise InputError(
                 f"the stack {stack} has no image",
                 f"pins.toml has no table [stacks.{stack}.image]; there are images of {built}",
-                f"name one of them: --stack {self.default}",
+                f"--stack {self.default}",
                 code="input.pins",
             )
         return image
@@ -255,7 +255,7 @@ class Pins(Record):
             raise InputError(
                 f"there is no environment {name}",
                 f"pins.toml has {', '.join(self.environments) or 'none'}",
-                "add it to pins.toml",
+                "less pins.toml   # add it there",
                 code="input.pins",
             )
         return self.environments[name]
@@ -269,7 +269,7 @@ class Pins(Record):
             raise InputError(
                 f"nothing is pinned as {stack}/{name}",
                 f"pins.toml has {known}",
-                "add it to pins.toml",
+                "less pins.toml   # add it there",
                 code="input.pins",
             ) from None
 

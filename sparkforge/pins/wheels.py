@@ -145,7 +145,7 @@ def choose_pinned(component: Component, target: TargetMachine) -> Pick:
         raise ProcessError(
             f"no {component.package} is pinned for this machine",
             f"pins.toml has no wheel for {target}",
-            "use Python 3.11, 3.12 or 3.13 on x86_64 or aarch64: rm -rf .venv && PYTHON=python3.12 ./inv up",
+            "rm -rf .venv && PYTHON=python3.12 ./inv up   # with Python 3.11 to 3.13 on x86_64 or aarch64",
             code="process.setup",
         )
     return Pick(component.package or "", best, component.files[best])

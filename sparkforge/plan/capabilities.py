@@ -65,7 +65,7 @@ def find(environ: Mapping[str, str], share: float = 1 - IN_USE) -> tuple[str, Ca
         if chosen:
             why = f"nvidia-smi finds no GPU for {gpus.VISIBLE}={chosen}: {error}"
             raise _refusal(why, f"nvidia-smi -L   # lists them; then set {gpus.VISIBLE}, or unset it") from error
-        raise _refusal(f"no NVIDIA driver works here: {error}", f"nvidia-smi; or: {WITHOUT_GPU}") from error
+        raise _refusal(f"no NVIDIA driver works here: {error}", f"nvidia-smi   # or {WITHOUT_GPU}") from error
     name, capability, driver = row["name"], row["compute_cap"], row["driver_version"]
     if not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) < MIN_DRIVER:
         why = f"{name} has driver {driver}, and CUDA 13.0 needs branch {MIN_DRIVER} or later"

@@ -157,7 +157,7 @@ def _number(name: str, text: str) -> float:
         raise InputError(
             "sparkforge/serve/profiles.toml is malformed",
             f"{name} is {text!r}, which is no number from 0",
-            "edit sparkforge/serve/profiles.toml",
+            "less sparkforge/serve/profiles.toml   # correct it",
             code="input.table",
         )
     return value

@@ -72,7 +72,7 @@ class ClusterPlan(Record):
 def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> ClusterPlan:
     """Return the plan for `nodes` machines. Raises UsageError for a device without a link."""
     if device.link is None:
-        fix = "./inv plan MODEL --device spark --nodes 2"
+        fix = "--device spark"
         raise UsageError(f"{device.about} has no link in devices.toml", "nothing is known of its network", fix)
     ways = [_way(model, device, asked, nodes, way) for way in WAYS]
     crossover = _crossover(model, device, asked, nodes)

@@ -164,7 +164,7 @@ def describe(gpu: str, total: int, free: int, bandwidth: float | None) -> Device
     if gpu:
         row = by_gpu(gpu)
         if row is None:
-            fix = f"add it to sparkforge/plan/{FILE.name}, with a source for each figure; or choose another --device"
+            fix = f"--device spark   # or add it to sparkforge/plan/{FILE.name}, with a source for each figure"
             raise UsageError(f"the GPU {gpu} is not known", f"sparkforge/plan/{FILE.name} has no row for it", fix)
         figures = {"memory": size, "resident": resident} if row.unified else {}
         return row.model_copy(update={"about": f"this machine: {gpu}", **figures})

@@ -6,6 +6,7 @@ A plan is computed from sizes and cited figures. Only `--device this` reads the 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -280,19 +281,23 @@ def _advice(
 ) -> str:
     """Say the next command, or what to change, in one line."""
     if not budget.fits(subject.model, device, load):
-        return _smaller(subject.model, device, load)
+        return _smaller(subject, device, load)
     if recommended:
         up = f"./inv up {subject.recipe}".rstrip() if subject.recipe not in families.defaults() else "./inv up"
         return up if "embedded" in device.profiles else f"{up} --device docker --profile {recommended.name}"
     if nearest is None:
-        return f"{PROFILES} has no profile for this device; its flags are for a Spark and for processors"
+        return f"less {PROFILES}   # it has no profile for this device; its flags are for a Spark and for processors"
     against = "; ".join(nearest.against)
-    return f"ask for less, or change {nearest.name} in {PROFILES}, the nearest profile: {against}"
+    return f"less {PROFILES}   # ask for less, or change {nearest.name}, the nearest profile: {against}"
 
 
-def _smaller(model: Architecture, device: Device, load: Workload) -> str:
+def _smaller(subject: Subject, device: Device, load: Workload) -> str:
+    model, name = subject.model, shlex.quote(subject.recipe or subject.source)
     sequences, tokens = budget.most_sequences(model, device, load), budget.most_tokens(model, device, load)
     ways = [f"--concurrency {sequences}"] if sequences else []
     ways += [f"--context {tokens}"] if tokens else []
     ways += ["--kv-dtype fp8"] if load.kv != "fp8" and budget.fits(model, device, replace(load, kv="fp8")) else []
-    return "./inv plan with " + " or ".join(ways) if ways else "a smaller model, such as ./inv plan gpt-oss-20b"
+    if not ways:
+        return "./inv plan gpt-oss-20b   # a smaller model"
+    more = f"   # or {' or '.join(ways[1:])}" if ways[1:] else ""
+    return f"./inv plan {name} --device {next(iter(device.names))} {ways[0]}{more}"

@@ -26,9 +26,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from sparkforge.core.advice import on
 from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.files import existing_part
 from sparkforge.core.paths import typed
-from sparkforge.core.vllm_flags import meant
+from sparkforge.core.vllm_flags import KEY_FIX, meant
 from sparkforge.serve import limits
 from sparkforge.serve.limits import Application, Receive, RequestError, Scope, Send
 
@@ -124,13 +126,19 @@ def hosts(text: str) -> list[str]:
     return [name for part in text.split(",") if (name := part.strip().lower())]
 
 
-def named_hosts(text: str) -> list[str]:
-    """Return the hosts that a user named. Raises UsageError unless it is a host."""
+def named_hosts(text: str, example: str = "--allow-hosts spark.local") -> list[str]:
+    """Return the hosts that a user named. Raises UsageError, with `example`, unless each is a host."""
     names = hosts(text)
     if malformed := [name for name in names if name != "*" and not HOST.fullmatch(name)]:
         why = "it is NAME, NAME:PORT or [IPV6]:PORT, several with commas"
-        raise UsageError(f"{malformed[0]!r} is no host", why, f"./inv up --allow-hosts spark.local   # or {HOSTS}")
+        raise UsageError(f"{malformed[0][:80]!r} is no host", why, example)
     return names
+
+
+def chosen_hosts(named: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the hosts of a command, or those in the environment if it names none. Raises UsageError."""
+    own = named_hosts(",".join(named))
+    return tuple(own or named_hosts(environment.get(HOSTS, ""), f"{HOSTS}=spark.local"))
 
 
 def loopback_hosts(port: int) -> list[str]:
@@ -180,7 +188,7 @@ def listen_address(host: str, key_file: str | None) -> str:
         raise UsageError(f"--host {host[:80]!r} is no IP address", why, "hostname -I") from None
     if not ip.is_loopback and not key_file:
         why = "other machines reach that address, and without a key everybody there may use the server"
-        raise UsageError(f"--host {ip} needs --api-key-file", why, f"./inv up --host {ip} --api-key-file FILE")
+        raise UsageError(f"--host {ip} needs --api-key-file", why, f"{KEY_FIX} --host {ip}")
     return str(ip)
 
 
@@ -188,7 +196,9 @@ def refuse_key_argument(arguments: Iterable[str]) -> None:
     """Raise UsageError for a key among vLLM's arguments: everybody can read those with `ps`."""
     if any(meant(word, ("--api-key",)) or word.replace("_", "-").startswith("--api-key") for word in arguments):
         why = "arguments can be read by every user of the machine"
-        raise UsageError("--api-key may not be an argument", why, f"put the key into a file and name it: {KEY_FILE}")
+        raise UsageError(
+            "--api-key may not be an argument", why, f"{KEY_FILE}=key   # first put the key into that file"
+        )
 
 
 def require_key(address: str, key: str) -> None:
@@ -218,7 +228,9 @@ def has_host_network(interfaces: Path = Path("/sys/class/net")) -> bool:
 def refuse_inherited_key(environment: Mapping[str, str]) -> None:
     """Raise UsageError for a key in the environment of `./inv up`: its clients would not know of it."""
     if environment.get(KEY):
-        raise UsageError(f"{KEY} is set", "the key of a server comes from a file", "./inv up --api-key-file FILE")
+        raise UsageError(
+            f"{KEY} is set", "the key of a server comes from a file", f"unset {KEY}   # --api-key-file names the file"
+        )
 
 
 def key_path(option: str | None) -> Path | None:
@@ -228,7 +240,7 @@ def key_path(option: str | None) -> Path | None:
     """
     if option == "":
         why = "an empty name would start a server without a key"
-        raise UsageError("--api-key-file names no file", why, "./inv up --api-key-file FILE")
+        raise UsageError("--api-key-file names no file", why, KEY_FIX)
     return typed(option).absolute() if option is not None else None
 
 
@@ -248,10 +260,10 @@ def read_key(path: Path, *, private: bool = True) -> str:
             os.close(descriptor)
     except OSError as error:
         why = f"{error.strerror or error} (as uid {os.getuid()})"
-        fix = make if isinstance(error, FileNotFoundError) else f"ls -lL {path}"
+        fix = make if isinstance(error, FileNotFoundError) else on("ls -lL", existing_part(path))
         raise StorageError(f"cannot read the API key in {path}", why, fix, code="storage.access") from error
     key = data.decode("ascii", "replace").strip()
-    failure, why, fix = "", "", f"ls -lL {path}"
+    failure, why, fix = "", "", on("ls -lL", path)
     if not stat.S_ISREG(status.st_mode):
         failure, why = f"cannot read the API key in {path}", "it is no regular file"
     elif private and status.st_uid not in {0, os.geteuid()}:

@@ -79,11 +79,13 @@ class ServerCommand:
         for word in self.arguments:
             flag, name = meant(word, (HOST, PORT)), word.partition("=")[0]
             if flag and name != flag:
-                raise UsageError(f"vLLM reads {name} as {flag}", "the address must be plain to see", f"write {flag}")
+                raise UsageError(
+                    f"vLLM reads {name} as {flag}", "the address must be plain to see", f"again   # with {flag}"
+                )
         host, port = (flag_value(self.arguments, flag) or "" for flag in (HOST, PORT))
         if port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536:
             return host, int(port)
-        fix = "leave --port out: it is 8000 in the image"
+        fix = "without --port   # it is 8000 in the image"
         raise UsageError(f"--port {port!r} is no port", "ports are 1 to 65535", fix)
 
 

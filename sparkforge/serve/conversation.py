@@ -80,7 +80,7 @@ def message_on_stdin() -> str:
     except (OSError, ValueError) as error:
         text, why = "", str(error)
     if not text.strip() or len(text) > LONGEST:
-        raise UsageError("stdin holds no message", why, './inv chat "TEXT"; or ./inv chat on a terminal')
+        raise UsageError("stdin holds no message", why, './inv chat "Hello"')
     return text
 
 

@@ -31,6 +31,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from sparkforge.core import memory, paths
+from sparkforge.core.advice import with_remark
 from sparkforge.core.console import echo, say, show_error
 from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import write_atomic, write_json
@@ -133,11 +134,13 @@ def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
         models.append(model)
         remaining = without_flag(remaining, MODEL)
     if len(models) > 1:
-        raise UsageError(f"two models are named: {' and '.join(models)}", "a server has one", f"leave {MODEL} out")
+        raise UsageError(f"two models are named: {' and '.join(models)}", "a server has one", f"unset {MODEL}")
     word = next((word for word, flag in positional(remaining) if not flag or _like_model(word)), "")
     if not models and word:
         why = "behind a flag it may be the flag's value or the model, and another model must not be served in its place"
-        raise UsageError(f"what {word[:200]!r} is cannot be told", why, "put the model first: MODEL --flag=value")
+        raise UsageError(
+            f"what {word[:200]!r} is cannot be told", why, "again   # but put the model first: MODEL --flag=value"
+        )
     return ContainerArguments("".join(models), tuple(remaining), only_validate)
 
 
@@ -219,7 +222,7 @@ def admit(options: Settings, server: ServerCommand) -> None:
     raise RefusalError(
         "the validator refuses to serve",
         _summary(document),
-        f"{fix}; then: {start_again()}",
+        with_remark(fix, f"then {start_again()}"),
         code="validation.failed",
     )
 
@@ -315,7 +318,7 @@ def _writing(run: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = f"{error.strerror or error} (running as uid {os.getuid()})"
-        fix = f"mount a tmpfs there: --tmpfs {run}:mode=1777, or set SPARKFORGE_RUN"
+        fix = f"again   # first mount a tmpfs there: --tmpfs {run}:mode=1777, or set SPARKFORGE_RUN"
         raise StorageError(f"cannot write into {run}", why, fix, code="storage.access") from error
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sparkforge.core import paths
+from sparkforge.core.advice import completed
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import SparkforgeError
 from sparkforge.core.files import write_atomic
@@ -40,7 +41,9 @@ def remembered() -> Iterator[None]:
         yield
     except SparkforgeError as error:
         if error.code not in NOT_FAILURES:
-            failed, why, fix = (without_passwords(part) for part in (error.what, error.why, error.fix))
+            failed, why, fix = (
+                without_passwords(part) for part in (error.what, error.why, completed(error.fix, "./inv up"))
+            )
             failure = Failure(error.code, failed, why, fix, began, time.time())
             with suppress(OSError, SparkforgeError):  # a full disk may be the very error
                 write_atomic(paths.state() / NAME, json.dumps(asdict(failure)) + "\n", mode=0o600)

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from sparkforge import environments, pins
 from sparkforge.core import paths
+from sparkforge.core.advice import with_remark
 from sparkforge.core.console import echo, say
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import EngineError, ProcessError, ServerError, SparkforgeError, StorageError
@@ -85,7 +86,7 @@ def read() -> list[KnownGood]:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         failure, reason = f"cannot read the known good starts in {path}", " ".join(str(error).split())[:300]
-        fix = f"move it away: mv {path} {path}.broken; the next ./inv up begins a new one"
+        fix = f"mv {path} {path}.broken   # the next ./inv up begins a new one"
         raise StorageError(failure, reason, fix, code="storage.access") from error
 
 
@@ -143,7 +144,9 @@ def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Se
         if not ((running and running.port == plan.port) or record.begun_path().exists()):
             launch.check_port(plan.port, plan.address)
     except SparkforgeError as error:
-        raise _failed(f"cannot go back: {error.what}", error.why, f"{error.fix}; or another start: {LIST}") from error
+        raise _failed(
+            f"cannot go back: {error.what}", error.why, with_remark(error.fix, f"or another start: {LIST}")
+        ) from error
     if dry_run:
         return None
     with failure.remembered(), launch.alone():
@@ -160,7 +163,7 @@ def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Se
                 intent_path().unlink(missing_ok=True)
                 text = f"the rollback failed, and no server runs: {error.what}"
                 why = f"{error.why}; the record of known good starts and the tag of the image are as they were"
-                fix = f"{error.fix}; or another start: {LIST}"
+                fix = with_remark(error.fix, f"or another start: {LIST}")
                 raise ServerError(text, why, fix, code="server.rollback") from error
         if plan.image:
             name = compose.resolve(compose.variables(plan.stack)).image
@@ -225,7 +228,7 @@ def _changes(start: KnownGood, newest: KnownGood) -> Iterator[str]:
         inputs = environments.inputs(Environment(plan.stack), pins.load())
         if hashed(inputs) != start.environment:
             why = "the environment was made from other locks than this checkout has"
-            fix = f"git checkout {start.revision[:12] or 'THE COMMIT OF THEN'}, then ./inv rollback"
+            fix = f"git checkout {start.revision[:12] or 'HEAD~1'} && ./inv rollback"
             raise ServerError("that start is of another checkout", why, fix, code="server.rollback")
         yield f"environment: {plan.stack} {start.environment[:12]}"
     for name, value in vars(plan).items():

@@ -89,7 +89,7 @@ def refuse_second(command: str = "./inv up") -> None:
     server = record.read()
     if server and server.alive:
         failure, why = "a server of this checkout runs already", f"{server.model_id} at {server.url}"
-        raise ServerError(failure, why, f"./inv down, then {command}", code="server.running")
+        raise ServerError(failure, why, f"./inv down && {command}", code="server.running")
 
 
 def check_free(port: int, host: str = LOOPBACK, command: str = "./inv up") -> None:

@@ -120,7 +120,9 @@ def read(environment: Mapping[str, str]) -> dict[str, int]:
         name, _, number = word.partition("=")
         if name not in limits:
             raise UsageError(
-                f"{VARIABLE} has no {name[:40]!r}", f"it has {', '.join(limits)}", "docs/reference/settings.md"
+                f"{VARIABLE} has no {name[:40]!r}",
+                f"it has {', '.join(limits)}",
+                f"{VARIABLE}=   # the defaults; docs/reference/settings.md has the bounds",
             )
         if not (number.isascii() and number.isdecimal() and len(number) < 13):
             why = f"{name} is {number[:40]!r}; it must be a whole number, 0 for no bound"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sparkforge.core import events
+from sparkforge.core.advice import with_remark
 from sparkforge.core.errors import RefusalError, ServerError
 
 LINES_SHOWN = 12
@@ -38,7 +39,7 @@ def refusal(problem: str, text: str, *, why: str, fix: str, then: str = "") -> R
     lines = [line.strip() for line in text.splitlines()]
     checks = dict.fromkeys(line for line in lines if line.startswith("FAIL "))
     fixes = [line.removeprefix("next:").strip() for line in lines if line.startswith("next:")]
-    next_command = f"{fixes[0]}; then {then}" if fixes and then else (*fixes, fix)[0]
+    next_command = with_remark(fixes[0], f"then {then}") if fixes and then else (*fixes, fix)[0]
     return RefusalError(problem, "\n        ".join(checks) or why, next_command, code="validation.failed")
 
 

@@ -165,12 +165,12 @@ def with_quantization(
         return profile, tuple(flags)
     if quantization != OUR_EXPERTS:
         why = f"it takes {OUR_EXPERTS}, our experts, or {CHECKPOINT_FORMAT}, the checkpoint's; others follow --"
-        fix = f"./inv up --quantization {OUR_EXPERTS}; or: ./inv up -- {QUANTIZATION} {quantization[:40]}"
+        fix = f"--quantization {OUR_EXPERTS}   # others: ./inv up -- {QUANTIZATION} {quantization[:40]}"
         raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
     short = next((word for word in flags if word.startswith("-q")), None)  # vLLM's short form: -q NAME, -qNAME
     if short or flag_value(flags, QUANTIZATION) is not None:
         why = "both choose the quantization"
-        raise UsageError(f"{short or QUANTIZATION} is also among the flags after --", why, "leave one of them out")
+        raise UsageError(f"{short or QUANTIZATION} is also among the flags after --", why, "without --quantization")
     if profile:
         require_our_experts(profile, stack)
         return profile, (*flags, f"{QUANTIZATION}={OUR_EXPERTS}")
@@ -182,5 +182,5 @@ def require_our_experts(profile: str, stack: str = "") -> None:
     known = load(stack=stack)
     if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
         why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"
-        fix = f"leave one of them out; our experts: ./inv up {QUANTIZATION} {OUR_EXPERTS}"
+        fix = f"without --profile   # our experts; or without {QUANTIZATION}"
         raise UsageError(f"{QUANTIZATION} {OUR_EXPERTS} has no effect beside --profile {profile}", why, fix)

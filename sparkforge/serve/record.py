@@ -18,6 +18,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from sparkforge.core import paths
+from sparkforge.core.advice import on
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError, StorageError
 from sparkforge.core.files import write_json
@@ -110,7 +111,7 @@ class Server:
                 own = psutil.Process(self.pid).environ().get(access.KEY_FILE, "") if self.alive else ""
         if self.key_file != own:
             failure, why = f"the record names {self.key_file} as the API key's file", "was not started with that file"
-            raise StorageError(failure, f"{self.where} {why}", "./inv down, then ./inv up", code="storage.access")
+            raise StorageError(failure, f"{self.where} {why}", "./inv down && ./inv up", code="storage.access")
         return access.read_key(Path(self.key_file), private=not self.container)
 
     @property
@@ -121,7 +122,7 @@ class Server:
     @property
     def log_command(self) -> str:
         """The command that prints its whole log."""
-        return f"docker logs {self.container[:12]}" if self.container else f"less {self.log}"
+        return f"docker logs {self.container[:12]}" if self.container else on("less", self.log)
 
 
 SERVER = TypeAdapter(Server)
@@ -164,7 +165,7 @@ def read(path: Path | None = None) -> Server | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         if path.is_symlink():
-            raise _untrusted(path, "it is a link", f"rm {path}") from None
+            raise _untrusted(path, "it is a link", on("rm", path)) from None
         return None
     try:
         require_ours(path, os.fstat(descriptor))
@@ -257,12 +258,12 @@ def require_ours(path: Path, status: os.stat_result) -> None:
     folder = path.parent.stat()
     for owned, owner in ((path, status.st_uid), (path.parent, folder.st_uid)):
         if owner != os.geteuid():
-            fix = f"run the command as that user, or remove it: rm {path}"
+            fix = on("rm", path, "or run the command as that user")
             raise _untrusted(path, f"{owned} belongs to uid {owner}, this process is uid {os.geteuid()}", fix)
     if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _untrusted(path, f"other users can write into {path.parent}", f"chmod 700 {path.parent}")
     if not stat.S_ISREG(status.st_mode):
-        raise _untrusted(path, "it is no regular file", f"rm {path}")
+        raise _untrusted(path, "it is no regular file", on("rm", path))
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         why = f"its mode is {stat.S_IMODE(status.st_mode):04o}, and we write 0600"
         raise _untrusted(path, why, f"chmod 600 {path}   # if you started this server; else: rm {path}")

@@ -100,7 +100,7 @@ def admit(identity: Sequence[str], run: Path) -> None:
         if len(starts.failures) >= MAX_FAILURES:
             why = summary(starts.failures)
             restart_command = f"docker restart {name}" if (name := container_id()) else "docker compose restart vllm"
-            fix = f"./inv doctor; when the cause is gone: {restart_command}"
+            fix = f"./inv doctor   # when the cause is gone: {restart_command}"
             hold(run, ServerError(TOO_OFTEN, why, fix, code="server.restarts"))
         pause = pause_seconds(starts.failures, time.time())
         say(f"the last server failed ({last.why}); the next one starts in {pause:.0f} s")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparkforge.core import paths
+from sparkforge.core.advice import on
 from sparkforge.core.console import echo, say
 from sparkforge.core.errors import ProcessError, ServerError, StorageError, UsageError
 from sparkforge.core.files import write_atomic
@@ -25,7 +26,7 @@ from sparkforge.serve.unit import NAME, ServiceUnit
 CODE = "server.service"
 SYSTEM_UNITS = Path("/etc/systemd/system")
 BOOTED = Path("/run/systemd/system")  # sd_booted(3)
-BY_HAND = "start it by hand: ./inv up; or let Docker start it: docs/guide/docker.md, Restarts"
+BY_HAND = "./inv up   # by hand; or let Docker start it: docs/guide/docker.md, Restarts"
 LINGERING = Path("/var/lib/systemd/linger")  # a file for each user whose manager logind keeps
 SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
 
@@ -69,7 +70,7 @@ class Manager:
         if result.returncode and check:
             why, fix = (result.stderr + result.stdout).strip(), "systemctl status"
             if not self.system and re.search(r"[Ff]ailed to connect to (?:the )?(?:user )?(?:scope )?bus", why):
-                fix = "log in by ssh, not by su or sudo; or use the system's: sudo ./inv service.install --system"
+                fix = "sudo ./inv service.install --system   # or log in by ssh, not by su or sudo"
             elif re.search(r"[Aa]ccess denied|authentication required|[Pp]ermission denied", why):
                 fix = f"sudo ./inv service.{'remove' if arguments[0] == 'disable' else 'install'} --system"
             raise ServerError(f"systemctl {arguments[0]} failed", why or "it printed nothing", fix, code=CODE)
@@ -99,7 +100,7 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
     """
     manager, number, user = Manager(system), version(), ""
     if account and not system:
-        raise UsageError(f"--user {account} needs --system", "a user's own unit runs as that user", "add --system")
+        raise UsageError(f"--user {account} needs --system", "a user's own unit runs as that user", "--system")
     if system:
         owner = paths.ROOT.stat().st_uid
         try:
@@ -117,13 +118,13 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
     server = record.read() if now else None
     if server and server.alive and manager.show().get("ActiveState") not in {"active", "activating"}:
         why = f"{server.model_id} at {server.url} was started by hand"
-        fix = f"./inv down, then ./inv service.install{manager.option} --now"
+        fix = f"./inv down && ./inv service.install{manager.option} --now"
         raise ServerError("a server of this checkout runs already", why, fix, code="server.running")
     if former != text:
         try:
             write_atomic(manager.file, text)
         except OSError as error:
-            fix = "sudo ./inv service.install --system" if system else f"mkdir -p {manager.file.parent}"
+            fix = "sudo ./inv service.install --system" if system else on("mkdir -p", manager.file.parent)
             why = error.strerror or str(error)
             raise StorageError(f"cannot write {manager.file}", why, fix, code="storage.access") from error
     manager.control("daemon-reload")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkforge import pins
 from sparkforge.core import gpus, paths
 from sparkforge.core.errors import InputError, StorageError, UsageError
 from sparkforge.core.process import ProbeError
@@ -29,6 +31,36 @@ CONTEXT_VARIABLE = "MAX_MODEL_LEN"
 NUMBERS = {"TP": "--tensor-parallel-size", CONTEXT_VARIABLE: CONTEXT}  # variables of the gpt-oss competition → flags
 # The validator's profile → serve profile and model by default.
 DEFAULTS = {"spark": ("safe", f"/models/{FAMILY.served}"), "embedded": ("embedded", TINY)}
+STACK, SERVE_PROFILE = "SPARKFORGE_STACK", "SPARKFORGE_SERVE_PROFILE"
+VALIDATE_SECONDS = "SPARKFORGE_VALIDATE_SECONDS"
+_FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4")
+# Variable → its values, the default first. Those of SPARK_MXFP4_ are spark_mxfp4's, which reads them in the server.
+CHOICES = {
+    "SPARKFORGE_VALIDATE": (STRICT, WARN, OFF),
+    "SPARKFORGE_REFUSED": (EXIT, HOLD),
+    "SPARKFORGE_PROFILE": tuple(DEFAULTS),
+    "SPARKFORGE_FROM": ("wheel", "source"),
+    "SPARK_MXFP4_MODE": ("packed", "dequant"),
+    "SPARK_MXFP4_LINEAR": _FORMATS,
+    "SPARK_MXFP4_LM_HEAD": _FORMATS,
+    "SPARK_MXFP4_FAMILIES": ("off", "on"),
+    "SPARK_MXFP4_SEARCH": ("off", "on"),
+    "SPARK_MXFP4_ROUTER": ("vllm", "fused"),
+    "SPARK_MXFP4_ATTENTION": ("vllm", "fused"),
+}
+_SIZE = (r"(?i)\d{1,15}(\.\d+)?([kmgt]?b?|[kmgt]ib)", "a size such as 7g, as Docker reads it", "7g")
+# Variable → the form of its value, the form in words, and an example.
+FORMS = {
+    access.METRICS: (access.OPEN, f"{access.OPEN} or empty", access.OPEN),
+    profiler.VARIABLE: (r"/.*", "a folder's whole path", profiler.IN_CONTAINER),
+    "SPARKFORGE_MEMORY": _SIZE,
+    "SPARKFORGE_SHM": (*_SIZE[:2], "1g"),
+    "SPARKFORGE_MEMLOCK": (r"-1|\d{1,18}", "a number of bytes, or -1 for no limit", "8388608"),
+    "SPARKFORGE_START_PERIOD": (r"(\d+(\.\d+)?(ns|us|ms|[smh]))+", "a time such as 15m", "15m"),
+    "SPARKFORGE_RESTART": (
+        r"no|always|unless-stopped|on-failure(:\d+)?", "no, always, unless-stopped or on-failure:COUNT", "on-failure:3",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,55 +88,82 @@ class Settings:
 
 def validation_mode(env: Mapping[str, str]) -> str:
     """Return whether a refused validation keeps the server from starting: STRICT, WARN or OFF. Raises UsageError."""
-    return _one_of(env, "SPARKFORGE_VALIDATE", (STRICT, WARN, OFF))
+    return _one_of(env, "SPARKFORGE_VALIDATE")
 
 
-def _one_of(env: Mapping[str, str], variable: str, values: tuple[str, ...]) -> str:
-    """Return a variable's value, by default the first of `values`. Raises UsageError for another one."""
+def _one_of(env: Mapping[str, str], variable: str) -> str:
+    """Return a variable's value, by default the first of its CHOICES. Raises UsageError for another one."""
+    values = CHOICES[variable]
     value = env.get(variable) or values[0]
     if value not in values:
-        why = f"it must be {' or '.join(dict.fromkeys(values))}"
-        raise UsageError(f"{variable} is {value!r}", why, f"{variable}={values[0]}")
+        why = f"it must be {' or '.join(values)}"
+        raise UsageError(f"{variable} is {value[:40]!r}", why, f"{variable}={values[0]}")
     return value
+
+
+def judge(env: Mapping[str, str]) -> None:
+    """Raise UsageError for the first variable whose value has no meaning on any device.
+
+    A start calls this before an environment, an image or a model is made, and a container before its validation.
+    """
+    for name in CHOICES:
+        _one_of(env, name)
+    for name, (form, what, example) in FORMS.items():
+        if (value := env.get(name)) and not re.fullmatch(form, value):
+            raise UsageError(f"{name} is {value[:40]!r}", f"it must be {what}", f"{name}={example}")
+    require_guard(env)
+    limits.read(env)
+    _seconds(env)
+    for prefix in ("", "SPARKFORGE_"):
+        arguments(env, prefix)
+    vllm_args(env)
+    access.chosen_hosts((), env)
+    if address := env.get(access.BIND):
+        access.require_key(address, "any")
+    if (stack := env.get(STACK)) and stack not in (table := pins.load()).stacks:
+        why, fix = f"pins.toml has {', '.join(table.stacks)}", f"{STACK}={table.default}"
+        raise UsageError(f"{STACK} is {stack[:40]!r}", why, fix)
+    if (profile := env.get(SERVE_PROFILE)) and profile not in (known := profiles.load(stack=stack or "")):
+        raise UsageError(
+            f"{SERVE_PROFILE} is {profile[:40]!r}", f"there are {', '.join(known)}", f"{SERVE_PROFILE}=safe"
+        )
+
+
+def _seconds(env: Mapping[str, str]) -> float:
+    """Return how long the whole validation may take. Raises UsageError."""
+    text = env.get(VALIDATE_SECONDS) or f"{SECONDS:g}"
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < 86400:
+            return seconds
+    why = "it must be a number of seconds above 0 and below 86400"
+    raise UsageError(f"{VALIDATE_SECONDS} is {text[:40]!r}", why, f"{VALIDATE_SECONDS}={SECONDS:g}")
 
 
 def read(env: Mapping[str, str]) -> Settings:
     """Read the SPARKFORGE_ variables. Raises UsageError for a value that has no meaning, here or on a CPU."""
-    profile = _one_of(env, "SPARKFORGE_PROFILE", tuple(DEFAULTS))
+    judge(env)
+    profile = _one_of(env, "SPARKFORGE_PROFILE")
     serve_profile, model = DEFAULTS[profile]
-    model, traces = env.get("SPARKFORGE_MODEL") or model, env.get(profiler.VARIABLE) or ""
-    if traces and not traces.startswith("/"):
-        why, fix = "it must be a folder's whole path", f"{profiler.VARIABLE}={profiler.IN_CONTAINER}"
-        raise UsageError(f"{profiler.VARIABLE} is {traces!r}", why, fix)
-    require_guard(env)
-    limits.read(env)
-    stack, serve_profile = env.get("SPARKFORGE_STACK") or "", env.get("SPARKFORGE_SERVE_PROFILE") or serve_profile
+    model = env.get("SPARKFORGE_MODEL") or model
+    stack, serve_profile = env.get(STACK) or "", env.get(SERVE_PROFILE) or serve_profile
     known = profiles.load(stack=stack)  # an unknown profile is refused where its flags are read
     if profile == "embedded" and serve_profile in known and known[serve_profile].device != "embedded":
         own = ", ".join(name for name, settings in known.items() if settings.device == "embedded")
         why = f"this stack serves without a GPU, by {own}"
-        fix = "./inv up --profile embedded, or SPARKFORGE_SERVE_PROFILE=embedded"
+        fix = f"{SERVE_PROFILE}=embedded"
         raise UsageError(f"the serve profile {serve_profile} needs a GPU", why, fix)
-    text = env.get("SPARKFORGE_VALIDATE_SECONDS") or str(SECONDS)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 86400:
-        why, fix = "it must be a number of seconds above 0", f"unset it ({SECONDS:g})"
-        raise UsageError(f"SPARKFORGE_VALIDATE_SECONDS is {text!r}", why, fix)
     return Settings(
         profile=profile,
         stack=stack,
         serve_profile=serve_profile,
         mode=validation_mode(env),
-        seconds=seconds,
+        seconds=_seconds(env),
         run=Path(env.get("SPARKFORGE_RUN") or RUN),
         model=model,
         model_id=env.get("SPARKFORGE_MODEL_ID") or served_id(model),
-        traces=traces,
+        traces=env.get(profiler.VARIABLE) or "",
         arguments=(*arguments(env, "SPARKFORGE_"), *vllm_args(env)),
-        refused=_one_of(env, "SPARKFORGE_REFUSED", (EXIT, HOLD)),
+        refused=_one_of(env, "SPARKFORGE_REFUSED"),
         bind=env.get(access.BIND) or "",
     )
 
@@ -171,7 +230,7 @@ def with_context(environment: Mapping[str, str], context: str, flags: Sequence[s
         raise UsageError(failure, "it takes tokens, above 0", fix)
     if (value := flag_value(flags, CONTEXT)) is not None:
         failure = f"--context {context} and {CONTEXT} {value}"
-        raise UsageError(failure, "they set the same length", "leave one of them out")
+        raise UsageError(failure, "they set the same length", "without --context")
     return {**environment, CONTEXT_VARIABLE: context}
 
 
@@ -210,6 +269,6 @@ def secrets(env: Mapping[str, str]) -> dict[str, str]:
         if isinstance(error, FileNotFoundError) and not env.get(HF_TOKEN_FILE):
             return variables
         why = f"{getattr(error, 'strerror', None) or error} (running as uid {os.getuid()})"
-        fix = "chmod a+r the secret's file on the host"
+        fix = f"chmod a+r {path}   # on the host: the secret's file"
         raise StorageError(f"cannot read the Hugging Face token in {path}", why, fix, code="storage.access") from error
     return variables

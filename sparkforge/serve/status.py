@@ -272,7 +272,7 @@ def lines(report: StatusReport) -> list[str]:
         if served.key_required:
             health += " · API key required"
         if not served.key_accepted:
-            health += ", but the server refuses the key in the key's file: ./inv down, then ./inv up"
+            health += ", but the server refuses the key in the key's file: ./inv down && ./inv up"
         shown.append(f"{served.model} at {served.url} · {health} · {served.device} · {served.where}")
         uptime = served.uptime_seconds
         parts = [f"up {timedelta(seconds=int(uptime))}"] if uptime is not None else []

@@ -80,7 +80,9 @@ def find(name: str, env: Mapping[str, str]) -> StoredModel:
         return matching[0]
     if matching:
         folders = " and ".join(str(model.folder) for model in matching)
-        raise UsageError(f"{name} is here more than once", folders, "name the folder of the one that you mean")
+        raise UsageError(
+            f"{name} is here more than once", folders, "./inv list   # name the folder of the one that you mean"
+        )
     pullable = next((word for word in api_names(name) if local.REPOSITORY.fullmatch(word)), "")
     nearest = difflib.get_close_matches(name, [model.name for model in models], cutoff=0.5)
     why = f"the nearest: {', '.join(nearest)}" if nearest else "nothing here has a similar name"
@@ -108,7 +110,7 @@ def remove(name: str, env: Mapping[str, str], *, yes: bool) -> None:
     Raises StorageError for one that is in use, and the errors of `find`.
     """
     model = find(name, env)
-    folder, fix = model.folder, f"./inv down, then ./inv rm {name}"
+    folder, fix = model.folder, f"./inv down && ./inv rm {name}"
     target = folder.name.removeprefix(".").removesuffix(PARTIAL)  # a fetch into it has the same lock
     lock = f".locks/{folder.name}.lock" if "/" in model.name else f".{target}.lock"
     with locked(folder.parent / lock, f"remove {model.name}"):

@@ -49,7 +49,10 @@ TURN_SECONDS = 0.1  # between two looks while the server ends
 MESSAGE = """✗ the memory guard ended the server [server.memory]
   why:  {why}{other}
   next: {fix}"""
-FIX = "less context (MAX_MODEL_LEN), a smaller --gpu-memory-utilization (./inv plan), or stop what else holds memory"
+FIX = (
+    "./inv plan --help   # less context (MAX_MODEL_LEN), a smaller --gpu-memory-utilization, or stop "
+    "what else holds memory"
+)
 
 
 @dataclass(frozen=True)

@@ -101,5 +101,9 @@ def plain(text: str) -> str:
     """Return a text that systemd takes as it is to the line's end, such as WorkingDirectory=. Raises UsageError."""
     if text.endswith("\\") or any(ord(letter) < 32 or "\ud800" <= letter <= "\udfff" for letter in text):
         why = "a unit's line holds UTF-8 without control characters and does not end with a backslash"
-        raise UsageError(f"{text!r} cannot stand in a unit", why, "move the checkout, the model or the state folder")
+        raise UsageError(
+            f"{text!r} cannot stand in a unit",
+            why,
+            "again   # first move the checkout, the model or the state folder",
+        )
     return text.replace("%", "%%")

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
+from sparkforge.core.advice import on
 from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import CHUNK, require_space, write_atomic
 from sparkforge.core.manifest import remove
@@ -299,6 +300,6 @@ def _refused(archive: Path, reason: str) -> IntegrityError:
     return IntegrityError(
         f"{archive.name} is refused",
         f"{reason}; nothing of it was kept",
-        f"do not trust it: fetch it again from where it is pinned (rm {archive}, then the same command)",
+        on("rm", archive, "do not trust it; the same command fetches it again from where it is pinned"),
         code="integrity.archive",
     )

@@ -134,7 +134,9 @@ def _require_own(output: Path) -> None:
     """Raise UsageError if a file is there that is not the bundle which its manifest is about."""
     earlier = manifest.load(output)
     if output.exists() and (earlier is None or earlier.facts.get("bytes") != output.stat().st_size):
-        raise UsageError(f"cannot write {output}", "another file is there, and it is no bundle", "name another file")
+        raise UsageError(
+            f"cannot write {output}", "another file is there, and it is no bundle", "--output sparkforge-bundle.tar"
+        )
 
 
 def make_and_report(output: Path, *, stack: str, machine: str = "", python: str = "", more: Sequence[str] = ()) -> str:
@@ -252,7 +254,7 @@ def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[BundleMemb
 def _vocabulary(table: Pins, scratch: Path) -> BundleMember | Absent:
     """Have the embedded environment, which holds oss-harmony, write its vocabulary; it checks the hash."""
     if not _embedded(table).exists():
-        return Absent("vocabulary", "the embedded environment is not made", "./inv up, then ./inv bundle")
+        return Absent("vocabulary", "the embedded environment is not made", "./inv up && ./inv bundle")
     run([_embedded(table), "-c", WRITE_VOCABULARY, scratch], cwd=paths.ROOT)
     return BundleMember.of("vocabulary/o200k_base.tiktoken", scratch / "o200k_base.tiktoken")
 
@@ -290,7 +292,7 @@ def _write_tar(out: Any, entries: Iterable[BundleMember]) -> None:
                 raise IntegrityError(
                     f"{entry.path} cannot be packed",
                     f"{entry.source!s:.200} is not {entry.sha256}",
-                    "remove that file, then run the same command again",
+                    "again   # first remove that file",
                     code="integrity.hash",
                 )
 
@@ -315,7 +317,9 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
     UsageError if `folder` is there and was not unpacked from this very file.
     """
     if not file.is_file():
-        raise UsageError(f"cannot unpack {file}", "there is no such file", "name a bundle made by ./inv bundle")
+        raise UsageError(
+            f"cannot unpack {file}", "there is no such file", "--help   # name a bundle made by ./inv bundle"
+        )
     folder = Path(os.path.realpath(folder))
     actual = sha256_file(file)
     if not sha256:
@@ -323,12 +327,12 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
         say(f"  its sha256 is {actual}; compare it with the one that ./inv bundle printed")
     elif sha256.lower() != actual:
         raise IntegrityError(f"{file.name} is not the bundle that was made", f"wanted sha256 {sha256}, got {actual}",
-                                "copy it again", code="integrity.hash")  # fmt: skip
+                                "again   # first copy it again", code="integrity.hash")  # fmt: skip
 
     def build(temporary: Path) -> Made:
         """Unpack every member. Raises StorageError and IntegrityError."""
         if os.path.lexists(folder):
-            fix = f"name a new folder, or move this one away: {shlex.join(['mv', str(folder), f'{folder}.old'])}"
+            fix = f"{shlex.join(['mv', str(folder), f'{folder}.old'])}   # or name a new folder"
             raise UsageError(f"cannot unpack into {folder}", f"it exists and was not unpacked from {file.name}", fix)
         require_space(folder.parent, file.stat().st_size, "the bundle's content")
         temporary.mkdir(parents=True)
@@ -367,7 +371,7 @@ def _unpack(file: Path, folder: Path) -> set[str]:
         hashed = write_member(member, folder / path, wanted[path][1])
         if hashed != wanted[path]:
             raise IntegrityError(f"{file.name} is refused", f"{path} is not what the index says",
-                                    "copy the bundle again; nothing of it was kept", code="integrity.hash")  # fmt: skip
+                                    "again   # first copy the bundle again", code="integrity.hash")  # fmt: skip
         unpacked.add(path)
     if wanted is None or (missing := sorted(set(wanted) - unpacked)):
         raise _refused(file, f"it is truncated: {', '.join(missing[:3]) if wanted else 'it is empty'} is missing")
@@ -394,6 +398,6 @@ def _refused(file: Path, reason: str) -> IntegrityError:
     return IntegrityError(
         f"{file.name} is refused",
         f"{reason}; nothing of it was kept",
-        "copy the bundle again, or make it anew",
+        "again   # first copy the bundle again, or make it anew",
         code="integrity.archive",
     )

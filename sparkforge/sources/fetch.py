@@ -31,7 +31,6 @@ from sparkforge.sources import offline
 LARGEST = 4 << 30  # bytes of a file whose size neither a pin nor the index names; the largest pinned one has 0.45 GB
 SLOWEST = 20_000  # bytes a second; a transfer may take as long as at this speed, and START_SECONDS more
 START_SECONDS = 600.0
-RETRY_FIX = "then run the same command again"
 
 
 def cached(filename: str, sha256: str) -> Path:
@@ -44,7 +43,7 @@ def cached(filename: str, sha256: str) -> Path:
         raise NetworkError(
             f"cannot fetch {filename[:80]!r}",
             "it is no plain file name",
-            "check the index: pip config list",
+            "pip config list   # check the index",
             code="network.fetch",
         )
     return paths.cache() / "files" / sha256 / filename
@@ -112,7 +111,7 @@ def fetch(package: str, filename: str, sha256: str, size: int | None = None, ind
                 why = reason(error) if isinstance(error, httpx.HTTPError) else str(error)[:300]
                 raise NetworkError(
                     f"cannot fetch {filename}", f"the transfer failed: {why}",
-                    f"check the network, or name a folder that has it: PIP_FIND_LINKS=/folder; {RETRY_FIX}",
+                    "again   # first check the network, or set PIP_FIND_LINKS to a folder that has it",
                     code="network.fetch",
                 ) from error  # fmt: skip
     return target
@@ -162,11 +161,11 @@ def _bundled(bundle: Path, target: Path, sha256: str) -> Path:
         raise NetworkError(
             f"cannot fetch {target.name}",
             f"the bundle has no such file with sha256 {sha256}, which pins.toml or a lock asks for",
-            "make the bundle from this very commit, on a machine with a network: ./inv bundle",
+            "./inv bundle   # on a machine with a network, from this very commit",
             code="network.fetch",
         )
     if (digest := sha256_file(source)) != sha256:
-        fix = "copy the bundle again and unpack it into a new folder: ./inv bundle.unpack FILE FOLDER"
+        fix = "./inv bundle.unpack --help   # copy the bundle again and unpack it into a new folder"
         raise wrong_file(target.name, f"wanted sha256 {sha256}, the bundle has {digest}", fix)
     return source
 
@@ -177,7 +176,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def wrong_file(
-    name: str, why: str, fix: str = "do not trust this source; check the mirror, then run the same command again"
+    name: str, why: str, fix: str = "again   # do not trust this source: first check the mirror"
 ) -> IntegrityError:
     """Build the error for a file that is not the pinned one."""
     return IntegrityError(

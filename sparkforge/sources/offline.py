@@ -8,6 +8,7 @@ against the bundle's.
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from sparkforge.core.errors import UsageError
@@ -23,8 +24,9 @@ def use(folder: Path) -> None:
     Raises UsageError if it is no unpacked bundle.
     """
     if not (folder / INDEX).is_file():
-        hint = f"./inv bundle.unpack {folder if folder.is_file() else 'FILE'} FOLDER"
-        raise UsageError(f"{folder} is no unpacked bundle", f"it has no {INDEX}", f"unpack the bundle first: {hint}")
+        words = ["./inv", "bundle.unpack", *([str(folder), f"{folder}.unpacked"] if folder.is_file() else ["--help"])]
+        fix = f"{shlex.join(words)}   # unpacks a bundle"
+        raise UsageError(f"{folder} is no unpacked bundle", f"it has no {INDEX}", fix)
     os.environ |= {VARIABLE: str(folder.absolute()), "PIP_INDEX_URL": (folder.absolute() / "simple").as_uri(),
                    "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}  # fmt: skip
 

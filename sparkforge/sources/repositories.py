@@ -45,7 +45,7 @@ def require_commit(name: str, pin: GitSource) -> None:
         raise InputError(
             f"{name} cannot be fetched",
             f"pins.toml does not know the commit of {pin.tag}, and a tag can be moved",
-            f"git ls-remote {pin.repository} 'refs/tags/{pin.tag}*', then write the commit into pins.toml",
+            f"git ls-remote {pin.repository} 'refs/tags/{pin.tag}*'   # then write the commit into pins.toml",
             code="input.pins",
         )
 
@@ -60,7 +60,7 @@ def fetch_command(name: str, pin: GitSource, folder: str = "") -> str:
 
 
 def _clone(name: str, pin: GitSource, temporary: Path, target: Path) -> Made:
-    fix = f"check the network, or fetch it by hand: {fetch_command(name, pin)}"
+    fix = f"{fetch_command(name, pin)}   # by hand; or check the network"
     try:
         temporary.mkdir(parents=True)
         _git(temporary, "init", "--quiet")
@@ -93,7 +93,7 @@ def _require(name: str, kind: str, expected: str, actual: str) -> None:
         raise IntegrityError(
             f"{name} is not what was pinned",
             f"wanted the {kind} {expected}, got {actual}; nothing was kept",
-            "do not trust this source; compare it with upstream and with pins.toml",
+            "less pins.toml   # do not trust this source; compare it with upstream",
             code="integrity.hash",
         )
 
@@ -106,7 +106,7 @@ def _copy_links(name: str, root: Path) -> None:
             raise IntegrityError(
                 f"{name} is refused",
                 f"{link.relative_to(root)} leads out of it or nowhere",
-                "do not trust this source; compare it with upstream",
+                "less pins.toml   # do not trust this source; compare it with upstream",
                 code="integrity.archive",
             )
         link.unlink()

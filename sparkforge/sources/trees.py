@@ -147,7 +147,10 @@ def _unpack_bundled(name: str, pin: GitSource, target: Path) -> tuple[Manifest, 
     def make(temporary: Path) -> Made:
         if not file.is_file():
             raise NetworkError(
-                f"cannot fetch {name}", "the bundle has no copy", "see absent in its index.json", code="network.fetch"
+                f"cannot fetch {name}",
+                "the bundle has no copy",
+                "without --offline   # or see absent in its index.json",
+                code="network.fetch",
             )
         listing = archive.unpack(file, temporary)
         archive.write_listing(target, listing)

@@ -144,4 +144,4 @@ def test_the_hosts_command_cleans_the_containers_volume(volume, engine, project)
     assert "removed 2 modules" in cleaned.stderr, cleaned.stderr
     refused = inv("clean-cache", "--container", "--module", "fused_moe_*")
     assert refused.returncode == 2
-    assert "next: on the host: ./inv clean-cache --container --list" in refused.stderr
+    assert "next: ./inv clean-cache --container --list   # on the host" in refused.stderr

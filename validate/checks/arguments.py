@@ -111,7 +111,7 @@ def _values(arguments: Sequence[str]) -> dict[str, str]:
     "serve-arguments",
     "No argument requests a feature that gpt-oss or a Spark lacks, or that was not tested there.",
     needs=("serve", "model"),
-    fix="leave the argument out",
+    fix="./inv up --help   # leave the argument out",
 )
 def _serve_arguments(view: View) -> CheckResult:
     arguments, model = view.names("serve.args"), serving.architecture(view)
@@ -158,7 +158,7 @@ def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str])
     "cpu-arguments",
     "The processor has the instructions that the server's arguments need.",
     needs=("serve", "os", "cpu"),
-    fix="leave --kv-cache-dtype out, or: ./inv up --profile embedded",
+    fix="./inv up --profile embedded   # or leave --kv-cache-dtype out",
 )
 def _cpu_arguments(view: View) -> CheckResult:
     missing = missing_on_cpu(view.names("serve.args"), view.text("os.machine"), view.names("cpu.flags"))

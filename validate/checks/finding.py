@@ -18,7 +18,9 @@ from validate.facts.fact import Fact, Facts, Value
 DOC = "docs/reference/checks.md"
 MODEL_FIX = "./inv pull REPOSITORY   # resumes; a whole folder is named by --model DIR"
 
-ACCESS_FIX = "chmod -R a+rX the model's folder (of a container: the one that is mounted), or run as its owner"
+ACCESS_FIX = (
+    "./inv list   # shows the model's folder: chmod -R a+rX it (of a container: the mounted one), or run as its owner"
+)
 
 
 class Status(StrEnum):

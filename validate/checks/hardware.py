@@ -22,7 +22,7 @@ NO_GPU = "nvidia-smi   # if it fails here, start the container with --gpus all"
 SAFER = "--gpu-memory-utilization 0.85"
 COUNTED = 0.5  # a share of the allocation above the noise of other processes in the container
 LARGER = "SPARKFORGE_MEMORY=8g docker compose up -d   # or no --memory"
-FREE_MEMORY = "stop other programs, then: sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'"
+FREE_MEMORY = "sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'   # first stop other programs"
 
 CHECKS = CheckList[View]()
 
@@ -167,7 +167,7 @@ def _driver_version(view: View) -> CheckResult:
     "cuda-version",
     "CUDA is 13.0 or later, in the driver and in the runtime.",
     needs=("cuda",),
-    fix="install the locked set again: ./inv up",
+    fix="./inv up   # installs the locked set again",
 )
 def _cuda_version(view: View) -> CheckResult:
     driver, runtime = view.version("cuda.driver_api"), view.version("cuda.runtime_version")
@@ -301,7 +301,7 @@ def _remove_ipc(view: View) -> CheckResult:
     "disk-space",
     "The disk with vLLM's caches has room.",
     needs=("disk",),
-    fix="VLLM_CACHE_ROOT=/a/larger/disk, or free some space",
+    fix="VLLM_CACHE_ROOT=/a/larger/disk ./inv up   # or free some space",
 )
 def _disk_space(view: View) -> CheckResult:
     free, folder = view.number("disk.cache_free_bytes"), view.text("disk.cache_directory")
@@ -313,7 +313,7 @@ def _disk_space(view: View) -> CheckResult:
     "shared-memory",
     "The shared memory in /dev/shm is not Docker's 64 MiB.",
     needs=("shm",),
-    fix="start the container with --shm-size=1g",
+    fix="docker compose up -d   # in docker run: --shm-size=1g",
 )
 def _shared_memory(view: View) -> CheckResult:
     total = view.number("shm.total_bytes")
@@ -324,7 +324,7 @@ def _shared_memory(view: View) -> CheckResult:
     "port-free",
     "The server's port can be bound.",
     needs=("serve",),
-    fix="choose another --port",
+    fix="./inv up --port 8001",
 )
 def _port_free(view: View) -> CheckResult:
     port = view.number("serve.port")

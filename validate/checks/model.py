@@ -36,7 +36,7 @@ def _model_files(view: View) -> CheckResult:
     "model-format",
     "The checkpoint is of a known family, and its weights have a known format.",
     needs=("model",),
-    fix="--model DIR of a checkpoint of a known family",
+    fix="./inv models   # lists the known families",
 )
 def _model_format(view: View) -> CheckResult:
     config = view.table("model.config")

@@ -21,7 +21,7 @@ CHECKS = CheckList[View]()
     "numerics",
     "A small MXFP4 MoE layer through the kernel that will serve gives the reference's numbers.",
     needs=("numerics",),
-    fix="./inv logs; a kernel that computes wrongly must not serve: choose another --moe-backend and report this",
+    fix="./inv logs   # choose another --moe-backend, and report this",
 )
 def _numerics(view: View) -> CheckResult:
     if not_run := NOT_RUN.get(view.text("numerics.state")):
@@ -52,7 +52,7 @@ FP8_CACHE = 0.15
     "layers",
     "Each part of two gpt-oss layers, through the classes that vLLM selects here, gives the reference's numbers.",
     needs=("layers", "numerics"),
-    fix="./inv logs; a part that computes wrongly must not serve: report this, and choose another backend for it",
+    fix="./inv logs   # choose another backend for it, and report this",
 )
 def _layers(view: View) -> CheckResult:
     if not_run := NOT_RUN.get(view.text("layers.state")):

@@ -66,7 +66,7 @@ def _python_version(view: View) -> CheckResult:
     "python-optimize",
     "`python -O` is off: vLLM checks its inputs with assertions.",
     needs=("python",),
-    fix="unset PYTHONOPTIMIZE, and start python without -O",
+    fix="unset PYTHONOPTIMIZE   # and no -O",
 )
 def _python_optimize(view: View) -> CheckResult:
     level = view.number("python.optimize")
@@ -285,7 +285,7 @@ def _blackwell_class(view: View) -> CheckResult:
     "moe-backend",
     "vLLM's own selector takes the hardware FP4 path for the experts, or our plugin runs them as it was asked to.",
     needs=("deep", "model", "numerics"),
-    fix=f"drop --enable-lora; or add {HARDWARE_FP4}",
+    fix=f"./inv up -- {HARDWARE_FP4}   # or drop --enable-lora",
 )
 def _moe_backend(view: View) -> CheckResult:
     method = view.text("deep.quantization")
@@ -326,7 +326,7 @@ def _our_experts(view: View) -> CheckResult:
     "dense-kernels",
     "vLLM's own selector takes the requested kernels for attention and LM head, and they run on 12.x.",
     needs=("deep", "serve"),
-    fix="./inv up --profile fast-dense-8, or fast-dense-4; or leave --quantization-config.linear and .lm_head out",
+    fix="./inv up --profile fast-dense-8   # or leave --quantization-config.linear and .lm_head out",
 )
 def _dense_kernels(view: View) -> CheckResult:
     kernels = view.table("deep.dense_kernels")
@@ -349,7 +349,7 @@ def _dense_kernels(view: View) -> CheckResult:
     "attention-backend",
     "vLLM selects the attention that the model's family needs.",
     needs=("deep", "model"),
-    fix="add --attention-backend FLASHINFER",
+    fix="./inv up -- --attention-backend FLASHINFER",
 )
 def _attention_backend(view: View) -> CheckResult:
     wanted = families.load()[serving.architecture(view).family].attention_backends

@@ -112,5 +112,5 @@ def load_sheet(path: Path) -> dict[str, Fact]:
         why = f"{'.'.join(map(str, first['loc'])) or 'the sheet'}: {first['msg']}"
     except (OSError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())
-    fix = "record one: python -m validate --profile spark --json sheet.json"
+    fix = "python -m validate --profile spark --json sheet.json   # records one"
     raise InputError(f"cannot read the fact sheet {path}", why, fix, code="input.facts")

@@ -170,14 +170,16 @@ def prepare(request: KernelRequest) -> KernelOrder:
     set_name, arch = request.set_name or image.kernels, request.arch or image.architecture
     if not set_name or not arch:
         why = f"pins.toml names no kernels and no architecture under [stacks.{stack}.image]"
-        raise UsageError(f"the stack {stack} has no kernels to build", why, "name another: ./inv build.kernels --stack")
+        raise UsageError(
+            f"the stack {stack} has no kernels to build", why, "./inv build.kernels --help   # name another stack"
+        )
     table = sets.load(pins.load().component(stack, "flashinfer").version)
     modules = table.chosen(set_name)
     limit = parse_limit(request.jobs)
     if request.python:
         interpreter = Path(request.python).absolute()  # not resolved: a virtual environment is found by its link
         if not interpreter.is_file():
-            fix = "./inv build.kernels --python PATH/bin/python"
+            fix = "without --python"
             raise UsageError(f"cannot build for {interpreter}", "there is no such interpreter", fix)
     else:
         say("no --python: building for an environment of our own, which no server has")

@@ -65,7 +65,7 @@ def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None 
     problems = [f"{name} is not installed" for name, value in answer.items() if not value]
     if versions["flashinfer-python"].partition("+")[0] not in ("", table.flashinfer):
         problems = [f"it has flashinfer-python {versions['flashinfer-python']} and not {table.flashinfer}"]
-    fix = "name another: ./inv build.kernels --python PATH"
+    fix = "without --python   # or name another one"
     if not problems and checkout:
         if Path(answer["package"]).resolve().parent == checkout.resolve():
             parts = ("csrc", "include", "flashinfer/jit")  # the inputs of generating and compiling kernels
@@ -74,7 +74,7 @@ def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None 
             queue = f"checkout {archive.tree_sha256(listing)}"
             return KernelEnvironment(python, checkout, versions, answer["include"], queue)
         problems = [f"it imports {answer['package']} and not the checkout {checkout}"]
-        fix = "restart the container, whose start lets the checkout be imported"
+        fix = "again   # first restart the container, whose start lets the checkout be imported"
     elif not problems:
         site_packages = Path(answer["package"]).parent
         pinned = pins.load().component(stack, "flashinfer").patches
@@ -89,13 +89,13 @@ def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None 
                 return KernelEnvironment(python, site_packages, versions, answer["include"], lock.queue_sha256)
         except IntegrityError as error:
             problems = [f"{error.what}: {error.why}"]
-        fix = "install FlashInfer there from its patched wheel; ./inv patch prints where it lies"
+        fix = "./inv patch   # prints where FlashInfer's patched wheel lies; install it there"
     raise CompileError(f"no kernels can be built for {python}", "; ".join(problems), fix, code="compile.environment")
 
 
 def ask(python: Path, question: str, *, env: Mapping[str, str] | None = None, requests: Any = None) -> Any:
     """Run specs.py by `python` and return its answer. Raises CompileError."""
-    fix = "name an interpreter that has FlashInfer and torch: ./inv build.kernels --python PATH"
+    fix = "without --python   # or name an interpreter that has FlashInfer and torch"
     unset = [word for name in REMOVED for word in ("-u", name)]
     try:
         output = run(["env", *unset, python, SPECS, question], env=env, stdin=json.dumps(requests), fix=fix).stdout

@@ -97,7 +97,7 @@ def load(version: str, path: Path = TABLE) -> KernelTable:
         raise InputError(
             f"no kernels are known for FlashInfer {version}",
             f"{path.name} has those of {', '.join(document['flashinfer'])}",
-            "build another stack, or extend that table (docs/concepts/kernels.md)",
+            "--help   # build another stack, or extend that table (docs/concepts/kernels.md)",
             code="input.pins",
         )
     number = document["flashinfer"].index(version)

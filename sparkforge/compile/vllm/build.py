@@ -170,7 +170,9 @@ def prepare(request: ExtensionRequest) -> ExtensionOrder:
     limit = parse_limit(request.jobs)
     folder = paths.typed(request.output).absolute() if request.output else paths.state() / "vllm-overlay"
     if folder.exists() and manifest.load(folder) is None:
-        raise UsageError(f"cannot write {folder}", "it exists and is no overlay of ours", "name another folder")
+        raise UsageError(
+            f"cannot write {folder}", "it exists and is no overlay of ours", "--help   # name another folder"
+        )
     checkout = Path(request.checkout).absolute() if request.checkout else None
     inputs = vllm_sources.fetch_sources(
         table, chosen, inputs_folder, stack, checkout, without_missing=bool(request.units)
@@ -301,7 +303,7 @@ def configure(order: ExtensionOrder) -> None:
         raise CompileError(
             f"vLLM's CMake files do not make {expected} of {order.arch}",
             f"they make {match[1] if match else 'nothing'} of it",
-            f"read CMakeLists.txt:108-131 of this vLLM; correct [arch] in {vllm_targets.PATH}",
+            f"less {vllm_targets.PATH}   # correct [arch] by CMakeLists.txt:108-131 of this vLLM",
             code="compile.incomplete",
         )
     write_json(stamp, order.configuration)
@@ -323,7 +325,10 @@ def units_of(order: ExtensionOrder) -> list[Unit]:
         raise CompileError(
             f"no units of {', '.join(sorted(without))} were found",
             f"{folder}/build.ninja names them in a way of its own",
-            f"use the CMake of locks/build-vllm.txt; this one is {order.interpreter.versions['cmake']}",
+            (
+                "again   # first install the CMake of locks/build-vllm.txt; this one is "
+                f"{order.interpreter.versions['cmake']}"
+            ),
             code="compile.incomplete",
         )
     return units
@@ -356,7 +361,7 @@ def _install(order: ExtensionOrder) -> Path:
             raise CompileError(
                 f"{target} was built, but there is no {order.table.targets[target].output}",
                 "CMake installs it under another name; an interpreter without the stable ABI does this",
-                "name an interpreter that is not free-threaded: ./inv build --from source --compile-python PATH",
+                "without --compile-python   # or name an interpreter that is not free-threaded",
                 code="compile.incomplete",
             )
     return staged

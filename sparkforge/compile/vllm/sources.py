@@ -190,13 +190,16 @@ def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
         if sha256_file(target) != sha256 and inputs.queue is None:
             raise CompileError(
                 f"{inputs.tree / path} was edited meanwhile", "it is another file than a moment ago",
-                "run the same command again", code="compile.inputs",
+                "again", code="compile.inputs",
             )  # fmt: skip
         if sha256_file(target) != sha256:
             raise PatchError(
                 f"{inputs.tree / path} was edited by hand",
                 "it is not the file that the archive held",
-                f"keep your edits (lab/patches/README.md), then rm -r {shlex.quote(str(inputs.tree))} and again",
+                (
+                    f"rm -r {shlex.quote(str(inputs.tree))}   # keep your edits first (lab/patches/README.md); "
+                    "then the same command again"
+                ),
                 code="patch.modified",
             )
     if inputs.queue:

@@ -62,16 +62,20 @@ class TargetTable(Record):
         """Return `names` in the table's order, or all that SM121 uses. Raises UsageError for any other name."""
         for name in names:
             if name not in self.targets:
-                raise UsageError(f"vLLM has no target {name}", f"there are {', '.join(self.used)}", "name one of them")
+                raise UsageError(
+                    f"vLLM has no target {name}", f"there are {', '.join(self.used)}", "--help   # name one of them"
+                )
             if not (target := self.targets[name]).use:
-                raise UsageError(f"{name} is not built for SM121", f"{target.why} ({target.where})", "leave it out")
+                raise UsageError(
+                    f"{name} is not built for SM121", f"{target.why} ({target.where})", "--help   # leave it out"
+                )
         return [name for name in self.used if not names or name in names]
 
     def mapped(self, arch: str) -> Arch:
         """Return CMake's architectures for `arch`. Raises UsageError for an architecture that was not tried."""
         if arch not in self.arch:
             known = ", ".join(self.arch)
-            raise UsageError(f"no rule for --arch {arch}", f"tried were {known}", "build for 12.1a")
+            raise UsageError(f"no rule for --arch {arch}", f"tried were {known}", "--arch 12.1a")
         return self.arch[arch]
 
 
@@ -87,7 +91,7 @@ def load(version: str) -> TargetTable:
         raise InputError(
             f"vLLM {version} cannot be compiled here",
             f"{PATH.name} has the targets of {', '.join(releases)}",
-            "./inv build --from wheel, or extend that table (docs/concepts/vllm-extensions.md)",
+            "--from wheel   # or extend that table (docs/concepts/vllm-extensions.md)",
             code="input.pins",
         )
     number, every = releases.index(version), dict[str, Any]()

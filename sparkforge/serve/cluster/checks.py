@@ -158,7 +158,7 @@ def _link(cluster: ClusterFacts) -> CheckResult:
 @CHECKS.add(
     "control-network",
     "The control network is one subnet, and no WiFi.",
-    fix="name a wired interface in cluster.toml: ./inv cluster.discover",
+    fix="./inv cluster.discover   # then name a wired interface in cluster.toml",
 )
 def _control_network(cluster: ClusterFacts) -> CheckResult:
     subnets, radio = set(), []
@@ -201,7 +201,9 @@ def _rdma(cluster: ClusterFacts) -> CheckResult:
     "port-halves",
     "Both halves of each port are used, and are on different subnets.",
     needs=GPUS,
-    fix="name both RDMA devices of the port in hcas, and give each half a subnet of its own",
+    fix=(
+        "./inv cluster.discover   # name both RDMA devices of the port in hcas, and give each half a subnet of its own"
+    ),
 )
 def _port_halves(cluster: ClusterFacts) -> CheckResult:
     problems = []
@@ -275,7 +277,7 @@ _add_reach(
 
 
 @CHECKS.add(
-    "ports", "The ports of cluster.toml are free.", fix="choose other ports in cluster.toml, or ./inv cluster.down"
+    "ports", "The ports of cluster.toml are free.", fix=("./inv cluster.down   # or choose other ports in cluster.toml")
 )
 def _ports(cluster: ClusterFacts) -> CheckResult:
     taken = {node.name: facts.ports_taken for node, facts in cluster.nodes() if facts.ports_taken}
@@ -300,7 +302,7 @@ def _free_memory(cluster: ClusterFacts) -> CheckResult:
 @CHECKS.add(
     "split",
     "The model can be split as cluster.toml says.",
-    fix="set tensor and pipeline in cluster.toml: ./inv plan MODEL --nodes N",
+    fix="./inv plan --help   # its --nodes shows how to set tensor and pipeline in cluster.toml",
 )
 def _split(cluster: ClusterFacts) -> CheckResult:
     config, model = cluster.config, cluster.model

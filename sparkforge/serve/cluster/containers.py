@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkforge.core import paths
+from sparkforge.core.advice import on
 from sparkforge.core.console import Steps
 from sparkforge.core.docker import docker, docker_logged
 from sparkforge.core.errors import EngineError, RefusalError, ServerError
@@ -112,7 +113,7 @@ class ContainerNode(Container):
             if error.code != "engine.failed":
                 raise
             problem = f"{self.node.name}: the validator refuses"
-            raise logs.refusal(problem, logs.read(log), why=error.why, fix=f"less {log}") from error
+            raise logs.refusal(problem, logs.read(log), why=error.why, fix=on("less", log)) from error
         return "serve"
 
     def begin(self) -> None:

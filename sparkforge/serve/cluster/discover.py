@@ -96,7 +96,7 @@ def control_network(facts: Mapping[str, NodeFacts]) -> dict[str, tuple[NetworkIn
     raise RefusalError(
         f"{len(facts)} nodes share no network that can carry a model",
         f"no wired interface that is up has a subnet in common: {', '.join(apart[:4]) or 'all of them together'}",
-        f"connect the cable, give both halves of the port addresses, then the same command again ({GUIDE})",
+        f"again   # first connect the cable, and give both halves of the port addresses ({GUIDE})",
         code="validation.cluster",
     )
 

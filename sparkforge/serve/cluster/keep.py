@@ -116,7 +116,7 @@ def keep(config: ClusterConfig) -> None:
                 raise ServerError(
                     "the cluster ended too often and is not started",
                     restarts.summary(failures),
-                    "./inv cluster.logs; when the cause is gone: ./inv cluster.up",
+                    "./inv cluster.logs   # when the cause is gone: ./inv cluster.up",
                     code="server.restarts",
                 )
             why = _start_again(config, failures)

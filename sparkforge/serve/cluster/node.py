@@ -173,7 +173,7 @@ def answer(request: NodeRequest) -> dict[str, Any]:
             return {"lines": part.log().splitlines()[-request.lines :]}
         case "down":
             return {"state": part.stop()}
-    why, fix = f"there is no action {request.action[:40]!r}", "the same Sparkforge on every node: git pull"
+    why, fix = f"there is no action {request.action[:40]!r}", "git pull   # on every node: the same Sparkforge"
     raise InputError("the request is malformed", why, fix)
 
 
@@ -183,7 +183,7 @@ def main() -> int:
         try:
             request = NodeRequest.model_validate(parse_object(sys.stdin.read(), "the request", NodeRequest))
         except DocumentError as error:
-            fix = "the same Sparkforge on every node: git pull"
+            fix = "git pull   # on every node: the same Sparkforge"
             raise InputError("the request is malformed", error.why, fix) from error
         paths.secure_state()
         with interrupt.caught():

@@ -12,7 +12,7 @@ from typing import Any
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import InputError, ServerError, SparkforgeError, UsageError
 from sparkforge.image import compose as docker_compose
-from sparkforge.serve import access
+from sparkforge.serve import access, settings
 from sparkforge.serve.cluster import checks, remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.node import ANSWER_KEYS, LINES, NodeAnswer
@@ -35,6 +35,7 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
         if os.environ.get(name):  # the head would serve without it
             why = "a cluster's key is key_file in cluster.toml, and it has no further names of hosts yet"
             raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
+    settings.judge(os.environ)
     steps, token = Steps(4), secrets.token_hex(16)
     with steps.step("check", f"{len(config.nodes)} nodes") as tell:
         findings = checks.evaluate_all(checks.look(config))
@@ -119,6 +120,6 @@ def ask(config: ClusterConfig, node: ClusterNode, action: str, **more: Any) -> d
     if error := answer.error:
         raise ServerError(f"{node.name}: {error.what}", error.why, error.fix, code="server.cluster")
     if (key := ANSWER_KEYS[action]) not in answer.model_fields_set:
-        why, fix = f"it has no {key}", "the same Sparkforge on every node: git pull"
+        why, fix = f"it has no {key}", "git pull   # on every node: the same Sparkforge"
         raise InputError(f"cannot read the answer of {node.name}", why, fix, code="input.facts")
     return answer.model_dump(exclude_unset=True)

@@ -51,17 +51,17 @@ def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False)
     """
     folder, head = model or config.model, config.head
     if not folder:
-        fix = "./inv cluster.sync --model /models/gpt-oss-120b, or model in cluster.toml"
+        fix = "--model /models/gpt-oss-120b   # or model in cluster.toml"
         raise UsageError("no model is named", "cluster.toml names none", fix)
     if not folder.startswith("/"):  # it would be relative to another folder on each node, and no shell expands a ~
-        fix = f'model = "{paths.typed(folder).absolute()}"   # in cluster.toml'
+        fix = f"--model {shlex.quote(str(paths.typed(folder).absolute()))}   # or model in cluster.toml"
         raise UsageError(f"the model {folder} is no absolute path", "it names a folder on every node", fix)
     try:
         remote.output(head, ["sh", "-c", 'cd "$0" && ls config.json *.safetensors', folder], seconds=SILENT_SECONDS)
     except ProcessError as error:
         why = f"{folder} has no config.json with safetensors beside it"
         raise InputError(
-            f"{head.name} has no such model", why, "./inv pull, on the head", code="input.model"
+            f"{head.name} has no such model", why, "./inv pull gpt-oss-120b   # on the head", code="input.model"
         ) from error
     remote.on_every(config.workers, lambda node: _send_files(head, node, folder, dry_run=dry_run))
 
@@ -143,15 +143,19 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
     another image there, or one that trust.toml does not take.
     """
     if not config.in_containers:
-        raise UsageError("there is no image to send", f"device {config.device} has none", "leave --image out")
+        raise UsageError("there is no image to send", f"device {config.device} has none", "without --image")
     name = f"sparkforge/vllm:{config.stack}"
     wanted = image_id(config.head, name)
     if not wanted:
-        raise InputError(f"{config.head.name} has no image {name}", "docker lists none", "./inv build, on the head")
+        raise InputError(
+            f"{config.head.name} has no image {name}",
+            "docker lists none",
+            "./inv build --engine docker   # on the head",
+        )
     if trust.is_demanding():
         if config.head.ssh:
             why = "trust.toml demands signatures, and they are looked for where the image is"
-            raise UsageError("this machine is not the head", why, "./inv cluster.sync --image, on the head")
+            raise UsageError("this machine is not the head", why, "./inv cluster.sync --image   # on the head")
         trust.print_trust(config.stack, wanted)
     for node in config.workers:
         if image_id(node, name) == wanted:
@@ -168,7 +172,10 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
             raise sending_error(error, config.head, node) from error
         if (loaded := image_id(node, name)) != wanted:
             why = f"{name} is {loaded or 'not there'} after docker load, and {wanted} on {config.head.name}"
-            fix = "the same image store in both Docker engines (docker info, Storage Driver), or ./inv image.pull there"
+            fix = (
+                "./inv image.pull --help   # there; or give both Docker engines the same image store "
+                "(docker info, Storage Driver)"
+            )
             raise IntegrityError(f"{node.name} has another image", why, fix, code="integrity.image")
 
 

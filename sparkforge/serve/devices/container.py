@@ -223,8 +223,6 @@ def variables(plan: StartPlan) -> dict[str, str]:
             environment |= {"SPARKFORGE_MODELS": str(folder.parent), MODEL: f"/models/{folder.name}"}
     numbers = {name: plan.variables.get(name) or os.environ.get(name, "") for name in settings.NUMBERS}
     settings.arguments(numbers)  # a wrong one must not cost a start
-    settings.require_guard(os.environ)
-    settings.validation_mode(os.environ)
     settings.require_gpus(numbers["TP"])
     further = {**numbers, BIND: plan.host, FLAGS: shlex.join(plan.flags)}
     return {**environment, **{name: value for name, value in further.items() if value}}
@@ -232,7 +230,10 @@ def variables(plan: StartPlan) -> dict[str, str]:
 
 def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
     """Raise UsageError if the Compose files, which may be a user's own, leave out what was asked for."""
-    fix = f"compare your files ({docker_compose.EXTRA_FILES}) with docker-compose.yml of this checkout"
+    fix = (
+        f"docker compose config   # compare your files ({docker_compose.EXTRA_FILES}) with "
+        "docker-compose.yml of this checkout"
+    )
     if (host := env.get(BIND)) and host != service.host:
         raise UsageError(f"--host {host} has no effect", f"the Compose files publish on {service.host}", fix)
     profile, served = env.get("SPARKFORGE_SERVE_PROFILE"), service.environment.get("SPARKFORGE_SERVE_PROFILE", "")
@@ -243,7 +244,9 @@ def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
     variable = profiles.KERNEL_VARIABLE
     if (kernel := os.environ.get(variable)) and kernel != service.environment.get(variable):
         why = "the Compose files pass neither the shell's variable nor the kernel's files into the container"
-        fix = f"unset it, or write it into vllm.env and mount its folder ({KERNEL_PAGE}); or --device embedded"
+        fix = (
+            f"unset {variable}   # or --device embedded, or write it into vllm.env and mount its folder ({KERNEL_PAGE})"
+        )
         raise UsageError(f"{variable}={kernel} has no effect", why, fix)
 
 
@@ -297,7 +300,10 @@ def _failed(server: Server, state: State | None, text: str) -> SparkforgeError |
         problem, again = "the validator in the container refuses to serve", f"./inv up --device {server.device}"
         return logs.refusal(problem, text, why="its log does not say why", fix=server.log_command, then=again)
     if not ended and state.health_output.startswith(TOO_OFTEN):
-        failure, fix = "the container starts no server", "./inv doctor; then ./inv down, then ./inv up"
+        failure, fix = (
+            "the container starts no server",
+            "./inv doctor   # when the cause is gone: ./inv down && ./inv up",
+        )
         return ServerError(failure, state.health_output, fix, code="server.restarts")
     failure = ""
     if ended and state.out_of_memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,13 +12,15 @@ from sparkforge.core import paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import ServerError, SparkforgeError
 from sparkforge.core.files import write_json
-from sparkforge.serve import first_answers, launch, logs, record
+from sparkforge.serve import first_answers, launch, logs, record, settings
 from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.record import Server
 
 
 class Device(ABC):
-    """Runs the server of one plan. The constructor checks the plan, before minutes go into an environment or an image.
+    """Runs the server of one plan.
+
+    The constructor checks the plan and the variables, before minutes go into an environment or an image.
 
     `start` below calls `prepare`, `validate` and `start`; a cluster's node calls the same methods one by one.
     """
@@ -26,6 +29,7 @@ class Device(ABC):
     step_count: ClassVar[int] = 4
 
     def __init__(self, plan: StartPlan) -> None:
+        settings.judge(os.environ)
         self.plan, self.steps = plan, Steps(self.step_count)
 
     @abstractmethod

@@ -57,7 +57,7 @@ def vllm_arguments(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs: there is none here."""
     if env.get("TP", "") not in ("", "1"):
         why = "it is the number of GPUs that share the model, and the embedded device serves without one"
-        raise UsageError(f"TP={env['TP'][:40]} has no meaning here", why, "TP=1 ./inv up; or ./inv up --device docker")
+        raise UsageError(f"TP={env['TP'][:40]} has no meaning here", why, "TP=1   # or --device docker")
     return settings.arguments({**env, "TP": ""})
 
 

@@ -49,7 +49,7 @@ class Gpu(InEnvironment):
         for_spark = profile.device == ""  # FlashInfer's kernels for 12.x, sizes for a Spark's memory
         if profile.device not in ("", GPU) or (for_spark and not self.capability.flashinfer):
             why = f"it is not made for {self.gpu}; its profile is {self.default_profile}"
-            raise UsageError(f"--profile {plan.profile} cannot be served here", why, "leave --profile out")
+            raise UsageError(f"--profile {plan.profile} cannot be served here", why, "without --profile")
         return profile
 
     def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:

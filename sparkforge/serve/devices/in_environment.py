@@ -42,16 +42,14 @@ class InEnvironment(Device):
         self.profile = self.choose_profile(plan)
         if plan.python:
             python = paths.typed(plan.python).absolute()  # not resolved: a virtual environment is found by its link
-            if not python.is_file():
+            if not (python.is_file() and os.access(python, os.X_OK)):
                 why = "there is no such interpreter"
-                raise UsageError(f"cannot serve with {python}", why, "./inv up --python FOLDER/bin/python")
+                raise UsageError(f"cannot serve with {python}", why, "without --python")
         if plan.model:
             model = paths.typed(plan.model).absolute()
             served_name(model)
         access.refuse_inherited_key(os.environ)
-        settings.require_guard(os.environ)
         self.validation_mode = settings.validation_mode(os.environ)
-        limits.read(os.environ)
         self.own_flags = plan.flags
         path = access.key_path(plan.key_file)
         super().__init__(
@@ -59,7 +57,7 @@ class InEnvironment(Device):
                 plan,
                 key_file=str(path) if path else "",
                 key=access.read_key(path) if path else "",
-                hosts=tuple(access.named_hosts(",".join(plan.hosts) or os.environ.get(access.HOSTS, ""))),
+                hosts=access.chosen_hosts(plan.hosts, os.environ),
                 flags=(*self.from_variables(plan.variables), *plan.flags),
                 variables={},
             )
@@ -204,6 +202,6 @@ def write_tiny(python: Path) -> Path:
     process = run_unchecked([python, "-m", "sparkforge.models.tiny", directory], cwd=paths.ROOT)
     if process.returncode:
         why = "\n".join((process.stdout + process.stderr).strip().splitlines()[-TAIL_LINES:])
-        fix = "follow the line after `next:` above, then run the same command again"
+        fix = "again   # first follow the line after `next:` above"
         raise InputError("the tiny model could not be written", why, fix, code="input.model")
     return directory

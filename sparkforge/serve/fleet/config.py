@@ -133,7 +133,10 @@ def make_plan(config: FleetConfig, folder: Path, free: Mapping[str, int], more: 
         if _sum(stays) + largest > size:
             rows = [f"{m.name}: {m.needed / GB:.1f} GB{', resident' if m in stays else ''}" for m in own]
             why = f"{(_sum(stays) + largest) / GB:.1f} GB are needed at once, {size / GB:.1f} GB can be had ({pool})"
-            fix = "fewer `resident = true`, a smaller `memory` or `context` in fleet.toml, or end other programs"
+            fix = (
+                "again   # fewer `resident = true`, a smaller `memory` or `context` in fleet.toml, or end "
+                "other programs"
+            )
             failure = "the models do not fit this machine together"
             raise RefusalError(failure, "\n        ".join([why, *rows]), fix, code="validation.too-large")
         members = [m.model_copy(update={"resident": m in stays}) if m in own else m for m in members]

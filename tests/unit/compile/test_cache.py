@@ -170,4 +170,4 @@ def test_in_an_image_the_caches_of_the_whole_volume_are_reached(image, capfd):
     assert "removed 2 modules" in capfd.readouterr().err
     assert left(image) == ["page", "sampling"]
     assert cache.main(["clean", "--module", "ol?"]) == 2
-    assert "on the host: ./inv clean-cache --container --list" in capfd.readouterr().err
+    assert "./inv clean-cache --container --list   # on the host" in capfd.readouterr().err

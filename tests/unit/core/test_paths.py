@@ -56,9 +56,9 @@ def test_a_home_that_nobody_has_is_refused(named):
 @pytest.mark.parametrize(
     ("advice", "in_an_image"),
     [
-        ("./inv pull openai/gpt-oss-120b", "on the host: ./inv pull openai/gpt-oss-120b"),
-        ("on the host: ./inv up", "on the host: ./inv up"),
-        ("then `docker compose up -d`", "on the host: then `docker compose up -d`"),
+        ("./inv pull openai/gpt-oss-120b", "./inv pull openai/gpt-oss-120b   # on the host"),
+        ("./inv up   # on the host", "./inv up   # on the host"),
+        ("then `docker compose up -d`", "then `docker compose up -d`   # on the host"),
         ("nvidia-smi   # if that hangs too, reboot", "nvidia-smi   # if that hangs too, reboot"),
     ],
 )
@@ -89,5 +89,6 @@ def test_advice_in_a_container_names_the_compose_files_that_made_it(monkeypatch,
         monkeypatch.setenv(name, value)
     advice = "SPARKFORGE_MEMORY=8g docker compose up -d; then docker compose logs vllm"
     named = f"SPARKFORGE_MEMORY=8g docker compose {options}up -d; then docker compose {options}logs vllm"
-    assert paths.where_it_runs(advice) == f"on the host: {named}"
-    assert paths.where_it_runs("on the host: docker compose -f x.yml up") == "on the host: docker compose -f x.yml up"
+    assert paths.where_it_runs(advice) == f"{named}   # on the host"
+    advice = "docker compose -f x.yml up   # on the host"
+    assert paths.where_it_runs(advice) == advice

@@ -86,6 +86,15 @@ def test_a_fault_that_nobody_knows_is_unknown(line):
     assert shown(f"INFO 11-21 07:30:52 [a.py:1] fine\n{line}\nINFO 11-21 07:30:53 [a.py:1] bye\n") == [UNKNOWN]
 
 
+def test_an_exception_without_a_message_is_told_with_its_place_or_its_next_line():
+    frame = '  File "/opt/vllm/backend_xgrammar.py", line 165, in accept_tokens'
+    for text, told in (
+        (f"{frame}\n    assert done\nAssertionError\n", f"AssertionError, {frame.strip()}"),
+        ("RuntimeError:\n        An attempt has been made\n", "RuntimeError: An attempt has been made"),
+    ):
+        assert events.read_text(text).decisive.told == told
+
+
 def test_a_cause_takes_the_place_of_a_death_without_one():
     dead = "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n"
     assert shown(dead) == ["engine-died"]

@@ -120,7 +120,7 @@ def test_an_interrupted_rollback_goes_on_to_the_same_start_until_one_is_good(cap
 
 def test_a_rollback_that_lacks_something_changes_nothing(state, monkeypatch):
     known_good.add(START)
-    assert refused("of another checkout").fix.startswith("git checkout abc, then ./inv rollback; or another start: ")
+    assert refused("of another checkout").fix.startswith("git checkout abc && ./inv rollback   # or another start: ")
     monkeypatch.setattr(launch, "stop", lambda: pytest.fail("the server that runs was ended"))
     environment = known_good.hashed(INPUTS)
     changes = ({"profile": "gone"}, "gone"), ({"model": "/gone"}, "/gone"), ({"key_file": "/gone/key"}, "/gone/key")

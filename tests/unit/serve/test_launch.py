@@ -326,4 +326,4 @@ def test_a_second_start_is_refused_with_the_command_that_was_meant(port):
     record.write(own)
     with pytest.raises(ServerError) as caught:
         launch.check_free(port, command="./inv qualify")
-    assert (caught.value.code, caught.value.fix) == ("server.running", "./inv down, then ./inv qualify")
+    assert (caught.value.code, caught.value.fix) == ("server.running", "./inv down && ./inv qualify")

@@ -139,7 +139,7 @@ def test_our_experts_are_a_profile_or_a_flag_beside_one(profile, gpu, asked):
         ("-- a-model", "'a-model' is no flag", "./inv up --"),
         # Another quantization
         ("--quantization fp8", "--quantization 'fp8' is not known", "./inv up -- --quantization fp8"),
-        ("--quantization spark-mxfp4 -- -qmxfp4", "-qmxfp4 is also among the flags after --", "leave one"),
+        ("--quantization spark-mxfp4 -- -qmxfp4", "-qmxfp4 is also among the flags after --", "-- -qmxfp4"),
         # A context of no length, and an address that is open or none
         ("--context 0", "--context '0' is no length", ""),
         ("--context 512 -- --max_model_len 256", "--context 512 and --max-model-len 256", ""),

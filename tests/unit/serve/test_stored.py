@@ -216,7 +216,7 @@ def test_run_asks_the_running_server_by_either_name_and_replaces_no_other_one(in
     assert talk == ["Hello"]
     refused = inv("run", "gpt-oss-20b", "Hello")
     assert refused.returncode == 24
-    assert "next: ./inv down, then ./inv run gpt-oss-20b" in refused.stderr
+    assert "next: ./inv down && ./inv run gpt-oss-20b" in refused.stderr
 
 
 def test_ps_and_the_old_name_of_pull_are_commands(inv):

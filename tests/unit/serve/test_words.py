@@ -6,11 +6,13 @@ import subprocess
 import pytest
 
 from sparkforge.core import paths
+from sparkforge.core.advice import with_remark
 from sparkforge.core.errors import UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.models import local
 from sparkforge.serve import access, entrypoint, settings
-from sparkforge.serve.devices import container, embedded
+from sparkforge.serve.devices import embedded
+from sparkforge.serve.devices.container import Container
 from sparkforge.serve.entrypoint import ContainerArguments
 from sparkforge.serve.plan import StartPlan
 
@@ -106,25 +108,41 @@ def test_vllm_args_that_cannot_be_read_or_name_a_model_are_refused(text):
         settings.read({"SPARKFORGE_PROFILE": "embedded", "VLLM_ARGS": text})
 
 
-def test_an_unknown_mode_of_validation_is_refused_before_an_environment_is_made(monkeypatch):
-    monkeypatch.setenv("SPARKFORGE_VALIDATE", "foo")
-    with pytest.raises(UsageError, match="SPARKFORGE_VALIDATE is 'foo'"):
-        embedded.Embedded(StartPlan("embedded"))
-    with pytest.raises(UsageError, match="SPARKFORGE_VALIDATE is 'foo'"):
-        container.variables(StartPlan("docker"))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, "zz") for name in (*settings.CHOICES, *settings.FORMS)),
+        ("SPARKFORGE_STACK", "zz"), ("SPARKFORGE_SERVE_PROFILE", "zz"), ("SPARKFORGE_BIND", "zz"),
+        ("SPARKFORGE_ALLOWED_HOSTS", "a b"), ("SPARKFORGE_LIMITS", "zz"), ("VLLM_ARGS", "'"), ("TP", "0"),
+        ("MAX_MODEL_LEN", "-1"), ("SPARKFORGE_VALIDATE_SECONDS", "foo"), ("SPARKFORGE_VALIDATE_SECONDS", "inf"),
+        *(("SPARKFORGE_GUARD_GIB", value) for value in ("3g", "-1", "nan")),
+    ],
+)  # fmt: skip
+def test_a_variable_without_a_meaning_is_refused_by_every_device_before_it_makes_anything(monkeypatch, name, value):
+    with pytest.raises(UsageError, match=name) as caught:
+        settings.read({name: value})
+    assert caught.value.fix.startswith((f"{name}=", f"unset {name}"))
+    monkeypatch.setenv(name, value)
+    for device in (
+        lambda: embedded.Embedded(StartPlan("embedded")),
+        lambda: Container(StartPlan("docker"), pytest.fail),
+    ):
+        with pytest.raises(UsageError, match=name):
+            device()
 
 
-@pytest.mark.parametrize("text", ["3g", "-1", "nan"])
-def test_a_malformed_bound_of_the_memory_guard_is_refused(monkeypatch, text):
-    """Without the refusal the supervisor would log the bad value and run without a guard."""
-    with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
-        settings.read({"SPARKFORGE_GUARD_GIB": text})
-    monkeypatch.setenv("SPARKFORGE_GUARD_GIB", text)
-    with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
-        embedded.Embedded(StartPlan("embedded"))
-    with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
-        container.variables(StartPlan("docker"))
-    assert settings.read({"SPARKFORGE_GUARD_GIB": "0"}) == settings.read({"SPARKFORGE_GUARD_GIB": ""})
+def test_the_advised_value_of_each_variable_is_taken():
+    examples = {name: values[-1] for name, values in settings.CHOICES.items()}
+    examples |= {name: example for name, (_, _, example) in settings.FORMS.items()}
+    assert settings.read({**examples, "SPARKFORGE_GUARD_GIB": "0"}).refused == settings.HOLD
+
+
+def test_the_values_of_the_plugins_variables_are_those_that_it_reads():
+    source = "".join(file.read_text() for file in (paths.ROOT / "spark_mxfp4/src/spark_mxfp4/vllm").glob("*.py"))
+    for name, values in settings.CHOICES.items():
+        if name in ("SPARK_MXFP4_MODE", "SPARK_MXFP4_ROUTER"):
+            assert str(values).replace("'", '"') in source
+    assert ", ".join(f'"{value}"' for value in settings.CHOICES["SPARK_MXFP4_LINEAR"][1:]) in source
 
 
 def test_an_address_that_other_machines_reach_needs_a_key():
@@ -160,7 +178,8 @@ def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_
     monkeypatch.setattr(paths, "ROOT", tmp_path)  # as in an image
     monkeypatch.setenv("SPARKFORGE_COMPOSE_FILE", "a.yml:my b.yml")
     advice = paths.where_it_runs(entrypoint.start_again())
-    assert advice == "on the host: " + expected.format("-f a.yml -f 'my b.yml' ")
+    expected = expected.format("-f a.yml -f 'my b.yml' ")
+    assert advice == with_remark(expected, "on the host")
 
 
 def start(tmp_path, *arguments):
