@@ -54,15 +54,11 @@ def main() -> None:
             rebase.rebase_queue(arguments.to, stack, arguments.drop, resume=arguments.resume)
         case "new":
             header = {name: getattr(arguments, name) for name in ("description", "bug", "drop_when")}
-            authoring.new_patch(
-                arguments.name,
-                {name: text for name, text in header.items() if text},
-                stack=stack,
-                of=arguments.upstream,
-                source=arguments.source,
-                commit=arguments.commit,
-                finish=arguments.finish,
+            fields = {name: text for name, text in header.items() if text}
+            order = authoring.PatchOrder(
+                arguments.name, fields, stack, arguments.upstream, arguments.source, arguments.commit, arguments.finish
             )
+            authoring.new_patch(order)
 
 
 if __name__ == "__main__":

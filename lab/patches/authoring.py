@@ -46,18 +46,31 @@ class PatchDraft:
         return f"{int(self.queue.patches[-1].name[:4]) + 1:04}-{self.name}.patch"
 
 
-def new_patch(  # noqa: PLR0913 - one parameter an option
-    name: str, fields: dict[str, str], *, stack: str, of: str = "vllm", source: str = "", commit: str = "",
-    finish: bool = False, table: Pins | None = None, patches: Path = PATCHES,
-) -> None:  # fmt: skip
-    """Write the patch `name` for a stack's upstream `of` from the checkout `source`, or from one of its commits.
+@dataclass(frozen=True)
+class PatchOrder:
+    """A patch `name` to write for a stack's upstream `of`, from the checkout `source` or one of its commits.
 
     Without `source` a scratch copy is made to edit, and with `finish` the patch is written from that one and the copy
     removed. `fields` are description, bug, drop_when, and if wanted origin and forwarded; several lines are joined by
-    ` ; ` in drop_when. Raises UsageError for what is missing or was not changed, and what `begin_patch` and
-    `write_patch` raise.
+    ` ; ` in drop_when.
     """
-    if (source and finish) or (commit and not source):
+
+    name: str
+    fields: dict[str, str]
+    stack: str
+    of: str = "vllm"
+    source: str = ""
+    commit: str = ""
+    finish: bool = False
+
+
+def new_patch(order: PatchOrder, table: Pins | None = None, patches: Path = PATCHES) -> None:
+    """Write a patch into the queues under `patches`, or begin it.
+
+    Raises UsageError for what is missing or was not changed, and what `begin_patch` and `write_patch` raise.
+    """
+    name, source, fields = order.name, order.source, order.fields
+    if (source and order.finish) or (order.commit and not source):
         why = "--commit is for --from DIR, --finish for the scratch copy"
         raise UsageError(
             "these options do not go together",
@@ -65,14 +78,14 @@ def new_patch(  # noqa: PLR0913 - one parameter an option
             f".venv/bin/python -m lab.patches new {name} --from DIR [--commit ID]",
         )
     with locked(paths.state() / "patch/.lock", "write a patch"):
-        draft = prepare(table or pins.load(), name, stack, of, patches)
-        if not (source or finish):
+        draft = prepare(table or pins.load(), name, order.stack, order.of, patches)
+        if not (source or order.finish):
             begin_patch(draft)
             say(f"edit under {draft.scratch} (git diff shows your changes), then")
             finish_command = f".venv/bin/python -m lab.patches new {name} --finish"
             say(f"{finish_command} --description … --bug URL --drop-when 'contains PATH TEXT'")
             return
-        file = write_patch(draft, Path(source), fields, commit) if source else finish_patch(draft, fields)
+        file = write_patch(draft, Path(source), fields, order.commit) if source else finish_patch(draft, fields)
         say(f"wrote {file} and named it in series; next: .venv/bin/python -m lab.patches status, then ./inv test")
 
 

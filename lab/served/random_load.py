@@ -18,16 +18,14 @@ def measure(
     requests: int,
     input_tokens: int,
     output_tokens: int,
-    *,
     seconds: float,
-    seed: str,
 ) -> dict[str, Any]:
     """Keep `concurrency` requests in flight until `requests` are done; return rates and median times in ms.
 
-    Prompts of different seeds, concurrencies or lengths share no beginning, so that no cache of prefixes has one.
+    Prompts of different concurrencies or lengths share no beginning, so that no cache of prefixes has one.
     Raises ServerError if a request fails or is not answered within `seconds`.
     """
-    rng = random.Random(f"{seed} {concurrency} {input_tokens}")  # noqa: S311 (prompts, not secrets)
+    rng = random.Random(f"measured {concurrency} {input_tokens}")  # noqa: S311 (prompts, not secrets)
     prompts = [Prompt([rng.randrange(VOCABULARY) for _ in range(input_tokens)], output_tokens) for _ in range(requests)]
     load = require_answers(send(endpoint, prompts, concurrency, seconds))
     return {

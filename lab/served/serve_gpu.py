@@ -309,9 +309,7 @@ def _last_error(log: Path) -> str:
 
 def _load(url: str, concurrency: int, requests: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:
     endpoint = Endpoint(url, SERVED_NAME, key="")
-    return random_load.measure(
-        endpoint, concurrency, requests, input_tokens, output_tokens, seconds=LOAD_SECONDS, seed="measured"
-    )
+    return random_load.measure(endpoint, concurrency, requests, input_tokens, output_tokens, LOAD_SECONDS)
 
 
 def main(arguments: Sequence[str]) -> int:

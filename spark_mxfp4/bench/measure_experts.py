@@ -19,7 +19,7 @@ import torch
 import triton
 
 from common import LAYERS, ceilings, count_of, figures, output_file, print_row, token_counts
-from spark_mxfp4.experts import GPT_OSS, SILU, Activation, ExpertWeights
+from spark_mxfp4.experts import GPT_OSS, SILU, Activation, ExpertWeights, TopK
 from spark_mxfp4.kernels import hopper
 from spark_mxfp4.kernels.check import MODELS, OTHERS, LayerSizes, error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
@@ -97,7 +97,7 @@ def _way(
     routes: list[tuple[torch.Tensor, torch.Tensor]],
     choice: object,
 ) -> Layer:
-    return lambda i: call(x, layers[i % LAYERS], *routes[i % LAYERS], None, choice)
+    return lambda i: call(x, layers[i % LAYERS], TopK(*routes[i % LAYERS]), choice)
 
 
 def triton_peer(folder: str) -> Peer:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from common import LAYERS, count_of, figures, output_file
-from spark_mxfp4.experts import GPT_OSS, SILU, ExpertWeights
+from spark_mxfp4.experts import GPT_OSS, SILU, ExpertWeights, TopK
 from spark_mxfp4.kernels import hopper, precompile, tuning
 from spark_mxfp4.kernels.check import (
     EDGES,
@@ -71,7 +71,7 @@ def check(until: float) -> dict[str, Any]:
                 wanted = reference(x, weights, ids, shares, activation=activation)
                 for plan in checked:
                     got, again = (
-                        poisoned(whole_layer, x, prepared, ids, shares, None, plan, activation) for _ in range(2)
+                        poisoned(whole_layer, x, prepared, TopK(ids, shares), plan, activation) for _ in range(2)
                     )
                     deviation, calls = error(got, wanted), calls + 1
                     worst = max(worst, deviation)
@@ -169,7 +169,7 @@ def time_model(
                 return [*rows, {"cut_short_at": number}]
 
             def once(i: int, plan: LayerPlan = plan) -> torch.Tensor:
-                return whole_layer(x, layers[i % LAYERS], *routes[i % LAYERS], None, plan)  # noqa: B023
+                return whole_layer(x, layers[i % LAYERS], TopK(*routes[i % LAYERS]), plan)  # noqa: B023
 
             row = figures(model, number, touched, graph_time(once, count_of(number), 9))
             same = moved.get(f"{SMALL_LAYERS[plan.shape].weight_bytes}x{plan.at_once[0]}", {})
@@ -195,14 +195,14 @@ def latency(plans: list[LayerPlan]) -> list[dict[str, Any]]:
             routes = [random_routing(1, model.experts, top_k) for _ in range(LAYERS)]
 
             def once(i: int, x: torch.Tensor = x, routes: Routes = routes, plan: LayerPlan = plan) -> object:
-                return whole_layer(x, layers[i % LAYERS], *routes[i % LAYERS], None, plan)
+                return whole_layer(x, layers[i % LAYERS], TopK(*routes[i % LAYERS]), plan)
 
             points.append((model.weight_bytes(top_k) / 1e3, graph_time(once, 40, 9)))
         mean_kb, mean_us = (sum(values) / len(points) for values in zip(*points, strict=True))
         slope = sum((kb - mean_kb) * (us - mean_us) for kb, us in points) / sum((kb - mean_kb) ** 2 for kb, _ in points)
         x = torch.randn(1, 64, device="cuda").bfloat16()
         ids, shares = random_routing(1, 4, 1)
-        alone = graph_time(lambda _: whole_layer(x, tiny, ids, shares, None, plan), 40, 9)  # noqa: B023
+        alone = graph_time(lambda _: whole_layer(x, tiny, TopK(ids, shares), plan), 40, 9)  # noqa: B023
         rows.append({
             "plan": list(plan), "us_by_kb": [[round(kb), round(us, 2)] for kb, us in points],
             "intercept_us": round(mean_us - slope * mean_kb, 2), "slope_gbs": round(1 / slope, 1),

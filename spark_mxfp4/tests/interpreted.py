@@ -5,7 +5,7 @@ import traceback
 
 import torch
 
-from spark_mxfp4.experts import SILU, ExpertWeights, Projection, moe, moe_sorting, swiglu
+from spark_mxfp4.experts import SILU, ExpertWeights, Projection, TopK, moe, moe_sorting, swiglu
 from spark_mxfp4.kernels import fused
 from spark_mxfp4.kernels.check import error
 from spark_mxfp4.kernels.mxfp8 import quantize_rows
@@ -48,13 +48,13 @@ def sorting():
 def whole_layer():
     for bias in (True, False):
         weights, x, ids, shares = layer(bias=bias)
-        got = fused.moe(x, weights, ids, shares, tiles=fused.Tiles(32, 16, 64, 4, 2))
+        got = fused.tiled(x, weights, TopK(ids, shares), tiles=fused.Tiles(32, 16, 64, 4, 2))
         assert error(got, moe(x, weights, ids, shares)) < 1e-6
 
 
 def silu():
     weights, x, ids, shares = layer(bias=False)
-    got = fused.moe(8 * x, weights, ids, shares, None, SILU, fused.Tiles(32, 16, 64, 4, 2))
+    got = fused.tiled(8 * x, weights, TopK(ids, shares), SILU, fused.Tiles(32, 16, 64, 4, 2))
     assert error(got, moe(8 * x, weights, ids, shares, None, SILU)) < 1e-6
 
 
@@ -63,7 +63,7 @@ def expert_map():
     expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
     expert_map[[4, 1]] = torch.arange(2, dtype=torch.int32)
     local = ExpertWeights(*(Projection(*(tensor[[4, 1]] for tensor in p)) for p in weights))
-    got = fused.moe(x, local, ids, shares, expert_map, tiles=fused.Tiles(64, 16, 32, 4, 2))
+    got = fused.tiled(x, local, TopK(ids, shares, expert_map), tiles=fused.Tiles(64, 16, 32, 4, 2))
     assert error(got, moe(x, local, ids, shares, expert_map)) < 1e-6
 
 
@@ -73,12 +73,12 @@ def extreme_scales():
     for scale, size in ((0, 2.0**100), (1, 2.0**100), (254, 2.0**-8)):
         weights.gate_up.scales[:] = scale
         scaled = x.abs() * size
-        got = fused.moe(scaled, weights, ids, shares, tiles=fused.Tiles(32, 16, 64, 4, 2))
+        got = fused.tiled(scaled, weights, TopK(ids, shares), tiles=fused.Tiles(32, 16, 64, 4, 2))
         assert torch.isfinite(got).all()
         assert error(got, moe(scaled, weights, ids, shares)) < 1e-6
     weights.gate_up.scales[:] = 121
     weights.down.scales[int(ids[0, 0]), 5, 0] = 255
-    got = fused.moe(x, weights, ids, shares, tiles=fused.Tiles(32, 16, 64, 4, 2))
+    got = fused.tiled(x, weights, TopK(ids, shares), tiles=fused.Tiles(32, 16, 64, 4, 2))
     assert got[0, 5].isnan()
     assert not got[:, :5].isnan().any()
 
@@ -96,7 +96,7 @@ def w4a8():
         hidden = rounded(swiglu(rounded(x) @ first.T + weights.gate_up.bias[expert]))
         output = hidden @ second.T + weights.down.bias[expert]
         wanted += output * (shares * (ids == expert)).sum(-1, keepdim=True)
-    got = fused.moe(x, weights, ids, shares, tiles=fused.Tiles(32, 16, 64, 4, 2, scaled=True))
+    got = fused.tiled(x, weights, TopK(ids, shares), tiles=fused.Tiles(32, 16, 64, 4, 2, scaled=True))
     assert error(got, wanted) < 2e-3  # a sum that rounds to the other side of a tie moves one E4M3 element
     assert error(got, moe(x, weights, ids, shares)) > 5e-3
 

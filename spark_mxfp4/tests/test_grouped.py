@@ -7,7 +7,7 @@ import torch
 
 import cpu_kernels
 from cpu_kernels import BF16, activations
-from spark_mxfp4.experts import GPT_OSS, SILU
+from spark_mxfp4.experts import GPT_OSS, SILU, TopK
 from spark_mxfp4.kernels import extension, hopper
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.layout import pack
@@ -47,7 +47,7 @@ def check(library, gpu_on_cpu, monkeypatch):
         if here is not None:
             expert_map = torch.full((experts,), -1, dtype=torch.int32)
             expert_map[here] = torch.tensor(here, dtype=torch.int32)
-        got = hopper.grouped_layer(x, pack(weights), ids, shares, expert_map, shapes, activation)
+        got = hopper.grouped_layer(x, pack(weights), TopK(ids, shares, expert_map), shapes, activation)
         wanted = reference(x, weights, ids, shares, here, activation)
         assert not got.isnan().any()
         assert error(got, wanted) < BF16 if wanted.any() else not got.any()

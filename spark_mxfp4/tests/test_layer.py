@@ -7,7 +7,7 @@ import torch
 
 import cpu_kernels
 from cpu_kernels import BF16, activations
-from spark_mxfp4.experts import GPT_OSS, SILU
+from spark_mxfp4.experts import GPT_OSS, SILU, TopK
 from spark_mxfp4.kernels import hopper, tuning
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.hopper import LayerPlan
@@ -50,7 +50,7 @@ PLANS = [
 
 
 def run(weights, x, ids, shares, plan, expert_map=None, activation=GPT_OSS):
-    return hopper.whole_layer(x, pack(weights), ids, shares, expert_map, plan, activation)
+    return hopper.whole_layer(x, pack(weights), TopK(ids, shares, expert_map), plan, activation)
 
 
 @pytest.mark.usefixtures("gpu_on_cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spark_mxfp4 import operator, registry
-from spark_mxfp4.experts import GPT_OSS, SILU, ExpertWeights, Projection, moe
+from spark_mxfp4.experts import GPT_OSS, SILU, ExpertWeights, Projection, TopK, moe
 from spark_mxfp4.mxfp4 import quantize
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 64, 32, 2
@@ -43,7 +43,7 @@ def test_traced_with_any_number_of_tokens_it_equals_the_kernel(arguments):
 
     @torch.compile(backend=backend, fullgraph=True, dynamic=True)
     def layer(x, ids, shares):
-        return 2 * operator.run(kernel, x, weights, ids, shares)
+        return 2 * operator.run(kernel, x, weights, TopK(ids, shares))
 
     for tokens in (9, 5, 7, 6):  # sizes that no other axis has
         part = [tensor[:tokens].clone() for tensor in (x, ids, shares)]
@@ -54,7 +54,7 @@ def test_traced_with_any_number_of_tokens_it_equals_the_kernel(arguments):
 def test_a_profile_names_it_also_where_nothing_is_traced(arguments):
     x, weights, ids, shares = arguments
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        operator.run(registry.load("torch"), x, weights, ids, shares)
+        operator.run(registry.load("torch"), x, weights, TopK(ids, shares))
     assert "spark_mxfp4::moe" in {event.name for event in profile.events()}
 
 
@@ -63,7 +63,7 @@ def test_another_activation_reaches_the_kernel_traced_or_not(arguments):
     kernel = registry.load("torch")
 
     def layer(x):
-        return operator.run(kernel, x, weights, ids, shares, None, SILU)
+        return operator.run(kernel, x, weights, TopK(ids, shares), SILU)
 
     wanted = moe(x, weights, ids, shares, None, SILU)
     torch.testing.assert_close(layer(x), wanted)

@@ -82,21 +82,13 @@ def build_image(
 ) -> None:
     """Build a stack's image through Compose; one for another platform is not what Compose serves here."""
     from sparkforge.image import versions
-    from sparkforge.image.build import build
+    from sparkforge.image.build import ImageOptions, build
     from sparkforge.image.inspect import ready_to_build
 
     command = ready_to_build(stack)
     with nullcontext() if platform else versions.named(stack):
-        build(
-            command,
-            stack=stack,
-            steps=steps,
-            way=way,
-            jobs=chosen_jobs(jobs),
-            packs=packs,
-            platform=platform,
-            reproducible=reproducible,
-        )
+        options = ImageOptions(way, chosen_jobs(jobs), packs, platform, reproducible)
+        build(command, stack, options, steps)
 
 
 @dataclass(frozen=True)

@@ -2,71 +2,68 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from invoke.context import Context
 from invoke.exceptions import Exit
 
 from sparkforge.cli.build import DRY_RUN, STACK, chosen_stack
-from sparkforge.cli.command import caller_path, caller_paths, in_laboratory, listed, task
+from sparkforge.cli.command import caller_path, caller_paths, in_laboratory, listed, option, task, texts, with_fields
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic
 
 
-@task(
-    example="./inv clean-cache --stale --dry-run",
-    module="modules to remove, with commas, such as 'fused_moe_*'",
-    changed="changed source files, with commas: remove the modules built from them",
-    stale="remove what other versions left",
-    all="remove every module; asks first",
-    list_="instead: list the modules, their sizes, and what uses them",
-    dry_run=DRY_RUN,
-    yes="do not ask",
-    root="the cache's folder, if it is not FlashInfer's own",
-    container="the container's cache, which is in the volume of this checkout's Compose project",
-)
-def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
-    _ctx: Context,
-    module: str = "",
-    changed: str = "",
-    stale: bool = False,
-    all: bool = False,  # noqa: A002 - the option's name
-    list_: bool = False,
-    dry_run: bool = False,
-    yes: bool = False,
-    root: str = "",
-    container: bool = False,
-) -> None:
+@dataclass(frozen=True)
+class CleanOptions:
+    """Options of `./inv clean-cache`."""
+
+    module: str = option("modules to remove, with commas, such as 'fused_moe_*'")
+    changed: str = option("changed source files, with commas: remove the modules built from them")
+    stale: bool = option("remove what other versions left", False)
+    all_: bool = option("remove every module; asks first", False)
+    list_: bool = option("instead: list the modules, their sizes, and what uses them", False)
+    dry_run: bool = option(DRY_RUN, False)
+    yes: bool = option("do not ask", False)
+    root: str = option("the cache's folder, if it is not FlashInfer's own")
+    container: bool = option("the container's cache, which is in the volume of this checkout's Compose project", False)
+
+
+@task(example="./inv clean-cache --stale --dry-run", **texts(CleanOptions))
+@with_fields(CleanOptions)
+def clean_cache(_ctx: Context, options: CleanOptions) -> None:
     """Remove compiled FlashInfer modules.
 
     A module that a live process uses stays.
     """
-    chosen_modules = module or changed or stale or all
-    if list_ and (chosen_modules or dry_run or yes):
+    only_list = CleanOptions(list_=True, root=options.root, container=options.container)
+    if options.list_ and options != only_list:
         why = "it removes nothing; it goes with --root or --container"
         raise UsageError("--list goes with none of these options", why, "./inv clean-cache --list")
-    if container:
+    if options.container:
         from sparkforge.image import volume
 
-        if changed or root:
+        if options.changed or options.root:
             raise UsageError(
                 "--container goes without --changed and --root",
                 "the container has other paths",
                 "./inv clean-cache --container --module 'fused_moe_*'",
             )
-        flags = {"--stale": stale, "--all": all, "--dry-run": dry_run, "--yes": yes}
-        arguments = [*(["--module", module] if module else []), *(name for name, chosen in flags.items() if chosen)]
-        if code := volume.run_cache("list") if list_ else volume.run_cache("clean", *arguments):
+        flags = {"--stale": options.stale, "--all": options.all_, "--dry-run": options.dry_run, "--yes": options.yes}
+        arguments = ["--module", options.module] if options.module else []
+        arguments += [name for name, chosen in flags.items() if chosen]
+        if code := volume.run_cache("list") if options.list_ else volume.run_cache("clean", *arguments):
             raise Exit(code=code)  # the program in the container has said why
         return
     from sparkforge.compile import cache
 
-    folder = Path(caller_path(root)) if root else None
-    if list_:
+    folder = Path(caller_path(options.root)) if options.root else None
+    if options.list_:
         cache.print_cache(folder)
         return
-    selection = cache.Selection(listed(module), caller_paths(changed), stale=stale, everything=all)
-    cache.clean(selection, dry_run=dry_run, yes=yes, root=folder)
+    modules, changed = listed(options.module), caller_paths(options.changed)
+    selection = cache.Selection(modules, changed, stale=options.stale, everything=options.all_)
+    cache.clean(selection, dry_run=options.dry_run, yes=options.yes, root=folder)
 
 
 @task(

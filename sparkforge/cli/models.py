@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from invoke.context import Context
 
-from sparkforge.cli.command import caller_path, name_or_path, task
+from sparkforge.cli.command import caller_path, name_or_path, option, task, texts, with_fields
 from sparkforge.core.errors import UsageError
 
 
@@ -71,30 +71,29 @@ def rm(_ctx: Context, model: str, yes: bool = False) -> None:
     stored.remove(caller_path(model) if model.startswith((".", "/", "~")) else model, os.environ, yes=yes)
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of `./inv plan`, as those of `sparkforge.plan.planner.PlanRequest`."""
+
+    model: str = option("a recipe (./inv models), a folder of a checkpoint, or a config.json", positional=True)
+    device: str = option(
+        "spark, h100, h200, b200, rtx-pro-6000, rtx-5090, or this: the machine that you are on", "spark"
+    )
+    context: str = option("tokens a sequence, prompt and answer; default 8192, or the device's profiles")
+    concurrency: str = option("sequences at once; default 4")
+    kv_dtype: str = option("type of the KV cache: auto, bf16 or fp8", "auto")
+    resident: str = option("GB that the system and other programs keep in use; default: the device's measured value")
+    nodes: str = option("plan also for so many machines together, such as 2; default: the recipe's")
+    draft: str = option("what speculation gains: ngram, or a draft of the recipe; eagle3:3 for 3 tokens")
+
+
 @task(
     example="./inv plan gpt-oss-120b --device spark --context 32768",
-    model="a recipe (./inv models), a folder of a checkpoint, or a config.json",
-    device="spark, h100, h200, b200, rtx-pro-6000, rtx-5090, or this: the machine that you are on",
-    context="tokens a sequence, prompt and answer; default 8192, or the device's profiles",
-    concurrency="sequences at once; default 4",
-    kv_dtype="type of the KV cache: auto, bf16 or fp8",
-    resident="GB that the system and other programs keep in use; default: the device's measured value",
-    nodes="plan also for so many machines together, such as 2; default: the recipe's",
-    draft="what speculation gains: ngram, or a draft of the recipe; eagle3:3 for 3 tokens",
+    **texts(PlanOptions),
     json_="print the plan as JSON",
 )
-def plan(  # noqa: PLR0913, PLR0917 - a parameter an option
-    _ctx: Context,
-    model: str,
-    device: str = "spark",
-    context: str = "",
-    concurrency: str = "",
-    kv_dtype: str = "auto",
-    resident: str = "",
-    nodes: str = "",
-    draft: str = "",
-    json_: bool = False,
-) -> None:
+@with_fields(PlanOptions)
+def plan(_ctx: Context, options: PlanOptions, json_: bool = False) -> None:
     """Compute a model's memory and speed on a device.
 
     Prints what the model needs, what fits, how fast it can be, and the serve profile for it.
@@ -108,12 +107,12 @@ def plan(  # noqa: PLR0913, PLR0917 - a parameter an option
     from validate.facts import gpu
 
     known = recipes.load()
-    model = name_or_path(model, known)
-    if not nodes and model in known and known[model].plan.machines > 1 and device == known[model].plan.device:
-        nodes = str(known[model].plan.machines)
-    request = PlanRequest(model, device, context, concurrency, kv_dtype, resident, nodes, draft)
-    subject, name = planner.read_subject(request.model, known), gpu.name() if device == "this" else ""
+    request = PlanRequest(**vars(replace(options, model=name_or_path(options.model, known))))
+    planned = known[request.model].plan if request.model in known else None
+    if not request.nodes and planned and planned.machines > 1 and request.device == planned.device:
+        request = replace(request, nodes=str(planned.machines))
+    subject, name = planner.read_subject(request.model, known), gpu.name() if request.device == "this" else ""
     if name:
         subject = replace(subject, measured=results.newest_speed(subject.name))
-    options = profiles.load_options(family=subject.model.family)
-    screen.report(request, subject, options, baselines.load().figures, gpu=name, as_json=json_)
+    served = profiles.load_options(family=subject.model.family)
+    screen.report(request, subject, served, baselines.load().figures, gpu=name, as_json=json_)

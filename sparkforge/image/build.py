@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,33 @@ REWRITTEN = "rewrite-timestamp=true,compression=gzip,force-compression=true"
 UNASKED = {"BUILDX_BAKE_ENTITLEMENTS_FS": "0"}  # buildx asks before it reads or writes outside of the checkout
 
 
+@dataclass(frozen=True)
+class ImageOptions:
+    """How an image is built: `way` is `wheel` (upstream's vLLM) or `source` (vLLM compiled from source).
+
+    `packs` is a place of kernel packs. For another `platform` than the engine's, such as linux/arm64, the image has the
+    architecture behind its name. A `reproducible` one can be rebuilt bit for bit (`bake`).
+    """
+
+    way: str = "wheel"
+    jobs: str = "auto"
+    packs: str = ""
+    platform: str = ""
+    reproducible: bool = False
+
+
 def build(
     command: Sequence[str | Path],
-    *,
     stack: str,
-    way: str = "wheel",
-    jobs: str = "auto",
-    packs: str = "",
-    platform: str = "",
-    reproducible: bool = False,
+    options: ImageOptions | None = None,
     steps: Steps | None = None,
 ) -> Path:
     """Build a stack's image with `docker` and `command`, which ends in Compose's `build`; return the build's log.
 
-    `way` is `wheel` (upstream's vLLM) or `source` (vLLM compiled from source); `packs` is a place of kernel packs. For
-    another `platform` than the engine's, such as linux/arm64, the image has the architecture behind its name. A
-    `reproducible` image can be rebuilt bit for bit (`bake`). Raises UsageError for another way, and a named error of
-    the engine or EngineError with the log's last lines.
+    Raises UsageError for another way than `options` may have, and a named error of the engine or EngineError with the
+    log's last lines.
     """
+    way, jobs, packs, platform, reproducible = astuple(options or ImageOptions())
     require_way(way, devices.machine_of(platform))
     log = paths.state() / "logs" / "image.log"
     origin, folder = build_context(packs)

@@ -119,7 +119,7 @@ def install(tree: Tree, more: str = "") -> None:
         if (component.patches or component.index) and any(name.endswith(".whl") for name in component.files)
     ]
     wheels = environments.fetch_wheels(tree.lock, components, tree.machine)
-    locks.install(tree.python, tree.lock, wheels, machine=tree.machine, bytecode=False)
+    locks.install(tree.python, tree.lock, wheels, machine=tree.machine)
     for component in components:
         if component.provides:
             environments.name_distribution(tree.packages, *component.provides.split("=="))
@@ -128,7 +128,7 @@ def install(tree: Tree, more: str = "") -> None:
         toolchain.add_links(home)
         toolchain.make_stub(home, toolchain.host_compiler(home, machine=tree.machine)[0])
     if more:
-        locks.install(tree.python, more, machine=tree.machine, bytecode=False)
+        locks.install(tree.python, more, machine=tree.machine)
     name_plugins(tree.packages)
     (tree.root / LOCK).unlink(missing_ok=True)
 

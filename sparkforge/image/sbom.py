@@ -153,8 +153,8 @@ def _pinned(table: Pins, manifest: Mapping[str, Any]) -> Iterator[Component]:
     yield _component("sparkforge", version, PackageURL("generic", None, "sparkforge", version), licences=["Apache-2.0"])
     for name, source in stack.git.items() if manifest.get("compiled") else ():
         purl = PackageURL("generic", None, name, source.commit, {"vcs_url": f"git+{source.repository}@{source.commit}"})
-        reference = ExternalReference(type=ExternalReferenceType.VCS, url=XsUri(source.repository))
-        yield _component(name, source.tag, purl, licences=[source.licence], references=[reference])
+        reference = _reference(ExternalReferenceType.VCS, source.repository)
+        yield _component(name, source.tag, purl, licences=[source.licence], external_references=[reference])
 
 
 def _python(packages: Path, table: Pins, manifest: Mapping[str, Any], only: Collection[str]) -> Iterator[Component]:
@@ -185,7 +185,7 @@ def _python(packages: Path, table: Pins, manifest: Mapping[str, Any], only: Coll
                 )
                 for patch in origin.patches
             ]  # fmt: skip
-            ancestor = _component(name, origin.version, upstream, sha256=origin.sha256, ref=f"upstream:{upstream}")
+            ancestor = _component(name, origin.version, upstream, sha256=origin.sha256, bom_ref=f"upstream:{upstream}")
             pedigree = Pedigree(ancestors=[ancestor], patches=patches)
         elif pinned:
             with suppress(ProcessError):  # a release that is pinned for another machine, and here comes by the lock
@@ -200,8 +200,8 @@ def _python(packages: Path, table: Pins, manifest: Mapping[str, Any], only: Coll
         yield _component(
             name, version, PackageURL("pypi", None, name, version), sha256=sha256, pedigree=pedigree,
             licences=[pinned.licence] if pinned else _licence_names(metadata),
-            references=[ExternalReference(type=ExternalReferenceType.VCS, url=XsUri(source))] if source else [],
-            files=files,
+            external_references=[_reference(ExternalReferenceType.VCS, source)] if source else [],
+            components=files,
         )  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def _debian(root: Path, manifest: Mapping[str, Any]) -> Iterator[Component]:
             name, version, PackageURL("deb", "debian", name, version, qualifiers),
             sha256=locked.get(f"{name}_{version.partition(':')[2] or version}_{machine}.deb", ""),
             licences=_copyright(root / "usr/share/doc" / name / "copyright"),
-            references=[ExternalReference(type=ExternalReferenceType.SOURCE_DISTRIBUTION, url=XsUri(str(source_url)))],
+            external_references=[_reference(ExternalReferenceType.SOURCE_DISTRIBUTION, str(source_url))],
         )  # fmt: skip
 
 
@@ -262,32 +262,29 @@ def _kernels(packages: Path, manifest: Mapping[str, Any], audit: Mapping[str, An
         yield _component(
             str(path.relative_to(packages)) if path.is_relative_to(packages) else path.name, "", None,
             ComponentType.FILE, compiled.get(path.stem) or sha256_file(path),
-            properties={f"cubin:{name}": target for name, target in cubins.items()},
+            properties=_properties(**{f"cubin:{name}": target for name, target in cubins.items()}),
         )  # fmt: skip
 
 
-def _component(  # noqa: PLR0913 - the fields of a component
+def _component(
     name: str,
     version: str,
     purl: PackageURL | None,
     kind: ComponentType = ComponentType.LIBRARY,
     sha256: str = "",
     licences: list[str] | tuple[str, ...] = (),
-    *,
-    ref: str = "",
-    references: list[ExternalReference] | tuple[ExternalReference, ...] = (),
-    pedigree: Pedigree | None = None,
-    files: list[Component] | tuple[Component, ...] = (),
-    properties: Mapping[str, str] | None = None,
+    **fields: Any,
 ) -> Component:
-    """Return a component that is referred to by its purl, a file by its path."""
-    ref = ref or (str(purl) if purl else f"file:{name}")
+    """Return a component that is referred to by its purl, a file by its path; `fields` are others of CycloneDX."""
+    fields = {"bom_ref": str(purl) if purl else f"file:{name}"} | fields
     return Component(
-        name=name, version=version or None, type=kind, purl=purl, bom_ref=ref,
-        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=sha256)] if sha256 else [],
-        licenses=_licences(licences), external_references=references, pedigree=pedigree, components=files,
-        properties=_properties(**(properties or {})),
+        name=name, version=version or None, type=kind, purl=purl, licenses=_licences(licences),
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=sha256)] if sha256 else [], **fields,
     )  # fmt: skip
+
+
+def _reference(kind: ExternalReferenceType, url: str) -> ExternalReference:
+    return ExternalReference(type=kind, url=XsUri(url))
 
 
 def _licences(names: list[str] | tuple[str, ...]) -> list[License]:

@@ -87,17 +87,16 @@ def install(
     target: Path | None = None,
     machine: str = "",
     copy: bool = False,
-    bytecode: bool = True,
 ) -> None:
     """Install a locked set and `wheels` into the environment of `python`, or into the folder `target`.
 
-    A `machine` (`uname -m`) that is not this one gets its own wheels.
+    A `machine` (`uname -m`) that is not this one gets its own wheels. Where none is named, bytecode is compiled.
     `copy`, and a target folder, make copies instead of hard links into uv's cache: a hard link's ctime changes with
     every other link, and ccache then sees its headers "modified". Raises NetworkError with the cause that uv printed.
     """
     wheels = wheels or WheelSet()
     command = [*INSTALL, "--python", str(python), "-r", "-"]
-    command += ["--compile-bytecode"] if bytecode else []
+    command += [] if machine else ["--compile-bytecode"]
     if machine not in ("", os.uname().machine):
         command += wheels_for(machine)
     for folder in wheels.folders:

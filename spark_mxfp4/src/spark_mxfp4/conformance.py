@@ -11,12 +11,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from spark_mxfp4 import registry
-from spark_mxfp4.experts import GPT_OSS, SILU, Activation, ExpertWeights, Projection
+from spark_mxfp4 import operator, registry
+from spark_mxfp4.experts import GPT_OSS, SILU, Activation, ExpertWeights, Projection, TopK
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.mxfp4 import BLOCK
@@ -110,10 +110,9 @@ def run_case(kernel: MoeKernel, case: Case, device: str | torch.device = "cpu", 
     padded = x.new_zeros(case.tokens, hidden)
     padded[:, : case.hidden] = x
     inputs = (padded.clone(), ids.clone(), shares.clone())
-    other: dict[str, Any] = {} if case.activation == GPT_OSS else {"activation": case.activation}
 
     def run() -> torch.Tensor:
-        return kernel.run(padded, prepared, ids, shares, expert_map, **other)
+        return operator.run(kernel, padded, prepared, TopK(ids, shares, expert_map), case.activation)
 
     try:
         with poisoned():

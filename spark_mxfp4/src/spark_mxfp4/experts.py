@@ -51,6 +51,17 @@ class ExpertWeights(NamedTuple):
     down: Projection
 
 
+class TopK(NamedTuple):
+    """Which experts T tokens chose, and the weights of their outputs: `ids` int [T, k], `weights` [T, k].
+
+    `expert_map` (int [global experts]) gives each expert's local number, or -1 where it lives on another device.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    expert_map: torch.Tensor | None = None
+
+
 class Sorting(NamedTuple):
     """Pairs of token and expert, sorted by expert.
 

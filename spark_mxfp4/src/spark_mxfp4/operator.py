@@ -10,7 +10,7 @@ import torch
 from torch.profiler import record_function
 
 from spark_mxfp4 import registry
-from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection, TopK
 from spark_mxfp4.kernel import MoeKernel
 
 
@@ -18,9 +18,7 @@ def run(
     kernel: MoeKernel,
     x: torch.Tensor,
     weights: ExpertWeights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None = None,
+    chosen: TopK,
     activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
     """Return what `kernel` makes of its arguments (see `experts.moe`); while torch.compile traces, as an operator.
@@ -29,10 +27,8 @@ def run(
     """
     if not torch.compiler.is_compiling():
         with record_function("spark_mxfp4::moe"):  # a profiler's trace shows it as it shows the operator
-            return kernel.run(x, weights, topk_ids, topk_weights, expert_map, **_named(activation))
-    output: torch.Tensor = moe_operator(
-        x, *weights.gate_up, *weights.down, topk_ids, topk_weights, expert_map, list(activation), kernel.name
-    )
+            return kernel.run(x, weights, *chosen, **_named(activation))
+    output: torch.Tensor = moe_operator(x, *weights.gate_up, *weights.down, *chosen, list(activation), kernel.name)
     return output
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from spark_mxfp4.experts import GPT_OSS, SILU, ExpertWeights
+from spark_mxfp4.experts import GPT_OSS, SILU, ExpertWeights, TopK
 from spark_mxfp4.kernels import fused, hopper
 from spark_mxfp4.kernels.check import (
     EDGES,
@@ -36,7 +36,7 @@ KERNELS = ("hopper", *TILES)
 def run(kernel, x, weights, ids, shares, expert_map=None, activation=GPT_OSS):
     """Run a kernel with memory that holds NaN where it has not written."""
     if kernel in TILES:
-        return poisoned(fused.moe, x, weights, ids, shares, expert_map, activation, TILES[kernel])
+        return poisoned(fused.tiled, x, weights, TopK(ids, shares, expert_map), activation, TILES[kernel])
     return poisoned(HOPPER.run, x, HOPPER.prepare(weights), ids, shares, expert_map, activation)
 
 
@@ -100,7 +100,7 @@ def test_every_hopper_shape_is_right(on_hopper, shape, tokens):
     weights = random_weights(8, 352, 288)
     x = torch.randn(tokens, 352, device="cuda").bfloat16()
     ids, shares = random_routing(tokens, 8, 4, "uneven")
-    got = poisoned(grouped_layer, x, HOPPER.prepare(weights), ids, shares, None, (shape, shape))
+    got = poisoned(grouped_layer, x, HOPPER.prepare(weights), TopK(ids, shares), (shape, shape))
     assert error(got, reference(x, weights, ids, shares)) < BF16
 
 
@@ -115,7 +115,7 @@ def test_one_launch_is_right_however_its_work_is_cut(on_hopper, experts, top_k, 
     wanted = reference(x, weights, ids, shares)
     for shape in hopper.LAYERS:
         for parts in (1, 2, 5):
-            call = (whole_layer, x, prepared, ids, shares, None, LayerPlan(shape, parts, processors=shape > 3 and 48))
+            call = (whole_layer, x, prepared, TopK(ids, shares), LayerPlan(shape, parts, processors=shape > 3 and 48))
             got = poisoned(*call)
             assert error(got, wanted) < BF16
             assert torch.equal(got, poisoned(*call))
@@ -132,7 +132,7 @@ def test_one_launch_beside_another_on_a_second_stream(on_hopper):
     for _ in range(50):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                got[i].append(whole_layer(x, prepared[i], *routes[i], None))
+                got[i].append(whole_layer(x, prepared[i], TopK(*routes[i])))
     torch.cuda.synchronize()
     for i, weights in enumerate(layers):
         wanted = reference(x, weights, *routes[i])
@@ -171,7 +171,7 @@ def test_a_graph_follows_new_inputs_and_routings(kernel, tokens):
     def layer():
         if kernel == "hopper":
             return HOPPER.run(x, prepared, ids, shares)
-        return fused.moe(x, prepared, ids, shares, tiles=TILES[kernel])
+        return fused.tiled(x, prepared, TopK(ids, shares), tiles=TILES[kernel])
 
     layer()
     graph = torch.cuda.CUDAGraph()

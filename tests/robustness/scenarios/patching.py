@@ -210,9 +210,8 @@ def _prepare_edited(work: Path) -> None:
 def _write_patch(work: Path) -> None:
     try:
         fields = {"description": "Do more", "bug": "https://example.org/2", "drop_when": "contains pkg/same.py more"}
-        authoring.new_patch(
-            "do-more", fields, stack="s", of="up", source=str(work / "clone"), table=table(), patches=work / "patches"
-        )
+        order = authoring.PatchOrder("do-more", fields, "s", "up", str(work / "clone"))
+        authoring.new_patch(order, table(), work / "patches")
     except UsageError as error:
         if "is in the queue already" not in str(error):
             raise

@@ -9,6 +9,7 @@ from sparkforge.core import errors, paths
 from sparkforge.core.console import Steps
 from sparkforge.core.process import run
 from sparkforge.image import build as image
+from sparkforge.image.build import ImageOptions
 
 WORDS = ["compose", "--progress", "plain", "build"]
 
@@ -31,7 +32,7 @@ def docker(tmp_path, monkeypatch):
 def test_the_way_the_jobs_and_the_commit_are_build_arguments(docker, monkeypatch):
     monkeypatch.setattr(image, "commit", lambda: {"REVISION": "abc", "SOURCE_DATE_EPOCH": "1"})
     called = docker("echo '#7 [runtime 1/2] COPY x'")
-    log = image.build(WORDS, stack="embedded", way="source", jobs="3", steps=Steps(1))
+    log = image.build(WORDS, "embedded", ImageOptions("source", "3"), Steps(1))
     assert called() == [
         *WORDS,
         *("--build-arg", "VLLM_FROM=source", "--build-arg", "JOBS=3"),
@@ -52,7 +53,7 @@ def test_packs_go_into_the_build_as_a_folder_or_by_the_name_of_a_repository(
     called = docker("")
     (tmp_path / "p.tar").write_bytes(b"pack")
     local = place.endswith((".tar", "a/packs"))
-    image.build(WORDS, stack="embedded", packs=str(tmp_path / place) if local else place)
+    image.build(WORDS, "embedded", ImageOptions(packs=str(tmp_path / place) if local else place))
     words = called()
     assert (f"KERNEL_PACKS={argument}" in words) == bool(argument)
     override = tmp_path / "state/build.compose.json"
@@ -72,7 +73,7 @@ esac"""
 def test_an_image_for_another_platform_has_a_name_of_its_own(docker, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     called = docker(ENGINE)
-    image.build(WORDS, stack="spark", platform="linux/arm64")
+    image.build(WORDS, "spark", ImageOptions(platform="linux/arm64"))
     override = tmp_path / "state/build.compose.json"
     assert called()[: len(WORDS) + 2] == [*WORDS[:-1], "--file", str(override), "build"]
     service = {"image": "sparkforge/vllm:spark-arm64", "build": {"platforms": ["linux/arm64"]}}
@@ -93,7 +94,7 @@ case "$*" in
 *bake*) test "$BUILDX_BAKE_ENTITLEMENTS_FS" = 0 && grep -q {PROJECT["image"]} {project} && echo archive > {archive};;
 *load*) grep -q archive {archive};;
 esac""")
-    image.build(WORDS, stack="spark", jobs="3", platform="linux/arm64", reproducible=True)
+    image.build(WORDS, "spark", ImageOptions(jobs="3", platform="linux/arm64", reproducible=True))
     config, bake, load = (tmp_path / "calls").read_text().splitlines()[-3:]
     override = state / "build.compose.json"
     assert config == f"{' '.join(WORDS[:-1])} --file {override} config --format json"
@@ -110,7 +111,7 @@ esac""")
 def test_an_engine_that_cannot_set_up_the_other_platforms_packages_is_refused_with_what_to_install(docker):
     called = docker(ENGINE.replace(", linux/arm64", ""))
     with pytest.raises(errors.EngineError, match="linux/arm64") as caught:
-        image.build(WORDS, stack="spark", platform="linux/arm64")
+        image.build(WORDS, "spark", ImageOptions(platform="linux/arm64"))
     assert "qemu-user" in caught.value.fix
     assert "build" not in called()
 
@@ -118,16 +119,16 @@ def test_an_engine_that_cannot_set_up_the_other_platforms_packages_is_refused_wi
 def test_a_build_that_fails_is_named_and_its_log_is_the_next_step(docker):
     docker("echo '#9 ERROR: process did not complete: exit code: 54'; exit 1")
     with pytest.raises(errors.EngineError, match="exit code: 54") as caught:
-        image.build(WORDS, stack="spark")
+        image.build(WORDS, "spark")
     assert caught.value.fix.endswith("image.log")
 
 
 def test_another_way_is_refused():
     with pytest.raises(errors.UsageError, match="wheel or source"):
-        image.build(WORDS, stack="spark", way="git")
+        image.build(WORDS, "spark", ImageOptions("git"))
     other = "linux/amd64" if os.uname().machine == "aarch64" else "linux/arm64"
     with pytest.raises(errors.UsageError, match="--from source does not go with --platform"):
-        image.build(WORDS, stack="spark", way="source", platform=other)
+        image.build(WORDS, "spark", ImageOptions("source", platform=other))
 
 
 @pytest.mark.needs("git")

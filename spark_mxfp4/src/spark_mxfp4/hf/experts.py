@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spark_mxfp4 import operator
-from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
+from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection, TopK
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES
 
@@ -63,7 +63,7 @@ class PackedExperts(nn.Module):
             self.prepare()
         hidden, (padded, _) = self.sizes.hidden, self.kernel.padded(self.sizes.hidden, self.sizes.intermediate)
         x = nn.functional.pad(hidden_states, (0, padded - hidden)) if padded != hidden else hidden_states
-        output = operator.run(self.kernel, x, self.ready(), router_indices, routing_weights)
+        output = operator.run(self.kernel, x, self.ready(), TopK(router_indices, routing_weights))
         return output[..., :hidden] if padded != hidden else output
 
     def ready(self) -> ExpertWeights:

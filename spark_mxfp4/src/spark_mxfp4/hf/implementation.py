@@ -12,7 +12,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from spark_mxfp4 import operator, registry
-from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.experts import ExpertWeights, Projection, TopK
 from spark_mxfp4.hf.experts import PROJECTIONS, check_activation, prepare_padded
 from spark_mxfp4.kernel import MoeKernel
 
@@ -40,7 +40,7 @@ def experts_forward(
     kernel, weights = _packed_copy(experts)
     hidden, padded = hidden_states.shape[-1], kernel.padded(experts.hidden_size, experts.intermediate_size)[0]
     x = torch.nn.functional.pad(hidden_states, (0, padded - hidden)) if padded != hidden else hidden_states
-    return operator.run(kernel, x, weights, top_k_index, top_k_weights)[..., :hidden]
+    return operator.run(kernel, x, weights, TopK(top_k_index, top_k_weights))[..., :hidden]
 
 
 @torch.compiler.disable

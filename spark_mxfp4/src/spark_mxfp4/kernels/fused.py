@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection, TopK
 from spark_mxfp4.kernels import tuning
 from spark_mxfp4.kernels.mxfp8 import quantize_rows
 from spark_mxfp4.kernels.sorting import Blocks, local_expert, sort_into_blocks
@@ -42,13 +42,20 @@ def moe(
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None = None,
     activation: Activation = GPT_OSS,
-    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H] in x's dtype; see `experts.moe`.
 
-    `weights` are packed MXFP4 as in the checkpoint. `tiles` overrides the tuned choice. Raises ValueError for dense
-    weights, more than 512 experts or a top-k above 16.
+    `weights` are packed MXFP4 as in the checkpoint. Raises ValueError for dense weights, more than 512 experts or a
+    top-k above 16.
     """
+    return tiled(x, weights, TopK(topk_ids, topk_weights, expert_map), activation)
+
+
+def tiled(
+    x: torch.Tensor, weights: ExpertWeights, chosen: TopK, activation: Activation = GPT_OSS, tiles: Tiles | None = None
+) -> torch.Tensor:
+    """Return what `moe` does, by `tiles` in place of the tuned ones. Raises ValueError as `moe` does."""
+    topk_ids, topk_weights, expert_map = chosen
     _check(x, weights, topk_ids)
     result = torch.empty_like(x)
     if topk_ids.numel() == 0:
@@ -60,7 +67,7 @@ def moe(
     blocks = sort_into_blocks(topk_ids, weights.down.weight.shape[0], tiles.tokens, expert_map)
     hidden = torch.empty(pairs, weights.down.weight.shape[2] * 2, dtype=x.dtype, device=x.device)
     output = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    multiply(x.contiguous(), weights.gate_up, blocks, hidden, tiles, top_k, activation)
+    multiply(x.contiguous(), weights.gate_up, blocks, hidden, tiles, activation)
     multiply(hidden, weights.down, blocks, output, tiles)
     columns = min(1024, triton.next_power_of_2(x.shape[1]))
     ids = topk_ids.contiguous()
@@ -78,10 +85,9 @@ def multiply(
     blocks: Blocks,
     out: torch.Tensor,
     tiles: Tiles,
-    top_k: int = 0,
-    activation: Activation = GPT_OSS,
+    activation: Activation | None = None,
 ) -> None:
-    """Run one grouped product into `out` [pairs, ·]: with `top_k` the first (rows of x are tokens, SwiGLU follows)."""
+    """Run one grouped product into `out` [pairs, ·]: with `activation` the first (rows of x are tokens)."""
     weight, scales, bias = projection
     rows, columns = weight.shape[1], 2 * weight.shape[2]
     x_scales = x
@@ -89,10 +95,11 @@ def multiply(
         x, x_scales = quantize_rows(x)
         x = x.view(torch.uint8)
     pairs = out.shape[0]
+    top_k = pairs // x.shape[0] if activation else 0
     grid = (blocks.experts.numel() * triton.cdiv(rows, tiles.rows),)
     grouped_gemm[grid](
         x, x_scales, weight, scales, weight if bias is None else bias, out, blocks.pairs, blocks.experts,
-        pairs, rows, columns, *activation, TOP_K=top_k, BIAS=bias is not None, SCALED=tiles.scaled,
+        pairs, rows, columns, *(activation or GPT_OSS), TOP_K=top_k, BIAS=bias is not None, SCALED=tiles.scaled,
         ROWS=tiles.rows, TOKENS=tiles.tokens, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection, TopK
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels import extension, precompile, search, tuning
 from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
@@ -79,7 +79,7 @@ class HopperKernel(MoeKernel):
             return
 
         def layer(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, shapes: tuning.Pair) -> torch.Tensor:
-            return grouped_layer(x, prepared, ids, shares, None, shapes)
+            return grouped_layer(x, prepared, TopK(ids, shares), shapes)
 
         widths = [shape.tokens for shape in GROUPED.values()]
         search.tune(prepared.down.weight.device, sizes(prepared), widths, layer)
@@ -111,11 +111,12 @@ class HopperKernel(MoeKernel):
         _check(x, weights, topk_ids)
         if topk_ids.numel() == 0:
             return torch.empty_like(x)
+        chosen = TopK(topk_ids, topk_weights, expert_map)
         if has_products(x.device):
             shapes = tuning.shapes(torch.cuda.get_device_name(x.device), topk_ids.numel(), sizes(weights))
             if shapes is not None:
-                return grouped_layer(x, weights, topk_ids, topk_weights, expert_map, shapes, activation)
-        return whole_layer(x, weights, topk_ids, topk_weights, expert_map, activation=activation)
+                return grouped_layer(x, weights, chosen, shapes, activation)
+        return whole_layer(x, weights, chosen, activation=activation)
 
 
 def has_products(device: torch.device) -> bool:
@@ -132,14 +133,13 @@ def sizes(prepared: ExpertWeights) -> tuning.LaidOut:
 def grouped_layer(
     x: torch.Tensor,
     weights: ExpertWeights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
+    chosen: TopK,
     shapes: tuning.Pair,
     activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
     """Return `HopperKernel.run`'s result, with one launch per product; `shapes` are those of the two products."""
     gate_up, down = weights
+    topk_ids, topk_weights, expert_map = chosen
     tokens, top_k = topk_ids.shape
     result = torch.empty_like(x)
     shares = topk_weights.to(torch.float32).contiguous()
@@ -164,9 +164,7 @@ def grouped_layer(
 def whole_layer(
     x: torch.Tensor,
     weights: ExpertWeights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
+    chosen: TopK,
     plan: LayerPlan | None = None,
     activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
@@ -176,6 +174,7 @@ def whole_layer(
     weights again. The default `plan` is that of `plan_layer`, or of `tuning.plan` if blocks have little shared memory.
     """
     gate_up, down = weights
+    topk_ids, topk_weights, expert_map = chosen
     result = torch.empty_like(x)
     shares = topk_weights.to(torch.float32).contiguous()
     row_tiles, chunks = down.weight.shape[1:3]

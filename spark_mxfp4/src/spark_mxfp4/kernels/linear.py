@@ -9,6 +9,7 @@ with the bits in the order of layout.BITS, and behind them 32 scale bytes; E4M3 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -177,10 +178,10 @@ def run(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> to
     same bits. Nothing waits for the device, so CUDA graphs hold it, and torch.compile sees one operator.
     Raises ValueError for other dtypes and sizes, NotImplementedError where the kernels cannot run.
     """
-    return product(x, weight.data, weight.row_scales, bias, int(weight.format), weight.rows, weight.columns)
+    return product(x, weight.data, weight.row_scales, bias, int(weight.format), (weight.rows, weight.columns))
 
 
-def product(x: torch.Tensor, *others: torch.Tensor | int | None) -> torch.Tensor:
+def product(x: torch.Tensor, *others: torch.Tensor | int | tuple[int, int] | None) -> torch.Tensor:
     """Multiply, see `run`; the arguments are those of `multiply`.
 
     Only a compiler needs the operator, which takes the host longer than the rest of the call. vLLM computes an LM head
@@ -196,10 +197,10 @@ def multiply(
     row_scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     format_: int,
-    rows: int,
-    columns: int,
+    size: Sequence[int],
 ) -> torch.Tensor:
-    """Multiply, see `run`: what the operator `spark_mxfp4::linear` does."""
+    """Multiply, see `run`: what the operator `spark_mxfp4::linear` does; `size` is the weight's rows and columns."""
+    rows, columns = size
     weight = Weight(data, row_scales, Format(format_), rows, columns)
     _check(x, weight, bias)
     if x.shape[0] > MOST_TOKENS:
@@ -215,9 +216,9 @@ linear_operator = torch.library.custom_op("spark_mxfp4::linear", multiply, mutat
 
 @linear_operator.register_fake
 def _shape(
-    x: torch.Tensor, _data: object, _scales: object, _bias: object, _format: int, rows: int, _c: int
+    x: torch.Tensor, _data: object, _scales: object, _bias: object, _format: int, size: Sequence[int]
 ) -> torch.Tensor:
-    return x.new_empty(x.shape[0], rows)
+    return x.new_empty(x.shape[0], size[0])
 
 
 def dense(weight: Weight) -> torch.Tensor:

@@ -16,7 +16,7 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 from spark_mxfp4 import operator
-from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
+from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection, TopK
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 
@@ -143,9 +143,8 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         # On CPUs vLLM traces into this method: tensors must then be the layer's own, which a graph takes as inputs.
         prepared = None if torch.compiler.is_compiling() else self._weights
         weights = prepared or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
-        return operator.run(
-            self.kernel, x, weights, topk_ids, topk_weights, layer.expert_map, self.activation or GPT_OSS
-        )
+        chosen = TopK(topk_ids, topk_weights, layer.expert_map)
+        return operator.run(self.kernel, x, weights, chosen, self.activation or GPT_OSS)
 
 
 class SparkFamilyMoEMethod(SparkMxfp4MoEMethod, STOCK_METHOD):  # type: ignore[misc, valid-type]

@@ -92,7 +92,7 @@ class SparkLinearMethod(LinearMethodBase):
 
     def _product(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         scales = getattr(layer, "row_scales", None)
-        return product(x, layer.weight, scales, bias, int(self.format), self.rows, self.columns)
+        return product(x, layer.weight, scales, bias, int(self.format), (self.rows, self.columns))
 
     def _refusal(self, why: str, fix: str) -> ValueError:
         text = f"{self.name} cannot be served in {self.format.name} · {why} · {fix} unset {self.variable}"
