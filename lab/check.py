@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lab import locks
@@ -54,17 +55,27 @@ def check() -> None:
             tell(f"nobody has read all of {len(unread)} sources: {'; '.join(unread)}")
     with steps.step("environment", "linters, from locks/lint.txt"):
         environments.ensure(LINT, pins.load())
-    programs = LINT.path / "bin"
+    run_all(commands, LINT.path / "bin", platform.machine(), steps)
+
+
+def run_all(
+    commands: Mapping[str, tuple[str, ...]], programs: Path, machine: str, steps: Steps, root: Path = ROOT
+) -> None:
+    """Run commands by name in `root`, those of the folder `programs` by their bare name. Raises ProcessError.
+
+    A program that has no wheel for `machine` is the machine's own; without that one its check is left out.
+    """
     path = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
     failed: dict[str, str] = {}
     for name, (program, *arguments) in commands.items():
         executable: str | Path | None = programs / program  # an absolute program stays as it is
-        if not (programs / program).exists() and program in WITHOUT_WHEEL.get(platform.machine(), ()):
+        if not (programs / program).exists() and program in WITHOUT_WHEEL.get(machine, ()):
             executable = shutil.which(program)
+        words = [*arguments, *(shell_scripts() if program == "shellcheck" else ())]
         try:
             with steps.step(name) as tell:
                 if executable:
-                    _run_check(executable, [*arguments, *(shell_scripts() if program == "shellcheck" else ())], path)
+                    _run_check([executable, *words], path, root)
                 else:
                     tell(f"NOT CHECKED: {program} has no wheel for this machine; sudo apt install {program}")
         except ProcessError as error:
@@ -73,15 +84,15 @@ def check() -> None:
         say(f"\n── {name} ──")
         echo(output)
     if failed:
-        fix = "correct what is printed above; `ruff format` and `ruff check --fix` do some of it"
+        fix = "again   # first correct what is printed above; `ruff format` and `ruff check --fix` do some of it"
         raise ProcessError("the checks failed", ", ".join(failed), fix, code="process.checks")
 
 
-def _run_check(program: str | Path, arguments: list[str | Path], path: str) -> None:
+def _run_check(command: Sequence[str | Path], path: str, root: Path) -> None:
     """Run one check. Raises ProcessError with all that it printed."""
-    result = run_unchecked([program, *arguments], cwd=ROOT, env={"PYTHONPATH": LIBRARY_PATH, "PATH": path})
+    result = run_unchecked(command, cwd=root, env={"PYTHONPATH": LIBRARY_PATH, "PATH": path})
     if result.returncode:
-        raise ProcessError(f"{program} failed", (result.stdout + result.stderr).strip(), "")
+        raise ProcessError(f"{command[0]} failed", (result.stdout + result.stderr).strip(), "again")
 
 
 def shell_scripts() -> list[Path]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from sparkforge.core import memory, paths
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import ProcessError, UsageError
 from sparkforge.core.files import require_space
+from sparkforge.core.memory import Machine
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call
 from sparkforge.core.program import ArgumentParser, exit_code
@@ -34,84 +38,102 @@ RERUNS = ("--reruns=1", "--reruns-delay=5")
 COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov-report=term:skip-covered")
 
 
-def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool = False) -> None:
-    """Run the tests; pytest's output goes straight through. Raises ProcessError.
+@dataclass(frozen=True)
+class TestRun:
+    """A run of the tests: pytest's or the campaign's arguments behind `-m`, and variables; `fast` needs no vLLM."""
 
-    `fast` runs the unit tests without those marked slow, `nightly` also those marked nightly; `select` ignores marks.
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str]
+    fast: bool = False
+    output: Path | None = None  # where the campaign writes its counts
+
+
+def plan(words: Sequence[str], machine: Machine, *, on_ci: bool = False) -> TestRun:
+    """Return the run that the arguments of `./inv test` name. Raises UsageError.
+
+    Without any it is every test that is not marked nightly.
     """
-    temporary = Path(tempfile.gettempdir())
-    require_space(temporary, TEMPORARY_BYTES, "the tests")
-    # The tests start some hundred interpreters: each would compile our modules again where its caller forbids bytecode.
-    variables = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
-    if fast:
-        environments.ensure(UNIT, pins.load())
-        python, arguments = UNIT.python, ["tests/unit"]
-        variables[FAST] = "1"
-        workers = min(FAST_WORKERS, 2 * (os.cpu_count() or 1))
-    else:
-        python = prepare_environment(Steps(1), environments.TEST).python
-        arguments = ["tests", "--durations=15"]
-        machine = memory.measure()
-        workers = max(1, min(WORKERS, machine.cores, machine.available // WORKER_BYTES))
-    if select:
-        arguments += ["-k", select]
-    elif fast:
-        arguments += ["-m", "not slow", "--dist=worksteal"]
-    elif not nightly:
-        arguments += ["-m", "not nightly"]
-    if workers > 1 and not select:
-        arguments += [f"--numprocesses={workers}"]
-        variables["OMP_NUM_THREADS"] = "1"  # two pools of as many threads as there are cores would wait for each other
-    if os.environ.get("CI") and not fast:
-        arguments += RERUNS
-    if coverage:
-        arguments += COVERAGE
-    code = call([python, "-m", "pytest", *arguments], cwd=ROOT, env=variables)
-    if code:
-        require_space(temporary, TEMPORARY_BYTES, "the tests")  # on a full disk tests fail for no reason of their own
-        why = f"pytest ended with code {code}"
-        raise ProcessError("the tests failed", why, "read pytest's report above", code="process.tests")
-
-
-def run_robustness(*, minutes: float) -> None:
-    """Attack for `minutes`: failing disks, kills, races, malformed input. Prints the counts and writes them as JSON.
-
-    Raises ProcessError if anything was lost, hung, or ended in a traceback.
-    """
-    env = prepare_environment(Steps(1), environments.TEST)
-    output = paths.state() / "robustness" / f"{datetime.now(UTC):%Y%m%d_%H%M%S}.json"
-    command: list[str | Path] = [env.python, "-m", "robustness.campaign", "--minutes", f"{minutes:g}"]
-    # No package index may be reached: every scenario has its own.
-    variables = {"PYTHONPATH": str(ROOT / "tests"), "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
-    code = call([*command, "--output", output], cwd=ROOT, env=variables)
-    if code:
-        fix = "run one of the commands above: each repeats a case"
-        raise ProcessError("the robustness tests failed", f"the counts are in {output}", fix, code="process.tests")
-
-
-def main() -> None:
-    """Run what the arguments of `./inv test` name. Raises UsageError, ProcessError."""
     parser = ArgumentParser(prog="./inv test")
     for name in ("all", "fast", "coverage", "robustness"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--select", default="")
     parser.add_argument("--minutes", default="")
-    given = parser.parse_args()
-    if not given.robustness:
-        if given.minutes:
-            raise UsageError("--minutes has no meaning here", "only --robustness takes it", "./inv test --robustness")
-        if given.all and (given.fast or given.select):
-            why = "--fast leaves tests out, and --select runs what it names, marked nightly or not"
-            raise UsageError("--all goes with neither --fast nor --select", why, "./inv test --all")
-        run_tests(fast=given.fast, select=given.select, coverage=given.coverage, nightly=given.all)
-        return
+    given = parser.parse_args(words)
+    if given.robustness:
+        return _campaign(given)
+    if given.minutes:
+        raise UsageError("--minutes has no meaning here", "only --robustness takes it", "./inv test --robustness")
+    if given.all and (given.fast or given.select):
+        why = "--fast leaves tests out, and --select runs what it names, marked nightly or not"
+        raise UsageError("--all goes with neither --fast nor --select", why, "./inv test --all")
+    return _tests(given, machine, on_ci)
+
+
+def _tests(given: argparse.Namespace, machine: Machine, on_ci: bool) -> TestRun:
+    """Return the run of pytest."""
+    # The tests start some hundred interpreters: each would compile our modules again where its caller forbids bytecode.
+    variables = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
+    if given.fast:
+        arguments = ["tests/unit"]
+        variables[FAST] = "1"
+        workers = min(FAST_WORKERS, 2 * machine.cores)
+    else:
+        arguments = ["tests", "--durations=15"]
+        workers = max(1, min(WORKERS, machine.cores, machine.available // WORKER_BYTES))
+    if given.select:
+        arguments += ["-k", given.select]
+    elif given.fast:
+        arguments += ["-m", "not slow", "--dist=worksteal"]
+    elif not given.all:
+        arguments += ["-m", "not nightly"]
+    if workers > 1 and not given.select:
+        arguments += [f"--numprocesses={workers}"]
+        variables["OMP_NUM_THREADS"] = "1"  # two pools of as many threads as there are cores would wait for each other
+    if on_ci and not given.fast:
+        arguments += RERUNS
+    if given.coverage:
+        arguments += COVERAGE
+    return TestRun(("pytest", *arguments), variables, given.fast)
+
+
+def _campaign(given: argparse.Namespace) -> TestRun:
+    """Return the run that attacks for minutes: failing disks, kills, races, malformed input. Raises UsageError."""
     if given.all or given.fast or given.select or given.coverage:
         why = "--all, --fast, --select and --coverage are for pytest"
         raise UsageError("--robustness runs no other tests", why, "./inv test --robustness")
     length = whole_number("--minutes", given.minutes or "60")
     if length < 1:
         raise UsageError(f"--minutes {length} is too short", "it takes a whole number from 1", "--minutes 10")
-    run_robustness(minutes=length)
+    output = paths.state() / "robustness" / f"{datetime.now(UTC):%Y%m%d_%H%M%S}.json"
+    # No package index may be reached: every scenario has its own.
+    variables = {"PYTHONPATH": str(ROOT / "tests"), "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+    arguments = ("robustness.campaign", "--minutes", str(length), "--output", str(output))
+    return TestRun(arguments, variables, output=output)
+
+
+def run(test_run: TestRun, python: str | Path) -> None:
+    """Run the tests with `python`; their output goes straight through. Raises ProcessError."""
+    temporary = Path(tempfile.gettempdir())
+    require_space(temporary, TEMPORARY_BYTES, "the tests")
+    code = call([python, "-m", *test_run.arguments], cwd=ROOT, env=test_run.variables)
+    if code and test_run.output:
+        why, fix = f"the counts are in {test_run.output}", "again   # or one of the commands above: each repeats a case"
+        raise ProcessError("the robustness tests failed", why, fix, code="process.tests")
+    if code:
+        require_space(temporary, TEMPORARY_BYTES, "the tests")  # on a full disk tests fail for no reason of their own
+        fix = "again   # first read pytest's report above"
+        raise ProcessError("the tests failed", f"pytest ended with code {code}", fix, code="process.tests")
+
+
+def main() -> None:
+    """Run what the arguments of `./inv test` name. Raises UsageError, ProcessError."""
+    test_run = plan(sys.argv[1:], memory.measure(), on_ci=bool(os.environ.get("CI")))
+    if test_run.fast:
+        environments.ensure(UNIT, pins.load())
+        python = UNIT.python
+    else:
+        python = prepare_environment(Steps(1), environments.TEST).python
+    run(test_run, python)
 
 
 if __name__ == "__main__":

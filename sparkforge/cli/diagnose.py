@@ -115,12 +115,12 @@ def qualify(
     from sparkforge.qualify import report
     from sparkforge.qualify.parts import SHAPES, Qualification
     from sparkforge.serve import launch
-    from sparkforge.serve.devices.choose import NVIDIA_DRIVER
+    from sparkforge.serve.devices.choose import has_driver
     from sparkforge.serve.devices.embedded import Embedded
     from sparkforge.serve.devices.gpu import Gpu
     from sparkforge.serve.plan import StartPlan
 
-    device = device or (GPU if NVIDIA_DRIVER.exists() else EMBEDDED)
+    device = device or (GPU if has_driver() else EMBEDDED)
     if device not in (GPU, EMBEDDED):
         raise UsageError(f"--device {device} cannot be qualified", "it is gpu or embedded", "./inv qualify")
     kind, python = Gpu if device == GPU else Embedded, caller_path(python) if python else ""

@@ -55,19 +55,19 @@ def as_called_here(text: str) -> str:
     return re.sub(rf"docker compose (?=(?:{COMPOSE_VERBS})\b)", lambda _: compose, text)
 
 
-def where_it_runs(advice: str) -> str:
+def where_it_runs(advice: str, root: Path = ROOT) -> str:
     """Return an advised command, with a word on where it runs if that is not here.
 
     An image has no Compose files; that for development has an `./inv`, the one that serves has none. A `docker compose`
     in it gets the `-f` files with which the container was made.
     """
-    if (ROOT / "docker-compose.yml").exists():
+    if (root / "docker-compose.yml").exists():
         return completed(advice, "./inv up")
     advice, options = completed(advice, "docker compose up -d"), compose_options(os.environ)
     advice = re.sub(rf"docker compose (?=(?:{COMPOSE_VERBS})\b)", lambda _: f"docker compose {options}", advice)
     if "on the host" in advice:
         return advice
-    absent = "|".join((*OF_THE_HOST, *(() if (ROOT / "inv").exists() else (r"\./inv",))))
+    absent = "|".join((*OF_THE_HOST, *(() if (root / "inv").exists() else (r"\./inv",))))
     if not re.search(rf"(?:^|[\s(`])(?:{absent})[\s`]", advice):
         return advice
     return with_remark(advice, "on the host")

@@ -24,10 +24,11 @@ from sparkforge.serve import record, unit
 from sparkforge.serve.unit import NAME, ServiceUnit
 
 CODE = "server.service"
-SYSTEM_UNITS = Path("/etc/systemd/system")
-BOOTED = Path("/run/systemd/system")  # sd_booted(3)
+MACHINE = Path("/")  # below it lie SYSTEM_UNITS, BOOTED and LINGERING
+SYSTEM_UNITS = "etc/systemd/system"
+BOOTED = "run/systemd/system"  # sd_booted(3)
 BY_HAND = "./inv up   # by hand; or let Docker start it: docs/guide/docker.md, Restarts"
-LINGERING = Path("/var/lib/systemd/linger")  # a file for each user whose manager logind keeps
+LINGERING = "var/lib/systemd/linger"  # a file for each user whose manager logind keeps
 SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
 
 
@@ -41,7 +42,7 @@ class Manager:
     def file(self) -> Path:
         """Our unit."""
         own = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
-        return (SYSTEM_UNITS if self.system else own) / NAME
+        return (MACHINE / SYSTEM_UNITS if self.system else own) / NAME
 
     @property
     def option(self) -> str:
@@ -84,8 +85,9 @@ class Manager:
 
 def version() -> int:
     """Return systemd's version. Raises ServerError where systemd is not what runs this machine."""
-    if not shutil.which("systemctl") or not BOOTED.is_dir():
-        missing = "there is no systemctl" if not shutil.which("systemctl") else f"there is no {BOOTED}"
+    booted = MACHINE / BOOTED
+    if not shutil.which("systemctl") or not booted.is_dir():
+        missing = "there is no systemctl" if not shutil.which("systemctl") else f"there is no {booted}"
         why = f"{missing}: systemd does not run this machine, or this is a container"
         raise ServerError("there is no systemd to start a server at boot", why, BY_HAND, code=CODE)
     match = re.match(r"systemd (\d+)", run_unchecked(["systemctl", "--version"], seconds=SECONDS).stdout)
@@ -189,4 +191,4 @@ def _linger_command() -> str:
 
 def _lingers() -> bool:
     """Tell whether logind keeps this user's manager without a session (loginctl enable-linger)."""
-    return (LINGERING / getpass.getuser()).exists()
+    return (MACHINE / LINGERING / getpass.getuser()).exists()

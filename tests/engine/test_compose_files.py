@@ -41,8 +41,7 @@ def test_each_file_that_was_given_by_f_is_named(engine, tmp_path, monkeypatch, f
     for name, value in variables.items():
         if name.startswith(paths.COMPOSE_FILES) or name == paths.COMPOSE_PROFILE:
             monkeypatch.setenv(name, value)
-    monkeypatch.setattr(paths, "ROOT", tmp_path)  # as in an image, which has none of the files
-    assert paths.where_it_runs("docker compose up -d") == f"docker compose {options}up -d   # on the host"
+    assert paths.where_it_runs("docker compose up -d", tmp_path) == f"docker compose {options}up -d   # on the host"
 
 
 def test_files_of_composes_own_variable_are_named_as_they_stand_there(engine, tmp_path, monkeypatch):

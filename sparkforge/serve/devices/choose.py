@@ -17,8 +17,8 @@ from sparkforge.serve.devices.device import Device
 from sparkforge.serve.plan import StartPlan
 
 NAMES = (AUTO, EMBEDDED, GPU, DOCKER, DOCKER_CPU)
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-PRODUCT = Path("/sys/class/dmi/id/product_name")  # "NVIDIA_DGX_Spark" and the like; by public reports, not seen by us
+NVIDIA_DRIVER = "proc/driver/nvidia/version"
+PRODUCT = "sys/class/dmi/id/product_name"  # "NVIDIA_DGX_Spark" and the like; by public reports, not seen by us
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,29 @@ class Choice:
         return self.device in CONTAINERS
 
 
-def choose(name: str) -> Choice:
-    """Return the device of that name; `auto` looks at the machine. Raises UsageError for an unknown name."""
+def has_driver(root: Path = Path("/")) -> bool:
+    """Tell whether an NVIDIA driver is loaded on the machine whose files lie under `root`."""
+    return (root / NVIDIA_DRIVER).exists()
+
+
+def choose(name: str, root: Path = Path("/"), processor: str = platform.machine()) -> Choice:
+    """Return the device of that name; `auto` looks at the machine, whose files lie under `root`.
+
+    Raises UsageError for an unknown name.
+    """
     if name in NAMES and name != AUTO:
         return Choice(name, "you asked for it")
     if name != AUTO:
         raise UsageError(f"unknown device {name!r}", f"the devices are {', '.join(NAMES)}", "./inv up --device auto")
-    if not NVIDIA_DRIVER.exists():
+    if not has_driver(root):
         return Choice(EMBEDDED, "no NVIDIA driver is loaded; vLLM's CPU build serves")
-    if platform.machine() != "aarch64":
-        return _without_docker(f"this machine is {platform.machine()}, and the image is for a Spark, which is aarch64")
+    if processor != "aarch64":
+        return _without_docker(f"this machine is {processor}, and the image is for a Spark, which is aarch64")
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
     product = ""
     with suppress(OSError):
-        product = PRODUCT.read_text(encoding="utf-8").strip()
+        product = (root / PRODUCT).read_text(encoding="utf-8").strip()
     try:
         with engine.connected() as client:
             docker_engine = engine.read(client)

@@ -1,6 +1,6 @@
 """`./inv test` and `./inv check`: what they start, and what their failures say."""
 
-from types import SimpleNamespace
+import sys
 
 import pytest
 from expected import refused
@@ -9,7 +9,8 @@ from invoke.exceptions import Exit
 
 from lab import check, suite
 from sparkforge.cli import maintain
-from sparkforge.core.errors import ProcessError, UsageError
+from sparkforge.core.console import Steps
+from sparkforge.core.errors import UsageError
 from sparkforge.core.memory import Machine
 
 
@@ -17,11 +18,9 @@ from sparkforge.core.memory import Machine
     "words",
     ["--minutes=5", "--all --fast", "--robustness --fast", "--robustness --minutes=0", "--robustness --minutes=x"],
 )
-def test_options_that_do_not_go_together_are_refused(monkeypatch, words):
-    monkeypatch.setattr(suite, "call", lambda *_args, **_more: pytest.fail("tests were started"))
-    monkeypatch.setattr("sys.argv", ["lab.suite", *words.split()])
+def test_options_that_do_not_go_together_are_refused(words):
     with pytest.raises(UsageError):
-        suite.main()
+        suite.plan(words.split(), Machine(1, 1))
 
 
 def test_the_command_ends_with_the_code_of_the_program_in_the_laboratory():
@@ -41,20 +40,17 @@ def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path,
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
-    program(check.LINT.path / "bin" / "good", "echo good says $1")
-    program(check.LINT.path / "bin" / "bad", "echo bad says $1; exit 1")
+    program(tmp_path / "bin" / "good", "echo good says $1")
+    program(tmp_path / "bin" / "bad", "echo bad says $1; exit 1")
     if installed:
         program(tmp_path / "shellcheck", "exit 1")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(check.platform, "machine", lambda: machine)
+    pages = (sys.executable, "-m", "lab.reference_pages", "--check")
     checks = {"one": ("bad", "x"), "two": ("good",), "three": ("missing",), "shell": ("shellcheck",)}
-    monkeypatch.setattr(check, "CHECKS", checks)
-    monkeypatch.setattr(check, "ROOT", tmp_path)
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "reference_pages.py").write_text("import sys; sys.exit(f'{sys.argv[1:]} a page is old')")
-    monkeypatch.setattr(check.environments, "ensure", lambda *_: None)
     with refused("process.checks") as error:
-        check.check()
+        check.run_all({**checks, "reference pages": pages}, tmp_path / "bin", machine, Steps(5), tmp_path)
     assert error.value.why == f"{failed}, reference pages"
     output = capsys.readouterr()
     assert output.out.startswith("bad says x\n")
@@ -71,16 +67,17 @@ def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path,
         ("--robustness --minutes=7", 2, ["robustness.campaign", "--minutes", "7", "--output"]),
     ],
 )
-def test_the_programs_of_a_run_and_its_failure(monkeypatch, words, cores, arguments):
-    calls = []
-    monkeypatch.setattr(suite, "prepare_environment", lambda *_: SimpleNamespace(python="all"))
-    monkeypatch.setattr(suite.environments, "ensure", lambda *_: True)
-    monkeypatch.setattr(suite.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(suite.memory, "measure", lambda: Machine(64 * 10**9, cores))
-    monkeypatch.setattr(suite, "call", lambda command, **_: calls.append(command) or len(calls) - 1)
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr("sys.argv", ["lab.suite", *words.split()])
-    suite.main()
-    assert calls[0][2 : 2 + len(arguments)] == arguments
-    with pytest.raises(ProcessError):  # the second run ends with code 1
-        suite.main()
+def test_the_program_of_a_run_follows_the_options_and_the_machine(words, cores, arguments):
+    machine = Machine(64 * 10**9, cores)
+    assert list(suite.plan(words.split(), machine).arguments[: len(arguments)]) == arguments
+    assert ("--reruns=1" in suite.plan(words.split(), machine, on_ci=True).arguments) == (arguments[1] == "tests")
+
+
+def test_a_run_that_fails_is_an_error(tmp_path):
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\nexit "$(($# - 3))"\n')
+    program.chmod(0o755)
+    suite.run(suite.TestRun(("pytest", "passes"), {}), program)
+    for failing in (suite.TestRun(("pytest", "x", "y"), {}), suite.TestRun(("a", "b", "c"), {}, output=tmp_path)):
+        with refused("process.tests"):
+            suite.run(failing, program)

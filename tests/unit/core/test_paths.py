@@ -62,14 +62,13 @@ def test_a_home_that_nobody_has_is_refused(named):
         ("nvidia-smi   # if that hangs too, reboot", "nvidia-smi   # if that hangs too, reboot"),
     ],
 )
-def test_advice_in_an_image_says_what_runs_on_the_host(monkeypatch, tmp_path, advice, in_an_image):
-    monkeypatch.setattr(paths, "ROOT", tmp_path)
-    assert paths.where_it_runs(advice) == in_an_image
+def test_advice_in_an_image_says_what_runs_on_the_host(tmp_path, advice, in_an_image):
+    assert paths.where_it_runs(advice, tmp_path) == in_an_image
     (tmp_path / "inv").touch()
     of_host = advice.lstrip("`").startswith(("docker", "sudo")) or "`docker" in advice
-    assert paths.where_it_runs(advice) == (in_an_image if of_host else advice)  # the image for development
+    assert paths.where_it_runs(advice, tmp_path) == (in_an_image if of_host else advice)  # the image for development
     (tmp_path / "docker-compose.yml").touch()
-    assert paths.where_it_runs(advice) == advice
+    assert paths.where_it_runs(advice, tmp_path) == advice
 
 
 @pytest.mark.parametrize(
@@ -84,11 +83,10 @@ def test_advice_in_an_image_says_what_runs_on_the_host(monkeypatch, tmp_path, ad
     ],
 )
 def test_advice_in_a_container_names_the_compose_files_that_made_it(monkeypatch, tmp_path, variables, options):
-    monkeypatch.setattr(paths, "ROOT", tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     advice = "SPARKFORGE_MEMORY=8g docker compose up -d; then docker compose logs vllm"
     named = f"SPARKFORGE_MEMORY=8g docker compose {options}up -d; then docker compose {options}logs vllm"
-    assert paths.where_it_runs(advice) == f"{named}   # on the host"
+    assert paths.where_it_runs(advice, tmp_path) == f"{named}   # on the host"
     advice = "docker compose -f x.yml up   # on the host"
-    assert paths.where_it_runs(advice) == advice
+    assert paths.where_it_runs(advice, tmp_path) == advice

@@ -101,13 +101,12 @@ def test_a_profile_a_stack_and_an_interpreter_that_cannot_serve_are_refused(fake
         _ = Gpu(StartPlan("gpu", stack="spark-next")).environment
 
 
-def test_auto_takes_a_free_gpu_and_else_says_why_not(fake_nvidia_smi, monkeypatch, tmp_path):
-    monkeypatch.setattr(choose.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(choose, "NVIDIA_DRIVER", tmp_path)
+def test_auto_takes_a_free_gpu_and_else_says_why_not(fake_nvidia_smi, tmp_path):
+    (tmp_path / choose.NVIDIA_DRIVER).mkdir(parents=True)
     fake_nvidia_smi(H100)
-    assert choose.choose("auto").device == "gpu"
+    assert choose.choose("auto", tmp_path, "x86_64").device == "gpu"
     fake_nvidia_smi(H100.replace("81559, 4", "81559, 60000"))
-    choice = choose.choose("auto")
+    choice = choose.choose("auto", tmp_path, "x86_64")
     assert (choice.device, "are in use" in choice.why) == ("embedded", True)
 
 

@@ -87,11 +87,32 @@ def test_a_unit_that_was_edited_is_nobodys():
     assert not unit.root_of("")
 
 
+@pytest.fixture
+def systemctl(monkeypatch, tmp_path):
+    """Return a function: have systemctl print these properties; it notes its arguments."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(service, "MACHINE", tmp_path)
+    (tmp_path / service.BOOTED).mkdir(parents=True)
+    (tmp_path / service.SYSTEM_UNITS).mkdir(parents=True)
+
+    def systemctl(properties=""):
+        program = folder / "systemctl"
+        answers = f"--version) echo systemd 257;; *show*) echo '{properties}';;"
+        text = f'echo "$*" >> {tmp_path}/calls\ncase "$*" in {answers} esac'
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+
+    systemctl()
+    return systemctl
+
+
 @pytest.mark.parametrize("text", [written(root=Path("/elsewhere")), "\udcff"])
-def test_a_unit_of_somebody_else_is_neither_replaced_nor_removed(monkeypatch, tmp_path, text):
-    monkeypatch.setattr(service, "SYSTEM_UNITS", tmp_path)
-    monkeypatch.setattr(service, "version", lambda: 257)
-    file = tmp_path / unit.NAME
+@pytest.mark.usefixtures("systemctl")
+def test_a_unit_of_somebody_else_is_neither_replaced_nor_removed(tmp_path, text):
+    file = tmp_path / service.SYSTEM_UNITS / unit.NAME
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(StorageError, match="is not this checkout's"):
         service.remove(system=True)
@@ -100,21 +121,18 @@ def test_a_unit_of_somebody_else_is_neither_replaced_nor_removed(monkeypatch, tm
     assert file.exists()
 
 
-def test_without_systemd_or_a_unit_the_command_to_use_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(service, "SYSTEM_UNITS", tmp_path / "system")
-    with monkeypatch.context() as patch:
-        patch.setattr(service, "version", lambda: 257)
-        with pytest.raises(ServerError, match="no service is installed") as caught:
-            service.remove(system=False)
+@pytest.mark.usefixtures("systemctl")
+def test_without_systemd_or_a_unit_the_command_to_use_is_named(tmp_path):
+    with pytest.raises(ServerError, match="no service is installed") as caught:
+        service.remove(system=False)
     assert f"{tmp_path}/systemd/user" in caught.value.why
-    monkeypatch.setattr(service, "BOOTED", tmp_path / "none")
+    (tmp_path / service.BOOTED).rmdir()
     with pytest.raises(ServerError, check=lambda error: error.code == "server.service" and "./inv up" in error.fix):
         service.version()
 
 
-def test_an_account_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setattr(service, "version", lambda: 257)
+@pytest.mark.usefixtures("systemctl")
+def test_an_account_that_is_not_there_is_named():
     for account, system, message in (
         ("nobody-of-that-name", True, "no account nobody"),
         ("root", False, "needs --system"),
@@ -123,34 +141,14 @@ def test_an_account_that_is_not_there_is_named(monkeypatch):
             service.install(ServiceUnit(), system=system, account=account, now=False)
 
 
-@pytest.fixture
-def systemctl(monkeypatch, tmp_path):
-    """Return a function: have systemctl print these properties; it notes its arguments."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(service, "BOOTED", tmp_path)
-    monkeypatch.setattr(service, "LINGERING", tmp_path / "linger")
-
-    def systemctl(properties):
-        program = folder / "systemctl"
-        answers = f"--version) echo systemd 257;; *show*) echo '{properties}';;"
-        text = f'echo "$*" >> {tmp_path}/calls\ncase "$*" in {answers} esac'
-        program.write_text(f"#!/bin/sh\n{text}\n")
-        program.chmod(0o755)
-
-    return systemctl
-
-
 def test_a_users_own_unit_is_installed_and_removed(systemctl, capsys, tmp_path):
     systemctl("ActiveState=inactive\nUnitFileState=enabled")
     service.install(ServiceUnit(arguments=("--port=8001",)), system=False, account="", now=True)
     file = tmp_path / "systemd/user/sparkforge.service"
     assert '"--port=8001"' in file.read_text()
     assert "sudo loginctl enable-linger" in capsys.readouterr().err
-    (tmp_path / "linger").mkdir()
-    (tmp_path / "linger" / getpass.getuser()).touch()
+    (tmp_path / service.LINGERING).mkdir(parents=True)
+    (tmp_path / service.LINGERING / getpass.getuser()).touch()
     service.install(ServiceUnit(arguments=("--port=8001",)), system=False, account="", now=False)
     said = capsys.readouterr().err
     assert "unchanged" in said
@@ -160,31 +158,26 @@ def test_a_users_own_unit_is_installed_and_removed(systemctl, capsys, tmp_path):
     assert "disable --now sparkforge.service" in (tmp_path / "calls").read_text()
 
 
+@pytest.mark.usefixtures("systemctl")
 class TestOptionsOfUp:
-    @pytest.fixture
-    def installed(self, monkeypatch):
-        """Return the arguments of each unit that the command would install."""
-        units = []
-        monkeypatch.setattr(service, "version", lambda: 257)
-        monkeypatch.setattr(service, "install", lambda unit, **_: units.append(unit.arguments))
-        return units
-
-    def test_a_system_unit_takes_no_repository_of_roots_own_cache(self, installed, capsys):
+    def test_a_system_unit_takes_no_repository_of_roots_own_cache(self, capsys, tmp_path):
         with pytest.raises(Exit):
             install(Context(), device="embedded", system=True, model="openai/gpt-oss-120b")
-        assert installed == []
+        assert not (tmp_path / service.SYSTEM_UNITS / unit.NAME).exists()
         assert "openai/gpt-oss-120b is not a folder" in capsys.readouterr().err
 
-    def test_the_options_of_up_are_in_the_unit_with_the_callers_paths(self, installed, monkeypatch, tmp_path):
+    def test_the_options_of_up_are_in_the_unit_with_the_callers_paths(self, monkeypatch, tmp_path):
         monkeypatch.setenv("INV_CWD", str(tmp_path))
         flags = ("--max-num-seqs", "4", "--chat-template=./x")
         install(Context(), device="embedded", host="localhost", context="4096", vllm_flags=flags)
-        assert {"--host=127.0.0.1", "--context=4096"} <= set(installed[0])
-        assert installed[0][-4:] == ("--", "--max-num-seqs", "4", f"--chat-template={tmp_path}/x")
+        text = (tmp_path / "systemd/user" / unit.NAME).read_text()
+        assert '"--host=127.0.0.1"' in text
+        assert '"--context=4096"' in text
+        assert f'"--" "--max-num-seqs" "4" "--chat-template={tmp_path}/x"' in text
 
-    def test_what_up_refuses_is_not_installed(self, installed):
+    def test_what_up_refuses_is_not_installed(self, tmp_path):
         for option in ({"host": "0.0.0.0"}, {"vllm_flags": ("--api-key", "x")}):  # noqa: S104 - it is refused
             with pytest.raises(Exit) as refused:
                 install(Context(), device="embedded", **option)
             assert refused.value.code == UsageError.exit_code
-        assert not installed
+        assert not (tmp_path / "systemd/user" / unit.NAME).exists()

@@ -175,9 +175,8 @@ def test_on_the_machines_network_the_server_listens_on_loopback(image, monkeypat
 )
 def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_path, host, expected):
     monkeypatch.setattr(entrypoint.socket, "gethostname", lambda: host)
-    monkeypatch.setattr(paths, "ROOT", tmp_path)  # as in an image
     monkeypatch.setenv("SPARKFORGE_COMPOSE_FILE", "a.yml:my b.yml")
-    advice = paths.where_it_runs(entrypoint.start_again())
+    advice = paths.where_it_runs(entrypoint.start_again(), tmp_path)  # as in an image
     expected = expected.format("-f a.yml -f 'my b.yml' ")
     assert advice == with_remark(expected, "on the host")
 
