@@ -87,17 +87,31 @@ def test_a_canary_tells_the_fault(name):
     assert re.search(fault, proof.CALLS[name].fault(answer))
 
 
-def test_a_response_that_is_not_kept_is_a_known_limit(endpoint, monkeypatch):
+def altered(endpoint, change):
+    """Return an endpoint whose requests go through `change(send, path, body, *rest)`."""
+
+    class Altered(Endpoint):
+        def post(self, *arguments):
+            return change(super().post, *arguments)
+
+        def events(self, *arguments):
+            return change(super().events, *arguments)
+
+    return Altered(endpoint.url, endpoint.model, key=endpoint.key)
+
+
+NOWHERE = Endpoint("http://127.0.0.1:1", "m", key="")
+
+
+def test_a_response_that_is_not_kept_is_a_known_limit(endpoint):
     """Of two API processes one has it, and a small store may have lost it to the other requests."""
 
-    def lose(endpoint, path, body, *rest):
+    def lose(send, path, body, *rest):
         if body.get("previous_response_id") == fake_api.GOOD["id"]:
             raise reply_error(404, "Response with id 'resp_1' not found.")
-        return post(endpoint, path, body, *rest)
+        return send(path, body, *rest)
 
-    post = Endpoint.post
-    monkeypatch.setattr(Endpoint, "post", lose)
-    outcome = proof.prove(endpoint, 60.0, patches=PATCHES)
+    outcome = proof.prove(altered(endpoint, lose), 60.0, patches=PATCHES)
     assert [name for name, limit in outcome.items() if limit] == ["a continued response"]
     assert "--api-server-count" in proof.describe(outcome)
 
@@ -124,7 +138,7 @@ def test_every_call_that_failed_is_named_in_the_same_order(monkeypatch):
 
     monkeypatch.setattr(proof, "fault_of", fault_of)
     with pytest.raises(ServerError) as caught:
-        proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES)
+        proof.prove(NOWHERE, 60.0, patches=PATCHES)
     assert caught.value.why == "the request for a chat: role; failed, too: a streamed chat, a tool call"
 
 
@@ -148,27 +162,24 @@ def test_both_answers_of_a_mixed_step_are_checked(events, response, fault):
     assert bool(proof.CALLS[MIXED].fault([events, response])) == bool(fault)
 
 
-def test_another_404_is_a_fault(monkeypatch):
-    def refuse(_endpoint, path, body, *rest):
+def test_another_404_is_a_fault():
+    def refuse(_send, path, body, *rest):
         if "previous_response_id" in body:
             raise reply_error(404, "The model `m` does not exist.")
         return fake_api.GOOD
 
-    monkeypatch.setattr(Endpoint, "post", refuse)
     with pytest.raises(ServerError, match="does not exist"):
-        proof.fault_of("a continued response", Endpoint("http://127.0.0.1:1", "m", key=""), 60.0)
+        proof.fault_of("a continued response", altered(NOWHERE, refuse), 60.0)
 
 
 @pytest.mark.parametrize("name", ["a continued response", "a response that fails"])
-def test_what_needs_the_store_knows_when_it_is_off(monkeypatch, name):
+def test_what_needs_the_store_knows_when_it_is_off(name):
     def refuse(*arguments):
         if "background" in proof.CALLS[name].body or "previous_response_id" in arguments[2]:
             raise ServerError("the server answered 400", f"set {proof.STORE}=1", "./inv logs", code="server.reply")
         return fake_api.GOOD
 
-    monkeypatch.setattr(Endpoint, "post", refuse)
-    monkeypatch.setattr(Endpoint, "events", refuse)
-    assert proof.fault_of(name, Endpoint("http://127.0.0.1:1", "m", key=""), 60.0) == proof.LIMITS[name][0].fault
+    assert proof.fault_of(name, altered(NOWHERE, refuse), 60.0) == proof.LIMITS[name][0].fault
 
 
 UNPROVED = {
@@ -180,41 +191,31 @@ UNPROVED = {
 }
 
 
-def test_beside_a_draft_spelled_answers_replace_the_bias_and_the_others_are_named_as_not_proved(endpoint, monkeypatch):
+def test_beside_a_draft_spelled_answers_replace_the_bias_and_the_others_are_named_as_not_proved(endpoint):
     allowed = []
 
-    def refuse(real):
-        def ask(endpoint, path, body, *rest):
-            if path == "/tokenize":
-                return {"tokens": [len(body["prompt"])]}
-            allowed.extend(body.get("allowed_token_ids", ()))
-            if "logit_bias" in body:
-                raise reply_error(400, "min_p and logit_bias are not yet supported with speculative decoding")
-            return real(endpoint, path, body, *rest)
+    def refuse(send, path, body, *rest):
+        if path == "/tokenize":
+            return {"tokens": [len(body["prompt"])]}
+        allowed.extend(body.get("allowed_token_ids", ()))
+        if "logit_bias" in body:
+            raise reply_error(400, "min_p and logit_bias are not yet supported with speculative decoding")
+        return send(path, body, *rest)
 
-        return ask
-
-    for name in ("post", "events"):
-        monkeypatch.setattr(Endpoint, name, refuse(getattr(Endpoint, name)))
-    outcome = proof.prove(endpoint, 60.0, patches=PATCHES)
+    outcome = proof.prove(altered(endpoint, refuse), 60.0, patches=PATCHES)
     assert {name for name, limit in outcome.items() if limit} == UNPROVED
     assert sorted(set(allowed)) == sorted({len(call.spelled) for call in proof.CALLS.values() if call.spelled})
     assert "a JSON response (not proved, vLLM takes no logit_bias beside a draft)" in proof.describe(outcome)
 
 
-def test_a_family_of_another_vocabulary_gets_no_canary_no_bias_and_its_own_keys_in_chats(endpoint, monkeypatch):
+def test_a_family_of_another_vocabulary_gets_no_canary_no_bias_and_its_own_keys_in_chats(endpoint):
     sent = {}
 
-    def noted(real):
-        def ask(endpoint, path, body, *rest):
-            sent.setdefault(path, []).append(body)
-            return real(endpoint, path, body, *rest)
+    def noted(send, path, body, *rest):
+        sent.setdefault(path, []).append(body)
+        return send(path, body, *rest)
 
-        return ask
-
-    for name in ("post", "events"):
-        monkeypatch.setattr(Endpoint, name, noted(getattr(Endpoint, name)))
-    outcome = proof.prove(endpoint, 60.0, patches=PATCHES, family="qwen3")
+    outcome = proof.prove(altered(endpoint, noted), 60.0, patches=PATCHES, family="qwen3")
     assert set(outcome) == set(proof.REQUESTS)
     assert not [body for bodies in sent.values() for body in bodies if "logit_bias" in body]
     assert all("chat_template_kwargs" in body for body in sent[proof.CHAT])
