@@ -73,10 +73,11 @@ class ValidationReport:
         return None
 
 
-def run(profile: str, options: Options) -> ValidationReport:
+def run(profile: str, options: Options, sheet: Facts | None = None) -> ValidationReport:
     """Validate this machine for `profile`. Raises UsageError for an unknown profile and nothing else.
 
-    Facts of child processes are gathered only if the options and a check of the profile ask for them.
+    `sheet` has the facts that no child process gathers, if they are known. The others are gathered only if the options
+    and a check of the profile ask for them.
     """
     chosen = named(profile).foreign() if options.foreign else named(profile)
     if options.layers and "layers" not in chosen.severities:
@@ -84,7 +85,7 @@ def run(profile: str, options: Options) -> ValidationReport:
     needs = {need for name in chosen.severities for need in CHECKS[name].needs}
     target = Target(options, options.stack or chosen.stack)
     start = time.monotonic()
-    facts: dict[str, Fact] = gather(target, GROUPS)
+    facts: dict[str, Fact] = gather(target, GROUPS) if sheet is None else dict(sheet)
     seconds = {"facts": time.monotonic() - start}
     for name, module in (("deep", deep), ("numerics", numerics), ("layers", layers)):
         start = time.monotonic()
@@ -130,9 +131,19 @@ def _judge(
 
 def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bool) -> Finding:
     if check.deep and not with_deep:
-        return skipped(check, "asks torch and vllm, and --no-deep was given", "leave out --no-deep", required=required)
+        return skipped(
+            check,
+            "asks torch and vllm, and --no-deep was given",
+            "./inv validate   # without --no-deep",
+            required=required,
+        )
     model = facts.get("model.path")
     no_model = model is not None and model.value is None and model.error is None
     if no_model and "model" in check.needs:
-        return skipped(check, "no model directory was given", "add --model DIR", required=required)
+        return skipped(
+            check,
+            "no model directory was given",
+            "./inv validate   # checks the tiny model; --model names another one",
+            required=required,
+        )
     return evaluate(check, View(facts), required=required)

@@ -52,7 +52,9 @@ def _cpu_instructions(view: View) -> CheckResult:
     if wanted not in flags:
         return failed(f"this {machine} processor has no {wanted}")
     if better not in flags:
-        return warned(f"it has {wanted}, but not {better}: it serves, slowly", f"a processor with {better} is faster")
+        return warned(
+            f"it has {wanted}, but not {better}: it serves, slowly", f"./inv up   # a processor with {better} is faster"
+        )
     return passed(f"{machine} with {wanted} and {better}")
 
 
@@ -110,7 +112,9 @@ def _gpu_memory(view: View) -> CheckResult:
     wanted, needed = share * total, weights + devices.table()["spark"].runtime.value * GIB
     evidence = f"{gib(free)} of {gib(total)} free, vLLM takes {gib(wanted)}, {gib(needed)} needed"
     if wanted < needed:
-        return failed(f"{evidence} (weights {gib(weights)})", "raise --gpu-memory-utilization, or a larger GPU")
+        return failed(
+            f"{evidence} (weights {gib(weights)})", "./inv up -- --gpu-memory-utilization 0.95   # or a larger GPU"
+        )
     return judged(free >= wanted, evidence)
 
 

@@ -47,5 +47,5 @@ def _model_format(view: View) -> CheckResult:
     if config.get("model_type") != view.text("model.model_type"):
         return failed(f"model_type is {view.text('model.model_type')}, config.json says {config.get('model_type')}")
     if lie := model.disagreement(int(view.number("model.weight_bytes"))):
-        return failed(lie, "copy or download the checkpoint again: config.json is not of these files")
+        return failed(lie, "./inv pull gpt-oss-120b --replace   # config.json is not of these files")
     return passed(f"{model.family}, experts in {model.experts_form}, other layers in {model.dense_form}")

@@ -243,7 +243,9 @@ def _unknown_environment(view: View) -> CheckResult:
     if not names:
         return passed("vLLM knows every VLLM_ variable that is set")
     advice = [f"{name} → {REPLACEMENTS[name]}" for name in names if name in REPLACEMENTS]
-    return failed(f"vLLM ignores {some(names)}", "; ".join([f"unset {' '.join(names)}", *advice]))
+    return failed(
+        f"vLLM ignores {some(names)}", f"unset {' '.join(names)}" + (f"   # {'; '.join(advice)}" if advice else "")
+    )
 
 
 @CHECKS.add(
@@ -299,7 +301,10 @@ def _moe_backend(view: View) -> CheckResult:
         return warned(f"it is unknown which backend runs experts of this family here: {family.experts.why}")
     backend = view.text("deep.moe_backend")
     if method not in family.experts.methods:
-        return failed(f"vLLM loads the model with quantization {method}, not with its own MXFP4", "drop --quantization")
+        return failed(
+            f"vLLM loads the model with quantization {method}, not with its own MXFP4",
+            "./inv up   # without --quantization",
+        )
     if backend not in expected:
         return failed(f"vLLM will run the experts with {backend}, hardware FP4 is {' or '.join(sorted(expected))}")
     return passed(f"vLLM selects {backend}")
@@ -314,7 +319,8 @@ def _our_experts(view: View) -> CheckResult:
     difference, allowed = view.number("numerics.difference"), view.number("numerics.tolerance")
     if difference > allowed:
         return failed(
-            f"{kernel} runs the experts, and differs from the reference by {difference:.2%}", "drop --quantization"
+            f"{kernel} runs the experts, and differs from the reference by {difference:.2%}",
+            "./inv up   # without --quantization",
         )
     return warned(
         f"our plugin runs the experts by {kernel}, not on the FP4 tensor cores; {difference:.2%} from the reference",

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from validate import Options, ValidationVerdict, gate, run
+from validate import Options, ValidationVerdict, run
 from validate.checks.finding import Status
 from validate.facts import deep, layers, numerics
 
@@ -78,9 +78,8 @@ def test_deep_facts_only_where_the_profile_needs_them(monkeypatch, environment):
     run("embedded", Options(environ=environment()))
 
 
-def test_no_deep_is_never_green(monkeypatch, environment, good):
-    monkeypatch.setattr(gate, "gather", lambda _target, _groups: good("spark"))
-    report = run("spark", Options(environ=environment(), deep=False))
+def test_no_deep_is_never_green(environment, good):
+    report = run("spark", Options(environ=environment(), deep=False), good("spark"))
     assert {f.check for f in report.of(Status.SKIPPED)} == {
         "cuda-memory-uncounted",
         "gpu-clock",
@@ -97,11 +96,10 @@ def test_no_deep_is_never_green(monkeypatch, environment, good):
 
 def test_a_profile_without_the_layers_gets_them_where_they_are_asked_for(good, monkeypatch):
     asked = []
-    monkeypatch.setattr(gate, "gather", lambda _target, _groups: good("embedded"))
     monkeypatch.setattr(numerics, "gather", lambda _target: {})
     monkeypatch.setattr(layers, "gather", lambda _target: asked.append("layers") or {})
     for wanted in (False, True):
         asked.clear()
-        report = run("embedded", Options(layers=wanted))
+        report = run("embedded", Options(layers=wanted), good("embedded"))
         assert [f.required for f in report.findings if f.check == "layers"] == [False] * wanted
         assert asked == ["layers"] * wanted

@@ -14,6 +14,7 @@ from validate.checks import CHECKS
 from validate.checks.finding import Check
 from validate.facts.fact import load_sheet
 from validate.profiles import PROFILES
+from validate.report import lines
 
 
 def command(environment, *arguments, flags=(), **more):
@@ -116,23 +117,23 @@ def test_report_that_cannot_be_written_is_not_green(ask, sheets):
     assert "cannot write the report" in result.stderr
 
 
-def test_without_a_model_nothing_is_green(environment, good, monkeypatch, with_values, capsys):
+def test_without_a_model_nothing_is_green(good, with_values):
     facts = with_values(good("embedded"), dict.fromkeys(("model.path", "model.model_type")))
-    monkeypatch.setattr(gate, "gather", lambda _target, _groups: facts)
-    assert main(["--profile", "embedded"]) == 30
-    out = capsys.readouterr().out
+    report = gate.rehearse("embedded", facts, "a test")
+    assert report.verdict is gate.ValidationVerdict.INCOMPLETE
+    out = "\n".join(lines(report))
     assert "skip model-files" in out
-    assert "next: add --model DIR" in out
+    assert "next: ./inv validate" in out
 
 
-def test_a_bug_in_a_check_refuses_without_a_traceback(good, monkeypatch, capsys):
+def test_a_bug_in_a_check_refuses_without_a_traceback(good, monkeypatch):
     def bug(_view):
         raise RecursionError("deep")
 
-    monkeypatch.setattr(gate, "gather", lambda _target, _groups: good("embedded"))
     monkeypatch.setitem(CHECKS, "port-free", Check("port-free", "m", (), bug, "f"))
-    assert main(["--profile", "embedded"]) == 30
-    assert "internal error in this check" in capsys.readouterr().out
+    report = gate.rehearse("embedded", good("embedded"), "a test")
+    assert report.verdict is gate.ValidationVerdict.REFUSE
+    assert "internal error in this check" in "\n".join(lines(report))
 
 
 def test_a_recorded_text_cannot_forge_a_line(good, with_values, tmp_path, capsys, sheets):
