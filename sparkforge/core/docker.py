@@ -35,7 +35,7 @@ COMPLAINTS = (
         r"no basic auth credentials|authentication required|requested access to the resource is denied",
         "engine.registry",
         "the registry wants a login",
-        "docker login   # and the registry's host; then the same command again",
+        "docker login HOST   # then the same command again",
     ),
     (
         r"server gave HTTP response to HTTPS client",

@@ -166,7 +166,7 @@ def test_what_cannot_be_profiled_is_refused_and_the_profiler_is_stopped(stub, ow
     stub.post_answers = [404]
     with pytest.raises(ServerError) as caught:
         profile.main(options)
-    assert caught.value.fix == "./inv down, then ./inv up --profiler"
+    assert caught.value.fix == "./inv down && ./inv up --profiler"
     assert stub.asked[profile.STOP] == 0
     stub.status, stub.fail_from = 500, stub.asked["/v1/completions"] + 2  # after the warm-up
     with pytest.raises(ServerError, match="2 of 2 requests failed"):

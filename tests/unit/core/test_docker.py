@@ -42,8 +42,8 @@ MESSAGES = {
     "exec /usr/bin/tini: exec format error": ("integrity.image", "./inv build"),
     f"{DAEMON}No such image: nope:latest": ("engine.image", "./inv build"),
     f'{DAEMON}failed to resolve reference "docker.io/library/base:ci": …': ("engine.image", "./inv build"),
-    "something else": ("engine.failed", "run it by hand: docker compose up"),
-    "": ("engine.failed", "run it by hand"),
+    "something else": ("engine.failed", "docker compose up   # by hand"),
+    "": ("engine.failed", "# by hand"),
 }  # fmt: skip
 
 
