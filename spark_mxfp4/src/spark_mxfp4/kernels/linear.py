@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -181,7 +182,7 @@ def run(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> to
     return product(x, weight.data, weight.row_scales, bias, int(weight.format), (weight.rows, weight.columns))
 
 
-def product(x: torch.Tensor, *others: torch.Tensor | int | tuple[int, int] | None) -> torch.Tensor:
+def product(x: torch.Tensor, *others: Any) -> torch.Tensor:
     """Multiply, see `run`; the arguments are those of `multiply`.
 
     Only a compiler needs the operator, which takes the host longer than the rest of the call. vLLM computes an LM head
