@@ -44,7 +44,7 @@ def test_a_push_that_is_denied_too_names_the_login(publish, status):
         publish(status, "denied: permission_denied: write_package\n", 1)
     assert caught.value.code == "engine.registry"
     assert "write_package" in caught.value.why
-    assert caught.value.fix.startswith("docker login registry.example.com,")
+    assert caught.value.fix.startswith("docker login registry.example.com ")
 
 
 def test_an_image_for_another_machine_is_refused_after_the_pull(fake_engine, docker_command):

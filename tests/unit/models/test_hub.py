@@ -137,7 +137,7 @@ def test_a_revision_or_name_that_is_not_there_is_named(server):
 
 def test_a_gated_repository_asks_for_a_token_and_takes_it(server, target, monkeypatch):
     server.token = "hf_secret"
-    with pytest.raises(errors.NetworkError, match=r"HF_TOKEN=hf_… \./inv pull openai/gpt-oss-120b"):
+    with pytest.raises(errors.NetworkError, match="set HF_TOKEN"):
         Hub(NAME, "main")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.fetch_checkpoint(Hub(NAME, "main"), target)
@@ -146,7 +146,7 @@ def test_a_gated_repository_asks_for_a_token_and_takes_it(server, target, monkey
 
 def test_without_a_network_a_mirror_is_the_way(server, monkeypatch):
     server.close()
-    with pytest.raises(errors.NetworkError, match="--mirror FOLDER"):
+    with pytest.raises(errors.NetworkError, match="by --mirror"):
         Hub(NAME, "main")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(errors.NetworkError, match="unset HF_HUB_OFFLINE"):

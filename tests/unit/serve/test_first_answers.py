@@ -61,7 +61,7 @@ def test_the_tiny_model_answers_before_the_other_one_is_loaded_and_a_wrong_answe
     monkeypatch, tmp_path, tiny_first, answers, wanted
 ):
     done = []
-    monkeypatch.setattr(gpu.capabilities, "find", lambda _env: ("H100", gpu.capabilities.load()["9.0"]))
+    monkeypatch.setattr(gpu.capabilities, "find", lambda *_: ("H100", gpu.capabilities.load()["9.0"]))
     for module in (gpu, in_environment):
         monkeypatch.setattr(module, "write_tiny", lambda _python: tmp_path / "tiny")
 

@@ -143,7 +143,7 @@ def test_a_start_that_does_not_prove_itself_leaves_the_record(state):
         return start
 
     error = refused("no server runs: the server ended", fails)
-    assert error.fix == "./inv doctor; or another start: ./inv rollback --list"
+    assert error.fix == "./inv doctor   # or another start: ./inv rollback --list"
     assert not known_good.intent_path().exists()
     assert [start.plan.port for start in known_good.read()] == [1]
 

@@ -80,7 +80,7 @@ def test_a_record_that_others_can_open_or_replace_is_not_believed(written, place
 def test_a_record_or_a_process_of_another_user_is_not_ours(written, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: SOMEBODY)
-        with pytest.raises(StorageError, match=f"we are uid {SOMEBODY}"):
+        with pytest.raises(StorageError, match=f"this process is uid {SOMEBODY}"):
             record.read()
     monkeypatch.setattr(psutil.Process, "uids", lambda _self: SimpleNamespace(real=SOMEBODY))
     with refused("server.not-running"):

@@ -321,7 +321,7 @@ def test_a_folder_with_anything_else_is_never_replaced(tmp_path, world):
     for file, message in (("junk.tar", "it exists"), ("b.tar", "it exists"), ("c.tar", "there is no such file")):
         with pytest.raises(UsageError, match=message) as caught:
             bundle.unpack(tmp_path / file, folder)
-        assert caught.value.fix.endswith(f"mv {folder} {folder}.old") or file == "c.tar"
+        assert caught.value.fix.startswith(f"mv {folder} {folder}.old") or file == "c.tar"
     assert tree(folder) == {"thesis": b"years of work"}
 
 

@@ -121,7 +121,7 @@ def test_an_environment_is_examined(site, monkeypatch):
     monkeypatch.setattr(kernel_env, "REMOVED", ())
     with refused("compile.environment", r"flashinfer-python 0\.7\.0\.post1 is upstream's wheel") as error:
         kernel_env.examine(site.python, table, "spark")
-    assert "./inv patch prints where it lies" in error.value.fix
+    assert "./inv patch   # prints where" in error.value.fix
     (site.jit.parent.parent / "torch-2.13.0.dist-info/METADATA").unlink()
     (site.jit.parent.parent / "torch-2.13.0.dist-info").rmdir()
     with refused("compile.environment", "torch is not installed"):

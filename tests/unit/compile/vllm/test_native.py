@@ -95,7 +95,7 @@ def test_the_last_audit_sees_what_was_changed_behind_the_stages_back(ready):
     ("arguments", "code", "message"),
     [("build --engine podman", 2, "--engine 'podman' is not known"), ("build --from git", 2, "'git' is not known"),
      ("build --only audit", 2, "the parts sources and toolchain"),
-     ("build --jobs many --from source", 2, "--jobs 'many'")],
+     ("build --jobs many --from source", 2, "--jobs is 'many'")],
 )  # fmt: skip
 def test_the_command_line_is_refused_with_a_next_step(ready, arguments, code, message, capfd):
     with pytest.raises(SystemExit) as ended:
