@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from invoke.context import Context
 
@@ -24,6 +25,9 @@ from sparkforge.cli.command import (
 from sparkforge.core.console import Steps, echo
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic
+
+if TYPE_CHECKING:
+    from sparkforge.image.build import ImageOptions
 
 OFFLINE = "folder of an unpacked bundle: use it instead of the network"
 STACK = f"a stack of pins.toml (default: {DEFAULT_STACK})"
@@ -70,25 +74,15 @@ def image_path(name: str) -> str:
     return caller_path(name) if name.startswith(("/", ".", "~")) or name.endswith(".tar") else name
 
 
-def build_image(
-    stack: str,
-    steps: Steps,
-    *,
-    way: str = "wheel",
-    jobs: str = "auto",
-    packs: str = "",
-    platform: str = "",
-    reproducible: bool = False,
-) -> None:
+def build_image(stack: str, steps: Steps, options: ImageOptions | None = None) -> None:
     """Build a stack's image through Compose; one for another platform is not what Compose serves here."""
     from sparkforge.image import versions
     from sparkforge.image.build import ImageOptions, build
     from sparkforge.image.inspect import ready_to_build
 
-    command = ready_to_build(stack)
-    with nullcontext() if platform else versions.named(stack):
-        options = ImageOptions(way, chosen_jobs(jobs), packs, platform, reproducible)
-        build(command, stack, options, steps)
+    command, options = ready_to_build(stack), options or ImageOptions()
+    with nullcontext() if options.platform else versions.named(stack):
+        build(command, stack, replace(options, jobs=chosen_jobs(options.jobs)), steps)
 
 
 @dataclass(frozen=True)
@@ -151,15 +145,11 @@ def build(_ctx: Context, options: BuildOptions) -> None:
             )
         )
     elif options.engine == "docker":
-        build_image(
-            stack,
-            Steps(1),
-            way=options.from_,
-            jobs=options.jobs,
-            packs=image_path(options.packs),
-            platform=options.platform,
-            reproducible=options.reproducible,
-        )
+        from sparkforge.image.build import ImageOptions
+
+        packs_place = image_path(options.packs)
+        image = ImageOptions(options.from_, options.jobs, packs_place, options.platform, options.reproducible)
+        build_image(stack, Steps(1), image)
     else:
         raise UsageError(
             f"--engine {options.engine!r} is not known", "there are native and docker", "./inv build --help"

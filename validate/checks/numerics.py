@@ -21,7 +21,7 @@ CHECKS = CheckList[View]()
     "numerics",
     "A small MXFP4 MoE layer through the kernel that will serve gives the reference's numbers.",
     needs=("numerics",),
-    fix="./inv logs   # choose another --moe-backend, and report this",
+    fix="./inv logs   # choose another --moe-backend; report this",
 )
 def _numerics(view: View) -> CheckResult:
     if not_run := NOT_RUN.get(view.text("numerics.state")):
