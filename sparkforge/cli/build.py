@@ -74,6 +74,22 @@ def image_path(name: str) -> str:
     return caller_path(name) if name.startswith(("/", ".", "~")) or name.endswith(".tar") else name
 
 
+def program_path(flag: str, text: str) -> str:
+    """Return the absolute path of an interpreter on the command line, empty for none. Raises UsageError."""
+    path = caller_path(text)
+    if path and not (Path(path).is_file() and os.access(path, os.X_OK)):
+        raise UsageError(f"{flag} {text[:80]!r} is no interpreter", "no program is there", f"without {flag}")
+    return path
+
+
+def folder_path(flag: str, text: str) -> str:
+    """Return the absolute path of a folder on the command line, empty for none. Raises UsageError."""
+    path = caller_path(text)
+    if path and not Path(path).is_dir():
+        raise UsageError(f"{flag} {text[:80]!r} is no folder", "no folder is there", f"without {flag}")
+    return path
+
+
 def build_image(stack: str, steps: Steps, options: ImageOptions | None = None) -> None:
     """Build a stack's image through Compose; one for another platform is not what Compose serves here."""
     from sparkforge.image import versions
@@ -119,7 +135,7 @@ def build(_ctx: Context, options: BuildOptions) -> None:
     if options.platform and options.engine != "docker":
         fix = f"{build_for} {shlex.quote(options.platform)}"
         raise UsageError("--platform is for images", "a native build is for this machine", fix)
-    stack, sources = chosen_stack(options.stack), caller_path(options.sources)
+    stack, sources = chosen_stack(options.stack), folder_path("--sources", options.sources)
     if options.only == "sources":
         from sparkforge.sources import offline, trees
 
@@ -138,8 +154,8 @@ def build(_ctx: Context, options: BuildOptions) -> None:
                 stack=stack,
                 way=options.from_,
                 jobs=chosen_jobs(options.jobs),
-                python=caller_path(options.python),
-                compile_python=caller_path(options.compile_python),
+                python=program_path("--python", options.python),
+                compile_python=program_path("--compile-python", options.compile_python),
                 sources=sources,
                 take=packs.taking(image_path(options.packs)),
             )
@@ -182,7 +198,7 @@ def build_kernels(_ctx: Context, options: KernelOptions) -> None:
     machine = devices.machine_of(options.platform, "./inv build.kernels --platform")
     key_file = Path(caller_path(options.key)) if options.key else None
     if key_file and not options.publish:
-        fix = "./inv build.kernels --publish PLACE --key KEY"
+        fix = "without --key"
         raise UsageError("--key has no meaning here", "it signs what --publish puts away", fix)
     if key_file:
         signing.private_key(key_file)  # refused before minutes go into the modules
@@ -192,7 +208,7 @@ def build_kernels(_ctx: Context, options: KernelOptions) -> None:
         options.arch,
         chosen_jobs(options.jobs),
         output=caller_path(options.output),
-        python=caller_path(options.python),
+        python=program_path("--python", options.python),
         take=packs.taking(image_path(options.packs)),
         machine=machine,
     )
@@ -213,7 +229,11 @@ def patch_make(_ctx: Context, stack: str = "", machine: str = "", dry_run: bool 
     A wheel whose hash is not that of locks/patched.toml is refused.
     """
     from sparkforge.patching import wheels
+    from sparkforge.pins.wheels import MACHINES
 
+    if machine and machine not in MACHINES:
+        why, fix = f"it takes {' or '.join(MACHINES)}", f"--machine {MACHINES[0]}"
+        raise UsageError(f"--machine {machine[:40]!r} is not known", why, fix)
     wheels.make_stack(chosen_stack(stack), machine, dry_run=dry_run)
 
 

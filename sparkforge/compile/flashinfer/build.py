@@ -168,6 +168,9 @@ def prepare(request: KernelRequest) -> KernelOrder:
     stack = request.stack
     image = pins.load().image(stack)
     set_name, arch = request.set_name or image.kernels, request.arch or image.architecture
+    if arch and arch not in toolchain.SINCE:
+        why = f"there are {', '.join(toolchain.SINCE)}"
+        raise UsageError(f"--arch {arch[:40]!r} is not known", why, f"--arch {image.architecture or '12.1a'}")
     if not set_name or not arch:
         why = f"pins.toml names no kernels and no architecture under [stacks.{stack}.image]"
         raise UsageError(
