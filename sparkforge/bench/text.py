@@ -69,7 +69,7 @@ def fetch(source: str) -> Path:
     if source == HUB:
         data = _download(pin)
     else:
-        fix = f"{FETCH} FILE   # {pin.archive} or {Path(pin.member).name}"
+        fix = f"{FETCH} {HUB}   # or a file: {pin.archive} or {Path(pin.member).name}"
         data = _read(Path(source), max(map(_size, pin.pinned_files.values())), fix)
     write_atomic(path(name), _unpacked(data, source, pin))
     say(f"{path(name)}: sha256 {pin.pinned_files[pin.member].sha256}, from {source}")
@@ -120,7 +120,7 @@ def _unpacked(data: bytes, origin: str, pin: TextPin) -> bytes:
             if hashlib.sha256(unpacked).hexdigest() == member.sha256:
                 return unpacked
             why = f"its {pin.member} has another sha256 than the pin, {member.sha256}"
-    fix = f"{FETCH} {HUB}, or {FETCH} FILE with {pin.archive} or {Path(pin.member).name}"
+    fix = f"{FETCH} {HUB}   # or a file: {pin.archive} or {Path(pin.member).name}"
     raise IntegrityError(f"{origin} is not the pinned text", f"{why}; nothing was kept", fix, code="integrity.hash")
 
 

@@ -70,7 +70,7 @@ def image_path(name: str) -> str:
     Raises UsageError for an unknown option, which Invoke takes for a name.
     """
     if name.startswith("-"):
-        raise UsageError(f"there is no option {name[:40]}", "its options are in --help", "./inv --help")
+        raise UsageError(f"there is no option {name[:40]}", "its options are in --help", "--help")
     return caller_path(name) if name.startswith(("/", ".", "~")) or name.endswith(".tar") else name
 
 
@@ -368,6 +368,8 @@ def image_sign(_ctx: Context, key: str, image: str = "", builder: str = "", fold
     from sparkforge.image import signing
     from sparkforge.image.build import expected
 
+    if not key:
+        raise UsageError("KEY names no file", "it is an Ed25519 key in PEM", "--help")
     chosen = chosen_stack(stack)
     place = Path(caller_path(folder)) if folder else None
     key_file = Path(caller_path(key))
