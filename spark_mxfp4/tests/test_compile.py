@@ -11,7 +11,7 @@ from project import PROJECT
 from spark_mxfp4.kernels import fused, offline
 
 BY_NAME = {target.name: target for target in offline.TARGETS}
-# The first product holds more than the second: SwiGLU and the gather. Both only where the kernels are to run first.
+# The first product does all that the second does, and SwiGLU and the gather. Only the main targets compile both.
 PRODUCTS = [
     (target, tiles, top_k)
     for target in offline.TARGETS

@@ -1,4 +1,4 @@
-"""The distribution: what its wheel holds, and that it works where nothing else of this repository is."""
+"""The distribution: the contents of its wheel and sdist, and that it works without the rest of this repository."""
 
 import ast
 import re
@@ -69,7 +69,7 @@ def test_the_sdist_holds_what_a_build_needs_and_no_tests_or_caches(built, instal
 
 
 def test_the_sdist_builds_the_same_wheel(built, tmp_path):
-    # By tar: unpack_archive knows no filter in Python 3.11.2, Debian 12's, and wants one from 3.12 on.
+    # tar, because unpack_archive has no `filter` in Python 3.11.2 (Debian 12), and warns without one from 3.12 on.
     subprocess.run([shutil.which("tar"), "-xzf", next(built.glob("*.tar.gz")), "-C", tmp_path], check=True)
     result = python("-P", "-c", BUILD, tmp_path, cwd=next(tmp_path.glob("spark_mxfp4-*")))
     assert result.returncode == 0, result.stderr
@@ -77,7 +77,7 @@ def test_the_sdist_builds_the_same_wheel(built, tmp_path):
         assert set(again.namelist()) == set(wheel.namelist())
 
 
-def test_it_works_from_a_bare_folder_and_each_door_says_what_to_install(installed, tmp_path):
+def test_it_works_from_a_bare_folder_and_each_module_says_what_to_install(installed, tmp_path):
     program = tmp_path / "example.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(installed)!r})\n"
@@ -85,24 +85,24 @@ def test_it_works_from_a_bare_folder_and_each_door_says_what_to_install(installe
         "import spark_mxfp4\n"
         "print(spark_mxfp4.__version__, spark_mxfp4.__file__)\n"
         "del sys.modules['torch']\n"
-        "for door in ('hf', 'vllm.plugin', 'vllm.versions', 'max.architecture'):\n"
-        "    try:\n        __import__(f'spark_mxfp4.{door}')\n"
+        "for name in ('hf', 'vllm.plugin', 'vllm.versions', 'max.architecture'):\n"
+        "    try:\n        __import__(f'spark_mxfp4.{name}')\n"
         "    except ImportError as error:\n        print(type(error).__name__, error.name, error, sep=' | ')\n"
         "try:\n    from spark_mxfp4 import registry; registry.load('owner/name@1')\n"
         "except ValueError as error:\n    print(error)\n"
     )
     result = python("-P", program, cwd=tmp_path)
-    first, *doors, hub = result.stdout.splitlines()
+    first, *modules, hub = result.stdout.splitlines()
     assert first == f"{VERSION} {installed / 'spark_mxfp4' / '__init__.py'}", result.stderr
     refused = [
         ("hf", "transformers"), ("vllm", "vllm"), ("vllm", "vllm"), ("max", "max.driver"),
     ]  # fmt: skip
-    for line, (door, package) in zip(doors, refused, strict=True):
+    for line, (extra, package) in zip(modules, refused, strict=True):
         kind, name, message = line.split(" | ")
         assert name.split(".")[0] == package.split(".")[0], line
         assert kind in {"ImportError", "ModuleNotFoundError"}
-        assert message.startswith(f"spark_mxfp4.{door} cannot be used · ")
-        assert message.endswith(f"pip install 'spark-mxfp4[{door}]'")
+        assert message.startswith(f"spark_mxfp4.{extra} cannot be used · ")
+        assert message.endswith(f"pip install 'spark-mxfp4[{extra}]'")
     assert "the package 'kernels' is missing" in hub
 
 
@@ -131,7 +131,7 @@ def test_the_version_has_one_home(built):
 
 
 def test_an_index_would_take_its_metadata(installed):
-    """What `twine check` and PyPI ask: the metadata are valid, and the page is text of a known type."""
+    """`twine check` and PyPI require valid metadata and a description of a known content type."""
     from packaging.metadata import Metadata
 
     [folder] = installed.glob("*.dist-info")

@@ -20,7 +20,7 @@ DECIDED_NOW = {"device": "as for up; `auto` is decided now, not at boot", "profi
 @task(
     example="./inv service.install --device docker --profile safe --now",
     system=SYSTEM,
-    user="with --system: the account that runs it; default: who owns the checkout",
+    user="with --system: the account that runs it; default: the owner of the checkout",
     now="start it too",
     show="print the unit and the file it would be written to, and change nothing",
     rest="vllm_flags",
@@ -32,7 +32,7 @@ def install(
 ) -> None:
     """Have systemd start the server at boot and after a crash.
 
-    It writes and enables the unit sparkforge.service, which runs `./inv up`. The same command again changes it.
+    It writes and enables the unit sparkforge.service, which runs `./inv up`. Run it again to change the unit.
     """
     from sparkforge.core import paths
     from sparkforge.image.devices import CONTAINERS, stack_of
@@ -41,7 +41,7 @@ def install(
     from sparkforge.serve.devices.choose import device_for
     from sparkforge.serve.unit import ServiceUnit
 
-    service.version()  # without systemd nothing else matters
+    service.version()  # raises ServerError without systemd
     named = options.model or os.environ.get("MODEL", "")
     if system and local.REPOSITORY.fullmatch(named) and not Path(caller_path(named)).is_dir():
         why = "with --system it would be looked up in root's cache of the hub, and the service runs as another account"

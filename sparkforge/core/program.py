@@ -1,4 +1,4 @@
-"""Programs that run without `./inv`: their arguments and errors end as those of its commands do."""
+"""Arguments, errors and exit codes of programs that run without `./inv`, the same as those of its commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparkforge.core.console import say, show_error
 from sparkforge.core.declare import declare
 from sparkforge.core.errors import UsageError
 
-INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+INTERRUPTED = 130  # 128 plus the number of SIGINT, as in shells
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -29,7 +29,7 @@ def parse_whole(text: str, label: str, least: int, most: int) -> int:
     value = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else least - 1
     if not least <= value <= most:
         why = f"it takes a whole number from {least} to {most}"
-        raise UsageError(f"{label}={text[:40]} has no meaning", why, f"{label}={least}")
+        raise UsageError(f"{label}={text[:40]} is not valid", why, f"{label}={least}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Kernel packs: the compiled, audited modules of a stack as one artifact, taken where they would be compiled.
+"""Kernel packs: a stack's compiled and audited modules as one artifact, used in place of compiling them.
 
 A pack is a deterministic tar in a bundle's form (`sources.bundle`), with the same checks when it is read:
 
@@ -7,8 +7,8 @@ A pack is a deterministic tar in a bundle's form (`sources.bundle`), with the sa
     sbom.json        its bill of materials, CycloneDX 1.6
     libraries/NAME.so
 
-Its place is a .tar with FILE.sig beside it, an OCI layout in a folder, or a registry's repository. In both of these it
-is one small image under the tag kernels-KEY.pack, whose layers are the tar and, if it is signed, the statement.
+It is stored as a .tar with FILE.sig beside it, in an OCI layout in a folder, or in a registry's repository. A layout or
+a repository has it as a small image, tagged kernels-KEY.pack. Its layers are the tar and, if signed, the statement.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sparkforge.image.devices import CUDA
 from sparkforge.sources import bundle, offline
 from sparkforge.sources.bundle import BundleMember
 
-VARIABLE = "SPARKFORGE_PACKS"  # a place, for a command without the option, and for the build of an image
+VARIABLE = "SPARKFORGE_PACKS"  # the default place of packs for --packs, and for the build of an image
 TAR = "application/vnd.oci.image.layer.v1.tar"
 MOUNTED = "/mnt/packs"  # in the build of an image (Dockerfile)
 FIX = "without --packs   # compiles; or get it again from whoever made it"
@@ -92,7 +92,7 @@ def place(name: str) -> Place:
 
 
 def own_folders() -> list[Path]:
-    """Return the folders with packs that need not be named: the checkout's own, and the one of the bundle in use."""
+    """Return the folders of packs that are always searched: this checkout's, and that of the bundle in use."""
     folders = [paths.state() / bundle.PACKS, *([folder / bundle.PACKS] if (folder := offline.folder()) else [])]
     return [folder for folder in folders if folder.is_dir()]
 
@@ -101,7 +101,7 @@ def build_context(name: str) -> tuple[str, Path | None]:
     """Return the name of the place `name` inside the image's build, and the folder to mount there, if any."""
     name = name or os.environ.get(VARIABLE, "")
     origin = place(name) if name else next(map(Folder, own_folders()), None)
-    if isinstance(origin, Archive):  # alone: a context is sent whole
+    if isinstance(origin, Archive):  # copied, because the whole folder is sent to the builder
         folder = paths.state() / "build" / bundle.PACKS
         manifest.remove(folder)
         Archive(folder / "pack.tar").write("", origin.read(""))
@@ -147,10 +147,10 @@ def taking(name: str) -> Take:
                 raise _refused(what, error.why, code) from error
             wanted = {f"libraries/{name}.so": library for name, library in libraries.items()}
             if differing := sorted({*index.inputs.items()} ^ {*order.identity.items()}):
-                why = f"it was made of other {', '.join(dict.fromkeys(name[:40] for name, _ in differing))}"
+                why = f"it was made with another {', '.join(dict.fromkeys(name[:40] for name, _ in differing))}"
                 raise _refused(what, why, "integrity.image")
             if index.key != key or {*names} != {*wanted, "audit.json", "sbom.json"}:
-                raise _refused(what, "its key or its members are not those of these modules", "integrity.image")
+                raise _refused(what, "its key or its members do not match these modules", "integrity.image")
             for member, library in wanted.items():
                 shutil.move(content / member, library)
         say(f"{len(libraries)} modules of {origin}, pack {key[:12]}: {f'signed by {signer}' if signer else 'unsigned'}")
@@ -200,7 +200,7 @@ def publish(request: KernelRequest, name: str, key_file: Path | None) -> str:
     target = place(name)
     target.write(f"{STAGE}-{about['key']}.pack", layers)
     say(f"{target}: pack {str(about['key'])[:12]}, {len(libraries)} modules, sha256 {digest}"
-        f"{'' if key_file else '; an unsigned own build'}")  # fmt: skip
+        f"{'' if key_file else '; unsigned'}")  # fmt: skip
     return digest
 
 
@@ -210,7 +210,7 @@ def copy(folder: Path, repository: str) -> None:
     tags = [tag for tag in origin.tags() if tag.endswith(".pack")]
     if not tags:
         fix = "./inv build.kernels --publish packs   # or docker build --target kernel-packs --output packs ."
-        raise UsageError(f"{folder} has no kernel packs", "no tag of an OCI layout in it names one", fix)
+        raise UsageError(f"{folder} has no kernel packs", "it has no OCI layout with a tag that ends in .pack", fix)
     for tag in tags:
         target.write(tag, origin.read(tag))
         say(f"{repository}:{tag}")

@@ -97,7 +97,7 @@ def version() -> int:
 def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show: bool = False) -> None:
     """Write the unit and have it started at boot; with `now`, start it too.
 
-    `account` runs a system unit; empty: who owns the checkout. With `show` the unit is printed, and nothing is changed.
+    `account` runs a system unit; empty: the owner of the checkout. With `show` the unit is only printed.
     Raises ServerError, StorageError or UsageError.
     """
     manager, number, user = Manager(system), version(), ""

@@ -1,6 +1,6 @@
 """One model over two network namespaces by vLLM's own multi-node engine on CPU: answers, and nodes that die.
 
-Two starts of vLLM over both nodes, and one on a single node, for the whole file: the tests run in their order.
+The tests share two starts of vLLM over both nodes and one on a single node, so they must run in order.
 """
 
 import json
@@ -50,7 +50,7 @@ def model(nodes):
 
 @pytest.fixture(scope="module")
 def file(nodes, model, free_port):
-    """The configuration; its `python` is the interpreter, but servers fork one process that has imported vLLM."""
+    """The configuration. Its `python` is a script that starts servers as forks of a process that has imported vLLM."""
     python = nodes.work / "forking"
     cache = os.environ["VLLM_CACHE_ROOT"]
     python.write_text(f"""#!/bin/sh
@@ -75,7 +75,7 @@ def up(nodes, file):
 
 @pytest.fixture(scope="module")
 def answers(nodes, up):
-    """What both nodes answer together, before one of them is killed."""
+    """The completions of the two-node server, before any of its processes is killed."""
     return [complete(up, prompt, *nodes.inside(0)) for prompt in PROMPTS]
 
 
@@ -158,7 +158,7 @@ def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order
 
 
 def test_a_killed_head_ends_the_worker_by_its_name_and_down_leaves_no_process(up, nodes, file):
-    """All its processes at once, as a machine that loses its power: none is left to say a word."""
+    """Kill all processes of the head at once, as a power loss does: none of them can tell the worker."""
     victims = left(nodes, "a")
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in reversed(victims):  # children first: the kernel tells them of a parent's end

@@ -23,7 +23,7 @@ PROMPTS = [[200006, *((i * 7919 + seed * 104729) % 199998 for i in range(n))] fo
 
 @pytest.fixture(scope="module")
 def engine(random_model, tmp_path_factory, request):
-    """Run every engine that a test is about in one process; see numerics_engine.py."""
+    """Run the engines of all collected tests in one process; see numerics_engine.py."""
     engines = {"float32", "bfloat16"} | {
         item.callspec.params["name"] for item in request.session.items
         if item.module is request.module and "name" in getattr(item, "fixturenames", ())
@@ -42,9 +42,9 @@ def engine(random_model, tmp_path_factory, request):
 
 @pytest.fixture(scope="module")
 def reference(random_model):
-    """Return the function ids → log-probabilities of ids[1:] and of the best tokens there, each [tokens - 1].
+    """Return a function: ids → log-probabilities of ids[1:] and of the best token at each place, each [tokens - 1].
 
-    They are of transformers' own gpt-oss, in float32.
+    The reference is transformers' own gpt-oss in float32.
     """
     from transformers import AutoModelForCausalLM, Mxfp4Config
 

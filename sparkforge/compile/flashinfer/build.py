@@ -1,6 +1,6 @@
 """`./inv build.kernels`: compile FlashInfer's modules ahead of time, with no GPU, into the cache that a server reads.
 
-    kernels.toml ─► FlashInfer writes build.ninja ─► units, hungriest first ─► ninja links ─► audit ─► manifest
+    kernels.toml ─► FlashInfer writes build.ninja ─► units, most memory first ─► ninja links ─► audit ─► manifest
 
 A server runs ninja on the same files and finds nothing to do, if its paths and variables are the same
 (docs/concepts/kernels.md). A killed build is continued: what was compiled comes from ccache. The manifest is removed
@@ -40,8 +40,8 @@ STAGE, PACK = "kernels", "pack"
 SPACE = 300_000_000  # bytes: objects, libraries and ccache took 0.1 GB on x86-64; the rest is the compilers' own files
 
 
-# Puts an order's libraries, by the modules' names, where they are wanted, and returns facts for the manifest, PACK and
-# the number of units among them. With None they are compiled.
+# Puts an order's libraries at the paths given by module name, and returns facts for the manifest, among them PACK and
+# the number of units. If it returns None, the libraries are compiled.
 Take: TypeAlias = "Callable[[KernelOrder, Mapping[str, Path]], Mapping[str, Any] | None]"
 
 
@@ -50,7 +50,7 @@ class KernelRequest:
     """A user's request: a set of a stack's modules.
 
     An empty `set_name` or `arch` means the image's, an empty `output` means `.sparkforge/kernels`, and an empty
-    `python` means an environment that is made for the build. `machine`, as `uname -m` has it, runs the server. `output`
+    `python` means an environment that is made for the build. `machine` is the server's, as in `uname -m`. `output`
     is the folder of the cache, `python` the interpreter of the environment that serves, `jobs` a number or "auto".
     `checkout` is a clone of FlashInfer that this interpreter imports in place of the patched wheel.
     """
@@ -96,7 +96,7 @@ class KernelOrder:
 
     @property
     def server_variables(self) -> dict[str, str]:
-        """The variables of a server that is to find nothing to compile; the build has the same."""
+        """The variables with which a server finds nothing to compile; the build sets the same ones."""
         variables = self.chain.environment()
         return {
             **{name: variables[name] for name in environment.COMPILER_VARIABLES},
@@ -133,9 +133,9 @@ class KernelOrder:
 
     @property
     def identity(self) -> dict[str, str]:
-        """The inputs that are equal on every machine: `inputs` without folders, and torch without its device.
+        """The inputs that are equal on every machine: `inputs` without folders, and torch's version without its device.
 
-        Of torch, FlashInfer's generators read what its builds for CPU and CUDA have in common.
+        FlashInfer's generators read nothing from torch that differs between its builds for CPU and CUDA.
         """
         folders = {*environment.COMPILER_VARIABLES, "FLASHINFER_WORKSPACE_BASE", "python", "site-packages"}
         inputs = {name: value for name, value in self.inputs.items() if name not in folders}
@@ -147,7 +147,7 @@ class KernelOrder:
 
 
 def build_kernels(request: KernelRequest) -> tuple[Path, bool]:
-    """Build a set of a stack's modules and report it; return the file of the server's variables, and if it is new.
+    """Build a set of a stack's modules; return the file of the server's variables, and whether anything was done.
 
     Raises UsageError and the errors of `build`.
     """
@@ -185,7 +185,7 @@ def prepare(request: KernelRequest) -> KernelOrder:
             fix = "without --python"
             raise UsageError(f"cannot build for {interpreter}", "there is no such interpreter", fix)
     else:
-        say("no --python: building for an environment of our own, which no server has")
+        say("no --python: building for a separate environment, which no server uses")
         interpreter = environments.build_interpreter(stack, "kernels")
     server = environment.examine(interpreter, table, stack, Path(request.checkout) if request.checkout else None)
     chain = toolchain.find(arch, machine=request.machine)
@@ -195,11 +195,11 @@ def prepare(request: KernelRequest) -> KernelOrder:
 
 
 def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bool]:
-    """Build what is not built, audit it, and write the manifest; return the result and whether anything was done.
+    """Compile missing units, link, audit and write the manifest; return the result and whether anything was done.
 
-    With the same inputs and intact outputs nothing is done. Libraries that `take` has are audited as compiled ones are,
-    and lie in the server's package besides, where FlashInfer does not ask ninja. Raises ProcessError for a unit that
-    does not compile, CompileError (also where a server would compile again), AuditError, StorageError.
+    With the same inputs and intact outputs nothing is done. Libraries from `take` are audited like compiled ones,
+    and copied into the server's FlashInfer package, from which they are loaded without ninja. Raises ProcessError for a
+    unit that does not compile, CompileError (also where a server would compile again), AuditError, StorageError.
     """
     inputs = order.inputs
     with locked(order.output / ".sparkforge-kernels.lock", f"build kernels in {order.output}"):
@@ -214,7 +214,7 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
         started = time.monotonic()
         modules = environment.write(order.environment, order.modules, order.env)
         libraries = {name: folder / f"{name}.so" for name, folder in modules.items()}
-        for library in libraries.values():  # one without a manifest is not trusted; to link it takes no time
+        for library in libraries.values():  # without a manifest it is not trusted; linking is quick
             library.unlink(missing_ok=True)
         taken = take(order, libraries) if take else None
         result, facts = (BuildResult(0, 0, int(taken["units"])), dict(taken)) if taken else _compile(order, modules)
@@ -223,7 +223,7 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
                 raise CompileError(
                     f"{name} is not finished",
                     f"ninja would still run {len(commands)} commands, the first: {commands[0][:120]} …",
-                    f"ninja -C {folder} -n -d explain says why; a clock that was put back does this",
+                    f"ninja -C {folder} -n -d explain prints the reason; one cause is a clock that was set back",
                     code="compile.kernels",
                 )
         report = _audit(order, libraries)
@@ -235,7 +235,7 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
                 loaded.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(library, loaded)
             elif loaded.is_file() and sha256_file(loaded) != sha256_file(library):
-                say(f"{loaded} goes: it would be loaded in place of the one that was compiled")
+                say(f"removing {loaded}: it would be loaded in place of the compiled library")
                 loaded.unlink()
         result = replace(result, seconds=round(time.monotonic() - started, 3))
         variables = order.server_variables
@@ -253,15 +253,14 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
 def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResult, dict[str, object]]:
     """Run the units that ninja would run, as memory allows, and then ninja, which links.
 
-    Returns also facts for the manifest: the number of units of each module, what every unit takes and how that is
-    known.
+    Also return facts for the manifest: the number of units of each module, and the cost of each unit with its source.
     """
     modules = {name: ninja_build.read_units(folder, order.ninja(folder)[0]) for name, folder in folders.items()}
     units = [unit for module in modules.values() for unit in module]
     unlinked = {name: ninja_build.pending(order.ninja(folder)) for name, folder in folders.items()}
 
     def link(schedule: Schedule) -> None:
-        """Have ninja take the objects from ccache, record them, and link. If ccache lost some, memory bounds it."""
+        """Let ninja take the objects from ccache, record them, and link. Lost objects are compiled as memory allows."""
         for name, commands in unlinked.items():
             if commands:
                 run([*order.ninja(folders[name]), "-j", str(schedule.max_jobs)], env=order.env)
@@ -279,7 +278,7 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
 
 
 def _audit(order: KernelOrder, libraries: Mapping[str, Path]) -> AuditReport:
-    """Audit each module's library, and that it is the module that it claims to be. Raises AuditError."""
+    """Audit the libraries, and check that each holds the kernels of its module. Raises AuditError."""
     rules = audit_rules.load()
     machine = order.chain.machine
     report = audit_files(list(libraries.values()), tools=toolchain.audit_tools, machine=machine, rules=rules)

@@ -19,21 +19,21 @@ from sparkforge.serve.cluster.node import ANSWER_KEYS, LINES, NodeAnswer
 
 MODULE = "sparkforge.serve.cluster.node"
 INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
-# Of `validate`: the environment may have to be made, and a container's numerics run.
+# `validate` may have to make the environment, or run the numerics check in a container.
 SECONDS = {"validate": 1200.0, "begin": 300.0, "status": 60.0, "logs": 60.0, "down": 180.0}
-# An embedded server; and 65 GB from a disk with 25 minutes of compiling, as serve/container.py allows.
+# docker: 65 GB from a disk and 25 minutes of compiling, as in serve/devices/container.py.
 START_SECONDS = {"embedded": 1200.0, "docker-cpu": 1200.0, "docker": 3900.0}
 
 
 def up(config: ClusterConfig) -> Mapping[str, Any]:
     """Check, validate on every node, start the workers and then the head; return the head's answer.
 
-    Whenever it raises, no node's part is left running, except on a node that it names. Raises UsageError for settings
-    that it does not heed, RefusalError if a check or a validation fails, and the first node's error otherwise.
+    After an error no node's server is left running, except on nodes that the output names. Raises UsageError for
+    variables that a cluster ignores, RefusalError if a check or a validation fails, else the first node's error.
     """
     for name in (access.KEY, access.KEY_FILE, docker_compose.KEY_VARIABLE, access.HOSTS):
-        if os.environ.get(name):  # the head would serve without it
-            why = "a cluster's key is key_file in cluster.toml, and it has no further names of hosts yet"
+        if os.environ.get(name):  # the head would ignore it
+            why = "a cluster takes its key from key_file in cluster.toml and does not support further host names yet"
             raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
     settings.judge(os.environ)
     steps, token = Steps(4), secrets.token_hex(16)
@@ -58,14 +58,14 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
     except BaseException:
         try:
             down(config)
-        except ServerError as error:  # why the start failed is what people need first
+        except ServerError as error:  # print it only: the start's error is raised
             say(f"{error.what}: {error.why}; next: {error.fix}")
         raise
     return answer
 
 
 def status(config: ClusterConfig) -> dict[str, dict[str, Any]]:
-    """Return the state of each node; one that does not answer is `silent` and says why."""
+    """Return the state of each node; for a node that does not answer it is `silent`, and `why` is the error."""
     answers = remote.on_all(config.nodes, lambda node: ask(config, node, "status"))
     return {
         name: {"state": "silent", "why": answer.why} if isinstance(answer, SparkforgeError) else answer
@@ -83,7 +83,7 @@ def show_status(states: Mapping[str, Mapping[str, Any]]) -> None:
 def show_logs(config: ClusterConfig, lines: int) -> None:
     """Print the last lines of every node's log, each with the node's name in front. Raises UsageError."""
     if not 1 <= lines <= LINES:
-        raise UsageError(f"--lines {lines} has no meaning", f"it is 1 to {LINES}", "./inv cluster.logs --lines 100")
+        raise UsageError(f"--lines {lines} is out of range", f"it takes 1 to {LINES}", "./inv cluster.logs --lines 100")
     answers = remote.on_all(config.nodes, lambda node: ask(config, node, "logs", lines=lines))
     width = max(len(node.name) for node in config.nodes)
     for name, answer in answers.items():
@@ -110,7 +110,7 @@ def down(config: ClusterConfig) -> None:
 
 
 def ask(config: ClusterConfig, node: ClusterNode, action: str, **more: Any) -> dict[str, Any]:
-    """Return a node's answer. Raises ServerError for an error of the node, and what `remote.document` raises."""
+    """Return a node's answer. Raises ServerError for an error of the node, and the errors of `remote.document`."""
     request = json.dumps(
         {"action": action, "name": node.name, "config": config.model_dump(by_alias=True, mode="json"), **more}
     )

@@ -1,4 +1,4 @@
-"""Fetch a small gpt-oss checkpoint: from a folder, and from a hub on loopback; anew, and over a damaged copy."""
+"""Fetch a small gpt-oss checkpoint: from a folder, from a hub on loopback, and over a damaged copy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _hub(work: Path) -> Iterator[None]:
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a client that was killed is no news
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the server's errors about clients that were killed
         os.write(write_end, hub_server.HubServer(FILES).url.encode())
         os.close(write_end)
         signal.pause()
@@ -97,7 +97,7 @@ def _from_hub(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """Under its own name the checkpoint is whole, and so is each file of a half-brought one."""
+    """Every file in the checkpoint's folder and in the partial one is whole, and the former has all files."""
     for folder in (_target(work), _target(work).with_name("gpt-oss-120b.partial")):
         for path in folder.glob("[!.]*"):
             if path.name in READ:
@@ -118,7 +118,7 @@ def _healed(work: Path) -> None:
         assert (_target(work) / name).read_bytes() == data
 
 
-NOTE = ("models/gpt-oss-120b/sparkforge-model.json",)  # it names the folder it came from
+NOTE = ("models/gpt-oss-120b/sparkforge-model.json",)  # it has the path of the mirror
 if "huggingface_hub" not in sys.modules:
     raise ImportError("the hub's library must be loaded before the runner forks")
 SCENARIOS = [

@@ -1,7 +1,7 @@
 """One warpgroup's matrix instruction of Hopper, 64 x N x 64: the left operand in registers, the right in shared memory.
 
-Source: PTX ISA, "wgmma.mma_async". The fragments of the left operand and of the sums are those of `mma` 16 x 8 x 16,
-warp i having the rows 16i to 16i + 15. Its text names every register, so there is a branch for each N.
+Source: PTX ISA, "wgmma.mma_async". The left operand and the accumulators have the fragment layout of `mma` 16 x 8 x 16;
+warp i holds rows 16i to 16i + 15. The assembly text names every register, so there is a branch for each N.
 """
 
 from std.memory import bitcast
@@ -20,10 +20,13 @@ def operands(first: Int, count: Int) -> String:
 
 
 def instruction_text(n: Int) -> String:
-    """Returns four instructions of 16 columns each, one group: sums, 16 words of the left operand, a descriptor."""
+    """Returns the text of four instructions of 16 columns each, committed as one group.
+
+    Its operands are n // 2 accumulators, 16 words of the left operand, and the descriptor of the right one.
+    """
     var text = String("{.reg .pred p;\n.reg .b64 at;\nsetp.eq.b32 p, 0, 0;\nwgmma.fence.sync.aligned;\n")
     for step in range(4):
-        # 16 columns are 32 bytes, and the descriptor counts 16.
+        # 16 columns are 32 bytes: 2 in the descriptor, which counts units of 16 bytes.
         text += "add.s64 at, $" + String(n // 2 + 16) + ", " + String(2 * step) + ";\n"
         text += "wgmma.mma_async.sync.aligned.m64n" + String(n) + "k16.f32.bf16.bf16 " + operands(0, n // 2) + ", "
         text += operands(n // 2 + 4 * step, 4) + ", at, p, 1, 1, 0;\n"
@@ -31,7 +34,7 @@ def instruction_text(n: Int) -> String:
 
 
 def constraints_text(n: Int) -> String:
-    """Returns what `inlined_assembly` wants for `instruction_text`: each sum goes in and out in one register."""
+    """Returns the constraints of `instruction_text`: each accumulator is read and written in the same register."""
     var text = String("=f,") * (n // 2) + String("r,") * 16 + "l"
     for i in range(n // 2):
         text += "," + String(i)
@@ -40,7 +43,7 @@ def constraints_text(n: Int) -> String:
 
 @always_inline
 def multiply_64[n: Int](mut s: Array[Float32, n // 2], a: Array[UInt32, 16], b: Int64):
-    """Adds 64 rows times 64 columns `a` times `n` tokens of descriptor `b` to `s`, asynchronously, as one group."""
+    """Adds `a` (64 rows x 64 columns) times the `n` tokens of descriptor `b` to `s`, asynchronously, as one group."""
     comptime TEXT = instruction_text(n)
     comptime CONSTRAINTS = constraints_text(n)
     comptime assert n == 32 or n == 64 or n == 96 or n == 128 or n == 144, "no text for this N"
@@ -143,7 +146,7 @@ def multiply_64[n: Int](mut s: Array[Float32, n // 2], a: Array[UInt32, 16], b: 
 
 @always_inline
 def wait_for_products[pending: Int]():
-    """Waits until at most `pending` groups of this warpgroup are under way."""
+    """Waits until at most `pending` groups of this warpgroup are in flight."""
     inlined_assembly[
         "wgmma.wait_group.sync.aligned $0;", NoneType, constraints="n,~{memory}", has_side_effect=True
     ](pending)
@@ -157,13 +160,13 @@ def make_visible():
 
 @always_inline
 def pin(value: UInt32) -> UInt32:
-    """Returns `value`, which is computed before what follows here; the fence of the instruction needs that."""
+    """Returns `value` and forces its computation before the assembly that follows, as `wgmma.fence` requires."""
     return inlined_assembly["", UInt32, constraints="=r,0,~{memory}", has_side_effect=True](value)
 
 
 @always_inline
 def pin(value: Float32) -> Float32:
-    """Returns `value`, which is read behind what precedes here."""
+    """Returns `value` and forces its reads after the assembly that precedes, such as a wait for products."""
     return inlined_assembly["", Float32, constraints="=f,0,~{memory}", has_side_effect=True](value)
 
 
