@@ -125,7 +125,7 @@ def begin_rebase(rebase: Rebase) -> list[Carried]:
         _require_no_target(rebase)
         if rebase.work.exists():
             raise UsageError(
-                f"the rebase to {rebase.work.name} is begun already", f"its conflicts are in {rebase.work}",
+                f"the rebase to {rebase.work.name} has already begun", f"its conflicts are in {rebase.work}",
                 f"{rebase.command} --continue; to start again: rm -r {shlex.quote(str(rebase.work))}",
             )  # fmt: skip
         tree = rebase.work.with_name(f".{rebase.work.name}.{os.getpid()}.tmp")
@@ -276,10 +276,10 @@ def _with_base_files(rebase: Rebase, tree: Path, copy: Path) -> Path:
 
 
 def _carried(rebase: Rebase, tree: Path, folder: Path) -> Iterator[Carried]:
-    """Write each patch that `tree` has a commit of into `folder`, and yield what became of every patch, in order."""
+    """Write each patch that `tree` has a commit of into `folder`, and yield the outcome of every patch, in order."""
     commits = {_file(commit): commit for commit in checkout.commits(tree, "upstream..HEAD")}
     if "" in commits:
-        raise UsageError(f"{commits[''].id[:12]} is no patch of the queue", f"its message has no {checkout.FIELD}:",
+        raise UsageError(f"{commits[''].id[:12]} is not a patch of the queue", f"its message has no {checkout.FIELD}:",
                          "squash it into the patch it belongs to (git rebase -i upstream)")  # fmt: skip
     pristine = {path: rebase.new(path) for path in status.paths_of(rebase.queue)}
     now = dict(pristine)
@@ -287,7 +287,7 @@ def _carried(rebase: Rebase, tree: Path, folder: Path) -> Iterator[Carried]:
         judgement, fitted = status.judge_patch(patch, pristine, now)
         if not (commit := commits.get(patch.name)):
             upstreamed = judgement.verdict is Verdict.UPSTREAM
-            why = f"already upstream: {judgement.evidence}" if upstreamed else "as asked, or nothing of it was left"
+            why = f"already upstream: {judgement.evidence}" if upstreamed else "as requested, or because it was empty"
             yield Carried(patch.name, f"dropped, {why}", in_queue=False)
             continue
         data = f"{commit.header}\n---\n".encode() + repository.diff(tree, f"{commit.id}^", commit.id)

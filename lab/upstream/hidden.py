@@ -1,6 +1,6 @@
-"""What an upstream's build would fetch by itself, compared with `pins.toml`.
+"""The dependencies that an upstream's build downloads by itself, compared with `pins.toml`.
 
-Two kinds of files name it: CMake files, and `Cargo.lock` for crates that come from git instead of the crate registry.
+Two kinds of files name them: CMake files, and `Cargo.lock` for crates that come from git instead of the crate registry.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Crate(BaseModel):
 
 
 class Lock(BaseModel):
-    """What we read of a `Cargo.lock`."""
+    """The part of a `Cargo.lock` that we read."""
 
     package: list[Crate] = []
 
@@ -38,7 +38,7 @@ def declared(tree: Path) -> list[Declared]:
 def cargo(tree: Path) -> list[Declared]:
     """Return the crates of each `Cargo.lock` under `tree` that come from git, at the commit that the lock names.
 
-    Raises InputError for a lock that cannot be read: it may hide one.
+    Raises InputError for a lock that cannot be read, because it may name such a crate.
     """
     crates_from_git = []
     for file in sorted(tree.rglob("Cargo.lock")):
@@ -48,7 +48,7 @@ def cargo(tree: Path) -> list[Declared]:
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())[:300]
             fix = "unpack the source again: ./inv build --only sources"
-            raise InputError(f"{name} is no Cargo.lock that can be read", why, fix, code="input.pins") from error
+            raise InputError(f"{name} cannot be read as a Cargo.lock", why, fix, code="input.pins") from error
         for crate in crates:
             if crate.source.startswith("git+"):
                 repository, _, commit = crate.source.removeprefix("git+").partition("#")
@@ -59,7 +59,7 @@ def cargo(tree: Path) -> list[Declared]:
 def check(declared: Sequence[Declared], upstream: str, pinned: Mapping[str, GitSource]) -> None:
     """Compare what `upstream` declares with its pins.
 
-    Raises InputError naming each dependency that is not pinned, is pinned otherwise, or is pinned and not asked for.
+    Raises InputError that names each dependency without a pin or unlike its pin, and each pin that nothing declares.
     """
     problems = [problem for dependency in declared if (problem := _problem(dependency, pinned))]
     requested = {(dependency.file, dependency.name, dependency.tag) for dependency in declared}

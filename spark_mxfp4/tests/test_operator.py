@@ -1,4 +1,4 @@
-"""The operator that torch.compile and vLLM's graphs hold: registered rightly, and equal to the kernel."""
+"""The operator in the graphs of torch.compile and vLLM: it is registered correctly and returns the kernel's result."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def arguments():
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_torch_finds_nothing_wrong_with_it(arguments, mapped):
+def test_opcheck_accepts_the_operator(arguments, mapped):
     x, weights, ids, shares = arguments
     expert_map = torch.tensor([-1, 0, 1, -1, 2, 3], dtype=torch.int32) if mapped else None
     torch.library.opcheck(
@@ -51,7 +51,7 @@ def test_traced_with_any_number_of_tokens_it_equals_the_kernel(arguments):
     assert len(graphs) == 1
 
 
-def test_a_profile_names_it_also_where_nothing_is_traced(arguments):
+def test_a_profile_shows_the_operator_without_torch_compile(arguments):
     x, weights, ids, shares = arguments
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         operator.run(registry.load("torch"), x, weights, TopK(ids, shares))
@@ -70,7 +70,7 @@ def test_another_activation_reaches_the_kernel_traced_or_not(arguments):
     torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), wanted)
 
 
-def test_dense_weights_go_through_it_too(arguments):
+def test_the_operator_takes_dense_weights(arguments):
     x, _, ids, shares = arguments
     dense = ExpertWeights(*(Projection(torch.randn(EXPERTS, n, k)) for n, k in ((64, 64), (64, 32))))
     got = operator.moe_operator(x, *dense.gate_up, *dense.down, ids, shares, None, [*GPT_OSS], "torch")

@@ -20,7 +20,7 @@ from sparkforge.pins.verify import ImageChanges
 class AuditedWheel:
     """A patched wheel, or a package installed from one: where it is, and file name, sha256 and RECORD by the lock.
 
-    `problems` says how it differs from that wheel; without a name it is none of the lock's.
+    `problems` says how it differs from that wheel; `wheel` is empty if the lock does not have it.
     """
 
     path: str

@@ -139,7 +139,7 @@ def audit_files(
     rules, started = rules or load(), time.monotonic()
     if unknown := set(modules) - rules.modules.keys():
         known = ", ".join(rules.modules)
-        raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", f"known are {known}", "./inv audit --help")
+        raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", f"there are {known}", "./inv audit --help")
     broken = list[Violation]()
     if not paths:
         raise UsageError("nothing is named to audit", "it would pass whatever there is", "./inv audit --help")

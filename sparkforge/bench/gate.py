@@ -22,7 +22,7 @@ from sparkforge.core.openai import Endpoint, last_part
 
 @dataclass(frozen=True)
 class Passage:
-    """A text to score, the name under which thresholds know it, and the sha256 of the file that holds it."""
+    """A text to score, its name in the table of thresholds, and the sha256 of its file."""
 
     name: str
     text: str
@@ -30,9 +30,10 @@ class Passage:
 
 
 def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage:
-    """Return a known text by name, or a file's, whose name is the file's without its suffix.
+    """Return a known text by its name, or the text of a file, named after the file without its suffix.
 
-    Without either it is the model's own. Raises UsageError, and InputError for a known text that is not here.
+    The default is the model's own text. Raises UsageError, and InputError for a known text that is not downloaded or
+    is damaged.
     """
     name, packaged = text_or_file or baselines.default_text(model), {text.name: text for text in baselines.texts}
     pinned = pins.load().texts
@@ -42,12 +43,12 @@ def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage
         return Passage(name, texts.read(name, pinned[name]), pinned[name].pinned_files[pinned[name].member].sha256)
     if not Path(name).suffix:
         known = ", ".join((*packaged, *pinned))
-        raise UsageError(f"there is no text {name}", f"there are {known}", "without --text")
+        raise UsageError(f"there is no text {name}", f"the known texts are {known}", "without --text")
     return _read_file(Path(name), {**packaged, **pinned}.keys())
 
 
 def _read_file(path: Path, known: Collection[str]) -> Passage:
-    """Return a file's text. Raises UsageError, also for a known text's name: its limits would apply to this one."""
+    """Return a file's text. Raises UsageError, also if it has a known text's name: that text's limits would apply."""
     fix = "without --text"
     try:
         text = read_text(path)
@@ -78,7 +79,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
         )
     start = time.monotonic()
     score = accuracy.score(endpoint, text.text)
-    # A server that cannot score is not asked for more: each question could take the longest silence.
+    # A server that cannot score gets no canaries: each request could last until the timeout.
     canaries = [] if score.faults else canary.run(endpoint, baselines.canaries_of(endpoint.model))
     checks = [*check_score(score, threshold, text.text), *canaries]
     return Gate(
@@ -139,7 +140,7 @@ def print_gate(gate: Gate) -> None:
 
 
 def threshold_row(model: str, gate: Gate, size: int, date: str) -> str:
-    """Return the TOML row that makes this gate's score on a text of `size` bytes the reference of its model."""
+    """Return a TOML row that makes the gate's score the reference for its model; the text has `size` bytes."""
     name, nats = last_part(model), (gate.bits_per_byte or 0) * accuracy.LN2 * size
     return (
         f'[[gates]]\nmodel = "{name}"\ntext = "{gate.text}"\nreference = {{ precision = "its serving format", '

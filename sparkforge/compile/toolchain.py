@@ -138,7 +138,7 @@ def unfit(home: Path, architecture: str) -> str:
     if architecture not in SINCE:
         known = ", ".join(SINCE)
         raise _error(
-            f"no rule for compute capability {architecture}", f"known are {known}", "--help   # name one of them"
+            f"no rule for compute capability {architecture}", f"there are {known}", "--help   # name one of them"
         )
     if missing := [part for part in PARTS if not (home / part).exists()]:
         return f"{home} lacks {', '.join(missing)}"

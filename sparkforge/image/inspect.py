@@ -200,7 +200,7 @@ def require_ours(
 
 
 def manifest(client: docker.DockerClient | None, image: Any, stack: str = "") -> dict[str, Any]:
-    """Return the manifest that lies in an image. Raises IntegrityError if it is none of ours, EngineError."""
+    """Return the manifest that lies in an image. Raises IntegrityError if we did not build it, EngineError."""
     stack = stack or labels(image.attrs).get("org.sparkforge.stack", "")
     return _parsed(_read(client, image, MANIFEST_LABEL, stack), Manifest)
 
@@ -267,13 +267,13 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
 def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str) -> bytes:
     """Return the file that a label names, read without running the image.
 
-    Raises IntegrityError if the image has no such label: then it is none of ours, or an old one.
+    Raises IntegrityError if the image has no such label: then another program or an old Sparkforge built it.
     """
     path = labels(image.attrs).get(label, "")
     if not path:
         why = f"it has no label {label}"
         raise IntegrityError(
-            f"{image.short_id} is no image of this Sparkforge", why, build_command(stack), code="integrity.image"
+            f"{image.short_id} is not an image of this Sparkforge", why, build_command(stack), code="integrity.image"
         )
     return _file(client, image, path, stack)
 

@@ -97,7 +97,7 @@ class Tree:
 
 
 def prepare_toolchain(tree: Tree) -> None:
-    """Install the CUDA compiler and its company, for an image that compiles. Raises the errors of `toolchain`."""
+    """Install the CUDA compiler and its tools, for an image that compiles. Raises the errors of `toolchain`."""
     if tree.device == CUDA:
         toolchain.print_toolchain(tree.machine)
 

@@ -180,7 +180,7 @@ def name_of(config: Any, where: str) -> str:
     name = next((name for name, family in known.items() if family.model_type == kind), "")
     if not name:
         kinds = ", ".join(family.model_type for family in known.values())
-        why = f"its model_type is {kind[:60]!r}, known are {kinds}"
+        why = f"its model_type is {kind[:60]!r}, and the known types are {kinds}"
         raise InputError(f"{where} is of another architecture", why, LIST, code="input.config")
     named = config.get("architectures")
     if named is not None and (not isinstance(named, list) or not set(map(str, named)) & {*known[name].architectures}):

@@ -148,7 +148,7 @@ class Judge:
     _values: Counter[str] = field(default_factory=Counter)
 
     def check(self, body: bytes) -> None:
-        """Judge a JSON object; what is none is left to vLLM, which says what is wrong with it."""
+        """Compare a JSON object with the limits; vLLM refuses a body that is not one, and names the error."""
         try:
             request = json.loads(body)
         except RecursionError:
@@ -286,7 +286,7 @@ def _refuse_surrogates(request: dict[str, Any]) -> None:
 
 
 def _number(value: Any) -> int:
-    """Return a count of a request; 0 for what is none, which vLLM refuses."""
+    """Return a number in a request; 0 if the value is not a number, which vLLM refuses."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return 0
     try:

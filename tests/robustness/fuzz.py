@@ -99,7 +99,7 @@ def input_of(parser, samples, seed, number):
 
 
 def read(parser, data, scratch):
-    """Read one input and return what came of it: the name of a count, and the error if it is none of ours."""
+    """Read one input and return what came of it: the name of a count, and any error that we do not declare."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         parser.read(data, scratch)

@@ -1,4 +1,4 @@
-"""Every command with every file that it reads, damaged: a result or an error in three parts; no traceback, no wait."""
+"""A damaged file that a command reads gives a result or an error in three parts, never a traceback or a hang."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import tasks
 from sparkforge.core import paths
 
 pytestmark = pytest.mark.timeout(60)  # for one test; most take milliseconds
-CONTEXT = Context()  # it reads a file in the home, which another user may not
+CONTEXT = Context()  # made as the first user: it reads a file in the home folder, which others may not
 LINE = 10_000_000
 NUMBERS = ("1e999", "-1", str(2**70), "NaN", "9" * 5000)
 CONTENTS = {
@@ -48,7 +48,7 @@ STATE = {
 }
 FILES = ("a folder", "a pipe", "no permission", "nothing", "a broken link", "itself")
 KINDS = (*CONTENTS, *FILES)
-BINARY_KINDS = ("bytes", "10 MB of one line", "a pipe", "no permission", "itself")  # the audit starts a program
+BINARY_KINDS = ("bytes", "10 MB of one line", "a pipe", "no permission", "itself")  # fewer: each audit is slow
 
 
 def damage(path, kind):

@@ -1,4 +1,4 @@
-"""The check of the server's arguments: what a Spark's user may ask for, and should not, beside memory and kernels."""
+"""Checks of the server's arguments, except for those about memory and kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHECKS = CheckList[View]()
 
 
 class ArgumentRule(NamedTuple):
-    """The problem of an argument, and the fix. `applies` gets its value; a flag alone has an empty one."""
+    """A problem of an argument and its fix. `applies` gets the argument's value, empty for a flag without one."""
 
     flags: tuple[str, ...]
     status: Status
@@ -47,14 +47,14 @@ RULES = (
         (SPECULATION, "--spec-method", "--spec-model", "--spec-tokens"),
         Status.WARN,
         "a draft (EAGLE, MTP, n-gram) was never tried with gpt-oss on 12.1; its KV cache is not in the "
-        "memory plan, and each step checks several tokens, whose experts are read too",
+        "memory plan, and each step verifies several tokens and reads the experts of all of them",
         "./inv plan MODEL --draft NAME says when it pays",
     ),
     ArgumentRule(
         ("--kv-cache-dtype",),
         Status.WARN,
         "nothing tests an FP8 KV cache with attention sinks on 12.1 (docs/hardware.md), and it changes answers",
-        "./inv bench.acc with it and with --kv-cache-dtype auto",
+        "./inv bench.acc, once with this cache and once with --kv-cache-dtype auto",
         lambda value: value.lower().startswith("fp8"),
     ),
     ArgumentRule(
@@ -67,14 +67,14 @@ RULES = (
     ArgumentRule(
         ("--cpu-offload-gb", "--kv-offloading-size"),
         Status.FAIL,
-        "CPU and GPU share one memory: what is moved to the CPU's side stays in the same memory",
-        "leave it out; a larger --gpu-memory-utilization or a smaller --max-model-len: ./inv plan",
+        "CPU and GPU share one memory, so moving data to the CPU frees nothing",
+        "leave it out; try a larger --gpu-memory-utilization or a smaller --max-model-len in ./inv plan",
         _other_than("", "0", "0.0"),
     ),
     ArgumentRule(
         ("--kv-cache-memory-bytes",),
         Status.WARN,
-        "it takes the place of --gpu-memory-utilization, by which memory was judged",
+        "it replaces --gpu-memory-utilization, which the memory checks use",
         "leave it out, or compare with: ./inv plan",
     ),
     ArgumentRule(
@@ -87,7 +87,7 @@ RULES = (
     ArgumentRule(
         ("--trust-remote-code",),
         Status.WARN,
-        "gpt-oss needs no code from its checkpoint, and this would run whatever a checkpoint brings",
+        "gpt-oss needs no code from its checkpoint, and this flag runs any code that a checkpoint contains",
         "leave --trust-remote-code out",
     ),
 )
@@ -96,7 +96,7 @@ FLAGS = sorted({flag for rule in RULES for flag in rule.flags} | {*PARALLEL, *PA
 
 
 def _values(arguments: Sequence[str]) -> dict[str, str]:
-    """Return flag → value of those of FLAGS that are set, abbreviated ones and `--speculative-config.model` too."""
+    """Return the value of each of FLAGS that is set, by flag; `--speculative-config.model` and abbreviations count."""
     values: dict[str, str] = {}
     for index, argument in enumerate(arguments):
         name, equals, inline = argument.partition("=")
@@ -146,7 +146,7 @@ def _serve_arguments(view: View) -> CheckResult:
 def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str]) -> str:
     """Return what a processor lacks for these arguments on vLLM's CPU build; empty if it lacks nothing.
 
-    `flags` are those of /proc/cpuinfo. vllm/v1/attention/backends/cpu_attn.py, `_get_attn_isa`, 0.32.0.
+    `flags` are those of /proc/cpuinfo. Source: `_get_attn_isa` in vllm/v1/attention/backends/cpu_attn.py, vLLM 0.32.0.
     """
     cache = flag_value(arguments, "--kv-cache-dtype") or "auto"
     if cache not in UNQUANTIZED and not (machine == "x86_64" and {"avx512f", "amx_tile"} & set(flags)):
@@ -162,4 +162,4 @@ def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str])
 )
 def _cpu_arguments(view: View) -> CheckResult:
     missing = missing_on_cpu(view.names("serve.args"), view.text("os.machine"), view.names("cpu.flags"))
-    return judged(not missing, missing or "no argument needs other instructions than it has")
+    return judged(not missing, missing or "no argument needs an instruction that the processor lacks")

@@ -23,7 +23,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer head
 
 
 def directory(target: Target) -> Path:
-    """The model directory; raises ProbeError if none was given, it is none, or it cannot be read."""
+    """The model directory; raises ProbeError if none was given, it is not a directory, or it cannot be read."""
     model = path(target)
     if model is None:
         raise ProbeError("no model directory was given")

@@ -1,4 +1,4 @@
-"""Carrying a queue over: what is moved, merged, dropped, left to a person."""
+"""Carrying a queue over to a new release: patches are copied, moved, merged, dropped, or left to a person."""
 
 import re
 from datetime import datetime
@@ -105,7 +105,7 @@ def stopped(world, action, name):
 
 
 def solve(kit, tree, text, file="pkg/a.py"):
-    """Do what the message says, here by putting `text` in place of every conflict."""
+    """Resolve the conflicts in `file` as the error says: replace each by `text`, and add the file to the index."""
     before = (tree / file).read_bytes()
     assert b"<<<<<<< " in before
     (tree / file).write_bytes(re.sub(rb"(?ms)^<{7} .*?^>{7} [^\n]*\n", text, before))
@@ -157,7 +157,7 @@ def test_what_is_still_open_is_named_and_nothing_is_touched(kit, conflict, leave
 def test_the_same_command_again_keeps_what_a_person_did(kit, conflict):
     tree = stopped(conflict, rebase.begin_rebase, NAMES[0])
     solve(kit, tree, b"solved\n")
-    with pytest.raises(UsageError, match="is begun already", check=lambda error: "--continue" in error.fix):
+    with pytest.raises(UsageError, match="has already begun", check=lambda error: "--continue" in error.fix):
         rebase.begin_rebase(job(conflict))
     assert b"solved\n" in (tree / "pkg/a.py").read_bytes()
 
@@ -169,7 +169,7 @@ def test_a_person_may_use_git_alone_and_then_continue(kit, conflict, tmp_path):
     assert kit.git(tree, "-c", "core.editor=true", "rebase", "--continue").returncode == 0
     carried = rebase.continue_rebase(job(conflict))
     assert [patch.action for patch in carried] == [
-        "dropped, as asked, or nothing of it was left", "merged: read it before you trust it", "applies as it is",
+        "dropped, as requested, or because it was empty", "merged: read it before you trust it", "applies as it is",
     ]  # fmt: skip
     assert [patch.name for patch in Queue.load(conflict.patches / "up-2.0").patches] == NAMES[1:]
 
@@ -201,7 +201,7 @@ def test_a_commit_that_is_no_patch_is_refused(kit, conflict):
     kit.git(tree, "rebase", "--skip")
     (tree / "pkg/b.py").write_text("my own\n")
     assert kit.git(tree, "commit", "--all", "--message=mine").returncode == 0
-    with pytest.raises(UsageError, match="is no patch of the queue"):
+    with pytest.raises(UsageError, match="is not a patch of the queue"):
         rebase.continue_rebase(job(conflict))
     assert [path.name for path in conflict.patches.iterdir()] == ["up-1.0"]
 
@@ -211,7 +211,7 @@ def test_a_file_that_upstream_moved_asks_a_person(kit, world, tmp_path):
     world.release("2.0", files)
     tree = stopped(world, rebase.begin_rebase, NAMES[2])
     assert kit.git(tree, "rm", "--quiet", "pkg/b.py").returncode == 0
-    (tree / "pkg/c.py").write_text("value = 2\nmore = 1\n")  # where the file went
+    (tree / "pkg/c.py").write_text("value = 2\nmore = 1\n")  # the new path of b.py
     kit.git(tree, "add", "pkg/c.py")
     rebase.continue_rebase(job(world))
     assert result(kit, world, tmp_path, files)["pkg/c.py"] == "value = 2\nmore = 1\n"

@@ -1,4 +1,4 @@
-"""`kernels.toml`: which of a FlashInfer's modules a set holds, and the vLLM call that needs each."""
+"""`kernels.toml`: the FlashInfer modules of each kernel set, and the vLLM call that needs each module."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KernelModule(Record):
 
 
 class KernelTable(Record):
-    """The whole file, for one FlashInfer."""
+    """The whole file, for one release of FlashInfer."""
 
     schema_: Literal[1] = Field(alias="schema")
     flashinfer: str
@@ -70,27 +70,28 @@ class KernelTable(Record):
         """Return the modules of a set. Raises UsageError for an unknown set."""
         if name not in self.sets:
             raise UsageError(
-                f"there is no set {name}", f"known are {', '.join(self.sets)}", "./inv build.kernels --help"
+                f"there is no set {name}", f"the sets are {', '.join(self.sets)}", "./inv build.kernels --help"
             )
         return tuple(module for module in self.module if name in (*module.sets, EVERYTHING))
 
     def digest(self, modules: tuple[KernelModule, ...]) -> str:
-        """Return the sha256 of all that decides what is built for `modules`."""
+        """Return the sha256 of a build's inputs: the release, the environment, and the requests for `modules`."""
         inputs = [self.flashinfer, self.environment, [request(module) for module in modules]]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def request(module: KernelModule) -> dict[str, Any]:
-    """Return the question to `specs.py` about a module."""
+    """Return the request that makes `specs.py` write a module's build files."""
     return module.model_dump(include={"name", "generator", "arguments"})
 
 
 @cache
 def load(version: str, path: Path = TABLE) -> KernelTable:
-    """Return the table for a FlashInfer: each call has its line in that release, each module what its call gives.
+    """Return the table for a release of FlashInfer.
 
-    Raises InputError for a release that has none. The table is part of the program: a mistake in it raises what
-    pydantic and the lookups raise.
+    Each call has one line, for the vLLM that is served with that release. Each module has its call's generator and
+    arguments. Raises InputError for a release that is not in the table. The table is part of the program: a mistake in
+    it raises KeyError or the errors of pydantic.
     """
     document = read_toml(path)
     if version not in document["flashinfer"]:
@@ -100,14 +101,14 @@ def load(version: str, path: Path = TABLE) -> KernelTable:
             "--help   # build another stack, or extend that table (docs/concepts/kernels.md)",
             code="input.pins",
         )
-    number = document["flashinfer"].index(version)
+    index = document["flashinfer"].index(version)
     shared = {name: (call.pop("generator"), call.pop("arguments", {})) for name, call in document["calls"].items()}
     for call in document["calls"].values():
-        call["line"] = call.pop("lines")[number]
+        call["line"] = call.pop("lines")[index]
     for module in document["module"]:
         module["generator"], arguments = shared[module["call"]]
-        own = {**arguments, **module.get("arguments", {})}
-        module["arguments"] = {key: module["name"] if value == "{name}" else value for key, value in own.items()}
+        merged = {**arguments, **module.get("arguments", {})}
+        module["arguments"] = {key: module["name"] if value == "{name}" else value for key, value in merged.items()}
     return KernelTable.model_validate({**document, "flashinfer": version})
 
 

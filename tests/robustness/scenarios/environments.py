@@ -1,4 +1,4 @@
-"""Make a Python environment from a small lock of local wheels, over an older one. Its programs (uv) are real."""
+"""Make a Python environment from a small lock of local wheels, over an older one, with the real uv."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _prepare(work: Path) -> None:
     locks.LOCKS = work / "locks"
     locks.lock_path = lambda name: work / f"locks/{name}.txt"
     fetch.fetch_pinned = lambda _component, filename: work / "wheels" / filename
-    environments._install_own = lambda *_: None  # this checkout is no part of what can break
+    environments._install_own = lambda *_: None  # this scenario does not install the checkout
     global TABLE  # noqa: PLW0603 - every run is forked from this process
     TABLE = table
     write(work / "state/envs/mine/mine.txt", "mine")

@@ -97,11 +97,11 @@ with locked(pathlib.Path({str(tmp_path / "lock")!r}), "hold"):
     holder.communicate()
     with locked(tmp_path / "lock", "make it"):
         pass
-    assert (tmp_path / "lock").read_text() == ""  # nobody is named who does not hold it
+    assert (tmp_path / "lock").read_text() == ""  # a free lock names no holder
 
 
 def test_half_a_surrogate_pair_is_kept(tmp_path):
-    """A model may write one, and so may a file name that is no UTF-8."""
+    """A model may write one, and a file name that is not UTF-8 has one in Python."""
     write_json(tmp_path / "x.json", {"a": "ü\ud800", "b": "\udcff"})
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "ü\ud800", "b": "\udcff"}
     write_atomic(tmp_path / "x.txt", "a\ud800")

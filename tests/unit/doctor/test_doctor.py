@@ -1,4 +1,4 @@
-"""From a state folder, a log, an engine to findings: which, in what order, with which exit code, on whatever input."""
+"""The problems that the doctor finds in a state folder, a log or an engine, their order, exit codes, and odd input."""
 
 import io
 import json
@@ -41,7 +41,7 @@ REPORT = {
 
 @pytest.fixture(autouse=True)
 def state(tmp_path, monkeypatch):
-    """A state folder of its own, a machine that is not asked, and no Docker engine."""
+    """An empty state folder, no facts about the machine, and no Docker engine."""
     folder = tmp_path / "state"
     (folder / "logs").mkdir(parents=True)
     monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
@@ -70,7 +70,7 @@ def run(**arguments):
     doctor.main(**{"log": "", "state": "", "as_json": False, "bundle": "", **arguments})
 
 
-# What there is to find
+# Problems in files
 
 
 KILLED = "#12 4.21 nvcc error   : 'cicc' died due to signal 9 (Kill signal)\n"
@@ -87,14 +87,14 @@ VIOLATION = {"rule": "software-fp4", "file": "x.so", "detail": "0 x E2M1", "fix"
         ({}, []),
         ({"logs/server.log": HEALTHY.read_bytes()}, []),
         ({"logs/server.log": KV_LOG.read_bytes()}, ["kv-cache-too-small", "engine-core-failed"]),
-        # A mild cause counts as severe as what follows from it.
+        # A mild cause ranks as high as its consequences.
         ({"logs/server.log": MILD}, ["unknown-variable", "marlin", "harmony-broken", "jit-at-start"]),
         # A build without its manifest was not finished.
         ({"kernels/logs/x.log": ""}, ["kernels-unfinished"]),
         ({"kernels/logs/x.log": "", "kernels/kernels-gpt-oss.env.manifest.json": "{}"}, []),
         ({"build/vllm/12.1a-0/x": ""}, ["vllm-unfinished"]),
         ({"build/vllm/12.1a-0/x": "", "vllm-overlay.manifest.json": "{}"}, []),
-        # A fault in a compiler's log is left to the build.
+        # The build reports unknown faults in the logs of compilers.
         ({"kernels/kernels-x.manifest.json": "{}", "kernels/logs/u.log": "x.cu(3): error: something new\n"}, []),
         ({"kernels/audit-gpt-oss.json": json.dumps({"violations": [VIOLATION]})}, ["audit", "kernels-unfinished"]),
         # A build of the image may lose a compiler and recover.
@@ -324,7 +324,7 @@ def test_what_is_slow_fails_and_what_is_harmless_is_explained(state, capsys):
         run()
 
 
-# What is told
+# The command
 
 
 def inv(*arguments, **env):

@@ -171,5 +171,5 @@ def test_a_broken_audit_is_a_named_error(holding, manifest, report):
 @pytest.mark.parametrize("configuration", [None, [], {"Labels": None}, {"Labels": [1]}, {"Labels": {PATH: 5}}])
 def test_labels_of_another_shape_are_no_labels_of_ours(fake_engine, configuration):
     fake_engine.image["Config"] = configuration
-    with pytest.raises(errors.IntegrityError, match="no image of this Sparkforge"):
+    with pytest.raises(errors.IntegrityError, match="not an image of this Sparkforge"):
         verify()

@@ -1,4 +1,4 @@
-"""Bringing the container up, and how that ends: a fake engine, a stand-in `docker` command, a real API server."""
+"""Starts of the container that succeed and that fail: a fake engine, a stand-in `docker`, a real API server."""
 
 import json
 from datetime import UTC, datetime
@@ -29,14 +29,14 @@ refuse: the server must not start · 1 passed, 0 warned, 1 failed, 0 skipped
 
 @pytest.fixture
 def api():
-    """The port of an OpenAI-shaped server that gives one token to who has the key."""
+    """The port of an OpenAI-shaped server that gives one token to a client with the key."""
     with misbehaving.answering("needs the key") as port:
         yield port
 
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch, api, docker_command):
-    """A checkout with Compose files, which the stand-in resolves to the API server's port."""
+    """A checkout with Compose files; the stand-in `docker` resolves them to a service on the API server's port."""
     root = tmp_path / "checkout"
     root.mkdir()
     (root / "docker-compose.yml").write_text("services: {}\n")
@@ -62,7 +62,7 @@ def checkout(tmp_path, monkeypatch, api, docker_command):
 
 @pytest.fixture(autouse=True)
 def key_is_mounted(tmp_path, fake_engine):
-    """The container's own mounts, by which a record's key file is believed."""
+    """Mount the key file in the container: a recorded key file counts only if the container mounts it."""
     fake_engine.container["Image"] = fake_engine.image["Id"]
     fake_engine.container["Mounts"] = [{"Source": str(tmp_path / "key"), "Destination": "/run/secrets/api_key"}]
 
@@ -73,7 +73,7 @@ def up(device="docker-cpu", build=None, **options):
 
 
 def change_config(docker_command, change):
-    """Have Compose resolve another project: `change` gets the one of `checkout`, and may return a text."""
+    """Change the project that Compose resolves: `change` edits the one of `checkout`, or returns another output."""
     for rule in (docker_command.folder / "rules").iterdir():
         if (rule / "pattern").read_text().startswith("config"):
             config = json.loads((rule / "out").read_text())
@@ -100,7 +100,7 @@ def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engin
     assert "proved: a JSON answer, a JSON answer with a content type, a JSON response, " in out
     assert "container c0ffeec0ffee" in out
     assert launch.stop() == server
-    assert called(docker_command, " --profile * down"), "Prometheus and its company are in a profile"
+    assert called(docker_command, " --profile * down"), "the optional services, such as Prometheus, are in profiles"
     assert record.read() is None
 
 
@@ -136,7 +136,7 @@ def health(status, output):
     [
         ({"Status": "exited", "ExitCode": 30}, {}, REFUSAL, "", MEMORY),
         ({"Status": "restarting", "ExitCode": 30}, {}, REFUSAL, "", MEMORY),
-        # A container that waits after a refusal is not waited for, before and after Docker started it again.
+        # A container that waits after a refusal has failed, whether Docker has restarted it or not.
         (health("starting", WAITS), {}, f"{REFUSAL}✗ the validator refuses to serve\n", "", MEMORY),
         ({"Health": {}}, {"RestartCount": 1}, f"{REFUSAL}✗ the validator refuses to serve\n", "", MEMORY),
         (health("starting", HELD), {}, "", "", HELD),
@@ -195,7 +195,7 @@ def test_ctrl_c_while_waiting_stops_the_container(checkout, fake_engine, docker_
     monkeypatch.setattr(proof, "prove", interrupted)
     with pytest.raises(KeyboardInterrupt):
         up()
-    assert called(docker_command, " down"), "who ends a start wants nothing of it to stay"
+    assert called(docker_command, " down"), "Ctrl-C removes the container"
     assert record.read() is None
 
 
@@ -340,7 +340,7 @@ def test_on_a_gpu_the_tiny_model_answers_first_in_the_same_container(
     assert compared == served
     assert server.model == (model if model[0] == "/" else "/models/gpt-oss-20b")
     assert len(called(docker_command, " up ")) == 1 + len(served)
-    assert len(called(docker_command, " stop vllm")) == len(served), "Prometheus and its company stay"
+    assert len(called(docker_command, " stop vllm")) == len(served), "the optional services keep running"
     output = "".join(capsys.readouterr())
     assert ("differ by 0.012 from float32" in output) == bool(served)
     assert ("the Compose files do not read SPARKFORGE_MODEL" in output) == (model[0] == "/")
