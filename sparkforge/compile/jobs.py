@@ -2,9 +2,9 @@
 
 `make_schedule` turns units, their predicted peaks and the machine into a schedule; `run` carries it out. At every
 moment the predicted peaks of running units fit into the budget: the memory available when the schedule was made, or now
-if that is less, minus a reserve. The hungriest waiting unit that fits starts first. One that starts before a hungrier
-unit never delays it: it fits beside a running unit that is at least as hungry, so the hungrier unit fits when that one
-ends.
+if that is less, minus a reserve. Of the waiting units that fit, the one with the highest peak starts first. A smaller
+unit that starts before a larger one never delays it: it fits beside a running unit whose peak is at least as high, so
+the larger unit fits when that one ends.
 
 A compiler that the kernel kills is recognised by its exit code and its last words. It is tried once more, alone.
 """

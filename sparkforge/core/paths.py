@@ -28,8 +28,8 @@ USER_FOLDERS = {
     "cache": ("XDG_CACHE_HOME", ".cache"),  # verified downloads
 }
 
-# What the Compose files in use are known by in a container. Compose tells a container only of those in COMPOSE_FILE
-# (which `./inv` sets too), never of a `-f`; so each file of ours sets a variable of its own, numbered in their order.
+# The variables that name the Compose files in use, inside a container. Compose passes on only COMPOSE_FILE (which
+# `./inv` sets too), never the files of `-f`; so each of our files sets a variable of its own, numbered in their order.
 COMPOSE_FILES = "SPARKFORGE_COMPOSE_FILE"
 COMPOSE_PROFILE = "SPARKFORGE_COMPOSE_PROFILE"
 DEFAULT_COMPOSE_FILES = ["docker-compose.yml"]  # Compose finds it by itself, with the override file

@@ -277,9 +277,9 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
 
 
 def start_again() -> str:
-    """Return the command that starts this container again as it is, by its id, and what makes it anew.
+    """Return the command that restarts this container by its id, and in a comment the one that recreates it.
 
-    `core.paths` puts the `-f` files into the latter; those of a user's own that do not name themselves it cannot know.
+    `core.paths` adds `-f` files to the second; it does not know a user's own files that do not set its variables.
     """
     compose = "docker compose up -d"
     if not (identifier := restarts.container_id()):

@@ -410,7 +410,7 @@ def test_every_reader_of_a_cancelled_stream_ends(served):
 
 
 def test_the_last_responses_are_kept(scripted_server, served):
-    """One that is used again is kept longer. The refusal says why there is none, and what to do."""
+    """A response that is used again is kept longer. The error for a dropped one gives the reason and a fix."""
     kept, *_rest, lost = (respond(served, "final") for _ in range(2))
     for _ in range(scripted_server.stored_responses):
         assert served.responses.retrieve(kept.id).output_text == kept.output_text

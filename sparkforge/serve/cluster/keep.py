@@ -84,7 +84,7 @@ def begin(config: ClusterConfig) -> int:
 
 
 def end() -> None:
-    """End it, with a start of its own that is under way. Raises ServerError if it does not end."""
+    """End the keeper and any start of the cluster that it is running. Raises ServerError if it does not end."""
     _note_path().unlink(missing_ok=True)
     if not (pid := running()):
         return

@@ -1,7 +1,7 @@
 """Run a program on a node: over OpenSSH's own client, or here for the node that the commands run on.
 
-OpenSSH reads the user's ~/.ssh/config, known hosts, keys and agent. It may ask nothing: a host that is not known or a
-key that is missing is an error with the command that mends it.
+OpenSSH reads the user's ~/.ssh/config, known hosts, keys and agent. It must not prompt: an unknown host or a missing
+key is an error with the command that fixes it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def document(
 ) -> Answer:
     """Return the JSON object that a program prints on a node.
 
-    Raises what `output` raises, InputError for an answer of another shape.
+    Raises the errors of `output`, and InputError for an answer of another shape.
     """
     text = output(node, argv, seconds=seconds, stdin=stdin)
     try:
@@ -74,7 +74,7 @@ def document(
 
 
 def ask_probe(node: ClusterNode, mode: str, shape: type[Answer], *, seconds: float, **options: Any) -> Answer:
-    """Run probe.py on a node, which needs python3 and nothing of ours. Raises what `document` raises."""
+    """Run probe.py on a node, which needs python3 and nothing of Sparkforge. Raises the errors of `document`."""
     source = Path(probe.__file__).read_text(encoding="utf-8")
     argv = ["python3", "-", json.dumps({"mode": mode, **options})]
     return document(node, argv, shape, seconds=seconds, stdin=source)
@@ -84,7 +84,7 @@ def on_all(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) 
     """Call a function with every node at the same time; return result or error by the node's name."""
 
     def attempt(node: ClusterNode) -> Result | SparkforgeError:
-        """Return an error instead of raising it: the other nodes' results are wanted all the same."""
+        """Return an error instead of raising it: the other nodes' results are still needed."""
         try:
             return call(node)
         except SparkforgeError as error:

@@ -2,8 +2,8 @@
 
 vLLM watches the workers of its own machine only: without this, a head whose other machine is gone keeps its port open
 and answers nobody, and a worker whose head is gone waits for ever. The nodes hold a connection to the head on the
-control network and send a line a second. A node whose connection breaks, which is silent, or which says that its server
-has ended, ends all others, and each says in its log and in `--end` which node it was.
+control network and send a line a second. If a node's connection breaks, no line arrives from it, or it reports that
+its server has ended, all other nodes end their parts, and write the node's name into their log and the file `--end`.
 
 It runs as a file below the supervisor (sparkforge/serve/supervise.py) and imports the standard library alone.
 """

@@ -1,5 +1,5 @@
-// For measurements (bench/measure_small.py): where SPARK_PACE is defined, a memory that reads so many GB/s stands before the
-// GPU's own. A copy of weights begins when the bytes before it, of all blocks, have had their time.
+// For measurements (bench/measure_small.py): if SPARK_PACE is defined, copies of weights are slowed to that many GB/s. A
+// copy begins when the time of the bytes before it, of all blocks, has passed at this rate.
 #pragma once
 
 #ifdef SPARK_PACE
