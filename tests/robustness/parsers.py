@@ -1,4 +1,4 @@
-"""Every parser: samples that it accepts, and the call that reads one through the parser's public door.
+"""Every parser: samples that it accepts, and the call that reads one through the parser's public function.
 
 A call may raise errors of ours. It raises AssertionError where something was accepted that must not be.
 """

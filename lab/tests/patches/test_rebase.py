@@ -34,7 +34,7 @@ def present(files):
     return {path: text for path, text in files.items() if text is not None}
 
 
-def test_what_applies_is_copied_what_moved_is_rewritten_what_upstream_has_is_dropped(kit, world, tmp_path):
+def test_moved_patches_are_rewritten_and_those_that_upstream_has_are_dropped(kit, world, tmp_path):
     files = {**edited(world, "line 0", "x\nline 0"), "pkg/b.py": "value = 2\n", "pkg/n.py": "new\n"}
     world.release("2.0", files)
     carried = rebase.begin_rebase(job(world))
@@ -78,7 +78,7 @@ def test_a_common_patch_that_still_applies_is_named_and_not_copied(world):
     assert [patch.entry for patch in Queue.load(world.patches / "up-3.0").patches] == NAMES
 
 
-def test_a_changed_context_is_merged_three_ways_and_said_so(kit, world, tmp_path):
+def test_a_patch_with_changed_context_is_merged_three_ways_and_reported(kit, world, tmp_path):
     files = edited(world, "line 7", "line seven")
     world.release("2.0", files)
     carried = rebase.begin_rebase(job(world))
@@ -145,7 +145,7 @@ def with_a_new_file(kit, tree):
 
 
 @pytest.mark.parametrize("leave", [unmerged, with_markers, with_a_new_file])
-def test_what_is_still_open_is_named_and_nothing_is_touched(kit, conflict, leave):
+def test_unresolved_files_are_named_and_nothing_changes(kit, conflict, leave):
     tree = stopped(conflict, rebase.begin_rebase, NAMES[0])
     message = leave(kit, tree)
     before = kit.snapshot(paths.state() / "rebase/up-2.0/pkg"), kit.snapshot(conflict.patches)
@@ -184,7 +184,7 @@ def test_a_patch_can_be_dropped_by_number_or_by_editing_it_away(kit, conflict):
         job(conflict, drop=["0007"])
 
 
-def test_what_was_not_begun_or_was_aborted_cannot_continue(kit, conflict):
+def test_a_rebase_that_was_not_begun_or_was_aborted_cannot_continue(kit, conflict):
     with pytest.raises(UsageError, match=r"no rebase to up-2\.0 is begun"):
         rebase.continue_rebase(job(conflict))
     tree = stopped(conflict, rebase.begin_rebase, NAMES[0])
@@ -195,7 +195,7 @@ def test_what_was_not_begun_or_was_aborted_cannot_continue(kit, conflict):
         rebase.rebase_queue("up-2.0", "s", "0001", resume=True)
 
 
-def test_a_commit_that_is_no_patch_is_refused(kit, conflict):
+def test_a_commit_that_is_not_a_patch_is_refused(kit, conflict):
     tree = stopped(conflict, rebase.begin_rebase, NAMES[0])
     kit.git(tree, "rebase", "--skip")
     kit.git(tree, "rebase", "--skip")
@@ -206,7 +206,7 @@ def test_a_commit_that_is_no_patch_is_refused(kit, conflict):
     assert [path.name for path in conflict.patches.iterdir()] == ["up-1.0"]
 
 
-def test_a_file_that_upstream_moved_asks_a_person(kit, world, tmp_path):
+def test_a_file_that_upstream_moved_is_left_to_a_person(kit, world, tmp_path):
     files = {**world.V1, "pkg/b.py": None, "pkg/c.py": "value = 1\nmore = 1\n"}
     world.release("2.0", files)
     tree = stopped(world, rebase.begin_rebase, NAMES[2])

@@ -55,7 +55,7 @@ with atomic_file(Path(sys.argv[1])) as file:
 """
 
 
-def test_what_a_killed_writer_left_is_swept_and_a_live_ones_stays(tmp_path):
+def test_the_partial_file_of_a_killed_writer_is_removed_and_a_live_ones_stays(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     dead, live = (
         subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "file[1]"], cwd=ROOT, **pipes) for _ in range(2)
@@ -72,7 +72,7 @@ def test_what_a_killed_writer_left_is_swept_and_a_live_ones_stays(tmp_path):
     assert (tmp_path / "file[1]").read_text() == "half"
 
 
-def test_space_is_asked_for_where_the_folder_will_be(tmp_path):
+def test_space_is_checked_for_a_folder_that_does_not_exist_yet(tmp_path):
     require_space(tmp_path / "not" / "yet", 1, "a byte")
     with refused("storage.full", "needed"):
         require_space(tmp_path / "not" / "yet", 1 << 60, "an exabyte")

@@ -119,7 +119,7 @@ def test_a_killed_compiler_comes_before_the_module_that_is_missing_for_it(state)
     assert problems[0].places[0].source.endswith("kernels/logs/fused_moe_120.x.log")
 
 
-def test_findings_that_cause_each_other_do_not_make_it_hang():
+def test_problems_that_cause_each_other_are_ranked():
     def problem(name, *follows):
         return doctor.Problem(id=name, severity=Severity.FATAL, what=name, why="", fix="", follows=follows)
 
@@ -128,7 +128,7 @@ def test_findings_that_cause_each_other_do_not_make_it_hang():
     assert problems[-1].id == "z"
 
 
-def test_a_report_tells_what_failed_what_was_skipped_and_what_warns(state):
+def test_the_checks_of_a_report_that_failed_were_skipped_or_warn_are_problems(state):
     put(state, "validation.json", json.dumps(REPORT))
     problems = look()[0]
     assert [(problem.what, problem.severity) for problem in problems] == [
@@ -139,7 +139,7 @@ def test_a_report_tells_what_failed_what_was_skipped_and_what_warns(state):
     assert (problems[0].why, problems[0].fix) == ("2 GiB", "ps aux")
 
 
-def test_a_server_that_ended_by_itself_is_named_with_how(state):
+def test_a_server_that_ended_by_itself_is_reported_with_its_exit_code(state):
     log = put(state, "logs/server.log", "ok\n")
     record.write(record.Server(1, 1.0, "127.0.0.1", 9, "m", "m", "embedded", str(log)))
     for broken in ("", "{", "[]", '{"pid": 1}', '{"pid": 1, "code": "x", "asked": 0, "time": 2}'):
@@ -153,7 +153,7 @@ def test_a_server_that_ended_by_itself_is_named_with_how(state):
     assert ids() == ["cuda-out-of-memory", "server-ended"]
 
 
-def test_what_a_killed_server_left_is_told(state):
+def test_the_processes_of_a_killed_server_are_reported(state):
     code = "print('runs', flush=True); input()"
     environment = {**os.environ, record.MARK: record.mark(state)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -166,7 +166,7 @@ def test_what_a_killed_server_left_is_told(state):
     assert ids() == []
 
 
-def test_a_server_that_runs_and_does_not_answer_is_told_by_its_age(state):
+def test_a_server_that_does_not_answer_is_starting_or_silent_by_its_age(state):
     with socket.socket() as held:  # bound, not listening: nobody else answers there
         held.bind(("127.0.0.1", 0))
         port, pid = held.getsockname()[1], os.getpid()
@@ -202,7 +202,7 @@ def test_a_failed_up_is_remembered_and_a_good_one_forgets_it():
     assert ids() == []
 
 
-def test_a_question_that_was_wrong_is_not_remembered():
+def test_a_mistaken_command_is_not_remembered():
     fail(ServerError("a", "b", "c", code="server.port"))
     fail(ServerError("runs", "x", "./inv down", code="server.running"))
     fail(UsageError("no", "x", "y"))
@@ -211,7 +211,7 @@ def test_a_question_that_was_wrong_is_not_remembered():
     assert failure.read(paths.state()).what == "a"
 
 
-def test_what_is_from_before_the_failed_up_is_left_out(state):
+def test_files_older_than_the_failed_up_are_left_out(state):
     path = put(state, "logs/server.log", KV_LOG.read_bytes())
     put(state, "validation.json", json.dumps(REPORT))
     for file in (path, state / "validation.json"):
@@ -229,7 +229,7 @@ RECORD = {"pid": 1, "started": 1.0, "host": "h", "port": 9, "model": "m", "model
 
 
 @pytest.mark.parametrize("wrong", [{"pid": "x"}, {"log": None}, {"container": 7}])
-def test_a_record_of_other_types_is_none(state, wrong):
+def test_a_record_with_wrong_types_is_ignored(state, wrong):
     put(state, "server.json", json.dumps(RECORD)).chmod(0o600)
     state.chmod(0o700)
     assert record.read() is not None
@@ -241,12 +241,12 @@ def test_a_record_of_other_types_is_none(state, wrong):
 @pytest.mark.parametrize(
     ("data", "note"), [(b"\xff\xfe{}", "cannot be read"), (b" " * (evidence.MAX_JSON + 1), "it has ")]
 )
-def test_json_that_is_no_text_or_too_large_is_said(state, data, note):
+def test_json_that_is_not_text_or_too_large_is_noted(state, data, note):
     put(state, "validation.json", data)
     assert note in next(s.note for s in look()[1].sources if s.name.endswith("validation.json"))
 
 
-def test_a_folder_or_a_pipe_in_a_files_place_is_said(state):
+def test_a_folder_or_a_pipe_in_place_of_a_file_is_noted(state):
     names = ("validation.json", "logs/server.log", "server.json", "failure.json", "x.manifest.json", "server.end.json")
     for make in (Path.mkdir, os.mkfifo):
         for name in names:
@@ -311,7 +311,7 @@ def test_a_fault_that_no_rule_knows_is_quoted_with_its_neighbours_and_where_to_r
         assert secret not in output.replace(str(log), "")
 
 
-def test_what_is_slow_fails_and_what_is_harmless_is_explained(state, capsys):
+def test_a_slow_backend_fails_and_harmless_lines_are_explained(state, capsys):
     harmless = "Found GPU0 NVIDIA GB10 which is of cuda capability 12.1.\n"
     put(state, "logs/server.log", harmless)
     put(state, "validation.json", json.dumps({**REPORT, "findings": REPORT["findings"][3:]}))
@@ -355,7 +355,7 @@ def archive(name, value):
     return file.getvalue()
 
 
-def test_no_engine_is_said_and_an_error_only_with_our_container():
+def test_a_missing_engine_is_noted_and_is_a_problem_only_with_our_container():
     problems, gathered = look()
     assert problems == []
     assert [source.name for source in gathered.sources if "Docker" in source.name] == ["Docker engine"]
@@ -381,7 +381,7 @@ def test_the_states_of_a_container(fake_engine, change, count, expected):
     assert ids() == expected
 
 
-def test_a_refused_container_is_told_by_its_report_or_by_what_it_left_behind(fake_engine):
+def test_a_refused_container_is_reported_from_its_report_or_its_saved_refusal(fake_engine):
     fake_engine.container["Config"] |= {"Env": ["SPARKFORGE_STATE=/var/cache/sparkforge/state", "HF_TOKEN=x"]}
     gone = {"message": "Could not find the file"}
     files = {f"/run/sparkforge/{entrypoint.REPORT}": archive("validation.json", REPORT)}
@@ -423,12 +423,12 @@ def test_a_fleets_logs_are_read_those_of_containers_too(fake_engine, state):
 
 
 @pytest.mark.parametrize("answer", [b"", b"\0" * 1024, archive("x", [1]), archive("x", "y")])
-def test_no_archive_from_a_container_makes_it_fail(fake_engine, answer):
+def test_a_damaged_archive_from_a_container_is_no_problem(fake_engine, answer):
     fake_engine.routes[ARCHIVE] = lambda _query: (200, answer, STAT)
     assert ids() == []
 
 
-def test_a_log_that_breaks_off_is_read_so_far_and_said():
+def test_a_log_that_breaks_off_is_read_to_that_byte_and_noted():
     def broken():
         yield b"torch.OutOfMemoryError: CUDA out of memory.\n"
         raise OSError(5, "Input/output error")

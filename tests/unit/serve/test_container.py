@@ -146,7 +146,7 @@ def health(status, output):
         ({}, {"RestartCount": 1}, KERNEL, "Docker started it again", REASON),
     ],
 )
-def test_a_start_that_fails_is_told_with_its_reason(checkout, fake_engine, docker_command, state, more, log, what, why):
+def test_a_failed_start_gives_its_reason(checkout, fake_engine, docker_command, state, more, log, what, why):
     fake_engine.container["State"] |= state
     fake_engine.container |= more
     fake_engine.log = log
@@ -159,7 +159,7 @@ def test_a_start_that_fails_is_told_with_its_reason(checkout, fake_engine, docke
         assert error.fix == "./inv doctor   # the whole log: docker logs c0ffeec0ffee"
 
 
-def test_a_refusal_of_an_earlier_run_is_not_this_ones(checkout, fake_engine, docker_command):
+def test_a_refusal_in_the_log_of_an_earlier_run_does_not_count(checkout, fake_engine, docker_command):
     fake_engine.container["State"] |= {"Status": "exited", "ExitCode": 1, "StartedAt": "2026-11-21T10:00:00.123456789Z"}
     began = datetime(2026, 11, 21, 10, tzinfo=UTC).timestamp()
 
@@ -172,7 +172,7 @@ def test_a_refusal_of_an_earlier_run_is_not_this_ones(checkout, fake_engine, doc
     assert fails(errors.ServerError, docker_command).why == "RuntimeError: new"
 
 
-def test_a_container_that_vanishes_is_a_named_end(checkout, fake_engine, docker_command):
+def test_a_container_that_vanishes_is_a_server_error(checkout, fake_engine, docker_command):
     fake_engine.routes[r"GET /containers/\w+/json"] = lambda query: (404, {"message": "No such container: c0ffee"})
     fails(errors.ServerError, docker_command)
 
@@ -235,7 +235,7 @@ def test_a_missing_image_is_built_first(checkout, fake_engine):
     assert built == ["embedded"]
 
 
-def test_a_service_with_a_gpu_needs_one_and_names_the_way_without(checkout, fake_engine, docker_command):
+def test_a_service_with_a_gpu_needs_one_and_names_the_cpu_device(checkout, fake_engine, docker_command):
     deploy = {"resources": {"reservations": {"devices": [{"count": 1}]}}}
     change_config(docker_command, lambda config: config["services"]["vllm"].update(deploy=deploy))
     with pytest.raises(errors.EngineError, match="--device docker-cpu"):
@@ -284,7 +284,7 @@ def test_a_key_file_without_a_key_and_an_open_address_without_one_are_refused_be
     ("version", "rootless", "warned"),
     [("27.5.1", False, True), ("28.0.0", False, False), ("26.1.5", True, False), ("dev", False, False)],
 )  # fmt: skip
-def test_docker_before_28_is_told(checkout, fake_engine, capsys, version, rootless, warned):
+def test_docker_before_28_gives_a_warning(checkout, fake_engine, capsys, version, rootless, warned):
     fake_engine.info |= {"ServerVersion": version, "SecurityOptions": ["name=rootless"] if rootless else []}
     up()
     assert ("lets other machines of the same layer-2 network reach" in capsys.readouterr().err) == warned
@@ -366,18 +366,18 @@ def test_an_image_that_trust_toml_does_not_take_is_not_started(
 def test_a_proved_start_is_the_last_accepted_image_and_only_a_rollback_may_be_older(
     checkout, fake_engine, monkeypatch, api
 ):
-    asked = []
+    rollbacks = []
 
     def vouched(*_args, back):
-        asked.append(back)
-        return docker_device.trust.Evidence(finished=f"2026-11-0{len(asked)}T00:00:00Z")
+        rollbacks.append(back)
+        return docker_device.trust.Evidence(finished=f"2026-11-0{len(rollbacks)}T00:00:00Z")
 
     monkeypatch.setattr(docker_device.trust, "require", vouched)
     up(port=api)
     assert json.loads((paths.state() / "accepted-images.json").read_text()) == {"embedded": "2026-11-01T00:00:00Z"}
     launch.stop()
     up(port=api, image=fake_engine.image["Id"])
-    assert asked == [False, True]
+    assert rollbacks == [False, True]
     assert json.loads((paths.state() / "accepted-images.json").read_text()) == {"embedded": "2026-11-02T00:00:00Z"}
 
 
