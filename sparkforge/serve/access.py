@@ -268,12 +268,14 @@ def read_key(path: Path, *, private: bool = True) -> str:
         failure, why = f"cannot read the API key in {path}", "it is no regular file"
     elif private and status.st_uid not in {0, os.geteuid()}:
         failure, why = f"the API key in {path} is not ours", f"its owner is uid {status.st_uid}"
-    elif status.st_mode & (stat.S_IRWXO | stat.S_IWGRP if private else stat.S_IWOTH):
-        why = f"other users can read or change it (mode {stat.S_IMODE(status.st_mode):04o})"
-        failure, fix = f"the API key in {path} is not secret", f"chmod 600 {path}"
+    # The content before the mode: no advice changes or overwrites a file that holds something else.
     elif len(data) > LONGEST_KEY or not KEY_TEXT.fullmatch(key):
         why = "it must hold one line of printable ASCII without spaces" if data.strip() else "it is empty"
-        failure, fix = f"there is no API key in {path}", make
+        failure = f"there is no API key in {path}"
+        fix = on("less", path, "or name a file that holds the key alone") if data.strip() else make
+    elif status.st_mode & (stat.S_IRWXO | stat.S_IWGRP if private else stat.S_IWOTH):
+        why = f"other users can read or change it (mode {stat.S_IMODE(status.st_mode):04o})"
+        failure, fix = f"the API key in {path} is not secret", on("chmod 600", path)
     if failure:
         raise StorageError(failure, why, fix, code="storage.access")
     return key

@@ -178,6 +178,12 @@ def test_a_key_file_holds_one_line_for_its_owner_alone(key_file, data, mode, why
             assert read() == "sesame"
 
 
+def test_a_file_with_something_else_is_not_changed_by_the_advice(key_file):
+    with pytest.raises(StorageError, match="one line") as caught:
+        access.read_key(key_file(b"root:x:0:0\nsync:x:4:0\n", 0o644))
+    assert caught.value.fix.startswith("less ")
+
+
 def test_what_is_no_file_is_refused_and_does_not_hang(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo", 0o600)
     for name in ("fifo", "absent", "."):
