@@ -173,8 +173,9 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
 
 def _look_at_state(function: str) -> None:
     """Close the state folder to others. Raises StorageError where it cannot be used, unless the command needs none."""
-    if function not in STATELESS:
-        paths.require_state()
+    if function in STATELESS:
+        return
+    paths.require_state()
     if paths.state().is_dir():
         paths.secure_state()
 

@@ -89,6 +89,9 @@ def compose_options(environment: Mapping[str, str]) -> str:
     return "".join(f"{shlex.quote(word)} " for word in options)
 
 
+OWN = {"envs", "hold.lock", "serve.lock", "up.json", "validation.json"}  # what a state folder soon has
+
+
 def state() -> Path:
     """Directory of this checkout's environments, models, logs and records; absolute, may not exist yet."""
     usual = user_folder("state") if INSTALLED else ROOT / ".sparkforge"
@@ -100,17 +103,24 @@ def require_state() -> None:
     folder, variable = state(), "SPARKFORGE_STATE"
     part = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
     why = ""
+    fix = f"unset {variable}   # the default folder"
+    if not os.environ.get(variable):
+        fix = f"ls -ld {shlex.quote(str(part))}"
     if not part.is_dir():
         why = f"{part} is not a folder"
     elif (part == folder or os.environ.get(variable)) and not os.access(part, os.R_OK | os.W_OK | os.X_OK):
         why = f"uid {os.geteuid()} must be able to read and write {part}"
+    elif part == folder and os.environ.get(variable) and _of_others(folder):
+        why = "it holds other files, and a state folder is closed to all but its owner"
+        fix = f"{variable}={shlex.quote(str(folder / 'sparkforge'))}"
     if why:
-        fix = (
-            f"unset {variable}   # the default folder"
-            if os.environ.get(variable)
-            else f"ls -ld {shlex.quote(str(part))}"
-        )
         raise StorageError(f"cannot use the state folder {folder}", why, fix, code="storage.access")
+
+
+def _of_others(folder: Path) -> bool:
+    """Tell whether a folder such as /tmp or / holds files, is open to other users, and was never a state folder."""
+    names = {path.name for path in folder.iterdir()}
+    return bool(names and folder.stat().st_mode & 0o077 and not names & OWN)
 
 
 def secure_state() -> Path:

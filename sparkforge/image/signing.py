@@ -63,20 +63,25 @@ def private_key(path: Path) -> Ed25519PrivateKey:
             status = os.fstat(descriptor)
             data = file.read(LARGEST_KEY) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
-        raise _unusable(path, error.strerror or str(error), make) from error
+        fix = make if isinstance(error, FileNotFoundError) else on("ls -ld", path)
+        raise _unusable(path, error.strerror or str(error), fix) from error
     if status.st_uid != os.geteuid():
         raise _unusable(
             path, f"its owner is uid {status.st_uid}, this process is uid {os.geteuid()}", on("ls -lL", path)
         )
-    if stat.S_IMODE(status.st_mode) & 0o177:
-        why = f"its mode is {stat.S_IMODE(status.st_mode):04o}, and nobody but its owner may read or write it"
-        raise _unusable(path, why, f"chmod 600 {shlex.quote(str(path))}")
+    # The content before the mode: no advice changes or overwrites a file that holds something else.
+    other = (
+        f"(umask 077; openssl genpkey -algorithm ed25519 -out {shlex.quote(f'{path}.ed25519')})   # and name that file"
+    )
     try:
         key = serialization.load_pem_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise _unusable(path, f"it is not a PEM key without a password: {str(error)[:80]}", make) from error
+        raise _unusable(path, f"it is not a PEM key without a password: {str(error)[:80]}", other) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise _unusable(path, "it is not an Ed25519 key", make)
+        raise _unusable(path, "it is not an Ed25519 key", other)
+    if stat.S_IMODE(status.st_mode) & 0o177:
+        why = f"its mode is {stat.S_IMODE(status.st_mode):04o}, and nobody but its owner may read or write it"
+        raise _unusable(path, why, on("chmod 600", path))
     return key
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sparkforge.core import paths
-from sparkforge.core.errors import UsageError
+from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.doctor import doctor
 from sparkforge.models import hub
 from sparkforge.models.hub_source import Mirror
@@ -25,6 +25,22 @@ def test_the_state_folder_is_closed_to_others(monkeypatch, tmp_path, before):
         folder.chmod(before)
     assert paths.secure_state() == folder
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+def test_a_folder_of_other_programs_is_neither_used_nor_closed(monkeypatch, tmp_path, mode):
+    """`sudo SPARKFORGE_STATE=/tmp ./inv up` once closed /tmp to everybody else."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (folder / "theirs").touch()
+    folder.chmod(mode)
+    monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
+    with pytest.raises(StorageError, match="holds other files") as caught:
+        paths.require_state()
+    assert caught.value.fix == f"SPARKFORGE_STATE={folder}/sparkforge"
+    assert folder.stat().st_mode & 0o7777 == mode
+    (folder / "validation.json").touch()  # what a command wrote before the folder was closed
+    paths.require_state()
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch):

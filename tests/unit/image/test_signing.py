@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from expected import refused
@@ -14,6 +15,7 @@ from invoke.exceptions import Exit
 from oci_layout import Writer, ours
 
 from sparkforge.cli import build as commands
+from sparkforge.core.errors import StorageError
 from sparkforge.image import attached, build, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Repository
 
@@ -118,9 +120,11 @@ def test_what_is_no_key_of_ours_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name in ("rsa.pem", "large", "cut", "pipe", "none", "."):
         if (tmp_path / name).is_file():
-            (tmp_path / name).chmod(0o600)
-        with refused("storage.access", "cannot sign with"):
+            (tmp_path / name).chmod(0o644 if name == "large" else 0o600)
+        with pytest.raises(StorageError, match="cannot sign with") as caught:
             signing.private_key(tmp_path / name)
+        advice = caught.value.fix.partition(")")[0]
+        assert advice.startswith("ls ") or not Path(advice.split()[-1]).exists()  # it overwrites nothing
 
 
 # Registries
