@@ -89,7 +89,7 @@ def compose_options(environment: Mapping[str, str]) -> str:
     return "".join(f"{shlex.quote(word)} " for word in options)
 
 
-OWN = {"envs", "hold.lock", "serve.lock", "up.json", "validation.json"}  # what a state folder soon has
+OWN = {"envs", "hold.lock", "models", "serve.lock", "starts.json", "up.json", "validation.json"}  # of a state folder
 
 
 def state() -> Path:
@@ -111,16 +111,20 @@ def require_state() -> None:
     elif (part == folder or os.environ.get(variable)) and not os.access(part, os.R_OK | os.W_OK | os.X_OK):
         why = f"uid {os.geteuid()} must be able to read and write {part}"
     elif part == folder and os.environ.get(variable) and _of_others(folder):
-        why = "it holds other files, and a state folder is closed to all but its owner"
+        why = "other programs use it, and a state folder is closed to all but its owner"
         fix = f"{variable}={shlex.quote(str(folder / 'sparkforge'))}"
     if why:
         raise StorageError(f"cannot use the state folder {folder}", why, fix, code="storage.access")
 
 
 def _of_others(folder: Path) -> bool:
-    """Tell whether a folder such as /tmp or / holds files, is open to other users, and was never a state folder."""
-    names = {path.name for path in folder.iterdir()}
-    return bool(names and folder.stat().st_mode & 0o077 and not names & OWN)
+    """Tell whether a folder such as /tmp, /var or / is open to other users and used by other programs."""
+    status, entries = folder.stat(), [path for path in folder.iterdir() if path.name != "lost+found"]
+    if not entries or not status.st_mode & 0o077:
+        return False
+    if status.st_mode & stat.S_ISVTX or any(path.lstat().st_uid != os.geteuid() for path in entries):
+        return True
+    return len(folder.parts) <= 2 and not OWN & {path.name for path in entries}  # the root folder, and those in it
 
 
 def secure_state() -> Path:

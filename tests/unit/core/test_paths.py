@@ -1,5 +1,6 @@
 """A place that a person names, in every command that takes one."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,28 @@ def test_a_folder_of_other_programs_is_neither_used_nor_closed(monkeypatch, tmp_
     folder.mkdir()
     (folder / "theirs").touch()
     folder.chmod(mode)
+    if mode == 0o755:  # as /var/lib: open, and with files of another user
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
-    with pytest.raises(StorageError, match="holds other files") as caught:
+    with pytest.raises(StorageError, match="other programs use it") as caught:
         paths.require_state()
     assert caught.value.fix == f"SPARKFORGE_STATE={folder}/sparkforge"
     assert folder.stat().st_mode & 0o7777 == mode
-    (folder / "validation.json").touch()  # what a command wrote before the folder was closed
+
+
+def test_a_state_folder_that_was_not_closed_yet_is_used(monkeypatch, tmp_path):
+    """A container writes starts.json into its volume before the first ./inv."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/starts.json").touch()
+    (tmp_path / "state").chmod(0o755)
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     paths.require_state()
+
+
+def test_the_root_folder_is_no_state_folder(monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_STATE", "/")
+    with pytest.raises(StorageError, match="cannot use the state folder /"):
+        paths.require_state()
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch):
