@@ -40,7 +40,7 @@ COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov-report=term:skip-covere
 
 @dataclass(frozen=True)
 class TestRun:
-    """A run of the tests: pytest's or the campaign's arguments behind `-m`, and variables; `fast` needs no vLLM."""
+    """A run of the tests: `arguments` of `python -m`, and environment variables; a `fast` run needs no vLLM."""
 
     arguments: tuple[str, ...]
     variables: Mapping[str, str]

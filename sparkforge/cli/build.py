@@ -41,7 +41,7 @@ IMAGE = "an image's name, if it is not the stack's; or the path of an OCI layout
 def chosen_stack(name: str) -> str:
     """Return the stack that a user named, on the command line or by SPARKFORGE_STACK, or the default one.
 
-    Raises InputError for one that pins.toml has not.
+    Raises InputError if pins.toml does not have it.
     """
     from sparkforge import pins
 

@@ -12,7 +12,7 @@ ENCODINGS = ("", "identity", "gzip", "deflate")  # no lists such as "gzip, gzip"
 
 
 class LimitError(httpx.TransportError):
-    """A response exceeded its limit of bytes or time, or has an encoding for which no limit can be kept."""
+    """A response exceeded its limit of bytes or time, or has an unsupported content encoding."""
 
 
 def request(

@@ -131,7 +131,7 @@ def sign_bundle(file: Path, sha256: str, bill: str, key_file: Path) -> None:
 
 
 def signature_path(file: Path) -> Path:
-    """Return the path of the signature of a bundle or of a kernel pack, a DSSE envelope beside it."""
+    """Return the path of a bundle's or kernel pack's signature: a DSSE envelope beside the file."""
     return file.with_name(f"{file.name}.sig")
 
 

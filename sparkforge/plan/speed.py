@@ -49,7 +49,7 @@ class CitedFormat(Record):
 
 
 class SpeedThresholds(Record):
-    """Thresholds for decoding, by a word in the GPU's name or `other`, and for the first token."""
+    """Thresholds for decoding and for the first token; a key of `decode` is a word of the GPU's name, or `other`."""
 
     decode: dict[str, SpeedThreshold]
     first_token: SpeedThreshold

@@ -148,7 +148,7 @@ class Judge:
     _values: Counter[str] = field(default_factory=Counter)
 
     def check(self, body: bytes) -> None:
-        """Compare a JSON object with the limits; vLLM refuses a body that is not one, and names the error."""
+        """Check the limits of a request's body. A body that is not a JSON object passes: vLLM refuses it by name."""
         try:
             request = json.loads(body)
         except RecursionError:
