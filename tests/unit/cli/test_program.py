@@ -135,6 +135,28 @@ def test_only_docker_builds_an_image_for_another_platform(capsys, options, failu
 
 
 @pytest.mark.parametrize(
+    ("variables", "arguments", "fix"),
+    [
+        (
+            {"TP": "0"},
+            ("up", "--device", "embedded", "--port", "8001"),
+            "TP=1 ./inv up --device embedded --port 8001   # or --device docker",
+        ),
+        ({"BUILD_JOBS": "no"}, ("build.kernels",), "env -u BUILD_JOBS ./inv build.kernels   # or --jobs 4"),
+        ({}, ("build.kernels", "--jobs", "no", "--arch", "12.1a"), "./inv build.kernels --arch 12.1a --jobs auto"),
+        ({}, ("bench.compare", "a b"), "./inv bench.compare --help"),
+    ],
+    ids=str,
+)
+def test_an_advised_change_is_printed_as_the_whole_command(monkeypatch, tmp_path, capsys, variables, arguments, fix):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert program.main(arguments) != 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"  next: {fix}"
+
+
+@pytest.mark.parametrize(
     ("name", "fix"),
     [("/root/x y", "./inv up --model '/root/x y'"), ("a/b/c", "./inv models   # lists what pull takes")],
 )
