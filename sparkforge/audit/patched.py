@@ -31,10 +31,7 @@ class AuditedWheel:
 
 
 def audit_patched(paths: Sequence[Path]) -> list[AuditedWheel]:
-    """Compare with the lock every patched wheel among `paths`, and every package installed from one, by its version.
-
-    Raises InputError for a malformed lock.
-    """
+    """Compare each patched wheel and each package from one, among `paths`, with the lock. Raises InputError."""
     lock: Mapping[str, PatchedFile] | None = None
     audited = list[AuditedWheel]()
     for path in _patched(paths):

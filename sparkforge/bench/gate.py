@@ -30,11 +30,7 @@ class Passage:
 
 
 def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage:
-    """Return a known text by its name, or the text of a file, named after the file without its suffix.
-
-    The default is the model's own text. Raises UsageError, and InputError for a known text that is not downloaded or
-    is damaged.
-    """
+    """Return a known text by its name, a file's, or the model's own. Raises UsageError, InputError."""
     name, packaged = text_or_file or baselines.default_text(model), {text.name: text for text in baselines.texts}
     pinned = pins.load().texts
     if name in packaged:
@@ -65,10 +61,7 @@ def _read_file(path: Path, known: Collection[str]) -> Passage:
 
 
 def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
-    """Score the text and ask the canaries; return the verdict.
-
-    Raises BenchmarkError where no threshold fits this model and text.
-    """
+    """Score the text and ask the canaries; return the verdict. Raises BenchmarkError where no threshold fits."""
     threshold = baselines.threshold(endpoint.model, text.name)
     if threshold is None:
         raise BenchmarkError(

@@ -158,9 +158,7 @@ def run(
 ) -> JobsReport:
     """Run every unit once (a killed one twice), as `schedule` allows; its output goes to a file in the site's logs.
 
-    Raises CompileError before the start for a unit that cannot fit, or when the memory has gone meanwhile; ProcessError
-    for a unit that failed, when those beside it have ended; CompileError for one that was killed alone. Nothing is left
-    running.
+    Raises CompileError for a unit that cannot fit or was killed alone, ProcessError for one that failed.
     """
     if schedule.oversized:
         raise _too_big(schedule, schedule.oversized[0], machine())
@@ -216,10 +214,7 @@ class _Run:
         return self.report
 
     def _sample(self) -> None:
-        """Measure resident sizes and the machine.
-
-        Memory of running units counts as available, up to the planned amount.
-        """
+        """Measure resident sizes and the machine; running units' memory counts as available, up to the plan."""
         self.sampled = time.monotonic()
         resident = sum(resident_sizes(started.child.pid for started in self.running.values()).values())
         self.report.peak = max(self.report.peak, resident)

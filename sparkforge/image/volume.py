@@ -1,8 +1,4 @@
-"""The container's cache of compiled kernels, from the host: a volume, which only a container can read.
-
-The commands run inside: in the server's container while it runs, since its processes must be seen, else in one of the
-same image that holds the volume and nothing else.
-"""
+"""The container's cache of compiled kernels, from the host: a volume, which only a container of the image can read."""
 
 from __future__ import annotations
 
@@ -26,9 +22,9 @@ ALONE = (
 
 
 def run_cache(*cache_arguments: str) -> int:
-    """Run `sparkforge.compile.cache` with these arguments on the volume of this checkout's project; return its code.
+    """Run `sparkforge.compile.cache` on the project's volume, in the server's container or in one of its own.
 
-    Raises an engine's error, and EngineError if a volume is there and the image that reads it is not.
+    Return its code. Raises an engine's error, and EngineError if the volume is there and the image is not.
     """
     terminal = ["--interactive", "--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     command = ["-m", "sparkforge.compile.cache", *cache_arguments]

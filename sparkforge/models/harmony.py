@@ -31,19 +31,13 @@ SPLIT = "|".join([
 
 
 def offline_environment() -> dict[str, str]:
-    """Return the variables that keep a server from asking the network for a model or a vocabulary.
-
-    oss-harmony reads its built-in vocabulary unless TIKTOKEN_ENCODINGS_BASE points elsewhere, so none is needed for it.
-    """
+    """Return the variables that keep a server from asking the network; oss-harmony's vocabulary is built in."""
     return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 @cache
 def base_vocabulary() -> tuple[bytes, ...]:
-    """Return the bytes of the 199,998 base tokens, in the order of their ids.
-
-    Raises InputError if the installed openai_harmony is missing or holds another vocabulary.
-    """
+    """Return the bytes of the 199,998 base tokens by their ids. Raises InputError for another vocabulary."""
     tokens = tuple(_token_bytes(i) for i in range(BASE_TOKENS))
     digest = hashlib.sha256(_tiktoken_bytes(tokens)).hexdigest()
     if digest != VOCABULARY_SHA256:
@@ -129,8 +123,7 @@ def _tiktoken_bytes(tokens: tuple[bytes, ...]) -> bytes:
 def _tokenizer() -> dict[str, object]:
     """Build tokenizer.json: byte-level BPE whose merges give tiktoken's result.
 
-    tiktoken merges the neighbours whose joined bytes have the lowest rank, however they are cut; so every cut of a
-    token into two tokens is a merge, in the order of the joined token's rank.
+    tiktoken merges neighbours by the rank of their joined bytes, so every cut of a token into two is a merge.
     """
     tokens = base_vocabulary()
     letters = _byte_letters()

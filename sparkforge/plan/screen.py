@@ -30,10 +30,9 @@ def report(
     gpu: str = "",
     as_json: bool,
 ) -> None:
-    """Compute the plan and print it.
+    """Compute the plan and print it; `figures` are those of baselines.toml, `gpu` is this machine's.
 
-    `figures` are those of sparkforge/bench/baselines.toml, and `gpu` is the name of this machine's GPU, for the device
-    `this`. Raises InputError and UsageError; RefusalError, after the plan was printed, if it does not fit.
+    Raises InputError and UsageError; RefusalError, after the plan was printed, if it does not fit.
     """
     device = planner.read_device(request.device, request.resident, gpu)
     load = planner.read_load(request, subject.model, device, profiles)

@@ -30,10 +30,9 @@ class Conversation:
         self._content, self._finish_reason = "", ""
 
     def ask(self, text: str) -> None:
-        """Print the answer to `text` as it comes, and remember both.
+        """Print the answer to `text` as it comes, and remember both, unless reasoning alone filled it.
 
-        An answer without content, which reasoning alone has filled, is forgotten with its question. Raises ServerError,
-        and then remembers neither; and KeyboardInterrupt, and then remembers what came of the answer.
+        Raises ServerError, and then remembers neither, or KeyboardInterrupt, and then remembers what came of it.
         """
         question = {"role": "user", "content": text.encode("utf-8", "replace").decode()}
         self._content, self._finish_reason = "", ""

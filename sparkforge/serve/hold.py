@@ -29,10 +29,7 @@ def until_admitted(
     tell: Callable[[str], None],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> T:
-    """Call `start` until no validator refuses, and return its value; `tell` gets what is waited for, in one line.
-
-    `waiting` is entered while it waits.
-    """
+    """Call `start` until no validator refuses. `tell` gets what it waits for; `waiting` is entered meanwhile."""
     seconds = FIRST
     while True:
         try:

@@ -29,10 +29,7 @@ def show_ready(server: Server) -> None:
 
 
 def stay(server: Server) -> None:
-    """Show the log until the server ends; at Ctrl-C stop the server.
-
-    Returns if somebody asked it to end, as `./inv down` elsewhere does. Raises ServerError if it ended by itself.
-    """
+    """Show the log until the server is asked to end; at Ctrl-C stop it. Raises ServerError if it ended by itself."""
     log = Path(server.log)
     try:
         if server.container:
@@ -51,10 +48,7 @@ def stay(server: Server) -> None:
 
 
 def _stay_with_container(server: Server) -> None:
-    """Show a container's log until it has ended for good: Docker may start it again.
-
-    Raises ServerError if its program failed.
-    """
+    """Show a container's log until it has ended for good, not for Docker's restart. Raises ServerError if it failed."""
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
     while True:
@@ -72,10 +66,7 @@ def _stay_with_container(server: Server) -> None:
 
 
 def show_status(server: Server, *, as_json: bool = False) -> None:
-    """Print the running server's state.
-
-    Exit code 0 means that a process or container runs; its health is in the first line.
-    """
+    """Print the running server's state. Exit code 0 means that a process or container runs, healthy or not."""
     report = status.report(server)
     if as_json:
         echo_json(report.model_dump(mode="json"))

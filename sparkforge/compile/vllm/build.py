@@ -143,10 +143,7 @@ class ExtensionRequest:
 
 
 def build_extensions(request: ExtensionRequest) -> tuple[Path, bool]:
-    """Build a stack's vLLM extensions and report what was done; return the overlay, and whether it is new.
-
-    Raises UsageError and what `build` and `compile_units` raise.
-    """
+    """Build a stack's vLLM extensions; return the overlay, and whether it is new. Raises as both builds."""
     order = prepare(request)
     if request.units:
         compile_units(order, request.units)
@@ -231,10 +228,9 @@ def build(order: ExtensionOrder) -> BuildResult:
 
 
 def compile_units(order: ExtensionOrder, patterns: Sequence[str]) -> list[Path]:
-    """Compile the units whose source matches one of `patterns`, audit each object, link nothing; return the objects.
+    """Compile and audit the units whose source, such as csrc/topk.cu, matches one of `patterns`; return the objects.
 
-    A source is named as in the checkout, such as csrc/topk.cu, and `*` stands for any text. Raises UsageError for a
-    pattern that matches no unit, and what `build` raises.
+    Raises UsageError for a pattern that matches no unit, and what `build` raises.
     """
     with locked(home().with_suffix(".lock"), "build vLLM's extensions"):
         started = time.monotonic()
@@ -274,10 +270,7 @@ def _object_of(unit: Unit) -> str:
 
 
 def configure(order: ExtensionOrder) -> None:
-    """Make the build folder if there is none.
-
-    Raises ProcessError, and CompileError if CMake makes something else of the architecture than the table says.
-    """
+    """Make the build folder if there is none. Raises ProcessError, CompileError for another architecture."""
     tree = order.folder / "tree"
     order.folder.mkdir(parents=True, exist_ok=True)
     stamp = order.folder / "configured.json"
@@ -310,11 +303,7 @@ def configure(order: ExtensionOrder) -> None:
 
 
 def units_of(order: ExtensionOrder) -> list[Unit]:
-    """Return the compilations of the order's targets, named TARGET/SOURCE.o wherever they are built.
-
-    Raises CompileError if CMake's rules are not the ones we know: ninja would compile what is not scheduled, without
-    regard to memory.
-    """
+    """Return the compilations of the order's targets, named TARGET/SOURCE.o. Raises CompileError for unknown rules."""
     folder = order.folder / "cmake"
     listing = run([order.chain.ninja, "-C", folder, "-t", "rules"]).stdout
     targets = {target.lstrip("_") for target in order.targets}  # CMake writes one underscore for several

@@ -1,8 +1,4 @@
-"""Checks before a cluster starts: facts of all nodes, what comes from one to another, and a judgement of both.
-
-Each check is a failure that others met. `CHECKS` has all in the order of the report; docs/reference/cluster.md explains
-each.
-"""
+"""Checks before a cluster starts, each of a failure that others met (docs/reference/cluster.md)."""
 
 from __future__ import annotations
 

@@ -42,10 +42,7 @@ def command_line(node: ClusterNode, argv: Sequence[str]) -> list[str]:
 
 
 def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str | None = None) -> str:
-    """Return what a program prints on a node.
-
-    Raises NetworkError if the node cannot be reached, ProcessError if the program fails or takes longer than `seconds`.
-    """
+    """Return what a program prints on a node. Raises NetworkError, ProcessError also after `seconds`."""
     command = command_line(node, argv)
     result = run_unchecked(command, cwd=None if node.ssh else paths.ROOT, stdin=stdin, seconds=seconds)
     if not result.returncode:
@@ -61,10 +58,7 @@ def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str
 def document(
     node: ClusterNode, argv: Sequence[str], shape: type[Answer], *, seconds: float, stdin: str | None = None
 ) -> Answer:
-    """Return the JSON object that a program prints on a node.
-
-    Raises the errors of `output`, and InputError for an answer of another shape.
-    """
+    """Return the JSON object that a program prints on a node. Raises as `output`, and InputError for another shape."""
     text = output(node, argv, seconds=seconds, stdin=stdin)
     try:
         return shape.model_validate(parse_object(text, node.name, shape))

@@ -26,10 +26,9 @@ from sparkforge.serve.record import Server
 
 
 def start(file: Path, plan: StartPlan) -> Server:
-    """Start the fleet of a fleet.toml where `plan` says, and return it once its resident models have proved themselves.
+    """Start a fleet where `plan` says; return it once its resident models have proved themselves, or leave nothing.
 
-    It uses the plan's address, port, key, hosts and interpreter. Raises what `config.make_plan` and `launch.starting`
-    raise, and ServerError for a resident model that does not start; nothing is left running then.
+    Raises what `config.make_plan` and `launch.starting` raise, and ServerError for a model that does not start.
     """
     access.refuse_inherited_key(os.environ)
     settings.judge(os.environ)
