@@ -6,29 +6,12 @@ import shutil
 import pytest
 
 PACKAGES = {
-    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
-    "bash": "bash",
-    "c++": "g++",
-    "cc": "gcc",
-    "cmake": "cmake",
-    "docker-registry": "docker-registry",
-    "dpkg": "dpkg",
-    "git": "git",
-    "ip": "iproute2",
-    "iptables": "iptables",
-    "ninja": "ninja-build",
-    "npm": "npm",
-    "nsenter": "util-linux",
-    "openssl": "openssl",
-    "patch": "patch",
-    "readelf": "binutils",
-    "rsync": "rsync",
-    "ssh": "openssh-client",
-    "ssh-keygen": "openssh-client",
-    "sshd": "openssh-server",
-    "systemd-analyze": "systemd",
-    "zsh": "zsh",
-}
+    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "bash": "bash", "c++": "g++", "cc": "gcc", "cmake": "cmake",
+    "docker-registry": "docker-registry", "dpkg": "dpkg", "git": "git", "ip": "iproute2", "iptables": "iptables",
+    "ninja": "ninja-build", "npm": "npm", "nsenter": "util-linux", "openssl": "openssl", "patch": "patch",
+    "readelf": "binutils", "rsync": "rsync", "ssh": "openssh-client", "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server", "systemd-analyze": "systemd", "zsh": "zsh",
+}  # fmt: skip
 INSTALL = {program: f"sudo apt install {package}" for program, package in PACKAGES.items()}
 INSTALL["nvcc"] = "./inv build --only toolchain"
 

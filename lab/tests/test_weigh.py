@@ -7,17 +7,11 @@ LONG = "def _once(a, b, c, d, e, f, g):\n    return a\n\n\ndef twice(self, a, b,
 
 def test_lines_words_commands_and_functions_are_counted_by_house(tmp_path):
     files = {
-        "sparkforge/a.py": LONG,
-        "validate/b.py": "",
-        "spark_mxfp4/k.cuh": "// a kernel\n",
-        "spark_mxfp4/tests/test_k.py": "assert True\n",
-        "lab/c.py": "x = 1\n",
-        "lab/tests/test_c.py": "x = 1\ny = 2\n",
-        "docs/page.md": "Three short words.\n",
-        "lab/README.md": "not of the documentation\n",
-        ".venv/d.py": "x = 1\n",
+        "sparkforge/a.py": LONG, "validate/b.py": "", "spark_mxfp4/k.cuh": "// a kernel\n",
+        "spark_mxfp4/tests/test_k.py": "assert True\n", "lab/c.py": "x = 1\n", "lab/tests/test_c.py": "x = 1\ny = 2\n",
+        "docs/page.md": "Three short words.\n", "lab/README.md": "not of the documentation\n", ".venv/d.py": "x = 1\n",
         "tasks.py": "class namespace:\n    to_contexts = staticmethod(lambda: [1, 2])\n",
-    }
+    }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

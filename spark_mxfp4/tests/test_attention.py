@@ -150,16 +150,11 @@ def test_a_tensor_that_the_kernels_do_not_support_is_refused_by_name(monkeypatch
 
 NORM_REFUSED = {
     "x": (
-        torch.Tensor.float,
-        columns_first,
-        misaligned,
-        lambda x: x[0],
-        lambda x: x[:, :12],
-        lambda x: x.repeat(1, 770),
+        torch.Tensor.float, columns_first, misaligned, lambda x: x[0], lambda x: x[:, :12], lambda x: x.repeat(1, 770),
     ),
     "residual": (torch.Tensor.half, columns_first, misaligned, lambda x: x[:1]),
     "weight": (torch.Tensor.float, every_second, misaligned, lambda x: x[:8]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change"), [(name, change) for name in NORM_REFUSED for change in NORM_REFUSED[name]])

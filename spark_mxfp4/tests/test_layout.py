@@ -26,14 +26,8 @@ def projection(experts, rows, columns, *, bias=True, scales=129):
 @pytest.mark.needs("c++")
 def test_the_compiler_lays_out_arguments_and_shapes_as_python_does(tmp_path):
     structures = (
-        hopper.Routing,
-        hopper.Ordering,
-        hopper.Gemm,
-        hopper.Input,
-        hopper.Layer,
-        router.Router,
-        linear.Linear,
-    )
+        hopper.Routing, hopper.Ordering, hopper.Gemm, hopper.Input, hopper.Layer, router.Router, linear.Linear,
+    )  # fmt: skip
     claims = [
         f"{'sizeof' if name is None else 'offsetof'}({', '.join(filter(None, (kind.__name__, name)))}) == {number}"
         for kind in structures

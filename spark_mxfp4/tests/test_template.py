@@ -1,4 +1,4 @@
-"""A kernel from the template: its own test passes, and fails once it is broken; so does the conformance check."""
+"""A kernel from the template: its own test passes, and fails once it is broken."""
 
 import shlex
 import subprocess
@@ -7,13 +7,6 @@ import sys
 import pytest
 
 from spark_mxfp4 import conformance, registry, template
-
-# What somebody who makes it fast may break: a line of the kernel, and what it becomes.
-BREAKS = {
-    "clamp": ("weights.gate_up, expert))", "weights.gate_up, expert), limit=1e9)"),
-    "shares": ("output * topk_weights.flatten()[rows].float().unsqueeze(-1)", "output / top_k"),
-    "bias": ("product if bias is None else product + bias[expert].float()", "product"),
-}
 
 
 @pytest.fixture
@@ -30,14 +23,6 @@ def run_its_test(folder):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def break_it(folder, name):
-    module = folder / f"{folder.name}.py"
-    before, after = BREAKS[name]
-    text = module.read_text()
-    assert text.count(before) == 1
-    module.write_text(text.replace(before, after))
-
-
 def test_what_is_written_passes_its_own_test_and_may_serve(kernel):
     assert sorted(path.name for path in kernel.iterdir()) == [
         f"benchmark_{kernel.name}.py", f"{kernel.name}.py", f"test_{kernel.name}.py",
@@ -49,17 +34,13 @@ def test_what_is_written_passes_its_own_test_and_may_serve(kernel):
 
 
 def test_a_broken_one_fails_its_own_test(kernel):
-    break_it(kernel, "bias")
+    module = kernel / f"{kernel.name}.py"
+    module.write_text(
+        module.read_text().replace("product if bias is None else product + bias[expert].float()", "product")
+    )
     result = run_its_test(kernel)
     assert result.returncode == 1
     assert "it differs by" in result.stdout
-
-
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_broken_one_does_not_conform(kernel, name):
-    break_it(kernel, name)
-    with pytest.raises(ValueError, match="must not serve"):
-        conformance.check(registry.load(template.kernel_name(kernel.name)))
 
 
 def test_the_benchmark_runs(kernel):

@@ -59,15 +59,8 @@ def look(mount=""):
 def command(engine, stack, dockerfile, target, **arguments):
     """Return the words of a build of the stack's stage `target`."""
     command_arguments = [
-        "buildx",
-        "build",
-        "--progress=plain",
-        "--file",
-        dockerfile,
-        "--target",
-        target,
-        "--output=type=cacheonly",
-    ]
+        "buildx", "build", "--progress=plain", "--file", dockerfile, "--target", target, "--output=type=cacheonly",
+    ]  # fmt: skip
     command_arguments += ["--build-context", f"{BASE}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim"]
     command_arguments += ["--build-context", f"sheets={dockerfile.parent}", "--build-arg", f"STACK={stack}"]
     command_arguments += ["--secret", f"id=ca,src={engine.environment['CI_CA']}", "--build-arg", "KERNEL_SET=trial"]

@@ -182,13 +182,10 @@ def shipped(engine, tmp_path_factory, free_port):
     audit = json.dumps({"files": 3, "code": {}})
     machine = engine.docker("version", "--format", "{{.Server.Arch}}").strip()
     manifest = {
-        **{key: dict(value) for key, value in expected(machine, stack=SHIPPED).items()},
-        "stack": SHIPPED,
-        "key": "k",
-        "kernels": {},
-        "packages": {"vllm": "0.32.0+cpu"},
+        **{key: dict(value) for key, value in expected(machine, stack=SHIPPED).items()}, "stack": SHIPPED, "key": "k",
+        "kernels": {}, "packages": {"vllm": "0.32.0+cpu"},
         "audit": {"audit.json": hashlib.sha256(audit.encode()).hexdigest()},
-    }
+    }  # fmt: skip
     context = tmp_path_factory.mktemp("context")
     (context / "image.json").write_text(json.dumps(manifest))
     (context / "audit.json").write_text(audit)

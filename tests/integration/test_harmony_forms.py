@@ -76,11 +76,8 @@ CUE_OF = dict(zip(FORMS, CUES, strict=True))
 SCRIPTS = {CUE_OF[form]: text for form, text in FORMS.items()}  # what conftest.py's server writes
 TOKENS = 100
 SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False,
+}  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
 # What a request has besides the message.
@@ -271,22 +268,13 @@ def test_an_image_is_refused(served):
 
 
 RESPONSES = {
-    "final": ["message"],
-    "two messages": ["reasoning", "message"],
-    "two finals": ["message", "message"],
-    "commentary, then final": ["message", "message"],
-    "final constrain": ["message"],
-    "final json": ["message"],
-    "start first": ["message"],
-    "message first": ["message"],
-    "text first": ["message"],
-    "no start": ["reasoning", "message"],
-    "unknown channel": ["message"],
-    "recipient in the role": ["function_call"],
-    "commentary, then a call": ["message", "function_call"],
-    "recipient in both": ["function_call"],
+    "final": ["message"], "two messages": ["reasoning", "message"], "two finals": ["message", "message"],
+    "commentary, then final": ["message", "message"], "final constrain": ["message"], "final json": ["message"],
+    "start first": ["message"], "message first": ["message"], "text first": ["message"],
+    "no start": ["reasoning", "message"], "unknown channel": ["message"], "recipient in the role": ["function_call"],
+    "commentary, then a call": ["message", "function_call"], "recipient in both": ["function_call"],
     "ends in a channel": [],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", RESPONSES)

@@ -130,12 +130,9 @@ def serve(site, **changed):
     if not (libraries / "libcuda.so.1").exists():
         (libraries / "libcuda.so.1").symlink_to(site.home / "lib/stubs/libcuda.so")
     env = {
-        **os.environ,
-        **variables,
-        "CCACHE_DIR": str(site.base / "empty"),
-        "LD_LIBRARY_PATH": f"{libraries}:{site.home / 'lib'}",
-        "PATH": f"{site.python.parent}:/usr/bin:/bin",
-    }
+        **os.environ, **variables, "CCACHE_DIR": str(site.base / "empty"),
+        "LD_LIBRARY_PATH": f"{libraries}:{site.home / 'lib'}", "PATH": f"{site.python.parent}:/usr/bin:/bin",
+    }  # fmt: skip
     env.pop("PYTHONPATH", None)
     question = json.dumps(sets.request(SMALL))
     arguments = [site.python, "-c", SERVER, ROOT / "sparkforge" / "compile" / "flashinfer" / "specs.py"]

@@ -31,16 +31,8 @@ def host(mojo, tmp_path_factory):
     """The library of host.mojo."""
     library = tmp_path_factory.mktemp("max") / "host.so"
     command = [
-        mojo,
-        "build",
-        "--emit",
-        "shared-lib",
-        "-I",
-        SOURCES,
-        Path(__file__).with_name("host.mojo"),
-        "-o",
-        library,
-    ]
+        mojo, "build", "--emit", "shared-lib", "-I", SOURCES, Path(__file__).with_name("host.mojo"), "-o", library,
+    ]  # fmt: skip
     environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0"}
     built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr

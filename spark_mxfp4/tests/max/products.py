@@ -108,17 +108,10 @@ def try_product(model: Model, columns: int, depth: int, result: DType, rows: int
     )
     changed = [int(np.count_nonzero(buffer.to(CPU()).to_numpy() != PATTERN)) for buffer in around]
     return {
-        "columns": columns,
-        "depth": depth,
-        "result": result.name,
-        "rows": rows,
-        "wrong": int(np.count_nonzero(wrong)),
-        "of": wrong.size,
-        "largest_difference": float(np.nanmax(difference)),
-        "overwritten": sum(changed),
-        "factors_changed": factors_changed,
-        "neighbours_changed": sum(count > 0 for count in changed),
-    }
+        "columns": columns, "depth": depth, "result": result.name, "rows": rows, "wrong": int(np.count_nonzero(wrong)),
+        "of": wrong.size, "largest_difference": float(np.nanmax(difference)), "overwritten": sum(changed),
+        "factors_changed": factors_changed, "neighbours_changed": sum(count > 0 for count in changed),
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -233,15 +233,8 @@ def make_result(table):
             "gate": {
                 "passed": True,
                 "checks": [{"name": "bits_per_byte", "ok": True, "told": "2.06 ≤ 2.12", "value": 2.06, "limit": 2.12}],
-                "text": "wikitext-2-raw-test",
-                "chunked_by": "tokens",
-                "bits_per_byte": 2.06,
-                "byte_perplexity": 4.17,
-                "word_perplexity": 223.0,
-                "tokens": 1000,
-                "seconds": 1.0,
-                "sanity_only": False,
-                "source": "a test",
+                "text": "wikitext-2-raw-test", "chunked_by": "tokens", "bits_per_byte": 2.06, "byte_perplexity": 4.17,
+                "word_perplexity": 223.0, "tokens": 1000, "seconds": 1.0, "sanity_only": False, "source": "a test",
             },
             "checks": check_load(load, shape),
             "metrics": figures,
@@ -251,7 +244,7 @@ def make_result(table):
             "server": {"model": team_model, "device": "a test's"},
             "machine": {"processor": "none", "measured_at": "2026-11-21T00:00:00+00:00"},
             "seconds": 1.0,
-        }
+        }  # fmt: skip
         return Result.model_validate({**values, **changes})
 
     return make

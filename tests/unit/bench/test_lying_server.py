@@ -9,15 +9,10 @@ from sparkforge.bench import gate
 from sparkforge.core.errors import ServerError
 
 LIES = {
-    "no tokens": "HTTP 200 without a token",
-    "only pings": "not answered within 1 s",
-    "truncated": "the stream ended without [DONE]",
-    "silent": "silence for too long",
-    "endless": "more than",
-    "an error in the stream": "engine died",
-    "no JSON": "a stream event is not JSON",
-    "no usage": "no usage counts",
-}
+    "no tokens": "HTTP 200 without a token", "only pings": "not answered within 1 s",
+    "truncated": "the stream ended without [DONE]", "silent": "silence for too long", "endless": "more than",
+    "an error in the stream": "engine died", "no JSON": "a stream event is not JSON", "no usage": "no usage counts",
+}  # fmt: skip
 CONTRADICTIONS = {
     "too many counted": "answers have the wrong length: 320 tokens, not 8",
     "too few counted": "answers have the wrong length: 1 tokens, not 8",

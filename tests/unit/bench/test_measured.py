@@ -38,15 +38,11 @@ def test_the_newest_result_counts_by_its_own_time(make_result):
 @pytest.mark.parametrize(
     "change",
     [
-        {"passed": False},
-        {"metrics": None},
-        {"model": "tiny-gpt-oss"},
-        {"url": "http://10.0.0.7:8000"},
-        {"server": {"model": "m", "device": "embedded"}},
-        {"tp": 2},
+        {"passed": False}, {"metrics": None}, {"model": "tiny-gpt-oss"}, {"url": "http://10.0.0.7:8000"},
+        {"server": {"model": "m", "device": "embedded"}}, {"tp": 2},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_result_that_is_not_ours_does_not_count(make_result, change):
     result = make_result(**{name: value for name, value in change.items() if name not in {"model", "url", "tp"}})
     config = {name: value for name, value in change.items() if name in {"model", "url", "tp"}}

@@ -11,25 +11,14 @@ from sparkforge.core.documents import DocumentError, parse_json, read_json, read
 
 pytestmark = pytest.mark.timeout(60)
 BAD_JSON = {
-    "empty": b"",
-    "bytes": b"\xff\xfe\xff",
-    "NUL": b'{"a": "\0"}',
-    "deep": b"[" * 200_000,
-    "closed and deep": b"[" * 100 + b"]" * 100,
-    "NaN": b'{"a": NaN}',
-    "infinite": b'{"a": [1e999]}',
-    "digits": b'{"a": ' + b"9" * 5000 + b"}",
-    "huge": b'{"a": 1180591620717411303424}',
-    "cut": b'{"a": "b',
-}
+    "empty": b"", "bytes": b"\xff\xfe\xff", "NUL": b'{"a": "\0"}', "deep": b"[" * 200_000,
+    "closed and deep": b"[" * 100 + b"]" * 100, "NaN": b'{"a": NaN}', "infinite": b'{"a": [1e999]}',
+    "digits": b'{"a": ' + b"9" * 5000 + b"}", "huge": b'{"a": 1180591620717411303424}', "cut": b'{"a": "b',
+}  # fmt: skip
 BAD_TOML = {
-    "bytes": b"\xff\xfe",
-    "deep": b"a = " + b"[" * 20_000 + b"]" * 20_000,
-    "deep table": b"a" + b".a" * 200 + b" = 1",
-    "deeper table": b"a" + b".a" * 2_000_000 + b" = 1",
-    "NaN": b"a = nan",
-    "cut": b"a = 'b",
-}
+    "bytes": b"\xff\xfe", "deep": b"a = " + b"[" * 20_000 + b"]" * 20_000, "deep table": b"a" + b".a" * 200 + b" = 1",
+    "deeper table": b"a" + b".a" * 2_000_000 + b" = 1", "NaN": b"a = nan", "cut": b"a = 'b",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("data", BAD_JSON.values(), ids=BAD_JSON)

@@ -308,13 +308,9 @@ def test_the_development_file_is_whole_and_starts_one_server(device):
 
 
 LOOSENED = {
-    "network_mode": "host",
-    "networks": [],
-    "ports": [],
-    "devices": ["/dev/infiniband:/dev/infiniband"],
-    "ulimits": {"memlock": -1},
-    "restart": "no",
-}
+    "network_mode": "host", "networks": [], "ports": [], "devices": ["/dev/infiniband:/dev/infiniband"],
+    "ulimits": {"memlock": -1}, "restart": "no",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if TABLE.image(stack).device != "cpu"])

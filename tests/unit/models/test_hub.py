@@ -28,14 +28,9 @@ NAME = "openai/gpt-oss-120b"
 COMMIT = hub_server.COMMIT
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 READ = [
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    *SHARDS,
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-]
+    "chat_template.jinja", "config.json", "generation_config.json", *SHARDS, "model.safetensors.index.json",
+    "tokenizer.json", "tokenizer_config.json",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -16,22 +16,10 @@ pytestmark = pytest.mark.needs("git")
 # Few different lines, so that hunks fit in more than one place; some that a careless splitter breaks.
 LINE = st.sampled_from(
     [
-        "",
-        "a",
-        "b",
-        "c",
-        " a",
-        "-x",
-        "--- a/f",
-        "+++ b/f",
-        "@@ -1 +1 @@",
-        "\\ No newline",
-        "a\rb",
-        "\x0c",
-        "\x85é",
+        "", "a", "b", "c", " a", "-x", "--- a/f", "+++ b/f", "@@ -1 +1 @@", "\\ No newline", "a\rb", "\x0c", "\x85é",
         "\u2028",
     ]
-)
+)  # fmt: skip
 TEXT = st.tuples(st.lists(LINE, max_size=14), st.booleans()).map(
     lambda parts: "\n".join(parts[0]) + ("\n" if parts[1] and parts[0] else "")
 )

@@ -300,15 +300,11 @@ def test_options_become_the_variables_that_compose_reads(tmp_path, monkeypatch):
         hosts=("Spark.local", "localhost:9000"),
     )  # fmt: skip
     assert docker_device.variables(plan) == {
-        "PORT": "8001",
-        "SPARKFORGE_STACK": "spark-next",
-        "SPARKFORGE_PROFILER": "/var/cache/sparkforge/profiler",
-        "SPARKFORGE_SERVE_PROFILE": "safe",
-        "SPARKFORGE_MODELS": str(tmp_path),
-        "SPARKFORGE_MODEL": "/models/my-gpt-oss",
-        "SPARKFORGE_API_KEY": str(tmp_path / "key"),
+        "PORT": "8001", "SPARKFORGE_STACK": "spark-next", "SPARKFORGE_PROFILER": "/var/cache/sparkforge/profiler",
+        "SPARKFORGE_SERVE_PROFILE": "safe", "SPARKFORGE_MODELS": str(tmp_path),
+        "SPARKFORGE_MODEL": "/models/my-gpt-oss", "SPARKFORGE_API_KEY": str(tmp_path / "key"),
         "SPARKFORGE_ALLOWED_HOSTS": "spark.local,localhost:9000",
-    }
+    }  # fmt: skip
     with pytest.raises(errors.UsageError, match="there are safe"):
         docker_device.variables(StartPlan("docker", profile="quick"))
     with pytest.raises(errors.InputError):

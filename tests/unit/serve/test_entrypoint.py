@@ -122,18 +122,11 @@ class Container:
         steering = ("VLLM_", "HF_", "SPARKFORGE_", "PYTHONOPTIMIZE")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(steering)}
         self.environ = {
-            **kept,
-            "PYTHONPATH": f"{site}:{ROOT}",
-            "SPARKFORGE_ROOT": str(site.parents[3] / "root"),
-            "SPARKFORGE_STACK": "embedded",
-            "OMP_NUM_THREADS": "1",
-            "SPARKFORGE_PROFILE": "embedded",
-            "SPARKFORGE_MODEL": str(model),
-            "SPARKFORGE_RUN": str(self.run),
-            "SPARKFORGE_STATE": str(folder / "state"),
-            "VLLM_CACHE_ROOT": str(folder),
-            "TOLD": str(self.server_file),
-        }
+            **kept, "PYTHONPATH": f"{site}:{ROOT}", "SPARKFORGE_ROOT": str(site.parents[3] / "root"),
+            "SPARKFORGE_STACK": "embedded", "OMP_NUM_THREADS": "1", "SPARKFORGE_PROFILE": "embedded",
+            "SPARKFORGE_MODEL": str(model), "SPARKFORGE_RUN": str(self.run), "SPARKFORGE_STATE": str(folder / "state"),
+            "VLLM_CACHE_ROOT": str(folder), "TOLD": str(self.server_file),
+        }  # fmt: skip
         self.started = []
 
     def start(self, *arguments, **variables):

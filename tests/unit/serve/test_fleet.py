@@ -79,12 +79,8 @@ def written(folder, **models):
 
 def inv(folder, *arguments):
     env = {
-        **os.environ,
-        "SPARKFORGE_STATE": str(folder / "state"),
-        "SPARKFORGE_VALIDATE": "off",
-        "MODEL": "",
-        "PORT": "",
-    }
+        **os.environ, "SPARKFORGE_STATE": str(folder / "state"), "SPARKFORGE_VALIDATE": "off", "MODEL": "", "PORT": "",
+    }  # fmt: skip
     command = [sys.executable, "-m", "sparkforge.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
 

@@ -183,12 +183,9 @@ def test_what_needs_the_store_knows_when_it_is_off(name):
 
 
 UNPROVED = {
-    "a JSON answer with a content type",
-    "a JSON response",
-    "a call beside a schema",
-    "a forbidden call in a response",
+    "a JSON answer with a content type", "a JSON response", "a call beside a schema", "a forbidden call in a response",
     "limited white space",
-}
+}  # fmt: skip
 
 
 def test_beside_a_draft_spelled_answers_replace_the_bias_and_the_others_are_named_as_not_proved(endpoint):

@@ -60,12 +60,9 @@ def test_an_honest_archive_is_unpacked_and_its_listing_is_what_sha256sum_checks(
 
 
 KINDS = {
-    "symbolic link": (tarfile.SYMTYPE, "a.txt"),
-    "hard link": (tarfile.LNKTYPE, "p-1/a.txt"),
-    "character device": (tarfile.CHRTYPE, ""),
-    "block device": (tarfile.BLKTYPE, ""),
-    "fifo": (tarfile.FIFOTYPE, ""),
-}
+    "symbolic link": (tarfile.SYMTYPE, "a.txt"), "hard link": (tarfile.LNKTYPE, "p-1/a.txt"),
+    "character device": (tarfile.CHRTYPE, ""), "block device": (tarfile.BLKTYPE, ""), "fifo": (tarfile.FIFOTYPE, ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,19 +79,9 @@ def test_a_sparse_file_and_an_unknown_type_are_refused(tmp_path):
 
 
 PATHS = [
-    "../x",
-    "/x",
-    "p-1/../../x",
-    "p-1/./x",
-    "",
-    "p-1/a\nb",
-    "p-1/a\\..\\b",
-    "C:/x",
-    "p-1/\x7f",
-    "p-1/" + "x" * 256,
-    "elsewhere/x",
-    "p-1",
-]
+    "../x", "/x", "p-1/../../x", "p-1/./x", "", "p-1/a\nb", "p-1/a\\..\\b", "C:/x", "p-1/\x7f", "p-1/" + "x" * 256,
+    "elsewhere/x", "p-1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -93,15 +93,9 @@ def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
     members = index(tmp_path / "out")["members"]
     assert is_new
     expected = {
-        "up-1.tar.gz",
-        "some_thing-1-py3-none-any.whl",
-        TORCH,
-        "pins.toml",
-        "tools.txt",
-        "embedded.txt",
-        "series",
+        "up-1.tar.gz", "some_thing-1-py3-none-any.whl", TORCH, "pins.toml", "tools.txt", "embedded.txt", "series",
         "oci-layout",
-    }
+    }  # fmt: skip
     assert expected <= {path.split("/")[-1] for path in members}
     assert all((tmp_path / "out" / path).stat().st_size == member["size"] for path, member in members.items())
     page = (tmp_path / "out/simple/some-thing/index.html").read_text()

@@ -25,11 +25,8 @@ def test_a_stage_runs_once_for_the_same_inputs_and_again_for_others(tmp_path):
     again = manifest.once(artifact, "s", {"in": "1"}, writer("two", calls))
     assert again == (first, False)
     assert (first.outputs, first.tools["tool"], first.facts, first.seconds >= 0) == (
-        {"a": "one"},
-        "1",
-        {"fact": [1]},
-        True,
-    )
+        {"a": "one"}, "1", {"fact": [1]}, True,
+    )  # fmt: skip
     assert json.loads(manifest.beside(artifact).read_text())["stage"] == "s"
     manifest.once(artifact, "s", {"in": "2"}, writer("two", calls))
     manifest.once(artifact, "another stage", {"in": "2"}, writer("three", calls))

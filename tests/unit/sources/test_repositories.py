@@ -40,18 +40,9 @@ def upstream(tmp_path, monkeypatch):
 
 def pin(repository, commit, **changes):
     values = {
-        "of": "c",
-        "asked_in": "f",
-        "dependency": "d",
-        "repository": str(repository),
-        "tag": commit,
-        "commit": commit,
-        "tree": "unknown",
-        "size": "unknown",
-        "licence": "MIT",
-        "needed": True,
-        "why": "w",
-    }
+        "of": "c", "asked_in": "f", "dependency": "d", "repository": str(repository), "tag": commit, "commit": commit,
+        "tree": "unknown", "size": "unknown", "licence": "MIT", "needed": True, "why": "w",
+    }  # fmt: skip
     return GitSource(**{**values, **changes})
 
 

@@ -10,19 +10,10 @@ from sparkforge.sources import archive, fetch, offline, repositories, trees
 
 FILES = {"CMakeLists.txt": "project(up)\n", "pkg/a.py": "x = 1\n", "pkg/b.py": "y = 2\n"}
 NEEDED = {
-    "of": "up",
-    "asked_in": "CMakeLists.txt",
-    "dependency": "dep",
-    "repository": "https://e.invalid/dep.git",
-    "tag": "d" * 40,
-    "commit": "d" * 40,
-    "tree": "unknown",
-    "size": "unknown",
-    "licence": "MIT",
-    "needed": True,
-    "why": "wanted",
-    "src_dir": "DEP_SRC_DIR",
-}
+    "of": "up", "asked_in": "CMakeLists.txt", "dependency": "dep", "repository": "https://e.invalid/dep.git",
+    "tag": "d" * 40, "commit": "d" * 40, "tree": "unknown", "size": "unknown", "licence": "MIT", "needed": True,
+    "why": "wanted", "src_dir": "DEP_SRC_DIR",
+}  # fmt: skip
 ASKS = (
     "if(NOT DEP_SRC_DIR)\nFetchContent_Declare(dep GIT_REPOSITORY https://e.invalid/dep.git GIT_TAG "
     + "d" * 40

@@ -81,15 +81,9 @@ def test_deep_facts_only_where_the_profile_needs_them(monkeypatch, environment):
 def test_no_deep_is_never_green(environment, good):
     report = run("spark", Options(environ=environment(), deep=False), good("spark"))
     assert {f.check for f in report.of(Status.SKIPPED)} == {
-        "cuda-memory-uncounted",
-        "gpu-clock",
-        "blackwell-class",
-        "moe-backend",
-        "dense-kernels",
-        "attention-backend",
-        "numerics",
-        "layers",
-    }
+        "cuda-memory-uncounted", "gpu-clock", "blackwell-class", "moe-backend", "dense-kernels", "attention-backend",
+        "numerics", "layers",
+    }  # fmt: skip
     assert report.verdict is ValidationVerdict.INCOMPLETE
     assert report.error().exit_code == 30
 

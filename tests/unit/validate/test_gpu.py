@@ -21,11 +21,8 @@ def test_nvidia_smi_tells(target, tmp_path, monkeypatch):
     validated = target(environ=env)
     values = {r.name: take(r, validated).value for r in gpu.SMI_READINGS}
     assert values == {
-        "gpu.name": "NVIDIA GB10",
-        "gpu.driver_version": "580.142",
-        "gpu.compute_capability": "12.1",
-        "gpu.count": 1,
-    }
+        "gpu.name": "NVIDIA GB10", "gpu.driver_version": "580.142", "gpu.compute_capability": "12.1", "gpu.count": 1,
+    }  # fmt: skip
     monkeypatch.setenv("PATH", env["PATH"])
     assert gpu.name() == "NVIDIA GB10"
     assert (tmp_path / "args").read_text() == "--query-gpu=name,driver_version,compute_cap --format=csv,noheader\n"

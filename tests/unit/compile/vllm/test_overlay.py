@@ -30,13 +30,8 @@ def overlay(tmp_path):
         library(path / name, number)
     outputs = {name: sha256_file(path / name) for name in NAMES}
     document = {
-        "stage": "vllm",
-        "inputs": {},
-        "outputs": outputs,
-        "tools": {},
-        "facts": {"vllm": "0.32.0"},
-        "seconds": 1.0,
-    }
+        "stage": "vllm", "inputs": {}, "outputs": outputs, "tools": {}, "facts": {"vllm": "0.32.0"}, "seconds": 1.0,
+    }  # fmt: skip
     write_json(manifest.beside(path), {**document, "schema": manifest.SCHEMA})
     return path
 

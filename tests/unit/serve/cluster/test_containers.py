@@ -177,11 +177,8 @@ def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, a
     assert asked("spark", "status") == {"state": "paused", "why": "the container is paused"}
     absent(f"x\n{log}\n", Status="exited", ExitCode=24)
     assert asked("spark", "status") == {
-        "state": "ended",
-        "why": "node spark2: nothing came from it for 10 s",
-        "asked": False,
-        "left": 0,
-    }
+        "state": "ended", "why": "node spark2: nothing came from it for 10 s", "asked": False, "left": 0,
+    }  # fmt: skip
     assert asked("spark", "logs")["lines"][0] == "x"
     assert asked("spark", "down") == {"state": "stopped the container"}
     assert docker_command.calls[-1].endswith("--profile * down")
