@@ -273,7 +273,6 @@ def _dynamic(elf: BoundedFile) -> dict[str, list[str]]:
 
 
 def _symbols(elf: BoundedFile) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return (undefined global symbols without a version, defined global symbols) of the dynamic symbol table."""
     undefined, exports, length = set[str](), set[str](), 0
     with elf.section(".dynsym") as table, elf.section(".gnu.version") as versions:
         for number, symbol in enumerate(table.iter_symbols() if table else ()):

@@ -61,7 +61,6 @@ def _audit_file(path: Path, lock: Mapping[str, PatchedFile]) -> AuditedWheel:
 
 
 def _patched(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the wheels and the dist-info folders, among `paths` and below them, whose version is one of ours."""
     for path in paths:
         searched = path.is_dir() and path.suffix != ".dist-info"
         candidates = sorted([*path.rglob("*.whl"), *path.rglob("*.dist-info")]) if searched else [path]

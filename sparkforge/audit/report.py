@@ -210,7 +210,6 @@ def _members(wheel: Path, machine: str) -> list[AuditedFile]:
 
 
 def _check_sizes(members: Sequence[zipfile.ZipInfo]) -> None:
-    """Raise ValueError if the sizes in a wheel's directory are impossible or a name occurs twice."""
     names = Counter(member.filename for member in members)
     if len(members) > MOST_MEMBERS:
         raise ValueError(f"it lists {len(members)} members")

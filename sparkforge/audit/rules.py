@@ -215,7 +215,6 @@ def _absent(target: str, detail: str) -> tuple[str, str]:
 
 
 def _machine(host: Host, rules: HostRules, machine: str) -> Iterator[tuple[str, str]]:
-    """Yield (rule, detail) for what no library may ask of a Spark."""
     if machine and host.machine != machine:
         yield "swapped-library", f"it is for {host.machine}, not {machine}"
     if host.shared and host.glibc > rules.glibc:
@@ -225,8 +224,6 @@ def _machine(host: Host, rules: HostRules, machine: str) -> Iterator[tuple[str, 
 
 
 def _image(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:
-    """Yield (rule, detail) for what a library of our image may not ask of the others in it."""
-
     def without(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
         return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
@@ -271,7 +268,6 @@ def judge_modules(binaries: Sequence[Binary], names: Sequence[str], rules: Rules
 
 
 def _broken(binary: Binary, module: ModuleRule) -> list[tuple[Claim, int]]:
-    """Return the claims that a file does not keep, each with the number of kernels that do."""
     broken = []
     for claim in module.kernels:
         count = sum(
@@ -285,5 +281,4 @@ def _broken(binary: Binary, module: ModuleRule) -> list[tuple[Claim, int]]:
 
 
 def _shortened(name: str) -> str:
-    """Return a kernel's name, cut in its middle to fit a line."""
     return name if len(name) <= 72 else f"{name[:40]}…{name[-30:]}"

@@ -46,7 +46,6 @@ class Score:
 
 
 def _exp(nats: float) -> float:
-    """Return e^nats, infinite where a float cannot hold it."""
     try:
         return math.exp(nats)
     except OverflowError:

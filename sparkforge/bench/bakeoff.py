@@ -191,7 +191,6 @@ def mean_throughput(results: Sequence[Result]) -> float | None:
 
 
 def _end(server: Server, folder: Path) -> bool:
-    """End the trial's server and keep its log; return False, and touch nothing, if another command has ended it."""
     with launch.alone():
         if record.read() != server:
             return False

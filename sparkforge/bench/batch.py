@@ -141,7 +141,6 @@ def finish(batch: Path) -> None:
 
 
 def _read_plan(batch: Path) -> dict[str, Any]:
-    """Return what batch.json holds; empty if it is missing or malformed. Raises OSError if it cannot be read now."""
     try:
         value = read_json(batch / PLAN)
     except (FileNotFoundError, NotADirectoryError, ValueError):

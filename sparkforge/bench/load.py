@@ -118,7 +118,6 @@ async def _send(
 
 
 async def _answer(http: httpx.AsyncClient, model: str, prompt: Prompt, sample: Sample) -> None:
-    """Send one request and fill its sample; whatever goes wrong becomes the sample's error."""
     body = {
         "model": model,
         "prompt": prompt.content,
@@ -141,7 +140,6 @@ async def _answer(http: httpx.AsyncClient, model: str, prompt: Prompt, sample: S
 
 
 async def _read_stream(response: httpx.Response, start: float, prompt: Prompt, sample: Sample) -> None:
-    """Read the stream's events up to [DONE]. Raises StreamError."""
     if not response.is_success:
         raise StreamError(f"HTTP {response.status_code}")
     last = start

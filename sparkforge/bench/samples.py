@@ -101,7 +101,6 @@ def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:
     checks = list[ResultCheck]()
 
     def check(name: str, fault: str, detail: str, **figures: float) -> None:
-        """Add a check, which passed if there is no fault."""
         checks.append(ResultCheck.model_validate({"name": name, "ok": not fault, "told": fault or detail, **figures}))
 
     answered = [sample for sample in load.samples if not sample.error]

@@ -120,7 +120,6 @@ def find_excesses(table: Baselines, gate: Gate) -> list[str]:
 
 
 def _refuse(differences: list[str]) -> None:
-    """Raise BenchmarkError with what differs from the board; nothing was posted."""
     if differences:
         raise BenchmarkError(
             "the competition's board does not take this",

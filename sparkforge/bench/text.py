@@ -78,7 +78,6 @@ def _read(file: Path, largest: int, fix: str) -> bytes:
 
 
 def _download(pin: TextPin) -> bytes:
-    """Return the archive from the hub, at most its pinned size. Raises NetworkError."""
     endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
     url = f"{endpoint}/datasets/{pin.dataset}/resolve/{pin.revision}/{pin.archive}"
     try:
@@ -97,7 +96,6 @@ def _download(pin: TextPin) -> bytes:
 
 
 def _unpacked(data: bytes, origin: str, pin: TextPin) -> bytes:
-    """Return the member's bytes from those of the archive, or of itself. Raises IntegrityError for any others."""
     archive, member = pin.pinned_files[pin.archive], pin.pinned_files[pin.member]
     sha256 = hashlib.sha256(data).hexdigest()
     if sha256 == member.sha256:

@@ -154,7 +154,6 @@ def _malformed(path: Path, why: str) -> InputError:
 
 
 def _document(path: Path) -> Any:
-    """Return the JSON value in a trace, which may be in gzip. Raises InputError."""
     try:
         data = read_bytes(path, largest=LARGEST)
         if data.startswith(GZIP):

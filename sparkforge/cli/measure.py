@@ -35,10 +35,7 @@ def with_options(
     """
 
     def decorate(function: Callable[[Options], None]) -> CommandTask:
-        """Return the command that calls `function`."""
-
         def body(_ctx: Context, **values: Any) -> None:
-            """Call the function with its options; those that are paths start at the caller's folder."""
             function({name: PATHS[name](value) if name in PATHS else value for name, value in values.items()})
 
         kind, table = Parameter.POSITIONAL_OR_KEYWORD, {name: OPTIONS.get(name, Option("")) for name in names}

@@ -142,7 +142,6 @@ def completions(words: Sequence[str], contexts: Mapping[str, ParserContext]) -> 
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the arguments before `--` and those behind it; None if there is no `--`."""
     if "--" not in arguments:
         return arguments, None
     separator = arguments.index("--")
@@ -305,7 +304,6 @@ def expanded(names: Iterable[str]) -> list[str]:
 
 
 def _summary(name: str) -> str:
-    """Return the first line of a command's docstring, without its full stop."""
     return (namespace[name].__doc__ or "").strip().partition("\n")[0].removesuffix(".")
 
 
@@ -349,7 +347,6 @@ def _width() -> int:
 
 
 def _table(rows: Sequence[tuple[str, str]], left: int = 0) -> str:
-    """Return two columns, the second one wrapped."""
     left = left or min(max(len(name) for name, _ in rows), 28)
     indent = " " * (left + 4)
     lines = []

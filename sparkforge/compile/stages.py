@@ -65,7 +65,6 @@ def build(request: BuildRequest) -> dict[str, bool]:
     artifacts, steps = dict[str, Path](), Steps(5)
 
     def run(name: str, stage: Callable[[], tuple[str | Path, bool]]) -> None:
-        """Run one stage, which returns its artifact and whether that is new."""
         started = time.monotonic()
         with steps.step(name) as tell:
             artifact, made[name] = stage()
@@ -96,7 +95,6 @@ def _unpack_sources(stack: str) -> tuple[Path, bool]:
 
 
 def _make_wheels(stack: str) -> tuple[str, bool]:
-    """Make the stack's patched wheels for the machine that serves."""
     components = wheels.patched_components(pins.load().stack(stack))
     patched = [wheels.patched_wheel(component, vllm_overlay.TARGET) for component in components]
     return ", ".join(wheel.lock.file for wheel in patched), any(wheel.is_new for wheel in patched)
@@ -111,7 +109,6 @@ def _audit_libraries(way: str, kernels: Path, vllm: Path) -> tuple[Path, bool]:
     inputs = {"rules": sha256_file(audit_rules.PATH), **{str(file): sha256_file(file) for file in files}}
 
     def make(temporary: Path) -> Made:
-        """Audit the files. Raises AuditError."""
         report = audit_files(files, tools=toolchain.audit_tools)
         write_json(temporary, report.document())
         report.require_clean()

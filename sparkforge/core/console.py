@@ -134,7 +134,6 @@ def stream(pieces: Iterable[str]) -> None:
 
 
 def _write(text: str) -> None:
-    """Write to stdout. Raises StorageError if it goes to a file on a full disk."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))

@@ -48,7 +48,6 @@ def declare(error: Exception) -> SparkforgeError | None:
 
 
 def _of_system(error: OSError) -> SparkforgeError:
-    """Describe the refused system call, with the file if the error has one."""
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) and error.filename else None
     if error.errno in NO_ROOM:
         return disk_full(existing_part(path or paths.state()))
@@ -70,7 +69,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """Return the last line of our own code that the error came through."""
     frames = traceback.extract_tb(error.__traceback__)
     files = [(Path(frame.filename), frame) for frame in frames]
     own_frames = [

@@ -107,7 +107,6 @@ def _parsed(parse: Callable[[str], Any], text: str, origin: str, form: str, *, f
 
 
 def _check(value: Any, origin: str, *, finite: bool) -> None:
-    """Raise DocumentError for a value that is too deep, or has a number that is not finite or exceeds 64 bits."""
     levels: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         if not levels:

@@ -18,7 +18,6 @@ class SparkforgeError(Exception):
     family: ClassVar[str] = ""
 
     def __init__(self, what: str, why: str, fix: str, *, code: str = "") -> None:
-        """Keep the three parts of the message; `code` is by default the family's own name."""
         super().__init__(what, why, fix)
         self.what, self.why, self.fix = what, why, fix
         self.code = code or self.family

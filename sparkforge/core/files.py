@@ -212,7 +212,6 @@ def holder(path: Path, purpose: str) -> int | None:
 
 
 def _holder(path: Path) -> str:
-    """Return who holds the lock `path`, as it wrote it there: " (pid 12: start a server)"; empty if it did not yet."""
     deadline = time.monotonic() + HOLDER_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError, ValueError):

@@ -158,7 +158,6 @@ def _is_installers(path: str) -> bool:
 
 
 def _line(path: str, digest: str, size: str) -> RecordLine:
-    """Read a line; the digest is `sha256=` with URL-safe base64 and no padding (PEP 376). Raises ValueError."""
     if not path.isprintable() or not {"", ".", ".."}.isdisjoint(path.split("/")):
         raise ValueError(f"it names {path[:100]!r}, which is not a file of a package")
     if not (match := SHA256.fullmatch(digest)):

@@ -131,7 +131,6 @@ def refusal(output: str) -> Refusal:
 
 
 def _constraint_home() -> str:
-    """Return the source of pip's constraints: the variable, or the setting in pip's configuration."""
     if value := os.environ.get("PIP_CONSTRAINT"):
         return f"PIP_CONSTRAINT={value}"
     command = [sys.executable, "-m", "pip", "config", "list"]

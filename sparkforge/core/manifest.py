@@ -128,7 +128,6 @@ def _make(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Pat
 
 
 def _aside(path: Path) -> Path:
-    """Return the path for the old artifact until the new one is in place."""
     return path.with_name(f".{path.name}.old.tmp")
 
 
@@ -159,5 +158,4 @@ def _remove_aside(path: Path) -> None:
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
-    """Return the files and folders in `folder` whose whole name matches `pattern`."""
     return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]

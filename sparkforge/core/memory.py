@@ -129,11 +129,9 @@ def _fields(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None for `max` or no file."""
     fields = _fields(path)
     return int(fields[0]) if fields and fields[0].isdigit() else None
 
 
 def _keyed(path: Path, key: str) -> int:
-    """Return the number after `key` at the beginning of a line; 0 if there is none."""
     return next((int(fields[1]) for line in _lines(path) if (fields := line.split())[:1] == [key]), 0)

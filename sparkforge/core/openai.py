@@ -62,7 +62,6 @@ class Endpoint:
     key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY", ""), repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse a URL before anything is sent."""
         require_url(self.url, "--url", "--url http://127.0.0.1:8000")
 
     @property

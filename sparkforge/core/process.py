@@ -308,7 +308,6 @@ def _end(pid: int, grace: float, members_of: Callable[[list[int]], list[int]]) -
 
 
 def _tree(pids: list[int]) -> list[int]:
-    """Return the ids of processes and of all that descend from them."""
     members = list(pids)
     for pid in pids:
         with suppress(psutil.Error):

@@ -137,7 +137,6 @@ def for_support(value: Any) -> Any:
 
 
 def _is_secret_name(name: str) -> bool:
-    """Tell whether a variable, key, header or flag of this name holds a secret."""
     return SECRET_NAME.fullmatch(name) is not None and HARMLESS_NAME.fullmatch(name) is None
 
 
@@ -153,7 +152,6 @@ def _named_value(match: re.Match[str]) -> str:
 
 
 def _host_name(match: re.Match[str]) -> str:
-    """Replace a host name; keep names of modules and files."""
     rest, _, top = match["host"].rpartition(".")
     sure = top.lower() in {"local", "internal"} or re.search(r"[\d-]", rest)
     unsure = re.fullmatch(UNSURE_DOMAINS, top.lower()) and match["host"] not in MODULES and not rest[0].isdigit()
@@ -175,7 +173,6 @@ def _path(match: re.Match[str]) -> str:
 
 
 def _address(match: re.Match[str]) -> str:
-    """Replace an IP address, unless it is a loopback or unspecified one."""
     try:
         address = ipaddress.ip_address(match[0].partition("%")[0])
     except ValueError:

@@ -66,7 +66,6 @@ def tag_of(digest: str, suffix: str) -> str:
 
 
 def _largest(tag: str) -> int:
-    """Return how many bytes a layer of what has a tag may have."""
     return LARGEST_PACK if tag.endswith(".pack") else LARGEST_FILE
 
 
@@ -76,7 +75,6 @@ def _described(data: bytes, kind: str, annotations: dict[str, str] | None = None
 
 
 def _image(attached: Sequence[Attached]) -> tuple[bytes, bytes]:
-    """Return configuration and manifest of the image that holds what is attached."""
     layers = [_described(entry.data, entry.kind, entry.annotations) for entry in attached]
     rootfs = {"type": "layers", "diff_ids": [layer["digest"] for layer in layers]}
     configuration = json.dumps({"architecture": "", "os": "", "config": {}, "rootfs": rootfs}).encode()
@@ -214,7 +212,6 @@ class Repository:
         raise self._failed("it sends us in circles")
 
     def _get(self, method: str, url: str, largest: int, **options: Any) -> tuple[httpx.Response, bytes]:
-        """Return one answer and its body, of so many bytes at most. Raises EngineError, httpx's errors."""
         body = bytearray()
         with self._client.stream(method, url, **options) as answer:
             for chunk in answer.iter_bytes():

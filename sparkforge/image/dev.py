@@ -174,7 +174,6 @@ def _link(link: Path, target: Path) -> list[Path]:
 
 
 def _missing(folder: Path, packages: Path, root: Path) -> Iterator[str]:
-    """Yield the paths below site-packages that the checkout lacks, folders before what is in them."""
     for path in sorted(folder.iterdir()):
         relative = path.relative_to(packages)
         if path.name in GENERATED or path.suffix == ".pyc":

@@ -239,7 +239,6 @@ def _cdi_devices(info: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _text(file: Path) -> str:
-    """Return a file's text; one that only root may read, or that is a folder, tells us nothing."""
     try:
         return file.read_text(errors="replace")
     except OSError:

@@ -245,7 +245,6 @@ def _code(audit: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
-    """Return a document of the image. Raises EngineError if it has another shape than ours have."""
     try:
         return tables.parse_object(data, f"the image's {shape.__name__.lower()}", shape)
     except DocumentError as error:
@@ -285,7 +284,6 @@ def _file(client: docker.DockerClient | None, image: Any, path: str, stack: str)
 
 
 def _joined(stream: Iterable[bytes]) -> bytes:
-    """Return all chunks as one. Raises ValueError once there are too many bytes."""
     data = bytearray()
     for chunk in stream:
         data += chunk

@@ -90,7 +90,6 @@ class Layout:
     """A layout to read: the files of a folder, or the members of an archive, by their path in it."""
 
     def __init__(self, path: Path) -> None:
-        """Open it. Raises IntegrityError if there is no layout."""
         self.path = path
         try:
             self._archive = None if path.is_dir() else tarfile.open(path, "r:")  # noqa: SIM115 - closed with the process
@@ -146,7 +145,6 @@ class LayoutImage:
     """The image in a layout for one processor; `attrs`, `id`, `short_id` and `tags` are as the Docker SDK has them."""
 
     def __init__(self, path: Path) -> None:
-        """Find it: by this machine's processor if there are several. Raises IntegrityError."""
         self.layout = Layout(path)
         top = [(entry, entry) for entry in self.layout.index.manifests if not _is_beside(entry)]
         images = list(self._images(top))

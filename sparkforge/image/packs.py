@@ -123,7 +123,6 @@ def taking(name: str) -> Take:
     places: list[Place] = [*([place(name)] if name else []), *map(Folder, own_folders())]
 
     def take(order: KernelOrder, libraries: Mapping[str, Path]) -> Mapping[str, Any] | None:
-        """Put the libraries of a pack into the folders of the request."""
         key = key_of(order.identity)
         for origin in places:
             if layers := origin.read(f"{STAGE}-{key}.pack"):

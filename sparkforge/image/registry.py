@@ -117,7 +117,6 @@ def _require_stack(image: Any, manifest: Mapping[str, Any], stack: str) -> None:
 
 
 def _digest(image: Any, repository: str) -> str:
-    """Return the digest that an image has in a repository, as far as this engine knows; empty if it does not."""
     names = {repository, re.sub(r"^(?:index\.)?docker\.io/(?:library/)?", "", repository)}  # as the engine shortens it
     digests = [entry.partition("@") for entry in image.attrs.get("RepoDigests") or []]
     return next((digest for name, _, digest in digests if name in names), "")

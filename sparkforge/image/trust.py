@@ -263,7 +263,6 @@ def _take_signature(evidence: Evidence, entry: Attached, keys: signing.Keys, kno
 def _take_statement(
     evidence: Evidence, entry: Attached, trust: Trust, known: set[str], of: tuple[docker.DockerClient | None, Any, str]
 ) -> None:
-    """Record a signed statement if its subject and its content match the image."""
     client, image, stack = of
     signer, statement = _signed_statement(entry, trust, known)
     is_forges = signer in trust.identities  # provenance of the forge's form names the workflow, and none of our pins
@@ -290,7 +289,6 @@ def _take_statement(
 
 
 def _wrong(builder: str, named: str, demanded: Images, stack: str) -> Iterator[str]:
-    """Yield the differences between provenance and policy."""
     if named != stack:
         yield f"its provenance names the stack {named[:40]}, and {stack} was asked for"
     if demanded.stacks and named not in demanded.stacks:
@@ -312,7 +310,6 @@ def _marks() -> Path:
 
 
 def _accepted() -> dict[str, datetime]:
-    """Return stack → when its last accepted image was built. Raises StorageError for a broken record."""
     return parse_record(read_bytes(_marks()), str(_marks()), Marks).root if _marks().exists() else {}
 
 

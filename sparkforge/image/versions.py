@@ -83,7 +83,6 @@ def named(stack: str) -> Iterator[None]:
 
 
 def _keep(client: docker.DockerClient, name: str, repository: str) -> None:
-    """Give the image called `name` a name of its own; an image that is not ours is left alone."""
     try:
         give_own_name(client, client.images.get(name), repository)
     except ImageNotFound:

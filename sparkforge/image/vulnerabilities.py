@@ -180,8 +180,6 @@ def _is_affected(affected: Affected, version: str) -> bool:
 
 
 def _debian_order(version: str) -> Any:
-    """Return a sort key for a Debian version (deb-version(7))."""
-
     def letters(text: str) -> list[int]:
         return [*(-1 if sign == "~" else ord(sign) + 256 * (not sign.isalpha()) for sign in text), 0]
 

@@ -97,7 +97,6 @@ def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = 
 
 
 def _has(path: Path, file: RemoteFile) -> bool:
-    """Tell whether `path` holds the bytes of `file`."""
     return (
         path.is_file()
         and path.stat().st_size == file.size
@@ -291,7 +290,6 @@ def _fetch_file(source: CheckpointSource, work: Path, file: RemoteFile, count: C
 
 
 def _part(work: Path, file: RemoteFile) -> Path:
-    """Return the path of a half-fetched file; the digest in its name keeps revisions apart."""
     mark = file.digest.partition(":")[2][:12] or "unknown"
     return work / f".{file.name}.{mark}.part"
 

@@ -33,7 +33,6 @@ class Hub:
     """A repository of the hub, or of what HF_ENDPOINT names, at one commit."""
 
     def __init__(self, repository: str, revision: str) -> None:
-        """Ask for the commit and its files. Raises NetworkError."""
         self.repository, self.name = repository, repository
         self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
         if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE") == "1":
@@ -109,7 +108,6 @@ def _progress(advance: Callable[[int], None]) -> Any:
             pass
 
         def update(self, count: float | None = 1) -> None:
-            """Pass on `count` bytes; the signature is tqdm's."""
             advance(int(count or 0))
 
         def close(self) -> None:
@@ -126,7 +124,6 @@ def _progress(advance: Callable[[int], None]) -> Any:
 
 @contextmanager
 def _hub_errors(repository: str, revision: str) -> Iterator[None]:
-    """Turn what the library raises inside into our errors."""
     try:
         yield
     except InterruptedError:

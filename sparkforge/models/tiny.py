@@ -72,7 +72,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(directory: Path, weights: Weights) -> Made:
-    """Make `directory` and write every file."""
     require_space(directory.parent, SIZE, "the tiny model")
     directory.mkdir()
     ends = [200002, 199999, 200012]  # as gpt-oss' own file, with the sampling for requests that name none

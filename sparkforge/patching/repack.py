@@ -130,7 +130,6 @@ class _ZipWriter:
 
 
 def _encoded(name: str) -> tuple[bytes, int]:
-    """Return a member's name as a zip has it, and the flag that goes with it."""
     return (name.encode("ascii"), 0) if name.isascii() else (name.encode(), UTF8)
 
 

@@ -206,7 +206,6 @@ def _names(source: Path) -> list[str]:
 
 
 def _dist_info(source: Path, names: Iterable[str], version: str) -> str:
-    """Return the name of a wheel's one .dist-info folder. Raises IntegrityError unless it is for `version`."""
     folders = sorted({name.partition("/")[0] for name in names if name.partition("/")[0].endswith(".dist-info")})
     if len(folders) != 1 or not folders[0].endswith(f"-{version}.dist-info"):
         raise _refused(source, f"its .dist-info folders are {folders}, and one for {version} is expected")
@@ -223,7 +222,6 @@ def _rows(source: Path, record: Content) -> dict[str, tuple[str, str]]:
 
 
 def _row(content: bytes) -> tuple[str, str]:
-    """Return hash and size as RECORD has them: base64 without padding (PEP 427)."""
     hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
     return f"sha256={hashed}", str(len(content))
 
@@ -240,7 +238,6 @@ def _metadata(source: Path, metadata: Content, version: str, local_version: str)
 def _documents(
     source: Path, component: Component, queue: Queue, before: Mapping[str, Content], after: Mapping[str, Content]
 ) -> dict[str, bytes]:
-    """Return the files that describe a patched package, by name: its patches and its origin."""
     origin = {
         "schema": SCHEMA,
         "upstream": queue.upstream,

@@ -125,7 +125,6 @@ def differences(installed: Installed, changes: ImageChanges) -> list[str]:
 
 
 def _wheels(name: str, lock: Mapping[str, PatchedFile]) -> list[tuple[PatchedFile, Version]]:
-    """Return the lock's wheels of a distribution, each with its version."""
     wheels = []
     for wheel in lock.values():
         try:

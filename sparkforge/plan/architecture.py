@@ -297,7 +297,6 @@ def _problem(model: Architecture) -> str:
 
 
 def _number(config: Mapping[str, Any], key: str, where: str) -> int | None:
-    """Return a key's number, or a list's length; None for null and for a missing key."""
     content = config.get(key)
     if isinstance(content, list):
         return len(content)
@@ -311,7 +310,6 @@ def _senseless(where: str, key: str, why: str) -> InputError:
 
 
 def _count(types: Any, kind: str, layers: int, where: str) -> int | None:
-    """Count the layers of one kind; None without a list."""
     if types is None:
         return None
     if not isinstance(types, Sequence) or len(types) != layers or not all(t in (FULL, SLIDING, LINEAR) for t in types):

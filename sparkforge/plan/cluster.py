@@ -170,7 +170,6 @@ def split(model: Architecture, load: Workload, batch: int, nodes: int) -> Work:
 
 
 def _replicated_bytes(model: Architecture, dense: DenseFormat) -> int:
-    """Bytes of the weights that every machine has whole under tensor parallelism."""
     return sum(part.bytes for part in model.parts(dense) if part.name in ("router", "norms"))
 
 

@@ -189,7 +189,6 @@ def copy_speed() -> float:
     pairs = [(ctypes.create_string_buffer(COPY_BYTES), ctypes.create_string_buffer(COPY_BYTES)) for _ in range(cores)]
 
     def copy(pair: tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]) -> None:
-        """Copy the second buffer onto the first, COPY_ROUNDS times."""
         for _ in range(COPY_ROUNDS):
             ctypes.memmove(pair[0], pair[1], COPY_BYTES)  # releases the interpreter's lock
 

@@ -118,7 +118,6 @@ def _print_speed(plan: Plan) -> None:
 
 
 def _print_formats(plan: Plan) -> None:
-    """Print what dense layers and KV cache in fewer bits gain, and the profiles that use them."""
     context, users = plan.asked.context, [f">{count}" for count in plan.formats[0].users]
     _print(
         f"by format of attention/LM head · computed · tok/s a user for so many, {context} tokens behind",
@@ -201,7 +200,6 @@ def _print_speculation(speculation: Speculation) -> None:
 
 
 def _print_cluster(plan: ClusterPlan) -> None:
-    """Print how several machines serve the model together."""
     _print(
         f"{plan.nodes} machines · computed · of one machine; over the link for one user",
         ("way", ">weights GiB", ">KV GiB", ">share", "", ">kB a token", ">ms a step"),

@@ -103,7 +103,6 @@ def machine(qualification: Qualification) -> Outcomes:
     }
 
     def add(name: str, unit: str, value: float | None) -> None:
-        """Add a figure, unless its value is unknown."""
         if value is not None:
             outcomes[name] = Outcome(verdict=HELD, evidence=f"{value:,.6g} {unit}".strip(), figure=value)
 

@@ -121,7 +121,6 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
 
 
 def _inputs(qualification: Qualification, facts: Mapping[str, object]) -> str:
-    """Return the hash of what a finished part depends on."""
     named = qualification.model.model if qualification.model else ""
     parts = [facts["gpus"], facts["commit"], qualification.tiny.plan, qualification.tiny.python, named]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -148,7 +147,6 @@ def _report(qualification: Qualification, parts: Mapping[str, PartResult], facts
 
 
 def _gpu() -> dict[str, str]:
-    """Return name, compute capability and driver of the GPU that serves; nothing without one."""
     try:
         return gpus.query("name", "compute_cap", "driver_version", env=os.environ)[0]
     except ProbeError:

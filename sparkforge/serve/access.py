@@ -85,7 +85,6 @@ class Guard:
             await refusal.answer(scope, send)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
-        """Return why a request is refused; None if it may pass."""
         headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if not self._host_allowed(headers):

@@ -283,7 +283,6 @@ def start_again() -> str:
 
 
 def _summary(document: Mapping[str, Any]) -> str:
-    """The findings that refuse, in one sentence."""
     worst = _refusing(document)
     summary = "; ".join(f"{finding['check']}: {finding['evidence']}" for finding in worst[:3])
     return summary + (f"; and {len(worst) - 3} more" if len(worst) > 3 else "")
@@ -301,7 +300,6 @@ def _identity(server: ServerCommand) -> list[str]:
 
 
 def _write(path: Path, value: Mapping[str, Any] | bytes, *, mode: int = 0o644) -> None:
-    """Write a file of the run folder: bytes as they are, anything else as JSON. Raises StorageError."""
     with _writing(path.parent):
         write_atomic(path, value, mode=mode) if isinstance(value, bytes) else write_json(path, value, mode=mode)
 

@@ -197,7 +197,6 @@ def _choose(starts: list[KnownGood], number: int, running: Server | None) -> Kno
 
 
 def _tagged(start: KnownGood) -> str:
-    """Return the id of the image that has the tag which Compose serves now; empty if none has."""
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
     name = compose.resolve(compose.variables(start.plan.stack)).image

@@ -161,13 +161,11 @@ class Judge:
             self._schemas(request)
 
     def _most(self, name: str, number: int, what: str, parameter: str | None = None) -> None:
-        """Raise LimitError if `number` is above the bound `name`."""
         most = self.limits[name]
         if most and number > most:
             raise LimitError(name, f"{what}: {number:,} is more than {most:,}", parameter)
 
     def _tree(self, value: Any, depth: str, values: str, what: str, parameter: str | None) -> None:
-        """Count a value's nested lists and objects."""
         level, deep = [value], 0
         while level := [child for item in level for child in _children(item)]:
             deep += 1
@@ -343,7 +341,6 @@ class Limiter:
                 raise
 
     def _admit(self, counted: Mapping[str, str]) -> None:
-        """Count a request. Raises LimitError."""
         for name, key in counted.items():
             if self._limits[name] and self._running[key] >= self._limits[name]:
                 raise LimitError(name, f"{self._running[key]} requests are running; try again in a second")

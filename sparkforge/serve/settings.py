@@ -92,7 +92,6 @@ def validation_mode(env: Mapping[str, str]) -> str:
 
 
 def _one_of(env: Mapping[str, str], variable: str) -> str:
-    """Return a variable's value, by default the first of its CHOICES. Raises UsageError for another one."""
     values = CHOICES[variable]
     value = env.get(variable) or values[0]
     if value not in values:
@@ -127,7 +126,6 @@ def judge(env: Mapping[str, str]) -> None:
 
 
 def _seconds(env: Mapping[str, str]) -> float:
-    """Return how long the whole validation may take. Raises UsageError."""
     text = env.get(VALIDATE_SECONDS) or f"{SECONDS:g}"
     with suppress(ValueError):
         if 0 < (seconds := float(text)) < 86400:

@@ -372,7 +372,6 @@ def _container(server: Server) -> tuple[str, str, float]:
 
 
 def _pids(server: Server) -> list[int]:
-    """Return the processes of a server; a container's are those whose cgroup contains its id."""
     if not server.container:
         return session_members(server.pid)
     pids = []

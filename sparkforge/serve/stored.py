@@ -169,7 +169,6 @@ def _users(folder: Path, name: str, server: Server | None, programs: Mapping[str
 
 
 def _served(server: Server) -> list[str]:
-    """Return the models of a server as this machine knows them: a container has other folders."""
     model = Path(server.model)
     if server.device == FLEET:
         return [str(Path(row["folder"]).resolve()) for row in status.fleet() if row["folder"]]

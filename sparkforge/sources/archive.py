@@ -99,7 +99,6 @@ def _unpack(archive: Path, target: Path, top: str | None, wanted: Callable[[str]
 
 
 def _bound(archive: Path) -> int:
-    """Return how many bytes an archive's files may have together."""
     return max(MIN_BOUND, MAX_RATIO * archive.stat().st_size)
 
 

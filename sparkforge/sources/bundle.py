@@ -108,7 +108,6 @@ def make(
     }
 
     def build(temporary: Path) -> Made:
-        """Gather and write the tar; packed repositories lie beside it meanwhile."""
         _require_own(output)
         scratch = temporary.with_name(temporary.name.replace(".tmp", ".parts.tmp"))
         try:
@@ -131,7 +130,6 @@ def make(
 
 
 def _require_own(output: Path) -> None:
-    """Raise UsageError if a file is there that is not the bundle which its manifest is about."""
     earlier = manifest.load(output)
     if output.exists() and (earlier is None or earlier.facts.get("bytes") != output.stat().st_size):
         raise UsageError(
@@ -164,7 +162,6 @@ def basic_locks(table: Pins) -> tuple[str, str]:
 
 
 def _inputs(table: Pins, stack: str) -> dict[str, str]:
-    """Return the hashes of what decides a bundle's content."""
     inputs = {f"checkout:{name}": sha256_file(file) for name, file in _checkout()}
     for name, pin in table.stack(stack).git.items():
         copy = manifest.current(trees.repository_folder(name, pin), "git", repositories.manifest_inputs(pin))
@@ -229,7 +226,6 @@ def gather(
 
 
 def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[BundleMember | Absent]:
-    """Pack each needed repository that was fetched."""
     for name, pin in table.stack(stack).git.items():
         folder = trees.repository_folder(name, pin)
         if manifest.current(folder, "git", repositories.manifest_inputs(pin)):
@@ -325,7 +321,6 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
                                 "again   # first copy it again", code="integrity.hash")  # fmt: skip
 
     def build(temporary: Path) -> Made:
-        """Unpack every member. Raises StorageError and IntegrityError."""
         if os.path.lexists(folder):
             fix = f"{shlex.join(['mv', str(folder), f'{folder}.old'])}   # or name a new folder"
             raise UsageError(f"cannot unpack into {folder}", f"it exists and was not unpacked from {file.name}", fix)

@@ -98,7 +98,6 @@ def _require(name: str, kind: str, expected: str, actual: str) -> None:
 
 
 def _copy_links(name: str, root: Path) -> None:
-    """Replace each link by a copy of its target. Raises IntegrityError if that is outside of `root`, or missing."""
     for link in sorted(path for path in root.rglob("*") if path.is_symlink()):
         target = link.resolve()
         if not (target.is_relative_to(root.resolve()) and target.exists()) or link.is_relative_to(target):

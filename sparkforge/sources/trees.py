@@ -86,7 +86,6 @@ def sources_folder() -> Path:
 
 
 def _fetch_component(name: str, component: Component) -> Iterator[SourceTree]:
-    """Fetch and unpack a component's source archives; a wheel among its files is fetched and left as it is."""
     if component.kind != "sdist":
         return
     for filename in component.files:

@@ -47,7 +47,6 @@ def reinstall(packages: Sequence[str]) -> str:
 
 
 def _same_public(view: View, name: str, other: str) -> bool:
-    """Tell whether two versions are equal except for their local parts (after a +)."""
     return view.version(name).public == view.version(other).public
 
 

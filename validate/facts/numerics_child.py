@@ -164,7 +164,6 @@ def _vllm_call(
     topk, ids = (part.to(device) for part in layer.routing())
 
     def call() -> torch.Tensor:
-        """Run the layer; bf16 [TOKENS, HIDDEN]: what vLLM padded is cut off again."""
         with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=TOKENS):
             if method.is_monolithic:
                 out = method.apply_monolithic(holder, padded, logits)

@@ -268,7 +268,6 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
 
 
 def _audit(order: KernelOrder, libraries: Mapping[str, Path]) -> AuditReport:
-    """Audit the libraries, and check that each holds the kernels of its module. Raises AuditError."""
     rules = audit_rules.load()
     machine = order.chain.machine
     report = audit_files(list(libraries.values()), tools=toolchain.audit_tools, machine=machine, rules=rules)

@@ -264,7 +264,6 @@ def _remove_others(order: ExtensionOrder) -> None:
 
 
 def _object_of(unit: Unit) -> str:
-    """Return the path of a unit's object below CMake's folder; see `OBJECT`."""
     target, _, source = unit.name.partition("/")
     return f"CMakeFiles/{target}.dir/{source}"
 

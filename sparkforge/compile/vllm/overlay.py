@@ -58,7 +58,6 @@ def unpack_wheel(stack: str) -> tuple[Path, bool]:
     folder = paths.state() / STAGE / lock.sha256[:12]
 
     def make(temporary: Path) -> Made:
-        """Make the patched wheel and unpack it; the outputs are its libraries. Raises as above and StorageError."""
         require_space(folder.parent, UNPACKED * lock.size, f"unpacking {lock.file}")
         with zipfile.ZipFile(wheels.patched(component, filename).path) as opened:
             opened.extractall(temporary)

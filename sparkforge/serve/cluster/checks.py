@@ -109,8 +109,6 @@ def _nodes(cluster: ClusterFacts) -> CheckResult:
 
 
 def _add_same(name: str, subject: str, fact: str, fix: str, needs: tuple[str, ...] = ()) -> None:
-    """Add a check that a fact is known and the same on all nodes."""
-
     @CHECKS.add(name, f"All nodes have the same {subject}.", needs=needs, fix=fix)
     def _same(cluster: ClusterFacts) -> CheckResult:
         if fact == "image" and not cluster.config.in_containers:

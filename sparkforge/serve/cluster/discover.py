@@ -110,7 +110,6 @@ def _networks(node: NodeFacts) -> dict[IPv4Network, NetworkInterface]:
 
 
 def _order(interface: NetworkInterface) -> tuple[str, str]:
-    """Sort by PCI address: the half in the first domain comes first."""
     return interface.pci, interface.name
 
 

@@ -62,7 +62,6 @@ def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False)
 
 
 def _send_files(head: ClusterNode, node: ClusterNode, folder: str, *, dry_run: bool) -> None:
-    """Send what differs; a new folder is collected beside its place. Raises what `sending_error` returns."""
     collected = str(Path(folder).with_name(f".{Path(folder).name}.sparkforge-sync"))
     there = ["sh", "-c", 'if test -d "$0"; then echo whole; fi', folder]
     whole = bool(remote.output(node, there, seconds=SILENT_SECONDS).strip())

@@ -105,7 +105,6 @@ class NodeWatch:
         self._send({"hello": self._settings.node, "token": self._token})
 
     def _receive(self, seconds: float) -> Loss | None:
-        """Accept new connections and read what came, waiting no longer than this; return a loss if there is one."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 with suppress(OSError):

@@ -325,7 +325,6 @@ class Answer(BaseHTTPRequestHandler):
 
 
 def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:
-    """Return the message for a model that is not there, and the parameter."""
     names = list(known)
     nearest = difflib.get_close_matches(name, names, cutoff=0.4) or names[:3]
     return f"The model `{name[:200]}` does not exist; the nearest: {', '.join(nearest)}", "model"
