@@ -104,15 +104,12 @@ class AccuracyThreshold(Record):
         if known := self.reference:
             upper = [(name, limit, True) for name, limit in known.metrics(1 + known.within).items()]
             return [*upper, ("bits_per_byte", known.metrics(1 - known.within)["bits_per_byte"], False)]
-        limits = {"bits_per_byte": packed_bits(text)} if self.packed else self.at_most
+        limits = self.at_most
+        if self.packed:
+            data, filters = text.encode(), [{"id": lzma.FILTER_LZMA2, "preset": 9}]
+            packed = lzma.compress(data, format=lzma.FORMAT_RAW, filters=filters)
+            limits = {"bits_per_byte": 8 * len(packed) / len(data)}
         return [(name, limit, True) for name, limit in limits.items()]
-
-
-def packed_bits(text: str) -> float:
-    """Return the bits per byte to which xz packs a text."""
-    data = text.encode()
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9}]
-    return 8 * len(lzma.compress(data, format=lzma.FORMAT_RAW, filters=filters)) / len(data)
 
 
 class Canaries(Record):

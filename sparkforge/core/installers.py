@@ -115,7 +115,12 @@ def refusal(output: str) -> Refusal:
         wanted = " and ".join(dict.fromkeys(name for constraint, name in requested if not constraint))
         limits = " and ".join(dict.fromkeys(name for constraint, name in requested if constraint))
         if limits:
-            cause = f"{wanted} is needed, and a constraint of pip's settings demands {limits} ({_constraint_home()})"
+            command = [sys.executable, "-m", "pip", "config", "list"]
+            listed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout
+            place = next((line for line in listed.splitlines() if ".constraint=" in line), "pip config list")
+            if value := os.environ.get("PIP_CONSTRAINT"):
+                place = f"PIP_CONSTRAINT={value}"
+            cause = f"{wanted} is needed, and a constraint of pip's settings demands {limits} ({place})"
             return Refusal(cause[:LONGEST], "remove that constraint, or run with: PIP_CONFIG_FILE=/dev/null")
         return Refusal(f"these requirements exclude each other: {wanted}"[:LONGEST], SETTINGS)
     joined = re.sub(r"\n\s+(?=[a-z`])", " ", _NAMES.sub("URL", _PROGRESS.sub("", output)))  # uv wraps its sentences
@@ -128,14 +133,6 @@ def refusal(output: str) -> Refusal:
     lines = [line.strip() for line in output.splitlines() if line.strip() and "WARNING" not in line]
     errors = [line for line in lines if re.match(r"(?i)error|\S*Error:|cause:", line)] or lines[-1:]
     return Refusal((errors[-1] if errors else "it printed nothing")[:LONGEST], NETWORK)
-
-
-def _constraint_home() -> str:
-    if value := os.environ.get("PIP_CONSTRAINT"):
-        return f"PIP_CONSTRAINT={value}"
-    command = [sys.executable, "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout
-    return next((line for line in listed.splitlines() if ".constraint=" in line), "pip config list")
 
 
 def insist(attempt: Callable[[], str], say: Callable[[str], None], name: str) -> Refusal | None:

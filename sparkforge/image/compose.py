@@ -110,6 +110,7 @@ def service_of(document: Mapping[str, Any], port: int = 0) -> Service:
         variables = (service.get("environment") or {}).items()
         environment = {name: str(value) for name, value in variables if value is not None}  # null: set nowhere
         resources = (service.get("deploy") or {}).get("resources") or {}
+        key_file = str(((document.get("secrets") or {}).get(KEY) or {}).get("file") or "")
         return Service(
             image=str(service["image"]),
             stack=environment[STACK],
@@ -117,25 +118,13 @@ def service_of(document: Mapping[str, Any], port: int = 0) -> Service:
             port=int(published["published"]),
             gpus=len((resources.get("reservations") or {}).get("devices") or []),
             environment=environment,
-            key_file=key_file_of(document),
+            key_file="" if key_file == os.devnull else key_file,  # our files name /dev/null for no key
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise EngineError(
             f"Compose resolves no usable service {SERVICE}", why, typed("config"), code="engine.failed"
         ) from error
-
-
-def key_file_of(document: Mapping[str, Any]) -> str:
-    """Return the file of the API key in a resolved project; empty for none, for which our files name /dev/null."""
-    file = str(((document.get("secrets") or {}).get(KEY) or {}).get("file") or "")
-    return "" if file == os.devnull else file
-
-
-def cache_volume(env: Mapping[str, str]) -> str:
-    """Return the name that the engine has for the volume with compiled code. Raises EngineError without Compose."""
-    volume = (resolved(env).get("volumes") or {}).get(CACHE) or {}
-    return str(volume.get("name") or f"{project()}_{CACHE}")
 
 
 def up(

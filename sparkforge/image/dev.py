@@ -348,7 +348,11 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
         if units:
             say(f"nothing was linked: the libraries in {root} are as they were; all of it: ./inv dev.build vllm")
             return
-        for library in install_libraries(overlay, root):
+        record = manifest.load(overlay)
+        for library in sorted(record.outputs) if record else ():
+            (root / library).unlink(missing_ok=True)  # a link: its target must not be written
+            with (overlay / library).open("rb") as source, atomic_file(root / library, mode=0o755) as target:
+                shutil.copyfileobj(source, target)
             say(f"  {root / library}: compiled here")
     if not options.targets:
         accept(checkout, before)
@@ -378,17 +382,6 @@ def _units(checkout: Checkout, units: str, sources: Path) -> tuple[str, ...]:
         why = f"edited are {', '.join(edited[:3]) or 'no native sources'}, and none of them is a unit of its own"
         raise UsageError("there is no edited unit", why, "without --units   # or --units 'csrc/moe/*.cu'")
     return chosen
-
-
-def install_libraries(overlay: Path, root: Path) -> list[str]:
-    """Put the libraries of an overlay into a checkout, in place of the links; return their paths."""
-    record = manifest.load(overlay)
-    libraries = sorted(record.outputs) if record else []
-    for library in libraries:
-        (root / library).unlink(missing_ok=True)  # a link: its target must not be written
-        with (overlay / library).open("rb") as source, atomic_file(root / library, mode=0o755) as target:
-            shutil.copyfileobj(source, target)
-    return libraries
 
 
 def main(arguments: Sequence[str]) -> int:

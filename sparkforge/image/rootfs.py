@@ -96,12 +96,6 @@ class Tree:
         return self.inputs.lock(self.machine)
 
 
-def prepare_toolchain(tree: Tree) -> None:
-    """Install the CUDA compiler and its tools, for an image that compiles. Raises the errors of `toolchain`."""
-    if tree.device == CUDA:
-        toolchain.print_toolchain(tree.machine)
-
-
 def install(tree: Tree, more: str = "") -> None:
     """Make the tree from its lock, with patched wheels, and the lock `more`. Raises the errors of both."""
     table = pins.load()
@@ -249,7 +243,8 @@ def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
     Raises IntegrityError for a changed or missing file, and for a package that is not locked, or not patched as locked.
     """
     changes, lock, patched = image_changes(tree), load_patched(), patched_packages(pins.load(), tree.stack)
-    locked_names = _locked(tree.lock) | {"vllm", "torch", "spark-mxfp4"}
+    names = re.findall(r"^([A-Za-z0-9._-]+)(?:\[.*\])?==", locks.lock_path(tree.lock).read_text("utf-8"), re.MULTILINE)
+    locked_names = {*map(canonicalize_name, names), "vllm", "torch", "spark-mxfp4"}
     files, problems, wheels = 0, list[str](), dict[str, AuditedWheel]()
     for record in sorted(tree.packages.glob("*.dist-info/RECORD")):
         installed = Installed.read(record.parent, strict=False)
@@ -271,20 +266,13 @@ def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
 
 def image_changes(tree: Tree) -> ImageChanges:
     """Return the build's changes to the installed wheels: files that the table leaves out, and compiled files."""
-    cuts = trimming.cuts(tree.device)
+    pattern = trimming.pattern(trimming.cuts(tree.device))
     records = [Installed.read(record.parent, strict=False) for record in tree.packages.glob("*.dist-info/RECORD")]
-    left_out = {trimming.cut_part(line.path, cuts) for installed in records for line in installed.lines}
+    paths = (line.path for installed in records for line in installed.lines)
+    left_out = sorted({match[1] for path in paths if (match := pattern.match(path))})
     overlay = tree.packages / vllm_overlay.RECORD  # audited before it was laid over the wheel
     files = read_json(overlay)["files"] if overlay.is_file() else {}
-    return ImageChanges(
-        left_out=tuple(sorted(left_out - {""})), compiled={path: change["after"] for path, change in files.items()}
-    )
-
-
-def _locked(name: str) -> set[str]:
-    lines = locks.lock_path(name).read_text(encoding="utf-8").splitlines()
-    matches = (re.match(r"([A-Za-z0-9._-]+)(\[.*\])?==", line) for line in lines)
-    return {canonicalize_name(match[1]) for match in matches if match}
+    return ImageChanges(left_out=tuple(left_out), compiled={path: change["after"] for path, change in files.items()})
 
 
 def describe(tree: Tree) -> dict[str, Any]:
@@ -310,7 +298,7 @@ def describe(tree: Tree) -> dict[str, Any]:
 
 
 STEPS: dict[str, Callable[[Tree, argparse.Namespace], None]] = {
-    "toolchain": lambda tree, _options: prepare_toolchain(tree),
+    "toolchain": lambda tree, _options: toolchain.print_toolchain(tree.machine) if tree.device == CUDA else None,
     "install": lambda tree, options: install(tree, options.more),
     "kernels": lambda tree, options: compile_kernels(tree, options.built, options.set, options.jobs),
     "vllm": lambda tree, options: compile_vllm(tree, options.sources, options.targets, options.jobs),

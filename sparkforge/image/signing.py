@@ -115,9 +115,11 @@ def signed(statement: Mapping[str, Any], key: Ed25519PrivateKey) -> Attached:
     """Return a statement in a signed envelope."""
     payload = json.dumps(statement, sort_keys=True).encode()
     signature = key.sign(encoded(STATEMENT_TYPE, payload))
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    key_id = hashlib.sha256(key.public_key().public_bytes(serialization.Encoding.DER, form)).hexdigest()
     text = {
         "payloadType": STATEMENT_TYPE, "payload": base64.b64encode(payload).decode(),
-        "signatures": [{"keyid": key_id(key.public_key()), "sig": base64.b64encode(signature).decode()}],
+        "signatures": [{"keyid": key_id, "sig": base64.b64encode(signature).decode()}],
     }  # fmt: skip
     annotations = {SIGNATURE: "", "predicateType": str(statement["predicateType"])}
     return Attached(json.dumps(text).encode(), ENVELOPE_TYPE, annotations)
@@ -143,12 +145,6 @@ def signature(name: str, digest: str, key: Ed25519PrivateKey) -> Attached:
     }  # fmt: skip
     payload = json.dumps({"critical": critical, "optional": None}, sort_keys=True).encode()
     return Attached(payload, SIMPLE_TYPE, {SIGNATURE: base64.b64encode(key.sign(payload)).decode()})
-
-
-def key_id(key: Ed25519PublicKey) -> str:
-    """Return the sha256 of a public key's DER."""
-    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return hashlib.sha256(der).hexdigest()
 
 
 def signer(data: bytes, signatures: list[str], keys: Keys) -> str:

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,7 @@ def _remove(path: Path) -> int:
     return size
 
 
-def cut_part(path: str, cuts: Sequence[Cut]) -> str:
-    """Return the file or the folder of `path`, below site-packages, that `cuts` leave out; empty if they do not."""
-    match = _pattern(tuple(cuts)).match(path)
-    return match[1] if match else ""
-
-
-@cache
-def _pattern(cuts: tuple[Cut, ...]) -> re.Pattern[str]:
-    """Return a pattern for the beginning of every path that `cuts` leave out; a tree has 100,000 paths."""
-    globs = "|".join(re.escape(pattern).replace(r"\*", "[^/]*") for cut in cuts for pattern in cut.paths)
+def pattern(cuts: Sequence[Cut]) -> re.Pattern[str]:
+    """Return a pattern for the beginning of every path that `cuts` leave out; group 1 is the file or folder."""
+    globs = "|".join(re.escape(path).replace(r"\*", "[^/]*") for cut in cuts for path in cut.paths)
     return re.compile(f"({globs})(?:/|$)")

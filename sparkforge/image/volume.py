@@ -34,8 +34,9 @@ def run_cache(*cache_arguments: str) -> int:
         if container and current and current.runs:
             arguments = ["exec", *terminal, container, PYTHON, *command]
         else:
-            service = compose.resolve({})
-            volume = compose.cache_volume({})
+            resolved = compose.resolved({})
+            service, volumes = compose.service_of(resolved), resolved.get("volumes") or {}
+            volume = str((volumes.get(compose.CACHE) or {}).get("name") or f"{compose.project()}_{compose.CACHE}")
             try:
                 client.volumes.get(volume)
             except NotFound:

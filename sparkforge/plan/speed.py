@@ -137,12 +137,6 @@ class CitedFigure(Record):
     source: str = Field(min_length=1)
     date: str = Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")
 
-    @property
-    def shape_text(self) -> str:
-        """The shape as a result's `Config.shape` writes it."""
-        isl, osl, conc = (str(n) if n else "?" for n in self.shape)
-        return f"{isl}/{osl} c{conc}"
-
 
 class Against(Record):
     """A cited figure and the bound that it could reach. All in tokens a second; `share` is cited over computed.
@@ -186,7 +180,7 @@ def against(model: Architecture, device: Device, figures: Iterable[CitedFigure])
         comparisons += [
             Against(
                 whose=figure.name,
-                shape=f"{figure.shape_text.partition(' ')[0]} c{concurrency}",
+                shape=f"{figure.shape[0] or '?'}/{figure.shape[1] or '?'} c{concurrency}",
                 quantity=quantity,
                 cited=value,
                 computed=bound,

@@ -85,7 +85,8 @@ def test_the_part_of_a_path_that_is_cut_is_named():
         "libs/a/b.so": "",
         "nvidia/libs/a.so": "",  # a cut begins at site-packages
     }.items():
-        assert trimming.cut_part(path, cuts) == part
+        match = trimming.pattern(cuts).match(path)
+        assert (match[1] if match else "") == part
 
 
 def test_what_starts_with_every_process_leaves_no_bytecode_with_times(tmp_path, monkeypatch):
