@@ -51,11 +51,9 @@ class Nodes:
     @property
     def environment(self):
         return {
-            **os.environ,
-            "PATH": f"{self.ours}:{os.environ['PATH']}",
-            "SPARKFORGE_STATE": str(self.folder(0)),
+            **os.environ, "PATH": f"{self.ours}:{os.environ['PATH']}", "SPARKFORGE_STATE": str(self.folder(0)),
             **self.variables[0],
-        }
+        }  # fmt: skip
 
     def inside(self, index, *argv):
         return [*(["ip", "netns", "exec", self.spaces[index]] if self.spaces[index] else []), *argv]

@@ -46,15 +46,12 @@ def test_only_the_spark_has_scaled_tiles_and_an_old_triton_none(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({}, []),
-        ({"matrix": {"HMMA.16816.F32.BF16": 8}}, ["no QMMA.SF, but HMMA.16816.F32.BF16"]),
-        ({"matrix": {}}, ["no QMMA.SF, but no matrix instruction"]),
-        ({"spills": 3}, ["3 accesses to local memory"]),
+        ({}, []), ({"matrix": {"HMMA.16816.F32.BF16": 8}}, ["no QMMA.SF, but HMMA.16816.F32.BF16"]),
+        ({"matrix": {}}, ["no QMMA.SF, but no matrix instruction"]), ({"spills": 3}, ["3 accesses to local memory"]),
         ({"shared": 101377}, ["101377 bytes of shared memory, more than 101376"]),
-        ({"instructions": 0}, ["no instructions"]),
-        ({"wanted": None, "matrix": {}}, []),
+        ({"instructions": 0}, ["no instructions"]), ({"wanted": None, "matrix": {}}, []),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_kernel_is_named(change, problem):
     right = offline.Compiled("gate_up", "12.1", "QMMA.SF", {"QMMA.SF.16832": 4}, 0, 100, 66000, 101376)
     assert dataclasses.replace(right, **change).problems() == problem

@@ -177,15 +177,12 @@ def test_all_float16_inputs_match_float32():
 
 BYTES = torch.zeros(2, 16, dtype=torch.uint8)
 REFUSED = [
-    (dequantize, (BYTES, BYTES[0, :3]), "·"),
-    (dequantize, (BYTES[:, :8], BYTES[:, 0]), "·"),
-    (dequantize, (BYTES.float(), BYTES[:, 0]), "·"),
-    (dequantize, (BYTES, BYTES[:, 0].char()), "·"),
-    (dequantize, (BYTES, BYTES[:, 0], torch.int8), r"torch\.int8"),
-    (quantize, (torch.zeros(33),), "multiple of 32"),
+    (dequantize, (BYTES, BYTES[0, :3]), "·"), (dequantize, (BYTES[:, :8], BYTES[:, 0]), "·"),
+    (dequantize, (BYTES.float(), BYTES[:, 0]), "·"), (dequantize, (BYTES, BYTES[:, 0].char()), "·"),
+    (dequantize, (BYTES, BYTES[:, 0], torch.int8), r"torch\.int8"), (quantize, (torch.zeros(33),), "multiple of 32"),
     (quantize, (torch.tensor(1.0),), "multiple of 32"),
     (quantize, (torch.zeros(32, dtype=torch.int32),), r"torch\.int32"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("function", "arguments", "message"), REFUSED)

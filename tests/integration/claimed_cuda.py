@@ -24,12 +24,8 @@ def fake(name: str) -> None:
 
 
 for extension in (
-    "vllm._C_stable_libtorch",
-    "flashinfer",
-    "flashinfer.prefill",
-    "flashinfer.decode",
-    "flashinfer.utils",
-):
+    "vllm._C_stable_libtorch", "flashinfer", "flashinfer.prefill", "flashinfer.decode", "flashinfer.utils",
+):  # fmt: skip
     fake(extension)
 
 import vllm.platforms  # noqa: E402

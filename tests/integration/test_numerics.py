@@ -118,16 +118,12 @@ GPT_OSS = SimpleNamespace(model_type="gpt_oss")
 @pytest.mark.parametrize(
     ("method", "asked", "config", "stock", "claimed"),
     [
-        ("mxfp4", "spark-mxfp4", GPT_OSS, True, True),
-        ("gpt_oss_mxfp4", "spark-mxfp4", GPT_OSS, False, True),
-        ("mxfp4", None, GPT_OSS, False, True),
-        ("mxfp4", None, GPT_OSS, True, False),
-        ("mxfp4", "mxfp4", GPT_OSS, False, False),
-        ("fp8", None, GPT_OSS, False, False),
-        ("mxfp4", None, SimpleNamespace(model_type="llama"), False, False),
-        ("mxfp4", None, None, False, False),
+        ("mxfp4", "spark-mxfp4", GPT_OSS, True, True), ("gpt_oss_mxfp4", "spark-mxfp4", GPT_OSS, False, True),
+        ("mxfp4", None, GPT_OSS, False, True), ("mxfp4", None, GPT_OSS, True, False),
+        ("mxfp4", "mxfp4", GPT_OSS, False, False), ("fp8", None, GPT_OSS, False, False),
+        ("mxfp4", None, SimpleNamespace(model_type="llama"), False, False), ("mxfp4", None, None, False, False),
     ],
-)
+)  # fmt: skip
 def test_a_checkpoint_is_claimed_when_asked_or_where_stock_vllm_has_no_backend(
     monkeypatch, method, asked, config, stock, claimed
 ):

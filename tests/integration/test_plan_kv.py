@@ -46,11 +46,9 @@ configs = [
 print(json.dumps([answers, list(map(VllmConfig.max_concurrent_batches.fget, configs))]))
 """
 CASES = [
-    ("bfloat16", 131_072, 8_192),
-    ("bfloat16", 32_768, 4_096),
-    ("bfloat16", 100, 8_192),
+    ("bfloat16", 131_072, 8_192), ("bfloat16", 32_768, 4_096), ("bfloat16", 100, 8_192),
     ("float8_e4m3fn", 8_192, 2_048),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

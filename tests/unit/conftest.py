@@ -160,11 +160,9 @@ def kit():
 
 # A name with a comma, as vLLM has some: RECORD quotes it, and its digest does not.
 MODULES = {
-    "vllm/__init__.py": b"",
-    "vllm/a.py": b"value = 1\n",
-    "vllm/b.py": b"other = 1\n",
+    "vllm/__init__.py": b"", "vllm/a.py": b"value = 1\n", "vllm/b.py": b"other = 1\n",
     "vllm/configs/E=8,N=7.json": b"{}\n",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -93,11 +93,9 @@ def test_folder_is_searched_and_the_error_names_rule_and_fix(tmp_path, extension
 def test_what_has_no_meaning_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     for arguments in (
-        {"paths": [tmp_path / "none.so"]},
-        {"paths": [tmp_path / "a.txt"]},
-        {"paths": []},
+        {"paths": [tmp_path / "none.so"]}, {"paths": [tmp_path / "a.txt"]}, {"paths": []},
         {"paths": [], "modules": ["x"]},
-    ):
+    ):  # fmt: skip
         with pytest.raises(UsageError):
             audit_files(**arguments, tools=lambda: NONE)
 
@@ -120,13 +118,10 @@ def test_members_are_too_large_together(tmp_path, extension, monkeypatch):
 
 RECORD = "one-1.0.dist-info/RECORD"
 CONTRADICTIONS = {
-    "a member twice": ("one/_C.abi3.so", b"again"),
-    "another record": ("two-1.dist-info/RECORD", b"\xff\xfe"),
-    "no text": (RECORD, b"\xff"),
-    "a field without end": (RECORD, b'"' + b"x" * 200_000),
-    "too long": (RECORD, b"a" * (1 << 20)),
-    "no record": None,
-}
+    "a member twice": ("one/_C.abi3.so", b"again"), "another record": ("two-1.dist-info/RECORD", b"\xff\xfe"),
+    "no text": (RECORD, b"\xff"), "a field without end": (RECORD, b'"' + b"x" * 200_000),
+    "too long": (RECORD, b"a" * (1 << 20)), "no record": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)

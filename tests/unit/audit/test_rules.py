@@ -184,12 +184,10 @@ def test_named_modules():
 @pytest.mark.parametrize(
     "change",
     [
-        ("[sass]", "[sass"),
-        ("schema = 1", "schema = 2"),
-        ("glibc = [2, 39]", "glibc = [2, 1e999]"),
+        ("[sass]", "[sass"), ("schema = 1", "schema = 2"), ("glibc = [2, 39]", "glibc = [2, 1e999]"),
         ("'e2m1|fp4", "'(e2m1|fp4"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_in_the_rules_is_named(tmp_path, change):
     path = tmp_path / "rules.toml"
     text = PATH.read_text(encoding="utf-8")

@@ -96,19 +96,13 @@ def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, fail
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("up", "--device", "embedded", "--model", "here"),
-        ("up", "--device", "docker-cpu", "--model", "here"),
-        ("up", "--device", "embedded", "--api-key-file", "here"),
-        ("up", "--offline", "here"),
-        ("doctor", "--log", "here"),
-        ("plan", "./here"),
-        ("audit", "here"),
-        ("bench.compare", "here", "here"),
-        ("bundle.unpack", "here", "there"),
-        ("pull", "openai/gpt-oss-20b", "--mirror", "here"),
+        ("up", "--device", "embedded", "--model", "here"), ("up", "--device", "docker-cpu", "--model", "here"),
+        ("up", "--device", "embedded", "--api-key-file", "here"), ("up", "--offline", "here"),
+        ("doctor", "--log", "here"), ("plan", "./here"), ("audit", "here"), ("bench.compare", "here", "here"),
+        ("bundle.unpack", "here", "there"), ("pull", "openai/gpt-oss-20b", "--mirror", "here"),
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_every_relative_path_starts_in_the_callers_folder(arguments, tmp_path, monkeypatch, capsys):
     """The folder of the checkout, which `./inv` changes to, holds nothing of that name either."""
     monkeypatch.setenv("INV_CWD", str(tmp_path))

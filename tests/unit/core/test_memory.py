@@ -34,16 +34,12 @@ def test_without_a_cgroup_it_is_memavailable_which_a_resident_model_lowers(host)
 def test_every_enclosing_group_of_version_2_bounds_and_droppable_cache_does_not_count(host):
     root = host(
         {
-            "proc/self/mountinfo": V2,
-            "proc/self/cgroup": "0::/a/b\n",
-            "sys/fs/cgroup/a/b/memory.max": "max\n",
-            "sys/fs/cgroup/a/b/memory.current": f"{GB}\n",
-            "sys/fs/cgroup/a/memory.max": f"{8 * GB}\n",
-            "sys/fs/cgroup/a/memory.high": f"{6 * GB}\n",
-            "sys/fs/cgroup/a/memory.current": f"{3 * GB}\n",
+            "proc/self/mountinfo": V2, "proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max\n",
+            "sys/fs/cgroup/a/b/memory.current": f"{GB}\n", "sys/fs/cgroup/a/memory.max": f"{8 * GB}\n",
+            "sys/fs/cgroup/a/memory.high": f"{6 * GB}\n", "sys/fs/cgroup/a/memory.current": f"{3 * GB}\n",
             "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {GB}\n",
         }
-    )
+    )  # fmt: skip
     assert memory.measure(root) == Machine(4 * GB, memory.cpus(root), str(root / "sys/fs/cgroup/a"))
 
 

@@ -78,15 +78,12 @@ def test_this_machines_own_names_go(monkeypatch):
 @pytest.mark.parametrize(
     "value",
     [
-        {"name": "API_KEY", "value": "sesame"},
-        {"value": "sesame", "name": "DB_PASS"},
-        ["--api-key", "first", "sesame", "--port", "1"],
-        {"api_key": ["first", "sesame"]},
-        {"api_keys": {"prod": {"value": ["-sesame"]}}},
-        {"env": ["A=b", "API_KEY=sesame"]},
+        {"name": "API_KEY", "value": "sesame"}, {"value": "sesame", "name": "DB_PASS"},
+        ["--api-key", "first", "sesame", "--port", "1"], {"api_key": ["first", "sesame"]},
+        {"api_keys": {"prod": {"value": ["-sesame"]}}}, {"env": ["A=b", "API_KEY=sesame"]},
         {"headers": [["authorization", "Bearer sesame"]]},
     ],
-)
+)  # fmt: skip
 def test_neighbours_in_json_tell_a_secret(value):
     for redacted in REDACTORS:
         assert "sesame" not in str(redacted(value))

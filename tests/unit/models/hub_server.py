@@ -24,18 +24,13 @@ def checkpoint(size=300_000):
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     config = models.load()["gpt-oss-120b"].config
     return {
-        "config.json": json.dumps(config).encode(),
-        "generation_config.json": b"{}",
-        "tokenizer.json": b'{"version": "1.0"}',
-        "tokenizer_config.json": b"{}",
-        "chat_template.jinja": b"{{ messages }}",
-        "model.safetensors.index.json": json.dumps(index).encode(),
+        "config.json": json.dumps(config).encode(), "generation_config.json": b"{}",
+        "tokenizer.json": b'{"version": "1.0"}', "tokenizer_config.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}", "model.safetensors.index.json": json.dumps(index).encode(),
         "model-00001-of-00002.safetensors": shard("a", size, b"a"),
-        "model-00002-of-00002.safetensors": shard("b", size, b"b"),
-        "README.md": b"words",
-        "original/model.safetensors": b"x" * 1000,
-        "metal/model.bin": b"y" * 1000,
-    }
+        "model-00002-of-00002.safetensors": shard("b", size, b"b"), "README.md": b"words",
+        "original/model.safetensors": b"x" * 1000, "metal/model.bin": b"y" * 1000,
+    }  # fmt: skip
 
 
 class HubServer:

@@ -55,13 +55,10 @@ def test_the_cache_is_found_where_it_may_lie(tmp_path, monkeypatch, variable):
 @pytest.mark.parametrize(
     ("commits", "main", "revision", "expected"),
     [
-        (("c1", "c2"), "c2", "", "c2"),
-        (("c1", PINNED), "c1", "", PINNED),
-        (("c1",), "", "", "c1"),
-        (("c1", "c2"), "c1", "c2", "c2"),
-        (("c1", "c2"), "c1", "main", "c1"),
+        (("c1", "c2"), "c2", "", "c2"), (("c1", PINNED), "c1", "", PINNED), (("c1",), "", "", "c1"),
+        (("c1", "c2"), "c1", "c2", "c2"), (("c1", "c2"), "c1", "main", "c1"),
     ],
-)
+)  # fmt: skip
 def test_the_pinned_revision_or_main_is_served(tmp_path, commits, main, revision, expected):
     cache(tmp_path, *commits, main=main)
     assert local.find(NAME, {"HF_HOME": str(tmp_path)}, revision).name == expected

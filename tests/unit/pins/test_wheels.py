@@ -11,15 +11,11 @@ from sparkforge.pins.wheels import TargetMachine
 ARM, INTEL = TargetMachine("aarch64", (3, 12)), TargetMachine("x86_64", (3, 11))
 FILES = [
     "thing-1-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl",
-    "thing-1-cp312-cp312-manylinux_2_28_aarch64.whl",
-    "thing-1-cp312-cp312-manylinux_2_39_aarch64.whl",
-    "thing-1-cp312-cp312-musllinux_1_2_aarch64.whl",
-    "thing-1-cp312-cp312-win_amd64.whl",
-    "thing-1-cp38-abi3-manylinux_2_17_aarch64.whl",
-    "thing-1-py3-none-any.whl",
-    "thing-1.tar.gz",
+    "thing-1-cp312-cp312-manylinux_2_28_aarch64.whl", "thing-1-cp312-cp312-manylinux_2_39_aarch64.whl",
+    "thing-1-cp312-cp312-musllinux_1_2_aarch64.whl", "thing-1-cp312-cp312-win_amd64.whl",
+    "thing-1-cp38-abi3-manylinux_2_17_aarch64.whl", "thing-1-py3-none-any.whl", "thing-1.tar.gz",
     "thing-0.1-py36+-none-any.whl",
-]
+]  # fmt: skip
 
 
 def sha(name):

@@ -63,14 +63,10 @@ def test_servers_of_their_own_win_where_one_server_has_no_more_room():
 @pytest.mark.parametrize(
     ("nodes", "way", "objection"),
     [
-        (3, "tensor", "64 heads"),
-        (3, "expert", "128 experts"),
-        (64, "pipeline", "36 layers"),
-        (7, "pipeline", "size of 2880"),
-        (3, "pipeline", ""),
-        (2, "tensor", ""),
+        (3, "tensor", "64 heads"), (3, "expert", "128 experts"), (64, "pipeline", "36 layers"),
+        (7, "pipeline", "size of 2880"), (3, "pipeline", ""), (2, "tensor", ""),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_cannot_be_split_so_says_why(nodes, way, objection):
     assert objection in " ".join(cluster.objections(BIG, nodes, way))
     assert bool(objection) == (cluster.total(BIG, SPARK, LOAD, nodes, 8, way) is None)

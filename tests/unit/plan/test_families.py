@@ -22,27 +22,10 @@ WRITERS = {
     "sparkforge/models/tiny_format.py",
     "validate/facts/layers_child.py",
 }
-QWEN3_MOE = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "mlp_only_layers": [],
-    "max_position_embeddings": 262144,
-}  # fmt: skip
-QWEN3 = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    "intermediate_size": 6144, "max_position_embeddings": 40960, "tie_word_embeddings": True,
-}  # fmt: skip
-LING = {
-    "model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"], "hidden_size": 2560,
-    "num_hidden_layers": 42, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
-    "vocab_size": 157184, "num_experts": 512, "num_experts_per_tok": 8, "num_shared_experts": 1,
-    "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768, "intermediate_size": 6144,
-    "first_k_dense_replace": 2, "layer_group_size": 6, "kv_lora_rank": 512, "q_lora_rank": None,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "short_conv_kernel_size": 4,
-    "max_position_embeddings": 262144, "num_nextn_predict_layers": 1,
-    "quantization_config": {"quant_method": "fp8", "routed_experts_quant_method": "mxfp4"},
-}  # fmt: skip
+KNOWN = {name: recipe.config for name, recipe in recipes.load().items()}
+LING = KNOWN["ling-3.0-flash-fp4"]
+QWEN3 = {**KNOWN["qwen3-0.6b"], "hidden_size": 2048, "intermediate_size": 6144}
+QWEN3_MOE = {name: value for name, value in KNOWN["qwen3-30b-a3b-fp8"].items() if name != "quantization_config"}
 
 
 def names():
@@ -90,7 +73,7 @@ def test_no_code_names_a_family():
     [
         (QWEN3_MOE, 30_532_122_624),
         (QWEN3, 1_720_574_976),
-        ({**QWEN3, "hidden_size": 1024, "intermediate_size": 3072}, 596_049_920),
+        (KNOWN["qwen3-0.6b"], 596_049_920),
     ],
     ids=["30.5B of the card", "1.7B of the card", "0.6B of the card"],
 )
@@ -113,7 +96,7 @@ def test_ling_flash_is_as_large_as_published():
 
 def test_glm_flash_and_qwen36_are_as_large_as_published():
     """30 billion weights, 20.4 GB in NVFP4 with the draft layer; 35 billion, whose sizes are in text_config."""
-    glm, qwen = (parse(recipes.load()[name].config, name) for name in ("glm-4.7-flash-nvfp4", "qwen3.6-35b-a3b-fp8"))
+    glm, qwen = (parse(KNOWN[name], name) for name in ("glm-4.7-flash-nvfp4", "qwen3.6-35b-a3b-fp8"))
     assert 29.9e9 < sum(part.count for part in glm.parts()) < 30e9
     assert not glm.disagreement(20_400_000_000)
     assert "promises" in glm.disagreement(62_400_000_000)
@@ -122,7 +105,7 @@ def test_glm_flash_and_qwen36_are_as_large_as_published():
 
 
 def test_deepseek_v4_flash_takes_two_sparks(capsys):
-    model = parse(recipes.load()["deepseek-v4-flash"].config, "t")
+    model = parse(KNOWN["deepseek-v4-flash"], "t")
     forms = {part.name: part.form for part in model.parts()}
     assert (forms["experts down"], forms["attention"], forms["indexers"]) == ("mxfp4", "fp8", "bf16")
     assert sum(part.count for part in model.parts()) // 10**9 == 284  # billions, of its card

@@ -55,15 +55,11 @@ def test_schema_on_disk_is_the_models():
 
 
 RECOMMENDED = [
-    ({}, "safe"),
-    ({"concurrency": "16", "context": "32768"}, "safe"),
-    ({"concurrency": "17"}, "fast"),
-    ({"context": "32769", "concurrency": "1"}, "long-context"),
-    ({"context": "131072", "concurrency": "7"}, ""),
-    ({"context": "131072", "concurrency": "10", "kv_dtype": "fp8"}, "long-context"),
-    ({"concurrency": "65"}, ""),
+    ({}, "safe"), ({"concurrency": "16", "context": "32768"}, "safe"), ({"concurrency": "17"}, "fast"),
+    ({"context": "32769", "concurrency": "1"}, "long-context"), ({"context": "131072", "concurrency": "7"}, ""),
+    ({"context": "131072", "concurrency": "10", "kv_dtype": "fp8"}, "long-context"), ({"concurrency": "65"}, ""),
     ({"resident": "30", "concurrency": "64"}, ""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "name"), RECOMMENDED)
@@ -170,18 +166,9 @@ def test_tables_name_every_part(capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     for word in (
-        "computed, not measured",
-        "up to 1,024 tokens",
-        "lm_head",
-        "KV cache",
-        "fits",
-        "even routing",
-        "prefill",
-        "safe",
-        "SGLang",
-        "with our kernels",
-        "72.7",
-    ):
+        "computed, not measured", "up to 1,024 tokens", "lm_head", "KV cache", "fits", "even routing", "prefill",
+        "safe", "SGLang", "with our kernels", "72.7",
+    ):  # fmt: skip
         assert word in printed.err
 
 

@@ -64,14 +64,10 @@ def test_everything_but_health_needs_the_key(guard, path, kind):
     ask = guard(**KEY)
     refused = 401 if kind == "http" else "websocket.close"
     for headers in (
-        [],
-        [bearer(b"wrong")],
-        [bearer(b"")],
-        [bearer(b"sesame"), bearer(b"wrong")],
-        [(b"x-api-key", b"wrong")],
+        [], [bearer(b"wrong")], [bearer(b"")], [bearer(b"sesame"), bearer(b"wrong")], [(b"x-api-key", b"wrong")],
         [bearer(b"wrong"), (b"x-api-key", b"sesame")],
         *([(b"authorization", value)] for value in (b"Basic sesame", b"sesame", b"Bearer \xff\xfe")),
-    ):
+    ):  # fmt: skip
         assert ask(path, *headers, kind=kind) == refused
     assert ask(path, bearer(b"sesame"), kind=kind) == "passed"
     assert ask(path, (b"authorization", b"bearer  sesame "), kind=kind) == "passed"

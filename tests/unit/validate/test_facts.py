@@ -60,13 +60,10 @@ def test_a_probe_that_failed_does_not_run_again():
 
 
 MALFORMED = {
-    "no json": "{",
-    "no facts": '{"schema": 1}',
-    "other schema": '{"schema": 2, "facts": {}}',
+    "no json": "{", "no facts": '{"schema": 1}', "other schema": '{"schema": 2, "facts": {}}',
     "no value": '{"schema": 1, "facts": {"a": {"source": "x"}}}',
-    "source a number": '{"schema": 1, "facts": {"a": {"value": 1, "source": 2}}}',
-    "deep": "[" * 100_000,
-}
+    "source a number": '{"schema": 1, "facts": {"a": {"value": 1, "source": 2}}}', "deep": "[" * 100_000,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*MALFORMED, "no text", "absent"])

