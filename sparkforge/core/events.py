@@ -85,12 +85,25 @@ ENDED = re.compile(
 )
 SIGNALS = {"KILL": 9, "SEGV": 11, "ABRT": 6, "BUS": 7, "ILL": 4, "FPE": 8, "TERM": 15, "INT": 2, "HUP": 1}
 KILLED = re.compile(r"status=\d+/(KILL|SEGV|ABRT|BUS|ILL|FPE)|\bSIG(KILL|SEGV|ABRT|BUS|ILL|FPE)\b")
-# A shell's message about a program that a signal ended: `run.sh: line 12:  4411 Killed   vllm serve …`.
+# A shell's message about a program that a signal ended: `run.sh: line 12:  4411 Killed   vllm serve …`; zsh's is in
+# small letters: `[1]  + 51234 killed     vllm serve …`.
 SHELL = re.compile(
     r"^(?:\S+: line \d+: +\d+ +|\[\d+\]\S? +(?:\d+ +)?)?"
-    r"(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted)\b"
+    r"(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted)\b|"
+    r"^(?:zsh: |\[\d+\] +(?:[+-] +)?\d+ +)(killed|segmentation fault|bus error|illegal hardware instruction|abort)\b"
 )
-SHELL_SIGNALS = {"Killed": 9, "Segmentation fault": 11, "Bus error": 7, "Illegal instruction": 4, "Aborted": 6}
+SHELL_SIGNALS = {
+    "Killed": 9,
+    "Segmentation fault": 11,
+    "Bus error": 7,
+    "Illegal instruction": 4,
+    "Aborted": 6,
+    "killed": 9,
+    "segmentation fault": 11,
+    "bus error": 7,
+    "illegal hardware instruction": 4,
+    "abort": 6,
+}
 # A program's own way to say that it cannot go on.
 FATAL = re.compile(
     r"""^(?:.{0,80}:\ )?(?:fatal\ error|fatal|panic|error|Error|FATAL|ERROR)(?:\ \[[^\]]*\])?\s*:\ |
@@ -142,7 +155,7 @@ NOISE = re.compile(
     r"VLLMValidationError|VLLMNotFoundError|RequestValidationError|HTTPException|"
     r"(?:extract|pars)\w* (?:of )?tool call|tool call from JSON|"
     r"error(?:s|_count|_rate)?\s*[:=]\s*(?:0|None|null|\"\"|'')\b|errors?=0|\b0 errors?\b|No errors|not an error|"
-    r"usage_lib|usage stats|^Failed requests:"
+    r"usage_lib|usage stats|^Failed requests:|pip's dependency resolver does not currently"
 )
 # The server took requests again; a new start of the server.
 ALIVE = re.compile(r"Application startup complete|\"(?:POST /\S+|GET /health) HTTP/[\d.]+\" 200")
@@ -450,7 +463,7 @@ def parse(text: str, number: int = 0) -> Line:
     if match := KILLED.search(rest):
         line.signal = SIGNALS[match[1] or match[2]]
     elif match := SHELL.match(rest):
-        line.signal = SHELL_SIGNALS[match[1]]
+        line.signal = SHELL_SIGNALS[match[1] or match[2]]
     if match := ENDED.search(rest):
         name, value = next((name, value) for name, value in match.groupdict().items() if value is not None)
         line.code = -int(value) if name == "f" else int(value)

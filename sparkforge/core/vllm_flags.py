@@ -40,9 +40,12 @@ _HTTP = "the start-up test and our commands use plain HTTP"
 _GUARD = "the guard, which checks keys and host names, must stand in front"
 _TOOLS = "the start-up test calls a tool"
 _VISIBLE = "arguments can be read by every user of the machine"
+_NODES = "./inv cluster.up sets it for each node"
+_CLUSTER = "./inv cluster.discover --nodes spark-1,spark-2"
 _TLS = "less docs/guide/docker.md   # access from another machine"
 _PROXY = "--help   # run a proxy of yours in front"
 _OUT = "--help   # leave it out"
+_FLAGS = "--help   # vLLM's flags: https://docs.vllm.ai/en/latest/cli/serve/"
 KEY_FIX = "(umask 077; openssl rand -hex 32 > key) && ./inv up --api-key-file key"
 # vllm/engine/arg_utils.py and vllm/entrypoints/launchers/cli_args.py, 0.32.0. A flag that is not here takes one value.
 FLAGS: Mapping[str, VllmFlag] = {
@@ -68,6 +71,11 @@ FLAGS: Mapping[str, VllmFlag] = {
     "--ssl-ca-certs": VllmFlag(refusal=_HTTP, instead=_TLS),
     "--grpc": VllmFlag(0, refusal=_HTTP, instead=_OUT),
     HEADLESS: VllmFlag(0, refusal="it serves no API", instead=_OUT),
+    "--nnodes": VllmFlag(refusal=_NODES, instead=_CLUSTER),
+    "--node-rank": VllmFlag(refusal=_NODES, instead=_CLUSTER),
+    "--master-addr": VllmFlag(refusal=_NODES, instead=_CLUSTER),
+    "--master-port": VllmFlag(refusal=_NODES, instead=_CLUSTER),
+    "--help": VllmFlag(0, refusal="it serves nothing", instead=_FLAGS),
     "--config": VllmFlag(
         is_path=True,
         refusal="a file could set any of the flags that ./inv up sets",

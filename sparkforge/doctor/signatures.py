@@ -99,6 +99,7 @@ class Signature(Record):
     orderly: bool = False
     alone: bool = False
     block: bool = False
+    times: int = 1
     facts: dict[str, FactCondition] = Field(default_factory=dict)
     what: str
     why: str
@@ -206,4 +207,4 @@ def _hits(event: Event, signature: Signature) -> Iterator[Hit]:
             found[key].count += line.count
         elif len(found) < DIFFERENT:
             found[key] = Hit(signature, line, groups, line.count)
-    yield from found.values()
+    yield from (hit for hit in found.values() if hit.count >= signature.times)

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, StringConstraints, field_validator, 
 from sparkforge.core import tables
 from sparkforge.core.errors import UsageError
 from sparkforge.core.tables import Record
-from sparkforge.core.vllm_flags import HEADLESS
+from sparkforge.core.vllm_flags import HEADLESS, meant
 from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
 from sparkforge.serve.cluster import watch
 from sparkforge.serve.plan import checked_flags
@@ -69,6 +69,9 @@ class ClusterNode(Record):
         return text
 
 
+_SPLIT = ("--tensor-parallel-size", "--pipeline-parallel-size", "--distributed-executor-backend")
+
+
 class ClusterConfig(Record):
     """The whole file. The first node is the head: it has the API and vLLM's scheduler."""
 
@@ -92,6 +95,7 @@ class ClusterConfig(Record):
         local = [address for address in addresses if address.is_loopback]
         several = next((a for a in addresses if a.is_unspecified or a.is_multicast or a.is_reserved), None)
         count, names = len(self.nodes), {node.name for node in self.nodes}
+        own = next(filter(None, (meant(flag, _SPLIT) for flag in self.flags)), "")
         for wrong, why in (
             (len(names) < count, "two nodes have the same name"),
             (len(set(addresses)) < count, "two nodes have the same address"),
@@ -101,6 +105,7 @@ class ClusterConfig(Record):
                 self.tensor * self.pipeline != count,
                 f"tensor {self.tensor} x pipeline {self.pipeline} is not the number of nodes, {count}",
             ),
+            (own, f"flags: {own} is set from `tensor`, `pipeline` and the nodes"),
             (len({self.port, self.master_port, self.watch_port}) < 3, "port, master_port and watch_port must differ"),
             (
                 sum(not node.ssh for node in self.nodes) > 1,

@@ -136,6 +136,8 @@ def test_our_experts_are_a_profile_or_a_flag_beside_one(profile, gpu, asked):
         ("-- --middleware x.y", "--middleware cannot", "proxy"),
         ("-- --no-enable-auto-tool-choice", "--no-enable-auto-tool-choice cannot", "leave it out"),
         ("-- --enforce-eager -- b", "-- cannot", "./inv up --"),
+        ("-- --nnodes 2", "--nnodes cannot", "./inv cluster.discover"),
+        ("-- --help", "--help cannot", "vLLM's flags"),
         ("-- a-model", "'a-model' is no flag", "./inv up --"),
         # Another quantization
         ("--quantization fp8", "--quantization 'fp8' is not known", "./inv up -- --quantization fp8"),

@@ -120,6 +120,8 @@ BAD = [
     (TOP, 'schema = 1\nflags = ["serve"]', "is no flag"),
     (TOP, 'schema = 1\nflags = ["--seed=\\u001b[2J"]', "pattern"),
     (TOP, 'schema = 1\nflags = ["--api_key"]', "cannot be passed to vLLM"),
+    (TOP, 'schema = 1\nflags = ["--node-rank=1"]', "cluster.up sets it for each node"),
+    (TOP, 'schema = 1\nflags = ["--tensor_parallel_size=3"]', "set from `tensor`, `pipeline` and the nodes"),
 ]
 
 
