@@ -72,25 +72,27 @@ def backend_of(name: str) -> Backend:
     return Backend(BACKENDS[known].arguments, log, {"SPARK_MXFP4_KERNEL": kernel})
 
 
-def _dense(linear: str, head: str, router: str = "", attention: str = "") -> Backend:
-    """Return our experts with projections and LM head in two formats of the plugin, and its router and attention."""
-    log = f"Dense layers (SPARK_MXFP4_LINEAR) are {linear.upper()}, by our kernels"
-    choices = {"LINEAR": linear, "LM_HEAD": head, "ROUTER": router, "ATTENTION": attention}
+def _dense(linear: str, head: str, *fused: str) -> Backend:
+    """Return our experts with projections and LM head in formats of the plugin; what is `fused` takes one launch."""
+    log = LOGS[fused[-1]] if fused else f"Dense layers (SPARK_MXFP4_LINEAR) are {linear.upper()}, by our kernels"
+    choices = {"LINEAR": linear, "LM_HEAD": head, **dict.fromkeys(fused, "fused")}
     environment = {f"SPARK_MXFP4_{name}": choice for name, choice in choices.items()}
-    return Backend(
-        ("--quantization", "spark-mxfp4"), ATTENTION_LOG if attention else ROUTER_LOG if router else log, environment
-    )
+    return Backend(("--quantization", "spark-mxfp4"), log, environment)
 
 
-ROUTER_LOG = "Routers of up to 16 tokens run in one launch"
-ATTENTION_LOG = "sequences runs in one launch"
+LOGS = {
+    "ROUTER": "Routers of up to 16 tokens run in one launch",
+    "ATTENTION": "sequences runs in one launch",
+    "REDUCTION": "tokens add the ranks' parts",
+}
 BACKENDS: Mapping[str, Backend] = {
     "spark": Backend(("--quantization", "spark-mxfp4"), "Using 'SPARK_"),
     "spark-dense-8": _dense("mxfp8", "mxfp8"),
     "spark-dense-4": _dense("mxfp4", "mxfp8"),
     "spark-all-4": _dense("mxfp4", "mxfp4"),
-    "spark-all-4-router": _dense("mxfp4", "mxfp4", "fused"),
-    "spark-all-4-step": _dense("mxfp4", "mxfp4", "fused", "fused"),
+    "spark-all-4-router": _dense("mxfp4", "mxfp4", "ROUTER"),
+    "spark-all-4-step": _dense("mxfp4", "mxfp4", "ROUTER", "ATTENTION"),
+    "spark-all-4-sums": _dense("mxfp4", "mxfp4", "ROUTER", "ATTENTION", "REDUCTION"),
     "triton-fp8": Backend(
         ("--moe-backend", "triton", "--quantization-config.linear", "fp8_per_channel"),
         "for Fp8PtpcOnlineLinearMethod",

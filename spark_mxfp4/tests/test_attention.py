@@ -24,7 +24,7 @@ def library(tmp_path_factory):
     loaded = ctypes.CDLL(cpu_kernels.shared_library(tmp_path_factory.mktemp("attention"), "attention.cpp"))
     loaded.spark_attention = lambda job, warps, _stream: loaded.attend_on_cpu(job, warps)
     loaded.spark_rotation = lambda job, _stream: loaded.rotate_on_cpu(job)
-    loaded.spark_norm = lambda job, _stream: loaded.normalise_on_cpu(job)
+    loaded.spark_norm = lambda job, peers, _stream: loaded.normalise_on_cpu(job, peers)
     loaded.spark_error = lambda error: f"{error} threads wait for ever".encode()
     return loaded
 
@@ -65,6 +65,39 @@ def test_a_prompt_is_rotated_and_cached(library):
 )
 def test_a_norm_is_vllms(library, tokens, columns, scale):
     attention_cases.check_norm(tokens, columns, torch.device("cpu"), scale)
+
+
+@pytest.mark.needs("c++")
+@pytest.mark.parametrize(("ranks", "columns"), [(2, 2880), (3, 64), (2, 12_288)])
+def test_a_norm_adds_the_parts_of_all_ranks(library, ranks, columns):
+    """The ranks run one after the other, so each finds what the later ones will send; then they must send just that."""
+    inboxes = [torch.zeros(norm.MOST_TOKENS, 3, ranks, columns).bfloat16() for _ in range(ranks)]
+    assert {inbox.nbytes for inbox in inboxes} == {norm.inbox_bytes(ranks, columns)}
+    boxes = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    groups = [norm.Ranks(boxes, torch.zeros(norm.MOST_TOKENS, dtype=torch.int32), rank) for rank in range(ranks)]
+    launches = torch.zeros(norm.MOST_TOKENS, dtype=torch.long)
+    weight = torch.randn(columns).bfloat16()
+    for tokens in (2, 1, 3, 3, 1, 2, 3):
+        parts = torch.randn(ranks, tokens, columns).bfloat16()
+        parts[:, :, :20] = 0
+        messages = parts.clone()
+        messages[:, :, :20] = -0.0  # zeros would look as if nothing had come
+        residual = torch.randn(tokens, columns).bfloat16()
+        expected, expected_sum = norm.reference(parts.float().sum(0), residual, weight, 1e-5)
+        rows, thirds, outputs = torch.arange(tokens), launches[:tokens] % 3, []
+        for rank in range(ranks):
+            inboxes[rank][rows, thirds, rank + 1 :] = messages[rank + 1 :].transpose(0, 1)
+            outputs.append(norm.reduce_add_rms_norm(parts[rank], residual, weight, 1e-5, groups[rank]))
+            torch.testing.assert_close(outputs[rank][0], expected, rtol=0.016, atol=1e-3)
+            torch.testing.assert_close(outputs[rank][1], expected_sum, rtol=0.008, atol=1e-6)
+            assert all(map(torch.equal, outputs[rank], outputs[0]))
+            inboxes[rank][rows, thirds, rank + 1 :] = torch.nan
+        for rank, inbox in enumerate(inboxes):
+            others = [sender for sender in range(ranks) if sender != rank]
+            sent = messages[others].transpose(0, 1).view(torch.int16)
+            assert torch.equal(inbox[rows, thirds][:, others].view(torch.int16), sent)
+            assert not inbox[rows, (thirds + 2) % 3][:, others].view(torch.int16).any()
+        launches[:tokens] += 1
 
 
 def test_a_sequence_is_shared_by_as_many_blocks_as_the_gpu_has_room_for():
@@ -185,4 +218,4 @@ def test_the_kernels_compile_without_spills(target, tmp_path, nvcc):
     command = [nvcc, *precompile.flags(target), "-Xptxas", "-v", "-cubin", "-o", output, source]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == 4, result.stderr
+    assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == 5, result.stderr

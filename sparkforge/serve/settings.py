@@ -47,6 +47,7 @@ CHOICES = {
     "SPARK_MXFP4_SEARCH": ("off", "on"),
     "SPARK_MXFP4_ROUTER": ("vllm", "fused"),
     "SPARK_MXFP4_ATTENTION": ("vllm", "fused"),
+    "SPARK_MXFP4_REDUCTION": ("vllm", "fused"),
 }
 _SIZE = (r"(?i)\d{1,15}(\.\d+)?([kmgt]?b?|[kmgt]ib)", "a size such as 7g, as Docker reads it", "7g")
 # Variable → the form of its value, the form in words, and an example.

@@ -375,6 +375,73 @@ def test_norms_on_a_cpu_stay_vllms(configure, fused_attention):
     assert all(map(torch.equal, norm(x, residual.clone()), expected(x, residual.clone())))
 
 
+@pytest.fixture
+def open_sums(monkeypatch, fused_attention, one_process):
+    """Ask two faked ranks, whose GPUs share memory, to leave their sums to the norms."""
+    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from spark_mxfp4.vllm import norms
+
+    inboxes = []
+
+    def buffers(size, group):
+        assert group is one_process.get_tp_group().cpu_group
+        inboxes.extend(torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+        return [inbox.data_ptr() for inbox in inboxes]
+
+    monkeypatch.setenv("SPARK_MXFP4_REDUCTION", "fused")
+    monkeypatch.setattr(norms, "obstacle", lambda _config: "")
+    monkeypatch.setattr(CustomAllreduce, "create_shared_buffer", buffers)
+    with as_rank(one_process, 1, 2):
+        yield norms
+    op_registry_oot.pop("RowParallelLinear", None)
+    norms.ranks.cache_clear()
+    norms.leave_sums_open.cache_clear()
+
+
+def test_layers_of_several_ranks_leave_their_sums_to_the_norms(configure, stored, open_sums, monkeypatch):
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    config = configure(SMALL)
+    assert load_layer(config, stored).moe_config.skip_final_all_reduce
+    with set_current_vllm_config(config):
+        assert not RowParallelLinear(64, 64, quant_config=config.quant_config).reduce_results
+        norm = RMSNorm(64, dtype=torch.bfloat16)
+    assert norm.reduces
+    group = open_sums.ranks()
+    assert (len(group.boxes), group.rank, group.turns.tolist()) == (2, 1, [0] * 64)
+    called = []
+    monkeypatch.setattr(open_sums.norm, "reduce_add_rms_norm", lambda *given: called.append(given[-1]) or given[:2])
+    monkeypatch.setattr(open_sums.norm, "add_rms_norm", lambda *given: called.append("norm") or given[:2])
+    monkeypatch.setattr(open_sums, "tensor_model_parallel_all_reduce", lambda x: called.append("sum") or x)
+    for tokens in (64, 65):
+        open_sums.reduce_add_rms_norm._init_fn(*torch.ones(2, tokens, 64), torch.ones(64), 1e-5)
+    assert called == [group, "sum", "norm"]
+
+
+def test_one_rank_leaves_no_sum_open(configure, stored, monkeypatch, fused_attention, one_process):
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    from spark_mxfp4.vllm import norms
+
+    monkeypatch.setenv("SPARK_MXFP4_REDUCTION", "fused")
+    config = configure(SMALL)
+    assert not load_layer(config, stored).moe_config.skip_final_all_reduce
+    with set_current_vllm_config(config):
+        assert RowParallelLinear(64, 64, quant_config=config.quant_config).reduce_results
+        assert norms.obstacle(config) == "there is one rank"
+        config.parallel_config.tensor_parallel_size = 2
+        assert norms.obstacle(config) == "no kernels are compiled for this device"
+        config.parallel_config.enable_expert_parallel = True
+        assert norms.obstacle(config).startswith("there are pipeline stages, experts of one rank")
+    norms.ranks.cache_clear()
+    norms.leave_sums_open.cache_clear()
+
+
 @pytest.mark.parametrize("ranks", TP_SIZES)
 def test_each_tensor_parallel_rank_gets_its_blocks_and_all_add_up(one_process, configure, stored, ranks):
     vllm_config = configure(SMALL)

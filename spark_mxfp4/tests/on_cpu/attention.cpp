@@ -19,6 +19,7 @@ extern "C" int attend_on_cpu(const Attention* a, int warps) {
 extern "C" int rotate_on_cpu(const Rotation* r) {
   return cpu::run_grid({r->tokens, 1}, 1, 256, 0, [&] { rotate_and_store(*r); });
 }
-extern "C" int normalise_on_cpu(const Norm* n) {
-  return cpu::run_grid({n->tokens, 1}, 1, NORM_THREADS, 4 * NORM_THREADS / 32, [&] { add_and_normalise(*n); });
+extern "C" int normalise_on_cpu(const Norm* n, const Peers* p) {
+  const auto kernel = p->ranks > 1 ? add_and_normalise<true> : add_and_normalise<false>;
+  return cpu::run_grid({n->tokens, 1}, 1, NORM_THREADS, 4 * NORM_THREADS / 32, [&] { kernel(*n, *p); });
 }

@@ -124,4 +124,10 @@ struct Norm {
   float epsilon;
 };
 
+struct Peers {           // GPUs of one host whose parts of a layer's input are added
+  const int64_t* boxes;  // [ranks]: addresses of their inboxes, see norm.cuh
+  int* turns;            // [tokens]: which third of each token's inbox is next
+  int ranks, rank;
+};
+
 }  // namespace spark

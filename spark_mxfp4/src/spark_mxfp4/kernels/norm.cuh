@@ -1,12 +1,21 @@
 // Adds a layer's input to the residual and normalises the sum by its root mean square (RMS norm), in one launch. The
 // product behind it can load its weights meanwhile. The kernel rounds as vLLM's definition does
 // (vllm/ir/ops/layernorm.py): the sum is normalised in float32, rounded to bf16, multiplied by the weight and rounded again.
+//
+// With tensor parallelism each GPU has a part of the input. Then the same launch is the all-reduce too: each block stores
+// its token's part into the other GPUs' inboxes and polls its own inbox for theirs. An inbox is [token][third][rank]
+// [columns] of bf16, all zeros at first. A zero word means "not arrived", so a sender
+// replaces a pair of +0 by -0. Launches use the
+// three thirds in turn, and clear the third of the launch before: no GPU can be more than one launch ahead of another,
+// because it needs the other's part of each launch. All parts are added in float32, in the order of the ranks, so that
+// all GPUs get the same bits.
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
 
 #include "arguments.cuh"
 #include "overlap.cuh"
+#include "peers.cuh"
 #include "warp.cuh"
 
 namespace spark {
@@ -26,7 +35,8 @@ union Eight {
 };
 
 // One block per token.
-__global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n) {
+template <bool REDUCES>
+__global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n, const Peers p) {
   constexpr int WARPS = NORM_THREADS / 32;
   float* const shared = shared_floats();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -39,25 +49,57 @@ __global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n) 
     if (column < n.columns) weight[turn].all = *reinterpret_cast<const uint4*>(n.weight + column);
   }
   wait_for_previous_kernel();
+  const int third = REDUCES ? p.turns[blockIdx.x] : 0;
+  const auto message = [&](int box, int third, int sender, int column) {
+    const int64_t row = (int64_t{blockIdx.x} * 3 + third) * p.ranks + sender;
+    return reinterpret_cast<uint4*>(p.boxes[box]) + (row * n.columns + column) / 8;
+  };
+  const auto own_part = [&](int column) {
+    Eight x;
+    x.all = *reinterpret_cast<const uint4*>(n.x + int64_t{blockIdx.x} * n.columns + column);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (REDUCES && !x.words[i]) x.words[i] = 0x80008000u;
+    return x;
+  };
+  if constexpr (REDUCES) {
+    for (int column = threadIdx.x * 8; column < n.columns; column += NORM_THREADS * 8) {
+      const Eight x = own_part(column);
+      for (int rank = 0; rank < p.ranks; ++rank) {
+        if (rank == p.rank) continue;
+        send(message(rank, third, p.rank, column), x.all);
+        *message(p.rank, (third + 2) % 3, rank, column) = uint4{};
+      }
+    }
+  }
 #pragma unroll
   for (int turn = 0; turn < NORM_TURNS; ++turn) {
     const int column = (turn * NORM_THREADS + threadIdx.x) * 8;
     if (column >= n.columns) continue;
     const int64_t at = int64_t{blockIdx.x} * n.columns + column;
-    Eight x, residual;
-    x.all = *reinterpret_cast<const uint4*>(n.x + at), residual.all = *reinterpret_cast<const uint4*>(n.residual + at);
+    const Eight own = own_part(column);
+    Eight residual;
+    residual.all = *reinterpret_cast<const uint4*>(n.residual + at);
+    for (int i = 0; i < 8; ++i) values[turn][i] = 0;
+    for (int rank = 0; rank < (REDUCES ? p.ranks : 1); ++rank) {
+      Eight part = own;
+      if (REDUCES && rank != p.rank) part.all = receive(message(p.rank, third, rank, column));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[turn][i] += bf16_of_word(part.words[i / 2], i % 2);
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      values[turn][i] = bf16_of_word(x.words[i / 2], i % 2) + bf16_of_word(residual.words[i / 2], i % 2);
+      values[turn][i] += bf16_of_word(residual.words[i / 2], i % 2);
       squares += values[turn][i] * values[turn][i];
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x.words[i] = word_of(values[turn][2 * i], values[turn][2 * i + 1]);
-    *reinterpret_cast<uint4*>(n.sum + at) = x.all;
+    for (int i = 0; i < 4; ++i) residual.words[i] = word_of(values[turn][2 * i], values[turn][2 * i + 1]);
+    *reinterpret_cast<uint4*>(n.sum + at) = residual.all;
   }
   for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   if (lane == 0) shared[warp] = squares;
   __syncthreads();
+  if (REDUCES && threadIdx.x == 0) p.turns[blockIdx.x] = (third + 1) % 3;  // all threads have read it
   squares = lane < WARPS ? shared[lane] : 0;
   for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   const float factor = rsqrtf(squares / n.columns + n.epsilon);

@@ -1,13 +1,37 @@
-"""The residual's sum and RMS norm in one launch, which overlaps the kernels before and behind it (norm.cuh)."""
+"""The residual's sum and RMS norm in one launch, which overlaps the kernels before and behind it (norm.cuh).
+
+With tensor parallelism the launch also adds the parts of all ranks: it is the all-reduce before the norm, too.
+"""
 
 from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
 
 import torch
 
 from spark_mxfp4.kernels import attention, extension
 
 MOST_COLUMNS = 384 * 8 * 4  # norm.cuh
-Norm = extension.structure("Norm")
+MOST_TOKENS = 64  # of a launch that adds the ranks' parts: more are bandwidth, for which other all-reduces are made
+Norm, Peers = extension.structure("Norm"), extension.structure("Peers")
+
+
+class Ranks(NamedTuple):
+    """GPUs of one host whose parts are added: `boxes` are the addresses of their inboxes, int64 [ranks].
+
+    An inbox has `inbox_bytes` zeros before the first launch. `turns` are zeros, int32 [MOST_TOKENS]. All ranks launch
+    the same norms in the same order.
+    """
+
+    boxes: torch.Tensor
+    turns: torch.Tensor
+    rank: int
+
+
+def inbox_bytes(ranks: int, columns: int) -> int:
+    """Return the bytes of a rank's inbox for norms of up to `columns` columns."""
+    return MOST_TOKENS * 3 * ranks * columns * torch.bfloat16.itemsize
 
 
 @torch.library.custom_op("spark_mxfp4::add_rms_norm", mutates_args=())
@@ -19,6 +43,29 @@ def add_rms_norm(
     H is a multiple of 8 up to MOST_COLUMNS; tensors are contiguous and aligned to 16 bytes. Raises ValueError, with the
     tensor's name, for others, and NotImplementedError where the kernel cannot run.
     """
+    return _normalise(x, residual, weight, epsilon, Peers(None, None, 1, 0))
+
+
+def reduce_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, ranks: Ranks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `add_rms_norm` returns for the sum of all ranks' `x` (bf16 [M, H], M up to MOST_TOKENS).
+
+    The parts are added in float32, in the order of the ranks: every rank gets the same bits. Raises what `add_rms_norm`
+    raises. If another rank launches nothing, the device waits for it without end, as in any collective operation.
+    """
+    if x.shape[0] > MOST_TOKENS:
+        problem = f"x has {x.shape[0]} tokens, and {MOST_TOKENS} is the most"
+        raise ValueError(f"the ranks' parts cannot be added · {problem} · use torch.distributed.all_reduce")
+    return _normalise(
+        x, residual, weight, epsilon,
+        Peers(ranks.boxes.data_ptr(), ranks.turns.data_ptr(), len(ranks.boxes), ranks.rank),
+    )  # fmt: skip
+
+
+def _normalise(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: ctypes.Structure
+) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() != 2 or not 0 < x.shape[1] <= MOST_COLUMNS or x.shape[1] % 8:
         raise ValueError(
             f"the norm cannot run · x has the shape {tuple(x.shape)}, not [M, H] with H a multiple of 8 up to "
@@ -36,7 +83,7 @@ def add_rms_norm(
     output, total = torch.empty_like(x), torch.empty_like(x)
     if x.numel():
         job = Norm(*(tensor.data_ptr() for tensor in (x, residual, weight, output, total)), *x.shape, epsilon)
-        extension.launch(attention.load(x.device), "spark_norm", job, device=x.device)
+        extension.launch(attention.load(x.device), "spark_norm", job, peers, device=x.device)
     return output, total
 
 

@@ -17,9 +17,10 @@ int spark_attention(const Attention* a, int warps, void* stream) {
 int spark_rotation(const Rotation* r, void* stream) {
   return launch(rotate_and_store, dim3(r->tokens), 256, 0, static_cast<cudaStream_t>(stream), *r);
 }
-int spark_norm(const Norm* n, void* stream) {
+int spark_norm(const Norm* n, const Peers* p, void* stream) {
   const int bytes = 4 * NORM_THREADS / 32;
-  return launch(add_and_normalise, dim3(n->tokens), NORM_THREADS, bytes, static_cast<cudaStream_t>(stream), *n);
+  return launch(p->ranks > 1 ? add_and_normalise<true> : add_and_normalise<false>, dim3(n->tokens), NORM_THREADS, bytes,
+                static_cast<cudaStream_t>(stream), *n, *p);
 }
 const char* spark_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 }

@@ -6,18 +6,17 @@ reduction over splits. For prompts one kernel rotates query and key and updates 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, YaRNScalingRotaryEmbedding
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadata
 
-from spark_mxfp4.kernels import attention, norm
+from spark_mxfp4.kernels import attention
 from spark_mxfp4.kernels.attention import MOST_TOKENS, WIDTH, Cache, Layer, Projections
+from spark_mxfp4.vllm.norms import replace_norms
 
 logger = init_logger(f"vllm.{__name__}")
 BF16_CACHES = ("auto", "bfloat16")
@@ -91,30 +90,6 @@ class SparkAttentionImpl(FlashAttentionImpl):
             layer, query, key, value, kv_cache, step, output, output_scale, output_block_scale
         )
         return result
-
-
-@cache
-def replace_norms() -> None:
-    """Replace vLLM's RMSNorm by one that runs a norm with a residual in one launch (`register_oot`, vLLM's API)."""
-
-    @RMSNorm.register_oot(name="RMSNorm")
-    class SparkRMSNorm(RMSNorm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.fused = (
-                getattr(get_current_vllm_config().quant_config, "fused_attention", False)
-                and self.has_weight
-                and self.variance_size_override is None
-                and self.weight.dtype == torch.bfloat16
-                and self.hidden_size % 8 == 0
-                and self.hidden_size <= norm.MOST_COLUMNS
-            )
-
-        def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-            """Return the norm of `x` [M, H]; with `residual` [M, H], the norm of their sum, and the sum."""
-            if not self.fused or residual is None or x.device.type != "cuda":
-                return super().forward(x, residual)
-            return norm.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
 
 def _take_over_rotation(config: Any) -> torch.Tensor | None:

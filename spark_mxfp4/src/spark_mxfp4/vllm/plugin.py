@@ -26,8 +26,9 @@ MODE_VARIABLE = "SPARK_MXFP4_MODE"
 MODES = ("packed", "dequant")
 ROUTER_VARIABLE = "SPARK_MXFP4_ROUTER"
 ATTENTION_VARIABLE = "SPARK_MXFP4_ATTENTION"
+REDUCTION_VARIABLE = "SPARK_MXFP4_REDUCTION"
 FAMILIES_VARIABLE = "SPARK_MXFP4_FAMILIES"
-IMPLEMENTATIONS = ("vllm", "fused")  # of the router, and of attention
+IMPLEMENTATIONS = ("vllm", "fused")  # of the router, of attention, and of the ranks' sums
 STOCK = "vllm"  # as a kernel's name: the experts are vLLM's own
 # What a gpt-oss checkpoint says, before and after vLLM's GptOssForCausalLMConfig normalises it.
 CHECKPOINT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
@@ -59,7 +60,7 @@ def chosen_mode() -> str:
 
 
 def fused(variable: str) -> bool:
-    """Tell whether `variable` (SPARK_MXFP4_ROUTER, SPARK_MXFP4_ATTENTION) is `fused`, not `vllm`, the default.
+    """Tell whether `variable` (SPARK_MXFP4_ROUTER and the like) is `fused`, not `vllm`, the default.
 
     Raises ValueError for another value.
     """
@@ -141,6 +142,7 @@ class SparkMxfp4Config(QuantizationConfig):
         self.linear_format, self.head_format = formats.chosen(LINEAR_VARIABLE), formats.chosen(HEAD_VARIABLE)
         self.routed = fused(ROUTER_VARIABLE) and self.kernel_name != STOCK
         self.fused_attention = fused(ATTENTION_VARIABLE)
+        self.fused_reduction = fused(REDUCTION_VARIABLE) and self.fused_attention and self.kernel_name != STOCK
         self._show_attention()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -154,6 +156,16 @@ class SparkMxfp4Config(QuantizationConfig):
             from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: PLC0415
 
             register_backend(AttentionBackendEnum.FLASH_ATTN, "spark_mxfp4.vllm.attention.SparkAttentionBackend")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether layers leave the ranks' parts to the norms. Only while vLLM makes a model."""
+        if not self.fused_reduction:
+            return False
+        from spark_mxfp4.vllm import norms  # noqa: PLC0415 - only what was switched on
+
+        norms.leave_sums_open()
+        return norms.ranks() is not None
 
     @classmethod
     def get_name(cls) -> str:
@@ -234,11 +246,13 @@ class SparkMxfp4Config(QuantizationConfig):
             from spark_mxfp4.vllm import router  # noqa: PLC0415
 
             router.replace_routers()  # a layer's attention is made before its router
+        reduces = self.reduces  # attention's first projection is made before its last, which then leaves its sum open
         if isinstance(layer, RoutedExperts):
             if self.kernel_name == STOCK:
                 return GptOssMxfp4MoEMethod(layer.moe_config)
             if self.routed:
                 router.refuse_unsupported(layer)
+            layer.moe_config.skip_final_all_reduce = reduces
             return SparkMxfp4MoEMethod(layer.moe_config, registry.load(self.kernel_name), self.mode, routed=self.routed)
         if isinstance(layer, LinearBase):
             return linear.linear_method(self.linear_format, prefix)
