@@ -106,7 +106,6 @@ def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, fail
 def test_every_relative_path_starts_in_the_callers_folder(arguments, tmp_path, monkeypatch, capsys):
     """The folder of the checkout, which `./inv` changes to, holds nothing of that name either."""
     monkeypatch.setenv("INV_CWD", str(tmp_path))
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     assert program.main(arguments) not in {0, 1}
     assert str(tmp_path / "here") in capsys.readouterr().err
 
@@ -142,8 +141,7 @@ def test_only_docker_builds_an_image_for_another_platform(capsys, options, failu
     ],
     ids=str,
 )
-def test_an_advised_change_is_printed_as_the_whole_command(monkeypatch, tmp_path, capsys, variables, arguments, fix):
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+def test_an_advised_change_is_printed_as_the_whole_command(monkeypatch, capsys, variables, arguments, fix):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert program.main(arguments) != 0

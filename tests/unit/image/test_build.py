@@ -46,17 +46,14 @@ def test_the_way_the_jobs_and_the_commit_are_build_arguments(docker, monkeypatch
     ("place", "argument"),
     [("a/packs", ""), ("lab.example/packs", "lab.example/packs"), ("p.tar", "/mnt/packs/pack.tar")],
 )
-def test_packs_go_into_the_build_as_a_folder_or_by_the_name_of_a_repository(
-    docker, monkeypatch, tmp_path, place, argument
-):
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+def test_packs_go_into_the_build_as_a_folder_or_by_the_name_of_a_repository(docker, tmp_path, place, argument):
     called = docker("")
     (tmp_path / "p.tar").write_bytes(b"pack")
     local = place.endswith((".tar", "a/packs"))
     image.build(WORDS, "embedded", ImageOptions(packs=str(tmp_path / place) if local else place))
     words = called()
     assert (f"KERNEL_PACKS={argument}" in words) == bool(argument)
-    override = tmp_path / "state/build.compose.json"
+    override = paths.state() / "build.compose.json"
     assert ("--file" in words and words[words.index("build") - 1] == str(override)) == local
     if local:
         folder = json.loads(override.read_text())["services"]["vllm"]["build"]["additional_contexts"]["packs"]
@@ -70,11 +67,10 @@ ENGINE = f"""case "$*" in
 esac"""
 
 
-def test_an_image_for_another_platform_has_a_name_of_its_own(docker, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+def test_an_image_for_another_platform_has_a_name_of_its_own(docker, capsys):
     called = docker(ENGINE)
     image.build(WORDS, "spark", ImageOptions(platform="linux/arm64"))
-    override = tmp_path / "state/build.compose.json"
+    override = paths.state() / "build.compose.json"
     assert called()[: len(WORDS) + 2] == [*WORDS[:-1], "--file", str(override), "build"]
     service = {"image": "sparkforge/vllm:spark-arm64", "build": {"platforms": ["linux/arm64"]}}
     assert json.loads(override.read_text()) == {"services": {"vllm": service}}
@@ -84,8 +80,7 @@ def test_an_image_for_another_platform_has_a_name_of_its_own(docker, monkeypatch
 def test_a_reproducible_image_is_built_into_an_archive_with_the_commits_times_and_loaded(
     docker, monkeypatch, tmp_path, capsys
 ):
-    state = tmp_path / "state"
-    monkeypatch.setenv("SPARKFORGE_STATE", str(state))
+    state = paths.state()
     monkeypatch.setattr(image, "commit", lambda: {"REVISION": "abc", "SOURCE_DATE_EPOCH": "1"})
     archive, project = state / "build.image.tar", state / "build.resolved.yaml"
     docker(f"""echo "$*" >> {tmp_path}/calls

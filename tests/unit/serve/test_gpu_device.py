@@ -115,7 +115,6 @@ def test_a_refused_validation_ends_the_start_unless_the_user_says_otherwise(
     mode, verdict, fake_nvidia_smi, monkeypatch, tmp_path, capsys
 ):
     fake_nvidia_smi(H100)
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     monkeypatch.setenv("SPARKFORGE_VALIDATE", mode)
     answer = SimpleNamespace(returncode=30, stdout="FAIL layers  lm_head differs\nrefuse: 1 failed\n", stderr="")
     monkeypatch.setattr(in_environment, "run_unchecked", lambda *_, **__: answer)

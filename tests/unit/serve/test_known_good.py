@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkforge.core import errors
+from sparkforge.core import errors, paths
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import known_good, launch, record
 from sparkforge.serve.devices import choose, device, embedded, in_environment
@@ -18,10 +18,9 @@ INPUTS = {"lock": "1"}
 
 
 @pytest.fixture(autouse=True)
-def state(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+def state(monkeypatch):
     monkeypatch.setattr(known_good.environments, "inputs", lambda *_args: INPUTS)
-    return tmp_path / "state"
+    return paths.state()
 
 
 def starts(*profiles):
@@ -58,7 +57,6 @@ def test_the_newest_is_first_the_same_start_is_there_once_and_the_history_is_bou
     ("text", "mode", "message"), [("{", 0o600, "cannot read the known good starts"), ("{}", 0o666, "is not believed")]
 )
 def test_a_record_that_cannot_be_trusted_is_named_and_not_overwritten(state, text, mode, message):
-    state.mkdir(mode=0o700)
     (state / "known-good.json").write_text(text)
     (state / "known-good.json").chmod(mode)
     for use in (known_good.read, lambda: known_good.add(START)):

@@ -35,9 +35,8 @@ def config(healthy):
 
 
 @pytest.fixture
-def asked(config, docker_command, absent, monkeypatch, tmp_path):
+def asked(config, docker_command, absent, monkeypatch):
     """A stand-in docker that also writes down the variables; returns a function that does a node's action."""
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     monkeypatch.delenv("SPARKFORGE_COMPOSE_FILES", raising=False)
     script = docker_command.folder / "docker"
     script.write_text(script.read_text().replace("here=", 'case "$*" in *" up "*) env > "$0.env";; esac\nhere=', 1))
