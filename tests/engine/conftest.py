@@ -43,13 +43,8 @@ class Engine:
     def docker(self, *arguments, check=True, env=None, both=False):
         command = ["docker", *map(str, arguments)]
         result = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**self.environment, **(env or {})},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+            command, cwd=ROOT, env={**self.environment, **(env or {})}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
         assert not check or result.returncode == 0, (
             f"{' '.join(command)}\n{result.stdout[-3000:]}{result.stderr[-5000:]}"
         )

@@ -69,12 +69,9 @@ def file(nodes, model, free_port):
     key.chmod(0o600)
     os.chown(key, 1000, 1000)
     return nodes.config(
-        device="docker-cpu",
-        model=json.dumps(str(model)),
-        flags=json.dumps(FLAGS),
-        key_file=json.dumps(str(key)),
+        device="docker-cpu", model=json.dumps(str(model)), flags=json.dumps(FLAGS), key_file=json.dumps(str(key)),
         port=free_port(),
-    )
+    )  # fmt: skip
 
 
 def docker(nodes, index, *words, check=True):

@@ -52,13 +52,9 @@ class Release:
 
     def start(self, *arguments, **more):
         return subprocess.Popen(
-            [sys.executable, "-m", "sparkforge.cli", *map(str, arguments)],
-            cwd=ROOT,
-            env={**self.environment, **more},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+            [sys.executable, "-m", "sparkforge.cli", *map(str, arguments)], cwd=ROOT, env={**self.environment, **more},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     def inv(self, *arguments, **more):
         process = self.start(*arguments, **more)

@@ -57,13 +57,9 @@ from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 def answer(kv_cache_dtype, backend, *, sliding):
     """The name of the backend for one kind of gpt-oss's layers, or the last line of the refusal."""
     config = AttentionSelectorConfig(
-        head_size=64,
-        dtype=torch.bfloat16,
-        kv_cache_dtype=kv_cache_dtype,
-        block_size=None,
-        has_sink=True,
+        head_size=64, dtype=torch.bfloat16, kv_cache_dtype=kv_cache_dtype, block_size=None, has_sink=True,
         has_sliding_window=sliding,
-    )
+    )  # fmt: skip
     chosen = AttentionBackendEnum[backend] if backend else None
     try:
         with set_current_vllm_config(defaults):

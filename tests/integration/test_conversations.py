@@ -91,12 +91,9 @@ def outcomes(scripted_server, request):
             python = sys.executable if name in DAILY else environment.python
             command = [python, CLIENTS / f"{re.sub(r'[^a-z]', '_', name.lower())}_client.py", *arguments]
         processes[name] = subprocess.Popen(
-            command,
-            env={**os.environ, **QUIET, "AGENT_TURNS": turns, "OPENAI_API_KEY": scripted_server.key},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+            command, env={**os.environ, **QUIET, "AGENT_TURNS": turns, "OPENAI_API_KEY": scripted_server.key},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
     outcomes = {}
     for name, process in processes.items():
         try:

@@ -307,13 +307,9 @@ def respond(served, form, **options):
 def respond_long(served, **options):
     """Start a response in the background that goes on for seconds if nobody cancels it."""
     return served.responses.create(
-        model=MODEL,
-        input=CUE_OF["final"],
-        background=True,
-        max_output_tokens=3500,
-        extra_body={"ignore_eos": True},
+        model=MODEL, input=CUE_OF["final"], background=True, max_output_tokens=3500, extra_body={"ignore_eos": True},
         **options,
-    )
+    )  # fmt: skip
 
 
 def respond_streamed(served, form, **options):

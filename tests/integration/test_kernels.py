@@ -49,14 +49,9 @@ def site(large_folder):
         env = {**os.environ, "CUDA_HOME": str(home), "CCACHE_DIR": str(base / "ccache")}
         env["PYTHONPATH"] = str(ROOT)
         yield SimpleNamespace(
-            base=base,
-            output=base / "out",
-            home=home,
-            env=env,
-            python=environments.build_interpreter("spark", "kernels"),
-            flag=flag,
-            calls=calls,
-        )
+            base=base, output=base / "out", home=home, env=env,
+            python=environments.build_interpreter("spark", "kernels"), flag=flag, calls=calls,
+        )  # fmt: skip
 
 
 def command(site, *more):

@@ -77,9 +77,6 @@ def execute(code, names):
     return names
 
 
-# ---- the queue itself
-
-
 # ---- what each patch does
 
 
@@ -204,6 +201,3 @@ def inductor_patches(tree, *, newer, has_option):
 def test_option_is_set_only_where_torch_has_it(tree, newer, has_option):
     expected = {"assume_32bit_indexing": True} if newer and (has_option or not tree.patched) else {}
     assert inductor_patches(tree.path, newer=newer, has_option=has_option) == expected
-
-
-# ---- a stack is data

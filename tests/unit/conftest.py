@@ -78,13 +78,9 @@ def git(directory, *arguments, stdin=b""):
     """Run git in `directory`, apart from any repository or configuration around it."""
     env = {"GIT_CEILING_DIRECTORIES": str(directory.parent), "GIT_CONFIG_GLOBAL": "/dev/null", "PATH": "/usr/bin:/bin"}
     return subprocess.run(
-        [require("git"), "-c", "core.autocrlf=false", *arguments],
-        cwd=directory,
-        input=stdin,
-        capture_output=True,
-        check=False,
-        env=env | {"GIT_CONFIG_NOSYSTEM": "1"},
-    )
+        [require("git"), "-c", "core.autocrlf=false", *arguments], cwd=directory, input=stdin, capture_output=True,
+        check=False, env=env | {"GIT_CONFIG_NOSYSTEM": "1"},
+    )  # fmt: skip
 
 
 def diff(scratch, before, after):
@@ -147,15 +143,9 @@ def serve():
 def kit():
     """The helpers above, for tests that cannot import one another."""
     return SimpleNamespace(
-        HEADER=HEADER,
-        write=write,
-        snapshot=snapshot,
-        git=git,
-        diff=diff,
-        write_queue=write_queue,
-        sdist=sdist,
+        HEADER=HEADER, write=write, snapshot=snapshot, git=git, diff=diff, write_queue=write_queue, sdist=sdist,
         seed=seed,
-    )
+    )  # fmt: skip
 
 
 # A name with a comma, as vLLM has some: RECORD quotes it, and its digest does not.

@@ -37,12 +37,9 @@ def checkout(tmp_path):
 
 def inv(checkout, *args, **env):
     return subprocess.run(
-        [checkout / "inv", *args],
-        env={**os.environ, "PYTHON": sys.executable, **env},
-        capture_output=True,
-        text=True,
+        [checkout / "inv", *args], env={**os.environ, "PYTHON": sys.executable, **env}, capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
 
 
 def test_sudo_makes_no_environment_in_the_checkout_of_somebody_else(checkout, monkeypatch):

@@ -16,13 +16,9 @@ KNOWN = models.load()
 MODELS = {name: parse(known.config, name) for name, known in KNOWN.items()}
 DEVICES = devices.table()
 LOADS = st.builds(
-    Workload,
-    context=st.integers(1, 131_072),
-    concurrency=st.integers(1, 200),
-    kv=st.sampled_from(["bf16", "fp8"]),
-    batched=st.sampled_from([2_048, 4_096, 8_192]),
-    sequences=st.sampled_from([16, 64, 1_024]),
-)
+    Workload, context=st.integers(1, 131_072), concurrency=st.integers(1, 200), kv=st.sampled_from(["bf16", "fp8"]),
+    batched=st.sampled_from([2_048, 4_096, 8_192]), sequences=st.sampled_from([16, 64, 1_024]),
+)  # fmt: skip
 ANY = {"model": st.sampled_from(sorted(MODELS)), "device": st.sampled_from(sorted(DEVICES)), "load": LOADS}
 
 

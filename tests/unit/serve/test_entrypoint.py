@@ -131,13 +131,9 @@ class Container:
 
     def start(self, *arguments, **variables):
         child = subprocess.Popen(
-            [sys.executable, "-m", "sparkforge.serve.entrypoint", "--port", str(self.port), *arguments],
-            cwd=ROOT,
-            env={**self.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            [sys.executable, "-m", "sparkforge.serve.entrypoint", "--port", str(self.port), *arguments], cwd=ROOT,
+            env={**self.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
         self.started.append(child)
         return child
 
@@ -391,10 +387,10 @@ def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, 
         PYTHONPATH=path,
         SPARKFORGE_PROFILE="spark",
         SPARKFORGE_SERVE_PROFILE="embedded",
-        SPARKFORGE_VALIDATE_SECONDS="12",
+        SPARKFORGE_VALIDATE_SECONDS="8",
     )
     assert code == 30
-    assert "FAIL validator  the validator did not end within 12 s" in out
+    assert "FAIL validator  the validator did not end within 8 s" in out
     assert ended(int((hanging / "pid").read_text()))
     assert json.loads((container.run / "validation.json").read_text())["verdict"] == "refuse"
     assert container.metric("sparkforge_validation_check", check="validator", status="fail") == 1

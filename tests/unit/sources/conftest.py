@@ -43,10 +43,5 @@ def kit(kit):
         return table({"up": component({"up-1.tar.gz": kit.seed("up-1.tar.gz", kit.sdist("up-1", files))})})
 
     return SimpleNamespace(
-        sdist=kit.sdist,
-        seed=kit.seed,
-        component=component,
-        table=table,
-        upstream=upstream,
-        install_pins=install_pins,
-    )
+        sdist=kit.sdist, seed=kit.seed, component=component, table=table, upstream=upstream, install_pins=install_pins,
+    )  # fmt: skip

@@ -19,13 +19,9 @@ from validate.report import lines
 
 def command(environment, *arguments, flags=(), **more):
     return subprocess.run(
-        [sys.executable, *flags, "-m", "validate", *arguments],
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        [sys.executable, *flags, "-m", "validate", *arguments], env=environment(**more), capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
 
 
 @pytest.fixture

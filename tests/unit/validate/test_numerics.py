@@ -100,12 +100,12 @@ def test_a_kernel_that_hangs_is_given_up(tmp_path, environment, monkeypatch):
     (tmp_path / "child.py").write_text(f"import sys, time; open(sys.argv[2], 'w').write({fact!r}); time.sleep(600)")
     monkeypatch.setattr(numerics, "CHILD", tmp_path / "child.py")
     begun = time.monotonic()
-    facts = numerics.gather(Target(Options(environ=environment(), numerics_seconds=5.0), "embedded"))
+    facts = numerics.gather(Target(Options(environ=environment(), numerics_seconds=3.0), "embedded"))
     assert time.monotonic() - begun < 60
     assert facts["numerics.kernel"].value == "slow"
     finding = judge(facts)
     assert finding.status is Status.FAIL
-    assert "did not answer within 5 s" in finding.evidence
+    assert "did not answer within 3 s" in finding.evidence
 
 
 @pytest.mark.parametrize(
