@@ -54,7 +54,10 @@ def endless(piece):
     return response(itertools.repeat(piece))
 
 
-@pytest.mark.parametrize("piece", [b"x" * 65536, b"data: x\n" * 8192, b": nothing\n\n" * 6000])
+LINE = b"x" * 99
+
+
+@pytest.mark.parametrize("piece", [LINE * 662, b"data: %b\n" % LINE * 624, b": %b\n\n" % LINE * 624])
 def test_a_stream_without_a_whole_event_ends_at_the_limit(piece):
     with pytest.raises(http.LimitError, match="without a whole event"):
         list(sse.events(endless(piece)))
