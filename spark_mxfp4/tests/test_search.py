@@ -23,8 +23,7 @@ def choose_rules(sizes=UNKNOWN, timed=fake_timer, until=math.inf, clock=lambda: 
 
 
 @pytest.fixture(autouse=True)
-def own_results(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def own_results(monkeypatch):
     monkeypatch.setenv(search.SEARCH_VARIABLE, "on")
     monkeypatch.setattr(tuning, "_adopted", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H200)

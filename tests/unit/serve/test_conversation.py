@@ -24,18 +24,16 @@ CHAT = (sys.executable, "-m", "sparkforge.cli", "chat")
 class Model(Quiet):
     """Answers by the last message, and keeps what it was asked."""
 
-    asked, requests = [], threading.Event()
-
     def post(self):
         body = json.loads(self.body())
-        self.asked.append(body)
+        self.server.asked.append(body)
         text = body["messages"][-1]["content"]
         if text == "refuse":
             return self.reply(400, {"error": {"message": "the context is full"}})
         self.stream()
         self.event({"reasoning": "hm"})
         if text != "only reasoning":
-            self.event({"content": f"answer {len(self.asked)}"})
+            self.event({"content": f"answer {len(self.server.asked)}"})
         if text == "endless":
             while True:  # until the client closes the connection
                 self.event({"content": "."})
@@ -51,19 +49,17 @@ class Model(Quiet):
         try:
             super().handle()
         except OSError:
-            self.requests.set()
+            self.server.closed.set()
 
 
 @pytest.fixture
-def served(monkeypatch):
+def served():
     """A recorded server, whose process is this test's."""
-    monkeypatch.setattr(Model, "asked", [])
-    monkeypatch.setattr(Model, "requests", threading.Event())
     state().mkdir(exist_ok=True, mode=0o700)
     environment, pid = {**os.environ, "SPARKFORGE_STATE": str(state())}, os.getpid()
-    with serving(Model) as server:
+    with serving(Model, asked=[], closed=threading.Event()) as server:
         record.write(record.Server(pid, started_at(pid), "127.0.0.1", server.server_port, "/m", "m", "embedded", ""))
-        yield SimpleNamespace(environment=environment, asked=Model.asked, closed=Model.requests)
+        yield SimpleNamespace(environment=environment, asked=server.asked, closed=server.closed)
 
 
 @pytest.fixture

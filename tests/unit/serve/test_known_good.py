@@ -1,11 +1,13 @@
 """The record of known good starts, which of them a rollback goes back to, and how."""
 
+import os
 import stat
 from dataclasses import replace
 
 import pytest
 
 from sparkforge.core import errors, paths
+from sparkforge.core.process import started_at
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import known_good, launch, record
 from sparkforge.serve.devices import choose, device, embedded, in_environment
@@ -31,7 +33,10 @@ def starts(*profiles):
 
 
 def server_of(port, proved):
-    return record.Server(1, 1.0, "127.0.0.1", port, "m", "m", EMBEDDED, "", profile="embedded", proved=proved)
+    pid = os.getpid()  # it runs as long as the test
+    return record.Server(
+        pid, started_at(pid), "127.0.0.1", port, "m", "m", EMBEDDED, "", profile="embedded", proved=proved
+    )
 
 
 def choose_and_return(plan):
@@ -79,7 +84,6 @@ def test_a_rollback_goes_to_the_last_good_start_before_what_runs(monkeypatch, ca
     stopped = []
     if running:
         record.write(server_of(*running))
-        monkeypatch.setattr(record.Server, "alive", True)
         monkeypatch.setattr(launch, "stop", lambda: stopped.append(1) or record.forget())
     assert known_good.roll_back(choose_and_return, number, dry_run=True) is None
     assert stopped == []
@@ -90,12 +94,11 @@ def test_a_rollback_goes_to_the_last_good_start_before_what_runs(monkeypatch, ca
     assert ("that start, and goes on" in said) == (bool(running) and not stopped)
 
 
-def test_without_another_start_there_is_nothing_to_go_back_to(monkeypatch):
+def test_without_another_start_there_is_nothing_to_go_back_to():
     assert refused("there is no known good start").fix == "./inv up"
     starts(1)
     refused("no known good start 2", number=2)
     record.write(server_of(1, 1.0))
-    monkeypatch.setattr(record.Server, "alive", True)
     assert "nothing was changed" in refused("there is no start to go back to").why
 
 
@@ -167,13 +170,22 @@ def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, tmp_pa
     assert [start.time for start in known_good.read()] == [2.0]
 
 
-def test_a_full_disk_ends_no_server(monkeypatch, capsys, state):
-    def full(*_args, **_more):
+class Started(embedded.Embedded):
+    """A device whose server runs already, on a full disk."""
+
+    def prepare(self):
+        pass
+
+    def validate(self):
+        return ""
+
+    def start(self):
+        return server_of(8000, 1.0)
+
+    def remember(self, *_args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(embedded.Embedded, "prepare", lambda self: None)
-    monkeypatch.setattr(embedded.Embedded, "validate", lambda self: "")
-    monkeypatch.setattr(embedded.Embedded, "start", lambda self: server_of(8000, 1.0))
-    monkeypatch.setattr(embedded.Embedded, "remember", full)
-    assert device.run(embedded.Embedded(PLAN)) == server_of(8000, 1.0)
+
+def test_a_full_disk_ends_no_server(capsys):
+    assert device.run(Started(PLAN)) == server_of(8000, 1.0)
     assert "is not recorded as known good" in capsys.readouterr().err

@@ -39,23 +39,20 @@ INFO 11-21 03:40:14 [core.py:1] all is well
 class Api(Quiet):
     """Each look at the counters finds 1,000 tokens more."""
 
-    tokens, metrics = 0, METRICS
-
     def get(self):
         if self.path == "/metrics":
-            Api.tokens += 1000
-            self.reply(200, self.metrics.format(tokens=self.tokens).encode())
+            self.server.tokens += 1000
+            self.reply(200, self.server.metrics.format(tokens=self.server.tokens).encode())
         else:
             self.reply(200, {"data": [{"id": "m", "max_model_len": 4096}]} if self.path == "/v1/models" else {})
 
 
 @pytest.fixture
-def server(monkeypatch):
-    """A recorded server whose process is this test's."""
-    monkeypatch.setattr(Api, "tokens", 0)
+def server(request, monkeypatch):
+    """A recorded server whose process is this test's; the parameter is what its /metrics says."""
     monkeypatch.setattr(status, "INTERVAL", 0.01)
     record.log_path().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with serving(Api) as http_server:
+    with serving(Api, tokens=0, metrics=getattr(request, "param", METRICS)) as http_server:
         recorded = record.Server(
             os.getpid(), started_at(os.getpid()), "127.0.0.1", http_server.server_port, "/m", "m", "embedded",
             str(record.log_path()), profile="embedded", proved=1.8e9, proof={"a chat": ""},
@@ -101,9 +98,8 @@ def test_json_follows_its_schema_which_is_the_file(server, no_gpu, capsys):
     )
 
 
-@pytest.mark.parametrize("text", ["", "vllm:generation_tokens_total nonsense {{", "\x00\xff"])
-def test_other_metrics_are_no_figures_and_no_error(server, no_gpu, monkeypatch, capsys, text):
-    monkeypatch.setattr(Api, "metrics", text)
+@pytest.mark.parametrize("server", ["", "vllm:generation_tokens_total nonsense {{", "\x00\xff"], indirect=True)
+def test_other_metrics_are_no_figures_and_no_error(server, no_gpu, capsys):
     assert program.main(["status"]) == 0
     assert "now: /metrics does not answer\n" in shown(capsys)
 
