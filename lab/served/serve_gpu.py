@@ -219,7 +219,7 @@ def _started(
     longest = max(2048, plan.input_tokens + max(plan.input_tokens, plan.output_tokens) + 16)
     # The plugin's metadata and our packages, without the checkout's root: this interpreter may have none installed.
     folder = random_weights.write_entry_point(log.parent / "plugin")
-    for package in ("sparkforge", "validate", "spark_mxfp4/src/spark_mxfp4"):
+    for package in ("sparkforge", "validate", "lab", "spark_mxfp4/src/spark_mxfp4"):
         link = folder / Path(package).name
         if not link.is_symlink():
             link.symlink_to(ROOT / package)

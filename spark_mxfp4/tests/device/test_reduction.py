@@ -68,7 +68,7 @@ def test_two_gpus_add_their_parts(groups, tokens):
         with torch.cuda.device(device):
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):  # the default one is the first GPU's
                 outputs.append(run())
             graphs.append(graph)
     for _ in range(50):
