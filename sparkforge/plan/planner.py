@@ -186,6 +186,13 @@ def make_plan(
     )
 
 
+def require_speed(plan: Plan) -> None:
+    """Raise RefusalError if the last measured speed is so far below the plan's that something is broken."""
+    if slow := next((row for row in plan.measured if row.refused), None):
+        why, code = f"{slow.told}; likely: {slow.causes}", "validation.slow"
+        raise RefusalError("this machine is far slower than its memory allows", why, "./inv doctor", code=code)
+
+
 def require_fit(plan: Plan) -> None:
     """Raise RefusalError if the request does not fit, with how much is missing and what to change."""
     if plan.fit.fits or (plan.cluster and any(row.fits for row in plan.cluster.ways)):

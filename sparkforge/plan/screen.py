@@ -32,7 +32,8 @@ def report(
 ) -> None:
     """Compute the plan and print it; `figures` are those of baselines.toml, `gpu` is this machine's.
 
-    Raises InputError and UsageError; RefusalError, after the plan was printed, if it does not fit.
+    Raises InputError and UsageError; RefusalError, after the plan was printed, if it does not fit or the last measured
+    speed is refused.
     """
     device = planner.read_device(request.device, request.resident, gpu)
     load = planner.read_load(request, subject.model, device, profiles)
@@ -43,6 +44,7 @@ def report(
     else:
         _print_plan(plan)
     planner.require_fit(plan)
+    planner.require_speed(plan)
 
 
 def _print_plan(plan: Plan) -> None:

@@ -21,9 +21,10 @@ ANY_PROMPT = 1024  # tokens, where a source does not say how many
 
 
 class SpeedThreshold(Record):
-    """A bound beyond which a speed warns, the reason for it, and the usual causes."""
+    """A bound beyond which a speed warns, the reason for it, and the usual causes; below `refuse` it is refused."""
 
     value: float = Field(gt=0)
+    refuse: float = Field(default=0, ge=0)
     why: str = Field(min_length=1)
     causes: str = Field(min_length=1)
 
@@ -93,6 +94,7 @@ class Comparison(Record):
     measured: float
     computed: float
     causes: str = ""
+    refused: bool = False
 
 
 def judging() -> Judging:
@@ -120,7 +122,8 @@ def compare(model: Architecture, device: Device, measured: Measured, served: Wor
         sentence = f"decode {speed:.1f} tok/s each, {speed / best:.0%} of the computed ceiling of {best:.1f}{kept}"
         bound = next((bounds.decode[name] for name in device.names if name in bounds.decode), bounds.decode["other"])
         causes = bound.causes if speed < bound.value * best else ""
-        yield Comparison(told=whose + sentence, measured=speed, computed=best, causes=causes)
+        refused = speed < bound.refuse * best
+        yield Comparison(told=whose + sentence, measured=speed, computed=best, causes=causes, refused=refused)
     if floor := roofline.first_token_seconds(model, device, measured.prompt, measured.concurrency, load):
         times = measured.ttft_ms / 1000.0 / floor
         sentence = f"first token {measured.ttft_ms:.0f} ms, {times:.1f} times the computed floor of {floor * 1000:.0f}"

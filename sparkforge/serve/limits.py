@@ -4,7 +4,7 @@
 before vLLM sees it. What a grammar costs beyond its size is measured outside the engine by patch 0030 of vLLM's queues,
 which reads `grammar-seconds` from VLLM_GRAMMAR_COMPILATION_CPU_S; patch 0031 reads `header-seconds`.
 
-    SPARKFORGE_LIMITS="sequences=64, body-seconds=120"     # 0 switches a bound off
+    SPARKFORGE_LIMITS="sequences=32, body-seconds=120"     # 0 switches a bound off
 
 Nothing but the standard library is imported: vLLM's process loads this module.
 """
@@ -52,8 +52,9 @@ LIMITS = {
     "json-depth": Bound(64, "nested lists and objects of a body"),
     "json-values": Bound(300_000, "values of a body, each token of a prompt included"),
     "messages": Bound(4096, "messages or input items"),
-    "prompts": Bound(64, "prompts of one completion"),
-    "sequences": Bound(64, "answers of one request: n or best_of of every prompt"),
+    # Below every profile's --max-num-seqs: vLLM serves in order, so one request for 64 long answers held all others.
+    "prompts": Bound(8, "prompts of one completion"),
+    "sequences": Bound(8, "answers of one request: n or best_of of every prompt"),
     "sequence-tokens": Bound(262_144, "tokens of all answers, if there are several; 4,096 each without max_tokens"),
     "stop": Bound(32, "stop strings, stop tokens"),
     "stop-length": Bound(256, "characters of a stop string or a bad word"),

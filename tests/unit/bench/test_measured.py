@@ -1,9 +1,13 @@
 """The last measured speed: which result counts, and when it is far under the plan."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 
 from sparkforge.bench import schema
 from sparkforge.core import paths
+from sparkforge.core.errors import RefusalError
 from sparkforge.models import recipes
 from sparkforge.plan import devices, planner, speed
 from sparkforge.plan.architecture import BF16, DenseFormat
@@ -12,6 +16,7 @@ from sparkforge.plan.speed import Measured
 from validate.facts import machine
 from validate.facts.target import Options, Target
 
+LOAD = Workload(context=8192, dense=BF16)
 MODEL = planner.read_subject("gpt-oss-120b", recipes.load()).model
 
 
@@ -54,6 +59,16 @@ def compared(ttft=400.0, tpot=20.0, concurrency=1, dense=BF16):
     measured = Measured(1024, 128, concurrency, ttft, tpot, where="result.json")
     comparisons = list(speed.compare(MODEL, devices.named("spark"), measured, Workload(context=8192, dense=dense)))
     return "; ".join(row.told for row in comparisons), "".join(row.causes for row in comparisons)
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.34, True), (0.36, False), (0.7, False)])
+def test_a_speed_below_35_percent_is_refused_by_plan(share, refused):
+    best = next(speed.compare(MODEL, devices.named("spark"), Measured(1024, 128, 1, 400.0, 1.0), LOAD)).computed
+    measured = Measured(1024, 128, 1, 400.0, 1000.0 / (share * best), where="result.json")
+    rows = list(speed.compare(MODEL, devices.named("spark"), measured, LOAD))
+    plan = SimpleNamespace(measured=rows)
+    with pytest.raises(RefusalError, match="34%") if refused else contextlib.nullcontext():
+        planner.require_speed(plan)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,9 @@ PASSING = {
     "not a number": {"n": float("nan"), "max_tokens": 1e30},
 }  # fmt: skip
 REFUSED = {
-    "sequences": [{"best_of": 65}, {"prompt": ["a"] * 33, "n": 2}, {"n": 1e30}, {"n": "10000"}],
-    "sequence-tokens": [{"n": 64, "max_tokens": 131_072}, {"prompt": [[1]] * 60, "max_tokens": 1e30}],
-    "prompts": [{"prompt": ["a"] * 65}, {"prompt": [[1]] * 65}],
+    "sequences": [{"best_of": 9}, {"prompt": ["a"] * 5, "n": 2}, {"n": 1e30}, {"n": "10000"}],
+    "sequence-tokens": [{"n": 8, "max_tokens": 131_072}, {"prompt": [[1]] * 6, "max_tokens": 1e30}],
+    "prompts": [{"prompt": ["a"] * 9}, {"prompt": [[1]] * 9}],
     "messages": [{"messages": [{}] * 5000}, {"input": [{}] * 5000}],
     "stop": [{"stop": ["x"] * 33}, {"stop_token_ids": list(range(33))}, {"stop_sequences": ["x"] * 33}],
     "stop-length": [{"stop": "x" * 257}, {"bad_words": ["x" * 257]}],
