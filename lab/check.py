@@ -46,8 +46,9 @@ WITHOUT_WHEEL = {"aarch64": ("shellcheck",)}
 
 def check() -> None:
     """Run every check, print what they found, and raise ProcessError if one of them failed."""
-    pages = (sys.executable, "-m", "lab.reference_pages", "--check")
-    commands: dict[str, tuple[str, ...]] = {**CHECKS, "reference pages": pages}
+    reference = (sys.executable, "-m", "lab.reference_pages", "--check")
+    pages = (sys.executable, "-m", "lab.pages")
+    commands: dict[str, tuple[str, ...]] = {**CHECKS, "reference pages": reference, "pages": pages}
     steps = Steps(len(commands) + 2)
     with steps.step("pins", "pins.toml and the locks") as tell:
         locks.require_current()
