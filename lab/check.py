@@ -47,8 +47,8 @@ WITHOUT_WHEEL = {"aarch64": ("shellcheck",)}
 def check() -> None:
     """Run every check, print what they found, and raise ProcessError if one of them failed."""
     reference = (sys.executable, "-m", "lab.reference_pages", "--check")
-    pages = (sys.executable, "-m", "lab.pages")
-    commands: dict[str, tuple[str, ...]] = {**CHECKS, "reference pages": reference, "pages": pages}
+    ours = {name: (sys.executable, "-m", f"lab.{name}") for name in ("pages", "names")}
+    commands: dict[str, tuple[str, ...]] = {**CHECKS, "reference pages": reference, **ours}
     steps = Steps(len(commands) + 2)
     with steps.step("pins", "pins.toml and the locks") as tell:
         locks.require_current()
