@@ -51,6 +51,7 @@ LIMITS = {
     "requests": Bound(2048, "requests at once", 429),
     "json-depth": Bound(64, "nested lists and objects of a body"),
     "json-values": Bound(300_000, "values of a body, each token of a prompt included"),
+    "text": Bound(3 << 19, "characters of a request's texts"),
     "messages": Bound(4096, "messages or input items"),
     # Below every profile's --max-num-seqs: vLLM serves in order, so one request for 64 long answers held all others.
     "prompts": Bound(8, "prompts of one completion"),
@@ -157,6 +158,7 @@ class Judge:
         if isinstance(request, dict):
             if SURROGATE.search(body):
                 _refuse_surrogates(request)
+            self._text(request)
             self._sequences(request)
             self._sampling(request)
             self._schemas(request)
@@ -173,6 +175,14 @@ class Judge:
             self._values[values] += len(level)
             self._most(depth, deep, f"levels of {what}", parameter)
             self._most(values, self._values[values], f"values of {what}", parameter)
+
+    def _text(self, request: dict[str, Any]) -> None:
+        """Bound what the tokenizer gets, which serves one request at a time; base64 data gets an error of its own."""
+        level: list[Any] = [request]
+        count = 0
+        while level := [child for item in level for child in _children(item)]:
+            count += sum(len(item) for item in level if isinstance(item, str) and not item.startswith("data:"))
+        self._most("text", count, "characters of texts")
 
     def _sequences(self, request: dict[str, Any]) -> None:
         prompt = request.get("prompt")

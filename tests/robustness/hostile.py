@@ -156,6 +156,7 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "an image to fetch": chat(messages=[{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]}]),
     "tokens of 10 MB": ("/tokenize", {"model": TINY_ID, "prompt": "x y " * 2_500_000}),
+    "a chat of 4 MB": chat(messages=[{"role": "user", "content": "x y " * 1_000_000}]),
     "a prompt of 40 MB": completion(prompt="x" * 40_000_000),
     "a million tokens": completion(prompt=[1] * 1_000_000),
     "20,000 messages": chat(messages=ASK["messages"] * 20_000),
