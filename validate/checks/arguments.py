@@ -23,10 +23,6 @@ class ArgumentRule(NamedTuple):
     applies: Callable[[str], bool] = lambda _value: True
 
 
-def _other_than(*names: str) -> Callable[[str], bool]:
-    return lambda value: value.strip().lower() not in names
-
-
 UNQUANTIZED = ("auto", "float16", "bfloat16")  # of --kv-cache-dtype
 PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
 RULES = (
@@ -69,7 +65,7 @@ RULES = (
         Status.FAIL,
         "CPU and GPU share one memory, so moving data to the CPU frees nothing",
         "leave it out; try a larger --gpu-memory-utilization or a smaller --max-model-len in ./inv plan",
-        _other_than("", "0", "0.0"),
+        lambda value: value.strip() not in ("", "0", "0.0"),
     ),
     ArgumentRule(
         ("--kv-cache-memory-bytes",),
@@ -107,13 +103,9 @@ def _values(arguments: Sequence[str]) -> dict[str, str]:
     return values
 
 
-@CHECKS.add(
-    "serve-arguments",
-    "No argument requests a feature that gpt-oss or a Spark lacks, or that was not tested there.",
-    needs=("serve", "model"),
-    fix="./inv up --help   # leave the argument out",
-)
+@CHECKS.add(needs=("serve", "model"), fix="./inv up --help   # leave the argument out")
 def _serve_arguments(view: View) -> CheckResult:
+    """No argument requests a feature that gpt-oss or a Spark lacks, or that was not tested there."""
     arguments, model = view.names("serve.args"), serving.architecture(view)
     values = _values(arguments)
     problems = [
@@ -151,12 +143,8 @@ def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str])
     return ""
 
 
-@CHECKS.add(
-    "cpu-arguments",
-    "The processor has the instructions that the server's arguments need.",
-    needs=("serve", "os", "cpu"),
-    fix="./inv up --profile embedded   # or leave --kv-cache-dtype out",
-)
+@CHECKS.add(needs=("serve", "os", "cpu"), fix="./inv up --profile embedded   # or leave --kv-cache-dtype out")
 def _cpu_arguments(view: View) -> CheckResult:
+    """The processor has the instructions that the server's arguments need."""
     missing = missing_on_cpu(view.names("serve.args"), view.text("os.machine"), view.names("cpu.flags"))
     return judged(not missing, missing or "no argument needs an instruction that the processor lacks")

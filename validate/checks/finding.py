@@ -162,12 +162,13 @@ class CheckList(list[Check[FactSource]]):
     doc = DOC
 
     def add(
-        self, name: str, meaning: str, *, fix: str, needs: tuple[str, ...] = ()
+        self, *, fix: str, needs: tuple[str, ...] = (), name: str = "", meaning: str = ""
     ) -> Callable[[Judge[FactSource]], Judge[FactSource]]:
-        """Return a decorator that adds a check with this function as its judge."""
+        """Return a decorator that adds a check, by default with its function's name and docstring as meaning."""
 
         def register(judge: Judge[FactSource]) -> Judge[FactSource]:
-            self.append(Check(name, meaning, needs, judge, fix, self.doc))
+            own = judge.__name__.strip("_").replace("_", "-")
+            self.append(Check(name or own, meaning or judge.__doc__ or "", needs, judge, fix, self.doc))
             return judge
 
         return register

@@ -27,24 +27,16 @@ FREE_MEMORY = "sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'   # first st
 CHECKS = CheckList[View]()
 
 
-@CHECKS.add(
-    "architecture",
-    "The processor is aarch64, as in every DGX Spark.",
-    needs=("os",),
-    fix="python -m validate --profile embedded   # the profile for other machines",
-)
+@CHECKS.add(needs=("os",), fix="python -m validate --profile embedded   # the profile for other machines")
 def _architecture(view: View) -> CheckResult:
+    """The processor is aarch64, as in every DGX Spark."""
     machine = view.text("os.machine")
     return judged(machine == "aarch64", f"this machine is {machine}, DGX Spark is aarch64")
 
 
-@CHECKS.add(
-    "cpu-instructions",
-    "The processor has the instructions vLLM's CPU build is compiled for.",
-    needs=("os", "cpu"),
-    fix="grep -m1 -E 'flags|Features' /proc/cpuinfo",
-)
+@CHECKS.add(needs=("os", "cpu"), fix="grep -m1 -E 'flags|Features' /proc/cpuinfo")
 def _cpu_instructions(view: View) -> CheckResult:
+    """The processor has the instructions vLLM's CPU build is compiled for."""
     machine, flags = view.text("os.machine"), set(view.names("cpu.flags"))
     wanted, better = {"x86_64": ("avx2", "avx512f"), "aarch64": ("asimd", "bf16")}.get(machine, ("", ""))
     if not wanted:
@@ -58,39 +50,27 @@ def _cpu_instructions(view: View) -> CheckResult:
     return passed(f"{machine} with {wanted} and {better}")
 
 
-@CHECKS.add(
-    "gpu-name",
-    "nvidia-smi names one GB10.",
-    needs=("gpu",),
-    fix=NO_GPU,
-)
+@CHECKS.add(needs=("gpu",), fix=NO_GPU)
 def _gpu_name(view: View) -> CheckResult:
+    """nvidia-smi names one GB10."""
     name, count = view.text("gpu.name"), view.number("gpu.count")
     if "GB10" not in name.replace("-", " ").split():
         return failed(f"the GPU is {name}, this profile is for GB10", "python -m validate --profile embedded")
     return judged(count == 1, f"{count:g} x {name}", "CUDA_VISIBLE_DEVICES=0   # a Spark has one GPU")
 
 
-@CHECKS.add(
-    "gpu-capability",
-    "Compute capability is 12.1, by nvidia-smi and by CUDA itself.",
-    needs=("gpu", "cuda"),
-    fix=NO_GPU,
-)
+@CHECKS.add(needs=("gpu", "cuda"), fix=NO_GPU)
 def _gpu_capability(view: View) -> CheckResult:
+    """Compute capability is 12.1, by nvidia-smi and by CUDA itself."""
     smi, cuda = view.text("gpu.compute_capability"), view.text("cuda.compute_capability")
     if smi != cuda:
         return failed(f"nvidia-smi says {smi}, CUDA says {cuda}", "sudo reboot   # driver and libraries differ")
     return judged(cuda == "12.1", f"compute capability {cuda}, wanted 12.1")
 
 
-@CHECKS.add(
-    "gpu-supported",
-    "nvidia-smi and CUDA name the same compute capability, and there are kernels for it.",
-    needs=("gpu", "cuda"),
-    fix="./inv up --device embedded",
-)
+@CHECKS.add(needs=("gpu", "cuda"), fix="./inv up --device embedded")
 def _gpu_supported(view: View) -> CheckResult:
+    """nvidia-smi and CUDA name the same compute capability, and there are kernels for it."""
     smi, cuda = view.text("gpu.compute_capability"), view.text("cuda.compute_capability")
     if smi != cuda:
         return failed(f"nvidia-smi says {smi}, CUDA says {cuda}", "sudo reboot   # driver and libraries differ")
@@ -101,12 +81,11 @@ def _gpu_supported(view: View) -> CheckResult:
 
 
 @CHECKS.add(
-    "gpu-memory",
-    "The GPU's free memory covers vLLM's share, and the share covers the weights.",
     needs=("gpu", "serve", "model"),
     fix="nvidia-smi   # shows which processes hold it; end them, or lower --gpu-memory-utilization",
 )
 def _gpu_memory(view: View) -> CheckResult:
+    """The GPU's free memory covers vLLM's share, and the share covers the weights."""
     total, free = view.number("gpu.memory_total_mib") * 2**20, view.number("gpu.memory_free_mib") * 2**20
     share, weights = view.number("serve.gpu_memory_utilization"), view.number("model.weight_bytes")
     wanted, needed = share * total, weights + devices.table()["spark"].runtime.value * GIB
@@ -119,12 +98,11 @@ def _gpu_memory(view: View) -> CheckResult:
 
 
 @CHECKS.add(
-    "cuda-memory-uncounted",
-    "The container's memory limit does not count what CUDA takes.",
     needs=("memory", "model", "numerics"),
     fix="SPARKFORGE_MEMORY=110g ./inv up   # and report this: docs/hardware.md says that no driver does it",
 )
 def _cuda_memory_uncounted(view: View) -> CheckResult:
+    """The container's memory limit does not count what CUDA takes."""
     limit, weights = headroom(view), view.number("model.weight_bytes")
     if view.is_none("numerics.charged") or limit is None:
         return passed("there is no limit, or no GPU to allocate on")
@@ -135,13 +113,9 @@ def _cuda_memory_uncounted(view: View) -> CheckResult:
     return passed(evidence)
 
 
-@CHECKS.add(
-    "gpu-clock",
-    "Nothing holds the GPU's clock down: neither heat, nor power, nor a limit that somebody set.",
-    needs=("gpu", "numerics"),
-    fix="nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE",
-)
+@CHECKS.add(needs=("gpu", "numerics"), fix="nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE")
 def _gpu_clock(view: View) -> CheckResult:
+    """Nothing holds the GPU's clock down: neither heat, nor power, nor a limit that somebody set."""
     now = GpuState.read(view.table("gpu.state"))
     loaded = None if view.is_none("numerics.loaded") else GpuState.read(view.table("numerics.loaded"))
     for state in (loaded, now):
@@ -151,13 +125,9 @@ def _gpu_clock(view: View) -> CheckResult:
     return passed(f"{described}; under load: {loaded.describe() if loaded else 'not measured'}")
 
 
-@CHECKS.add(
-    "driver-version",
-    "The driver is of branch 580 or later, and not of 590.",
-    needs=("gpu",),
-    fix="sudo apt update && sudo apt full-upgrade && sudo reboot",
-)
+@CHECKS.add(needs=("gpu",), fix="sudo apt update && sudo apt full-upgrade && sudo reboot")
 def _driver_version(view: View) -> CheckResult:
+    """The driver is of branch 580 or later, and not of 590."""
     major, driver = view.version("gpu.driver_version").major, view.text("gpu.driver_version")
     if major in RISKY_DRIVERS:
         return warned(
@@ -167,13 +137,9 @@ def _driver_version(view: View) -> CheckResult:
     return judged(major >= capabilities.MIN_DRIVER, f"driver {driver}, wanted {capabilities.MIN_DRIVER} or later")
 
 
-@CHECKS.add(
-    "cuda-version",
-    "CUDA is 13.0 or later, in the driver and in the runtime.",
-    needs=("cuda",),
-    fix="./inv up   # installs the locked set again",
-)
+@CHECKS.add(needs=("cuda",), fix="./inv up   # installs the locked set again")
 def _cuda_version(view: View) -> CheckResult:
+    """CUDA is 13.0 or later, in the driver and in the runtime."""
     driver, runtime = view.version("cuda.driver_api"), view.version("cuda.runtime_version")
     evidence = f"driver API {view.text('cuda.driver_api')}, runtime {view.text('cuda.runtime_version')}"
     if driver < MIN_CUDA:
@@ -222,13 +188,9 @@ def longest_that_fits(view: View, free: float, beside: float) -> int:
     return most_tokens(model, spark.model_copy(update=figures), serving.load(view, model))
 
 
-@CHECKS.add(
-    "memory-unified",
-    "Unified memory that can be had covers the weights, what vLLM will ask for, the host's side and a reserve.",
-    needs=("memory", "model", "serve"),
-    fix=FREE_MEMORY,
-)
+@CHECKS.add(needs=("memory", "model", "serve"), fix=FREE_MEMORY)
 def _memory_unified(view: View) -> CheckResult:
+    """Unified memory that can be had covers the weights, what vLLM will ask for, the host's side and a reserve."""
     share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
     free, weights, limit = free_memory(view), view.number("model.weight_bytes"), headroom(view)
     host, reserved = devices.table()["spark"].host.value * GIB, reserve(view, total)
@@ -273,13 +235,9 @@ def _memory_unified(view: View) -> CheckResult:
     return passed(evidence)
 
 
-@CHECKS.add(
-    "memory-host",
-    "Free memory covers the weights, the server and a reserve.",
-    needs=("memory", "model"),
-    fix=FREE_MEMORY,
-)
+@CHECKS.add(needs=("memory", "model"), fix=FREE_MEMORY)
 def _memory_host(view: View) -> CheckResult:
+    """Free memory covers the weights, the server and a reserve."""
     free, weights, limit = free_memory(view), view.number("model.weight_bytes"), headroom(view)
     reserved = reserve(view, view.number("memory.total_bytes"))
     if limit is not None and limit - reserve(view, limit) < free - reserved:
@@ -289,48 +247,32 @@ def _memory_host(view: View) -> CheckResult:
     return judged(free >= needed, evidence, stop_others(view))
 
 
-@CHECKS.add(
-    "remove-ipc",
-    "The end of a login does not delete the server's shared memory.",
-    needs=("os",),
-    fix='sudo loginctl enable-linger "$USER"   # or RemoveIPC=no in /etc/systemd/logind.conf',
-)
+@CHECKS.add(needs=("os",), fix='sudo loginctl enable-linger "$USER"   # or RemoveIPC=no in /etc/systemd/logind.conf')
 def _remove_ipc(view: View) -> CheckResult:
+    """The end of a login does not delete the server's shared memory."""
     removed = view.flag("os.remove_ipc")
     deleted = "systemd deletes this user's /dev/shm when the last session ends, and a start meanwhile fails"
     return judged(not removed, deleted if removed else "nothing deletes this user's /dev/shm at a logout")
 
 
-@CHECKS.add(
-    "disk-space",
-    "The disk with vLLM's caches has room.",
-    needs=("disk",),
-    fix="VLLM_CACHE_ROOT=/a/larger/disk ./inv up   # or free some space",
-)
+@CHECKS.add(needs=("disk",), fix="VLLM_CACHE_ROOT=/a/larger/disk ./inv up   # or free some space")
 def _disk_space(view: View) -> CheckResult:
+    """The disk with vLLM's caches has room."""
     free, folder = view.number("disk.cache_free_bytes"), view.text("disk.cache_directory")
     evidence = f"{gib(free)} free for {folder}"
     return failed(evidence) if free < DISK_FAIL else warned(evidence) if free < DISK_WARN else passed(evidence)
 
 
-@CHECKS.add(
-    "shared-memory",
-    "The shared memory in /dev/shm is not Docker's 64 MiB.",
-    needs=("shm",),
-    fix="docker compose up -d   # in docker run: --shm-size=1g",
-)
+@CHECKS.add(needs=("shm",), fix="docker compose up -d   # in docker run: --shm-size=1g")
 def _shared_memory(view: View) -> CheckResult:
+    """The shared memory in /dev/shm is not Docker's 64 MiB."""
     total = view.number("shm.total_bytes")
     return judged(total >= SHM_WARN, f"{gib(total)} in /dev/shm, {gib(SHM_WARN)} advised")
 
 
-@CHECKS.add(
-    "port-free",
-    "The server's port can be bound.",
-    needs=("serve",),
-    fix="./inv up --port 8001",
-)
+@CHECKS.add(needs=("serve",), fix="./inv up --port 8001")
 def _port_free(view: View) -> CheckResult:
+    """The server's port can be bound."""
     port = view.number("serve.port")
     free = view.flag("serve.port_free")
     fix = f"ss -ltnp 'sport = :{port:g}'   # shows who; stop it, or choose another --port"

@@ -15,13 +15,9 @@ def some(names: list[str]) -> str:
     return "; ".join(names[:3]) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-@CHECKS.add(
-    "model-files",
-    "Every shard of the index is there and whole, and so are the tokenizer's files.",
-    needs=("model",),
-    fix=MODEL_FIX,
-)
+@CHECKS.add(needs=("model",), fix=MODEL_FIX)
 def _model_files(view: View) -> CheckResult:
+    """Every shard of the index is there and whole, and so are the tokenizer's files."""
     for fact, problem in (
         ("model.shards_missing", "missing shards"),
         ("model.shards_damaged", "damaged shards"),
@@ -32,13 +28,9 @@ def _model_files(view: View) -> CheckResult:
     return passed(f"all shards whole, {gib(view.number('model.weight_bytes'))}")
 
 
-@CHECKS.add(
-    "model-format",
-    "The checkpoint is of a known family, and its weights have a known format.",
-    needs=("model",),
-    fix="./inv models   # lists the known families",
-)
+@CHECKS.add(needs=("model",), fix="./inv models   # lists the known families")
 def _model_format(view: View) -> CheckResult:
+    """The checkpoint is of a known family, and its weights have a known format."""
     config = view.table("model.config")
     try:
         model = architecture.parse(config, "config.json")

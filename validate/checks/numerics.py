@@ -17,13 +17,9 @@ NO_GRAPH = {"cpu": "no GPU, so no CUDA graph", EAGER: "the kernel says that no C
 CHECKS = CheckList[View]()
 
 
-@CHECKS.add(
-    "numerics",
-    "A small MXFP4 MoE layer through the kernel that will serve gives the reference's numbers.",
-    needs=("numerics",),
-    fix="./inv logs   # choose another --moe-backend; report this",
-)
+@CHECKS.add(needs=("numerics",), fix="./inv logs   # choose another --moe-backend; report this")
 def _numerics(view: View) -> CheckResult:
+    """A small MXFP4 MoE layer through the kernel that will serve gives the reference's numbers."""
     if not_run := NOT_RUN.get(view.text("numerics.state")):
         return warned(f"not run: {not_run[0]}", not_run[1])
     kernel, difference, allowed = (
@@ -50,13 +46,9 @@ TOLERANCES = {"bf16": 0.01, "fp8": 0.06, "mxfp8": 0.06, "mxfp4": 0.20}
 FP8_CACHE = 0.15
 
 
-@CHECKS.add(
-    "layers",
-    "Each part of two gpt-oss layers, through the classes that vLLM selects here, gives the reference's numbers.",
-    needs=("layers", "numerics"),
-    fix="./inv logs   # choose another backend for it, and report this",
-)
+@CHECKS.add(needs=("layers", "numerics"), fix="./inv logs   # choose another backend for it, and report this")
 def _layers(view: View) -> CheckResult:
+    """Each part of two gpt-oss layers, through the classes that vLLM selects here, gives the reference's numbers."""
     if not_run := NOT_RUN.get(view.text("layers.state")):
         return warned(f"not run: {not_run[0]}", not_run[1])
     bf16 = TOLERANCES["bf16"]

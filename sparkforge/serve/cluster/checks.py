@@ -99,8 +99,9 @@ def evaluate_all(cluster: ClusterFacts) -> list[Finding]:
     return [replace(f, required=False, fix="") if f.status is Status.SKIPPED else f for f in findings]
 
 
-@CHECKS.add("nodes", "Every node answers over ssh, without a question.", fix="ssh NODE true   # then ssh-copy-id NODE")
+@CHECKS.add(fix="ssh NODE true   # then ssh-copy-id NODE")
 def _nodes(cluster: ClusterFacts) -> CheckResult:
+    """Every node answers over ssh, without a question."""
     silent = {name: error for name, error in cluster.errors.items() if name not in cluster.facts}
     if silent:
         first = next(iter(silent.values()))
@@ -109,7 +110,7 @@ def _nodes(cluster: ClusterFacts) -> CheckResult:
 
 
 def _add_same(name: str, subject: str, fact: str, fix: str, needs: tuple[str, ...] = ()) -> None:
-    @CHECKS.add(name, f"All nodes have the same {subject}.", needs=needs, fix=fix)
+    @CHECKS.add(name=name, meaning=f"All nodes have the same {subject}.", needs=needs, fix=fix)
     def _same(cluster: ClusterFacts) -> CheckResult:
         if fact == "image" and not cluster.config.in_containers:
             return CheckResult(Status.SKIPPED, "the embedded device has none")
@@ -130,12 +131,9 @@ _add_same("images", "image, by its id", "image", "./inv image.pull REGISTRY/NAME
 _add_same("models", "model, by a hash", "model", "./inv cluster.sync   # and rm what only one node has")
 
 
-@CHECKS.add(
-    "link",
-    "Each node's control interface is up, has a cable, and has its address.",
-    fix="ip -br addr; ibdev2netdev; check the cable",
-)
+@CHECKS.add(fix="ip -br addr; ibdev2netdev; check the cable")
 def _link(cluster: ClusterFacts) -> CheckResult:
+    """Each node's control interface is up, has a cable, and has its address."""
     problems = []
     for node, facts in cluster.nodes():
         interface = facts.interface(node.interface)
@@ -149,12 +147,9 @@ def _link(cluster: ClusterFacts) -> CheckResult:
     return judged(not problems, "; ".join(problems) or "up on every node")
 
 
-@CHECKS.add(
-    "control-network",
-    "The control network is one subnet, and no WiFi.",
-    fix="./inv cluster.discover   # then name a wired interface in cluster.toml",
-)
+@CHECKS.add(fix="./inv cluster.discover   # then name a wired interface in cluster.toml")
 def _control_network(cluster: ClusterFacts) -> CheckResult:
+    """The control network is one subnet, and no WiFi."""
     subnets, radio = set(), []
     for node, facts in cluster.nodes():
         interface = facts.interface(node.interface)
@@ -169,13 +164,9 @@ def _control_network(cluster: ClusterFacts) -> CheckResult:
     return judged(len(subnets) == 1, f"{len(subnets)} subnets: {', '.join(map(str, sorted(subnets)))}")
 
 
-@CHECKS.add(
-    "rdma",
-    "Every RDMA device that cluster.toml names is there and active.",
-    needs=GPUS,
-    fix="ibdev2netdev   # then hcas in cluster.toml",
-)
+@CHECKS.add(needs=GPUS, fix="ibdev2netdev   # then hcas in cluster.toml")
 def _rdma(cluster: ClusterFacts) -> CheckResult:
+    """Every RDMA device that cluster.toml names is there and active."""
     problems = []
     for node, facts in cluster.nodes():
         if not node.hcas:
@@ -192,14 +183,11 @@ def _rdma(cluster: ClusterFacts) -> CheckResult:
 
 
 @CHECKS.add(
-    "port-halves",
-    "Both halves of each port are used, and are on different subnets.",
     needs=GPUS,
-    fix=(
-        "./inv cluster.discover   # name both RDMA devices of the port in hcas, and give each half a subnet of its own"
-    ),
+    fix="./inv cluster.discover   # name both RDMA devices of the port in hcas, and give each half a subnet of its own",
 )
 def _port_halves(cluster: ClusterFacts) -> CheckResult:
+    """Both halves of each port are used, and are on different subnets."""
     problems = []
     for node, facts in cluster.nodes():
         used = {device.interface: device.name for name in node.hcas if (device := facts.device(name))}
@@ -214,12 +202,9 @@ def _port_halves(cluster: ClusterFacts) -> CheckResult:
     return judged(not problems, "; ".join(problems) or "both halves, on their own subnets")
 
 
-@CHECKS.add(
-    "mtu",
-    "Every interface that carries the model has the same MTU, 9000.",
-    fix="sudo ip link set INTERFACE mtu 9000   # on each node",
-)
+@CHECKS.add(fix="sudo ip link set INTERFACE mtu 9000   # on each node")
 def _mtu(cluster: ClusterFacts) -> CheckResult:
+    """Every interface that carries the model has the same MTU, 9000."""
     sizes = {f"{node.name} {entry.name}": entry.mtu for node, entry in cluster.used()}
     text = ", ".join(f"{name} {size}" for name, size in sizes.items())
     if len(set(sizes.values())) > 1:
@@ -232,7 +217,7 @@ def _mtu(cluster: ClusterFacts) -> CheckResult:
 def _add_reach(name: str, meaning: str, problem: Callable[[Reach], str], fix: str) -> None:
     """Add a check of what comes from one node to another; `problem` returns what is wrong with a way."""
 
-    @CHECKS.add(name, meaning, fix=fix)
+    @CHECKS.add(name=name, meaning=meaning, fix=fix)
     def _reached(cluster: ClusterFacts) -> CheckResult:
         if not cluster.reaches:
             return failed("not tried: fewer than two nodes answered")
@@ -270,22 +255,17 @@ _add_reach(
 )
 
 
-@CHECKS.add(
-    "ports", "The ports of cluster.toml are free.", fix=("./inv cluster.down   # or choose other ports in cluster.toml")
-)
+@CHECKS.add(fix="./inv cluster.down   # or choose other ports in cluster.toml")
 def _ports(cluster: ClusterFacts) -> CheckResult:
+    """The ports of cluster.toml are free."""
     taken = {node.name: facts.ports_taken for node, facts in cluster.nodes() if facts.ports_taken}
     problems = [f"{name}: {', '.join(map(str, ports))}" for name, ports in taken.items()]
     return judged(not problems, "; ".join(problems) or "free on every node")
 
 
-@CHECKS.add(
-    "free-memory",
-    "Enough memory is free, not only available, for RDMA buffers.",
-    needs=GPUS,
-    fix="sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'   # on that node",
-)
+@CHECKS.add(needs=GPUS, fix="sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'   # on that node")
 def _free_memory(cluster: ClusterFacts) -> CheckResult:
+    """Enough memory is free, not only available, for RDMA buffers."""
     if unknown := cluster.unknown("memory"):
         return failed(f"not known: {unknown}")
     free = {node.name: (facts.memory or {}).get("MemFree", 0) for node, facts in cluster.nodes()}
@@ -293,12 +273,9 @@ def _free_memory(cluster: ClusterFacts) -> CheckResult:
     return judged(all(size >= LEAST_FREE for size in free.values()), f"MemFree: {text}")
 
 
-@CHECKS.add(
-    "split",
-    "The model can be split as cluster.toml says.",
-    fix="./inv plan --help   # its --nodes shows how to set tensor and pipeline in cluster.toml",
-)
+@CHECKS.add(fix="./inv plan --help   # its --nodes shows how to set tensor and pipeline in cluster.toml")
 def _split(cluster: ClusterFacts) -> CheckResult:
+    """The model can be split as cluster.toml says."""
     config, model = cluster.config, cluster.model
     if model is None:
         return failed("the model's sizes are not known")
@@ -322,15 +299,19 @@ def look(config: ClusterConfig) -> ClusterFacts:
     answers = remote.on_all(
         config.nodes, lambda node: node_facts.ask(node, ports=config.ports(node), model=config.model, image=image)
     )
-    known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
-    errors = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}
+    rows = profiles.load_options(stack=config.stack)
+    name = config.profile or settings.DEFAULTS["spark" if config.has_gpus else "embedded"][0]
+    if name not in rows:
+        profiles.named(name, stack=config.stack)  # raises UsageError
+    known = {node: answer for node, answer in answers.items() if isinstance(answer, NodeFacts)}
+    errors = {node: answer for node, answer in answers.items() if isinstance(answer, SparkforgeError)}
     return ClusterFacts(
         config,
         known,
         errors,
         _reaches(config, known),
         model=_model(config),
-        head=_head_format(config),
+        head=rows[name].dense.head,
     )
 
 
@@ -374,14 +355,6 @@ def _model(config: ClusterConfig) -> Architecture | None:
         return architecture.parse(known[name].config, name) if name in known else architecture.read(Path(config.model))
     except InputError:
         return None
-
-
-def _head_format(config: ClusterConfig) -> str:
-    rows = profiles.load_options(stack=config.stack)
-    name = config.profile or settings.DEFAULTS["spark" if config.has_gpus else "embedded"][0]
-    if name not in rows:
-        profiles.named(name, stack=config.stack)
-    return rows[name].dense.head
 
 
 def require_fine(findings: Sequence[Finding]) -> None:
