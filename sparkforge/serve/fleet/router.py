@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 
 from sparkforge.core.errors import ServerError
 from sparkforge.core.files import write_atomic
@@ -24,78 +25,9 @@ FOLDER = "fleet"  # below the state folder, in which HAProxy and the fleet's pro
 KEEPER, ADMIN = f"{FOLDER}/keeper.sock", f"{FOLDER}/admin.sock"
 UNBOUNDED = 64 << 20  # bytes of a body, of which HAProxy holds the whole, where no bound is set
 DRAIN_SECONDS = 10  # for running answers when the fleet ends
-CONFIGURATION = """
-global
-    nbthread 1
-    maxconn 4096
-    hard-stop-after {drain}s
-    tune.bufsize {buffer}
-    lua-load {folder}/router.lua
-    stats socket unix@{admin} mode 600 level admin
-defaults
-    mode http
-    option http-no-delay
-    option forwardfor
-    timeout connect 5s
-    timeout client 1h
-    timeout server 1h
-    timeout http-request 60s
-    http-error status 502 content-type application/json string '{ended}'
-    http-error status 503 content-type application/json string '{ended}'
-    http-error status 504 content-type application/json string '{ended}'
-frontend api
-    bind {bind}
-    option http-buffer-request
-    {hosts}
-    http-request return status 404 if {{ path_beg /wake/ }}
-    http-request return status 413 content-type application/json string '{large}' if {{ req.body_size gt {largest} }}
-    http-request return status 200 hdr access-control-allow-origin "*" hdr access-control-allow-methods "*" hdr \
-access-control-allow-headers "%[req.hdr(access-control-request-headers)]" if METH_OPTIONS {{ req.hdr(origin) -m found }}
-    {key}
-    http-request set-var(txn.name) req.body,json_query('$.model') if METH_POST
-    http-request lua.read_model if METH_POST !{{ var(txn.name) -m found }}
-    http-request set-var(txn.backend) var(txn.name),map({folder}/names)
-    http-request lua.wake if {{ var(txn.backend) -m found }} {{ var(txn.backend),nbsrv eq 0 }}
-    use_backend %[var(txn.backend)] if {{ var(txn.backend) -m found }} !{{ var(txn.failed) -m found }}
-    default_backend _keeper
-backend _keeper
-    http-response set-header access-control-allow-origin "*"
-    server keeper unix@{keeper}
-"""
+CONFIGURATION, LUA = (Path(__file__).with_name(name) for name in ("haproxy.cfg", "router.lua"))
 BACKEND = """backend {name}
     server one 127.0.0.1:{port} {state} pool-purge-delay 2s
-"""
-LUA = r"""
--- HAProxy's json_query reads 20 levels. This finds "model" of the outermost object at any depth of the others.
-core.register_action("read_model", {"http-req"}, function(txn)
-  local text, position, depth = txn.sf:req_body(), 1, 0
-  while text do
-    local at, _, mark = text:find('(["{}%[%]])', position)
-    if not at then return end
-    position = at + 1
-    if mark == "{" or mark == "[" then depth = depth + 1
-    elseif mark ~= '"' then depth = depth - 1
-    else
-      local ending = text:find('["\\]', at + 1)
-      while ending and text:sub(ending, ending) == "\\" do ending = text:find('["\\]', ending + 2) end
-      if not ending then return end
-      local model = depth == 1 and text:sub(at, ending) == '"model"' and text:match('^%s*:%s*"([^"\\]*)"', ending + 1)
-      if model then txn:set_var("txn.name", model) return end
-      position = ending + 1
-    end
-  end
-end)
-
-core.register_action("wake", {"http-req"}, function(txn)
-  local socket, answer = core.tcp(), nil
-  socket:settimeout(7200)
-  if socket:connect("unix@KEEPER") then
-    socket:send("GET /wake/" .. txn:get_var("txn.backend") .. " HTTP/1.0\r\n\r\n")
-    answer = socket:receive("*l")
-  end
-  socket:close()
-  if not (answer and answer:find(" 200 ")) then txn:set_var("txn.failed", "yes") end
-end)
 """
 REFUSED = "http-request return status {status} content-type application/json string '{body}' unless {condition}"
 
@@ -128,7 +60,7 @@ def write(state: Path, fleet: Fleet, key: str, ports: Mapping[str, int]) -> list
         is_open = f"path /health{' /metrics' if os.environ.get(access.METRICS) == access.OPEN else ''}"
         body = error("this server needs its API key: Authorization: Bearer KEY")
         key_rule = REFUSED.format(status=401, body=body, condition=f"{{ {is_open} }} !METH_POST || {is_right}")
-    text = CONFIGURATION.format(
+    text = Template(CONFIGURATION.read_text("utf-8")).substitute(
         drain=DRAIN_SECONDS, buffer=largest + (1 << 20), largest=largest, folder=FOLDER, admin=ADMIN, keeper=KEEPER,
         bind=f"{bind}:{fleet.port}", hosts=host_rule, key=key_rule, ended=error("the server of this model has ended"),
         large=error(f"the body is larger than {largest} bytes"),
@@ -139,7 +71,7 @@ def write(state: Path, fleet: Fleet, key: str, ports: Mapping[str, int]) -> list
             BACKEND.format(name=name, port=ports.get(name, 1), state="enabled" if name in ports else "disabled")
             for name in (member.name for member in fleet.members)
         ),
-        "router.lua": LUA.replace("KEEPER", KEEPER),
+        "router.lua": LUA.read_text("utf-8").replace("KEEPER", KEEPER),
         "names": "".join(f"{name} {member.name}\n" for member in fleet.members for name in member.names),
         "hosts": "".join(f"{host}\n" for host in hosts),
     }
