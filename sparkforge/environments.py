@@ -108,7 +108,11 @@ def inputs(env: Environment, pins: Pins) -> dict[str, str]:
         wheel = choose_pinned(component, _this_machine())
         lock = patched_wheels.locked(component, wheel.filename)[1] if component.patches else wheel
         wheels[name.rpartition("/")[2]] = lock.sha256
-    project = {"project": _project(), "root": str(paths.ROOT)} if pin.project else {}
+    project = {}
+    if pin.project:  # packages and entry points reach an environment, the linters' settings do not
+        table = read_toml(paths.ROOT / "pyproject.toml")
+        installed = json.dumps([table["project"], table["tool"]["setuptools"]], sort_keys=True)
+        project = {"project": hashlib.sha256(installed.encode()).hexdigest(), "root": str(paths.ROOT)}
     library = {"library": library_hash()} if pin.library else {}
     own = {"lock": sha256_file(locks.lock_path(pin.lock)), "python": sys.version}
     return {**own, **wheels, **project, **library}
@@ -119,13 +123,6 @@ def installed_version(component: Component) -> str:
     wheel = choose_pinned(component, _this_machine())
     lock = patched_wheels.locked(component, wheel.filename)[1] if component.patches else None
     return patched_wheels.local_version(component.version, lock.revision) if lock else component.version
-
-
-def _project() -> str:
-    """Hash what of our pyproject.toml reaches an environment: packages and entry points, not linter settings."""
-    table = read_toml(paths.ROOT / "pyproject.toml")
-    installed = [table["project"], table["tool"]["setuptools"]]
-    return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()
 
 
 def library_hash() -> str:

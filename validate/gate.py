@@ -54,23 +54,16 @@ class ValidationReport:
 
     def error(self) -> SparkforgeError | None:
         """The error that says why the server must not start; None if it may."""
+        if self.verdict is ValidationVerdict.SERVE:
+            return None
         if self.verdict is ValidationVerdict.REFUSE:
-            fails = self.of(Status.FAIL)
-            return RefusalError(
-                f"{len(fails)} of {len(self.findings)} checks failed in profile {self.profile}",
-                "; ".join(f"{f.check}: {f.evidence}" for f in fails[:3]),
-                fails[0].fix,
-                code="validation.failed",
-            )
-        if self.verdict is ValidationVerdict.INCOMPLETE:
-            skips = self.of(Status.SKIPPED, required=True)
-            return RefusalError(
-                f"{len(skips)} required checks of profile {self.profile} were skipped",
-                "; ".join(f"{f.check}: {f.evidence}" for f in skips[:3]),
-                skips[0].fix,
-                code="validation.incomplete",
-            )
-        return None
+            findings, code = self.of(Status.FAIL), "validation.failed"
+            failure = f"{len(findings)} of {len(self.findings)} checks failed in profile {self.profile}"
+        else:
+            findings, code = self.of(Status.SKIPPED, required=True), "validation.incomplete"
+            failure = f"{len(findings)} required checks of profile {self.profile} were skipped"
+        why = "; ".join(f"{finding.check}: {finding.evidence}" for finding in findings[:3])
+        return RefusalError(failure, why, findings[0].fix, code=code)
 
 
 def run(profile: str, options: Options, sheet: Facts | None = None) -> ValidationReport:

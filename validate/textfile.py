@@ -36,7 +36,11 @@ def text(document: Mapping[str, Any], mode: str) -> bytes:
     )
     for name in ValidationVerdict:
         verdict.labels(str(name)).set(document["verdict"] == name)
-    _times(registry, document)
+    when = Gauge("sparkforge_validation_timestamp_seconds", "When the validation ended, Unix time", registry=registry)
+    when.set(datetime.fromisoformat(document["timestamp"]).timestamp())
+    spent = Gauge("sparkforge_validation_seconds", "Seconds spent, by stage", ["stage"], registry=registry)
+    for stage, seconds in document["seconds"].items():
+        spent.labels(stage).set(seconds)
     return bytes(generate_latest(registry))
 
 
@@ -45,11 +49,3 @@ def _build(registry: CollectorRegistry, document: Mapping[str, Any], mode: str) 
     labels = {label: str((facts.get(fact) or {}).get("value") or "") for label, fact in BUILD.items()}
     labels |= {"sparkforge": sparkforge.__version__, "profile": str(document["profile"]), "mode": mode}
     Gauge("sparkforge_build_info", "What serves, always 1", list(labels), registry=registry).labels(**labels).set(1)
-
-
-def _times(registry: CollectorRegistry, document: Mapping[str, Any]) -> None:
-    when = Gauge("sparkforge_validation_timestamp_seconds", "When the validation ended, Unix time", registry=registry)
-    when.set(datetime.fromisoformat(document["timestamp"]).timestamp())
-    spent = Gauge("sparkforge_validation_seconds", "Seconds spent, by stage", ["stage"], registry=registry)
-    for stage, seconds in document["seconds"].items():
-        spent.labels(stage).set(seconds)

@@ -36,7 +36,14 @@ def audit_patched(paths: Sequence[Path]) -> list[AuditedWheel]:
     audited = list[AuditedWheel]()
     for path in _patched(paths):
         lock = load_patched() if lock is None else lock
-        audited.append(_audit_file(path, lock) if path.is_file() else audit_installed(path, lock))
+        if not path.is_file():
+            audited.append(audit_installed(path, lock))
+        elif wheel := next((wheel for wheel in lock.values() if wheel.file == path.name), None):
+            sha256 = sha256_file(path)
+            problems = () if sha256 == wheel.sha256 else (f"its sha256 is {sha256}, and {wheel.sha256} is locked",)
+            audited.append(AuditedWheel(str(path), wheel.file, wheel.sha256, str(wheel.record), problems))
+        else:
+            audited.append(AuditedWheel(str(path), problems=("locks/patched.toml has no such wheel",)))
     return audited
 
 
@@ -49,15 +56,6 @@ def audit_installed(info: Path, lock: Mapping[str, PatchedFile], changes: ImageC
         return AuditedWheel(str(info), problems=(f"{error.what}: {error.why}",))
     problems = verify.differences(installed, changes or ImageChanges())
     return AuditedWheel(str(info), wheel.file, wheel.sha256, str(wheel.record), tuple(problems))
-
-
-def _audit_file(path: Path, lock: Mapping[str, PatchedFile]) -> AuditedWheel:
-    wheel = next((wheel for wheel in lock.values() if wheel.file == path.name), None)
-    if wheel is None:
-        return AuditedWheel(str(path), problems=("locks/patched.toml has no such wheel",))
-    sha256 = sha256_file(path)
-    problems = () if sha256 == wheel.sha256 else (f"its sha256 is {sha256}, and {wheel.sha256} is locked",)
-    return AuditedWheel(str(path), wheel.file, wheel.sha256, str(wheel.record), problems)
 
 
 def _patched(paths: Sequence[Path]) -> Iterator[Path]:

@@ -173,7 +173,9 @@ def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder
         standing = Standing(name=plan.profile, score=None, results=[], why=f"{error.what}: {error.why}")
     else:
         reasons = [reason for result in results for reason in result.reasons]
-        score = None if reasons else mean_throughput(results)
+        figures = [result.metrics.tput_per_gpu for result in results if result.metrics]
+        is_ranked = not reasons and figures and min(figures) > 0
+        score = math.exp(sum(map(math.log, figures)) / len(figures)) if is_ranked else None  # the geometric mean
         standing = Standing(name=plan.profile, score=score, results=results, why="; ".join(reasons))
     if server is None:
         _keep_log(folder, in_container=plan.device in CONTAINERS)
@@ -182,12 +184,6 @@ def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder
         fix = "again"
         raise ServerError("the trial's server was ended by another command", why, fix, code="server.not-running")
     return standing
-
-
-def mean_throughput(results: Sequence[Result]) -> float | None:
-    """Return the geometric mean of tput_per_gpu; None without a figure."""
-    figures = [result.metrics.tput_per_gpu for result in results if result.metrics]
-    return math.exp(sum(map(math.log, figures)) / len(figures)) if figures and min(figures) > 0 else None
 
 
 def _end(server: Server, folder: Path) -> bool:

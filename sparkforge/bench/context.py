@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import psutil
 
 from sparkforge import __version__
 from sparkforge.bench.schema import ServedModel
-from sparkforge.core import paths
+from sparkforge.core import memory, paths
 from sparkforge.core.documents import read_json
 from sparkforge.core.files import sha256_file
 from sparkforge.core.git import checkout_commit
@@ -38,7 +37,7 @@ def describe_server(endpoint: Endpoint) -> ServedModel:
         update={
             "device": record.device,
             "startup_seconds": read_table(paths.state() / "up.json").get("seconds", {}),
-            "memory_bytes": memory(record.pid) if record.pid else {},
+            "memory_bytes": memory.resident(session_members(record.pid)) if record.pid else {},
             "findings": [{key: str(value) for key, value in finding.items()} for finding in findings],
             "records": {name: sha256_file(path) for name, path in files.items() if path.is_file()},
         }
@@ -55,16 +54,6 @@ def running_server() -> records.Server | None:
     """Return this checkout's server if its process lives; a container's is not asked. Raises StorageError."""
     server = records.read()
     return server if server and (server.container or server.alive) else None
-
-
-def memory(leader: int) -> dict[str, int]:
-    """Return bytes over all of a server's processes now: resident, and proportional (shared pages counted once)."""
-    sizes = {"rss": 0, "pss": 0}
-    for pid in session_members(leader):
-        with suppress(psutil.Error):
-            used = psutil.Process(pid).memory_full_info()
-            sizes = {"rss": sizes["rss"] + used.rss, "pss": sizes["pss"] + used.pss}
-    return sizes
 
 
 def read_table(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from invoke.collection import Collection
 
-from sparkforge.cli import build, cluster, diagnose, maintain, max_server, measure, models, serve, service
+from sparkforge.cli import build, cluster, diagnose, maintain, measure, models, serve, service
 
 namespace = Collection(
     serve.up,
@@ -70,9 +70,6 @@ for _collection in (
     _bundle,
     _qualify,
     Collection("pins", lock=maintain.pins_lock),
-    Collection(
-        "max",
-        up=max_server.up,
-    ),
+    Collection("max", up=serve.max_up),
 ):
     namespace.add_collection(_collection)

@@ -82,14 +82,6 @@ def program_path(flag: str, text: str) -> str:
     return path
 
 
-def folder_path(flag: str, text: str) -> str:
-    """Return the absolute path of a folder on the command line, empty for none. Raises UsageError."""
-    path = caller_path(text)
-    if path and not Path(path).is_dir():
-        raise UsageError(f"{flag} {text[:80]!r} is no folder", "no folder is there", f"without {flag}")
-    return path
-
-
 def build_image(stack: str, steps: Steps, options: ImageOptions | None = None) -> None:
     """Build a stack's image through Compose; one for another platform is not what Compose serves here."""
     from sparkforge.image import versions
@@ -135,7 +127,10 @@ def build(_ctx: Context, options: BuildOptions) -> None:
     if options.platform and options.engine != "docker":
         fix = f"{build_for} {shlex.quote(options.platform)}"
         raise UsageError("--platform is for images", "a native build is for this machine", fix)
-    stack, sources = chosen_stack(options.stack), folder_path("--sources", options.sources)
+    stack, sources = chosen_stack(options.stack), caller_path(options.sources)
+    if sources and not Path(sources).is_dir():
+        failure = f"--sources {options.sources[:80]!r} is no folder"
+        raise UsageError(failure, "no folder is there", "without --sources")
     if options.only == "sources":
         from sparkforge.sources import offline, trees
 

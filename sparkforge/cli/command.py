@@ -140,7 +140,9 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         """Raises Invoke's Exit, which prints nothing, for everything but a fault of ours."""
-        _accept_any_text()
+        # stdout escapes what its encoding lacks: half a surrogate pair in an answer, anything but ASCII in LANG=C.
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             with interrupt.caught():
                 _look_at_state(function.__name__)
@@ -279,9 +281,3 @@ def whole_number(flag: str, text: str) -> int:
 def listed(text: str) -> list[str]:
     """Return the words between commas, none of them empty."""
     return [word for part in text.split(",") if (word := part.strip())]
-
-
-def _accept_any_text() -> None:
-    """Have stdout escape what its encoding lacks: half a surrogate pair in an answer, anything but ASCII in LANG=C."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="backslashreplace")

@@ -80,7 +80,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(arguments: list[str]) -> int:
     """Print help or the list, or run commands. Raises UsageError, and Exit with a command's exit code."""
-    arguments, rest = _split(arguments)
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    rest = arguments[separator + 1 :] if "--" in arguments else None
+    arguments = arguments[:separator]
     contexts = {str(context.name): context for context in namespace.to_contexts()}
     for context in tuple(contexts.values()):
         contexts.update(dict.fromkeys(context.aliases, context))
@@ -110,7 +112,13 @@ def run(arguments: list[str]) -> int:
         except ParseError as error:
             raise usage_error(error, contexts, arguments) from None
         if rest is not None:
-            _give_rest(parsed[-1], rest)
+            command = namespace[parsed[-1].name]
+            if not isinstance(command, CommandTask) or not command.rest:
+                why, fix = "there is no program that they could be for", f"./inv {parsed[-1].name} --help"
+                raise UsageError(f"./inv {parsed[-1].name} takes no words behind --", why, fix)
+            argument = Argument(name=command.rest)
+            argument.set_value(rest, cast=False)
+            parsed[-1].add_arg(argument)
         Executor(namespace, Config(lazy=True)).execute(*parsed)
     return 0
 
@@ -141,13 +149,6 @@ def completions(words: Sequence[str], contexts: Mapping[str, ParserContext]) -> 
     return [*_names(), "--list", "--version", "--help"]
 
 
-def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    if "--" not in arguments:
-        return arguments, None
-    separator = arguments.index("--")
-    return arguments[:separator], arguments[separator + 1 :]
-
-
 def _parse(arguments: list[str]) -> list[ParserContext]:
     """Return the arguments as Invoke parses them; an optional positional argument that is missing is empty."""
     try:
@@ -176,17 +177,6 @@ def _require_options(context: ParserContext, arguments: list[str], contexts: dic
             is_value = not value and name in context.flags and context.flags[name].takes_value
         else:
             context = contexts.get(word, context)
-
-
-def _give_rest(context: ParserContext, arguments: list[str]) -> None:
-    """Hand the words behind `--` to the last command. Raises UsageError if it takes none."""
-    command = namespace[context.name]
-    if not isinstance(command, CommandTask) or not command.rest:
-        why, fix = "there is no program that they could be for", f"./inv {context.name} --help"
-        raise UsageError(f"./inv {context.name} takes no words behind --", why, fix)
-    argument = Argument(name=command.rest)
-    argument.set_value(arguments, cast=False)
-    context.add_arg(argument)
 
 
 def _with_two_dashes(arguments: Iterable[str], contexts: Mapping[str, ParserContext]) -> list[str]:

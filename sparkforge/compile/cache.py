@@ -29,9 +29,10 @@ from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.core import paths
 from sparkforge.core.advice import on
-from sparkforge.core.console import confirmed, say, show_error
+from sparkforge.core.console import confirmed, say
 from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import locked, tree_size
+from sparkforge.core.program import exit_code
 
 OPS = "cached_ops"
 KEY = "key"  # in an image, beside pins.toml; its folder of the volume has that name (Dockerfile, deploy/start)
@@ -271,16 +272,10 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(name, action="store_true")
     options = parser.parse_args(arguments)
     names = [name for name in options.module.split(",") if name]
-    try:
-        if options.step == "list":
-            print_cache()
-        else:
-            selection = Selection(names, stale=options.stale, everything=options.all)
-            clean(selection, dry_run=options.dry_run, yes=options.yes)
-    except SparkforgeError as error:
-        show_error(error)
-        return error.exit_code
-    return 0
+    selection = Selection(names, stale=options.stale, everything=options.all)
+    if options.step == "list":
+        return exit_code(print_cache)
+    return exit_code(lambda: clean(selection, dry_run=options.dry_run, yes=options.yes))
 
 
 if __name__ == "__main__":

@@ -198,7 +198,11 @@ class _Run:
         try:
             while self.running or (not self.failure and (self.waiting.units or self.again)):
                 if time.monotonic() >= self.sampled + SAMPLE:
-                    self._sample()
+                    self.sampled = time.monotonic()
+                    resident = sum(resident_sizes(started.child.pid for started in self.running.values()).values())
+                    self.report.peak = max(self.report.peak, resident)
+                    # Memory of running units counts as available, up to the planned amount.
+                    self.budget = min(self.schedule.budget, self.machine().available - RESERVE + resident)
                 if not self.failure:
                     self._start_fitting()
                 for started in list(self.running.values()):
@@ -212,13 +216,6 @@ class _Run:
         if self.failure:
             raise self.failure
         return self.report
-
-    def _sample(self) -> None:
-        """Measure resident sizes and the machine; running units' memory counts as available, up to the plan."""
-        self.sampled = time.monotonic()
-        resident = sum(resident_sizes(started.child.pid for started in self.running.values()).values())
-        self.report.peak = max(self.report.peak, resident)
-        self.budget = min(self.schedule.budget, self.machine().available - RESERVE + resident)
 
     def _start_fitting(self) -> None:
         if self.again:
@@ -262,7 +259,14 @@ class _Run:
         elif was_killed(usage.code, output):
             self.watch("killed", started.unit, result)
             if name in self.retried:
-                raise _killed(name, usage, self.schedule.costs[name], self.machine())
+                now, predicted = self.machine(), self.schedule.costs[name].peak
+                raise CompileError(
+                    f"{name} was killed twice, the second time with nothing beside it",
+                    f"out of memory: it reached {usage.peak / 1e9:.1f} GB of the {predicted / 1e9:.1f} GB predicted; "
+                    f"now {now.available / 1e9:.1f} GB are available ({now.bound})",
+                    "--jobs 1   # first give it memory: ./inv down stops a served model, swap helps too",
+                    code="compile.killed",
+                )
             self.retried.add(name)  # it runs alone once more, and fewer run beside each other after that
             self.again.append(name)
             self.waiting.jobs = max(1, self.waiting.jobs // 2)
@@ -285,16 +289,6 @@ def parse_limit(text: str) -> int | None:
 def was_killed(code: int, output: str) -> bool:
     """Tell whether a program that ended with `code` and `output` was killed, or refused memory, itself or a child."""
     return code in KILL_CODES or (code != 0 and LAST_WORDS.search(output) is not None)
-
-
-def _killed(name: str, usage: Usage, cost: Cost, machine: Machine) -> CompileError:
-    return CompileError(
-        f"{name} was killed twice, the second time with nothing beside it",
-        f"out of memory: it had reached {usage.peak / 1e9:.1f} GB of the {cost.peak / 1e9:.1f} GB predicted; now "
-        f"{machine.available / 1e9:.1f} GB are available ({machine.bound})",
-        "--jobs 1   # first give it memory: ./inv down stops a served model, swap helps too",
-        code="compile.killed",
-    )
 
 
 def _too_big(schedule: Schedule, name: str, machine: Machine) -> CompileError:

@@ -168,7 +168,9 @@ def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MA
     for name in [chosen] if chosen else [prefix + name for name in CXX_NAMES]:
         if not (path := shutil.which(name)):
             continue
-        version = gcc_version(Path(path))
+        is_clang = "clang" in run_unchecked([path, "--version"]).stdout
+        match = re.match(r"\d+(\.\d+)*", run_unchecked([path, "-dumpfullversion"]).stdout)
+        version = match[0] if match and not is_clang else ""
         target = run_unchecked([path, "-dumpmachine"]).stdout.partition("-")[0]
         if version and minimum <= int(version.split(".")[0]) <= maximum and (target == machine or not prefix):
             return Path(path).absolute(), version
@@ -178,14 +180,6 @@ def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MA
     package = f"g++-{machine.replace('_', '-')}-linux-gnu" if prefix else f"g++-{min(maximum, max(minimum, 13))}"
     fix = f"sudo apt install {package}" + ("; unset CXX" if chosen else "")
     raise _error("no host compiler that fits", why, f"{fix}   # then the same command again")
-
-
-def gcc_version(cxx: Path) -> str:
-    """Return a GCC's full version; empty for any other compiler."""
-    if "clang" in run_unchecked([cxx, "--version"]).stdout:
-        return ""
-    match = re.match(r"\d+(\.\d+)*", run_unchecked([cxx, "-dumpfullversion"]).stdout)
-    return match[0] if match else ""
 
 
 def glibc_version(cxx: Path) -> str:

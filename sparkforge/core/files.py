@@ -140,6 +140,11 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
         )
 
 
+def untrusted(path: Path, why: str, fix: str) -> StorageError:
+    """Return the error for a file whose content decides what is run, and that others may have written."""
+    return StorageError(f"{path} is not believed", why, fix, code="storage.access")
+
+
 def unreadable(folder: Path) -> tuple[str, str] | None:
     """Return why we cannot read a folder's files, links followed, and what helps; None if we can or it is absent."""
     if denied := _denied(folder.absolute()):

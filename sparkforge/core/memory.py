@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -48,19 +49,13 @@ def measure(root: Path = Path("/")) -> Machine:
     available, bound = _keyed(root / "proc/meminfo", "MemAvailable:") * 1024, "MemAvailable"
     for flavour in FLAVOURS:
         for group in groups(root, flavour.file_system, "memory"):
-            remaining = _remaining(group, flavour)
-            if remaining is not None and remaining < available:
-                available, bound = remaining, str(group)
+            limits = [limit for name in flavour.limits if (limit := _number(group / name)) is not None]
+            used = _number(group / flavour.usage)
+            if limits and used is not None:  # file cache that the kernel can drop is not counted
+                remaining = min(limits) - max(0, used - _keyed(group / "memory.stat", flavour.droppable))
+                if remaining < available:
+                    available, bound = remaining, str(group)
     return Machine(max(0, available), cpus(root), bound)
-
-
-def _remaining(group: Path, flavour: _Flavour) -> int | None:
-    """Return the bytes below a group's limit, file cache that the kernel can drop not counted; None if unlimited."""
-    limits = [limit for name in flavour.limits if (limit := _number(group / name)) is not None]
-    used = _number(group / flavour.usage)
-    if not limits or used is None:
-        return None
-    return min(limits) - max(0, used - _keyed(group / "memory.stat", flavour.droppable))
 
 
 def largest_process(least: int = GIB) -> str:
@@ -77,6 +72,23 @@ def largest_process(least: int = GIB) -> str:
 def in_gib(count: float) -> str:
     """Format bytes as GiB, or as MiB where that says more."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
+
+
+def resident(pids: Iterable[int]) -> dict[str, int]:
+    """Return the bytes of processes now: `rss`, and `pss`, in which a shared page counts once in total.
+
+    Where the kernel hides another user's pages, as in a container, `pss` counts as `rss` does.
+    """
+    sizes = {"rss": 0, "pss": 0}
+    for pid in pids:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            sizes["rss"] += (own := process.memory_info().rss)
+            try:
+                sizes["pss"] += process.memory_full_info().pss
+            except psutil.AccessDenied:
+                sizes["pss"] += own
+    return sizes
 
 
 def cpus(root: Path) -> int:

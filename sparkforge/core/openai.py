@@ -154,7 +154,13 @@ class Endpoint:
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "stream": True}
         try:
             for event in self.events("/v1/chat/completions", body, seconds):
-                yield from _deltas(event)
+                for choice in event.get("choices", []):
+                    delta = choice.get("delta", {})
+                    for key in ("reasoning", "reasoning_content", "content"):
+                        if text := delta.get(key):
+                            yield StreamDelta(str(text), reasoning=key != "content")
+                    if reason := choice.get("finish_reason"):
+                        yield StreamDelta("", finish_reason=str(reason))
         except NO_ANSWER as error:
             raise _reply_error("the answer broke off", repr(error)) from error
 
@@ -285,13 +291,3 @@ def response_error(response: httpx.Response, path: str = "the server") -> Server
 
 def _reply_error(problem: str, why: str, length: int = 300) -> ServerError:
     return ServerError(problem, why[:length], "./inv logs   # or the log of the server at --url", code="server.reply")
-
-
-def _deltas(event: dict[str, Any]) -> Iterator[StreamDelta]:
-    for choice in event.get("choices", []):
-        delta = choice.get("delta", {})
-        for key in ("reasoning", "reasoning_content", "content"):
-            if text := delta.get(key):
-                yield StreamDelta(str(text), reasoning=key != "content")
-        if reason := choice.get("finish_reason"):
-            yield StreamDelta("", finish_reason=str(reason))

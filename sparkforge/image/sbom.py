@@ -277,21 +277,17 @@ def _component(
 ) -> Component:
     """Return a component that is referred to by its purl, a file by its path; `fields` are others of CycloneDX."""
     fields = {"bom_ref": str(purl) if purl else f"file:{name}"} | fields
+    licenses: list[License] = [DisjunctiveLicense(name=licence) for licence in licences]
+    if len(licences) == 1:  # an expression or an SPDX name
+        licenses = [LicenseFactory().make_from_string(licences[0])]
     return Component(
-        name=name, version=version or None, type=kind, purl=purl, licenses=_licences(licences),
+        name=name, version=version or None, type=kind, purl=purl, licenses=licenses,
         hashes=[HashType(alg=HashAlgorithm.SHA_256, content=sha256)] if sha256 else [], **fields,
     )  # fmt: skip
 
 
 def _reference(kind: ExternalReferenceType, url: str) -> ExternalReference:
     return ExternalReference(type=kind, url=XsUri(url))
-
-
-def _licences(names: list[str] | tuple[str, ...]) -> list[License]:
-    """Return licences as CycloneDX has them: one expression or SPDX name, or several licences by name."""
-    if len(names) == 1:
-        return [LicenseFactory().make_from_string(names[0])]
-    return [DisjunctiveLicense(name=name) for name in names]
 
 
 def _properties(**values: str) -> list[Property]:

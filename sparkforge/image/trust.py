@@ -22,8 +22,8 @@ from sparkforge.core import paths, tables
 from sparkforge.core.advice import on
 from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, parse_json, read_bytes
-from sparkforge.core.errors import IntegrityError, StorageError
-from sparkforge.core.files import sha256_file, write_json
+from sparkforge.core.errors import IntegrityError
+from sparkforge.core.files import sha256_file, untrusted, write_json
 from sparkforge.core.tables import Record, parse_record
 from sparkforge.image import inspect, keyless, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
@@ -121,18 +121,14 @@ def policy() -> Trust | None:
         status = path.stat()
     except FileNotFoundError:
         if path.is_symlink():  # an unmounted disk must not disable the policy
-            raise _untrusted(path, "it is a link to a file that is not there", on("ls -l", path)) from None
+            raise untrusted(path, "it is a link to a file that is not there", on("ls -l", path)) from None
         return None
     if status.st_uid not in {0, os.geteuid()}:
         why = f"it belongs to uid {status.st_uid}, this process is uid {os.geteuid()}"
-        raise _untrusted(path, why, on("ls -lL", path))
+        raise untrusted(path, why, on("ls -lL", path))
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise _untrusted(path, "other users can write it", f"chmod go-w {path}")
+        raise untrusted(path, "other users can write it", f"chmod go-w {path}")
     return tables.load(path, Trust)
-
-
-def _untrusted(path: Path, why: str, fix: str) -> StorageError:
-    return StorageError(f"{path} is not believed", why, fix, code="storage.access")
 
 
 def require(

@@ -126,7 +126,10 @@ def _tokenizer() -> dict[str, object]:
     tiktoken merges neighbours by the rank of their joined bytes, so every cut of a token into two is a merge.
     """
     tokens = base_vocabulary()
-    letters = _byte_letters()
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    # Each byte's printable letter in byte-level BPE (tokenizers, ByteLevel).
+    letters = {**{byte: byte for byte in printable}, **{byte: 256 + i for i, byte in enumerate(hidden)}}
     text = [token.decode("latin-1").translate(letters) for token in tokens]
     rank = {token: i for i, token in enumerate(tokens)}
     merges = [
@@ -149,13 +152,6 @@ def _tokenizer() -> dict[str, object]:
             "vocab": {written: i for i, written in enumerate(text)}, "merges": merges,
         },
     }  # fmt: skip
-
-
-def _byte_letters() -> dict[int, int]:
-    """Map each byte to the printable letter that byte-level BPE writes for it (tokenizers, ByteLevel)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return {**{byte: byte for byte in printable}, **{byte: 256 + i for i, byte in enumerate(hidden)}}
 
 
 def _json(value: object, indent: int | None = 2) -> bytes:

@@ -34,9 +34,7 @@ from validate.facts import checkpoint
 from validate.facts.target import Options, Target
 
 PARTIAL = ".sparkforge-partial"  # the folder of a fetch under way: `.NAME` and this beside a new target, or inside one
-# The files of a checkpoint that vLLM 0.32.0 reads; the hub's gpt-oss repositories also hold the weights twice more, in
-# original/
-# and metal/.
+# The files of a checkpoint that vLLM 0.32.0 reads; gpt-oss' repositories have the weights in original/ and metal/ too.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",

@@ -47,7 +47,12 @@ class Hub:
             if not COMMIT.fullmatch(str(info.sha)):
                 raise ValueError(f"the hub names no commit: {str(info.sha)[:80]!r}")
             self.revision = str(info.sha)
-            self._files = [_remote_file(sibling) for sibling in info.siblings or []]
+            self._files = []
+            for entry in info.siblings or []:  # large files carry a sha256, small ones their git blob's id
+                lfs = entry.lfs
+                digest = f"sha256:{lfs.sha256}" if lfs else f"git:{entry.blob_id}" if entry.blob_id else ""
+                size = int(lfs.size if lfs else entry.size or 0)
+                self._files.append(RemoteFile(str(entry.rfilename), size, digest))
 
     def files(self) -> list[RemoteFile]:
         """Return every file of the commit with the digest that the hub's metadata names."""
@@ -67,48 +72,35 @@ class Hub:
                 resume_size=begin,
                 headers=build_hf_headers(library_name="sparkforge"),
                 expected_size=file.size,
-                tqdm_class=_progress(_bounded(file, begin, advance)),
+                tqdm_class=_progress(file, begin, advance),
             )
 
 
-def _remote_file(sibling: Any) -> RemoteFile:
-    """Return the file of one entry of the hub's answer: large ones carry a sha256, small ones their git blob's id."""
-    lfs = sibling.lfs
-    digest = f"sha256:{lfs.sha256}" if lfs else f"git:{sibling.blob_id}" if sibling.blob_id else ""
-    return RemoteFile(str(sibling.rfilename), int(lfs.size if lfs else sibling.size or 0), digest)
+def _progress(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> Any:
+    """Return a class with the few methods of tqdm that the library calls, which passes `advance` the bytes.
 
-
-def _bounded(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> Callable[[int], None]:
-    """Return `advance` that raises IntegrityError once the file has more bytes than the hub's metadata says."""
+    It raises IntegrityError once the file has more bytes than the hub's metadata says.
+    """
     count = begin
 
-    def counted(size: int) -> None:
-        """Count; the library calls it with a negative number when it begins a piece anew."""
-        nonlocal count
-        count += size
-        if count > file.size:
-            raise IntegrityError(
-                f"{file.name} is not the file that the hub names",
-                f"it has more than {file.size} bytes",
-                "again   # first check HF_ENDPOINT, or name a copy by --mirror",
-                code="integrity.hash",
-            )
-        advance(size)
-
-    return counted
-
-
-def _progress(advance: Callable[[int], None]) -> Any:
-    """Return a class with the few methods of tqdm that the library calls."""
-
     class DownloadProgress:
-        """Stands in for tqdm: takes its arguments, shows nothing, passes the bytes on."""
+        """Stands in for tqdm: takes its arguments and shows nothing."""
 
         def __init__(self, *_args: object, **_more: object) -> None:
             pass
 
-        def update(self, count: float | None = 1) -> None:
-            advance(int(count or 0))
+        def update(self, size: float | None = 1) -> None:
+            """Count; `size` is negative when the library begins a piece anew."""
+            nonlocal count
+            count += int(size or 0)
+            if count > file.size:
+                raise IntegrityError(
+                    f"{file.name} is not the file that the hub names",
+                    f"it has more than {file.size} bytes",
+                    "again   # first check HF_ENDPOINT, or name a copy by --mirror",
+                    code="integrity.hash",
+                )
+            advance(int(size or 0))
 
         def close(self) -> None:
             """Nothing is open."""

@@ -69,11 +69,6 @@ def hub_caches(env: Mapping[str, str]) -> list[Path]:
     return list(dict.fromkeys(folder for root in (*roots, MODELS) for folder in (root / "hub", root)))
 
 
-def visible_token() -> Path | None:
-    """Return a Hugging Face token that was mounted with the cache and that this process can read; None for none."""
-    return next((MOUNTED / name for name in TOKENS if os.access(MOUNTED / name, os.R_OK)), None)
-
-
 def name_of(folder: Path) -> str:
     """Return the name under which a checkpoint's folder is served: a snapshot's repository, else the folder's name."""
     repository = folder.parent.parent.name.split("--")

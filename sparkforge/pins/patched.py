@@ -7,13 +7,11 @@ from pathlib import Path
 
 from pydantic import Field, RootModel
 
-from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
 from sparkforge.core.tables import Record, load
 from sparkforge.pins.table import Sha256, Text
 
 PATH = ROOT / "locks" / "patched.toml"  # not locks.LOCKS: the validator reads it where `pins.locks` is not installed
-HEADER = "# Made by `.venv/bin/python -m lab.patches lock`; do not edit. What each upstream file becomes.\n"
 
 
 class PatchedFile(Record):
@@ -36,13 +34,3 @@ def load_patched(path: Path | None = None) -> Mapping[str, PatchedFile]:
     """Read the lock, by default PATH; an empty one where there is none yet. Raises InputError."""
     path = path or PATH
     return load(path, PatchedLock).root if path.exists() else {}
-
-
-def write_patched(files: Mapping[str, PatchedFile], path: Path | None = None) -> None:
-    """Replace the lock, by default PATH."""
-    tables = []
-    for name, file in sorted(files.items()):
-        values = file.model_dump(exclude_none=True).items()
-        lines = (f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in values)
-        tables.append("\n".join([f'["{name}"]', *lines]))
-    write_atomic(path or PATH, "\n\n".join([HEADER.rstrip(), *tables]) + "\n")

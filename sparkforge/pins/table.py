@@ -6,7 +6,7 @@ A pin without a hash or a size, with an unknown key, or listed twice is refused;
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -227,13 +227,7 @@ class Pins(Record):
     def stack(self, name: str) -> Stack:
         """Return one stack. Raises InputError naming the known ones."""
         if name not in self.stacks:
-            known = ", ".join(self.stacks)
-            raise InputError(
-                f"there is no stack {name}",
-                f"pins.toml has {known}",
-                f"--stack {self.default}",
-                code="input.pins",
-            )
+            raise _absent(f"there is no stack {name}", self.stacks, f"--stack {self.default}")
         return self.stacks[name]
 
     def image(self, stack: str) -> StackImage:
@@ -252,12 +246,7 @@ class Pins(Record):
     def environment(self, name: str) -> EnvironmentPin:
         """Return what an environment is made from. Raises InputError if there is none of that name."""
         if name not in self.environments:
-            raise InputError(
-                f"there is no environment {name}",
-                f"pins.toml has {', '.join(self.environments) or 'none'}",
-                "less pins.toml   # add it there",
-                code="input.pins",
-            )
+            raise _absent(f"there is no environment {name}", self.environments)
         return self.environments[name]
 
     def component(self, stack: str, name: str) -> Component:
@@ -265,13 +254,12 @@ class Pins(Record):
         try:
             return self.stacks[stack].components[name]
         except KeyError:
-            known = ", ".join(self.stacks[stack].components if stack in self.stacks else self.stacks)
-            raise InputError(
-                f"nothing is pinned as {stack}/{name}",
-                f"pins.toml has {known}",
-                "less pins.toml   # add it there",
-                code="input.pins",
-            ) from None
+            known = self.stacks[stack].components if stack in self.stacks else self.stacks
+            raise _absent(f"nothing is pinned as {stack}/{name}", known) from None
+
+
+def _absent(failure: str, known: Iterable[str], fix: str = "less pins.toml   # add it there") -> InputError:
+    return InputError(failure, f"pins.toml has {', '.join(known) or 'none'}", fix, code="input.pins")
 
 
 def load(path: Path = ROOT / "pins.toml") -> Pins:

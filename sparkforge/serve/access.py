@@ -153,11 +153,6 @@ def served_hosts(host: str, port: int, named: Sequence[str]) -> list[str]:
     return [*loopback_hosts(port), *([] if literal in LOOPBACK else [f"{literal}:{port}"])]
 
 
-def container_hosts(text: str) -> str:
-    """Return a container's hosts and its health check's, on any port; all if none is named. Raises UsageError."""
-    return ",".join((*LOOPBACK, *named_hosts(text))) if hosts(text) else ""
-
-
 def flags(key: str) -> tuple[str, ...]:
     """Return vLLM's arguments that put the guard in front; with a key the API's documentation is off."""
     return ("--middleware", f"{__name__}.{Guard.__name__}", *(("--disable-fastapi-docs",) if key else ()))

@@ -44,9 +44,9 @@ from sparkforge.serve.health import HELD_FILE, READY
 from sparkforge.serve.settings import Settings
 from sparkforge.serve.supervise import supervised
 from validate import textfile
-from validate.checks.finding import Status
-from validate.facts.fact import SCHEMA
-from validate.gate import ValidationVerdict
+from validate.checks.finding import Finding, Status
+from validate.gate import ValidationReport, ValidationVerdict
+from validate.report import as_document
 
 CLUSTER = "SPARKFORGE_CLUSTER_WATCH"  # a node of a cluster: the options of the program that ends it with the others
 WATCH = Path(__file__).with_name("cluster") / "watch.py"  # which is run as a file, as supervise.py is
@@ -153,6 +153,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
     """
     arguments = (*options.arguments, *request.arguments)
     access.refuse_key_argument(arguments)
+    hosts = access.named_hosts(os.environ.get(access.HOSTS, ""))
     profiles.named(options.serve_profile, stack=options.stack)  # an unknown one is refused before anything is written
     secrets = settings.secrets(os.environ)
     environment = {name: value for name, value in os.environ.items() if name != settings.VLLM_ARGS}
@@ -172,7 +173,8 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
         if cache := local.hub_cache_of(folder):  # a draft model or tokenizer named in the flags is in the same cache
             environment.setdefault("HF_HUB_CACHE", str(cache))
         model = str(folder)
-        if token := local.visible_token():
+        readable = (local.MOUNTED / name for name in local.TOKENS if os.access(local.MOUNTED / name, os.R_OK))
+        if token := next(readable, None):
             mount = f"-v ~/.cache/huggingface/hub:{local.MOUNTED}/hub:ro"
             say(f"NOTE: the server can read your token {token}; without it: docker run {mount}")
     family = settings.family(model)
@@ -194,7 +196,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
             **environment,
             **(profiler.ENVIRONMENT if options.traces else {}),
             **secrets,
-            access.HOSTS: access.container_hosts(os.environ.get(access.HOSTS, "")),
+            access.HOSTS: ",".join((*access.LOOPBACK, *hosts)) if hosts else "",  # loopback: its own health check
             **limits.variables(os.environ),
         },
         forked=is_tiny and options.profile == "embedded",
@@ -250,25 +252,14 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{why} and left no report ({type(error).__name__})"
     say(f"FAIL validator  the validator {why}")
-    finding = {
-        "check": "validator",
-        "status": str(Status.FAIL),
-        "required": True,
-        "evidence": f"the validator {why}",
-        "fix": "nvidia-smi   # if that hangs too, reboot; longer: SPARKFORGE_VALIDATE_SECONDS=1200",
-        "doc": "docs/concepts/validation.md#in-the-image",
-    }
-    document = {
-        "schema": SCHEMA,
-        "profile": options.profile,
-        "verdict": str(ValidationVerdict.REFUSE),
-        "exit_code": RefusalError.exit_code,
-        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
-        "origin": "this machine",
-        "seconds": {},
-        "findings": [finding],
-        "facts": {},
-    }
+    fix, doc = (
+        "nvidia-smi   # if that hangs too, reboot; longer: SPARKFORGE_VALIDATE_SECONDS=1200",
+        "docs/concepts/validation.md",
+    )
+    finding = Finding("validator", Status.FAIL, True, f"the validator {why}", fix, f"{doc}#in-the-image")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    refusal = ValidationReport(options.profile, ValidationVerdict.REFUSE, (finding,), {}, {}, now, "this machine")
+    document = as_document(refusal)
     _write(report, document)
     return document
 

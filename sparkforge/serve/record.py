@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-from sparkforge.core import paths
+from sparkforge.core import memory, paths
 from sparkforge.core.advice import on
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError, StorageError
-from sparkforge.core.files import write_json
+from sparkforge.core.files import untrusted, write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members, started_at, with_variable
 from sparkforge.serve import access
@@ -161,7 +161,7 @@ def read(path: Path | None = None) -> Server | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         if path.is_symlink():
-            raise _untrusted(path, "it is a link", on("rm", path)) from None
+            raise untrusted(path, "it is a link", on("rm", path)) from None
         return None
     try:
         require_ours(path, os.fstat(descriptor))
@@ -209,11 +209,7 @@ def mark(state: Path | None = None) -> str:
 
 def describe_left(pids: Sequence[int]) -> str:
     """Return a sentence about the processes that are left and the memory that they hold."""
-    size = 0
-    for pid in pids:
-        with suppress(psutil.Error):
-            size += psutil.Process(pid).memory_info().rss
-    ids = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
+    size, ids = memory.resident(pids)["rss"], f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
     return f"a server was killed; its {ids} hold up to {size / 1e9:.1f} GB"
 
 
@@ -254,15 +250,11 @@ def require_ours(path: Path, status: os.stat_result) -> None:
     for owned, owner in ((path, status.st_uid), (path.parent, folder.st_uid)):
         if owner != os.geteuid():
             fix = on("rm", path, "or run the command as that user")
-            raise _untrusted(path, f"{owned} belongs to uid {owner}, this process is uid {os.geteuid()}", fix)
+            raise untrusted(path, f"{owned} belongs to uid {owner}, this process is uid {os.geteuid()}", fix)
     if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise _untrusted(path, f"other users can write into {path.parent}", f"chmod 700 {path.parent}")
+        raise untrusted(path, f"other users can write into {path.parent}", f"chmod 700 {path.parent}")
     if not stat.S_ISREG(status.st_mode):
-        raise _untrusted(path, "it is no regular file", on("rm", path))
+        raise untrusted(path, "it is no regular file", on("rm", path))
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         why = f"its mode is {stat.S_IMODE(status.st_mode):04o}, and we write 0600"
-        raise _untrusted(path, why, f"chmod 600 {path}   # if you started this server; else: rm {path}")
-
-
-def _untrusted(path: Path, why: str, fix: str) -> StorageError:
-    return StorageError(f"{path} is not believed", why, fix, code="storage.access")
+        raise untrusted(path, why, f"chmod 600 {path}   # if you started this server; else: rm {path}")

@@ -133,10 +133,11 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
     say(f"{'unchanged' if former == text else 'wrote'} {manager.file}")
     pauses = "growing pauses, 5 s to 5 min" if number >= unit.GROWING_SINCE else "pauses of 30 s (systemd before 254)"
     say(f"systemd {number} starts it at boot and after a crash, with {pauses}; six ends in two hours stop it")
-    if not system and not _lingers():
+    if not system and not (MACHINE / LINGERING / getpass.getuser()).exists():
         say(
             f"NOTE: it starts when {getpass.getuser()} logs in and ends with the last session, whose shared memory "
-            f"logind deletes (RemoveIPC). To start it at boot and keep it: {_linger_command()}"
+            f"logind deletes (RemoveIPC). To start it at boot and keep it: "
+            f"sudo loginctl enable-linger {getpass.getuser()}"
         )
     if now:
         manager.control("reset-failed", NAME, check=False)
@@ -179,12 +180,3 @@ def _require_ours(manager: Manager) -> str | None:
     if root:
         why, fix = f"{root} wrote it", f"{manager.sudo}{root}/inv service.remove{manager.option}"
     raise StorageError(f"{manager.file} is not this checkout's", why, fix, code="storage.access")
-
-
-def _linger_command() -> str:
-    return f"sudo loginctl enable-linger {getpass.getuser()}"
-
-
-def _lingers() -> bool:
-    """Tell whether logind keeps this user's manager without a session (loginctl enable-linger)."""
-    return (MACHINE / LINGERING / getpass.getuser()).exists()

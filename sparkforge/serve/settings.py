@@ -108,7 +108,11 @@ def judge(env: Mapping[str, str]) -> None:
     for name, (form, what, example) in FORMS.items():
         if (value := env.get(name)) and not re.fullmatch(form, value):
             raise UsageError(f"{name} is {value[:40]!r}", f"it must be {what}", f"{name}={example}")
-    require_guard(env)
+    try:
+        thresholds.configured(env)
+    except ValueError as error:  # the server would run without a guard
+        text = f"{thresholds.VARIABLE} has no meaning"
+        raise UsageError(text, str(error), f"{thresholds.VARIABLE}=3, or 0 for no guard") from error
     limits.read(env)
     _seconds(env)
     for prefix in ("", "SPARKFORGE_"):
@@ -162,15 +166,6 @@ def read(env: Mapping[str, str]) -> Settings:
         refused=_one_of(env, "SPARKFORGE_REFUSED"),
         bind=env.get(access.BIND) or "",
     )
-
-
-def require_guard(env: Mapping[str, str]) -> None:
-    """Raise UsageError if the memory guard's bound is not a number: the server would run without a guard."""
-    try:
-        thresholds.configured(env)
-    except ValueError as error:
-        text = f"{thresholds.VARIABLE} has no meaning"
-        raise UsageError(text, str(error), f"{thresholds.VARIABLE}=3, or 0 for no guard") from error
 
 
 def served_id(model: str) -> str:

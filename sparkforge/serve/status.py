@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -171,13 +170,14 @@ def report(server: Server) -> StatusReport:
         time.sleep(INTERVAL)
     now = read_metrics(server)
     pids, models = _pids(server), list[FleetStatus]()
-    resident = _resident(pids) if pids or not server.container else None
+    resident = memory.resident(pids)["pss"] if pids or not server.container else None
     held = gpu_memory() if server.device == FLEET else {}
     for row in fleet() if server.device == FLEET else []:
         model = record.read(paths.state() / record.MODELS / row["name"] / record.NAME) if row["where"] else None
         sizes = dict[str, int]()
         if model and (pids := _pids(model)):
-            sizes = {"memory": _resident(pids), **({"gpu_memory": sum(held.get(p, 0) for p in pids)} if held else {})}
+            sizes = {"memory": memory.resident(pids)["pss"]}
+            sizes |= {"gpu_memory": sum(held.get(p, 0) for p in pids)} if held else {}
         models.append(FleetStatus.model_validate({**row, **sizes}))
         resident = (resident or 0) + sizes.get("memory", 0)
     container_health, log, began = _container(server) if server.container else ("", _end_of(server.log), server.started)
@@ -379,19 +379,6 @@ def _pids(server: Server) -> list[int]:
         with suppress(OSError):  # it may end while we look
             pids += [pid] if server.container in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8") else []
     return pids
-
-
-def _resident(pids: Sequence[int]) -> int:
-    """Return the memory of processes in bytes, as PSS: a page of several processes counts only once in total."""
-    total = 0
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            try:
-                total += process.memory_full_info().pss
-            except psutil.AccessDenied:  # another user's, as in a container
-                total += process.memory_info().rss
-    return total
 
 
 def _end_of(log: str) -> str:

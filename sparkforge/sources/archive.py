@@ -61,13 +61,13 @@ def unpack(
     those of unpacking.
     """
     if target.exists():
-        raise _refused(archive, f"{target} is in the way")
+        raise refused(archive, f"{target} is in the way")
     try:
         target.mkdir(parents=True)
         return _unpack(archive, target, top, wanted)
     except MALFORMED as error:
         remove(target)
-        raise _refused(archive, f"it is damaged or truncated: {error or type(error).__name__}") from error
+        raise refused(archive, f"it is damaged or truncated: {error or type(error).__name__}") from error
     except BaseException:
         remove(target)
         raise
@@ -80,9 +80,9 @@ def _unpack(archive: Path, target: Path, top: str | None, wanted: Callable[[str]
     for member in members(archive):
         path = checked_path(archive, member, top)
         if path in seen or (member.kind == "file" and path in folders) or any(p in listing for p in parents(path)):
-            raise _refused(archive, f"{member.name!r} is in it twice, or is a file and a folder")
+            raise refused(archive, f"{member.name!r} is in it twice, or is a file and a folder")
         if len(seen) >= MAX_MEMBERS:
-            raise _refused(archive, f"it has more than {MAX_MEMBERS} members")
+            raise refused(archive, f"it has more than {MAX_MEMBERS} members")
         seen.add(path)
         folders.update(parents(path))
         if member.kind == "folder":
@@ -94,7 +94,7 @@ def _unpack(archive: Path, target: Path, top: str | None, wanted: Callable[[str]
         listing[path], size = write_member(member, target / path, left)
         left -= size
         if left < 0:
-            raise _refused(archive, f"it has more than {bound} bytes up to {member.name!r}")
+            raise refused(archive, f"it has more than {bound} bytes up to {member.name!r}")
     return listing
 
 
@@ -107,13 +107,13 @@ def checked_path(archive: Path, member: Member, top: str | None) -> str:
     name = member.name.removesuffix("/") if member.kind == "folder" else member.name
     parts = name.split("/")
     if member.kind not in {"file", "folder"}:
-        raise _refused(archive, f"{member.name!r} is a {member.kind}")
+        raise refused(archive, f"{member.name!r} is a {member.kind}")
     if not unharmful(name):
-        raise _refused(archive, f"{member.name!r} is absolute, leads out of the folder, or is no plain text")
+        raise refused(archive, f"{member.name!r} is absolute, leads out of the folder, or is no plain text")
     if top is None:
         return name
     if parts[0] != top or (len(parts) == 1 and member.kind == "file"):
-        raise _refused(archive, f"{member.name!r} does not lie in {top}/")
+        raise refused(archive, f"{member.name!r} does not lie in {top}/")
     return "/".join(parts[1:])
 
 
@@ -140,7 +140,7 @@ def members(archive: Path) -> Iterator[Member]:
     elif archive.name.endswith((".tar", ".tar.gz", ".tgz")):
         yield from _tar_members(archive)
     else:
-        raise _refused(archive, "it is no .tar, .tar.gz, .zip or .whl")
+        raise refused(archive, "it is no .tar, .tar.gz, .zip or .whl")
 
 
 def read_files(archive: Path, top: str | None, wanted: set[str]) -> dict[str, bytes | None]:
@@ -154,10 +154,10 @@ def read_files(archive: Path, top: str | None, wanted: set[str]) -> dict[str, by
             with member.open() as source:
                 content = source.read(LARGEST + 1)
             if contents[path] is not None or len(content) > LARGEST:
-                raise _refused(archive, f"{path} is in it twice, or is too large")
+                raise refused(archive, f"{path} is in it twice, or is too large")
             contents[path] = content
     except MALFORMED as error:
-        raise _refused(archive, f"it is damaged or truncated: {error}") from error
+        raise refused(archive, f"it is damaged or truncated: {error}") from error
     return contents
 
 
@@ -292,10 +292,9 @@ def require_space_for(archive: Path, target: Path) -> None:
     require_space(target, 14 * archive.stat().st_size, f"what {archive.name} unpacks to")
 
 
-def _refused(archive: Path, reason: str) -> IntegrityError:
+def refused(archive: Path, reason: str, fix: str = "") -> IntegrityError:
+    """Return the error for an archive of which nothing was kept; by default it is one that a pin names."""
+    fix = fix or on("rm", archive, "do not trust it; the same command fetches it again from where it is pinned")
     return IntegrityError(
-        f"{archive.name} is refused",
-        f"{reason}; nothing of it was kept",
-        on("rm", archive, "do not trust it; the same command fetches it again from where it is pinned"),
-        code="integrity.archive",
+        f"{archive.name} is refused", f"{reason}; nothing of it was kept", fix, code="integrity.archive"
     )

@@ -25,6 +25,7 @@ import tarfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -50,6 +51,7 @@ PACKS = "packs"  # a folder of the checkout's state and of a bundle, with kernel
 EMBEDDED = "embedded"  # the device, whose stack pins.toml names
 BUNDLER = "1"  # raise it when this module would make other bytes of the same inputs
 MAX_INDEX = 16 << 20
+_refused = partial(archive.refused, fix="again   # first copy the bundle again, or make it anew")
 MAX_DEPTH = 32  # folders above a member; what we pack has at most 7
 WRITE_VOCABULARY = (
     "import sys, pathlib; from sparkforge.models.harmony import write_vocabulary as w; w(pathlib.Path(sys.argv[1]))"
@@ -379,12 +381,3 @@ def _read_index(file: Path, data: bytes) -> dict[str, tuple[str, int]]:
         if not fine or any(parent in members for parent in archive.parents(path)):
             raise _refused(file, f"its {offline.INDEX} lists {path[:200]!r}")
     return members
-
-
-def _refused(file: Path, reason: str) -> IntegrityError:
-    return IntegrityError(
-        f"{file.name} is refused",
-        f"{reason}; nothing of it was kept",
-        "again   # first copy the bundle again, or make it anew",
-        code="integrity.archive",
-    )

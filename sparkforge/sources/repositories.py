@@ -29,24 +29,16 @@ def clone(name: str, pin: GitSource, target: Path) -> tuple[Manifest, bool]:
 
     Raises InputError for an unknown commit, NetworkError, IntegrityError for another tree or a link that leads out.
     """
-    require_commit(name, pin)
+    if pin.commit == UNKNOWN:
+        why = f"pins.toml does not know the commit of {pin.tag}, and a tag can be moved"
+        fix = f"git ls-remote {pin.repository} 'refs/tags/{pin.tag}*'   # then write the commit into pins.toml"
+        raise InputError(f"{name} cannot be fetched", why, fix, code="input.pins")
     return once(target, "git", manifest_inputs(pin), lambda temporary: _clone(name, pin, temporary, target))
 
 
 def manifest_inputs(pin: GitSource) -> dict[str, str]:
     """Return what the copy of a repository is made from."""
     return {"repository": pin.repository, "commit": pin.commit, "tree": pin.tree}
-
-
-def require_commit(name: str, pin: GitSource) -> None:
-    """Raise InputError, with the command that shows it, if the commit of `pin` is unknown: a tag can be moved."""
-    if pin.commit == UNKNOWN:
-        raise InputError(
-            f"{name} cannot be fetched",
-            f"pins.toml does not know the commit of {pin.tag}, and a tag can be moved",
-            f"git ls-remote {pin.repository} 'refs/tags/{pin.tag}*'   # then write the commit into pins.toml",
-            code="input.pins",
-        )
 
 
 def fetch_command(name: str, pin: GitSource, folder: str = "") -> str:

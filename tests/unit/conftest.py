@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from loopback import Quiet, serving
 from programs import require
 
+from lab.patches.lock import write_patched
 from sparkforge.core import paths
 from sparkforge.core.files import sha256_file
 from sparkforge.models import local
@@ -189,7 +190,7 @@ def patched_environment(tmp_path_factory, patched_wheel):
 @pytest.fixture
 def patched_site(tmp_path, patched_wheel, patched_environment, monkeypatch):
     """The site-packages of a copy of it, `tmp_path`/environment, and a lock that has the wheel."""
-    patched.write_patched(patched_wheel.lock, tmp_path / "patched.toml")
+    write_patched(patched_wheel.lock, tmp_path / "patched.toml")
     monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
     copied = shutil.copytree(patched_environment, tmp_path / "environment", symlinks=True)
     return next((copied / "lib").glob("python3*")) / "site-packages"

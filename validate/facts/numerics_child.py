@@ -137,7 +137,10 @@ def by_vllm(layer: MoeLayer, request: dict[str, Any]) -> Run:
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod  # noqa: PLC0415
     from vllm.v1.worker.workspace import init_workspace_manager  # noqa: PLC0415
 
-    questions = _questions(request)
+    # This program may run where no package of ours is installed; behind all others its folder hides no package.
+    sys.path.append(str(Path(__file__).parent))
+    child = importlib.import_module("deep_child")
+    questions = child.Questions(request["model"], request["serve_args"], request["layer"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with set_current_vllm_config(questions.config):
         init_workspace_manager(device)
@@ -206,12 +209,6 @@ def _holder(method: Any, layer: MoeLayer, device: torch.device) -> Holder:
             filled[tuple(slice(size) for size in part.shape)] = part.to(device)
             parameter.data = filled
     return holder
-
-
-def _questions(request: dict[str, Any]) -> Any:
-    """Return deep_child's Questions: this program may run where no package of ours is installed."""
-    sys.path.append(str(Path(__file__).parent))  # behind all others: its names must not hide a package
-    return importlib.import_module("deep_child").Questions(request["model"], request["serve_args"], request["layer"])
 
 
 def difference(output: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -115,11 +115,6 @@ def nvcc_path(target: Target) -> str | None:
     return shutil.which(str(Path(home) / "bin" / "nvcc"))
 
 
-def ninja_path(target: Target) -> str | None:
-    """The ninja on the server's PATH, where FlashInfer looks for it."""
-    return shutil.which("ninja", path=target.options.environ.get("PATH"))
-
-
 def companions(target: Target) -> list[str]:
     """Installed packages with compiled parts that must match torch's build, as `name version`."""
     return [f"{name} {target.version(name)}" for name in COMPANIONS if name in target.distributions()]
@@ -224,7 +219,7 @@ READINGS = (
     Reading("cudnn.version", f"{CUDNN} cudnnGetVersion", cudnn_version),
     Reading("cuda.runtime_version", "package metadata of nvidia-cuda-runtime, or version.json", cuda_runtime_version),
     Reading("jit.nvcc", "CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda", nvcc_path),
-    Reading("jit.ninja", "PATH", ninja_path),
+    Reading("jit.ninja", "PATH", lambda target: shutil.which("ninja", path=target.options.environ.get("PATH"))),
     Reading("pins.vllm", "pins.toml", lambda target: pinned(target, "vllm")),
     Reading("pins.torch", "pins.toml", lambda target: pinned(target, "torch")),
     Reading("plugins.vllm", f"entry points of {PLUGIN_GROUP}", plugins),

@@ -40,7 +40,7 @@ from sparkforge.compile.vllm.targets import TargetTable
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError, ProcessError, UsageError
-from sparkforge.core.files import locked, sha256_file, write_json
+from sparkforge.core.files import locked, sha256_file, write_atomic, write_json
 from sparkforge.core.manifest import Made
 from sparkforge.core.process import run
 
@@ -279,10 +279,17 @@ def configure(order: ExtensionOrder) -> None:
         manifest.remove(stale)
     say("configuring: half a minute and more")
     vllm_sources.copy_tree(order.sources, tree)
-    variables = vllm_sources.stand_ins(order.table, order.sources, order.folder / "left-out")
+    variables = {}
+    for name, option in order.table.repositories.items():
+        folder = order.sources.repositories[name].folder
+        if folder is None:
+            folder = order.folder / "left-out" / name
+            for file in option.files:
+                write_atomic(folder / file, vllm_sources.STAND_IN)
+        variables[option.variable] = str(folder)
     command: list[str | Path] = [
         order.interpreter.cmake, "-G", "Ninja", "-S", tree, "-B", order.folder / "cmake", *OPTIONS,
-        *(f"-D{name}={folder}" for name, folder in variables.items() if name != "TRITON_KERNELS_SRC_DIR"),
+        *(f"-D{name}={value}" for name, value in variables.items() if name != "TRITON_KERNELS_SRC_DIR"),
         f"-DCMAKE_MAKE_PROGRAM={order.chain.ninja}", f"-DVLLM_PYTHON_EXECUTABLE={order.interpreter.python}",
         f"-DFETCHCONTENT_BASE_DIR={order.folder / 'fetched'}",
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from sparkforge.compile.vllm.targets import TargetTable
 from sparkforge.core import manifest
 from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError, PatchError, ProcessError, UsageError
-from sparkforge.core.files import sha256_file, write_atomic
+from sparkforge.core.files import sha256_file
 from sparkforge.core.git import git
 from sparkforge.core.paths import ROOT
 from sparkforge.patching.series import Queue
@@ -197,16 +197,3 @@ def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
             )
     if inputs.queue:
         inputs.queue.apply_to(copy)
-
-
-def stand_ins(table: TargetTable, inputs: ExtensionSources, parent: Path) -> dict[str, str]:
-    """Make the folders that stand in under `parent`; return every repository's variable with its folder."""
-    variables = {}
-    for name, option in table.repositories.items():
-        folder = inputs.repositories[name].folder
-        if folder is None:
-            folder = parent / name
-            for file in option.files:
-                write_atomic(folder / file, STAND_IN)
-        variables[option.variable] = str(folder)
-    return variables

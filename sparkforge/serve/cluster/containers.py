@@ -21,7 +21,7 @@ from sparkforge.core.console import Steps
 from sparkforge.core.docker import docker, docker_logged
 from sparkforge.core.errors import EngineError, RefusalError, ServerError
 from sparkforge.core.files import write_atomic
-from sparkforge.core.tables import Record, parse_object
+from sparkforge.core.tables import Record, parse_record
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine
 from sparkforge.image.compose import SERVICE
@@ -100,7 +100,7 @@ class ContainerNode(Container):
                 *once, "--entrypoint", PYTHON, SERVICE, "-c", RDMA_PROBE, more=self.compose_files
             )
             origin = f"the answer of the container of {self.node.name}"
-            inside = ContainerRdma.model_validate(parse_object(docker(look, env=self.env), origin, ContainerRdma))
+            inside = parse_record(docker(look, env=self.env), origin, ContainerRdma)
             if problems := "; ".join(inside.problems()):
                 fix = "ls -l /dev/infiniband on the node; docker-compose.cluster.yml mounts it with unlimited memlock"
                 failure = f"the container of {self.node.name} has no RDMA"

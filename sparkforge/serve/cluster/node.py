@@ -27,7 +27,7 @@ from sparkforge.core import interrupt, paths
 from sparkforge.core.console import echo, show_error
 from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError, ServerError, SparkforgeError
-from sparkforge.core.tables import Record, parse_object
+from sparkforge.core.tables import Record, parse_record
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import launch
 from sparkforge.serve.cluster import watch
@@ -181,7 +181,7 @@ def main() -> int:
     """Read the request from stdin and answer it; returns the exit code. An error is an answer too."""
     try:
         try:
-            request = NodeRequest.model_validate(parse_object(sys.stdin.read(), "the request", NodeRequest))
+            request = parse_record(sys.stdin.read(), "the request", NodeRequest)
         except DocumentError as error:
             fix = "git pull   # on every node: the same Sparkforge"
             raise InputError("the request is malformed", error.why, fix) from error

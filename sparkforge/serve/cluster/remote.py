@@ -17,7 +17,7 @@ from sparkforge.core import paths
 from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import InputError, NetworkError, ProcessError, SparkforgeError
 from sparkforge.core.process import run_unchecked
-from sparkforge.core.tables import Record, parse_object
+from sparkforge.core.tables import Record, parse_record
 from sparkforge.serve.cluster import probe
 from sparkforge.serve.cluster.config import ClusterNode
 
@@ -61,7 +61,7 @@ def document(
     """Return the JSON object that a program prints on a node. Raises as `output`, and InputError for another shape."""
     text = output(node, argv, seconds=seconds, stdin=stdin)
     try:
-        return shape.model_validate(parse_object(text, node.name, shape))
+        return parse_record(text, node.name, shape)
     except DocumentError as error:
         fix = f"{shlex.join(command_line(node, ['true']))}   # must print nothing; and git pull on every node"
         raise InputError(f"cannot read the answer of {node.name}", error.why, fix, code="input.facts") from error
@@ -74,25 +74,22 @@ def ask_probe(node: ClusterNode, mode: str, shape: type[Answer], *, seconds: flo
     return document(node, argv, shape, seconds=seconds, stdin=source)
 
 
+def on_every(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result]:
+    """Call a function with every node at the same time; return the results by the node's name.
+
+    Raises the first node's error, after all have ended.
+    """
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return dict(zip((node.name for node in nodes), pool.map(call, nodes), strict=True))
+
+
 def on_all(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result | SparkforgeError]:
-    """Call a function with every node at the same time; return result or error by the node's name."""
+    """Call a function as `on_every` does; an error stands in its node's place: the other results are still needed."""
 
     def attempt(node: ClusterNode) -> Result | SparkforgeError:
-        """Return an error instead of raising it: the other nodes' results are still needed."""
         try:
             return call(node)
         except SparkforgeError as error:
             return error
 
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        return dict(zip((node.name for node in nodes), pool.map(attempt, nodes), strict=True))
-
-
-def on_every(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result]:
-    """Call a function as `on_all` does. Raises the first node's error, after all have ended."""
-    answers = on_all(nodes, call)
-    results = {name: answer for name, answer in answers.items() if not isinstance(answer, SparkforgeError)}
-    for answer in answers.values():
-        if isinstance(answer, SparkforgeError):
-            raise answer
-    return results
+    return on_every(nodes, attempt)

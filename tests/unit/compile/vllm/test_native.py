@@ -11,6 +11,7 @@ import pytest
 from invoke.program import Program
 
 import tasks
+from lab.patches.lock import write_patched
 from sparkforge.compile import stages as build
 from sparkforge.compile.stages import BuildRequest
 from sparkforge.compile.vllm import overlay as vllm_overlay
@@ -52,7 +53,7 @@ def ready(kit, patched_wheel, small, order, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_overlay.pins, "load", lambda: pinned)
     queue, buffer = series.Queue.load(small / "patches/vllm-0.32.0"), io.BytesIO()
     entry = wheels.make(tmp_path / WHEEL, pinned.component("spark", "vllm-wheel"), queue, 1, buffer)
-    patched.write_patched({WHEEL: entry}, tmp_path / "patched.toml")
+    write_patched({WHEEL: entry}, tmp_path / "patched.toml")
     monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
     monkeypatch.setattr(wheels.locked, "__defaults__", (small / "patches",))
     monkeypatch.setitem(wheels.patched.__kwdefaults__, "patches", small / "patches")
