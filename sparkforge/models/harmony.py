@@ -20,6 +20,7 @@ BASE_TOKENS = 199_998  # o200k_base without its special tokens; Harmony's begin 
 # tiktoken names this hash for o200k_base.tiktoken (tiktoken_ext/openai_public.py).
 VOCABULARY_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 CHAT_TEMPLATE = Path(__file__).with_name("harmony.jinja")
+ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTION, _LEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"[^\r\n\p{L}\p{N}]?"
@@ -78,6 +79,8 @@ def tokenizer_files() -> dict[str, bytes]:
     names = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
     config = {
         **names,
+        # As the published checkpoint has it. Without it transformers parses tokenizer.json a second time, for a second.
+        "added_tokens_decoder": {str(i): {"content": token, **ADDED} for token, i in special_tokens().items()},
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": 1_000_000_000,
@@ -138,10 +141,9 @@ def _tokenizer() -> dict[str, object]:
     ]  # fmt: skip
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": i, "content": token, **flags} for token, i in special_tokens().items()],
+        "added_tokens": [{"id": i, "content": token, **ADDED} for token, i in special_tokens().items()],
         "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
         "post_processor": None, "decoder": level,
         "model": {

@@ -5,6 +5,10 @@ imports vLLM again, which takes 6 to 9 s of a core; a fork shares the import. Th
 process, because a separate worker spin-waits and occupies one of two cores. A fork keeps the OpenMP threads of its
 parent, so vLLM cannot
 bind threads to cores. That costs speed, so only the tiny model is served this way.
+
+Of its tokenizer there is one copy less in transformers, whose original nobody else uses, and one less in vLLM, which
+makes a second one when two threads need it at once. Each copy writes and parses 12 MB of JSON, which takes over a
+second.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+from transformers import tokenization_utils_tokenizers
 from vllm.model_executor.models import registry
+from vllm.renderers import hf
 
 IN_THE_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on a CPU vLLM replaces `uni` by `mp`
 get_context = multiprocessing.get_context
@@ -45,6 +52,9 @@ if not callable(registry._run_in_subprocess):  # noqa: SLF001 - vLLM has no othe
 registry._run_in_subprocess = _run_in_a_fork  # noqa: SLF001
 multiprocessing.get_context = _context
 os.environ["OMP_NUM_THREADS"] = "1"
+tokenization_utils_tokenizers.copy = SimpleNamespace(deepcopy=lambda tokenizer: tokenizer)
+make_pool = hf.maybe_make_thread_pool
+hf.maybe_make_thread_pool = lambda tokenizer, copies: make_pool(tokenizer)
 
 if __name__ == "__main__":
     del sys.argv[0]
