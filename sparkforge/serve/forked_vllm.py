@@ -54,7 +54,7 @@ multiprocessing.get_context = _context
 os.environ["OMP_NUM_THREADS"] = "1"
 tokenization_utils_tokenizers.copy = SimpleNamespace(deepcopy=lambda tokenizer: tokenizer)
 make_pool = hf.maybe_make_thread_pool
-hf.maybe_make_thread_pool = lambda tokenizer, copies: make_pool(tokenizer)
+hf.maybe_make_thread_pool = lambda tokenizer, _copies: make_pool(tokenizer)
 
 if __name__ == "__main__":
     del sys.argv[0]
