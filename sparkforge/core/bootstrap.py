@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,20 +75,35 @@ def make(venv: Path, lock: Path) -> None:
     venv.mkdir()
     (venv / MARK).touch()
     run([sys.executable, "-m", "venv", str(venv)], "cannot make .venv")
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    run(
-        [*pip, "--progress-bar", "off", "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(lock)],
-        "cannot install locks/tools.txt",
-    )
+    python = str(venv / "bin" / "python")
+    locked = ["--require-hashes", "--no-deps", "--only-binary", ":all:", "-r"]
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    failure = "cannot install locks/tools.txt"
+    uv = re.search(r"(?m)^uv==.*\\\n(?: +--hash=.*\n)+", lock.read_text(encoding="utf-8"))
+    if uv:  # it installs the rest in a third of pip's time
+        (venv / "uv.txt").write_text(uv[0])
+        run([*pip, *locked, str(venv / "uv.txt")], failure)
+        pip = [python, "-m", "uv", "pip", "install", "--python", python, "--compile-bytecode"]
+    run([*pip, *locked, str(lock)], failure, uv_variables(python))
     temporary = venv / ".complete.tmp"
     shutil.copyfile(lock, temporary)
     os.sync()  # everything that .complete vouches for, before it appears
     temporary.replace(venv / ".complete")
 
 
-def run(command: list[str], failure: str) -> None:
+def uv_variables(python: str) -> dict[str, str]:
+    """Return uv's settings: the index and the CA bundle that are pip's, since uv reads no configuration of pip's."""
+    files = installers.pip_files(python)
+    index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or files.get("index-url", "")
+    variables = {"UV_DEFAULT_INDEX": index, "SSL_CERT_FILE": os.environ.get("PIP_CERT") or files.get("cert", "")}
+    settings = {"UV_NO_CONFIG": "1", "UV_NO_PROGRESS": "1", "UV_PYTHON_DOWNLOADS": "never"}
+    return settings | {name: value for name, value in variables.items() if value}
+
+
+def run(command: list[str], failure: str, variables: Mapping[str, str] | None = None) -> None:
     """Run one step of the setup, quietly; say why it failed if it does. Raises ProcessError."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # ./inv set it for us
+    environment |= variables or {}
 
     def attempt() -> str:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)

@@ -135,6 +135,18 @@ def refusal(output: str) -> Refusal:
     return Refusal((errors[-1] if errors else "it printed nothing")[:LONGEST], NETWORK)
 
 
+def pip_files(python: str) -> dict[str, str]:
+    """Return the settings in the files that pip reads; none if `python` has no pip, as in an environment of uv's."""
+    command = [python, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout
+    settings = {}
+    for line in listed.splitlines():
+        key, _, value = line.partition("=")
+        if not key.startswith(":env:"):
+            settings[key.rpartition(".")[2]] = value.strip().strip("'\"")
+    return settings
+
+
 def insist(attempt: Callable[[], str], say: Callable[[str], None], name: str) -> Refusal | None:
     """Run pip or uv by `attempt`, again if the index is busy; return why it refused at last, or None if it did not.
 

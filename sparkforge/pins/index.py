@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import httpx
 import tenacity
 
+from sparkforge.core import installers
 from sparkforge.core.console import say
-from sparkforge.core.errors import NetworkError, ProcessError, StorageError
+from sparkforge.core.errors import NetworkError, StorageError
 from sparkforge.core.http import LimitError, request
-from sparkforge.core.process import run
 from sparkforge.core.urls import without_passwords
 
 # pypi-simple loads an HTML parser and takes 0.14 s: only what reads a page imports it.
@@ -60,16 +60,7 @@ def pip_config() -> PipConfig:
 @cache
 def _pip_files(*_places: str | None) -> dict[str, str]:
     """Return the settings in pip's files, which pip itself reads; `_places` is what says where they lie."""
-    try:
-        lines = run([sys.executable, "-m", "pip", "config", "list"]).stdout.splitlines()
-    except ProcessError:  # an environment without pip, such as one made by uv
-        return {}
-    settings = {}
-    for line in lines:
-        key, _, value = line.partition("=")
-        if not key.startswith(":env:"):
-            settings[key.rpartition(".")[2]] = value.strip().strip("'\"")
-    return settings
+    return installers.pip_files(sys.executable)
 
 
 def client() -> httpx.Client:

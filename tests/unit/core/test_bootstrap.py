@@ -111,11 +111,24 @@ def test_ctrl_c_in_the_first_run_is_no_traceback_the_next_one_makes_it_whole_and
 
 def test_the_stamp_is_written_when_all_that_it_vouches_for_is_on_the_disk(tmp_path, monkeypatch):
     venv, lock, events = tmp_path / ".venv", tmp_path / "tools.txt", []
-    lock.write_text("# nothing to install\n")
-    monkeypatch.setattr(bootstrap, "run", lambda command, _: events.append(command[2]))
+    lock.write_text("uv==1 \\\n    --hash=sha256:1\nother==2 \\\n    --hash=sha256:2\n")
+    monkeypatch.setattr(bootstrap, "uv_variables", lambda _python: {})
+    monkeypatch.setattr(bootstrap, "run", lambda command, *_: events.append(command[2]))
     monkeypatch.setattr(bootstrap.os, "sync", lambda: events.append(("sync", bootstrap.is_complete(venv, lock))))
     bootstrap.make(venv, lock)
-    assert events == ["venv", "pip", ("sync", False)]
+    assert events == ["venv", "pip", "uv", ("sync", False)]
     assert bootstrap.is_complete(venv, lock)
+    assert (venv / "uv.txt").read_text() == "uv==1 \\\n    --hash=sha256:1\n"
     lock.write_text("# something else\n")
     assert not bootstrap.is_complete(venv, lock)
+
+
+def test_uv_gets_pips_index_and_certificates(tmp_path, monkeypatch):
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = http://a.test/simple\n[install]\ncert = /a.pem\n")
+    for name in ("PIP_INDEX_URL", "PIP_CERT", "UV_DEFAULT_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    variables = bootstrap.uv_variables(sys.executable)
+    assert (variables["UV_DEFAULT_INDEX"], variables["SSL_CERT_FILE"]) == ("http://a.test/simple", "/a.pem")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://b.test/simple")
+    assert bootstrap.uv_variables(sys.executable)["UV_DEFAULT_INDEX"] == "http://b.test/simple"
