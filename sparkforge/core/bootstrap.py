@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -80,11 +81,12 @@ def make(venv: Path, lock: Path) -> None:
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     failure = "cannot install locks/tools.txt"
     uv = re.search(r"(?m)^uv==.*\\\n(?: +--hash=.*\n)+", lock.read_text(encoding="utf-8"))
-    if uv:  # it installs the rest in a third of pip's time
+    if uv:  # it installs the rest in a third of pip's time, if it needs none of pip's settings that it does not have
         (venv / "uv.txt").write_text(uv[0])
         run([*pip, *locked, str(venv / "uv.txt")], failure)
-        pip = [python, "-m", "uv", "pip", "install", "--python", python, "--compile-bytecode"]
-    run([*pip, *locked, str(lock)], failure, uv_variables(python))
+        command = [python, "-m", "uv", "pip", "install", "--python", python, "--compile-bytecode", *locked, str(lock)]
+    if not uv or attempt(command, uv_variables(python)):
+        run([*pip, *locked, str(lock)], failure)
     temporary = venv / ".complete.tmp"
     shutil.copyfile(lock, temporary)
     os.sync()  # everything that .complete vouches for, before it appears
@@ -100,16 +102,18 @@ def uv_variables(python: str) -> dict[str, str]:
     return settings | {name: value for name, value in variables.items() if value}
 
 
-def run(command: list[str], failure: str, variables: Mapping[str, str] | None = None) -> None:
-    """Run one step of the setup, quietly; say why it failed if it does. Raises ProcessError."""
+def attempt(command: list[str], variables: Mapping[str, str] | None = None) -> str:
+    """Run one step of the setup; return what it printed if it failed, otherwise an empty text."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # ./inv set it for us
     environment |= variables or {}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    return (result.stdout + result.stderr or f"exit code {result.returncode}") if result.returncode else ""
 
-    def attempt() -> str:
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
-        return (result.stdout + result.stderr or f"exit code {result.returncode}") if result.returncode else ""
 
-    if refused := installers.insist(attempt, lambda line: print(line, file=sys.stderr), "locks/tools.txt"):
+def run(command: list[str], failure: str) -> None:
+    """Run one step of the setup, again if the index is busy; say why it failed if it does. Raises ProcessError."""
+    told = partial(print, file=sys.stderr)
+    if refused := installers.insist(partial(attempt, command), told, "locks/tools.txt"):
         raise ProcessError(failure, refused.cause, refused.fix, code="process.setup")
 
 

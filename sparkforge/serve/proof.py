@@ -55,7 +55,7 @@ ANSWER = "<|channel|>final<|message|>{}<|end|><|return|>"
 JSON_ANSWER = "<|channel|>final json<|message|>{}<|end|><|return|>"
 # In channel `final`: where `commentary` may be written, text may stand before the call.
 SPELLED_CALL = ' to=functions.get_weather<|channel|>final json<|message|>{"city": "Paris"}<|end|><|return|>'
-LINE = " and ".join(CITIES * 8)  # so long that a prompt is worked off while it is written
+LINE = " and ".join(CITIES * 4)  # so long that a prompt is worked off while it is written
 PROSE = "One two three four five six. " * 80  # about 600 tokens; the faults that are reported need 320
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
 TOOL: dict[str, Any] = {

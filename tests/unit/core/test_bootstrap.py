@@ -109,14 +109,17 @@ def test_ctrl_c_in_the_first_run_is_no_traceback_the_next_one_makes_it_whole_and
     assert (third.returncode, third.stdout, third.stderr) == (0, f"run up in {Path.cwd()}\n", "")
 
 
-def test_the_stamp_is_written_when_all_that_it_vouches_for_is_on_the_disk(tmp_path, monkeypatch):
+@pytest.mark.parametrize("refused", ["", "an index with a client's certificate"])
+def test_the_stamp_is_written_when_all_that_it_vouches_for_is_on_the_disk(tmp_path, monkeypatch, refused):
+    """And pip installs what uv refused."""
     venv, lock, events = tmp_path / ".venv", tmp_path / "tools.txt", []
     lock.write_text("uv==1 \\\n    --hash=sha256:1\nother==2 \\\n    --hash=sha256:2\n")
     monkeypatch.setattr(bootstrap, "uv_variables", lambda _python: {})
-    monkeypatch.setattr(bootstrap, "run", lambda command, *_: events.append(command[2]))
+    monkeypatch.setattr(bootstrap, "run", lambda command, _: events.append(command[2]))
+    monkeypatch.setattr(bootstrap, "attempt", lambda command, _: events.append(command[2]) or refused)
     monkeypatch.setattr(bootstrap.os, "sync", lambda: events.append(("sync", bootstrap.is_complete(venv, lock))))
     bootstrap.make(venv, lock)
-    assert events == ["venv", "pip", "uv", ("sync", False)]
+    assert events == ["venv", "pip", "uv", *(["pip"] if refused else []), ("sync", False)]
     assert bootstrap.is_complete(venv, lock)
     assert (venv / "uv.txt").read_text() == "uv==1 \\\n    --hash=sha256:1\n"
     lock.write_text("# something else\n")
