@@ -121,7 +121,10 @@ def for_support(value: Any) -> Any:
         if isinstance(value, list):
             items: list[Any] = []
             for item in value:  # ["--api-key", "…"], ["authorization", "…"]
-                is_name = not secret and isinstance(item, str) and (item.startswith("-") or _is_secret_name(item))
+                is_flag = isinstance(item, str) and item.startswith("-")
+                # Behind a secret's name stands its value, whatever that looks like.
+                is_word = isinstance(item, str) and not _is_secret_name(name) and _is_secret_name(item)
+                is_name = not secret and (is_flag or is_word)
                 items.append(walk(item, "" if is_name else name))
                 name = item if is_name else name
             return items
