@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import example, assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from sparkforge.core import redact
