@@ -55,6 +55,7 @@ LIMITS = {
     "messages": Bound(4096, "messages or input items"),
     # Below every profile's --max-num-seqs: vLLM serves in order, so one request for 64 long answers held all others.
     "prompts": Bound(8, "prompts of one completion"),
+    "prompts-text": Bound(1 << 15, "characters of several prompts, a token as four"),
     "sequences": Bound(8, "answers of one request: n or best_of of every prompt"),
     "sequence-tokens": Bound(262_144, "tokens of all answers, if there are several; 4,096 each without max_tokens"),
     "stop": Bound(32, "stop strings, stop tokens"),
@@ -186,7 +187,11 @@ class Judge:
 
     def _sequences(self, request: dict[str, Any]) -> None:
         prompt = request.get("prompt")
-        prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+        several = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [""]
+        prompts = len(several)
+        if prompts > 1:
+            lengths = (len(part) * (4 if isinstance(part, list) else 1) for part in several if hasattr(part, "__len__"))
+            self._most("prompts-text", sum(lengths), "characters of prompts", "prompt")
         self._most("prompts", prompts, "prompts", "prompt")
         for name in ("messages", "input"):
             if isinstance(items := request.get(name), list):
@@ -320,6 +325,8 @@ class Limiter:
     def __init__(self, app: Application, environment: Mapping[str, str]) -> None:
         self._app, self._limits = app, read(environment)
         self._running: Counter[str] = Counter()
+        # One at a time: parsing holds the interpreter's lock, for which the event loop waits behind each thread.
+        self._big_bodies = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or refuse it."""
@@ -377,7 +384,8 @@ class Limiter:
         if b"multipart/" not in headers.get(b"content-type", b"").lower():
             judge = Judge(self._limits)
             if len(body) > BIG_BODY:
-                await asyncio.to_thread(judge.check, bytes(body))
+                async with self._big_bodies:
+                    await asyncio.to_thread(judge.check, bytes(body))
             else:
                 judge.check(bytes(body))
         messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]

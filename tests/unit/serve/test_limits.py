@@ -45,6 +45,7 @@ REFUSED = {
     "sequences": [{"best_of": 9}, {"prompt": ["a"] * 5, "n": 2}, {"n": 1e30}, {"n": "10000"}],
     "sequence-tokens": [{"n": 8, "max_tokens": 131_072}, {"prompt": [[1]] * 6, "max_tokens": 1e30}],
     "prompts": [{"prompt": ["a"] * 9}, {"prompt": [[1]] * 9}],
+    "prompts-text": [{"prompt": ["a" * 32_768, "b"]}, {"prompt": [[1] * 8192, [1]]}],
     "text": [{"prompt": "x" * 1_572_865}, {"messages": [{"content": [{"text": "é" * 400_000}] * 4}]}],
     "messages": [{"messages": [{}] * 5000}, {"input": [{}] * 5000}],
     "stop": [{"stop": ["x"] * 33}, {"stop_token_ids": list(range(33))}, {"stop_sequences": ["x"] * 33}],
