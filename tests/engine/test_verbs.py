@@ -168,7 +168,7 @@ def test_a_fleet_of_two_containers_is_one_server(checkout, tmp_path):
         hello = [{"role": "user", "content": "Hello"}]
         assert [Endpoint(url, name).chat(hello, max_tokens=4)["model"] for name in names[1:3]] == ["red", "green"]
         assert containers() == ["sparkforge-verbs-green-vllm-1", "sparkforge-verbs-red-vllm-1"]
-        body = {"model": "green", "messages": hello, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        body = {"model": "green", "messages": hello, "max_tokens": 1000, "stream": True, "ignore_eos": True}
         moments = [time.monotonic() for _ in Endpoint(url).events("/v1/chat/completions", body)]
         assert moments[-1] - moments[0] > 0.5  # piece by piece
         for row in fleet():
