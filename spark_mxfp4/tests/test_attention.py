@@ -84,19 +84,19 @@ def test_a_norm_adds_the_parts_of_all_ranks(library, ranks, columns):
         messages[:, :, :20] = -0.0  # zeros would look as if nothing had come
         residual = torch.randn(tokens, columns).bfloat16()
         expected, expected_sum = norm.reference(parts.float().sum(0), residual, weight, 1e-5)
-        rows, thirds, outputs = torch.arange(tokens), launches[:tokens] % 3, []
+        rows, buffers, outputs = torch.arange(tokens), launches[:tokens] % 3, []
         for rank in range(ranks):
-            inboxes[rank][rows, thirds, rank + 1 :] = messages[rank + 1 :].transpose(0, 1)
+            inboxes[rank][rows, buffers, rank + 1 :] = messages[rank + 1 :].transpose(0, 1)
             outputs.append(norm.reduce_add_rms_norm(parts[rank], residual, weight, 1e-5, groups[rank]))
             torch.testing.assert_close(outputs[rank][0], expected, rtol=0.016, atol=1e-3)
             torch.testing.assert_close(outputs[rank][1], expected_sum, rtol=0.008, atol=1e-6)
             assert all(map(torch.equal, outputs[rank], outputs[0]))
-            inboxes[rank][rows, thirds, rank + 1 :] = torch.nan
+            inboxes[rank][rows, buffers, rank + 1 :] = torch.nan
         for rank, inbox in enumerate(inboxes):
             others = [sender for sender in range(ranks) if sender != rank]
             sent = messages[others].transpose(0, 1).view(torch.int16)
-            assert torch.equal(inbox[rows, thirds][:, others].view(torch.int16), sent)
-            assert not inbox[rows, (thirds + 2) % 3][:, others].view(torch.int16).any()
+            assert torch.equal(inbox[rows, buffers][:, others].view(torch.int16), sent)
+            assert not inbox[rows, (buffers + 2) % 3][:, others].view(torch.int16).any()
         launches[:tokens] += 1
 
 

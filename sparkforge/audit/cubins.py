@@ -94,7 +94,8 @@ class Binary:
 def loads(target: str, capability: str) -> bool:
     """Tell whether machine code for `target` loads on a device of `capability` (CUDA C++ Programming Guide, 5.1).
 
-    Plain code loads on its major and the same or a later minor version; `f` on its family; `a` on exactly its own.
+    Plain code loads on the same major and the same or a later minor version; `f` on its family, which for 12.x is the
+    same; `a` on exactly its own.
     """
     match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", target)
     if match is None:

@@ -31,7 +31,10 @@ class AuditedWheel:
 
 
 def audit_patched(paths: Sequence[Path]) -> list[AuditedWheel]:
-    """Compare each patched wheel and each package from one, among `paths`, with the lock. Raises InputError."""
+    """Compare with the lock every patched wheel among `paths`, and every package installed from one, by its version.
+
+    Raises InputError for a malformed lock.
+    """
     lock: Mapping[str, PatchedFile] | None = None
     audited = list[AuditedWheel]()
     for path in _patched(paths):

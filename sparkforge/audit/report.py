@@ -223,7 +223,10 @@ def _check_sizes(members: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _read(sources: Sequence[AuditedFile], reader: Reader) -> Iterator[tuple[AuditedFile, Binary, str]]:
-    """Read files in threads, large cubins in processes, the largest first; yield each with its RECORD's difference."""
+    """Read files in threads, which unpack wheels, and large cubins in processes; the largest first.
+
+    Yields each file, what was read, and how it differs from its wheel's RECORD.
+    """
     sources = sorted(sources, key=lambda source: source.size, reverse=True)
     workers = os.cpu_count() or 1
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:

@@ -143,7 +143,10 @@ class Violation:
 
 
 def judge(binary: Binary, rules: Rules, *, machine: str = "", ours: bool = True) -> list[Violation]:
-    """Return every violation of a file for `machine` (`uname -m`); our image's own demands are for files of `ours`."""
+    """Return every violation of one file; `machine` (as `uname -m`) is demanded if given.
+
+    What our image demands of its files (targets, libraries, run paths, symbols, names) is asked only of `ours`.
+    """
     if binary.damage:
         findings = [("damaged", binary.damage)]
     else:

@@ -43,7 +43,10 @@ class Shapes:
 
 
 def count(kernels: Iterable[tuple[str, bytes]]) -> tuple[list[Shapes], dict[int, bytes]]:
-    """Return each kernel's shapes, and one real instruction of each. Raises ValueError for more than compilers make."""
+    """Return each kernel's shapes, and one real instruction of each shape, from kernels' names and code.
+
+    Raises ValueError for more shapes than any compiler makes.
+    """
     counted_kernels, samples = [], dict[int, bytes]()
     for name, code in kernels:
         packed = shapes(code)
@@ -69,7 +72,10 @@ class Decoder:
     watched: dict[int, str] = field(default_factory=dict)
 
     def learn(self, samples: Mapping[int, bytes]) -> None:
-        """Have nvdisasm read the samples of new shapes: one call, 0.3 s for 1 or 1000. Raises ProcessError."""
+        """Have nvdisasm read the samples of shapes not seen yet: one call, 0.3 s whether for 1 or 1000.
+
+        Raises ProcessError if it cannot.
+        """
         new = {shape: code for shape, code in samples.items() if shape not in self.known}
         if not new:
             return

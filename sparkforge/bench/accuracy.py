@@ -26,7 +26,10 @@ LN2 = math.log(2)
 
 @dataclass(frozen=True)
 class Score:
-    """A text's score: the sum of natural logprobs over `tokens` tokens of `size` bytes; void if there are `faults`."""
+    """A text's score: `total` is the sum of natural logprobs over `tokens` tokens of `size` bytes.
+
+    `faults` describe implausible answers; a score with faults is void.
+    """
 
     total: float
     tokens: int
@@ -82,7 +85,10 @@ def tokenize(endpoint: Endpoint, text: str) -> list[int]:
 
 
 def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
-    """Return the logprobs of a prompt's tokens but the first, NaN for a missing one. Raises ServerError."""
+    """Return the logprobs of a prompt's tokens but the first, from an answer with one generated token.
+
+    A missing one is NaN. Raises ServerError if the answer has none at all.
+    """
     try:
         values = answer["choices"][0]["logprobs"]["token_logprobs"]
         generated = int(answer["usage"]["completion_tokens"])

@@ -75,10 +75,11 @@ def record_path() -> Path:
 
 
 def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: Starter) -> None:
-    """Try every profile on `plan`'s device, print and write the ranking; `flags` are the load's and the gate's.
+    """Try every profile on `plan`'s device, print the ranking and write it.
 
-    Raises UsageError for an unknown profile, ServerError if a server may not be replaced or another command ended
-    a trial's, BenchmarkError if none passed, and every error that the command or the machine causes.
+    `flags` are the options of the load and the gate, `replace` among them. Raises UsageError for a profile
+    that is not known, ServerError if a server runs and may not be replaced or another command ended a trial's,
+    BenchmarkError if none passed, and every error that the command or the machine causes.
     """
     names = list(dict.fromkeys(names))
     if not names:
@@ -124,7 +125,10 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
 
 
 def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
-    """Return stack, model id and the server's own arguments of a plan. Raises UsageError, InputError, EngineError."""
+    """Return the stack that a plan serves, the model's id, and the server's arguments behind the profile's.
+
+    Raises UsageError, InputError, EngineError.
+    """
     if plan.device not in CONTAINERS:
         model_id = served_name(paths.typed(plan.model).absolute()) if plan.model else server_settings.TINY_ID
         read_arguments = embedded.vllm_arguments if plan.device == EMBEDDED else server_settings.arguments
@@ -135,7 +139,10 @@ def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _end_running_server(plan: StartPlan, *, may_end: bool) -> None:
-    """End the running server, if it may be ended, and a killed bake-off's. Raises ServerError, UsageError."""
+    """End the server that runs if it may be ended, and one that a killed bake-off left.
+
+    Raises ServerError, and UsageError for a port that cannot be used.
+    """
     server = record.read()
     if server is None or not server.alive:
         launch.check_free(plan.port)

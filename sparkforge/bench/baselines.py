@@ -72,7 +72,10 @@ class Reference(Record):
     weights_sha256: str = ""
 
     def metrics(self, factor: float) -> dict[str, float]:
-        """Return the figures of `factor` times its nats, so that all limits agree with each other."""
+        """Return the figures of `factor` times its nats.
+
+        All limits come from one sum, so they agree with each other.
+        """
         return Score(-self.nats * factor, self.tokens, self.size).metrics
 
 
@@ -129,7 +132,10 @@ class Board(Record):
 
 
 class Competition(Record):
-    """The gpt-oss competition's requirements: one model, one text, limits; `baseline` names cited figures."""
+    """The requirements of the gpt-oss competition's boards: one model, one text, and limits.
+
+    `baseline` names cited figures.
+    """
 
     model: str
     text: str

@@ -109,7 +109,10 @@ def folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
 
 
 def run(bench: Bench, configs: Sequence[Config], batch: Path) -> list[Result]:
-    """Measure what is missing or failed in `batch`, whichever configuration fails, and return all results."""
+    """Measure what is missing or failed in `batch`; a configuration that fails does not stop the others.
+
+    Returns all results.
+    """
     steps, results = Steps(len(configs)), list[Result]()
     for config in configs:
         path = batch / f"{config.name}.json"

@@ -51,7 +51,10 @@ def own_server(endpoint: Endpoint) -> records.Server | None:
 
 
 def running_server() -> records.Server | None:
-    """Return this checkout's server if its process lives; a container's is not asked. Raises StorageError."""
+    """Return this checkout's server if its process lives. Raises StorageError for a record that is not ours.
+
+    Whether a container still runs is not checked: the first request shows it.
+    """
     server = records.read()
     return server if server and (server.container or server.alive) else None
 

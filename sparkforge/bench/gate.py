@@ -30,7 +30,11 @@ class Passage:
 
 
 def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage:
-    """Return a known text by its name, a file's, or the model's own. Raises UsageError, InputError."""
+    """Return a known text by its name, or the text of a file, named after the file without its suffix.
+
+    The default is the model's own text. Raises UsageError, and InputError for a known text that is not downloaded or
+    is damaged.
+    """
     name, packaged = text_or_file or baselines.default_text(model), {text.name: text for text in baselines.texts}
     pinned = pins.load().texts
     if name in packaged:
@@ -61,7 +65,10 @@ def _read_file(path: Path, known: Collection[str]) -> Passage:
 
 
 def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
-    """Score the text and ask the canaries; return the verdict. Raises BenchmarkError where no threshold fits."""
+    """Score the text and ask the canaries; return the verdict.
+
+    Raises BenchmarkError where no threshold fits this model and text.
+    """
     threshold = baselines.threshold(endpoint.model, text.name)
     if threshold is None:
         raise BenchmarkError(

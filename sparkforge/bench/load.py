@@ -43,7 +43,10 @@ class Prompt:
 
 
 def run(endpoint: Endpoint, config: Config, text: str, seconds: float, progress: Progress) -> FinishedLoad:
-    """Warm up, then measure unless every warm-up fails, each for `seconds` at most. Raises ServerError."""
+    """Warm up, then measure, unless every warm-up fails; `progress` gets the number of requests that ended.
+
+    `seconds` bounds the warm-up and the load, each. Raises ServerError.
+    """
     if config.warmups:
         prompts = draw_prompts(endpoint, config, text, config.warmups, config.seed + 1)
         warmup = send(endpoint, prompts, config.conc, seconds)
@@ -56,7 +59,10 @@ def run(endpoint: Endpoint, config: Config, text: str, seconds: float, progress:
 
 
 def draw_prompts(endpoint: Endpoint, config: Config, text: str, count: int, seed: int) -> list[Prompt]:
-    """Return `count` prompts drawn with `seed` from the tokens of `text`: every id is valid. Raises ServerError."""
+    """Return `count` prompts drawn with `seed`: the tokens of `text` in random order, so that every id is valid.
+
+    Raises ServerError for a server that does not tokenize.
+    """
     rng = random.Random(seed)  # noqa: S311 (a load, no secret)
 
     def length(tokens: int) -> int:

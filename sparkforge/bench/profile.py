@@ -52,7 +52,10 @@ class TraceProfile(Record):
 
 
 def main(flags: Mapping[str, str]) -> None:
-    """Profile a server, or read an existing `trace`; print and write it. Raises UsageError, ServerError, InputError."""
+    """Profile a server or, with `trace`, read an existing trace; print and write the result.
+
+    Raises UsageError, ServerError, and InputError for what is no trace.
+    """
     stamp, output = f"{datetime.now(UTC):%Y%m%d_%H%M%S}", batch.output_folder(flags.get("output", ""))
     if flags.get("trace"):
         path, folder = Path(flags["trace"]), output / f"profile_{stamp}"
@@ -134,7 +137,10 @@ def collect(server: Server) -> Path:
 
 
 def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
-    """Move the profiler's files of `prefix` to `target`; return the workers' traces by rank. Raises ServerError."""
+    """Move what the profiler wrote under `prefix` to `target`; return the workers' traces, the first rank's first.
+
+    Raises ServerError if there is none.
+    """
     written = sorted(source.glob(f"{prefix}*"))
     target.mkdir(parents=True, exist_ok=True)
     files = [Path(shutil.move(file, target / file.name)) for file in written]

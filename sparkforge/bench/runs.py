@@ -58,9 +58,9 @@ def check(flags: Mapping[str, Any], model: str, longest: int) -> tuple[list[Conf
 
 
 def run_gate(flags: Mapping[str, Any]) -> Gate:
-    """Run the gate alone and print it; with `record` without a threshold, with `fetch_text` after fetching its text.
+    """Run the gate alone and print it; with `record`, without a threshold. Raises BenchmarkError.
 
-    Raises BenchmarkError and the errors of `text.fetch`.
+    With `fetch_text` its text is fetched first. Raises what `text.fetch` raises.
     """
     if source := flags.get("fetch_text"):
         text.fetch(source)
@@ -96,7 +96,10 @@ def run_benchmark(flags: Mapping[str, Any]) -> None:
 
 
 def measure(flags: Mapping[str, Any], judge: Callable[[Gate], None] = gate.require) -> RunOutcome:
-    """Run the gate, which `judge` may refuse too, then every configuration, and print them. Raises BenchmarkError."""
+    """Run the gate, then every configuration, and print them. Raises BenchmarkError before any load.
+
+    `judge` raises for a green gate that its caller does not take.
+    """
     prepared = prepare(flags)
     configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint)
     limit, name = prepared.settings.number("limit"), _file_name(prepared.settings, configs)

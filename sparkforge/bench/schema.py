@@ -233,7 +233,10 @@ def read(path: Path) -> Result:
 
 
 def newest_speed(model: str) -> Measured | None:
-    """Return the speed of `model` in the newest readable result that passed on this machine's GPU; None without one."""
+    """Return the speed of `model` in the newest result that passed and is of this machine's GPU; None without one.
+
+    Files that cannot be read or are no results do not matter: others' files lie there too, and half-written ones.
+    """
     newest, date = None, ""
     for file in (paths.state() / "bench").glob("**/*.json"):
         try:

@@ -93,7 +93,10 @@ def find_differences(
     shape: tuple[int, int],
     to: str,
 ) -> list[str]:
-    """Return how a measurement of `shape` (isl, osl) differs from what the board `to` takes; empty if it does not."""
+    """Return how a measurement differs from what the competition's boards take; empty if it does not.
+
+    `shape` is isl and osl; `to` is as in Destination, since each board takes one shape.
+    """
     board, differences = table.competition, list[str]()
     text = pins.load().texts[board.text]
     if not baselines.matches(board.model, model):
@@ -166,9 +169,10 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
 
 
 def gradio_row(team: str, result: Result, figure: CitedFigure | None) -> list[str | float]:
-    """Return the columns of the competition's form, 0 without a figure; `figure` is the competition's.
+    """Return the columns of the competition's form; 0 where there is no figure, as they have it.
 
-    The form is that of danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary).
+    `figure` is what the competition holds the result's shape against. The form is that of
+    danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary).
     """
     m, gate, cited = result.metrics, result.gate, figure.values if figure else {}
     if m is None:

@@ -52,12 +52,19 @@ def read(name: str, pin: TextPin) -> str:
 
 
 def join_rows(text: str) -> str:
-    """Return the lines that are not blank, each with its newline, joined by newlines (accuracy_test_alternative.py)."""
+    """Return the lines that are not blank, each with its newline, joined by newlines.
+
+    So does the competition's script (accuracy_test_alternative.py, 2026-01-20): a row of its data set is a line with
+    its newline, or empty for a blank line.
+    """
     return "\n".join(f"{line}\n" for line in text.split("\n") if line.strip())
 
 
 def fetch(source: str) -> Path:
-    """Fetch the text from HUB or a file and check it. Raises InputError, IntegrityError, NetworkError."""
+    """Fetch the text of pins.toml into the state folder, check it, and return its path.
+
+    `source` is HUB or a file, the archive or its member. Raises InputError, IntegrityError, NetworkError.
+    """
     name, pin = next(iter(pins.load().texts.items()))
     if source == HUB:
         data = _download(pin)

@@ -38,7 +38,11 @@ LONGEST_NAME = 20_000  # characters of an operator's name; templates of C++ have
 
 
 class Pattern(Record):
-    """Operators whose name has `pattern` in it, in any case; with `whole` what they call too. Examples are tests."""
+    """The operators of a group: those whose name, without regard to case, has `pattern` in it.
+
+    With `whole`, what such an operator calls belongs to the group too, whatever its name is. The examples are names
+    that this row must match and earlier rows must not.
+    """
 
     group: str
     processor: Processor
@@ -93,9 +97,10 @@ class GroupTime(Record):
 
 
 class Breakdown(Record):
-    """The ms of a trace by groups and operators; `window_ms` from the first operator's begin to the last's end.
+    """The time of a trace by groups and operators. Milliseconds.
 
-    Of kernels that run at the same time on a GPU, the time counts for the one that began first.
+    `window_ms` is from the first operator's begin to the last one's end. Where kernels of a GPU run at the same time,
+    as with programmatic dependent launch or several streams, the time counts for the one that began first.
     """
 
     processor: Processor
@@ -109,7 +114,9 @@ class Breakdown(Record):
 class Event:
     """A run of an operator, or a phase; microseconds.
 
-    `callee_time` belongs to operators that it called or waited for; `operator` is it, or the nearest around a phase.
+    `callee_time` belongs to other operators, which this one called or waited for.
+
+    `operator` is the one that it runs in: itself, or for a phase the nearest one around it.
     """
 
     name: str

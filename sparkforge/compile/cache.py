@@ -113,7 +113,8 @@ def made_from(modules: Sequence[CachedModule], changed: Path) -> list[CachedModu
 def generated_from(cached: Sequence[CachedModule], changed: Path) -> list[CachedModule]:
     """Return the modules whose generator, by the tables of kernels, is FlashInfer's Python file or folder `changed`.
 
-    Ninja's files do not name generators. Variants count too, such as the table's fused_moe_120_fp8xfp4.
+    No compiler reads a generator, so ninja's files do not name it. Modules of the same family count too, such as
+    fused_moe_120 beside the fused_moe_120_fp8xfp4 of the table.
     """
     parts = changed.resolve().with_suffix("").parts
     if "flashinfer" not in parts or changed.suffix not in ("", ".py"):
@@ -175,9 +176,10 @@ def remove(module: CachedModule) -> int:
 
 @dataclass(frozen=True)
 class Selection:
-    """The modules to remove: by name, because a source or its generator changed, because they are stale, or all.
+    """The modules to remove: by name, because a source changed, because they are stale, or everything.
 
-    `names` may have wildcards, `fused_moe_*`; one without stands for its variants too.
+    `names` may have wildcards, `fused_moe_*`, and one without stands for its variants too, fused_moe_120 for
+    fused_moe_120_fp8xfp4. A changed source may be one that generates modules.
     """
 
     names: Sequence[str] = ()
@@ -209,8 +211,8 @@ class Selection:
 def clean(selection: Selection, *, dry_run: bool = False, yes: bool = False, root: Path | None = None) -> list[str]:
     """Remove the selected modules of the cache `root`, or of `default_roots`; return the names of those removed.
 
-    `everything` asks first, unless `yes`. Raises UsageError for no selection, and at the end StorageError for what
-    cannot be removed.
+    It also finishes what an interrupted run left. `everything` asks first, unless `yes`. What cannot be removed is
+    named in the StorageError at the end; the rest is gone by then. Raises UsageError if nothing is selected.
     """
     if not (selection.names or selection.changed or selection.stale or selection.everything):
         raise UsageError("nothing chosen to remove", "no flag selects a module", advised("--stale", "--dry-run"))

@@ -158,7 +158,9 @@ def run(
 ) -> JobsReport:
     """Run every unit once (a killed one twice), as `schedule` allows; its output goes to a file in the site's logs.
 
-    Raises CompileError for a unit that cannot fit or was killed alone, ProcessError for one that failed.
+    Raises CompileError before the start for a unit that cannot fit, or when the memory has gone meanwhile; ProcessError
+    for a unit that failed, when those beside it have ended; CompileError for one that was killed alone. Nothing is left
+    running.
     """
     if schedule.oversized:
         raise _too_big(schedule, schedule.oversized[0], machine())

@@ -54,9 +54,10 @@ def read_units(
     *,
     unit_name: Callable[[str], str] | None = None,
 ) -> list[Unit]:
-    """Return the compilations by `rules` in `folder`/build.ninja, as a shell runs them. Raises ProcessError.
+    """Return the compilations of `folder`/build.ninja, those of `rules`, as a shell would run them.
 
-    `unit_name` makes a unit's name from its object, FOLDER/OBJECT by default.
+    `unit_name` makes a unit's name from its object, FOLDER/OBJECT by default. Raises ProcessError if ninja cannot read
+    the file.
     """
     name = unit_name or (lambda output: f"{folder.name}/{Path(output).name}")
     answer = run([ninja, "-C", folder, "-t", "compdb", *rules]).stdout
@@ -75,7 +76,8 @@ def pending(ninja: Sequence[str | Path], *targets: str, env: Mapping[str, str] |
 def build(units: Sequence[Unit], commands: set[str], site: Site, link: Callable[[Schedule], object]) -> BuildResult:
     """Run those of `units` whose command is among `commands`, as memory allows, then `link` with the schedule.
 
-    Raises the errors of `jobs.run`; a ProcessError explains a known message of the compiler.
+    `link` has ninja do the rest. Raises the errors of `jobs.run`; a ProcessError explains a known message of the
+    compiler.
     """
     wanted = [unit for unit in units if unit.command[-1] in commands]
     schedule = jobs.make_schedule([unit.name for unit in wanted], memory.measure(), limit=site.limit)
@@ -97,7 +99,8 @@ def build(units: Sequence[Unit], commands: set[str], site: Site, link: Callable[
 def wait_for_orphans(lock: Path) -> None:
     """Wait until no compiler of a killed build holds `lock`.
 
-    Before any run of ninja: even `ninja -n` removes depfiles (1.13), without which ccache stores nothing.
+    Call it before any run of ninja: even `ninja -n` removes depfiles (seen with 1.13), and ccache stores nothing for a
+    compiler whose depfile is gone when it ends.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("ab") as file:

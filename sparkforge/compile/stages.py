@@ -46,7 +46,10 @@ class BuildRequest:
 
 
 def require_way(way: str, machine: str = toolchain.THIS_MACHINE) -> None:
-    """Raise UsageError unless `way` is one of WAYS, and for `source` on a machine of another kind."""
+    """Raise UsageError unless `way` is one of WAYS and possible on this machine for `machine`.
+
+    The ways are upstream's wheel, and compiling from source, which needs a machine of the same kind.
+    """
     if way not in WAYS:
         raise UsageError(f"--from {way!r} is not known", f"it takes {' or '.join(WAYS)}", "--from wheel")
     if way == "source" and machine != toolchain.THIS_MACHINE:
@@ -55,7 +58,10 @@ def require_way(way: str, machine: str = toolchain.THIS_MACHINE) -> None:
 
 
 def build(request: BuildRequest) -> dict[str, bool]:
-    """Run every stage, print a table, return whether each made its artifact now. Raises as the stages do."""
+    """Run every stage, print a table, and return for each stage whether its artifact was made now.
+
+    Raises UsageError, and each stage's own errors.
+    """
     require_way(request.way)
     jobs.parse_limit(request.jobs)
     if not pins.load().image(request.stack).kernels:
@@ -101,7 +107,10 @@ def _make_wheels(stack: str) -> tuple[str, bool]:
 
 
 def _audit_libraries(way: str, kernels: Path, vllm: Path) -> tuple[Path, bool]:
-    """Audit both artifacts' libraries together, unless they passed the same rules before. Raises AuditError."""
+    """Audit the libraries of both artifacts together, unless the same ones passed the same rules before.
+
+    The report is kept only if no rule is broken. Raises AuditError.
+    """
     folders = {kernels: kernels.parent, vllm: vllm}
     records = {folder: manifest.load(artifact) for artifact, folder in folders.items()}
     files = [folder / name for folder, record in records.items() if record for name in sorted(record.outputs)]

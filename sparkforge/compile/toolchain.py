@@ -91,9 +91,10 @@ class Toolchain:
 
 
 def find(architecture: str = "12.1a", *, minimum_cxx: int = MINIMUM_CXX, machine: str = THIS_MACHINE) -> Toolchain:
-    """Return programs that build for `architecture` in `machine`; the locked ones where others do not do.
+    """Return programs that can build for `architecture` in `machine`; installs the locked ones where others do not do.
 
-    A CUDA_HOME or CXX that was set by hand is used or refused. Raises CompileError, and the errors of `install`.
+    A CUDA_HOME or CXX that was set by hand is used or refused, never ignored. Raises CompileError, and what
+    `install` raises.
     """
     home, origin = _home(architecture, machine)
     cxx, cxx_version = host_compiler(home, minimum_cxx, machine)
@@ -156,9 +157,11 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MACHINE) -> tuple[Path, str]:
-    """Return the first GCC for `machine`, of major version `minimum` or more, that nvcc takes, and its version.
+    """Return the first GCC for `machine` of major version `minimum` or more that the nvcc under `home` takes.
 
-    The upper bound is that of nvcc's own header. Raises CompileError.
+    It comes with its version; for another machine it has that one's name before its own, as Debian's cross compilers.
+
+    The upper bound is the one that nvcc's own header enforces. Raises CompileError.
     """
     header = home / "include/crt/host_config.h"
     limit = re.search(r"^#if __GNUC__ > (\d+)$", header.read_text(encoding="utf-8"), re.MULTILINE)
@@ -203,7 +206,11 @@ def _version(program: Path) -> tuple[int, ...]:
 
 
 def program(name: str) -> Path:
-    """Return one of CUDA's programs: CUDA_HOME's, else PATH's, else the locked one. Raises as `install`."""
+    """Return one of CUDA's programs, such as nvdisasm: CUDA_HOME's, else PATH's, else the locked one.
+
+    Asked for one by one, because a CUDA often comes without cuobjdump and nvdisasm. Raises CompileError, and what
+    `install` raises.
+    """
     cuda_home = os.environ.get("CUDA_HOME")
     for folders in (f"{cuda_home}/bin" if cuda_home else "", os.environ.get("PATH", os.defpath)):
         if program_path := shutil.which(name, path=folders):
@@ -220,9 +227,10 @@ def audit_tools() -> Tools:
 
 
 def install(machine: str = THIS_MACHINE) -> tuple[Path, bool]:
-    """Install the locked toolchain for `machine`; return its folder and whether it was installed now.
+    """Install the locked toolchain for code of `machine`; return its folder and whether it was installed now.
 
-    CUDA_HOME is the folder's `nvidia/cu13`. Raises NetworkError, StorageError, and CompileError without a compiler.
+    CUDA_HOME is the folder's `nvidia/cu13`. Raises NetworkError, StorageError, and CompileError where there
+    is no host compiler for the stub.
     """
     folder = paths.state() / "toolchain" / f"cuda-{machine}"
     inputs = {"lock": sha256_file(locks.lock_path("toolchain")), "machine": machine, "layout": LAYOUT}
@@ -262,9 +270,10 @@ def add_links(home: Path) -> None:
 
 
 def make_stub(home: Path, cxx: Path) -> None:
-    """Make `lib/stubs/libcuda.so`, SONAME libcuda.so.1: every function of cuda.h, empty.
+    """Make `lib/stubs/libcuda.so`: every function of cuda.h, empty, under the driver's own SONAME libcuda.so.1.
 
-    Ubuntu's linker drops a library that resolves nothing (--as-needed), and then the module cannot be loaded.
+    The functions are there because Ubuntu's linker drops a library that resolves nothing (--as-needed), and a module
+    that does not name libcuda.so.1 cannot be loaded.
     """
     source = run([cxx, "-E", "-x", "c++", f"-I{home / 'include'}", home / "include/cuda.h"]).stdout
     names = sorted(set(re.findall(r"\bcu[A-Z]\w*(?=\s*\()", source)))

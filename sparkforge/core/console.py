@@ -98,7 +98,10 @@ class _SafeConsole(Console):
 
 @cache
 def console() -> Console:
-    """Return the console on stderr. It reads no markup, which a server's text may hold, and obeys NO_COLOR."""
+    """Return the console on stderr; plain text where stderr is no terminal or NO_COLOR is set.
+
+    It interprets neither markup nor emoji codes, because texts may come from a server.
+    """
     return _SafeConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 

@@ -32,7 +32,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def declare(error: Exception) -> SparkforgeError | None:
-    """Turn an exception caused by bad input or by the machine into an error of ours; return None for a bug."""
+    """Turn an exception caused by bad input or by the machine into an error of ours; return None for a bug of ours.
+
+    This is the last resort: code that reads a file or an answer should raise a more precise error. A bug keeps its
+    traceback.
+    """
     if isinstance(error, SparkforgeError):
         return error
     if isinstance(error, MemoryError):

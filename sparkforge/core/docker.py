@@ -56,7 +56,10 @@ def explained(text: str, failure: str, fix: str) -> SparkforgeError:
 
 
 def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, fix: str = "") -> str:
-    """Run `docker` in the checkout, with `env` added, and return its stdout. Raises what `explained` returns."""
+    """Run `docker` in the checkout with `arguments` to its end and return what it printed on stdout.
+
+    `env` is added to ours. Raises EngineError if there is no such command, and what `explained` returns.
+    """
     result = run_unchecked([program(), *arguments], cwd=paths.ROOT, env=env)
     if result.returncode:
         fix = fix or f"{shlex.join(['docker', *map(str, arguments)])}   # by hand"

@@ -81,7 +81,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes | str, origin: str, *, finite: bool = True) -> Any:
-    """Return the value in JSON text from `origin`; NaN and infinity only without `finite`. Raises DocumentError."""
+    """Return the value in JSON text; `origin` says in errors where it is from. Raises DocumentError.
+
+    Without `finite` NaN and infinity are let through, which Python's own writer writes where there is no figure.
+    """
     text = _text(data, origin) if isinstance(data, bytes) else data
     if len(text) > MOST_VALUES and sum(map(text.count, ",[{")) > MOST_VALUES:
         raise DocumentError(origin, f"it holds more than {MOST_VALUES:,} values")

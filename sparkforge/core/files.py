@@ -98,7 +98,10 @@ def sweep_temporaries(folder: Path, pattern: str) -> int:
 
 
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> None:
-    r"""Replace `path` by `data` in one step; text as UTF-8, a lone surrogate as JSON escapes it."""
+    r"""Replace `path` by `data` (text as UTF-8) in one step.
+
+    A lone surrogate, as in a file name that is no UTF-8, is written as `\udcff`, which JSON reads back.
+    """
     with atomic_file(path, mode=mode) as file:
         file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 
@@ -146,7 +149,10 @@ def untrusted(path: Path, why: str, fix: str) -> StorageError:
 
 
 def unreadable(folder: Path) -> tuple[str, str] | None:
-    """Return why we cannot read a folder's files, links followed, and what helps; None if we can or it is absent."""
+    """Return why this process cannot read the files of a folder, and what helps; None if it can, or it is not there.
+
+    Links are followed, as in a snapshot of Hugging Face's cache, whose files are links into another folder.
+    """
     if denied := _denied(folder.absolute()):
         return denied
     visible = [file for file in folder.iterdir() if not file.name.startswith(".")] if folder.is_dir() else []
@@ -180,9 +186,10 @@ def _denied(path: Path) -> tuple[str, str] | None:
 
 @contextmanager
 def locked(path: Path, purpose: str) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, which names this process meanwhile; the kernel drops it when the process dies.
+    """Hold an exclusive lock on `path` while inside; the kernel drops it when the process dies.
 
-    Raises StorageError at once, with that process's id, if another process holds it.
+    While it is held, the file names the process that holds it. Raises StorageError at once, with that process's id, if
+    another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
@@ -206,7 +213,10 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
 
 
 def holder(path: Path, purpose: str) -> int | None:
-    """Return the id of the process of ours that has the lock `path` open for `purpose`; None if there is none."""
+    """Return the id of the process of ours that holds the lock `path` for `purpose`; None if there is none.
+
+    A killed holder leaves its line in the file, so the process must have the file open, too.
+    """
     try:
         pid, _, named_purpose = path.read_text(encoding="utf-8").removeprefix("pid ").partition("\n")[0].partition(": ")
         descriptors = list(Path("/proc", str(int(pid)), "fd").iterdir())

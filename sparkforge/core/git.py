@@ -42,7 +42,10 @@ def git(
     settings: Sequence[str] = (),
     ends: Sequence[int] = (0,),
 ) -> subprocess.CompletedProcess[str]:
-    """Run git in `folder` with `settings` (`-c`) and return it. Raises ProcessError for a code not in `ends`."""
+    """Run git in `folder` with further `settings` (`-c`) and return it with its output as text.
+
+    Raises ProcessError, with git's message, if it cannot be started or its exit code is none of `ends`.
+    """
     options = [argument for setting in (*SETTINGS, *settings) for argument in ("-c", setting)]
     result = run_unchecked(["git", *options, *arguments], cwd=folder, env=environment(folder), fix=INSTALL)
     if result.returncode not in ends:

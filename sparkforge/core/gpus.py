@@ -24,8 +24,9 @@ def hidden(env: Mapping[str, str]) -> bool:
 
 
 def query(*fields: str, units: bool = True, env: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-    """Return field → text for each GPU that `env` makes visible to CUDA; sizes as "143771 MiB" with `units`.
+    """Return field → text for each GPU, of those that `env` makes visible to CUDA if it chooses.
 
+    `units`: sizes as "143771 MiB", else as "143771".
     Raises ProbeError if nvidia-smi is absent, fails, hangs or lists no GPU.
     """
     form = "csv,noheader" if units else "csv,noheader,nounits"
@@ -136,7 +137,11 @@ class GpuState:
         return ", ".join(parts)
 
     def fault(self) -> tuple[str, str]:
-        """Return what holds the clock down under load, and the next command; two empty texts if nothing does."""
+        """Return what holds the clock down and the next command; two empty texts if nothing does.
+
+        A low clock counts only under load. The power delivery of a Spark can hold it down without any reason of the
+        driver's.
+        """
         slow = self.clock is not None and self.max_clock is not None and self.clock < HALF * self.max_clock
         low = slow and self.busy is not None and self.busy >= BUSY and not self.reasons & IDLE
         causes = [reason for reason in self.active if reason.fix and (low or reason.alone)]

@@ -26,7 +26,8 @@ def request(
 ) -> httpx.Response:
     """Send a request and return the whole response: at most `limit` bytes, unpacked, within `seconds`.
 
-    The client's read timeout limits the wait for bytes. Raises LimitError and httpx's other errors.
+    The time is checked when bytes arrive; the client's read timeout limits the wait for them. Raises LimitError and
+    httpx's other errors.
     """
     try:
         with client.stream(method, url, **options) as response:

@@ -201,7 +201,11 @@ def _extra(packages: str, wanted: Collection[str], added: Collection[str]) -> It
 
 
 def _is_stale(folder: str, name: str) -> bool:
-    """Tell whether a `.pyc` with an unchecked hash (PEP 552), which Python runs as it is, is of another source."""
+    """Tell whether Python would run a `.pyc` in a `__pycache__` that was not compiled from the present source.
+
+    Only an unchecked hash-based `.pyc` (PEP 552), as in our images, can be stale: Python itself recompiles one with
+    another timestamp.
+    """
     with suppress(OSError), Path(folder, name).open("rb") as file:
         header = file.read(16)
         if len(header) == 16 and int.from_bytes(header[4:8], "little") == UNCHECKED_HASH:

@@ -54,7 +54,7 @@ def _exception(number: int) -> KeyboardInterrupt:
 def caught() -> Iterator[None]:
     """While inside, SIGINT raises KeyboardInterrupt, and SIGTERM and SIGHUP raise TerminatedError, in the main thread.
 
-    A signal that is ignored stays so (nohup).
+    A signal that is ignored stays so (nohup). Outside the main thread this does nothing: Python handles signals there.
     """
     if not _main():
         yield

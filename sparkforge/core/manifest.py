@@ -81,8 +81,8 @@ def is_intact(manifest: Manifest, folder: Path) -> bool:
 def once(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> tuple[Manifest, bool]:
     """Have `make` write the artifact unless it exists; return its manifest and whether it was made now.
 
-    `make` creates the path that it gets, which becomes `path` when all of it is on the disk. Raises what `make` raises,
-    and StorageError while another process makes the same artifact.
+    `make` gets a path beside `path` that it must create; it appears as `path` only when all of it is on the disk.
+    Raises what `make` raises, and StorageError while another process makes the same artifact; nothing is left then.
     """
     if (manifest := current(path, stage, inputs)) and not os.path.lexists(_aside(path)):
         return manifest, False

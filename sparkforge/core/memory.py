@@ -59,7 +59,10 @@ def measure(root: Path = Path("/")) -> Machine:
 
 
 def largest_process(least: int = GIB) -> str:
-    """Name the process that holds the most memory, "python3 (pid 12), 8.1 GiB"; empty below `least` bytes."""
+    """Name the process that we can see and that holds the most memory: "python3 (pid 12), 8.1 GiB".
+
+    Empty if none holds `least` bytes; what is smaller is not worth stopping.
+    """
     sizes = [
         (process.info["memory_info"].rss, process.info["name"], process.pid)
         for process in psutil.process_iter(["name", "memory_info"])
@@ -105,7 +108,10 @@ def cpus(root: Path) -> int:
 
 
 def groups(root: Path, file_system: str, controller: str) -> Iterator[Path]:
-    """Yield the folders of our cgroup and of each one around it, innermost first; in a container the mount's top."""
+    """Yield the folders of this process's cgroup and of each one around it, innermost first.
+
+    In a container the path in /proc/self/cgroup may be the host's; the mount then has the container's group at its top.
+    """
     for mount, top in _mounts(root, file_system, controller):
         for line in _lines(root / "proc/self/cgroup"):
             _, controllers, path = line.split(":", 2)

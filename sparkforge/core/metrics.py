@@ -12,7 +12,10 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Loo
 
 
 def values(text: str, names: Collection[str]) -> dict[str, list[float]]:
-    """Return the finite values of each of `names`, one for each set of labels. Raises one of MALFORMED."""
+    """Return the finite values of each of `names` that is there, one for each set of labels.
+
+    Raises one of MALFORMED for lines that are no metrics.
+    """
     lines = [line for line in text.splitlines() if line.startswith(tuple(names)) and len(line) < LONGEST]
     values_by_name: dict[str, list[float]] = {}
     for family in text_string_to_metric_families("\n".join(lines)):

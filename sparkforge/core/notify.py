@@ -10,7 +10,10 @@ SOCKET = "NOTIFY_SOCKET"
 
 
 def tell(*, ready: bool = False, status: str = "") -> None:
-    """Send READY=1 and a line for `systemctl status` to the service manager that started this process, if one did."""
+    """Send READY=1 and a status line to the service manager that started this process, if one did.
+
+    The status is what `systemctl status` shows, in one line.
+    """
     address = os.environ.get(SOCKET, "")
     if not address:
         return

@@ -232,7 +232,10 @@ class Endpoint:
         return Served(name, offered[name])
 
     def wait_until_serving(self, deadline: float, alive: Callable[[], bool]) -> bool:
-        """Wait for health and one token; False if `alive()` ends or `deadline` passes. Raises ServerError."""
+        """Wait for health, then for one token; False if `alive()` ends or `deadline` (monotonic) passes before.
+
+        Raises ServerError if it is healthy and cannot generate.
+        """
         if not wait_until(self.healthy, deadline, alive):
             return False
         self.first_token(max(1.0, deadline - time.monotonic()))

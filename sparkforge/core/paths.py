@@ -128,7 +128,11 @@ def _of_others(folder: Path) -> bool:
 
 
 def secure_state() -> Path:
-    """Return the state folder, made and closed to others, since commands trust its records. Keeps another's mode."""
+    """Return the state folder, made if it is not there, and open to its owner alone.
+
+    Commands trust the records in it, such as the one of the server's process. The mode of another user's folder is not
+    changed: `sparkforge.serve.record` refuses its records.
+    """
     folder = state()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -154,7 +158,10 @@ def environment(name: str) -> Path:
 
 
 def typed(text: str | Path) -> Path:
-    """Return the place that a person named, `~` expanded. Raises UsageError for the home of an unknown user."""
+    """Return the place that a person named, with its `~` expanded.
+
+    Raises UsageError for the home of an unknown user.
+    """
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

@@ -64,8 +64,9 @@ def run_unchecked(
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` to its end, whatever its exit code is, and return it with stdout and stderr as text.
 
-    `env` is added to ours; None removes a variable. Raises ProcessError, with `fix` as the next step, if it cannot be
-    started or runs longer than `seconds`. If we are interrupted or time is up, it ends with all that it has started.
+    `env` is added to this process's environment; None removes a variable. Raises ProcessError, with `fix` as the next
+    step, if it cannot be started or runs longer than `seconds`. If we are interrupted or time is up, it ends with all
+    that it has started.
     """
     variables = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
     pipe = subprocess.PIPE
@@ -85,7 +86,10 @@ def run_unchecked(
 
 @contextmanager
 def _running(command: Sequence[str | Path], fix: str = "", **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program, ended with its descendants if an exception or a signal ends the block. Raises ProcessError."""
+    """Start a program; if an exception or a signal ends the block, end it and all that it has started.
+
+    Raises ProcessError if it cannot be started.
+    """
     with ExitStack() as stack:
         with interrupt.held():
             process = stack.enter_context(_started(command, fix, **options))
@@ -110,13 +114,19 @@ def _started(command: Sequence[str | Path], fix: str = "", **options: Any) -> su
 
 
 def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> int:
-    """Run `command` with our stdin, stdout, stderr and `env` besides, and return its exit code. Raises ProcessError."""
+    """Run `command` with our own stdin, stdout and stderr and return its exit code. `env` is added to ours.
+
+    Raises ProcessError if it cannot be started.
+    """
     with _running(command, cwd=cwd, env={**os.environ, **env}) as process:
         return process.wait()
 
 
 def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, None]:
-    """Run `command` and yield its output as it comes; it ends when the caller stops reading. Raises ProcessError."""
+    """Run `command` and yield what it prints to stdout and stderr, as it comes; it ends when the caller stops reading.
+
+    Raises ProcessError if it cannot be started.
+    """
     decoder = getincrementaldecoder("utf-8")("replace")  # a piece can end in the middle of a character
     with _running(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0) as process:
         while process.stdout and (data := process.stdout.read(PIECE)):
@@ -125,9 +135,9 @@ def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, 
 
 
 def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> int:
-    """Start `command` in a session that outlives us, with output appended to `log`; return its process id.
+    """Start `command` in a session of its own with stdout and stderr appended to `log`; return its process id.
 
-    `env` is the whole environment. Raises ProcessError if it cannot be started.
+    `env` is the whole environment. The child outlives this process. Raises ProcessError if it cannot be started.
     """
     return _detached(command, log, "ab", env=dict(env), cwd=cwd).pid
 
@@ -161,8 +171,9 @@ class ProgramOutput:
 def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None = None) -> ProgramOutput:
     """Run a program that may hang for at most `seconds`; then kill its session and do not wait for it.
 
-    Output goes to files: a process stuck in the kernel, as by a GPU driver, keeps its pipe open for ever. `env` is the
-    whole environment; None keeps ours. Raises ProbeError if the program cannot be started.
+    Output goes to files, not pipes: a process stuck in the kernel (a known way for a GPU driver to fail) cannot be
+    reaped, and reading its pipe would never end. `env` is the whole environment; None keeps ours.
+    Raises ProbeError if the program cannot be started.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         code = watch(command, seconds=seconds, env=env, stdout=out, stderr=err)
@@ -252,7 +263,10 @@ class Child:
 
 
 def resident_sizes(leaders: Iterable[int]) -> dict[int, int]:
-    """Return the bytes resident in each leader's session now; shared pages count once for each process."""
+    """Return, for each session leader, the sum in bytes of the resident sizes in its session now.
+
+    Pages that several processes share count once for each of them.
+    """
     sizes, page = dict.fromkeys(leaders, 0), os.sysconf("SC_PAGE_SIZE")
     for pid in psutil.pids():
         with suppress(OSError, ValueError):  # it may end while we look
@@ -262,7 +276,10 @@ def resident_sizes(leaders: Iterable[int]) -> dict[int, int]:
 
 
 def started_at(pid: int) -> float | None:
-    """Start time of a live process in seconds since the epoch; None for a zombie. Ids alone are used again."""
+    """Start time of a live process in seconds since the epoch; None if there is none or only its zombie.
+
+    Process ids are used again, so a record of a process is the pair (pid, start time).
+    """
     if not _is_program(pid):
         return None
     try:
@@ -273,7 +290,10 @@ def started_at(pid: int) -> float | None:
 
 
 def _is_program(pid: int) -> bool:
-    """Tell whether a number, perhaps of a damaged record, can be a process that we may end: not -1 (all), 0 or 1."""
+    """Tell whether a number, perhaps of a damaged record, can be the id of a process that we may end.
+
+    To the kernel -1 is every process of this user and 0 our own group; 1 is the system's first.
+    """
     return 1 < pid < LARGEST_PID
 
 
@@ -293,7 +313,10 @@ def terminate(pids: Sequence[int]) -> None:
 
 
 def terminate_tree(pid: int, *, grace: float = GRACE_SECONDS) -> None:
-    """End a process and its descendants as `terminate_session` ends a session."""
+    """End a process and all that descend from it: SIGTERM, `grace` seconds, SIGKILL. Waits for their end.
+
+    Raises ProcessError if one of them may not be signalled.
+    """
     if _is_program(pid):
         _end(pid, grace, _tree)
 

@@ -64,7 +64,10 @@ def parse_record(data: Any, origin: str, shape: type[Table]) -> Table:
 
 
 def parse_object(data: bytes | str, origin: str, shape: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON object in `data` from `origin`, which has the types of `shape`. Raises DocumentError."""
+    """Return the JSON object in `data`, whose keys that `shape` names have its types. Raises DocumentError.
+
+    `shape` gives the types of what is used of a document that others write; `origin` names it in errors.
+    """
     value = parse_json(data, origin)
     if not isinstance(value, dict):
         raise DocumentError(origin, f"it is no JSON object: {str(value)[:40]}")

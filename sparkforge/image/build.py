@@ -51,7 +51,8 @@ def build(
 ) -> Path:
     """Build a stack's image with `docker` and `command`, which ends in Compose's `build`; return the build's log.
 
-    Raises UsageError for an unknown way, and an error of the engine or EngineError with the log's last lines.
+    Raises UsageError for another way than `options` may have, and a named error of the engine or EngineError with the
+    log's last lines.
     """
     way, jobs, packs, platform, reproducible = astuple(options or ImageOptions())
     require_way(way, devices.machine_of(platform))
@@ -118,7 +119,10 @@ def commit() -> dict[str, str]:
 
 
 def expected(machine: str, *, stack: str) -> Mapping[str, Mapping[str, str]]:
-    """Return the queues and the locked set (name → sha256) that an image for `machine` (amd64, arm64) must have."""
+    """Return the contents that an image of this checkout must have: patch queues and the locked set, name → sha256.
+
+    `machine` is the image's: amd64 or arm64.
+    """
     lock = pins.load().image(stack).lock(devices.OCI_MACHINES[machine])
     return {
         "patches": {queue.name: queue.sha256 for _, queue in series.queues(pins.load(), stack)},

@@ -66,7 +66,10 @@ def files() -> list[Path]:
 
 
 def compose(*arguments: str | Path, more: Sequence[str] = ()) -> list[str | Path]:
-    """Return the arguments of `docker` for a Compose command on our files; `more` are further files of the checkout."""
+    """Return the arguments of `docker` for a Compose command on our files.
+
+    `more` are further files of the checkout, behind ours and the user's.
+    """
     chosen = [*files(), *(paths.ROOT / name for name in more)]
     file_options: list[str | Path] = [option for path in chosen for option in ("--file", path)]
     return ["compose", "--project-name", project(), "--project-directory", paths.ROOT, *file_options, *arguments]
@@ -78,7 +81,10 @@ def typed(*arguments: str) -> str:
 
 
 def _named(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` with COMPOSE_FILE, which the container's errors name, if files were added to ours."""
+    """Return `env`, and in COMPOSE_FILE our files where there are more than Compose finds by itself.
+
+    With `--file` Compose reads those and only passes COMPOSE_FILE on: the container's errors name the files.
+    """
     more = {"COMPOSE_FILE": os.pathsep.join(map(str, files()))} if os.environ.get(EXTRA_FILES) else {}
     return {**env, **more}
 
@@ -94,7 +100,10 @@ def resolve(env: Mapping[str, str]) -> Service:
 
 
 def resolved(env: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the project as Compose resolves it: variables replaced, paths absolute. `more`: see `compose`."""
+    """Return the whole project as Compose resolves it: every variable replaced, every path absolute.
+
+    `more` are further files of the checkout behind ours.
+    """
     text = docker(compose("config", "--format", "json", more=more), env=env if more else _named(env))
     try:
         return parse_object(text, "Compose's project", Project)
@@ -103,7 +112,10 @@ def resolved(env: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, Any]
 
 
 def service_of(document: Mapping[str, Any], port: int = 0) -> Service:
-    """Return a resolved project's service; `port` is its port where none is published. Raises EngineError."""
+    """Return the service in a resolved project. Raises EngineError for one that lacks something.
+
+    `port` is the server's on the machine's own network, where Compose publishes none.
+    """
     try:
         service = document["services"][SERVICE]
         published = {"published": port} if port else service["ports"][0]
@@ -134,7 +146,10 @@ def up(
     *,
     more: Sequence[str] = (),
 ) -> None:
-    """Create and start the service's container, whose image must be there; output goes to `log`."""
+    """Create and start the service's container; the image must be there. Output goes to `log`.
+
+    `more` are further files of the checkout behind ours.
+    """
     arguments = compose("up", "--detach", "--no-build", SERVICE, more=more)
     docker_logged(arguments, log, tell, env if more else _named(env))
 

@@ -111,7 +111,10 @@ def named(name: str) -> Checkout:
 
 
 def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
-    """Return the folder that holds the checkout's package; None without one. Raises StorageError."""
+    """Return the folder that holds the checkout's package; None without one: an empty folder is no checkout.
+
+    Raises StorageError if it may not be read.
+    """
     folder = sources / checkout.name
     try:
         for root in checkout.roots:
@@ -129,7 +132,10 @@ def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
 
 
 def use(checkouts: Sequence[Checkout], packages: Path, sources: Path = SOURCES, jobs: int = 0) -> None:
-    """Have exactly these checkouts imported instead of the installed packages; bound a person's own builds."""
+    """Let exactly these checkouts be imported instead of the installed packages; bound the jobs of what compiles.
+
+    A person's own `pip install -e` compiles with as many jobs as there are cores unless a variable says less.
+    """
     folders = [f"{root}" for checkout in checkouts if (root := root_of(checkout, sources))]
     # A .pth line is appended to sys.path, too late; an import line can put it in front (site.py).
     code = f"import sys; sys.path[:0] = {folders!r}\n" if folders else ""
@@ -139,7 +145,10 @@ def use(checkouts: Sequence[Checkout], packages: Path, sources: Path = SOURCES, 
 
 
 def link_natives(checkout: Checkout, packages: Path, sources: Path = SOURCES) -> list[str]:
-    """Link what a build would put into the checkout and it lacks; return the links' paths. Raises StorageError."""
+    """Link what a build would have put into the checkout, where it has none of its own; return the links' paths.
+
+    Raises StorageError if the checkout cannot be written.
+    """
     root, installed = root_of(checkout, sources), packages / checkout.package
     if root is None or not installed.is_dir():
         return []
@@ -185,9 +194,10 @@ def _missing(folder: Path, packages: Path, root: Path) -> Iterator[str]:
 
 
 def _ignored(candidates: Iterable[str], root: Path, repository: Path) -> set[str]:
-    """Return which paths the repository's .gitignore names, because a build makes them.
+    """Return which paths the repository's .gitignore names: a build makes them. A repository without one names none.
 
-    Asked of an empty repository: the real one may be a git work tree whose objects are elsewhere, or another user's.
+    Asked with an empty repository of our own beside the work tree: the real one may be a work tree of git's, whose
+    objects are outside the mount, or another user's.
     """
     prefix = root.relative_to(repository)
     names = {os.path.normpath(prefix / path): path for path in candidates}
@@ -311,7 +321,10 @@ class BuildOptions:
 
 
 def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, sources: Path = SOURCES) -> None:
-    """Compile a mounted checkout, say what was done, accept its sources. Raises UsageError and the builds' errors."""
+    """Compile a mounted checkout for the stack's architecture, say what was done, and accept its sources.
+
+    Raises UsageError where there is nothing to compile, and the errors of both builds.
+    """
     checkout, table = named(name), pins.load()
     _require_meaningful(name, stack, options)
     root = root_of(checkout, sources)

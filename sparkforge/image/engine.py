@@ -92,7 +92,10 @@ class State:
 
 @contextmanager
 def connected() -> Iterator[docker.DockerClient]:
-    """Open the engine that `docker` would use: DOCKER_HOST, else its context. Raises a named EngineError."""
+    """Open the engine that the `docker` command would use (DOCKER_HOST, else its context), and name what goes wrong.
+
+    Raises EngineError.
+    """
     client = None
     try:
         client = docker.from_env(timeout=SECONDS, version="auto")

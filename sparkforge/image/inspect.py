@@ -99,7 +99,10 @@ def labels(attrs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def ready_to_build(stack: str) -> list[str | Path]:
-    """Return the arguments of `docker` for a Compose build of a stack's image. Raises EngineError, StorageError."""
+    """Return the arguments of `docker` for a Compose build of a stack's image, once the machine can build it.
+
+    Raises an engine's error, EngineError without buildx or Compose, StorageError.
+    """
     for plugin in ("buildx", "compose"):
         require_plugin(plugin)
     with engine.connected() as client:
@@ -120,7 +123,7 @@ def made_from(client: docker.DockerClient | None, image: Any, stack: str) -> dic
 
 @contextmanager
 def opened(stack: str, name: str) -> Iterator[tuple[docker.DockerClient | None, Any]]:
-    """Open a stack's image or the image `name` in the engine, or the image in an OCI layout, by its path.
+    """Open a stack's image, or the image `name`, in the engine; of a path, the image in the OCI layout there.
 
     Yields the engine's client, None for a layout, and the image. Raises EngineError, IntegrityError.
     """
@@ -158,8 +161,10 @@ def _require_named(client: docker.DockerClient | None, image: Any, stack: str, t
 def verify(stack: str, name: str, expected: Expected) -> None:
     """Describe a stack's image, or the image `name`, and compare its claims with this checkout.
 
-    `expected` maps a processor (amd64, arm64) to a key of COMPARED → name → sha256. Raises IntegrityError with
-    every difference. An image without one is not proven: its manifest, audit and labels are its maker's claims.
+    Raises IntegrityError with every difference. Manifest, audit and labels are claims by whoever made the image. This
+    can refute them but not prove them, since no file of the image is compared with a hash of this checkout. `expected`
+    takes the image's processor (amd64, arm64) and returns what this checkout has: a key of
+    COMPARED → name of a queue or a lock → its sha256.
     """
     with opened(stack, name) as (client, image):
         echo("\n".join(lines(image.attrs)))
@@ -226,7 +231,10 @@ def lines(attrs: Mapping[str, Any]) -> list[str]:
 
 
 def unaudited(manifest: Mapping[str, Any], report: bytes) -> list[str]:
-    """Return the faults of an image's audit: it must be the manifest's, have no violation, and cover every module."""
+    """Return the faults of the audit in an image; empty if there are none.
+
+    It must be the one that the manifest names by hash, without a violation, and have read every compiled module.
+    """
     if hashlib.sha256(report).hexdigest() not in dict(manifest.get("audit") or {}).values():
         return ["its audit report is not the one that its manifest names"]
     audit = _parsed(report, Audit)
@@ -256,7 +264,10 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str) -> bytes:
-    """Return the file that a label names, read without running the image. Raises IntegrityError without the label."""
+    """Return the file that a label names, read without running the image.
+
+    Raises IntegrityError if the image has no such label: then another program or an old Sparkforge built it.
+    """
     path = labels(image.attrs).get(label, "")
     if not path:
         why = f"it has no label {label}"

@@ -22,9 +22,9 @@ class Identity(Record):
 
 
 def read_statement(data: bytes, identities: Mapping[str, Identity], folder: Path) -> tuple[str, bytes]:
-    """Return which identity signed a bundle, by the trusted roots in `folder`, and its statement.
+    """Return which identity signed a bundle, and the statement in it.
 
-    Raises ValueError for a bundle that none of them signed, InputError for a root.
+    `folder` has the trusted roots. Raises ValueError for a bundle that none of them signed, InputError for a root.
     """
     from sigstore.errors import Error  # noqa: PLC0415 - a second that a start without identities does not spend
     from sigstore.models import Bundle, TrustedRoot  # noqa: PLC0415

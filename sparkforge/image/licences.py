@@ -25,9 +25,10 @@ TEXT = re.compile(r"licen[cs]e|copying|copyright|notice", re.IGNORECASE)
 
 
 def add(packages: Path, table: Path | None = None) -> list[str]:
-    """Give each distribution without a licence text the table's, in dist-info/licenses (PEP 639); return the names.
+    """Give each distribution without a licence text those that the table has for it; return the names of these.
 
-    Raises IntegrityError if a text of ours is not the one that the table pins.
+    They lie in dist-info/licenses, as wheels have them (PEP 639). Raises IntegrityError if a text of ours is not the
+    one that the table pins.
     """
     table = table or TABLE
     document: dict[str, Any] = read_toml(table)

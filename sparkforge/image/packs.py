@@ -115,9 +115,10 @@ def key_of(inputs: Mapping[str, str]) -> str:
 
 
 def taking(name: str) -> Take:
-    """Return a function that takes modules from a pack in the place `name`, this checkout or the bundle, verified.
+    """Return a function that takes modules from the place `name`, this checkout's packs or the bundle's.
 
-    It returns None without a pack. Raises IntegrityError for a pack that is refused, EngineError for a registry.
+    It returns None if none of them has the pack. A pack is verified: hashes, key, and the signature that
+    trust.toml demands. Raises IntegrityError for a pack that is refused, EngineError for a registry.
     """
     name = name or os.environ.get(VARIABLE, "")
     places: list[Place] = [*([place(name)] if name else []), *map(Folder, own_folders())]

@@ -1,4 +1,8 @@
-"""An image's provenance: an in-toto Statement about its digests with SLSA's predicate, made of its own contents."""
+"""The provenance of an image: an in-toto Statement v1 about its digests, with the predicate of SLSA Provenance v1.
+
+It is computed from the image's own contents, so anybody who has the image can compute it again and compare
+(`differences`).
+"""
 
 from __future__ import annotations
 

@@ -32,9 +32,10 @@ EXAMPLE = "registry.example.com/sparkforge/vllm"
 
 
 def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
-    """Push this checkout's image, or the image `name`, under its own name, and print the digest that `pull` takes.
+    """Push a stack's image, or the image `name`, and print its digest, which `pull` takes.
 
-    Raises UsageError, IntegrityError for another checkout's image or a tag that has another image, EngineError.
+    The image must be this checkout's. Its tag in the registry is its own name, which no other image gets. Raises
+    UsageError, IntegrityError for an image that is not this checkout's, or a tag that has another image, EngineError.
     """
     if not REPOSITORY.fullmatch(repository):
         why = "it takes a registry's host and a repository, without a tag"
@@ -73,7 +74,8 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
 def pull(stack: str, reference: str, expected: Expected) -> None:
     """Pull the image REPOSITORY@sha256:DIGEST, check it against this checkout, and let Compose serve it.
 
-    No tag of this machine changes before; a refused image is removed. Raises UsageError, IntegrityError, EngineError.
+    Until it has passed, no tag of this machine changes; an image that is refused is removed again. Raises UsageError
+    without a digest, IntegrityError, EngineError.
     """
     if not REFERENCE.fullmatch(reference):
         why = "an image is pulled by digest, which identifies its content; a tag can be moved"
@@ -123,9 +125,9 @@ def _digest(image: Any, repository: str) -> str:
 
 
 def _in_registry(client: docker.DockerClient, reference: str) -> tuple[str, bool]:
-    """Return the digest that a tag has in its registry, empty for none, and whether access was denied.
+    """Return the digest that a tag has in its registry, empty if it is not there, and whether access was denied.
 
-    Registries deny what is not there, such as the repository before its first push.
+    Before the first push there is no repository, and registries deny what is not there: the push tells which it is.
     """
     try:
         return str(client.images.get_registry_data(reference).id), False

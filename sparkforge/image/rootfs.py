@@ -97,7 +97,10 @@ class Tree:
 
 
 def install(tree: Tree, more: str = "") -> None:
-    """Make the tree from its lock, with patched wheels, and the lock `more`. Raises the errors of both."""
+    """Make the tree from its lock, with patched wheels, and the lock `more`.
+
+    Raises the errors of `environments.fetch_wheels` and `locks.install`.
+    """
     table = pins.load()
     shutil.rmtree(tree.root, ignore_errors=True)
     # The distribution's interpreter, not that of the environment which runs us.
@@ -136,10 +139,12 @@ def name_plugins(packages: Path) -> None:
 
 
 def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
-    """Take or compile FlashInfer's modules, put them where a server loads them, and leave a kernel pack under `built`.
+    """Take or compile a set of FlashInfer's modules with the tree's own CUDA, and put them where a server loads them.
 
-    `name` is a set of the stack's kernel table; empty for the image's own. For another machine the locked toolchain
-    compiles them. Raises the errors of `build_kernels`, and IntegrityError if it compiled none.
+    For another machine than this one they are compiled with the locked toolchain, for an environment of their own.
+    They are a kernel pack under `built`, besides: the Dockerfile's target `kernel-packs`.
+    `name` is a set of the stack's kernel table; empty for the image's own. A stack without kernels has none compiled.
+    Raises the errors of `build_kernels`, and IntegrityError if it compiled none.
     """
     if not tree.inputs.kernels:
         say(f"the stack {tree.stack} has no kernels to compile")
@@ -186,7 +191,10 @@ def take_kernels(tree: Tree, built: Path) -> None:
 
 
 def finish(tree: Tree, jobs: int) -> None:
-    """Trim the tree, add licence texts, and make it the same in every build. Raises IntegrityError."""
+    """Trim the tree, add licence texts, and make it the same in every build.
+
+    No volatile files, no times, bytecode in one order. Raises IntegrityError for a cut or a text that does not fit.
+    """
     for name, size in trimming.trim(tree.packages, trimming.cuts(tree.device)).items():
         say(f"left out: {name} ({size / 1e6:.0f} MB)")
     say(f"licence texts added: {', '.join(licences.add(tree.packages)) or 'none'}")
@@ -207,8 +215,9 @@ def finish(tree: Tree, jobs: int) -> None:
 def compile_bytecode(tree: Tree, jobs: int) -> None:
     """Compile every package in a process of its own: what a .pyc holds depends on what its process compiled before it.
 
-    Without bytecode, which a read-only root cannot get, each of vLLM's processes starts 6 s later. Unchecked hashes
-    (PEP 552) replace times, and no import at a process's start (.pth) may leave bytecode with times.
+    The image cannot write bytecode (its root is read-only), and without it each of vLLM's processes starts 6 s later.
+    Unchecked hashes instead of times, for the image's times are one epoch (PEP 552). What a .pth file imports when a
+    process starts must not leave bytecode of its own, with times.
     """
     env = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -223,9 +232,10 @@ def compile_bytecode(tree: Tree, jobs: int) -> None:
 
 
 def audit_code(tree: Tree) -> dict[str, Any]:
-    """Return the audit of FlashInfer's modules and vLLM's libraries, without its times; empty on the CPU.
+    """Audit the machine code that gpt-oss runs on, FlashInfer's modules and vLLM's libraries; return the report.
 
-    Raises AuditError.
+    The report leaves out how long that took, which differs in every build. The CPU's image has no such code, and its
+    report is empty. Raises AuditError.
     """
     if tree.device != CUDA:
         return {}
@@ -240,7 +250,8 @@ def audit_code(tree: Tree) -> dict[str, Any]:
 def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
     """Return how many files are as their wheels' records say, and which patched wheels are installed.
 
-    Raises IntegrityError for a changed or missing file, and for a package that is not locked, or not patched as locked.
+    Raises IntegrityError if a file differs or is missing, if a package is not in the lock, or if one that the stack has
+    patches for is not the wheel in `locks/patched.toml`.
     """
     changes, lock, patched = image_changes(tree), load_patched(), patched_packages(pins.load(), tree.stack)
     names = re.findall(r"^([A-Za-z0-9._-]+)(?:\[.*\])?==", locks.lock_path(tree.lock).read_text("utf-8"), re.MULTILINE)
@@ -308,7 +319,10 @@ STEPS: dict[str, Callable[[Tree, argparse.Namespace], None]] = {
 
 
 def _verify(tree: Tree, output: Path, debian: Path) -> None:
-    """Verify and audit the tree; leave report and bill of materials beside the manifest, which has their hashes."""
+    """Verify and audit the tree; leave report and bill of materials beside the manifest, which names both by hash.
+
+    The licences' texts lie in the tree; the manifest has their hash too.
+    """
     files, wheels = verify(tree)
     say(f"{files} files are as their wheels say, {len(wheels)} wheels are ours by locks/patched.toml")
     report, bill, document, code = output.with_name(REPORT), output.with_name(BILL), describe(tree), audit_code(tree)

@@ -204,8 +204,8 @@ def digests(image: Any) -> list[tuple[str, str]]:
 def sign(stack: str, name: str, expected: Expected, key_file: Path, builder: str, folder: Path | None) -> None:
     """Sign an image of this checkout: its digests, its provenance and its bill of materials.
 
-    They go to the image's repositories or to `folder`, and into this machine's own folder. Raises StorageError for
-    the key, IntegrityError for an image of another checkout, EngineError.
+    All of it goes to the image's repositories, or to `folder` in their place, and into this machine's own folder.
+    Raises StorageError for the key, IntegrityError for an image of another checkout, EngineError.
     """
     key = private_key(key_file)
     with inspect.opened(stack, name) as (client, image):

@@ -27,14 +27,20 @@ class Cut:
 
 
 def cuts(device: str, table: Path | None = None) -> list[Cut]:
-    """Return what the table leaves out of a device's image, except what a family of models needs (`untrimmed`)."""
+    """Return what the table, deploy/trim.toml unless another is named, leaves out of the device's image.
+
+    What a family of models needs stays (families.toml, `untrimmed`).
+    """
     entries: dict[str, dict[str, Any]] = read_toml(table or TABLE).get(device, {})
     needed = {name for family in families.load().values() for name in family.untrimmed}
     return [Cut(name, tuple(row["paths"]), row["why"]) for name, row in entries.items() if name not in needed]
 
 
 def trim(packages: Path, cuts: Sequence[Cut]) -> dict[str, int]:
-    """Remove what `cuts` name; return the bytes that each freed. Raises IntegrityError for a path that is gone."""
+    """Remove what `cuts` name; return the bytes that each freed. Raises IntegrityError if a path matches nothing.
+
+    A name that no longer exists means that upstream moved something, and with it perhaps the reason.
+    """
     freed = {}
     for cut in cuts:
         freed[cut.name] = 0

@@ -115,7 +115,10 @@ class Evidence:
 
 
 def policy() -> Trust | None:
-    """Return this checkout's policy, None without one. Raises InputError; StorageError if others can write it."""
+    """Return the policy of this checkout; None if there is none.
+
+    Raises InputError, and StorageError if another user can write it.
+    """
     path = FILE
     try:
         status = path.stat()
@@ -134,9 +137,10 @@ def policy() -> Trust | None:
 def require(
     client: docker.DockerClient | None, image: Any, stack: str, repository: str = "", *, back: bool = False
 ) -> Evidence | None:
-    """Return the evidence for an image in its layout, on this machine and in `repository`; None if none is required.
+    """Return the evidence for an image of a stack; None if nothing is required.
 
-    `back` lets it be older than the last one. Raises IntegrityError, which names missing and wrong attachments.
+    Attachments are read from the image's layout, from this machine and from `repository`. `back` lets it be older than
+    the last one. Raises IntegrityError, which names missing and wrong attachments.
     """
     trust = policy()
     if trust is None:
@@ -179,7 +183,10 @@ def signatures(file: Path) -> list[Attached]:
 
 
 def require_file(file: Path) -> str:
-    """Return the sha256 of a bundle that a trusted key signed; empty if none must. Raises IntegrityError."""
+    """Return the sha256 of a bundle that a key of trust.toml signed, empty if nothing is demanded; say which it is.
+
+    Raises what `require_signed` raises.
+    """
     attached = signatures(file)
     if not is_demanding():
         say(f"{file.name} {'has a signature, but no trust.toml names a trusted key' if attached else 'is unsigned'}")
@@ -204,7 +211,10 @@ def require_buildable(stack: str) -> None:
 
 
 def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
-    """Return who signed a bundle or a kernel pack, by its sha256; empty if none must. Raises IntegrityError."""
+    """Return who signed a bundle or a kernel pack, by its sha256; empty if nothing is demanded.
+
+    Raises IntegrityError for one that no key of trust.toml signed, if images need anything.
+    """
     trust = policy()
     if not trust or not trust.images.demand:
         return ""
@@ -219,7 +229,10 @@ def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
 
 
 def _signed_statement(entry: Attached, trust: Trust, known: set[str]) -> tuple[str, Statement]:
-    """Return a statement about one of `known`, and its signer. Raises ValueError for any other."""
+    """Return the signer of a statement, and the statement, whose subject is one of `known`.
+
+    Raises ValueError otherwise.
+    """
     if entry.kind.startswith(keyless.BUNDLE):
         signer, payload = keyless.read_statement(entry.data, trust.workflows(), FILE.parent)
         document = parse_json(payload, "a statement")

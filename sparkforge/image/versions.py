@@ -28,7 +28,10 @@ ID_DIGITS = 12
 
 
 def version(manifest: Mapping[str, Any]) -> str:
-    """Return an image's version tag, STACK-VLLM-HASH; HASH is of the locked set and the patch queues."""
+    """Return the version tag that an image's manifest gives it: STACK-VLLM-HASH, the same for the same locks.
+
+    HASH is 12 hexadecimal digits of the sha256 of what `image.verify` compares: the locked set and the patch queues.
+    """
     inputs = {key: dict(manifest.get(key) or {}) for key in inspect.COMPARED}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:ID_DIGITS]
     release = str(dict(manifest.get("packages") or {}).get("vllm", "0")).partition("+")[0]
@@ -49,14 +52,17 @@ def split(name: str) -> tuple[str, str]:
 def give_own_name(
     client: docker.DockerClient, image: Any, repository: str, manifest: Mapping[str, Any] | None = None
 ) -> str:
-    """Give an image of ours its own name in `repository` and return it. Raises IntegrityError, EngineError."""
+    """Give an image of ours its own name in `repository`, and return REPOSITORY:TAG.
+
+    `manifest` is the image's, where it has been read. Raises IntegrityError or EngineError for an image without ours.
+    """
     tag = own_name(version(manifest or inspect.manifest(client, image)), image.id)
     image.tag(repository, tag)
     return f"{repository}:{tag}"
 
 
 def move_tags(client: docker.DockerClient, image: Any, name: str) -> str:
-    """Give `image` the tag in `name`, which Compose serves, and its version, which is returned with the repository.
+    """Give `image` the tag in `name`, which Compose serves, and its version; return the version's whole name.
 
     What had one of the tags before gets its own name first, and so does `image`.
     """

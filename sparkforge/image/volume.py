@@ -1,4 +1,8 @@
-"""The container's cache of compiled kernels, from the host: a volume, which only a container of the image can read."""
+"""The container's cache of compiled kernels, from the host: a volume, which only a container can read.
+
+The commands run inside: in the server's container while it runs, since its processes must be seen, else in one of the
+same image that holds the volume and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,9 @@ ALONE = (
 
 
 def run_cache(*cache_arguments: str) -> int:
-    """Run `sparkforge.compile.cache` on the project's volume, in the server's container or in one of its own.
+    """Run `sparkforge.compile.cache` with these arguments on the volume of this checkout's project; return its code.
 
-    Return its code. Raises an engine's error, and EngineError if the volume is there and the image is not.
+    Raises an engine's error, and EngineError if a volume is there and the image that reads it is not.
     """
     terminal = ["--interactive", "--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     command = ["-m", "sparkforge.compile.cache", *cache_arguments]

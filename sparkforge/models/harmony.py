@@ -32,13 +32,19 @@ SPLIT = "|".join([
 
 
 def offline_environment() -> dict[str, str]:
-    """Return the variables that keep a server from asking the network; oss-harmony's vocabulary is built in."""
+    """Return the variables that keep a server from asking the network for a model or a vocabulary.
+
+    oss-harmony reads its built-in vocabulary unless TIKTOKEN_ENCODINGS_BASE points elsewhere, so none is needed for it.
+    """
     return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 @cache
 def base_vocabulary() -> tuple[bytes, ...]:
-    """Return the bytes of the 199,998 base tokens by their ids. Raises InputError for another vocabulary."""
+    """Return the bytes of the 199,998 base tokens, in the order of their ids.
+
+    Raises InputError if the installed openai_harmony is missing or holds another vocabulary.
+    """
     tokens = tuple(_token_bytes(i) for i in range(BASE_TOKENS))
     digest = hashlib.sha256(_tiktoken_bytes(tokens)).hexdigest()
     if digest != VOCABULARY_SHA256:
@@ -79,7 +85,7 @@ def tokenizer_files() -> dict[str, bytes]:
     names = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
     config = {
         **names,
-        # As the published checkpoint has it. Without it transformers parses tokenizer.json a second time, for a second.
+        # As the published checkpoint has it. Without it transformers parses tokenizer.json twice.
         "added_tokens_decoder": {str(i): {"content": token, **ADDED} for token, i in special_tokens().items()},
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
@@ -126,7 +132,8 @@ def _tiktoken_bytes(tokens: tuple[bytes, ...]) -> bytes:
 def _tokenizer() -> dict[str, object]:
     """Build tokenizer.json: byte-level BPE whose merges give tiktoken's result.
 
-    tiktoken merges neighbours by the rank of their joined bytes, so every cut of a token into two is a merge.
+    tiktoken merges the neighbours whose joined bytes have the lowest rank, however they are cut; so every cut of a
+    token into two tokens is a merge, in the order of the joined token's rank.
     """
     tokens = base_vocabulary()
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -128,7 +128,10 @@ def _swap(
     different: list[RemoteFile],
     note: Note | None,
 ) -> None:
-    """Rename verified files into `target`, and remove an earlier revision's that are as noted; a killed run goes on."""
+    """Rename verified files into `target`, and remove what only the earlier revision had, if it still is as noted.
+
+    A kill in between leaves our old note and the rest in `work`: the next run goes on from there.
+    """
     for file in different:
         (work / file.name).replace(target / file.name)
     fsync_directory(target)
@@ -224,7 +227,10 @@ def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:
 
 
 def _require_known(target: Path, work: Path, files: list[RemoteFile], repository: str) -> None:
-    """Raise InputError, with the nearest recipe, for a model of no family (drafts pass), or a config that lies."""
+    """Raise InputError, with the nearest recipe, for a model of no family, or whose config contradicts its tensors.
+
+    A recipe's draft is of no family, and passes.
+    """
     if models.draft_of(repository):
         return
     config, index = (next((f / name for f in (work, target) if (f / name).is_file()), work / name) for name in FIRST)

@@ -98,7 +98,10 @@ class Mirror:
             say(f"{self.folder} names no hashes ({NOTE}): the files' structure is checked, not their bytes")
 
     def files(self) -> list[RemoteFile]:
-        """Return every file of the folder, with the sha256 of its note, its link's target, or a small file's bytes."""
+        """Return every file of the folder, with the sha256 that its note or its link's target names.
+
+        A small file without either is hashed.
+        """
         files = [path for path in sorted(self.folder.iterdir()) if path.is_file() and path.name != NOTE]
         return [RemoteFile(path.name, path.stat().st_size, self._digest(path)) for path in files]
 

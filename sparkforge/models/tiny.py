@@ -44,7 +44,11 @@ RANDOM = Weights(lambda: f"random {tiny_random.RECIPE}", lambda: tiny_random.SIZ
 
 
 def write_tiny(directory: Path, weights: Weights = TRAINED) -> Path:
-    """Make `directory` the tiny checkpoint of `weights` and return it. Raises StorageError, UsageError."""
+    """Make `directory` the tiny checkpoint of `weights` and return it; do nothing if it is whole already.
+
+    Raises StorageError, also while another process writes the same directory, or UsageError if `directory` holds
+    something else.
+    """
     directory = directory.absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     ours = manifest.load(directory) or directory.is_relative_to(paths.state())

@@ -58,7 +58,10 @@ class FileChange:
     hunks: tuple[Hunk, ...]
 
     def apply(self, content: Content) -> Content:
-        """Return the file's bytes after this change, None for no file. Raises PatchError unless all matches exactly."""
+        """Return the file's bytes after this change; None means that there is no such file, before or after.
+
+        Raises PatchError, naming the patch and the place, unless everything matches exactly.
+        """
         if self.creates != (content is None):
             raise self._conflict("the file is there already" if self.creates else "the file is missing")
         lines = BytesIO(content or b"").readlines()  # splits at \n alone, as git does
@@ -109,7 +112,10 @@ def refuse_folders(patch: str, files: Iterable[str]) -> None:
 
 
 def parse(patch: str, diff: str) -> tuple[FileChange, ...]:
-    """Read a unified diff of text files inside the tree; `patch` names it in messages. Raises PatchError."""
+    """Read a unified diff with a/ and b/ prefixes; `patch` is the file's name for messages.
+
+    Raises PatchError for anything but plain changes of text files inside the tree.
+    """
     if not diff.endswith("\n"):
         raise refuse(patch, "is cut off: its last line does not end")
     for pattern, reason in REFUSED_LINES:

@@ -124,7 +124,10 @@ class Queue:
         return replace(self, patches=tuple(_moved(patch, moves) for patch in self.patches)) if moves else self
 
     def apply(self, contents: Mapping[str, Content], others: Iterable[str] = ()) -> dict[str, Content]:
-        """Return `contents` (path → bytes) after every patch; `others` are further files. Raises PatchError."""
+        """Return `contents` (path → bytes) after every patch, in memory and with fuzz 0.
+
+        `others` are further files of the tree. Raises PatchError, also if a path would be both a file and a folder.
+        """
         after = dict(contents)
         for patch in self.patches:
             for change in patch.changes:
@@ -163,7 +166,11 @@ class Queue:
 
 
 def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Component, Queue]]:
-    """Return a stack's queues with their components, those of archives first. Raises InputError, PatchError."""
+    """Return the queues that a stack's components name, each with its component.
+
+    Queues of source archives come first. A queue of both an archive and a wheel is listed with the archive. Raises
+    InputError for an unknown stack, PatchError for a malformed queue.
+    """
     folders: dict[str, Component] = {}
     for component in sorted(table.stack(stack).components.values(), key=lambda component: component.kind != "sdist"):
         if component.patches:

@@ -59,10 +59,10 @@ class PatchedWheel:
 
 
 def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> PatchedWheel:
-    """Return the patched form of `component`'s file `filename`, made unless it is whole in the cache.
+    """Return the patched form of `component`'s file `filename`; it is made unless it is in the cache.
 
     Raises PatchError where the queue or the result is not what `locks/patched.toml` says, or a patch does not fit,
-    IntegrityError for a malformed wheel, and the errors of `fetch`.
+    IntegrityError for a malformed wheel, and the errors of `fetch`. A damaged file in the cache is made again.
     """
     queue, lock = locked(component, filename, patches)
     target = fetch.cached(lock.file, lock.sha256)
@@ -93,7 +93,10 @@ def patched_wheel(component: Component, target: TargetMachine) -> PatchedWheel:
 
 
 def make_stack(stack: str, machine: str, *, dry_run: bool) -> None:
-    """Make and report a stack's patched wheels for `machine` (empty: this one); `dry_run` keeps none."""
+    """Make the patched wheels of a stack for a machine (as `uname -m` has it; empty: this one), and report them.
+
+    With `dry_run` they are made and compared with the lock, and nothing of them is kept. Raises as `patched`.
+    """
     target = TargetMachine(machine or platform.machine())
     for component in patched_components(pins.load().stack(stack)):
         if dry_run:
@@ -129,7 +132,11 @@ def local_version(version: str, revision: int) -> str:
 
 
 def make(source: Path, component: Component, queue: Queue, revision: int, output: IO[bytes]) -> PatchedFile:
-    """Write the patched `source`, the same bytes everywhere; return its entry. Raises PatchError, IntegrityError."""
+    """Write the patched form of `source` to `output` and return the lock's entry for it.
+
+    The same inputs give the same bytes on every machine, with every Python and zlib. Raises PatchError where a patch
+    does not fit, IntegrityError for a malformed archive.
+    """
     hashed = HashedOutput(output)
     version = local_version(component.version, revision)
     try:

@@ -64,7 +64,10 @@ def _pip_files(*_places: str | None) -> dict[str, str]:
 
 
 def client() -> httpx.Client:
-    """Return an HTTP client that trusts what pip trusts and follows redirects. Raises StorageError, NetworkError."""
+    """Return an HTTP client that trusts what pip trusts and follows redirects.
+
+    Raises StorageError for a CA bundle that cannot be read, NetworkError for a proxy that cannot be used.
+    """
     cert = pip_config().cert
     try:
         verify = ssl.create_default_context(cafile=cert) if cert else True

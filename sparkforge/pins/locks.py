@@ -59,7 +59,10 @@ def uv_environment() -> Mapping[str, str]:
 
 
 def replace(text: str, replaced: Mapping[str, str]) -> str:
-    """Return a locked set with other lines for the packages in `replaced`. Raises InputError for one that it lacks."""
+    """Return a locked set with other requirement lines for the packages in `replaced`; markers stay.
+
+    Raises InputError for a package that the set lacks.
+    """
     for package, line in replaced.items():
         requirement, _, hashes = line.partition(" ")
         text, count = re.subn(

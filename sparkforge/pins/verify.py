@@ -97,7 +97,10 @@ def read_origin(info: Path) -> WheelOrigin:
 
 
 def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> PatchedFile:
-    """Return the locked wheel that a distribution is from. Raises IntegrityError, which names the difference."""
+    """Return the wheel of the lock that a distribution was installed from, by version and RECORD.
+
+    Raises IntegrityError, which names the difference: upstream's wheel, another revision, or another RECORD.
+    """
     wheels = _wheels(installed.name, lock)
     candidates = [wheel for wheel, version in wheels if version == _version(installed.version)]
     name = f"{installed.name} {installed.version}"

@@ -79,7 +79,10 @@ class Pick:
 
 
 def requirements(text: str, target: TargetMachine) -> Iterator[tuple[Requirement, frozenset[str]]]:
-    """Return each requirement that holds on `target`, with hashes. Raises InputError for one without, or not exact."""
+    """Return each requirement of a hash-locked set that holds on `target`, with its hashes.
+
+    Raises InputError for a requirement without a hash or without an exact version.
+    """
     environments = target.environments()
     for line in text.replace("\\\n", " ").splitlines():
         entry = line.partition("#")[0].strip()
@@ -108,7 +111,10 @@ def requirements(text: str, target: TargetMachine) -> Iterator[tuple[Requirement
 def choose(
     requirement: Requirement, hashes: frozenset[str], files: Sequence[DistributionPackage], target: TargetMachine
 ) -> Pick:
-    """Return the file that fits `target` best, a wheel or else a source archive. Raises InputError for none."""
+    """Return the file of `requirement` that fits `target` best: a wheel, else a source archive.
+
+    Raises InputError if no file with one of `hashes` fits.
+    """
     ranks = target.tags()
     best: tuple[int, Pick] | None = None
     for file in files:
@@ -156,7 +162,10 @@ def _rank(filename: str, ranks: Mapping[Tag, int]) -> int | None:
 
 
 def picks(lock: Path, target: TargetMachine) -> list[Pick]:
-    """Return the files of a lock for `target` by name; asks the index once. Raises InputError and NetworkError."""
+    """Return the files of the set at `lock` for `target`, sorted by name. Asks the index once for each lock and target.
+
+    Raises InputError (see above) and NetworkError.
+    """
     sha256 = sha256_file(lock)
     cached = paths.cache() / "picks" / f"{lock.stem}-{target}-{sha256[:12]}.json"
     inputs = {"lock": sha256, "target": str(target), "glibc": f"2.{GLIBC}"}

@@ -1,6 +1,7 @@
-"""A model's sizes, from its config.json alone: weights by part and format, and the KV cache by layer type.
+"""A model's sizes, from its config.json: weights by part and format, and the KV cache by layer type.
 
-No other module computes these sizes, in bytes. The formulas are in families.toml, in the row of the model's family.
+No other module computes these sizes. The formulas are in families.toml, in the row of the model's family. All sizes are
+bytes; all counts follow from config.json alone.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class Draft(Record):
 
 
 class KnownModel(Record):
-    """A model's config.json and its source; `tensor_bytes` of all weights, None: not known; `repository` on the hub."""
+    """The sizes in a model's config.json, and their source. `tensor_bytes`: of all weights, None if not known.
+
+    `repository` is OWNER/NAME on the hub, empty for none.
+    """
 
     config: dict[str, Any]
     source: str
@@ -176,7 +180,10 @@ class Architecture:
         return sum(part.bytes for part in self.parts(dense))
 
     def disagreement(self, stored: int) -> str:
-        """Return how a checkpoint's `stored` bytes of tensors, a draft layer among them, contradict its config.json."""
+        """Return how a checkpoint's `stored` bytes of tensors contradict its config.json; empty if they do not.
+
+        A draft layer, which is on disk and not loaded, is about as large as the largest layer.
+        """
         expected = self.weight_bytes()
         draft = self.draft_layers * (self.experts * self.expert_bytes + 4 * self.hidden * self.hidden)
         if expected * (1 - TOLERANCE) <= stored <= (expected + draft) * (1 + TOLERANCE):
@@ -215,9 +222,11 @@ class Architecture:
     def kv_admitted(self, context: int, in_flight: int, kv: str) -> int:
         """Bytes that must be free before vLLM admits a sequence of up to `context` tokens.
 
-        A sliding layer also keeps the `in_flight` tokens of STEPS_UNDER_WAY steps (vllm/config/vllm.py,
-        max_in_flight_tokens). With linear layers a block is as large as the state of one (vllm/platforms/interface.py,
-        _align_hybrid_block_size), and by prefix caching a sequence has STATES blocks in each.
+        A sliding layer also keeps the tokens of the steps under way, `in_flight` of them: STEPS_UNDER_WAY steps of
+        --max-num-batched-tokens (vllm/config/vllm.py, max_in_flight_tokens). If a model has linear layers, vLLM makes
+        every block so large that it holds a linear layer's state (vllm/platforms/interface.py,
+        _align_hybrid_block_size). With prefix caching, which is on by default, a sequence has STATES blocks in each
+        linear layer.
         """
         block, layer = KV_BLOCK, self.kv_layer_token(kv)
         if self.linear_layers:

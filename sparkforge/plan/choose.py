@@ -89,7 +89,10 @@ def verdicts(
 
 
 def candidates(device: Device, profiles: Mapping[str, ServerOptions]) -> list[str]:
-    """Return the profiles for the device: its row's, then those like them with fewer bits for a bake-off."""
+    """Return the profiles for the device: those of its row, then those like them with fewer bits, as in the table.
+
+    The latter trade accuracy for speed, so they come last: only a bake-off can say that one is good enough.
+    """
     first = [name for name in device.profiles if name in profiles]
     processors = any(profiles[name].for_processors for name in first)
     packed = [

@@ -54,7 +54,10 @@ class WayRow(Record):
 
 
 class ClusterPlan(Record):
-    """What `./inv plan --nodes N` adds. `crossover`: users from which servers of their own win; None: they never do."""
+    """The additions of `./inv plan --nodes N`.
+
+    `crossover`: users from which servers of their own win; None: they do not.
+    """
 
     nodes: int
     link: Figure
@@ -116,8 +119,9 @@ def reduce_seconds(link: Interconnect, size: float, nodes: int) -> float:
 def link_bytes(model: Architecture, nodes: int, way: Way) -> float:
     """Bytes that one machine sends for a token of one user.
 
-    `tensor`, `expert`: 2(N-1)/N of a hidden state after the embedding and twice in each layer, and its logits.
-    `pipeline`: one hidden state and the residual beside it.
+    `tensor` and `expert`: an all-reduce of the hidden state after attention and after the experts of each layer and one
+    after the embedding, 2(N-1)/N of it each, and the machine's part of the logits. `pipeline`: one hidden state and the
+    residual beside it.
     """
     hidden = HIDDEN_BYTES * model.hidden
     if way == "replicas":

@@ -142,7 +142,10 @@ def by_gpu(name: str) -> Device | None:
 
 
 def this_machine(gpu: str) -> Device:
-    """Return this machine, measured, with the GPU `gpu` (nvidia-smi's name; empty: none). Raises UsageError."""
+    """Return this machine, measured. `gpu` is nvidia-smi's name of its GPU, empty if it has none.
+
+    Raises UsageError for a GPU that the table does not have, or if not even the memory can be read.
+    """
     try:
         total, free = psutil.virtual_memory().total, memory.measure().available
     except OSError as error:
@@ -153,8 +156,8 @@ def this_machine(gpu: str) -> Device:
 def describe(gpu: str, total: int, free: int, bandwidth: float | None) -> Device:
     """Return a machine with `total` and `free` bytes of memory: the table's row for its GPU, or the processor alone.
 
-    `free` is what a server can get. `bandwidth` is the processor's in bytes a second, None if it is not known.
-    Raises UsageError for a GPU that the table does not have.
+    `free` is what a server can get, within the container's limit. `bandwidth` is the processor's in bytes a second,
+    None if it is not known. Raises UsageError for a GPU that the table does not have.
     """
     size = _measured(total / GIB, "/proc/meminfo MemTotal")
     resident = _measured((total - free) / GIB, "MemTotal - MemAvailable, within the container's limit")

@@ -1,4 +1,7 @@
-"""The time that we expect of a step with our kernels, by `devices.Kernels`; nothing of it was measured on a Spark."""
+"""How long a step takes with our kernels: the figures of `devices.Kernels` over a model's bytes.
+
+`roofline` is a ceiling; this is what we expect of a Spark, on which none of it was measured.
+"""
 
 from __future__ import annotations
 

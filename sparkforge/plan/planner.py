@@ -1,4 +1,7 @@
-"""`./inv plan`, from sizes and cited figures; only `--device this` reads the machine."""
+"""`./inv plan`: what a model needs of a device, what fits, how fast it can be at best, and which serve profile to take.
+
+A plan is computed from sizes and cited figures. Only `--device this` reads the machine.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,10 @@ def read_draft(name: str, subject: Subject) -> Draft | None:
 
 
 def read_device(name: str, resident: str, gpu: str) -> Device:
-    """Return the device with `resident` GB (10^9 bytes) in use by others, its own unless empty. Raises UsageError."""
+    """Return the device, with `resident` GB (10^9 bytes) in use by others unless that is empty.
+
+    `gpu` is the name of this machine's GPU, for the device `this`. Raises UsageError.
+    """
     device = devices.this_machine(gpu) if name == devices.THIS else devices.named(name)
     if not resident:
         return device
@@ -139,7 +145,11 @@ def make_plan(
     request: PlanRequest,
     figures: Sequence[CitedFigure] = (),
 ) -> Plan:
-    """Return the plan, also for `request.nodes` machines; `figures` are others'. Raises InputError, UsageError."""
+    """Return the plan; `figures` are other people's. With `request.nodes` it is also for so many machines together.
+
+    Raises InputError for a table that is malformed, UsageError for several machines of a device whose network is not
+    known.
+    """
     nodes = parse_whole(request.nodes, "--nodes", 2, cluster.MOST_NODES) if request.nodes else 0
     model = subject.model
     verdicts = choose.verdicts(model, device, load, profiles)

@@ -20,7 +20,10 @@ MEMORY, COMPUTE, UNKNOWN, RATES_UNKNOWN = "memory", "compute", "?", "memory?"
 
 
 def experts_touched(experts: int, top_k: int, tokens: int) -> float:
-    """Experts of a layer that `tokens` tokens touch, in expectation by even routing: E * (1 - (1 - k/E)^M)."""
+    """Experts of a layer that `tokens` tokens touch, in expectation, if routing is even and independent.
+
+    E * (1 - (1 - k/E)^M). Real routing is uneven: it touches fewer.
+    """
     return experts * (1.0 - (1.0 - top_k / experts) ** tokens) if experts else 0.0
 
 
@@ -66,7 +69,10 @@ def time(work: Work, device: Device) -> Time:
 
 
 def decode(model: Architecture, batch: int, load: Workload, touched: float | None = None, *, tokens: int = 1) -> Work:
-    """A step that decodes or verifies `tokens` of each of `batch` sequences; `touched`: experts a layer."""
+    """One step that decodes or verifies `tokens` of each of `batch` sequences, behind `load.context` tokens each.
+
+    `touched`: experts a layer, if not by even routing.
+    """
     context, kv, dense, rows = load.context, load.kv, load.dense, batch * tokens
     hit = experts_touched(model.experts, model.top_k, rows) if touched is None else touched
     attended = batch * attention_flops(model, context, context + tokens)
@@ -86,7 +92,8 @@ def decode(model: Architecture, batch: int, load: Workload, touched: float | Non
 def break_even(model: Architecture, device: Device, batch: int, load: Workload, draft: Draft) -> float | None:
     """Tokens that a sequence must gain a step before `draft` pays: the step's time over that of a step without it.
 
-    The draft's arithmetic and KV cache are left out. None: the bandwidth is not known.
+    The draft's weights are read `draft.passes` times; its arithmetic and its own KV cache are left out. None: the
+    bandwidth is not known.
     """
     plain = time(decode(model, batch, load), device).seconds
     verified = time(decode(model, batch, load, tokens=draft.tokens + 1), device).seconds
@@ -95,7 +102,11 @@ def break_even(model: Architecture, device: Device, batch: int, load: Workload, 
 
 
 def prefill(model: Architecture, prompt: int, prompts: int, load: Workload) -> Iterator[Work]:
-    """Yield the steps of `load.batched` tokens that read `prompts` prompts; logits for the last token of each."""
+    """Yield the steps that read `prompts` prompts of `prompt` tokens each.
+
+    A step reads `load.batched` tokens (--max-num-batched-tokens), across prompts. Logits are computed for each prompt's
+    last token only, as vLLM does.
+    """
     kv, dense = load.kv, load.dense
     step = max(load.batched, prompts * prompt // MOST_STEPS)
     for begin in range(0, prompts * prompt, step):
@@ -119,7 +130,10 @@ def prefill(model: Architecture, prompt: int, prompts: int, load: Workload) -> I
 
 
 def first_token_seconds(model: Architecture, device: Device, prompt: int, prompts: int, load: Workload) -> float | None:
-    """Seconds until the last of `prompts` prompts, sent together, has its first token; None: not known."""
+    """Seconds until the last of `prompts` prompts, sent together, can have its first token.
+
+    None if the device's bandwidth or rates are not known: a prompt's time without its arithmetic says nothing.
+    """
     times = [time(work, device) for work in prefill(model, prompt, prompts, load)]
     if any(step.memory is None or step.compute is None for step in times):
         return None

@@ -30,10 +30,11 @@ def report(
     gpu: str = "",
     as_json: bool,
 ) -> None:
-    """Compute the plan and print it; `figures` are those of baselines.toml, `gpu` is this machine's.
+    """Compute the plan and print it.
 
-    Raises InputError and UsageError; RefusalError, after the plan was printed, if it does not fit or the last measured
-    speed is refused.
+    `figures` are those of sparkforge/bench/baselines.toml, and `gpu` is the name of this machine's GPU, for the device
+    `this`. Raises InputError and UsageError; RefusalError, after the plan was printed, if it does not fit, or if the
+    last measured speed is far too low.
     """
     device = planner.read_device(request.device, request.resident, gpu)
     load = planner.read_load(request, subject.model, device, profiles)

@@ -111,7 +111,7 @@ def ceiling(model: Architecture, device: Device, batch: int, load: Workload) -> 
 def compare(model: Architecture, device: Device, measured: Measured, served: Workload) -> Iterator[Comparison]:
     """Yield the decode speed a sequence (tokens a second) and the first token's time (ms) against their bounds.
 
-    `served` has the formats of the KV cache and the dense layers, and --max-num-batched-tokens.
+    `served` says how the server kept its KV cache and dense layers, and its --max-num-batched-tokens.
     """
     bounds = judging().thresholds
     load = replace(served, context=measured.prompt + measured.answer // 2)

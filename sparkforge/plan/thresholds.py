@@ -48,7 +48,10 @@ def load() -> Thresholds:
 
 
 def configured(env: Mapping[str, str]) -> Thresholds | None:
-    """Return the thresholds, with the bound that VARIABLE names; None for 0, no guard. Raises ValueError."""
+    """Return the thresholds, with the bound that VARIABLE names; None for 0, which asks for no guard.
+
+    Raises ValueError unless it is a number of GiB.
+    """
     text = env.get(VARIABLE, "")
     if not text:
         return load()

@@ -89,7 +89,10 @@ def judge(claim: Claim, outcomes: Mapping[str, Outcome], capability: str) -> Row
 
 
 def qualify(qualification: Qualification, *, again: bool = False) -> Report:
-    """Run every part that is not finished for the same inputs; write report.json and .html. Raises as the device."""
+    """Run every part that an earlier run with the same inputs has not finished; write report.json and report.html.
+
+    Parts that could not run are run again. Raises what preparing the device raises.
+    """
     qualification.tiny.prepare()
     folder, facts = qualification.folder, context.facts()
     progress = folder / "progress.json"

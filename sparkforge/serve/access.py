@@ -54,7 +54,8 @@ CLOSED_PATHS = frozenset({"/scale_elastic_ep", "/is_scaling_elastic_ep"})
 class Guard:
     """ASGI middleware: a request passes with an allowed Host header and, if there is a key, with the key.
 
-    /health needs no key, nor does /metrics with SPARKFORGE_METRICS=open. Raises RuntimeError for invalid settings.
+    /health needs no key, nor does /metrics with SPARKFORGE_METRICS=open. Raises RuntimeError at the server's start for
+    invalid settings, so no server runs without a guard.
     """
 
     def __init__(self, app: Application) -> None:
@@ -100,7 +101,10 @@ class Guard:
         return RequestError("this server needs its API key: Authorization: Bearer KEY", status=401)
 
     def _host_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Tell whether the Host header is allowed: a foreign page's name may lead to 127.0.0.1 (DNS rebinding)."""
+        """Tell whether the Host header is allowed.
+
+        A page of a foreign site can make its own name point to 127.0.0.1 (DNS rebinding); its requests say that name.
+        """
         if not self._hosts:
             return True
         values = [value for name, value in headers if name == b"host"]
@@ -164,7 +168,10 @@ def variables(key: str, key_file: str) -> dict[str, str]:
 
 
 def listen_address(host: str, key_file: str | None) -> str:
-    """Return the IP address that `host` names, loopback if empty; others need the file of a key. Raises UsageError."""
+    """Return the IP address that `host` names; empty means loopback. Raises UsageError.
+
+    `key_file` is that of the API key: an address that other machines reach needs one.
+    """
     try:
         ip = ipaddress.ip_address({"": LOOPBACK[1], "localhost": LOOPBACK[1]}.get(host, host))
     except ValueError:
@@ -186,7 +193,10 @@ def refuse_key_argument(arguments: Iterable[str]) -> None:
 
 
 def require_key(address: str, key: str) -> None:
-    """Raise UsageError if others could use the server at `address` without `key` (or its file), or it is invalid."""
+    """Raise UsageError if other machines could use the server without a key, or if `address` is invalid.
+
+    `address` is the one on which the server is published; `key` is its API key or the key's file, empty for none.
+    """
     try:
         is_loopback = address == "localhost" or ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError as error:
@@ -199,7 +209,10 @@ def require_key(address: str, key: str) -> None:
 
 
 def has_host_network(interfaces: Path = Path("/sys/class/net")) -> bool:
-    """Tell whether this process sees hardware's network interfaces: outside a container, or with --network host."""
+    """Tell whether this process sees the machine's own network cards: outside a container, or with --network host.
+
+    Interfaces of a bridge network are virtual, and only those of hardware have a device (Linux, ABI sysfs-class-net).
+    """
     return any(interfaces.glob("*/device"))
 
 
@@ -212,7 +225,10 @@ def refuse_inherited_key(environment: Mapping[str, str]) -> None:
 
 
 def key_path(option: str | None) -> Path | None:
-    """Return the file of --api-key-file; None without the option. Raises UsageError for an empty name."""
+    """Return the file that --api-key-file names; None without the option. Raises UsageError for an empty name.
+
+    `--api-key-file "$FILE"` with FILE unset must not start a server without a key.
+    """
     if option == "":
         why = "an empty name would start a server without a key"
         raise UsageError("--api-key-file names no file", why, KEY_FIX)
@@ -220,9 +236,10 @@ def key_path(option: str | None) -> Path | None:
 
 
 def read_key(path: Path, *, private: bool = True) -> str:
-    """Return the API key in a file: one line of printable ASCII. Raises StorageError for anything but a usable key.
+    """Return the API key in a file: one line of printable ASCII.
 
-    `private` refuses a file that other users can read or change; a container's secret must be readable.
+    `private` refuses a file that other users can read or change; a container's secret has to be readable for the
+    container's user. Raises StorageError for anything but a usable key.
     """
     make = f"(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})"
     try:
@@ -256,9 +273,10 @@ def read_key(path: Path, *, private: bool = True) -> str:
 
 
 def configured_key(environment: Mapping[str, str]) -> tuple[str, Path]:
-    """Return the key of a container's secret, empty for none, and its file. Raises StorageError as `read_key` does.
+    """Return the key of a container's secret, empty if it has none, and its file.
 
-    Without SPARKFORGE_API_KEY_FILE it is Compose's secret; Compose mounts /dev/null where no file is named.
+    Without SPARKFORGE_API_KEY_FILE it is Compose's secret, which may be missing; Compose mounts /dev/null where no
+    file is named. Raises StorageError as `read_key` does.
     """
     named = environment.get(KEY_FILE)
     path = Path(named or SECRET)

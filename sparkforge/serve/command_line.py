@@ -72,7 +72,10 @@ class ServerCommand:
         return HEADLESS in self.arguments
 
     def address(self) -> tuple[str, int]:
-        """Return the host and port that it listens on. Raises UsageError for a bad port, an abbreviated flag."""
+        """Return the host and the port on which it listens. Raises UsageError for an invalid port.
+
+        An abbreviated flag, which vLLM would take and `flag_value` does not see, is refused too.
+        """
         for word in self.arguments:
             flag, name = meant(word, (HOST, PORT)), word.partition("=")[0]
             if flag and name != flag:
@@ -87,7 +90,10 @@ class ServerCommand:
 
 
 def api_names(model_id: str) -> tuple[str, ...]:
-    """Return the names that the server answers to, `model_id` first: with and without a repository's owner."""
+    """Return the names that the server answers to, `model_id` first: with and without the owner of a hub's repository.
+
+    Guides ask for openai/gpt-oss-120b and for gpt-oss-120b, whatever the model was started by.
+    """
     owner, _, name = model_id.rpartition("/")
     if owner:
         return model_id, name
@@ -95,6 +101,9 @@ def api_names(model_id: str) -> tuple[str, ...]:
 
 
 def served_name(directory: Path) -> str:
-    """Return the API's name for a checkpoint. Raises InputError for an unknown family, StorageError."""
+    """Return the name under which the API offers a checkpoint.
+
+    Raises InputError if it is of no known family, StorageError if it cannot be read.
+    """
     local.family_of(directory)
     return local.name_of(directory)

@@ -30,9 +30,10 @@ class Conversation:
         self._content, self._finish_reason = "", ""
 
     def ask(self, text: str) -> None:
-        """Print the answer to `text` as it comes, and remember both, unless reasoning alone filled it.
+        """Print the answer to `text` as it comes, and remember both.
 
-        Raises ServerError, and then remembers neither, or KeyboardInterrupt, and then remembers what came of it.
+        An answer without content, which reasoning alone has filled, is forgotten with its question. Raises ServerError,
+        and then remembers neither; and KeyboardInterrupt, and then remembers what came of the answer.
         """
         question = {"role": "user", "content": text.encode("utf-8", "replace").decode()}
         self._content, self._finish_reason = "", ""

@@ -119,7 +119,10 @@ class ContainerArguments:
 
 
 def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
-    """Read the container's words (see above). Raises UsageError if it is not clear which model is meant."""
+    """Read the container's words, in the forms of this module's docstring.
+
+    Raises UsageError for two models, and where a word behind a flag may be the model: no other one may be served.
+    """
     remaining = list(arguments)
     only_validate = remaining[:1] == ["validate"]
     for start in (["vllm", "serve"], ["serve"], ["validate"], ["python", *API_SERVER], ["python3", *API_SERVER]):
@@ -146,10 +149,10 @@ def _like_model(word: str) -> bool:
 
 
 def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
-    """Return the server that settings and request describe, whose arguments win; write the tiny model if it is named.
+    """Return the server that the settings and the request describe; the request's arguments come last and win.
 
-    Raises what `profiles.named`, `settings.secrets`, `local.find` and `write_tiny` raise, and UsageError for an API key
-    among the arguments.
+    Writes the tiny model if that is asked for. Raises what `profiles.named`, `settings.secrets`, `local.find` and
+    `write_tiny` raise, and UsageError for an API key among the arguments.
     """
     arguments = (*options.arguments, *request.arguments)
     access.refuse_key_argument(arguments)
@@ -265,7 +268,10 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
 
 
 def start_again() -> str:
-    """Return the command that restarts this container, and in a comment the one that recreates it."""
+    """Return the command that restarts this container by its id, and in a comment the one that recreates it.
+
+    `core.paths` adds `-f` files to the second; it does not know a user's own files that do not set its variables.
+    """
     compose = "docker compose up -d"
     if not (identifier := restarts.container_id()):
         return compose

@@ -32,7 +32,10 @@ class Answers(Record):
 
 
 def compare(endpoint: Endpoint) -> float:
-    """Return the mean difference of log probabilities from the recorded ones. Raises ServerError above LIMIT."""
+    """Return the mean difference of a server's log probabilities from the recorded ones.
+
+    Raises ServerError for other tokens, a larger difference than LIMIT, or no answer.
+    """
     differences: list[float] = []
     for answer in Answers.model_validate(read_json(ANSWERS)).answers:
         tokens = [*answer.prompt, *answer.tokens]

@@ -3,12 +3,11 @@
 vLLM's CPU platform starts a new interpreter for the engine, for each worker, and to inspect the model's class. Each one
 imports vLLM again, which takes 6 to 9 s of a core; a fork shares the import. The engine also runs the model in its own
 process, because a separate worker spin-waits and occupies one of two cores. A fork keeps the OpenMP threads of its
-parent, so vLLM cannot
-bind threads to cores. That costs speed, so only the tiny model is served this way.
+parent, so vLLM cannot bind threads to cores. That costs speed, so only the tiny model is served this way.
 
-Of its tokenizer there is one copy less in transformers, whose original nobody else uses, and one less in vLLM, which
-makes a second one when two threads need it at once. Each copy writes and parses 12 MB of JSON, which takes over a
-second.
+Copying the tiny model's tokenizer writes and parses 12 MB of JSON, which takes over a second. Two copies are left out:
+the one that transformers makes of a tokenizer which nobody else uses, and the second of vLLM's pool, which is made
+when two threads need a tokenizer at once.
 """
 
 from __future__ import annotations

@@ -84,7 +84,10 @@ class MemoryWatch:
         return _numbers(self._counter).get("oom_kill", 0)
 
     def killed(self) -> str:
-        """Say where the kernel killed a process for memory: in the server's cgroup, else lately on the machine."""
+        """Say where the kernel itself killed a process for memory; empty if it did not.
+
+        In the server's cgroup since the watch began; where none counts, on the machine within the last seconds.
+        """
         if not (kills := self._kills() - self._before):
             return ""
         limited = any(_numbers(group / kind.limits[0]).get("", UNLIMITED) < UNLIMITED for group, kind in self._groups)

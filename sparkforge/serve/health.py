@@ -47,7 +47,10 @@ def _held(run: Path) -> str:
 
 
 def _key_changed(started_with: str) -> str:
-    """Return what is wrong if the API key's file holds another key than the server started with; else empty."""
+    """Return what is wrong if the API key's file holds another key than the server started with; empty if nothing is.
+
+    Docker mounts the file anew when it starts a container, but the server reads it once.
+    """
     try:
         key, path = access.configured_key(os.environ)
     except SparkforgeError as error:

@@ -29,7 +29,10 @@ def until_admitted(
     tell: Callable[[str], None],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> T:
-    """Call `start` until no validator refuses. `tell` gets what it waits for; `waiting` is entered meanwhile."""
+    """Call `start` until no validator refuses, and return its value; `tell` gets what is waited for, in one line.
+
+    `waiting` is entered while it waits.
+    """
     seconds = FIRST
     while True:
         try:

@@ -74,7 +74,10 @@ def intent_path() -> Path:
 
 
 def read() -> list[KnownGood]:
-    """Return the recorded starts, newest first. Raises StorageError for a record of another writer."""
+    """Return the recorded starts, newest first.
+
+    Raises StorageError for a record that cannot be read, or that somebody else may have written: it says what is run.
+    """
     path = paths.state() / NAME
     try:
         record.require_ours(path, path.lstat())
@@ -175,7 +178,10 @@ def _failed(failure: str, why: str, fix: str = LIST) -> ServerError:
 
 
 def _choose(starts: list[KnownGood], number: int, running: Server | None) -> KnownGood:
-    """Return the start to go back to: `number`, that of an interrupted rollback, or the last before now."""
+    """Return the start to go back to: the one asked for, the one an interrupted rollback had, or the last before now.
+
+    That is the newest one, unless it runs and no newer image has been built.
+    """
     if not starts:
         raise _failed("there is no known good start", "./inv up records one that proved itself", "./inv up")
     if number:

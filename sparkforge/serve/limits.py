@@ -142,7 +142,10 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class Judge:
-    """Compares one body with the bounds; `check` raises LimitError, and RequestError for half of a surrogate pair."""
+    """Compares one body with the bounds; `check` raises LimitError for the first that it exceeds.
+
+    It raises RequestError for text that has half of a surrogate pair.
+    """
 
     limits: Mapping[str, int]
     _values: Counter[str] = field(default_factory=Counter)
@@ -282,7 +285,10 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def _refuse_surrogates(request: dict[str, Any]) -> None:
-    """Raise RequestError for half of a surrogate pair, at which tokenizers, grammars and vLLM's engine fail."""
+    """Raise RequestError for half of a surrogate pair, which JSON can hold and UTF-8 cannot.
+
+    Tokenizers, grammars and vLLM's engine fail at it, each in its way.
+    """
     for name, value in request.items():
         try:
             json.dumps([name, value], ensure_ascii=False).encode()

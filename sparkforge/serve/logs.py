@@ -52,7 +52,10 @@ def read(log: Path) -> str:
 
 
 def explain(text: str) -> list[str]:
-    """Return the lines of a log that explain a failure, the decisive one first; else its very last but warnings."""
+    """Return the lines of a log that explain a failure, without prefixes: the decisive one and what led to it first.
+
+    If nothing in it says that something broke, these are its very last lines but for warnings.
+    """
     event = events.read_text(f"{text}\n")
     if decisive := event.decisive:
         message = [line.strip() for line in decisive.after if line[:1].isspace()]  # pydantic's cause is in its 2nd line
@@ -65,7 +68,10 @@ def explain(text: str) -> list[str]:
 
 
 def failure(problem: str, text: str, command: str) -> ServerError:
-    """Return the error for a server that failed, with the lines that explain it; `command` prints them all."""
+    """Return the error for a server that failed, with the lines of its log that explain it; `command` prints them all.
+
+    Its next command is the doctor's.
+    """
     why = "\n        ".join(explain(text) or ["its log is empty"])
     return ServerError(problem, why, f"./inv doctor   # the whole log: {command}", code="server.start")
 

@@ -125,7 +125,10 @@ class ServeProfiles(Record):
 
 
 def load(table: Path = TABLE, *, stack: str = "", family: str = "") -> dict[str, ServeProfile]:
-    """Read every profile, as it is on `stack` for models of `family` (the default models'). Raises InputError."""
+    """Read every profile, as it is on `stack` for models of `family`, by default that of the default models.
+
+    Raises InputError for a table that cannot be read or is malformed.
+    """
     row = families.load()[family or families.default()]
     document = tables.load(table, ServeProfiles).on_stack(stack).for_family(row)
     return {name: document.resolve(name) for name in document.profiles}
@@ -153,9 +156,10 @@ def with_quantization(
 ) -> tuple[str, tuple[str, ...]]:
     """Return the profile and vLLM's flags for --quantization; if it is empty, the given ones.
 
-    mxfp4 changes nothing. spark-mxfp4 without a profile chooses the profile of that name, or `embedded` without a GPU;
-    with one it becomes a flag behind it. Raises UsageError for another name, if the flags have --quantization too, and
-    for a profile that leaves the experts to vLLM.
+    mxfp4 is the checkpoint's own format, so it changes nothing, as in a container (entrypoint.py). spark-mxfp4 without
+    a profile chooses the profile of that name, or without a GPU `embedded`, which has our experts already. With a
+    profile it becomes a vLLM flag after the profile's. Raises UsageError for another name, if the flags contain
+    --quantization too, and for a profile that leaves the experts to vLLM.
     """
     if quantization in ("", CHECKPOINT_FORMAT):
         return profile, tuple(flags)

@@ -20,9 +20,9 @@ from validate.facts import gpu
 
 
 def require(name: str, recipe: Recipe, stack: str, device: str, context: int = 0) -> None:
-    """Raise UsageError for a recipe of other stacks, RefusalError for one too large; both name the nearest recipe.
+    """Raise UsageError for a recipe of other stacks, RefusalError for one that this machine's memory does not hold.
 
-    `context` is --max-model-len, 0 for the profile's.
+    Both name the nearest recipe that can be served. `context` is --max-model-len, 0 for the profile's.
     """
     size = recipes.weights(recipe).weight_bytes()
     if stack not in recipe.stacks:
@@ -38,7 +38,10 @@ def require(name: str, recipe: Recipe, stack: str, device: str, context: int = 0
 
 
 def require_fit(name: str, recipe: Recipe, stack: str, machine: Device, profile: str = "", context: int = 0) -> None:
-    """Raise RefusalError if one longest sequence does not fit beside the weights; no `profile`: the recipe's."""
+    """Raise RefusalError if one sequence of the longest length does not fit the machine beside the weights.
+
+    `profile` is the serve profile, empty for the recipe's.
+    """
 
     def missing(other: Recipe) -> int:
         rows = profiles.load(stack=stack, family=other.family)

@@ -95,7 +95,10 @@ class Server:
 
     @property
     def key(self) -> str:
-        """The API key that its clients must send; empty if it has none. Raises StorageError for another file."""
+        """The API key that its clients must send; empty if it has none.
+
+        Raises StorageError for a file that the server was not started with, or that `access.read_key` refuses.
+        """
         if not self.key_file:
             return ""
         own = ""
@@ -152,9 +155,10 @@ def write(server: Server) -> None:
 
 
 def read(path: Path | None = None) -> Server | None:
-    """Return the recorded server, dead or alive, of ours or of the record `path`; None for none or an unreadable one.
+    """Return the recorded server, dead or alive; None if there is none or the record is unreadable.
 
-    Raises StorageError for a record that somebody else may have written.
+    `path` is the record, if it is another state's. Raises StorageError for a record that somebody else may have
+    written.
     """
     path = path or record_path()
     try:
@@ -190,8 +194,9 @@ def running() -> Server:
 def leftovers(state: Path | None = None) -> list[int]:
     """Return the processes of servers of this checkout that the running server, if there is one, does not own.
 
-    They are known by a variable that every process of a server inherits: engine and workers of a killed server, or a
-    server that a killed `./inv up` did not record. `state` is another state folder, as each model of a fleet has.
+    A killed server leaves its engine and its workers, and a killed `./inv up` a server that nobody recorded. They are
+    known by a variable that every process of a server inherits. `state` is the state folder, if it is another one. The
+    models of a fleet have folders of their own.
     """
     server = read(state / record_path().name if state else None)
     own_pids = list[int]()

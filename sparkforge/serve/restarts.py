@@ -87,7 +87,10 @@ def pause_seconds(failures: Sequence[ServerFailure], now: float) -> float:
 
 
 def admit(identity: Sequence[str], run: Path) -> None:
-    """Wait as long as this start must, or for ever after too many failures; a signal meanwhile makes it forget them."""
+    """Wait as long as this start must. After too many failures hold the container, which never returns.
+
+    A signal that ends the entrypoint meanwhile comes from a person: it forgets the failures.
+    """
     starts = read(identity, time.time())
     _write(starts)
     if not starts.failures:

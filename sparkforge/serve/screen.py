@@ -29,7 +29,10 @@ def show_ready(server: Server) -> None:
 
 
 def stay(server: Server) -> None:
-    """Show the log until the server is asked to end; at Ctrl-C stop it. Raises ServerError if it ended by itself."""
+    """Show the log until the server ends; at Ctrl-C stop the server.
+
+    Returns if somebody asked it to end, as `./inv down` elsewhere does. Raises ServerError if it ended by itself.
+    """
     log = Path(server.log)
     try:
         if server.container:
@@ -48,7 +51,10 @@ def stay(server: Server) -> None:
 
 
 def _stay_with_container(server: Server) -> None:
-    """Show a container's log until it has ended for good, not for Docker's restart. Raises ServerError if it failed."""
+    """Show a container's log until it has ended for good: Docker may start it again.
+
+    Raises ServerError if its program failed.
+    """
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
     while True:
@@ -66,7 +72,10 @@ def _stay_with_container(server: Server) -> None:
 
 
 def show_status(server: Server, *, as_json: bool = False) -> None:
-    """Print the running server's state. Exit code 0 means that a process or container runs, healthy or not."""
+    """Print the running server's state.
+
+    Exit code 0 means that a process or container runs; its health is in the first line.
+    """
     report = status.report(server)
     if as_json:
         echo_json(report.model_dump(mode="json"))

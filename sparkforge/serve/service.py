@@ -95,9 +95,10 @@ def version() -> int:
 
 
 def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show: bool = False) -> None:
-    """Write the unit, or only print it with `show`, and have it started at boot; with `now`, start it too.
+    """Write the unit and have it started at boot; with `now`, start it too.
 
-    `account` runs a system unit; empty: the owner of the checkout. Raises ServerError, StorageError or UsageError.
+    `account` runs a system unit; empty: the owner of the checkout. With `show` the unit is only printed.
+    Raises ServerError, StorageError or UsageError.
     """
     manager, number, user = Manager(system), version(), ""
     if account and not system:
@@ -146,7 +147,10 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
 
 
 def remove(*, system: bool) -> None:
-    """Stop the `system`'s or this user's service and remove what `install` wrote. Raises ServerError, StorageError."""
+    """Stop the service and remove what `install` wrote, with `system` the system's, else this user's before it.
+
+    Raises ServerError if there is none, or StorageError.
+    """
     version()
     managers = [Manager(True)] if system else [Manager(False), Manager(True)]
     manager = next((manager for manager in managers if os.path.lexists(manager.file)), None)

@@ -102,7 +102,10 @@ def _one_of(env: Mapping[str, str], variable: str) -> str:
 
 
 def judge(env: Mapping[str, str]) -> None:
-    """Raise UsageError for the first variable without meaning on any device, before anything is made or validated."""
+    """Raise UsageError for the first variable whose value has no meaning on any device.
+
+    A start calls this before an environment, an image or a model is made, and a container before its validation.
+    """
     for name in CHOICES:
         _one_of(env, name)
     for name, (form, what, example) in FORMS.items():
@@ -187,7 +190,10 @@ def vllm_args(env: Mapping[str, str]) -> list[str]:
 
 
 def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
-    """Return vLLM's arguments for the variables TP and MAX_MODEL_LEN, after `prefix`. Raises UsageError."""
+    """Return vLLM's arguments for the gpt-oss competition's variables TP and MAX_MODEL_LEN, their names after `prefix`.
+
+    A variable that is empty or not there leaves the serve profile's. Raises UsageError if one is not a number.
+    """
     numbers = {name: env.get(f"{prefix}{name}", "") for name in NUMBERS}
     for name, text in numbers.items():
         if text and not _is_count(text):
@@ -230,17 +236,22 @@ def family(model: str) -> str:
 
 
 def checkpoint(model: str, folder: str) -> str:
-    """Return a checkpoint's folder: `folder`, a path as it is, or a repository's. Raises InputError, StorageError."""
+    """Return the folder of the checkpoint that a person named: `folder` if it is one, or that of a repository.
+
+    An empty `model` stays empty, and a path stays a path. Raises InputError for a repository that is not here,
+    StorageError for one that cannot be read.
+    """
     if not model or Path(folder).is_dir() or not local.REPOSITORY.fullmatch(model):
         return folder
     return str(local.find(model, os.environ))
 
 
 def secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that hand file secrets to the server; an empty token is none.
+    """Return the variables that hand file secrets to the server.
 
-    Raises StorageError for a secret that cannot be read or that was named and is not there, and for an API key's file
-    without a key.
+    Raises StorageError for a secret that is there and cannot be read, or that was named and is not there, and for an
+    API key's file without a key: a server must not start without the key that it was meant to have. An empty token is
+    none.
     """
     key, path = access.configured_key(env)
     variables = access.variables(key, str(path)) if key else {}

@@ -69,7 +69,10 @@ def find_all(env: Mapping[str, str]) -> list[StoredModel]:
 
 
 def find(name: str, env: Mapping[str, str]) -> StoredModel:
-    """Return a checkpoint by name or folder. Raises InputError for an unknown one, UsageError for two."""
+    """Return the checkpoint of a name, with or without its owner, or in a folder.
+
+    Raises InputError with the nearest names for an unknown one, UsageError for one that is there twice.
+    """
     models = find_all(env)
     exact = [model for model in models if name == model.name or Path(name).absolute() == model.folder]
     matching = exact or [model for model in models if set(api_names(name)) & set(api_names(model.name))]
@@ -102,7 +105,10 @@ def show(env: Mapping[str, str], *, as_json: bool) -> None:
 
 
 def remove(name: str, env: Mapping[str, str], *, yes: bool) -> None:
-    """Remove a checkpoint, renamed first, after a question. Raises StorageError while it is used, and as `find`."""
+    """Remove a checkpoint, after a question: renamed first, so that no half of it can be found.
+
+    Raises StorageError for one that is in use, and the errors of `find`.
+    """
     model = find(name, env)
     folder, fix = model.folder, f"./inv down && ./inv rm {name}"
     target = folder.name.removeprefix(".").removesuffix(PARTIAL)  # a fetch into it has the same lock

@@ -90,7 +90,10 @@ def command(arguments: Iterable[str]) -> str:
 
 
 def quoted(word: str) -> str:
-    r"""Return a word in double quotes, escaped by systemd.syntax(7). Raises UsageError for control characters."""
+    r"""Return a word between double quotes, with `\`, `"` and `%` escaped (systemd.syntax(7), systemd.unit(5)).
+
+    Raises UsageError for a control character or invalid UTF-8.
+    """
     return '"' + plain(word + " ")[:-1].replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 

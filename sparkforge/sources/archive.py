@@ -188,7 +188,10 @@ class _Watched(io.RawIOBase):
         return int(self.inner.tell())
 
     def require_end(self) -> None:
-        """Raise ReadError unless a block of zeros ended the archive, as `tarfile` does not check, and zeros follow."""
+        """Raise ReadError unless the archive ended with a block of zeros and nothing but some zeros follow.
+
+        `tarfile` takes a damaged header, or the end of a file cut between two members, for the end of the archive.
+        """
         if self.last != bytes(BLOCK):
             raise tarfile.ReadError("it does not end where it should")
         trailing = self.inner.read(MAX_TAIL + 1)

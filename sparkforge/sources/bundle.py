@@ -140,7 +140,11 @@ def _require_own(output: Path) -> None:
 
 
 def make_and_report(output: Path, *, stack: str, machine: str = "", python: str = "", more: Sequence[str] = ()) -> str:
-    """Make a bundle for a `uname -m` and a Python such as 3.12, with `more` locks; print it and return its sha256."""
+    """Make a bundle, print what is in it and what is absent, and return its sha256.
+
+    It is for a machine whose `uname -m` is `machine` and a Python such as 3.12; `more` names locks besides the basic
+    ones.
+    """
     if python and not re.fullmatch(r"3\.\d+", python):
         raise UsageError(f"{python} is no Python version", "it is not written as 3.12 is", "./inv bundle --python 3.12")
     if machine and machine not in MACHINES:
@@ -307,7 +311,8 @@ class _Hashing:
 def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, bool]:
     """Unpack the bundle `file` into `folder` and verify every member; return its manifest and whether it was done now.
 
-    Raises IntegrityError that names the member, or for another `sha256`; UsageError for a folder of another file.
+    With `sha256` the whole file must have that hash. Raises IntegrityError that names the offending member, and
+    UsageError if `folder` is there and was not unpacked from this very file.
     """
     if not file.is_file():
         raise UsageError(
@@ -335,7 +340,10 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
 
 
 def unpack_members(file: Path, folder: Path) -> list[str]:
-    """Unpack and verify what lies beside the index into a new folder; return the paths. Raises IntegrityError."""
+    """Unpack what lies beside the index into a new folder, each member verified; return the paths.
+
+    Raises IntegrityError that names the offending member; what was unpacked by then is not to be used.
+    """
     try:
         return sorted(_unpack(file, folder))
     except archive.MALFORMED as error:

@@ -34,7 +34,10 @@ START_SECONDS = 600.0
 
 
 def cached(filename: str, sha256: str) -> Path:
-    """Return the path of a verified file, in a folder for its hash. Raises NetworkError for a name that is a path."""
+    """Return the path of a verified file: each hash has a folder, so that two files of one name never meet.
+
+    Raises NetworkError for a name that is a path; an index may list any.
+    """
     plain = filename not in ("", "..") and Path(filename).name == filename and "\0" not in filename
     if not plain or len(filename.encode(errors="replace")) > 200:  # NAME_MAX, less the prefix of a temporary file
         raise NetworkError(
@@ -72,7 +75,9 @@ def fetch_pinned(component: Component, filename: str) -> Path:
 
 
 def fetch(package: str, filename: str, sha256: str, size: int | None = None, index: str | None = None) -> Path:
-    """Fetch one file, of `size` bytes if that is known, from pip's index or the folder `index`; return its path.
+    """Fetch one file and return its path in the cache; `size` is what a pin says, None if none does.
+
+    `index` is the URL of the folder that has it if pip's index does not.
 
     Raises NetworkError if it cannot be fetched, IntegrityError if it is larger than the pin or has another hash,
     StorageError if there is no space. Nothing is kept then.
@@ -121,7 +126,10 @@ def intact(target: Path, sha256: str) -> bool:
 
 
 def download(url: str, target: Path, sha256: str, http: httpx.Client, size: int | None = None) -> None:
-    """Stream at most `size` bytes of `url` to `target`. Raises IntegrityError, StorageError, httpx's errors."""
+    """Stream `url` to `target`, which appears only if its sha256 is right; at most `size` bytes are read.
+
+    Raises IntegrityError, StorageError and httpx's errors.
+    """
     digest, count, limit = hashlib.sha256(), 0, size or LARGEST
     deadline = time.monotonic() + START_SECONDS + limit / SLOWEST
     with http.stream("GET", url) as response:

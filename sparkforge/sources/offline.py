@@ -19,7 +19,10 @@ INDEX = "index.json"
 
 
 def use(folder: Path) -> None:
-    """Take everything from the bundle unpacked in `folder`, here and in programs that we start. Raises UsageError."""
+    """Take everything from the unpacked bundle in `folder` from now on, in this process and those it starts.
+
+    Raises UsageError if it is no unpacked bundle.
+    """
     if not (folder / INDEX).is_file():
         words = ["./inv", "bundle.unpack", *([str(folder), f"{folder}.unpacked"] if folder.is_file() else ["--help"])]
         fix = f"{shlex.join(words)}   # unpacks a bundle"

@@ -27,7 +27,8 @@ SETTINGS = ("core.hooksPath=/dev/null", "core.symlinks=true", "advice.detachedHe
 def clone(name: str, pin: GitSource, target: Path) -> tuple[Manifest, bool]:
     """Check out `pin` to `target` unless it is there; return its manifest and whether it was fetched now.
 
-    Raises InputError for an unknown commit, NetworkError, IntegrityError for another tree or a link that leads out.
+    Raises InputError if its commit is not known, NetworkError if it cannot be fetched, IntegrityError if it is not what
+    was pinned or has a link that leads out of it; nothing is left then.
     """
     if pin.commit == UNKNOWN:
         why = f"pins.toml does not know the commit of {pin.tag}, and a tag can be moved"

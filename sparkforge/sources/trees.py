@@ -44,7 +44,11 @@ class SourceTree:
 
 
 def fetch_sources(stack: str, *, table: Pins | None = None, git: bool = True) -> list[SourceTree]:
-    """Fetch every source of `stack`, `git` repositories too. Raises the errors of `fetch` and `archive`."""
+    """Fetch every source of `stack` and return them, those left out on purpose included.
+
+    With `git` False only registry files. A repository that cannot be fetched is returned as missing (`require_all`).
+    Raises the errors of `fetch` and `archive`.
+    """
     chosen = (table or pins.load()).stack(stack)
     trees = [tree for name, component in chosen.components.items() for tree in _fetch_component(name, component)]
     return [*trees, *(fetch_repository(name, pin, git=git) for name, pin in chosen.git.items())]

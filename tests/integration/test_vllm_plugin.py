@@ -412,7 +412,7 @@ def test_layers_of_several_ranks_leave_their_sums_to_the_norms(configure, stored
         norm = RMSNorm(64, dtype=torch.bfloat16)
     assert norm.reduces
     group = open_sums.ranks()
-    assert (len(group.boxes), group.rank, group.turns.tolist()) == (2, 1, [0] * 64)
+    assert (len(group.boxes), group.rank, group.buffers.tolist()) == (2, 1, [0] * 64)
     called = []
     monkeypatch.setattr(open_sums.norm, "reduce_add_rms_norm", lambda *given: called.append(given[-1]) or given[:2])
     monkeypatch.setattr(open_sums.norm, "add_rms_norm", lambda *given: called.append("norm") or given[:2])

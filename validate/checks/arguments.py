@@ -136,7 +136,10 @@ def _serve_arguments(view: View) -> CheckResult:
 
 
 def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str]) -> str:
-    """Return what /proc/cpuinfo's `flags` lack for these arguments (`_get_attn_isa`, cpu_attn.py, vLLM 0.32.0)."""
+    """Return what a processor lacks for these arguments on vLLM's CPU build; empty if it lacks nothing.
+
+    `flags` are those of /proc/cpuinfo. Source: `_get_attn_isa` in vllm/v1/attention/backends/cpu_attn.py, vLLM 0.32.0.
+    """
     cache = flag_value(arguments, "--kv-cache-dtype") or "auto"
     if cache not in UNQUANTIZED and not (machine == "x86_64" and {"avx512f", "amx_tile"} & set(flags)):
         return f"--kv-cache-dtype {cache} needs an x86-64 processor with AVX-512 or AMX; this {machine} one has neither"

@@ -42,7 +42,10 @@ class CheckResult:
 
 
 class FactMissing(Exception):  # noqa: N818 - control flow inside this module, never seen by a user
-    """A check's fact is not known or has another type; `fix` is its own next command, else the check's is used."""
+    """A check needs a fact that is not known, or that is of another type than it can be.
+
+    `fix` is the next command if the missing fact has one of its own; else the check's is used.
+    """
 
     def __init__(self, why: str, fix: str = "") -> None:
         super().__init__(why)

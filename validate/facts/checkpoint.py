@@ -80,7 +80,8 @@ def weight_map(target: Target) -> dict[str, str]:
 def header(file: Path) -> tuple[set[str], int]:
     """Tensor names of a safetensors file and the size in bytes that its header promises.
 
-    Layout: u64 little-endian length, JSON header, data; `data_offsets` count from its end. Raises ValueError.
+    Layout: u64 little-endian header length, JSON header, data; `data_offsets` count from the end of the header
+    (safetensors format description). Raises ValueError for anything else.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -17,9 +17,10 @@ from validate.facts.target import Target
 def run_child(
     program: str | Path, target: Target, name: str, seconds: float, **request: Any
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """Run `program` with a request for the model and the server's arguments; return its facts, and its failure.
+    """Run `program` with a request for the model and the server's arguments; return its facts by name, and its failure.
 
-    The failure is a sentence about a crash of `name` or a timeout after `seconds`; it is never raised.
+    The failure is a sentence about a crash or a timeout after `seconds`; missing facts are not in the
+    result. `name` is the subject of that sentence. A failure of the program is never raised.
     """
     options = target.options
     request |= {

@@ -130,7 +130,8 @@ class Questions:
     def dense_kernels(self) -> dict[str, str]:
         """Per dense layer (qkv_proj, o_proj, lm_head) the kernel that will multiply by one device's share of it.
 
-        `bf16`, our own format's name, or the class that vLLM selects for the share's size; weights are meta tensors.
+        It is `bf16` for weights that stay as they are, our own format's name, or the class that vLLM's own selection
+        takes for the share's size. Nothing is loaded: weights are made on the meta device.
         """
         from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear  # noqa: PLC0415
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415

@@ -24,7 +24,10 @@ Value = Any  # what JSON can hold
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact: its value (None without `error`: there is none), its source, and why it is not known."""
+    """One fact: its value, the command, file or API that it is from, and why there is no value if there is none.
+
+    `value` None with `error` None means: asked, and the answer is "none" (an unset variable, no cgroup limit).
+    """
 
     value: Value
     source: str
@@ -53,7 +56,10 @@ def take(reading: Reading, target: Target) -> Fact:
 
 
 def gather(target: Target, groups: Sequence[Sequence[Reading]], deadline: float | None = None) -> dict[str, Fact]:
-    """Read every group's facts side by side, each for `deadline` seconds or its slowest reading's time at most."""
+    """Read every fact of every group; the groups run side by side.
+
+    No group is waited for longer than `deadline` seconds, or than its slowest reading may take.
+    """
     facts: dict[str, Fact] = {}
     limits = [deadline or max((reading.seconds for reading in group), default=0.0) for group in groups]
 
@@ -94,7 +100,10 @@ class _Sheet(Record, extra="ignore"):
 
 
 def load_sheet(path: Path) -> dict[str, Fact]:
-    """Read a recorded sheet or a report: {"schema": 1, "facts": {name: {value, source, error}}}. Raises InputError."""
+    """Read a recorded sheet: `{"schema": 1, "facts": {name: {value, source, error}}}`; a report holds one too.
+
+    Raises InputError if the file is not there, not JSON, of another schema or shape.
+    """
     try:
         sheet = _Sheet.model_validate(read_json(path))
         return {name: Fact(entry.value, entry.source, entry.error) for name, entry in sheet.facts.items()}

@@ -41,9 +41,9 @@ Weights = dict[str, torch.Tensor]
 
 
 def make_weights(size: int) -> Weights:
-    """Return the checkpoint's tensors by name, the same everywhere, heavy-tailed (Student's t), activations near 1.
+    """Return the checkpoint's tensors by their names there: the same everywhere, and heavy-tailed (Student's t).
 
-    `size` is hidden and intermediate.
+    `size` is hidden and intermediate. Projections keep activations near 1, with outliers above 10.
     """
     random = torch.Generator().manual_seed(20261127)
 
@@ -119,7 +119,10 @@ def write_checkpoint(folder: Path, weights: Weights, size: int) -> None:
 
 
 def make_engine(folder: Path, serve_args: list[str]) -> Any:
-    """Return vLLM's engine in this process, with the server's arguments, eager so that parts can be recorded."""
+    """Return vLLM's engine in this process, with the server's arguments except for sizes.
+
+    It runs eagerly, so that a part's input and output can be recorded: the kernels are those that graphs replay.
+    """
     deep = beside("deep_child")
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415

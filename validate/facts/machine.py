@@ -33,9 +33,10 @@ def cgroup_headroom(_: Target) -> int | None:
 
 
 def remove_ipc(_: Target) -> bool:
-    """Whether logind deletes this user's shared memory after the last session (RemoveIPC; not of those who linger).
+    """Whether logind deletes this user's shared memory at the end of the last session (logind.conf(5), RemoveIPC).
 
-    It does not see the /dev/shm that our system unit has for itself (deploy/sparkforge.service).
+    It spares system users, and users who linger: their sessions do not end. It does not see the /dev/shm that our
+    system unit has for itself (deploy/sparkforge.service).
     """
     user = os.getuid()
     if os.environ.get(OWN_SHM):

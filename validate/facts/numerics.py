@@ -40,7 +40,10 @@ def way_of(target: Target) -> str:
 
 
 def not_run(target: Target) -> str:
-    """Return why the layer is not run, such as FlashInfer's module, which would compile for minutes; empty if it is."""
+    """Return why the layer is not run; empty if it is, also where the child has to say what is wrong.
+
+    Without FlashInfer's module the first call would take minutes. The layer is one of the default family's experts.
+    """
     row, own = checkpoint.family(target), families.load()[families.default()].experts
     kinds = [(e.activation, e.bias) if e else None for e in (row.experts if row else own, own)]
     if kinds[0] != kinds[1]:

@@ -235,7 +235,10 @@ def graph_difference(run: Run, eager: torch.Tensor) -> float | None:
 
 
 def loaded_state(fields: list[str]) -> dict[str, str] | None:
-    """Return what nvidia-smi says under LOAD_SECONDS of products: an idle GPU lowers its clock. None without one."""
+    """Return what nvidia-smi says of the GPU under LOAD_SECONDS of products; None without a GPU or an answer.
+
+    An idle GPU lowers its clock, so only a load shows one that cannot be raised.
+    """
     if not torch.cuda.is_available():
         return None
     square = torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")

@@ -72,9 +72,10 @@ def pinned(target: Target, component: str) -> str | None:
 
 
 def cudnn_version(target: Target) -> str:
-    """Version by cuDNN itself, of the wheel, the loader's or the newest: a child loads it and asks, as that may hang.
+    """Version by cuDNN itself: a child process loads it and asks, since loading it may crash or hang.
 
-    Raises ProbeError with the loader's reason.
+    The library is the wheel's, else the loader's, else the newest in the system's folders. Metadata would still name a
+    library that was removed. Raises ProbeError with the loader's reason.
     """
     wheels = [str(file) for root in target.interpreter()[1] for file in Path(root).glob(CUDNN_IN_WHEEL)]
     system = sorted(
@@ -173,13 +174,19 @@ def cached_modules(target: Target) -> list[str]:
 
 
 def moe_module(target: Target) -> str:
-    """Name of the module that FlashInfer asks for: our patch 0002 puts the types into it, in FlashInfer's order."""
+    """Name of the module that FlashInfer asks for: our patch 0002 puts the remaining types into the name.
+
+    Several types are in FlashInfer's order, not in the variable's; a server of gpt-oss has one.
+    """
     types = target.options.environ.get("FLASHINFER_MOE_SM120_DTYPES", "").replace(" ", "")
     return "_".join(["fused_moe_120", *filter(None, types.split(","))])
 
 
 def changed_modules(target: Target) -> list[str] | None:
-    """The differences from the build's manifest, its libraries and the server's variables; None without a manifest."""
+    """The differences from the build's manifest: its libraries, and the server's variables, one for each line.
+
+    None if the workspace has no manifest: FlashInfer built them itself, or the package has them.
+    """
     file = workspace(target) / MANIFEST
     if not file.is_file():
         return None

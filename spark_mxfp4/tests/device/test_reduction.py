@@ -21,8 +21,8 @@ def groups():
         torch.ones(1, device=device).to(other)
     inboxes = [torch.zeros(norm.inbox_bytes(2, COLUMNS), dtype=torch.uint8, device=device) for device in DEVICES]
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
-    turns = [torch.zeros(norm.MOST_TOKENS, dtype=torch.int32, device=device) for device in DEVICES]
-    yield [norm.Ranks(addresses.to(device), turns[rank], rank) for rank, device in enumerate(DEVICES)]
+    buffers = [torch.zeros(norm.MOST_TOKENS, dtype=torch.int32, device=device) for device in DEVICES]
+    yield [norm.Ranks(addresses.to(device), buffers[rank], rank) for rank, device in enumerate(DEVICES)]
     torch.cuda.synchronize(DEVICES[0])
     del inboxes
 

@@ -49,9 +49,10 @@ Take: TypeAlias = "Callable[[KernelOrder, Mapping[str, Path]], Mapping[str, Any]
 class KernelRequest:
     """A user's request: a set of a stack's modules.
 
-    An empty `set_name` or `arch` means the image's, an empty `output` (the cache) `.sparkforge/kernels`, and an
-    empty `python` (the server's interpreter) an environment made for the build. `machine` is the server's, as in
-    `uname -m`; `jobs` a number or "auto"; `checkout` a clone that replaces the patched wheel.
+    An empty `set_name` or `arch` means the image's, an empty `output` means `.sparkforge/kernels`, and an empty
+    `python` means an environment that is made for the build. `machine` is the server's, as in `uname -m`. `output`
+    is the folder of the cache, `python` the interpreter of the environment that serves, `jobs` a number or "auto".
+    `checkout` is a clone of FlashInfer that this interpreter imports in place of the patched wheel.
     """
 
     stack: str
@@ -132,7 +133,10 @@ class KernelOrder:
 
     @property
     def identity(self) -> dict[str, str]:
-        """The inputs that are equal on every machine: no folders, and torch's version without its device."""
+        """The inputs that are equal on every machine: `inputs` without folders, and torch's version without its device.
+
+        FlashInfer's generators read nothing from torch that differs between its builds for CPU and CUDA.
+        """
         folders = {*environment.COMPILER_VARIABLES, "FLASHINFER_WORKSPACE_BASE", "python", "site-packages"}
         inputs = {name: value for name, value in self.inputs.items() if name not in folders}
         return {**inputs, "torch": inputs.get("torch", "").partition("+")[0]}
@@ -143,7 +147,10 @@ class KernelOrder:
 
 
 def build_kernels(request: KernelRequest) -> tuple[Path, bool]:
-    """Build a stack's modules; return the file of the server's variables, and whether it is new. Raises as `build`."""
+    """Build a set of a stack's modules; return the file of the server's variables, and whether anything was done.
+
+    Raises UsageError and the errors of `build`.
+    """
     started, order = time.monotonic(), prepare(request)
     result, changed = build(order, request.take)
     say(f"{len(order.modules)} modules in {order.output}: {result} ({time.monotonic() - started:.1f} s)")
@@ -190,9 +197,9 @@ def prepare(request: KernelRequest) -> KernelOrder:
 def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bool]:
     """Compile missing units, link, audit and write the manifest; return the result and whether anything was done.
 
-    Libraries from `take` are audited like compiled ones and copied into the server's FlashInfer package. Raises
-    ProcessError for a unit that does not compile, CompileError (also where a server would compile again), AuditError,
-    StorageError.
+    With the same inputs and intact outputs nothing is done. Libraries from `take` are audited like compiled ones,
+    and copied into the server's FlashInfer package, from which they are loaded without ninja. Raises ProcessError for a
+    unit that does not compile, CompileError (also where a server would compile again), AuditError, StorageError.
     """
     inputs = order.inputs
     with locked(order.output / ".sparkforge-kernels.lock", f"build kernels in {order.output}"):
@@ -244,7 +251,10 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
 
 
 def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResult, dict[str, object]]:
-    """Run ninja's units as memory allows, then ninja, which links; return the facts for the manifest too."""
+    """Run the units that ninja would run, as memory allows, and then ninja, which links.
+
+    Also return facts for the manifest: the number of units of each module, and the cost of each unit with its source.
+    """
     modules = {name: ninja_build.read_units(folder, order.ninja(folder)[0]) for name, folder in folders.items()}
     units = [unit for module in modules.values() for unit in module]
     unlinked = {name: ninja_build.pending(order.ninja(folder)) for name, folder in folders.items()}

@@ -56,7 +56,10 @@ class KernelEnvironment:
 
 
 def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None = None) -> KernelEnvironment:
-    """Return the environment of `python`, which may import a FlashInfer `checkout`. Raises CompileError."""
+    """Return the environment of `python`. Raises CompileError if FlashInfer, torch or the stack's patches do not fit.
+
+    With `checkout`, a clone of FlashInfer that `python` imports, its sources are taken as they are.
+    """
     answer = ask(python, "probe")
     versions = {name: answer[name] for name in ("flashinfer-python", "torch", "apache-tvm-ffi")}
     problems = [f"{name} is not installed" for name, value in answer.items() if not value]

@@ -87,9 +87,11 @@ def request(module: KernelModule) -> dict[str, Any]:
 
 @cache
 def load(version: str, path: Path = TABLE) -> KernelTable:
-    """Return the table for a release of FlashInfer: a line for each call of the vLLM that is served with it.
+    """Return the table for a release of FlashInfer.
 
-    Raises InputError for a release that is not in the table.
+    Each call has one line, for the vLLM that is served with that release. Each module has its call's generator and
+    arguments. Raises InputError for a release that is not in the table. The table is part of the program: a mistake in
+    it raises KeyError or the errors of pydantic.
     """
     document = read_toml(path)
     if version not in document["flashinfer"]:

@@ -143,7 +143,10 @@ class ExtensionRequest:
 
 
 def build_extensions(request: ExtensionRequest) -> tuple[Path, bool]:
-    """Build a stack's vLLM extensions; return the overlay, and whether it is new. Raises as both builds."""
+    """Build a stack's vLLM extensions and report what was done; return the overlay, and whether it is new.
+
+    Raises UsageError and what `build` and `compile_units` raise.
+    """
     order = prepare(request)
     if request.units:
         compile_units(order, request.units)
@@ -228,9 +231,10 @@ def build(order: ExtensionOrder) -> BuildResult:
 
 
 def compile_units(order: ExtensionOrder, patterns: Sequence[str]) -> list[Path]:
-    """Compile and audit the units whose source, such as csrc/topk.cu, matches one of `patterns`; return the objects.
+    """Compile the units whose source matches one of `patterns`, audit each object, link nothing; return the objects.
 
-    Raises UsageError for a pattern that matches no unit, and what `build` raises.
+    A source is named as in the checkout, such as csrc/topk.cu, and `*` stands for any text. Raises UsageError for a
+    pattern that matches no unit, and what `build` raises.
     """
     with locked(home().with_suffix(".lock"), "build vLLM's extensions"):
         started = time.monotonic()
@@ -269,7 +273,10 @@ def _object_of(unit: Unit) -> str:
 
 
 def configure(order: ExtensionOrder) -> None:
-    """Make the build folder if there is none. Raises ProcessError, CompileError for another architecture."""
+    """Make the build folder if there is none.
+
+    Raises ProcessError, and CompileError if CMake makes something else of the architecture than the table says.
+    """
     tree = order.folder / "tree"
     order.folder.mkdir(parents=True, exist_ok=True)
     stamp = order.folder / "configured.json"
@@ -309,7 +316,11 @@ def configure(order: ExtensionOrder) -> None:
 
 
 def units_of(order: ExtensionOrder) -> list[Unit]:
-    """Return the compilations of the order's targets, named TARGET/SOURCE.o. Raises CompileError for unknown rules."""
+    """Return the compilations of the order's targets, named TARGET/SOURCE.o wherever they are built.
+
+    Raises CompileError if CMake's rules are not the ones we know: ninja would compile what is not scheduled, without
+    regard to memory.
+    """
     folder = order.folder / "cmake"
     listing = run([order.chain.ninja, "-C", folder, "-t", "rules"]).stdout
     targets = {target.lstrip("_") for target in order.targets}  # CMake writes one underscore for several

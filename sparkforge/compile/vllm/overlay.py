@@ -27,9 +27,10 @@ UNPACKED = 3  # upstream's aarch64 wheel: 321 MB packed, 0.78 GB unpacked
 
 
 def install_overlay(overlay: Path, tree: str) -> None:
-    """Replace upstream's libraries in the site-packages `tree` by those of `overlay`; a record has their hashes.
+    """Replace upstream's libraries in the site-packages `tree` by those of `overlay`.
 
-    Raises CompileError if the overlay is not whole or does not fit; nothing is replaced then.
+    Their hashes are in `tree`/.sparkforge-overlay.vllm.json afterwards. Raises CompileError if the overlay is not whole
+    or does not fit; nothing is replaced then.
     """
     packages, record = Path(tree), manifest.load(overlay)
     if record is None or record.stage != "vllm" or not manifest.is_intact(record, overlay):
@@ -51,7 +52,10 @@ def install_overlay(overlay: Path, tree: str) -> None:
 
 
 def unpack_wheel(stack: str) -> tuple[Path, bool]:
-    """Unpack the patched aarch64 wheel; return the tree and whether it was made now. Raises as `patched`."""
+    """Unpack the patched wheel; return the tree and whether it was made now.
+
+    Its machine code is the aarch64 one, whatever machine this is. Raises the errors of `wheels.patched`.
+    """
     component = pins.load().component(stack, "vllm-wheel")
     filename = choose_pinned(component, TARGET).filename
     lock = wheels.locked(component, filename)[1]

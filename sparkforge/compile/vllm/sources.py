@@ -115,7 +115,10 @@ def list_checkout(checkout: Path) -> dict[str, str]:
 
 
 def _repository(name: str, variable: str, pin: GitSource, folder: Path | None) -> Repository:
-    """Return a repository: `variable`'s, a checkout in `folder`, or the pinned one. Raises CompileError."""
+    """Return a repository: where `variable` names one, a checkout in `folder`, or the pinned one, fetched.
+
+    Raises CompileError (compile.inputs) that says why there is none.
+    """
     if chosen := os.environ.get(variable):  # whoever sets vLLM's own variable answers for the content
         override = Path(chosen)
         if not override.is_dir():
@@ -172,7 +175,11 @@ def _missing_repositories(missing: Mapping[str, str], users: Mapping[str, Sequen
 
 
 def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
-    """Make the private, patched copy at `copy`, which must not exist. Raises PatchError, CompileError."""
+    """Make the private, patched copy at `copy`, which must not exist.
+
+    Raises PatchError if a file of the unpacked sdist is not the one that the archive held, or the queue does not fit;
+    CompileError if a file of a checkout changed meanwhile.
+    """
     patched = inputs.queue.paths if inputs.queue else ()
     for path, sha256 in inputs.listing.items():
         if path.split("/")[0] not in PARTS and path not in patched:

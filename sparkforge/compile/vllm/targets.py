@@ -81,7 +81,10 @@ class TargetTable(Record):
 
 @cache
 def load(version: str) -> TargetTable:
-    """Return the table for a vLLM. Raises InputError if it has none of that release."""
+    """Return the table for a vLLM. Raises InputError if it has none of that release.
+
+    The table is part of the program: a mistake in it raises what pydantic raises.
+    """
     document = read_toml(PATH)
     releases, targets, left_out = (document.pop(key) for key in ("versions", "targets", "left_out"))
     if version not in releases:

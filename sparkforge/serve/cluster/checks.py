@@ -1,4 +1,8 @@
-"""Checks before a cluster starts, each of a failure that others met (docs/reference/cluster.md)."""
+"""Checks before a cluster starts: facts of all nodes, what comes from one to another, and a judgement of both.
+
+Each check is a failure that others met. `CHECKS` has all in the order of the report; docs/reference/cluster.md explains
+each.
+"""
 
 from __future__ import annotations
 

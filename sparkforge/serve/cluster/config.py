@@ -54,7 +54,10 @@ class ClusterNode(Record):
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables by which Gloo, NCCL and vLLM use the control network and both halves of each port."""
+        """Variables with which Gloo, NCCL and vLLM take the control network and both halves of each port.
+
+        Left alone, Gloo takes the address of the host's name, which is often loopback's, and NCCL any interface.
+        """
         return {
             "VLLM_HOST_IP": self.address,
             "GLOO_SOCKET_IFNAME": self.interface,
@@ -148,7 +151,11 @@ class ClusterConfig(Record):
         return watch.options(node.name, self.head.address, self.watch_port, peers, listen=is_head)
 
     def engine_flags(self, node: ClusterNode) -> tuple[str, ...]:
-        """Return the flags that make vLLM's server this node's part; a worker is --headless and waits for the head."""
+        """Return the flags that make vLLM's server this node's part.
+
+        Every node runs the same program with its own rank. A worker is --headless and waits for the head at
+        master_addr:master_port; vLLM needs nothing else to find the others.
+        """
         rank = self.nodes.index(node)
         flags = {
             "--tensor-parallel-size": self.tensor,

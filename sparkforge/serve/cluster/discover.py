@@ -20,7 +20,7 @@ GUIDE = "docs/guide/two-machines.md, The link"
 
 
 def find_nodes(destinations: Sequence[str], device: str, folder: str) -> ClusterConfig:
-    """Ask machines by their names for ssh (`local`: this one), the head first, and return a configuration.
+    """Ask machines by their names for ssh, the head first, and return a configuration; `local` is this machine.
 
     Raises UsageError for fewer than two, a malformed name, or one machine named twice; the first node's error if one
     does not answer; RefusalError if they share no network.
@@ -59,7 +59,10 @@ def find_nodes(destinations: Sequence[str], device: str, folder: str) -> Cluster
 def propose(
     facts: Mapping[str, NodeFacts], destinations: Mapping[str, str], device: str = "docker", folder: str = ""
 ) -> ClusterConfig:
-    """Return the configuration for these nodes, the head first, with their names for ssh. Raises RefusalError."""
+    """Return the configuration for these nodes, the head first; `destinations` are their names for ssh.
+
+    Raises RefusalError if two of them share no network that can carry a model.
+    """
     control = control_network(facts)
     nodes = [
         ClusterNode(
@@ -77,7 +80,10 @@ def split(nodes: int) -> dict[str, int]:
 
 
 def control_network(facts: Mapping[str, NodeFacts]) -> dict[str, tuple[NetworkInterface, str]]:
-    """Return each node's interface and address on a network that all nodes share. Raises RefusalError."""
+    """Return each node's interface and address on a network that all nodes share.
+
+    Raises RefusalError, which names the nodes without a common network.
+    """
     fast = {name: shared(facts, name) for name in facts}
     if common := set.intersection(*(set(networks) for networks in fast.values())):
         network = min(common, key=lambda network: _order(fast[next(iter(facts))][network]))

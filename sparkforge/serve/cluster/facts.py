@@ -100,7 +100,10 @@ def ask(node: ClusterNode, **options: Any) -> NodeFacts:
 def reach(
     sender: ClusterNode, receiver: ClusterNode, ports: Sequence[int], mtu: int, addresses: tuple[str, str]
 ) -> Reach:
-    """Try ports and a packet of `mtu` bytes between two nodes' `addresses`. Raises what `remote.ask_probe` raises."""
+    """Try ports and a packet of `mtu` bytes from one node to another, by programs of ours at both ends.
+
+    `addresses` are the sender's and the receiver's. Raises what `remote.ask_probe` raises.
+    """
     options: dict[str, dict[str, Any]] = {
         receiver.name: {"mode": "listen", "duration": LISTEN_SECONDS / 2},
         sender.name: {"mode": "reach", "source": addresses[0], "mtu": mtu},

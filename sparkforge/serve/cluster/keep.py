@@ -102,7 +102,10 @@ def end() -> None:
 
 
 def keep(config: ClusterConfig) -> None:
-    """Start the cluster again after each end that nobody asked for. Raises ServerError after too many failures."""
+    """Start the cluster again after each end that nobody asked for; return after one that somebody asked for.
+
+    Raises ServerError after too many failures.
+    """
     failures: tuple[ServerFailure, ...] = ()
     _note("watching", config.head.name, failures)
     while why := _next_end(config):

@@ -42,7 +42,10 @@ def command_line(node: ClusterNode, argv: Sequence[str]) -> list[str]:
 
 
 def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str | None = None) -> str:
-    """Return what a program prints on a node. Raises NetworkError, ProcessError also after `seconds`."""
+    """Return what a program prints on a node.
+
+    Raises NetworkError if the node cannot be reached, ProcessError if the program fails or takes longer than `seconds`.
+    """
     command = command_line(node, argv)
     result = run_unchecked(command, cwd=None if node.ssh else paths.ROOT, stdin=stdin, seconds=seconds)
     if not result.returncode:
@@ -58,7 +61,10 @@ def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str
 def document(
     node: ClusterNode, argv: Sequence[str], shape: type[Answer], *, seconds: float, stdin: str | None = None
 ) -> Answer:
-    """Return the JSON object that a program prints on a node. Raises as `output`, and InputError for another shape."""
+    """Return the JSON object that a program prints on a node.
+
+    Raises the errors of `output`, and InputError for an answer of another shape.
+    """
     text = output(node, argv, seconds=seconds, stdin=stdin)
     try:
         return parse_record(text, node.name, shape)

@@ -28,8 +28,8 @@ START_SECONDS = {"embedded": 1200.0, "docker-cpu": 1200.0, "docker": 3900.0}
 def up(config: ClusterConfig) -> Mapping[str, Any]:
     """Check, validate on every node, start the workers and then the head; return the head's answer.
 
-    After an error no server is left, except on nodes that the output names. Raises UsageError for variables that
-    a cluster ignores, RefusalError if a check or a validation fails, else the first node's error.
+    After an error no node's server is left running, except on nodes that the output names. Raises UsageError for
+    variables that a cluster ignores, RefusalError if a check or a validation fails, else the first node's error.
     """
     for name in (access.KEY, access.KEY_FILE, docker_compose.KEY_VARIABLE, access.HOSTS):
         if os.environ.get(name):  # the head would ignore it
@@ -95,7 +95,10 @@ def show_logs(config: ClusterConfig, lines: int) -> None:
 
 
 def down(config: ClusterConfig) -> None:
-    """End the servers of all nodes' checkouts, whoever started them. Raises ServerError for one that does not end."""
+    """End the servers of all nodes' checkouts at the same time, whoever started them.
+
+    Raises ServerError, after the others have ended, if one does not end.
+    """
     answers = remote.on_all(config.nodes, lambda node: ask(config, node, "down"))
     for name, answer in answers.items():
         say(f"{name}: {answer.what if isinstance(answer, SparkforgeError) else answer['state']}")

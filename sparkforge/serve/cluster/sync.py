@@ -1,4 +1,8 @@
-"""`./inv cluster.sync`: the head's model, by rsync, and its image, by docker, go to the other nodes over the link."""
+"""`./inv cluster.sync`: the head's model and image go to the other nodes over the link.
+
+rsync sends the files: it compares them by their checksums, sends only what differs, and goes on where it was cut off.
+docker sends the image.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +44,10 @@ INSTALL = "sudo apt update && sudo apt install rsync"  # upgrades one that is th
 
 
 def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False) -> None:
-    """Copy the model's folder from the head to every other node, where it appears when it is whole.
+    """Copy the model's folder from the head to every other node.
 
-    Raises UsageError without a model, InputError for a folder without one, and what `sending_error` returns.
+    A folder that is not there appears when all its files are there. Raises UsageError without a model, InputError for a
+    folder without one, and what `sending_error` returns; the same command resumes a transfer that was cut off.
     """
     folder, head = model or config.model, config.head
     if not folder:
@@ -87,7 +92,10 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, *, dry_run: b
 
 
 def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
-    """Return the ssh command for a node at the link, by the user, keys and host key of `ssh NODE`, and its user."""
+    """Return the ssh command with which the head reaches a node at the link, and whom it logs in as.
+
+    User, key and port are those of `ssh NODE`; the host key is the one that is known by that name.
+    """
     command = [*remote.SSH, "-o", "UpdateHostKeys=no"]
     if not node.ssh:
         return command, f"{getpass.getuser()}@{node.address}"
@@ -102,7 +110,10 @@ def install_command(node: ClusterNode) -> str:
 
 
 def sending_error(error: ProcessError, head: ClusterNode, node: ClusterNode) -> SparkforgeError:
-    """Return the error that messages of rsync, ssh or docker describe; their last lines say only that it ended."""
+    """Return the error that the messages of rsync, ssh or docker describe.
+
+    Their last lines say only that the connection ended.
+    """
     on_both = f"{install_command(head)} && {install_command(node)} && {RESUME}"
     meanings: tuple[tuple[str, type[SparkforgeError], str, str, str], ...] = (
         ("No space left on device|Disk quota exceeded", StorageError, f"the disk of {node.name} is full",

@@ -88,7 +88,10 @@ class NodeWatch:
         return self._silent(now)
 
     def tell(self, node: str, why: str) -> None:
-        """Tell the other nodes, those that just connected too, that the server ends, and because of which one."""
+        """Tell the other nodes that the server ends, and because of which node.
+
+        A server can end before the first turn: a node that has connected by then, and its hello, are taken first.
+        """
         for _ in ("connection", "hello"):
             self._receive(0)
         self._send({"node": node, "end": why})

@@ -177,7 +177,10 @@ class Keeper:
                 return f"{busy}, and must end before {model.member.name} has memory; ask again later"
 
     def _drain(self, model: Running, seconds: float) -> bool:
-        """Stop a model once its last request has ended, new ones waiting; False if that takes more than `seconds`."""
+        """Stop a model once its last request has ended; return False if that takes more than `seconds`.
+
+        New requests wait.
+        """
         name, deadline = model.member.name, time.monotonic() + seconds
         router.switch(name, "drain")
         while (count := router.requests()[name][0]) and time.monotonic() < deadline and not self.ending:

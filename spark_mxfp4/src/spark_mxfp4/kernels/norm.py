@@ -13,19 +13,19 @@ import torch
 from spark_mxfp4.kernels import attention, extension
 
 MOST_COLUMNS = 384 * 8 * 4  # norm.cuh
-MOST_TOKENS = 64  # of a launch that adds the ranks' parts: more are bandwidth, for which other all-reduces are made
+MOST_TOKENS = 64  # of a launch that adds the ranks' parts; for more tokens bandwidth counts and not latency
 Norm, Peers = extension.structure("Norm"), extension.structure("Peers")
 
 
 class Ranks(NamedTuple):
     """GPUs of one host whose parts are added: `boxes` are the addresses of their inboxes, int64 [ranks].
 
-    An inbox has `inbox_bytes` zeros before the first launch. `turns` are zeros, int32 [MOST_TOKENS]. All ranks launch
-    the same norms in the same order.
+    An inbox has `inbox_bytes` zeros before the first launch. `buffers` says which of its three buffers is next for each
+    token: int32 [MOST_TOKENS], zeros at first. All ranks must launch the same norms in the same order.
     """
 
     boxes: torch.Tensor
-    turns: torch.Tensor
+    buffers: torch.Tensor
     rank: int
 
 
@@ -59,7 +59,7 @@ def reduce_add_rms_norm(
         raise ValueError(f"the ranks' parts cannot be added · {problem} · use torch.distributed.all_reduce")
     return _normalise(
         x, residual, weight, epsilon,
-        Peers(ranks.boxes.data_ptr(), ranks.turns.data_ptr(), len(ranks.boxes), ranks.rank),
+        Peers(ranks.boxes.data_ptr(), ranks.buffers.data_ptr(), len(ranks.boxes), ranks.rank),
     )  # fmt: skip
 
 

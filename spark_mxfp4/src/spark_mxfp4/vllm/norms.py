@@ -52,15 +52,16 @@ def replace_norms() -> None:
 
 def obstacle(config: VllmConfig) -> str:
     """Return why this engine's norms cannot add the ranks' parts; an empty string if they can."""
+    quantization: Any = config.quant_config
     parallel, model, columns = config.parallel_config, config.model_config, config.model_config.get_hidden_size()
     communicator = getattr(get_tp_group().device_communicator, "ca_comm", None)
     spread = parallel.enable_expert_parallel or parallel.pipeline_parallel_size > 1 or config.speculative_config
-    ours = model.dtype == torch.bfloat16 and columns % 8 == 0 and columns <= norm.MOST_COLUMNS
+    ours = quantization.fused_attention and model.dtype == torch.bfloat16 and columns % 8 == 0 and columns <= norm.MOST_COLUMNS
     reasons = {
         "there is one rank": parallel.tensor_parallel_size == 1,
         "there are pipeline stages, experts of one rank, or a draft": spread,
         "no kernels are compiled for this device": not attention.device_fits(get_tp_group().device),
-        "the norms are not ours": not ours,
+        "attention and norms are vLLM's": not ours,
         "vLLM's custom all-reduce, which shares memory between GPUs, is off": not communicator or communicator.disabled,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
@@ -76,12 +77,12 @@ def ranks() -> norm.Ranks | None:
     group = get_tp_group()
     size = norm.inbox_bytes(group.world_size, config.model_config.get_hidden_size())
     boxes = CustomAllreduce.create_shared_buffer(size, group=group.cpu_group)  # zeros
-    turns = torch.zeros(norm.MOST_TOKENS, dtype=torch.int32, device=group.device)
+    buffers = torch.zeros(norm.MOST_TOKENS, dtype=torch.int32, device=group.device)
     # vLLM hashes additional_config into the key of its compile cache. The traced graph depends on this too.
     if isinstance(extra := config.additional_config, dict):
         extra["spark_mxfp4:reduction"] = group.world_size
     logger.info_once("Norms of up to %s tokens add the ranks' parts.", norm.MOST_TOKENS, scope="process")
-    return norm.Ranks(torch.tensor(boxes, dtype=torch.int64, device=group.device), turns, group.rank_in_group)
+    return norm.Ranks(torch.tensor(boxes, dtype=torch.int64, device=group.device), buffers, group.rank_in_group)
 
 
 @cache

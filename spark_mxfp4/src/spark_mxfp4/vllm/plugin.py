@@ -142,7 +142,7 @@ class SparkMxfp4Config(QuantizationConfig):
         self.linear_format, self.head_format = formats.chosen(LINEAR_VARIABLE), formats.chosen(HEAD_VARIABLE)
         self.routed = fused(ROUTER_VARIABLE) and self.kernel_name != STOCK
         self.fused_attention = fused(ATTENTION_VARIABLE)
-        self.fused_reduction = fused(REDUCTION_VARIABLE) and self.fused_attention and self.kernel_name != STOCK
+        self.fused_reduction = fused(REDUCTION_VARIABLE) and self.kernel_name != STOCK
         self._show_attention()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
