@@ -56,7 +56,12 @@ def obstacle(config: VllmConfig) -> str:
     parallel, model, columns = config.parallel_config, config.model_config, config.model_config.get_hidden_size()
     communicator = getattr(get_tp_group().device_communicator, "ca_comm", None)
     spread = parallel.enable_expert_parallel or parallel.pipeline_parallel_size > 1 or config.speculative_config
-    ours = quantization.fused_attention and model.dtype == torch.bfloat16 and columns % 8 == 0 and columns <= norm.MOST_COLUMNS
+    ours = (
+        quantization.fused_attention
+        and model.dtype == torch.bfloat16
+        and columns % 8 == 0
+        and columns <= norm.MOST_COLUMNS
+    )
     reasons = {
         "there is one rank": parallel.tensor_parallel_size == 1,
         "there are pipeline stages, experts of one rank, or a draft": spread,
