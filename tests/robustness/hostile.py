@@ -29,7 +29,7 @@ import psutil
 from robustness import hostile_texts
 from sparkforge.core import paths
 from sparkforge.core.openai import Endpoint, wait_until
-from sparkforge.core.process import spawn, terminate_session
+from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve.devices import embedded, in_environment
 from sparkforge.serve.plan import StartPlan
@@ -289,7 +289,7 @@ def server() -> Iterator[tuple[str, int, int]]:
     environment = {**os.environ, **described.environment, "PYTHONPATH": str(paths.ROOT)}
     pid = spawn(described.command, log=log, env=environment, cwd=paths.ROOT)
     try:
-        if not wait_until(Endpoint(url).healthy, time.monotonic() + START_SECONDS, lambda: psutil.pid_exists(pid)):
+        if not wait_until(Endpoint(url).healthy, time.monotonic() + START_SECONDS, lambda: started_at(pid) is not None):
             raise RuntimeError(f"the server does not start: {log}\n{log.read_text(errors='replace')[-3000:]}")
         yield url, port, pid
     finally:
