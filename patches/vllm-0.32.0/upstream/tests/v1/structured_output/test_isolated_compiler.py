@@ -5,9 +5,11 @@
 import asyncio
 import os
 import string
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -90,6 +92,43 @@ def test_what_is_wrong(compiler, value, fault):
 def test_grammar_that_takes_too_long(compiler):
     with pytest.raises(VLLMValidationError, match="grammar-seconds"):
         asyncio.run(compiler.check(wanted(json=SLOW)))
+
+
+class Burning:
+    """A matcher whose masks take longer and longer."""
+
+    def __init__(self, seconds, length=100):
+        self.seconds, self.left = seconds, length
+
+    def accept_token(self, _token):
+        self.left -= 1
+        return True
+
+    def is_terminated(self):
+        return not self.left
+
+    def fill_next_token_bitmask(self, _mask):
+        assert self.left, "xgrammar raises an error then"
+        self.seconds *= 2
+        end = time.process_time() + self.seconds
+        while time.process_time() < end:
+            pass
+
+
+def test_grammar_whose_tokens_take_too_long(compiler, monkeypatch):
+    from vllm.v1.structured_output.isolated import is_slow
+
+    allowed = numpy.full(4, -1, numpy.int32)
+    assert is_slow(numpy, Burning(0.01), allowed)
+    assert not is_slow(numpy, Burning(0, 1), allowed)
+    assert not is_slow(numpy, Burning(0.01), numpy.zeros(4, numpy.int32))
+
+    async def slow(_message):
+        return b"slow"
+
+    monkeypatch.setattr(compiler, "_ask", slow)
+    with pytest.raises(VLLMValidationError, match="0.1 s of CPU time a token"):
+        asyncio.run(compiler.check(wanted(regex="a*")))
 
 
 def test_client_that_leaves_takes_its_compilation_along(compiler):
