@@ -23,6 +23,9 @@ from typing import Any
 from sparkforge.core.errors import UsageError
 
 VARIABLE = "SPARKFORGE_LIMITS"
+# After which a thread that parses a large body gives the lock to the event loop, which takes it many times a request;
+# Python's own 5 ms made others wait for seconds.
+SWITCH_SECONDS = 0.0005
 PATCHED = {"grammar-seconds": "VLLM_GRAMMAR_COMPILATION_CPU_S", "header-seconds": "VLLM_HTTP_TIMEOUT_HEADERS"}
 
 Scope = MutableMapping[str, Any]
@@ -333,6 +336,7 @@ class Limiter:
         self._running: Counter[str] = Counter()
         # One at a time: parsing holds the interpreter's lock, for which the event loop waits behind each thread.
         self._big_bodies = asyncio.Lock()
+        sys.setswitchinterval(SWITCH_SECONDS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or refuse it."""

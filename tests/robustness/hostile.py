@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -192,35 +193,51 @@ RAW: dict[str, Callable[[int], str]] = {
 }  # fmt: skip
 
 
-class Bystander(threading.Thread):
-    """Asks without a break, in turn for a plain answer and for JSON; keeps how long each took."""
+class Bystander:
+    """A process that asks without a break, in turn for a plain answer and for JSON, and tells how long each took.
+
+    It has no part in the attackers' interpreter, whose lock they hold while they write their bodies.
+    """
 
     def __init__(self, url: str) -> None:
-        super().__init__(daemon=True)
-        self.url, self.waits, self.failed, self.begun = url, [0.0], 0, time.monotonic()
-        self._ended = threading.Event()
+        context = multiprocessing.get_context("fork")
+        self._waits, self._ended = context.SimpleQueue(), context.Event()
+        self._begun, self._failed = context.Value("d", time.monotonic()), context.Value("i", 0)
+        self.answers = 0
+        self._process = context.Process(target=self._ask, args=(url,), daemon=True)
+        self._process.start()
 
-    def run(self) -> None:
-        """Ask until `end`."""
+    def _ask(self, url: str) -> None:
         bodies = (chat()[1], schema(PERSON, max_tokens=12)[1])
         with httpx.Client(transport=httpx.HTTPTransport(local_address=US), timeout=180, trust_env=False) as session:
             while not self._ended.is_set():
                 for body in bodies:
-                    self.begun = time.monotonic()
+                    begun = self._begun.value = time.monotonic()
+                    status = 0
                     with suppress(httpx.HTTPError):
-                        self.failed += session.post(f"{self.url}{CHAT}", json=body).status_code != 200
-                    self.waits.append(time.monotonic() - self.begun)
+                        status = session.post(f"{url}{CHAT}", json=body).status_code
+                    self._failed.value += status != 200
+                    self._waits.put(time.monotonic() - begun)
                 time.sleep(0.1)
 
     def worst(self) -> float:
         """Return the longest wait since the last call, that of the running request included."""
-        waits, self.waits = self.waits, [0.0]
-        return max(*waits, time.monotonic() - self.begun, 0.0)
+        waits = [time.monotonic() - self._begun.value, 0.0]
+        while not self._waits.empty():
+            waits.append(self._waits.get())
+            self.answers += 1
+        return max(waits)
 
-    def end(self) -> None:
-        """Stop asking."""
+    def alive(self) -> bool:
+        """Tell whether it still asks."""
+        return self._process.is_alive()
+
+    def end(self) -> int:
+        """Stop asking; return how many requests were refused or not answered."""
         self._ended.set()
-        self.join()
+        self.worst()  # a full pipe would keep it from its end
+        self._process.join()
+        return self._failed.value
 
 
 def attack(url: str, port: int, name: str) -> str:
@@ -229,7 +246,14 @@ def attack(url: str, port: int, name: str) -> str:
         with suppress(OSError):
             return RAW[name](port)
         return "closed"
-    return send(url, *ATTACKS[name])
+    return send(url, ATTACKS[name][0], content(name))
+
+
+@cache
+def content(name: str) -> bytes:
+    """Return the body of an attack: to write the large ones takes more of a core than to refuse them."""
+    body = ATTACKS[name][1]
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
 
 
 def send(url: str, path: str, body: Any) -> str:
@@ -307,9 +331,9 @@ def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str,
             failures.extend([] if ok else [f"{name}: {why}"])
 
         bystander = Bystander(url)
-        bystander.start()
-        while len(bystander.waits) <= WARM_UP and bystander.is_alive():
+        while bystander.answers < WARM_UP and bystander.alive():
             time.sleep(0.5)
+            bystander.worst()
         bystander.worst()
         time.sleep(15)
         baseline = bystander.worst()
@@ -327,8 +351,8 @@ def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str,
             list(pool.map(lambda name: attack(url, port, name), names))
         together = bystander.worst()
         check("eight at once", together <= baseline + WORST, f"the bystander's worst wait {together:.2f} s")
-        bystander.end()
-        check("bystander", not bystander.failed, f"{bystander.failed} of its requests were refused")
+        refused = bystander.end()
+        check("bystander", not refused, f"{refused} of its requests were refused")
         time.sleep(IDLE_AFTER)
         busy = busy_cores(pid)
         check("idle", busy <= IDLE, f"{busy:.2f} cores busy {IDLE_AFTER:g} s after the last client left")
@@ -336,7 +360,7 @@ def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str,
             list(pool.map(lambda _: cut_stream(url), range(streams)))
         time.sleep(IDLE_AFTER)
         check("streams", not (left := running(url)), f"{left:g} requests run after {streams} streams were cut")
-        cheap = [name for name in ATTACKS if len(json.dumps(ATTACKS[name][1], default=str)) < 20_000]
+        cheap = [name for name in ATTACKS if len(content(name)) < 20_000]
         sizes = []
         with ThreadPoolExecutor(8) as pool:
             for number in (repeats // 4, repeats):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sparkforge.core.errors import UsageError
+from sparkforge.core.memory import cpus
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import profiles, settings
 from sparkforge.serve.devices.in_environment import InEnvironment
@@ -39,8 +40,13 @@ class Embedded(InEnvironment):
         return vllm_arguments(variables)
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that preload libraries, also from a path with spaces."""
-        return preloaded(self.python)
+        """Return the variables that preload libraries, also from a path with spaces, and the engine's threads.
+
+        One core is left to everything else: threads that wait for one that has lost its core make a step of the model
+        take seconds.
+        """
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus(Path("/")) - 1))
+        return {**preloaded(self.python), "OMP_NUM_THREADS": threads}
 
 
 def profile_named(name: str, family: str = "") -> ServeProfile:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import pytest
 
@@ -12,6 +13,12 @@ from sparkforge.serve.plan import StartPlan
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 USUAL = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+
+
+def test_threads_that_parse_give_way_to_the_event_loop_soon(monkeypatch):
+    monkeypatch.setattr(sys, "setswitchinterval", (given := []).append)
+    limits.Limiter(None, {})
+    assert given == [0.0005]
 
 
 def nested(depth):

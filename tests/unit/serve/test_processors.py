@@ -42,3 +42,15 @@ def test_a_profile_that_needs_more_is_refused_and_a_slow_processor_is_a_warning(
     assert finding.status is (Status.WARN if slow else Status.PASS)
     facts["serve.args"] = Fact(["--kv-cache-dtype", "fp8_e4m3"], "t")
     assert evaluate(CHECKS["cpu-arguments"], View(facts)).status is (Status.PASS if fp8 else Status.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "threads"), [(1, None, "1"), (2, None, "1"), (20, None, "19"), (20, "4", "4")]
+)
+def test_the_engine_leaves_a_core_to_everything_else(monkeypatch, cores, given, threads):
+    monkeypatch.setattr(embedded, "cpus", lambda root: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    described = embedded.Embedded(StartPlan(EMBEDDED, profile="embedded"))
+    assert described.variables()["OMP_NUM_THREADS"] == threads
