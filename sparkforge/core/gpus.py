@@ -139,8 +139,8 @@ class GpuState:
     def fault(self) -> tuple[str, str]:
         """Return what holds the clock down and the next command; two empty texts if nothing does.
 
-        A low clock counts only under load. The power delivery of a Spark can hold it down without any reason of the
-        driver's.
+        A low clock is a fault only under load. A Spark's power supply can hold it down although the driver names no
+        reason.
         """
         slow = self.clock is not None and self.max_clock is not None and self.clock < HALF * self.max_clock
         low = slow and self.busy is not None and self.busy >= BUSY and not self.reasons & IDLE

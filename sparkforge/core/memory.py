@@ -59,7 +59,7 @@ def measure(root: Path = Path("/")) -> Machine:
 
 
 def largest_process(least: int = GIB) -> str:
-    """Name the process that we can see and that holds the most memory: "python3 (pid 12), 8.1 GiB".
+    """Name the process with the most memory among those that we may see: "python3 (pid 12), 8.1 GiB".
 
     Empty if none holds `least` bytes; what is smaller is not worth stopping.
     """

@@ -1,6 +1,6 @@
 """How long a step takes with our kernels: the figures of `devices.Kernels` over a model's bytes.
 
-`roofline` is a ceiling; this is what we expect of a Spark, on which none of it was measured.
+`roofline` computes an upper bound; this is the expected time. Nothing of it was measured on a Spark.
 """
 
 from __future__ import annotations

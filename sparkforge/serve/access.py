@@ -211,7 +211,7 @@ def require_key(address: str, key: str) -> None:
 def has_host_network(interfaces: Path = Path("/sys/class/net")) -> bool:
     """Tell whether this process sees the machine's own network cards: outside a container, or with --network host.
 
-    Interfaces of a bridge network are virtual, and only those of hardware have a device (Linux, ABI sysfs-class-net).
+    Only interfaces of hardware have a `device` there; those of a bridge network do not (Linux, ABI sysfs-class-net).
     """
     return any(interfaces.glob("*/device"))
 

@@ -178,7 +178,7 @@ def _failed(failure: str, why: str, fix: str = LIST) -> ServerError:
 
 
 def _choose(starts: list[KnownGood], number: int, running: Server | None) -> KnownGood:
-    """Return the start to go back to: the one asked for, the one an interrupted rollback had, or the last before now.
+    """Return the start to go back to: number `number`, that of an interrupted rollback, or the last one before now.
 
     That is the newest one, unless it runs and no newer image has been built.
     """

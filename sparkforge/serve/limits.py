@@ -23,8 +23,8 @@ from typing import Any
 from sparkforge.core.errors import UsageError
 
 VARIABLE = "SPARKFORGE_LIMITS"
-# After which a thread that parses a large body gives the lock to the event loop, which takes it many times a request;
-# Python's own 5 ms made others wait for seconds.
+# A thread that parses a large body keeps the interpreter's lock for so long when the event loop wants it. The loop
+# takes that lock many times in a request: with Python's default of 5 ms other clients waited for seconds.
 SWITCH_SECONDS = 0.0005
 PATCHED = {"grammar-seconds": "VLLM_GRAMMAR_COMPILATION_CPU_S", "header-seconds": "VLLM_HTTP_TIMEOUT_HEADERS"}
 
@@ -76,7 +76,9 @@ LIMITS = {
     "regex-length": Bound(1024, "characters of a regular expression"),
     "regex-repeats": Bound(10_000, "product of the nested bounds of a regular expression"),
     "grammar-bytes": Bound(64 << 10, "bytes of a grammar"),
-    "grammar-seconds": Bound(2, "seconds of CPU time that a grammar may take to compile, outside the engine"),
+    "grammar-seconds": Bound(
+        2, "seconds of CPU time that a grammar may take to compile, outside the engine; each token may take 0.1"
+    ),
 }  # fmt: skip
 MANY = 4096  # tokens that an answer counts without max_tokens
 GRAMMARS = ("response_format", "structured_outputs", "output_config", "output_format", "text")

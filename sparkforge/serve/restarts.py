@@ -87,7 +87,7 @@ def pause_seconds(failures: Sequence[ServerFailure], now: float) -> float:
 
 
 def admit(identity: Sequence[str], run: Path) -> None:
-    """Wait as long as this start must. After too many failures hold the container, which never returns.
+    """Wait as long as this start must; after too many failures hold the container and never return.
 
     A signal that ends the entrypoint meanwhile comes from a person: it forgets the failures.
     """

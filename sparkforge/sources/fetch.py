@@ -36,7 +36,7 @@ START_SECONDS = 600.0
 def cached(filename: str, sha256: str) -> Path:
     """Return the path of a verified file: each hash has a folder, so that two files of one name never meet.
 
-    Raises NetworkError for a name that is a path; an index may list any.
+    Raises NetworkError if the name, which comes from an index, contains a path.
     """
     plain = filename not in ("", "..") and Path(filename).name == filename and "\0" not in filename
     if not plain or len(filename.encode(errors="replace")) > 200:  # NAME_MAX, less the prefix of a temporary file

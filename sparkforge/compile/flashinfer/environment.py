@@ -58,7 +58,7 @@ class KernelEnvironment:
 def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None = None) -> KernelEnvironment:
     """Return the environment of `python`. Raises CompileError if FlashInfer, torch or the stack's patches do not fit.
 
-    With `checkout`, a clone of FlashInfer that `python` imports, its sources are taken as they are.
+    If `python` imports FlashInfer from the clone `checkout`, any change to its sources is accepted.
     """
     answer = ask(python, "probe")
     versions = {name: answer[name] for name in ("flashinfer-python", "torch", "apache-tvm-ffi")}
