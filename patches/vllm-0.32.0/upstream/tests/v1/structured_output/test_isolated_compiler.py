@@ -109,7 +109,7 @@ class Burning:
 
     def fill_next_token_bitmask(self, _mask):
         assert self.left, "xgrammar raises an error then"
-        self.seconds *= 2
+        self.seconds = min(2 * self.seconds, 0.2)
         end = time.process_time() + self.seconds
         while time.process_time() < end:
             pass
