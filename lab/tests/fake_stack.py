@@ -114,7 +114,6 @@ FILES = {"vllm": VLLM, "flashinfer": FLASHINFER}
 
 
 def seed(sdist, package, version, files):
-    """Put a release into the cache, as if it had been downloaded; return its file name, hash and size."""
     top = f"{package.replace('-', '_')}-{version}"
     data = sdist(top, files)
     sha256 = hashlib.sha256(data).hexdigest()
@@ -125,7 +124,6 @@ def seed(sdist, package, version, files):
 
 
 def write_queue(folder, path, text, old, new):
-    """Write a queue with one patch that replaces `old` in a file."""
     folder.mkdir(parents=True)
     diff = difflib.unified_diff(
         text.splitlines(keepends=True), text.replace(old, new).splitlines(keepends=True), f"a/{path}", f"b/{path}"

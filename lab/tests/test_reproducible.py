@@ -22,7 +22,6 @@ from tests.oci_layout import Writer, ours
 
 
 def layer(files):
-    """A layer from name → (content, mode, time)."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as tar:
         for name, (content, mode, time) in files.items():
@@ -98,7 +97,6 @@ def _pack(folder, file):
 
 @pytest.fixture
 def witness(tmp_path, monkeypatch, docker_command):
-    """Two archives of one image: theirs with layers that are not compressed; ours, which `build` returns."""
     docker_command.answers("buildx version", "v0.1")
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     monkeypatch.setattr(reproducible, "require_space", lambda *_: None)

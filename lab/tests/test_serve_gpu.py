@@ -13,8 +13,6 @@ from spark_mxfp4.vllm import plugin
 
 
 class Server(Quiet):
-    """Answers completions as vLLM does; `server.seen` is what was asked."""
-
     def post(self):
         body = json.loads(self.body())
         self.server.seen.append(body)

@@ -44,7 +44,6 @@ def encoding():
 
 
 def harmony(encoding, question, tool=None):
-    """Render a chat as vLLM does: its system message, the tool if there is one, the question."""
     system = SystemContent.new().with_conversation_start_date("2031-05-17")
     messages = [Message.from_role_and_content(Role.SYSTEM, system)]
     if tool:
@@ -88,7 +87,6 @@ def test_every_answer_is_one_that_harmony_parses(encoding):
 
 @pytest.fixture(scope="module")
 def small(encoding):
-    """A corpus of one invented novel, with few dialogues."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "DIALOGUES", 40)
         novel = NOVEL + "\n" + " ".join(f"word {number % 7} and" for number in range(3000))

@@ -25,7 +25,6 @@ CUTLASS = "FetchContent_Declare(\n  {name}\n  GIT_REPOSITORY https://example.org
 
 
 def replaced(world, name, path, old, new):
-    """Return the change that replaces text of one file."""
     text = world.files[name][path]
     assert old in text
     return {path: text.replace(old, new)}
@@ -215,7 +214,6 @@ def test_no_secret_reaches_the_releases_code(world, monkeypatch):
 
 @pytest.fixture
 def command(world, monkeypatch):
-    """The whole command on the made-up stack."""
     monkeypatch.setattr(pins, "load", lambda: world.table)
     monkeypatch.setattr(sets, "load", {"1.0": world.kernels}.__getitem__)
     monkeypatch.setattr(profiles, "load", lambda stack: {"s": world.profiles}[stack])

@@ -31,7 +31,6 @@ def random_cache(lengths, new_tokens, key_heads, block, device):
 
 
 def projections(tokens, key_heads, device, group=8):
-    """Query, key and value of `tokens` tokens as slices of one product's output, as vLLM passes them."""
     product = torch.randn(tokens, 64 * (group + 2) * key_heads, device=device).bfloat16()
     parts = product.split([64 * group * key_heads, 64 * key_heads, 64 * key_heads], dim=-1)
     return Projections(*(part.view(tokens, -1, 64) for part in parts))

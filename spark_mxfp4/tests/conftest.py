@@ -32,7 +32,6 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def nvcc():
-    """CUDA's compiler, from PATH."""
     return require("nvcc")
 
 
@@ -98,7 +97,6 @@ def ids():
 
 @pytest.fixture
 def make_model():
-    """Return a function that makes a gpt-oss model by seed; keyword arguments change its configuration."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     def make(seed=0, *, exact=True, dtype=torch.float32, **changes):
@@ -132,8 +130,6 @@ def model(make_model):
 
 @pytest.fixture
 def answer(ids):
-    """Return a function: a model's logits in float32, and the tokens that it generates greedily."""
-
     @torch.no_grad()
     def of(model):
         logits = model(ids).logits.float()

@@ -39,5 +39,4 @@ def set_processors(number: int, monkeypatch: pytest.MonkeyPatch, shared: int = 2
 
 
 def activations(tokens: int, hidden: int) -> torch.Tensor:
-    """Return random ones, with NaN behind them that no result may have."""
     return torch.cat([torch.randn(tokens, hidden), torch.full((99, hidden), torch.nan)]).bfloat16()[:tokens]

@@ -29,8 +29,6 @@ def anonymous():
 
 
 class Peak(threading.Thread):
-    """The most anonymous memory that was seen, every 0.2 ms."""
-
     def __init__(self):
         super().__init__(daemon=True)
         self.most, self.ended = 0, False

@@ -38,7 +38,6 @@ def routing() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def slow_moe(x, weights, ids, shares, keep=lambda expert: True):
-    """Add up gpt-oss experts token by token, with the formula written out."""
     total = torch.zeros(x.shape, dtype=torch.float64)
     gate_up, down = (dense(projection, torch.float64) for projection in weights)
     for token in range(x.shape[0]):

@@ -24,7 +24,6 @@ def for_fibers(text):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """moe.cu's doors, with every shape."""
     folder = tmp_path_factory.mktemp("grouped")
     return extension.bind(cpu_kernels.shared_library(folder, "grouped.cpp", change=for_fibers), hopper.DOORS)
 

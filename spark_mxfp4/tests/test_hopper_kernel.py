@@ -61,7 +61,6 @@ def test_two_builds_are_the_same_bytes(tmp_path, nvcc, monkeypatch):
 
 
 def machine_code(nvcc, unit, target, folder):
-    """Return nvdisasm's text of each kernel of a unit."""
     cubin = folder / "unit.cubin"
     said = compile_unit(nvcc, unit, target, cubin)
     code = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout

@@ -50,7 +50,6 @@ def test_without_the_package_the_error_says_how_to_install_it(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stand in for the package: record what it is asked for, and hand out a module with two functions."""
     asked = []
 
     def get_kernel(repository, **options):

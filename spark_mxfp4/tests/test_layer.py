@@ -35,7 +35,6 @@ def for_blocks(text):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The kernels' doors; the arrays of shared memory are the stand-in's."""
     folder = tmp_path_factory.mktemp("layer")
     loaded = ctypes.CDLL(cpu_kernels.shared_library(folder, "layer.cpp", change=for_blocks))
     loaded.spark_planes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
@@ -164,7 +163,6 @@ def test_a_shape_that_wants_more_shared_memory_than_a_gb10_has_is_refused():
 
 
 def vectors(x, chunks):
-    """Return `x` [T, H] as vectors [T, chunks, 8, 8] in the first product's order of columns, format.cuh's pair_at."""
     pairs = [8 * (v // 2) + 2 * (v % 2) + w % 2 * 4 + w // 2 * 32 for v in range(8) for w in range(4)]
     columns = torch.tensor([first + i for first in pairs for i in range(2)])
     padded = torch.zeros(x.shape[0], chunks * 64, dtype=x.dtype)

@@ -11,7 +11,6 @@ ALL, SIGN, REST = 0x81C081C0, 0x80008000, 0x01C001C0  # linear.cu, expand_e2m1
 
 
 def little_endian_words(data):
-    """Little-endian words of bytes u8 [..., 4 n], as int64 [..., n]."""
     return data.contiguous().view(torch.int32).long() & 0xFFFFFFFF
 
 

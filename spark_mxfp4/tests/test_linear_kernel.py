@@ -54,7 +54,6 @@ def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_load
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
-    """linear.cu as a shared library for this machine's CPU."""
     folder = tmp_path_factory.mktemp("linear")
     library = extension.bind(cpu_kernels.shared_library(folder, "linear.cu"), linear.DOORS)
     assert library.spark_linear_variant_count() == VARIANTS

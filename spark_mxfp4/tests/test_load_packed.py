@@ -13,7 +13,6 @@ EXPERTS = ("_blocks", "_scales")
 
 @pytest.fixture
 def checkpoint(make_model, tmp_path):
-    """A gpt-oss MXFP4 checkpoint on disk, as `save_pretrained` writes it after a conversion."""
     hf.convert_and_replace(make_model()).save_pretrained(tmp_path / "packed")
     return tmp_path / "packed"
 

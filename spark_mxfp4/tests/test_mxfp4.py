@@ -17,7 +17,6 @@ floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def element(code: int) -> Fraction:
-    """Decode E2M1 from its fields: sign, two exponent bits with bias 1, one mantissa bit."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     magnitude = Fraction(mantissa, 2) if exponent == 0 else Fraction(2 + mantissa, 2) * 2 ** (exponent - 1)
     return -magnitude if sign else magnitude
@@ -28,7 +27,6 @@ def power(exponent: int) -> Fraction:
 
 
 def float32_of(value: Fraction) -> float:
-    """Round an exact value to float32; only products of 2^128 and more do not fit, and they are infinite."""
     return math.copysign(math.inf, value) if abs(value) >= power(128) else float(value)
 
 
@@ -63,7 +61,6 @@ def test_scale_255_is_nan_for_its_block_only(dtype):
 
 
 def slow_quantize_block(values: list[float]) -> tuple[list[int], int]:
-    """Quantise one block by the specification's words, in exact arithmetic."""
     if not all(math.isfinite(v) for v in values):
         return [0] * len(values), 255
     exact = [Fraction(v) for v in values]

@@ -29,7 +29,6 @@ def python(*arguments, cwd):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder with the wheel and the sdist, built from a copy, because setuptools writes beside its sources."""
     source, target = tmp_path_factory.mktemp("source") / "spark_mxfp4", tmp_path_factory.mktemp("dist")
     shutil.copytree(PROJECT, source, ignore=shutil.ignore_patterns(".venv", "__pycache__", "build", "*.egg-info"))
     result = python("-P", "-c", BUILD, target, cwd=source)

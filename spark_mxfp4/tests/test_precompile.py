@@ -26,7 +26,6 @@ def compiled(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fake_nvcc(tmp_path, monkeypatch):
-    """A compiler that writes its command line into the output; it fails for the target 120a."""
     program = tmp_path / "cuda" / "bin" / "nvcc"
     program.parent.mkdir(parents=True)
     program.write_text(

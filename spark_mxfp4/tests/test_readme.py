@@ -15,7 +15,6 @@ README = (PROJECT / "README.md").read_text(encoding="utf-8")
 
 
 def example(heading):
-    """Return the first Python block under a heading."""
     [section] = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
     return re.search(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[1]
 

@@ -15,7 +15,6 @@ HOST_SLICES = 32  # more than any variant has
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Router.cuh's kernels as functions of a shared library."""
     folder = tmp_path_factory.mktemp("router")
     loaded = ctypes.CDLL(cpu_kernels.shared_library(folder, "router.cpp"))
     loaded.route_on_cpu.argtypes = (ctypes.c_void_p, ctypes.c_int)

@@ -11,7 +11,6 @@ from spark_mxfp4 import conformance, registry, template
 
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
-    """A kernel from the template, with a module name of its own: what is imported stays."""
     folder = template.write(f"moe_{tmp_path.name}".lower()[:40], tmp_path)
     monkeypatch.syspath_prepend(str(folder))
     return folder

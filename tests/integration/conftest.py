@@ -88,7 +88,6 @@ def vllm_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def nvcc():
-    """CUDA's compiler, from PATH."""
     return require("nvcc")
 
 
@@ -164,7 +163,6 @@ def random_model(tmp_path_factory):
 
 
 def link_or_copy(source, target):
-    """Hard links keep the 400 MB of binaries out of the copy; neither Python nor forge writes a file in place."""
     try:
         os.link(source, target)
     except OSError:
@@ -212,13 +210,10 @@ def scripted_server(request, tmp_path_factory, free_port, forking):
 
 @dataclass
 class Forks:
-    """A process that has imported what programs share, and runs them in forks of itself; see forked.py."""
-
     process: subprocess.Popen
     log: Path
 
     def run(self, program, arguments=(), stdin="", codes=(0,), **environment):
-        """Return what the program wrote to stdout and stderr; its exit code must be one of `codes`."""
         request = {"program": str(program), "arguments": list(map(str, arguments)), "stdin": stdin}
         self.process.stdin.write(json.dumps({**request, "environment": environment}) + "\n")
         self.process.stdin.flush()

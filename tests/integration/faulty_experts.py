@@ -32,7 +32,6 @@ CODES = {
 
 
 def without_bias(weights, name):
-    """Drop the bias of expert 0 of one layer."""
     key = weights.gate_up.bias.data_ptr()
     if key not in LAYERS:
         LAYERS.append(key)

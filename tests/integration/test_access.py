@@ -33,7 +33,6 @@ def served(scripted_server, monkeypatch):
 
 
 def requests(served):
-    """Yield every method and path that vLLM's application knows."""
     for path, methods in json.loads(served.routes.read_text()):
         for method in methods or ["GET"]:
             yield method, re.sub(r"\{[^}]*\}", "x", path)

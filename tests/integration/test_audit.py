@@ -50,8 +50,6 @@ def compiled(home, tmp_path_factory):
 
 @pytest.fixture
 def build(compiled, tmp_path):
-    """Return a copy of a compiled unit under a name of its own."""
-
     def copy_unit(name, code, *flags):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

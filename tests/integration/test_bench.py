@@ -14,7 +14,6 @@ SHAPE = ["--isl", "32", "--osl", "8", "--warmups", "1", "--num-prompts", "4"]
 
 @pytest.fixture
 def board():
-    """A leaderboard that takes everything and remembers it."""
     taken = []
 
     class Handler(Quiet):

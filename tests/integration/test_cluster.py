@@ -25,7 +25,6 @@ def nodes(tmp_path_factory):
 
 
 def findings(nodes, **settings):
-    """Return the exit code and the findings, by the check's name."""
     result = nodes.inv("cluster.check", "--config", str(nodes.config(**settings)), "--json")
     assert result.stdout, result.stderr
     return result.returncode, {finding["check"]: finding for finding in json.loads(result.stdout)}

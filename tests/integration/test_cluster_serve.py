@@ -80,7 +80,6 @@ def answers(nodes, up):
 
 
 def complete(url, prompt, *inside):
-    """Return the tokens of an answer and their log probabilities."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}
     command = [*inside, sys.executable, "-c", ASK, f"{url}/completions", json.dumps(body)]
     answer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -94,7 +93,6 @@ def status(nodes, file):
 
 
 def left(nodes, name):
-    """Return the processes of a node's servers."""
     pids = with_variable(record.MARK, record.mark(nodes.work / name))
     return [pid for pid in pids if started_at(pid) is not None]
 

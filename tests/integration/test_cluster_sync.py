@@ -78,6 +78,5 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(nodes):
 
 
 def sent(nodes):
-    """Bytes that went over the head's end of the link."""
     command = nodes.inside(0, "cat", f"/sys/class/net/{namespaces.CABLES[0]}/statistics/tx_bytes")
     return int(subprocess.run(command, check=True, capture_output=True).stdout)

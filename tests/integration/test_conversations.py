@@ -61,7 +61,6 @@ FAULTS: dict[tuple[str, str], str] = {
 
 @pytest.fixture(scope="module")
 def node_modules(large_folder):
-    """A folder with the clients of Node and their packages, by package-lock.json."""
     with large_folder("node") as folder:
         shutil.copytree(CLIENTS / "node", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("node_modules"))
         command = ["npm", "ci", "--ignore-scripts", "--no-fund", "--no-audit"]

@@ -52,7 +52,6 @@ def serving(family, work, port, *flags, pack=None):
 
 @pytest.fixture(scope="module", params=tiny_families.CONFIGS)
 def served(request, tmp_path_factory, free_port):
-    """A family's name, the folder of its tiny checkpoint, and a server of it."""
     with serving(request.param, tmp_path_factory.mktemp(request.param), free_port()) as (folder, endpoint):
         yield request.param, folder, endpoint
 

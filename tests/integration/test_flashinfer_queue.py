@@ -134,7 +134,6 @@ def test_the_patched_wheel_has_the_same_files_with_csrc_elsewhere(component, pat
 
 
 def instances(units):
-    """The kernel instantiations in generated units, one string each."""
     text = "\n".join(text for text in units.values() if text)
     flat = re.sub(r"\s+", " ", text)
     return re.findall(r"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM\([^;]*;|template void [^;]*;", flat)
@@ -204,7 +203,6 @@ def test_only_wanted_runners_are_instantiated(pristine, patched, specs, tmp_path
 
 
 def dispatched(tree, flags, held, scratch):
-    """Compile the binding's own dispatch for the host, with stubs for all else, and ask it for every runner."""
     binding = (tree / MOE / "flashinfer_cutlass_fused_moe_binding.cu").read_text()
     begin, end = binding.index("template <typename Runner>\nstruct MoeRunnerTypes;"), binding.index("class DtypeUtils")
     probes = "".join(

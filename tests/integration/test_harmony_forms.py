@@ -98,8 +98,6 @@ REQUESTS = {
 
 
 class Answer(NamedTuple):
-    """What a client gets."""
-
     content: str = ""
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()
@@ -171,12 +169,10 @@ RIGHT = {
 
 @pytest.fixture(scope="module")
 def served(scripted_server):
-    """A client of vLLM that serves every form."""
     return openai.OpenAI(base_url=f"{scripted_server.url}/v1", api_key=scripted_server.key, max_retries=0)
 
 
 def whole(served, form, request):
-    """Ask for an answer in one piece."""
     messages = [{"role": "user", "content": CUE_OF[form]}]
     response = served.chat.completions.create(model=MODEL, messages=messages, max_tokens=TOKENS, **REQUESTS[request])
     (choice,) = response.choices
@@ -185,7 +181,6 @@ def whole(served, form, request):
 
 
 def streamed(served, form, request):
-    """Ask for the answer as a stream, and put it together."""
     messages = [{"role": "user", "content": CUE_OF[form]}]
     content, reasoning, calls, finish = "", "", {}, ""
     for event in served.chat.completions.create(
@@ -255,7 +250,6 @@ def test_a_refusal_names_what_is_wrong_with_the_schema(served):
 
 
 def test_an_image_is_refused(served):
-    """gpt-oss takes text only."""
     text, image = {"type": "text", "text": CUE_OF["final"]}, "data:image/png;base64,iVBORw0KGgo="
     for part in ({"type": "image_url", "image_url": {"url": image}}, {"type": "file", "file": {"file_data": image}}):
         with pytest.raises(openai.BadRequestError, match="takes text only"):

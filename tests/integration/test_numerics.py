@@ -23,7 +23,6 @@ PROMPTS = [[200006, *((i * 7919 + seed * 104729) % 199998 for i in range(n))] fo
 
 @pytest.fixture(scope="module")
 def engine(random_model, tmp_path_factory, request):
-    """Run the engines of all collected tests in one process; see numerics_engine.py."""
     engines = {"float32", "bfloat16"} | {
         item.callspec.params["name"] for item in request.session.items
         if item.module is request.module and "name" in getattr(item, "fixturenames", ())

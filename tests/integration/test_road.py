@@ -33,7 +33,6 @@ def api(up):
 
 @pytest.fixture(scope="module")
 def stopped(up):
-    """What `up` made, without its server: one more would be refused, and a wrong argument never looked at."""
     assert up.inv("down").returncode == 0
     return up
 

@@ -56,8 +56,6 @@ def trees(request):
 
 @pytest.fixture(scope="module")
 def ask(trees, vllm_process):
-    """Return a function: a tree's name, a program, its question → the answer."""
-
     def ask(tree, program, question):
         return json.loads(vllm_process(vars(trees)[tree]).run(program, (), json.dumps(question)).splitlines()[-1])
 

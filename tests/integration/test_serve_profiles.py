@@ -65,7 +65,6 @@ TEXTS = {
 
 @pytest.fixture(scope="module", params=["spark", pytest.param("spark-next", marks=pytest.mark.nightly)])
 def release(request):
-    """A stack, and the folder of its vLLM as it is served."""
     trees = request.getfixturevalue("vllm_trees" if request.param == "spark" else "next_trees")
     return request.param, trees.patched
 

@@ -29,7 +29,6 @@ def fetched(state):
 
 
 def unpacked(stack):
-    """Return {component: folder} for the source archives of a stack."""
     return {
         name: trees.tree_folder(component, file)
         for name, component in pins.load().stack(stack).components.items()

@@ -34,7 +34,6 @@ WITHOUT_DRIVER = "import sys\nfrom unittest.mock import MagicMock\nsys.modules['
 
 
 def named_tests(submission):
-    """The paths that a submission names, as upstream will have them."""
     return re.findall(r"^- `(tests/\S+\.py)`", submission.read_text(), re.MULTILINE)
 
 
@@ -79,7 +78,6 @@ class Package:
         return path if path in SUBMISSIONS else None
 
     def write(self, files):
-        """Write `files` (path → bytes, None: no such file) over hard links, without what was compiled of them."""
         for path, content in files.items():
             file = self.folder / self.installed_path(path)
             file.unlink(missing_ok=True)
@@ -110,7 +108,6 @@ def running(forks):
 
 @pytest.fixture(scope="module")
 def process(running):
-    """One process for every tree of vLLM: it has imported nothing of vLLM."""
     with running() as process:
         yield process
 

@@ -78,7 +78,6 @@ def trees(vllm_trees):
 
 @pytest.fixture(scope="module")
 def claim(tmp_path_factory):
-    """A directory with the platform plugin, as a distribution."""
     directory = tmp_path_factory.mktemp("claim")
     info = directory / "claimed_gb10-1.dist-info"
     info.mkdir()
@@ -215,7 +214,6 @@ def test_each_part_of_two_layers_is_right_by_the_cpus_backends(gather_in_forks, 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """The 120b shape, for which vLLM chooses by size; without weights."""
     folder = tmp_path_factory.mktemp("large")
     sizes = Sizes(hidden=2880, intermediate=2880, layers=36, experts=128, top_k=4, heads=64, kv_heads=8)
     write_json(folder / "config.json", config(sizes))

@@ -49,7 +49,6 @@ SIZES = {
 
 
 def configuration(**changes):
-    """Return config.json with other sizes."""
     merged = {**config(tiny_random.SIZES), **changes}
     kinds = ["sliding_attention", "full_attention"] * merged["num_hidden_layers"]
     return {**merged, "layer_types": kinds[: merged["num_hidden_layers"]]}
@@ -78,7 +77,6 @@ def tensors(sizes):
 
 
 def experts(prefix, sizes):
-    """Yield one layer's experts."""
     number, hidden, inner = sizes["num_local_experts"], sizes["hidden_size"], sizes["intermediate_size"]
     for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
         yield f"{prefix}{name}_blocks", (number, rows, columns // 32, 16), True
@@ -87,7 +85,6 @@ def experts(prefix, sizes):
 
 
 def inner_columns(inner, ranks, rank):
-    """Return which of the intermediate size's columns a tensor-parallel rank gets: whole blocks of 32."""
     width = -(-inner // 32 // ranks) * 32
     return slice(min(rank * width, inner), min((rank + 1) * width, inner))
 
@@ -202,7 +199,6 @@ def stored():
 
 
 def load_layer(vllm_config, stored):
-    """Build the model, let vLLM load and post-process the experts, and return them."""
     model = build(vllm_config, whole_model)
     model.load_weights((name, tensor.clone()) for name, tensor in stored.tensors.items())
     return model.model.layers[0].mlp.experts.routed_experts
@@ -643,7 +639,6 @@ def test_what_the_kernels_cannot_do_is_refused_by_name(change, message):
 
 @pytest.fixture
 def other_family(monkeypatch, tmp_path):
-    """Return a function that makes vLLM's model of a tiny Qwen3 with MXFP4 experts."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.quantization import mxfp4 as stock
     from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -751,7 +746,6 @@ DENSE_LAYERS = ("model.layers.0.attn.qkv_proj", "model.layers.0.attn.o_proj", "l
 
 @pytest.fixture(scope="module")
 def checkpoint():
-    """Every tensor of a tiny checkpoint; its dense weights have heavy tails."""
     torch.manual_seed(19)
     stored = {}
     for name, shape, packed in tensors(configuration(**DENSE)):

@@ -33,7 +33,6 @@ BROKEN = ("tracebacks", "hangs", "unhealed", "lost", "litter", "false_refusals",
 
 
 def run(module: str, name: str, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
-    """Run one program of this package for `seconds`; return its counts."""
     output = folder / f"{module}-{name}.json"
     arguments = [sys.executable, "-m", f"robustness.{module}", name, "--seconds", f"{seconds:.0f}"]
     arguments += ["--json", str(output), *(() if module == "races" else ("--seed", str(seed)))]
@@ -49,7 +48,6 @@ def run(module: str, name: str, seconds: float, seed: int, folder: Path) -> dict
 
 
 def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
-    """Run everything; return the document."""
     begun, hostile = time.monotonic(), []
     if minutes >= HOSTILE_MINUTES:
         with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as scratch:
@@ -89,7 +87,6 @@ def _shares(costs: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def show(document: dict[str, Any]) -> str:
-    """Return a table of the counts, and the command that repeats each failure."""
     lines = []
     for module, columns in (
         ("hostile", ("attacks", "baseline", "worst", "together", "busy_cores", "unsound")),
@@ -110,7 +107,6 @@ def show(document: dict[str, Any]) -> str:
 
 
 def _failures(failures: Sequence[Any]) -> list[str]:
-    """Return one line for each kind of failure, with the command that repeats one of them."""
     kinds = {}
     for failure in failures:
         if isinstance(failure, str):
@@ -122,7 +118,6 @@ def _failures(failures: Sequence[Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns 1 if anything was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))

@@ -32,7 +32,6 @@ def attack(tmp_path_factory):
 
 
 def _of(scenario, shown):
-    """Return the part of a report that is about one scenario: its paragraphs begin with the name."""
     lines, keep = [], False
     for line in shown.splitlines():
         keep = line.startswith((f"{scenario},", f"{scenario}:")) or (keep and line.startswith(" "))

@@ -67,13 +67,11 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """Read what `str` wrote."""
         mode, number, error = text.split(":")
         return cls(mode, int(number), error)
 
     @property
     def kills(self) -> bool:
-        """Whether the run is to be killed."""
         return self.mode in ("kill", "torn", "after")
 
 
@@ -88,8 +86,6 @@ class Ended:
 
 @dataclass
 class Failure:
-    """A run that broke a promise, and the command that repeats it."""
-
     scenario: str
     case: str
     operation: str
@@ -118,7 +114,6 @@ class Counts:
 
 
 def preload(folder: Path) -> Path:
-    """Compile the shim and return it."""
     library = folder / "shim.so"
     source = Path(__file__).with_name("shim.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)  # noqa: S607
@@ -159,7 +154,6 @@ class Runner:
         gc.freeze()
 
     def reset(self) -> None:
-        """Put the inputs back."""
         shutil.rmtree(self.work, ignore_errors=True)
         shutil.copytree(self.template, self.work, symlinks=True)
 
@@ -356,13 +350,11 @@ def _cpu_seconds(child: int) -> float:
 
 
 def differences(wanted: dict[str, str], got: dict[str, str]) -> str:
-    """Return which files of two snapshots differ, a line each."""
     names = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
     return "\n".join(f"{name}: {wanted.get(name, 'absent')} → {got.get(name, 'absent')}" for name in names[:20])
 
 
 def campaign(scenario: Scenario, base: Path, options: argparse.Namespace) -> Counts:
-    """Run the scenario as often as `options` says; return the counts."""
     counts, begun = Counts(scenario.name), time.monotonic()
     runner = Runner(scenario, base)
     with scenario.serve(runner.work):
@@ -411,7 +403,6 @@ def _interleaved(faults: list[Case], kills: list[Case]) -> list[Case]:
 
 
 def show(failures: Sequence[Failure]) -> str:
-    """Return the failures in words, each kind once with how often it occurred."""
     lines = []
     seen = Counter((failure.operation.split()[0], failure.broken) for failure in failures)
     for failure in failures:
@@ -446,12 +437,10 @@ def apart(names: Sequence[str], base: Path, job: Callable[[Scenario, Path], Any]
 
 
 def scaled(count: int, scenario: Scenario) -> int:
-    """Return how often a scenario is run where one of cost 1 is run `count` times."""
     return count and max(1, int(count / scenario.cost))
 
 
 def report(rows: list[dict[str, Any]], output: Path | None) -> int:
-    """Print a line of counts for each row, and write them all; return the exit code."""
     if output:
         output.write_text(json.dumps(rows, indent=2))
     for row in rows:
@@ -460,7 +449,6 @@ def report(rows: list[dict[str, Any]], output: Path | None) -> int:
 
 
 def main() -> int:
-    """Run from the command line; returns 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="+", choices=sorted(SCENARIOS))
     parser.add_argument("--faults", type=int, default=1 << 30, help="for a scenario of cost 1; others get fewer")

@@ -57,7 +57,6 @@ class HangError(BaseException):
 
 
 def hang(*_):
-    """End what is being read."""
     raise HangError(f"it takes more than {SECONDS} s")
 
 
@@ -76,7 +75,6 @@ def scratch_folder():
 
 @contextmanager
 def bounded():
-    """Bound this process's memory, and keep its console quiet."""
     limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGPROF, hang)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, limits[1]))
     try:
@@ -115,7 +113,6 @@ def read(parser, data, scratch):
 
 
 def campaign(name, inputs, seconds, seed):
-    """Read this many inputs, or as many as the time allows; return the counts."""
     parser, counts, begun, kinds = PARSERS[name], Counts(name), time.monotonic(), Counter()
     with scratch_folder() as scratch:
         samples = parser.samples(scratch)
@@ -141,7 +138,6 @@ def campaign(name, inputs, seconds, seed):
 
 
 def where(error):
-    """Return the last place of ours that an error came through."""
     frames, root = traceback.extract_tb(error.__traceback__), str(Path(__file__).resolve().parents[2])
     ours = [frame for frame in frames if frame.filename.startswith(root) and "/robustness/" not in frame.filename
             and "/.sparkforge/" not in frame.filename]  # fmt: skip
@@ -150,7 +146,6 @@ def where(error):
 
 
 def show(counts):
-    """Return the failures in words."""
     lines = []
     for failure in counts.failures:
         lines.append(f"{failure['parser']}, input {failure['number']}: {failure['broken']} {failure['where']}")
@@ -160,7 +155,6 @@ def show(counts):
 
 
 def main():
-    """Fuzz from the command line; returns 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parser", choices=sorted(PARSERS))
     parser.add_argument("--inputs", type=int, default=1 << 60)

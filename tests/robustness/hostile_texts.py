@@ -45,21 +45,17 @@ class Dice(random.Random):
     """Makes what a client may send."""
 
     def text(self) -> str:
-        """Return an odd text."""
         return "".join(self.choices(TEXTS, k=self.choice((1, 1, 2, 3))))
 
     def regex(self) -> str:
-        """Return a regular expression, perhaps a wrong one."""
         parts = [self.choice(ATOMS) + self.choice(("", "", *REPEATS)) for _ in range(self.randint(1, 4))]
         pattern = "".join(parts)
         return f"^{pattern}$" if self.random() < 0.6 else f"({pattern}){self.choice(REPEATS)}"
 
     def value(self) -> Any:
-        """Return an odd JSON value."""
         return self.choice((self.text(), self.choice(NUMBERS), self.choice(TYPES), {self.text(): 1}, [self.text()]))
 
     def schema(self, depth: int = 3) -> Any:
-        """Return a JSON schema with keywords of the right and of the wrong type."""
         if self.random() < 0.06 or not depth:
             return self.choice((True, False, {}, {"type": "string"}, self.value()))
         inner: Callable[[], Any] = lambda: self.schema(depth - 1)  # noqa: E731 - passed on many times below
@@ -94,12 +90,10 @@ class Dice(random.Random):
         return schema
 
     def grammar(self) -> str:
-        """Return EBNF or Lark, perhaps wrong."""
         words = " ".join(self.choices(SYMBOLS, k=self.randint(1, 8)))
         return self.choice(("root ::= ", "root ::= x\nx ::= ", "start: ", "")) + words
 
     def structural_tag(self) -> str:
-        """Return a structural tag, of the old form or the new one."""
         structures = [{"begin": self.text(), "schema": self.schema(2), "end": self.text()}]
         forms = (
             {
@@ -115,7 +109,6 @@ class Dice(random.Random):
 
 
 def requests(seed: int, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield paths and bodies, the same ones for the same seed."""
     dice = Dice(seed)
     for _ in range(count):
         yield dice.choice(REQUESTS)(dice)
@@ -142,7 +135,6 @@ def _messages(**more: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _structured(dice: Dice) -> dict[str, Any]:
-    """Return structured_outputs."""
     return dice.choice(
         (
             {"regex": dice.regex()},
@@ -156,7 +148,6 @@ def _structured(dice: Dice) -> dict[str, Any]:
 
 
 def _format(dice: Dice) -> dict[str, Any]:
-    """Return a response_format."""
     tag = json.loads(dice.structural_tag())
     forms = (
         {"type": "json_schema", "json_schema": {"name": dice.text(), "schema": dice.schema(), "strict": True}},

@@ -26,7 +26,6 @@ UNITS = (b"[", b"{", b'{"a":', b"(", b"<a>", b"a", b"9", b"-", b".", b"a.", b"\n
 
 
 def _changed(data: bytes, dice: random.Random, samples: Sequence[bytes]) -> bytes:
-    """Replace one span by another piece."""
     begin = dice.randrange(len(data) + 1)
     end = min(len(data), begin + dice.randrange(1, 64))
     piece = b""  # of "delete" and "cut"

@@ -82,7 +82,6 @@ def _texts(*texts: str) -> Callable[[Path], list[bytes]]:
 
 
 def _files(*names: str) -> Callable[[Path], list[bytes]]:
-    """Samples are files of this checkout; long ones count by their first part, at a line's end."""
     return lambda _scratch: [_short((ROOT / name).read_bytes()) for name in names]
 
 
@@ -100,8 +99,6 @@ def _pins_without_git(_scratch: Path) -> list[bytes]:
 
 
 def _loaded(load: Callable[[Path], object], name: str) -> Read:
-    """Read by a loader that takes a path."""
-
     def read(data: bytes, scratch: Path) -> object:
         return load(write(scratch / name, data))
 
@@ -295,7 +292,6 @@ def _fatbin(*entries: bytes) -> bytes:
 
 
 def _binaries(scratch: Path) -> list[bytes]:
-    """Compile a small library, one with fatbins, and take a cubin."""
     (scratch / "all.fatbin").write_bytes(
         _fatbin(_entry(cubin()), _entry(b".version 8.7", kind=elf.KIND_PTX))
         + bytes(32)
@@ -433,8 +429,6 @@ def _record(_scratch: Path) -> list[bytes]:
 
 
 def _read_state(name: str, load: Callable[[Path], object]) -> Read:
-    """Read a file of the state folder."""
-
     def read(data: bytes, scratch: Path) -> object:
         path = write(scratch / "state" / name, data)
         path.chmod(0o600)  # what others may have written is not read at all
@@ -464,7 +458,6 @@ TRACE = """{"schemaVersion": 1, "traceEvents": [
 
 
 def _traces(_scratch: Path) -> list[bytes]:
-    """Return a trace of a CPU, one of a GPU, and one in gzip."""
     data = TRACE.encode()
     return [data, data.replace(b'"cpu_op"', b'"kernel"'), gzip.compress(data, mtime=0)]
 
@@ -480,8 +473,6 @@ def _read_manifest(data: bytes, scratch: Path) -> None:
 
 
 def _checkpoint(name: str) -> tuple[Callable[[Path], list[bytes]], Read]:
-    """Return samples and reader of one file of a checkpoint."""
-
     def read(data: bytes, scratch: Path) -> None:
         """Fetch from a folder, and look at it as the validator does."""
         for path, content in checkpoints.READ.items():

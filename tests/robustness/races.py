@@ -103,7 +103,6 @@ class Race(Runner):
 
 
 def campaign(scenario: Scenario, rounds: int, seconds: float, base: Path) -> Counts:
-    """Race a scenario; return the counts."""
     name, counts, begun = scenario.name, Counts(scenario.name), time.monotonic()
     race = Race(scenario, base)
     with scenario.serve(race.work):
@@ -139,7 +138,6 @@ def campaign(scenario: Scenario, rounds: int, seconds: float, base: Path) -> Cou
 
 
 def main() -> int:
-    """Race from the command line; returns 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="+", choices=sorted(RACED))
     parser.add_argument("--rounds", type=int, default=1 << 30, help="for a scenario of cost 1; others get fewer")

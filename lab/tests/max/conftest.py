@@ -51,14 +51,12 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def compiled():
-    """The folder of MAX's compiled models, which stays: a model takes minutes. MAX itself is there then."""
     environments.ensure(MAX, pins.load())
     return state() / "cache" / "max"
 
 
 @pytest.fixture(scope="session")
 def checkout(compiled, tmp_path_factory, free_port):
-    """A state without a model, in which no server runs yet; `inv down` ends what a test has left."""
     folder = tmp_path_factory.mktemp("state")
     folder.chmod(0o700)
     (folder / "envs").symlink_to(MAX.path.absolute().parent)

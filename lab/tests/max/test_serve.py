@@ -43,8 +43,6 @@ def prompts(tokenizer):
 
 @pytest.fixture(scope="module")
 def answers(server, prompts):
-    """Return what MAX writes after each prompt."""
-
     def complete(prompt):
         body = {"model": "tiny-gpt-oss", "prompt": prompt, "max_tokens": GENERATED, "temperature": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=120).json()

@@ -23,7 +23,6 @@ def world(kit, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that the kernel has
 
     def release(version, files):
-        """Put a release of `up` into the cache, as if it had been downloaded; return its hash."""
         return kit.seed(f"up-{version}.tar.gz", kit.sdist(f"up-{version}", files))
 
     steps = [V1, *AFTER]
@@ -47,7 +46,6 @@ def commit_all(kit, tree, message):
 
 @pytest.fixture
 def clone(kit, world, tmp_path):
-    """What a developer has: a clone of `up` at its tag, with more files than the queue touches."""
     tree = kit.write(tmp_path / "my clone", {**world.V1, "README": "read\n"})
     kit.git(tree, "init", "--quiet")
     commit_all(kit, tree, "release 1.0")

@@ -14,7 +14,6 @@ NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]
 
 
 def state(kit, tree):
-    """Everything that a refused command must leave alone: files, HEAD, the index, and that no session is open."""
     files = {path: data for path, data in kit.snapshot(tree).items() if not path.startswith(".git/")}
     outputs = (kit.git(tree, *arguments).stdout for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain")))
     return files, *outputs, (tree / ".git/rebase-apply").exists()

@@ -19,7 +19,6 @@ def job(world, version="2.0", drop=()):
 
 
 def result(kit, world, tmp_path, files):
-    """Apply the new queue to the new release, strictly and in memory, and return the files."""
     released = {path: text.encode() for path, text in present(files).items()}
     queue = Queue.load(world.patches / "up-2.0")
     after = released | queue.apply({path: released.get(path) for path in queue.paths})
@@ -90,13 +89,11 @@ def test_a_patch_with_changed_context_is_merged_three_ways_and_reported(kit, wor
 
 @pytest.fixture
 def conflict(world):
-    """Release 2.0 changed the very line that the first two patches change."""
     world.release("2.0", edited(world, "line 5", "line five, by upstream"))
     return world
 
 
 def stopped(world, action, name):
-    """Assert that `action` stops at the patch `name`; return the work tree that it leaves to a person."""
     with refused("patch.conflict") as caught:
         action(job(world))
     assert caught.value.what == f"{name} does not apply to up 2.0"
@@ -105,7 +102,6 @@ def stopped(world, action, name):
 
 
 def solve(kit, tree, text, file="pkg/a.py"):
-    """Resolve the conflicts in `file` as the error says: replace each by `text`, and add the file to the index."""
     before = (tree / file).read_bytes()
     assert b"<<<<<<< " in before
     (tree / file).write_bytes(re.sub(rb"(?ms)^<{7} .*?^>{7} [^\n]*\n", text, before))

@@ -48,7 +48,6 @@ EXPECTED = {
 
 
 def released(stack, against):
-    """The component's queue and the release that `against` names."""
     component, queue, version = status.chosen(TABLE, stack, against)
     return queue, upstream.release(TABLE, component, version)
 

@@ -34,7 +34,6 @@ KERNELS = ("hopper", *TILES)
 
 
 def run(kernel, x, weights, ids, shares, expert_map=None, activation=GPT_OSS):
-    """Run a kernel with memory that holds NaN where it has not written."""
     if kernel in TILES:
         return poisoned(fused.tiled, x, weights, TopK(ids, shares, expert_map), activation, TILES[kernel])
     return poisoned(HOPPER.run, x, HOPPER.prepare(weights), ids, shares, expert_map, activation)

@@ -22,7 +22,6 @@ def on(device, weights):
 
 
 def run(device, weights, x, ids, shares, expert_map):
-    """Run the GPU's own kernel with memory that holds NaN where it has not written."""
     with torch.cuda.device(device):
         kernel = GpuKernel()
         prepared = kernel.prepare(weights)

@@ -14,7 +14,6 @@ SOURCES = PACKAGE / "max"
 
 @pytest.fixture(scope="session")
 def mojo():
-    """The compiler; without it the tests fail."""
     path = PROJECT / ".venv" / "max" / "bin" / "mojo"
     assert path.exists(), f"{path} is missing: ./test --max brings it"
     return path
@@ -28,7 +27,6 @@ def compiled():
 
 @pytest.fixture(scope="session")
 def host(mojo, tmp_path_factory):
-    """The library of host.mojo."""
     library = tmp_path_factory.mktemp("max") / "host.so"
     command = [
         mojo, "build", "--emit", "shared-lib", "-I", SOURCES, Path(__file__).with_name("host.mojo"), "-o", library,

@@ -65,7 +65,6 @@ def _name(columns: int, depth: int, result: DType) -> str:
 
 
 def factors(rows: int, columns: int, depth: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return float32 factors [rows, depth] and [columns, depth] that bfloat16 holds exactly."""
     generator = np.random.default_rng(rows)
     shape = (rows + columns, depth)
     values = generator.integers(-LARGEST, LARGEST + 1, shape).astype(np.float32)
@@ -73,13 +72,11 @@ def factors(rows: int, columns: int, depth: int) -> tuple[np.ndarray[Any, Any], 
 
 
 def to_bfloat16(values: np.ndarray[Any, Any], device: Device) -> Buffer:
-    """Return values that bfloat16 holds exactly on the device."""
     words = np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16))
     return Buffer.from_numpy(words).view(DType.bfloat16, list(values.shape)).to(device)
 
 
 def to_float32(result: Buffer) -> np.ndarray[Any, Any]:
-    """Return a result of bfloat16 or float32 on the host, as float32."""
     host = result.to(CPU())
     if result.dtype != DType.bfloat16:
         return host.to_numpy()
@@ -95,7 +92,6 @@ def neighbours(size: int, device: Device) -> list[Buffer]:
 
 
 def try_product(model: Model, columns: int, depth: int, result: DType, rows: int, device: Device) -> dict[str, Any]:
-    """Return what one product of `rows` rows gets wrong."""
     x, w = factors(rows, columns, depth)
     exact = x @ w.T
     inputs = (to_bfloat16(x, device), to_bfloat16(w, device))
@@ -115,7 +111,6 @@ def try_product(model: Model, columns: int, depth: int, result: DType, rows: int
 
 
 def main() -> None:
-    """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--export", help="file for the graphs compiled for sm_90a")
     parser.add_argument("--compiled", help="file of compiled graphs")

@@ -13,7 +13,6 @@ GPU, CPU = SimpleNamespace(is_cpu=lambda: False), SimpleNamespace(is_cpu=lambda:
 
 
 def finalized(**fields):
-    """Return what is said to a checkpoint in which MAX has found `fields`."""
     config = object.__new__(PackedGptOssConfig)
     found = {"quant_config": object(), "attention_bias": True, "devices": [GPU]}
     vars(config).update(found | fields)
@@ -22,7 +21,6 @@ def finalized(**fields):
 
 
 def initialized(*devices, **fields):
-    """Return what is said to these devices and a config.json with `fields`."""
     found = SimpleNamespace(devices=list(devices))
     pipeline = SimpleNamespace(model=SimpleNamespace(huggingface_config=SimpleNamespace(**fields)))
     with mock.patch.object(GptOssConfig, "initialize", return_value=found):
@@ -30,7 +28,6 @@ def initialized(*devices, **fields):
 
 
 def batched():
-    """Return what is said to two sequences at once on a CPU."""
     model = SimpleNamespace(devices=[SimpleNamespace(is_host=True)], max_batch_size=2)
     return message(lambda: PackedModel.graph_specs(model, None))
 
@@ -47,7 +44,6 @@ def reserved(variables=None, **fields):
 
 
 def message(call):
-    """Return the text of the ValueError that `call` raises; nothing if it raises none."""
     try:
         call()
     except ValueError as error:

@@ -26,7 +26,6 @@ DEVICE = DeviceRef.CPU()
 
 
 def attention() -> Model:
-    """Return causal attention of one query over a paged cache: q [1, 1, 64], sinks [1]."""
     parameters = MHAKVCacheParams(
         dtype=DType.float32, head_dim=DIM, num_layers=1, devices=[DEVICE], page_size=PAGE, n_kv_heads=HEADS
     )
@@ -90,7 +89,6 @@ def counted(model: Model, keys: int) -> float:
 
 
 def main() -> None:
-    """Print the counts."""
     model = attention()
     for keys in KEYS:
         print(json.dumps({"keys": keys, "counted": round(counted(model, keys), 4)}), flush=True)

@@ -60,15 +60,11 @@ AGENT_SCHEMAS = {
 
 
 class Weather(BaseModel):
-    """The weather in a city now."""
-
     city: str
     degrees: int
 
 
 def feature(name: str) -> Callable:
-    """Register a function of the API's URL and the model's name, which raises if the feature does not work."""
-
     def register(function: Callable) -> Callable:
         FEATURES[name] = function
         return function
@@ -77,7 +73,6 @@ def feature(name: str) -> Callable:
 
 
 def equal(value: object, wanted: object) -> None:
-    """Raise AssertionError, with both values, unless they are equal."""
     if value != wanted:
         raise AssertionError(f"{value!r} instead of {wanted!r}")
 
@@ -94,7 +89,6 @@ def work(step: Callable) -> None:
 
 
 def raises(error: type[Exception], function: Callable) -> None:
-    """Raise AssertionError unless the function raises `error`."""
     try:
         value = function()
     except error:
@@ -103,7 +97,6 @@ def raises(error: type[Exception], function: Callable) -> None:
 
 
 def main() -> None:
-    """Run every feature and print what came of it."""
     url, model = sys.argv[1:]
     outcome = {}
     for name, function in FEATURES.items():

@@ -18,7 +18,6 @@ def llm(url, model):
 
 
 def weather(city: str) -> str:
-    """The weather now."""
     return city
 
 

@@ -23,7 +23,6 @@ def agent(url, model, cue=None, kind=OpenAIChatCompletionsModel, **options):
 
     @function_tool
     def weather(city: str) -> str:
-        """The weather now."""
         return f"{city}: 7 degrees, says the {cue}."
 
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)

@@ -19,7 +19,6 @@ def weather_agent(url, model, cue, **options):
 
     @built.tool_plain
     def weather(city: str) -> str:
-        """The weather now."""
         return f"{city}: 7 degrees, says the {cue}."
 
     return built

@@ -17,7 +17,6 @@ FILES = {"setup.py": b"setup()\n", "src/a.c": b"int a;\n" * 40_000, "src/deep/er
 
 
 def tar(top: str, files: Mapping[str, bytes]) -> bytes:
-    """Return a .tar.gz of `files` below `top`."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as out:
         for name, content in files.items():
@@ -28,7 +27,6 @@ def tar(top: str, files: Mapping[str, bytes]) -> bytes:
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-    """Return a zip of `files`."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as out:
         for name, content in files.items():

@@ -17,7 +17,6 @@ PLAN: dict[str, Any] = {"configs": [{"isl": 8, "osl": 8}], "server_version": "1"
 
 
 def result(conc: int) -> Result:
-    """Return a result that passed."""
     config = {"model": "m", "url": "http://127.0.0.1:8000", "tp": 1, "isl": 8, "osl": 8, "conc": conc,
               "max_model_len": 16, "random_range_ratio": 0.0, "num_prompts": 2, "warmups": 0}  # fmt: skip
     metrics = {"completed": 2, "failed": 0, "duration_s": 1.0, "total_input_tokens": 16, "total_output_tokens": 16,

@@ -24,7 +24,6 @@ SHARD = "model-00001-of-00002.safetensors"
 
 
 def _hub_server() -> ModuleType:
-    """Load the small hub of the unit tests."""
     path = ROOT / "tests/unit/models/hub_server.py"
     spec = importlib.util.spec_from_file_location("hub_server", path)
     assert spec

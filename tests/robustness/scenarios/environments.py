@@ -21,7 +21,6 @@ TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
 def wheel(name: str, tag: str = "py3-none-any") -> tuple[str, bytes]:
-    """Return the file name and the bytes of a small wheel of version 1."""
     info = f"{name}-1.dist-info"
     files = {
         f"{name}/__init__.py": b"x = 1\n",

@@ -20,10 +20,7 @@ SHA256 = hashlib.sha256(DATA).hexdigest()
 
 
 class Index(Quiet):
-    """A simple index with one project of one file."""
-
     def do_GET(self) -> None:  # noqa: N802 - the library's name
-        """Answer the page or the file."""
         if self.path == "/simple/thing/":
             page = f'<!DOCTYPE html><a href="../../files/{NAME}#sha256={SHA256}">{NAME}</a>'
             self.answer(200, page.encode(), "text/html")

@@ -10,13 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Quiet(BaseHTTPRequestHandler):
-    """A handler that logs nothing."""
-
     def log_message(self, *_arguments: object) -> None:
         """Log nothing."""
 
     def answer(self, status: int, body: bytes, kind: str, **headers: str) -> None:
-        """Send a whole answer."""
         self.send_response(status)
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -26,7 +23,6 @@ class Quiet(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve with `handler` while inside; yields the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     child = os.fork()
     if child == 0:

@@ -53,7 +53,6 @@ CHANGES = """\
 
 
 def queue(work: Path, name: str, word: str) -> Path:
-    """Write a queue of one patch and return its folder."""
     write(work / name / "up-1/series", "0001-change.patch\n")
     write(work / name / "up-1/0001-change.patch", HEADER + CHANGES.format(word=word))
     return work / name / "up-1"
@@ -64,7 +63,6 @@ NAME = "up-1-py3-none-any.whl"
 
 @cache
 def wheel() -> bytes:
-    """Return upstream's wheel: the files of BEFORE, and what a wheel has besides."""
     info = "up-1.dist-info"
     files = {name: text.encode() for name, text in BEFORE.items()} | {"pkg/big.bin": b"x" * 100_000}
     files |= {
@@ -81,7 +79,6 @@ def _encoded(data: bytes) -> str:
 
 @cache
 def table() -> Pins:
-    """Return the pins: one stack with one wheel that has a queue."""
     component = {"version": "1", "kind": "wheel", "package": "up", "licence": "MIT", "why": "test", "patches": "up-1",
                  "files": {NAME: pinned_file(wheel())}}  # fmt: skip
     value = {"schema": 1, "default": "s", "stacks": {"s": {"summary": "a stack", "components": {"up": component}}}}

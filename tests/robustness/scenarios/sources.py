@@ -18,7 +18,6 @@ ARCHIVE = archives.tar("up-1", FILES)
 
 @cache
 def table() -> Pins:
-    """Return the pins: one stack with one source archive."""
     component = {"version": "1", "kind": "sdist", "package": "up", "licence": "MIT", "why": "test",
                  "files": {"up-1.tar.gz": pinned_file(ARCHIVE)}}  # fmt: skip
     value = {"schema": 1, "default": "s", "stacks": {"s": {"summary": "a stack", "components": {"up": component}}}}

@@ -106,12 +106,9 @@ def damage_of(path):
     return violation.detail
 
 
-def test_a_member_that_becomes_a_thousand_times_as_large_is_not_unpacked(tmp_path, monkeypatch):
+def test_members_that_become_too_large_are_not_unpacked(tmp_path, monkeypatch, extension):
     monkeypatch.setattr(audit_report, "EXPANDED", 1 << 20)
     assert "_C.abi3.so says that its" in damage_of(wheel(tmp_path, bytes(4 << 20)))
-
-
-def test_members_are_too_large_together(tmp_path, extension, monkeypatch):
     monkeypatch.setattr(audit_report, "LARGEST_WHEEL", len(extension))
     assert "once they are unpacked" in damage_of(wheel(tmp_path, extension))
 

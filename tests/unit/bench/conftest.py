@@ -23,8 +23,6 @@ PASSAGE = Passage("persuasion-24", TEXT)
 
 
 class Stub:
-    """What the server does. `lie` names what it does wrong; HTTP `status` comes behind the `fail_from`th request."""
-
     def __init__(self):
         self.lie, self.status, self.fail_from = "", 0, 0
         self.logprob, self.content, self.first = -0.5, "Paris.", "<|channel|>"
@@ -174,7 +172,6 @@ class Handler(Quiet):
 
 @pytest.fixture
 def stub():
-    """The server; `stub.url` is where it listens."""
     behaviour = Stub()
     with serving(Handler, stub=behaviour) as server:
         behaviour.url = server.url
@@ -214,8 +211,6 @@ def bench(stub, endpoint, table):
 
 @pytest.fixture
 def make_result(table):
-    """Return a maker of results without a server: `speed` scales every latency, `seed` the noise."""
-
     def make(speed=1.0, seed=0, conc=4, isl=1024, osl=1024, count=40, team_model="gpt-oss-120b", **changes):
         rng = random.Random(seed)  # noqa: S311 (noise of a test)
         lengths = {"isl": isl, "osl": osl, "conc": conc, "max_model_len": 16384, "random_range_ratio": 0.0}

@@ -72,7 +72,6 @@ def starter(stub, unused_port):
 
 
 def standings():
-    """Return the standings of the record by profile, in its order."""
     return {row["name"]: row for row in json.loads(bakeoff.record_path().read_text())["standings"]}
 
 

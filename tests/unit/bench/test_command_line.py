@@ -17,7 +17,6 @@ SMALL = ["--warmups", "0", "--silence", "60"]
 
 @pytest.fixture
 def out(tmp_path, stub, monkeypatch):
-    """The folder for results; the competition's variables name the stub and a small configuration."""
     variables = {"MODEL": "org/honest-model", "PORT": stub.url.rpartition(":")[2], "TP": "2", "ISL": "24", "OSL": "8",
                  "CONC": "2", "MAX_MODEL_LEN": "64", "RANDOM_RANGE_RATIO": "1.0", "NUM_PROMPTS": "3",
                  "RESULT_FILENAME": "mine"}  # fmt: skip

@@ -30,8 +30,6 @@ def event(name, begin, length, category="cpu_op", thread=1):
 
 @pytest.fixture
 def read(tmp_path):
-    """Return a function: what a trace of these events says."""
-
     def read(*events):
         path = tmp_path / "x.pt.trace.json"
         path.write_text(json.dumps({"traceEvents": events}))

@@ -105,8 +105,6 @@ def test_a_result_has_the_competitions_keys_beside_ours(bench, config, table, ma
 
 @pytest.fixture
 def serving(stub):
-    """A record as sparkforge/serve/record.py writes it, of this very process."""
-
     def write(**changes):
         port, pid = int(stub.url.rpartition(":")[2]), os.getpid()
         server = record.Server(pid, started_at(pid), "127.0.0.1", port, "/m", "m", "embedded", "")

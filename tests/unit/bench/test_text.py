@@ -39,7 +39,6 @@ def pin(monkeypatch):
 
 @pytest.fixture
 def hub(serve):
-    """A hub on loopback: its URL, what it answers by path, and the paths that were asked."""
     answers = {}
     server = serve(lambda handler: (200, answers[handler.path]) if handler.path in answers else (404,))
     return server.url, answers, server.asked

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 
 def tracked():
-    """Return the files of the checkout that git knows, without those that were removed."""
     options = ("-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     command = [require("git"), *options]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -26,7 +25,6 @@ def tracked():
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    """The wheel of this checkout, built from a copy: setuptools writes beside its sources."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in tracked():
         if not name.startswith(("tests/", "docs/", "lab/")):
@@ -42,7 +40,6 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sparkforge(wheel, tmp_path_factory):
-    """Run the installed command with an empty home, in a folder that is no clone."""
     folder = tmp_path_factory.mktemp("installed")
     venv, home = folder / "venv", folder / "home"
     home.mkdir()

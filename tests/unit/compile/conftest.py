@@ -50,7 +50,6 @@ VERSION, ARCH = "0.7.0.post1", "121a"
 
 
 def make_module(base, name, header, version=VERSION):
-    """Build one module from a .cu and a .cpp that include `header`, and return its folder."""
     include, source = base / "include", base / "csrc"
     for folder in (include, source):
         folder.mkdir(exist_ok=True)

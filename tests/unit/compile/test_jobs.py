@@ -19,7 +19,6 @@ GIB = 1 << 30
 
 
 def costs(*sizes):
-    """Costs of units u0, u1, … with these peaks."""
     return {f"u{number}": Cost(size, 1.0 + number % 3) for number, size in enumerate(sizes)}
 
 

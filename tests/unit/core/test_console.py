@@ -36,7 +36,6 @@ EVIL = [
 
 @pytest.fixture
 def printed(monkeypatch):
-    """A console on a terminal with colours; returns what it printed."""
     screen = io.StringIO()
     safe_console = console._SafeConsole(
         file=screen, force_terminal=True, color_system="standard", highlight=False, markup=False, emoji=False, width=200
@@ -46,7 +45,6 @@ def printed(monkeypatch):
 
 
 def without_ours(text):
-    """Take away what Rich adds for colours and for its moving displays."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
 
 

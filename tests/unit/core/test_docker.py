@@ -49,8 +49,6 @@ MESSAGES = {
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """A `docker` command that runs the given shell lines."""
-
     def script(lines):
         path = tmp_path / "docker"
         path.write_text(f"#!/bin/sh\n{lines}\n")

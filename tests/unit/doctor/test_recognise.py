@@ -28,7 +28,6 @@ ALSO = {
 
 
 def logs(name):
-    """Return (expected, text) of each log in a file of logs."""
     text = (HERE / name).read_text(encoding="utf-8")
     return [section.partition("\n")[::2] for section in text.split("\n=== ")[1:]]
 

@@ -16,7 +16,6 @@ WORDS = ["compose", "--progress", "plain", "build"]
 
 @pytest.fixture
 def docker(tmp_path, monkeypatch):
-    """A docker command that writes down its arguments and says what the test wants."""
     (tmp_path / "bin").mkdir()
 
     def docker(lines):

@@ -47,7 +47,6 @@ def expand(value, environment):
     """Replace ${NAME:-default} and ${NAME:+instead} as Compose does, everywhere in a document."""
 
     def replace(match):
-        """Return the value, its default, or what stands in its place."""
         value = environment.get(match[1])
         return (match[3] if value else "") if match[2] == "+" else value or match[3] or ""
 
@@ -169,7 +168,6 @@ def test_the_number_of_compilers_reaches_the_build_by_compose_and_by_inv(stack, 
 
 
 def in_bytes(text):
-    """Return a size as Compose writes it: 7g, 1536m."""
     return int(text[:-1]) << {"g": 30, "m": 20}[text[-1]]
 
 

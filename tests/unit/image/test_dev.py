@@ -148,7 +148,6 @@ def test_ninja_runs_as_many_jobs_as_fit(tmp_path, arguments, expected):
 
 @pytest.fixture
 def tree(folders, tmp_path):
-    """The image's environment, whose packages are those of `folders`."""
     (tmp_path / "venv/lib/python3.13").mkdir(parents=True)
     (tmp_path / "venv/lib/python3.13/site-packages").symlink_to(folders[1])
     return tmp_path / "venv"

@@ -21,21 +21,17 @@ LABELS = {"org.sparkforge.manifest": PATH, "org.sparkforge.audit": AUDIT, "a": "
 
 @pytest.fixture
 def manifest():
-    """The manifest of an image that was made from this very checkout."""
     wanted = builder.expected("amd64", stack="embedded")
     queues_and_locks = {key: dict(value) for key, value in wanted.items()}
     return {**queues_and_locks, "device": "cpu", "kernels": {}, "key": "k", "audit": named(CLEAN)}
 
 
 def named(report):
-    """What a manifest says of its audit report."""
     return {"audit.json": hashlib.sha256(json.dumps(report).encode()).hexdigest()}
 
 
 @pytest.fixture
 def holding(fake_engine):
-    """Give the fake engine's image a manifest and an audit report to be read out."""
-
     def packed(content):
         data = io.BytesIO()
         with tarfile.open(fileobj=data, mode="w") as archive:

@@ -30,7 +30,6 @@ def sigstore():
 
 @pytest.fixture
 def demand(tmp_path, monkeypatch, sigstore):
-    """Return a function that writes trust.toml, which names the workflow alone."""
     path = tmp_path / "trust.toml"
     monkeypatch.setattr(trust, "FILE", path)
 
@@ -52,7 +51,6 @@ def image(tmp_path):
 
 
 def bundles(image, sigstore, **options):
-    """Return what the workflow attaches: provenance of the forge's form, and our bill of materials."""
     contents = {provenance.SLSA: FORGES, provenance.CYCLONEDX: json.loads(inspect.bill(None, image, STACK))}
     options = {"identity": WORKFLOW, "issuer": ISSUER, **options}
     subject = options.pop("subject", [("ghcr.io/owner/name", image.digests[0])])

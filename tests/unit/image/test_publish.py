@@ -73,7 +73,6 @@ def test_provenance_names_the_commit_also_of_an_image_that_plain_compose_built(m
 
 
 def made(monkeypatch, label="", source=()):
-    """Return the provenance of an image without a bill of materials."""
     monkeypatch.setattr(inspect, "made_from", lambda *_args: dict(source))
     image = SimpleNamespace(attrs={"Config": {"Labels": {provenance.REVISION_LABEL: label}}, "Os": "linux"})
     return provenance.predicate(None, image, "embedded", {"stack": "embedded"})

@@ -36,7 +36,6 @@ MANIFEST = {
 
 @pytest.fixture
 def debian(tmp_path):
-    """A root with one installed package of Debian."""
     root = tmp_path / "root"
     (root / "var/lib/dpkg").mkdir(parents=True)
     (root / "var/lib/dpkg/status").write_text(STATUS)
@@ -211,7 +210,6 @@ def blob(layout, descriptor):
 
 
 def swap(layout, descriptor):
-    """Replace a blob by another of the same size."""
     path = blob(layout, descriptor)
     path.write_bytes(path.read_bytes().replace(b"2026", b"2025"))
 

@@ -25,7 +25,6 @@ DIGEST = f"sha256:{'d' * 64}"
 
 @pytest.fixture
 def key(tmp_path):
-    """The file of a new key, made by openssl."""
     path = tmp_path / "key.pem"
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", str(path)], check=True)  # noqa: S607
     path.chmod(0o600)
@@ -34,7 +33,6 @@ def key(tmp_path):
 
 @pytest.fixture
 def image(tmp_path):
-    """A layout with an image of this checkout, and the digest of its manifest."""
     writer = Writer(tmp_path / "image")
     manifest = ours(writer, build.expected("amd64", stack="embedded"))
     return writer.folder, manifest["digest"]
@@ -132,7 +130,6 @@ def test_what_is_no_key_of_ours_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory, free_port):
-    """Debian's docker-registry."""
     folder, port = tmp_path_factory.mktemp("registry"), free_port()
     storage = {"filesystem": {"rootdirectory": str(folder / "data")}}
     config = {"version": 0.1, "log": {"level": "error"}, "http": {"addr": f"127.0.0.1:{port}"}, "storage": storage}
@@ -169,8 +166,6 @@ def test_a_registry_keeps_what_is_attached(registry, key):
 
 @pytest.fixture
 def hostile(serve):
-    """Return a function: a registry on the loopback that answers by path → (status, headers, body)."""
-
     def hostile(answers):
         def answer(handler):
             path = handler.path.partition("?")[0].rpartition("/v2/a/b/")[2]

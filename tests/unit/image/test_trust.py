@@ -24,7 +24,6 @@ ALL = ("signature", "provenance", "sbom")
 
 @pytest.fixture
 def demand(tmp_path, monkeypatch):
-    """Return a function that writes trust.toml: the key of the lab, and what is demanded."""
     path = tmp_path / "trust.toml"
     monkeypatch.setattr(trust, "FILE", path)
 
@@ -40,8 +39,6 @@ def demand(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make(tmp_path):
-    """Return a function that makes an image of this checkout in a layout, signed by `key`, and returns its folder."""
-
     def make(name="image", key=LAB, builder="urn:lab", **options):
         writer = Writer(tmp_path / name)
         ours(writer, build.expected("amd64", stack=STACK), **options)
@@ -56,7 +53,6 @@ def make(tmp_path):
 
 
 def evidence(image, key, builder="urn:lab"):
-    """Return digest → what is attached to it, by suffix, as `image.sign` makes it."""
     predicate = provenance.predicate(None, image, STACK, inspect.manifest(None, image, STACK), builder)
     bill = json.loads(inspect.bill(None, image, STACK))
     named = signing.digests(image)
@@ -156,7 +152,6 @@ def attach(folder, entries):
 
 
 def edited(entry, change):
-    """Return an envelope whose payload is changed and whose signature stays."""
     envelope = json.loads(entry.data)
     payload = change(base64.b64decode(envelope["payload"]))
     data = {**envelope, "payload": base64.b64encode(payload).decode()}

@@ -23,7 +23,6 @@ BILL = json.dumps({"components": [
 
 
 def record(*events, name="vllm", ecosystem="PyPI", kind="ECOSYSTEM", versions=(), **more):
-    """Return an OSV record of one package, with one range."""
     more_of = {"repo": "x", "database_specific": {"a": 1}}
     ranges = [{"type": kind, "events": [dict([event]) for event in events], **more_of}] if events else []
     affected = {"package": {"ecosystem": ecosystem, "name": name}, "ranges": ranges, "versions": list(versions)}
@@ -32,8 +31,6 @@ def record(*events, name="vllm", ecosystem="PyPI", kind="ECOSYSTEM", versions=()
 
 @pytest.fixture
 def check(tmp_path):
-    """Return a function that compares BILL with records in a .zip."""
-
     def check(*records):
         file = tmp_path / "all.zip"
         with zipfile.ZipFile(file, "w") as archive:

@@ -14,7 +14,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def shard(name, size, seed):
-    """A safetensors file with one tensor of `size` bytes."""
     header = json.dumps({name: {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     return len(header).to_bytes(8, "little") + header + hashlib.shake_256(seed).digest(size)
 

@@ -10,13 +10,9 @@ from sparkforge.core import files
 from sparkforge.core.errors import StorageError
 from sparkforge.models import local, recipes
 
+pytestmark = pytest.mark.usefixtures("no_models")
 NAME = "openai/gpt-oss-120b"
 PINNED = recipes.pinned_revision(NAME)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(no_models):
-    """In every test."""
 
 
 def cache(home, *commits, main="", weights=True, name=NAME):

@@ -95,7 +95,6 @@ def contents(file):
 
 
 def packed(file, name):
-    """Return the bytes of a member as they lie in the archive."""
     with zipfile.ZipFile(file) as opened, file.open("rb") as raw:
         info = opened.getinfo(name)
         raw.seek(info.header_offset + 26)
@@ -211,7 +210,6 @@ def test_a_patched_source_archive_has_the_patched_files_and_our_version(world, t
 
 
 def rewritten(source, target, change):
-    """Write a copy of a wheel whose members went through `change` (name → bytes)."""
     files = change(contents(source))
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
         for name, data in files.items() if isinstance(files, dict) else files:
@@ -226,7 +224,6 @@ def link(name):
 
 
 def other_version(files):
-    """Change the version in METADATA, and its row of RECORD accordingly."""
     path = f"{INFO}/METADATA"
     data = files[path].replace(b"Version: 1.0", b"Version: 2")
     lines = [line for line in files[RECORD].splitlines(keepends=True) if not line.startswith(path.encode())]

@@ -75,8 +75,6 @@ class FakeDevice:
 
 @pytest.fixture
 def qualify(tmp_path):
-    """Return a function that qualifies a device; the report lies in `qualify` then."""
-
     def run(device, **options):
         return report.qualify(Qualification(device, None, tmp_path / "qualify", (64, 16)), **options)
 
@@ -85,7 +83,6 @@ def qualify(tmp_path):
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
-    """Return a function that sets the fields that a stand-in for nvidia-smi prints."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
@@ -128,7 +125,6 @@ def test_a_report_names_no_person_and_no_place(qualify, tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    """A copy of the ledger, and its page."""
     return shutil.copy(ledger.FILE, tmp_path / "hardware.toml"), tmp_path / "hardware.md"
 
 

@@ -22,8 +22,6 @@ CHAT = (sys.executable, "-m", "sparkforge.cli", "chat")
 
 
 class Model(Quiet):
-    """Answers by the last message, and keeps what it was asked."""
-
     def post(self):
         body = json.loads(self.body())
         self.server.asked.append(body)
@@ -54,7 +52,6 @@ class Model(Quiet):
 
 @pytest.fixture
 def served():
-    """A recorded server, whose process is this test's."""
     state().mkdir(exist_ok=True, mode=0o700)
     environment, pid = {**os.environ, "SPARKFORGE_STATE": str(state())}, os.getpid()
     with serving(Model, asked=[], closed=threading.Event()) as server:
@@ -64,7 +61,6 @@ def served():
 
 @pytest.fixture
 def talk(served):
-    """Start a conversation on a terminal; end whatever is left of it."""
     started = []
 
     def talk(*options):

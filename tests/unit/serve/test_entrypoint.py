@@ -18,6 +18,7 @@ import textwrap
 import time
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -109,7 +110,6 @@ def port(free_port):
 
 
 def until(child, condition):
-    """Wait until the condition is true, while the child runs."""
     wait_for(lambda: child.poll() is not None or condition())
     assert child.poll() is None, child.communicate()[0]
 
@@ -138,7 +138,6 @@ class Container:
         return child
 
     def ends(self, *arguments, **variables):
-        """Start, wait for its end, and return its exit code and output."""
         child = self.start(*arguments, **variables)
         out, _ = child.communicate(timeout=120)
         assert "Traceback" not in out
@@ -159,13 +158,11 @@ class Container:
         return code, printed.getvalue(), server
 
     def serves(self, *arguments, **variables):
-        """Return the arguments and the environment of the server that it would become."""
         code, printed, server = self.decides(*arguments, **variables)
         assert code is None, printed
         return list(server.arguments), server.environment
 
     def serving(self, child):
-        """Wait until the stand-in server runs and return what it was started with."""
         until(child, self.server_file.exists)
         return json.loads(self.server_file.read_text())
 
@@ -377,31 +374,26 @@ def hanging(site, tmp_path):
     folder.mkdir()
     code = f"import os, time\nopen({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     (folder / "torch.py").write_text(code)
-    return folder
+    paths = f"{folder}:{site}:{ROOT}"
+    settings = {"PYTHONPATH": paths, "SPARKFORGE_PROFILE": "spark", "SPARKFORGE_SERVE_PROFILE": "embedded"}
+    return SimpleNamespace(pid=folder / "pid", variables=settings)
 
 
 @pytest.mark.slow
-def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, hanging, site, ended):
-    path = f"{hanging}:{site}:{ROOT}"
-    code, out = container.ends(
-        PYTHONPATH=path,
-        SPARKFORGE_PROFILE="spark",
-        SPARKFORGE_SERVE_PROFILE="embedded",
-        SPARKFORGE_VALIDATE_SECONDS="8",
-    )
+def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, hanging, ended):
+    code, out = container.ends(**hanging.variables, SPARKFORGE_VALIDATE_SECONDS="8")
     assert code == 30
     assert "FAIL validator  the validator did not end within 8 s" in out
-    assert ended(int((hanging / "pid").read_text()))
+    assert ended(int(hanging.pid.read_text()))
     assert json.loads((container.run / "validation.json").read_text())["verdict"] == "refuse"
     assert container.metric("sparkforge_validation_check", check="validator", status="fail") == 1
 
 
 @pytest.mark.slow
-def test_a_stop_while_validating_ends_the_probes_too(container, hanging, site, ended):
-    path = f"{hanging}:{site}:{ROOT}"
-    child = container.start(PYTHONPATH=path, SPARKFORGE_PROFILE="spark", SPARKFORGE_SERVE_PROFILE="embedded")
-    until(child, lambda: (hanging / "pid").exists() and (hanging / "pid").read_text())
-    probe = int((hanging / "pid").read_text())
+def test_a_stop_while_validating_ends_the_probes_too(container, hanging, ended):
+    child = container.start(**hanging.variables)
+    until(child, lambda: hanging.pid.exists() and hanging.pid.read_text())
+    probe = int(hanging.pid.read_text())
     child.terminate()
     out, _ = child.communicate(timeout=30)
     assert child.returncode == 143

@@ -56,7 +56,6 @@ server.serve_forever()
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with three checkpoints' configurations, an interpreter that serves them, and a key."""
     sizes = read_toml(ROOT / "sparkforge/recipes/gpt-oss-20b.toml")["config"]
     for name in ("red", "green", "blue", "broken"):
         (tmp_path / name).mkdir()
@@ -69,7 +68,6 @@ def folder(tmp_path):
 
 
 def written(folder, **models):
-    """Write a fleet.toml of embedded models and return its path."""
     rows = {name: {"device": "embedded", "memory": 0.1, **row} for name, row in models.items()}
     tables = ("".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items()) for row in rows.values())
     text = "".join(f"[models.{name}]\n{table}" for name, table in zip(rows, tables, strict=True))
@@ -87,7 +85,6 @@ def inv(folder, *arguments):
 
 @pytest.fixture
 def fleet(folder, free_port):
-    """Return a function: models → a client of the running fleet, which is ended afterwards."""
     clients = []
 
     def fleet(**models):
@@ -108,7 +105,6 @@ def fleet(folder, free_port):
 
 
 def mine(folder):
-    """Return the processes that were started with the folder's name in their arguments or environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -121,7 +117,6 @@ def mine(folder):
 
 
 def server(folder, name):
-    """Return the supervisor of a model's server."""
     return psutil.Process(read_json(folder / f"state/fleet/models/{name}/server.json")["pid"])
 
 

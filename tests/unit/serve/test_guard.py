@@ -61,7 +61,6 @@ def limits():
 
 
 def after(watch, looks, begun=100.0):
-    """Return what the last of several looks says, one period apart."""
     said = None
     for number in range(looks):
         said = watch.look(begun + number * watch.limits.period_seconds)

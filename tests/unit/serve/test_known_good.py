@@ -26,7 +26,6 @@ def state(monkeypatch):
 
 
 def starts(*profiles):
-    """Record starts with these ports, the last one newest."""
     for number, port in enumerate(profiles, 1):
         environment = known_good.hashed(INPUTS)
         known_good.add(replace(START, time=float(number), plan=replace(PLAN, port=port), environment=environment))
@@ -171,8 +170,6 @@ def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, tmp_pa
 
 
 class Started(embedded.Embedded):
-    """A device whose server runs already, on a full disk."""
-
     def prepare(self):
         pass
 

@@ -86,8 +86,6 @@ REFUSED = {
 
 
 class Server:
-    """A limiter in front of an application that answers with the body it got."""
-
     def __init__(self, text=""):
         self.limiter = limits.Limiter(self.application, {limits.VARIABLE: text})
         self.sent, self.answers = [], 0
@@ -109,7 +107,6 @@ class Server:
         await self.limiter(scope, receive or whole, send or keep)
 
     def post(self, body, **arguments):
-        """Return the status and the body of the answer."""
         self.sent = []
         asyncio.run(self.ask(body if isinstance(body, bytes) else json.dumps(body).encode(), **arguments))
         return self.sent[0]["status"], self.sent[1]["body"]

@@ -16,7 +16,6 @@ SIZE = 8 << 20
 
 
 def resident(file):
-    """Return how many bytes of a file are in the page cache (mincore(2))."""
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
         window = (ctypes.c_char * SIZE).from_buffer(mapped)
         pages = ctypes.create_string_buffer(SIZE // mmap.PAGESIZE)

@@ -166,12 +166,15 @@ def test_a_flag_whose_name_only_begins_like_a_refused_one_passes(flags):
     assert passable(flags, relative_to=None) == tuple(flags)
 
 
+LOOPBACK = "localhost:8000,127.0.0.1:8000,[::1]:8000"
+
+
 @pytest.mark.parametrize(
     ("host", "url", "hosts"),
     [
-        ("", "http://127.0.0.1:8000", "localhost:8000,127.0.0.1:8000,[::1]:8000"),
-        ("127.0.0.2", "http://127.0.0.2:8000", "localhost:8000,127.0.0.1:8000,[::1]:8000,127.0.0.2:8000"),
-        ("::1", "http://[::1]:8000", "localhost:8000,127.0.0.1:8000,[::1]:8000"),
+        ("", "http://127.0.0.1:8000", LOOPBACK),
+        ("127.0.0.2", "http://127.0.0.2:8000", f"{LOOPBACK},127.0.0.2:8000"),
+        ("::1", "http://[::1]:8000", LOOPBACK),
     ],
 )
 def test_a_loopback_address_needs_no_key(started, host, url, hosts):
@@ -187,8 +190,8 @@ def test_a_loopback_address_needs_no_key(started, host, url, hosts):
     ("host", "more", "hosts"),
     [
         (EVERYWHERE, [], "*"),
-        (EVERYWHERE, ["--allow-hosts", "spark.local"], "localhost:8000,127.0.0.1:8000,[::1]:8000,spark.local"),
-        ("192.168.1.20", [], "localhost:8000,127.0.0.1:8000,[::1]:8000,192.168.1.20:8000"),
+        (EVERYWHERE, ["--allow-hosts", "spark.local"], f"{LOOPBACK},spark.local"),
+        ("192.168.1.20", [], f"{LOOPBACK},192.168.1.20:8000"),
     ],
 )
 def test_an_address_that_others_reach_has_a_key_and_its_name(started, key, host, more, hosts):
@@ -201,7 +204,7 @@ def test_an_address_that_others_reach_has_a_key_and_its_name(started, key, host,
 def compose_config(docker_command, monkeypatch, **changes):
     service = {
         "image": "sparkforge/vllm:embedded",
-        "ports": [{"host_ip": changes.get("host", "127.0.0.1"), "published": "8000", "target": 8000}],
+        "ports": [{"host_ip": "127.0.0.1", "published": "8000", "target": 8000}],
         "environment": {
             "SPARKFORGE_PROFILE": "embedded",
             "SPARKFORGE_STACK": "embedded",

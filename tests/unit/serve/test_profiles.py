@@ -41,7 +41,6 @@ extends = "fast"
 
 @pytest.fixture
 def table(tmp_path):
-    """A function that writes a table and returns its file."""
     return lambda text: (tmp_path / "profiles.toml").write_text(text) and tmp_path / "profiles.toml"
 
 

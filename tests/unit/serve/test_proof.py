@@ -28,7 +28,6 @@ def test_the_biased_tokens_are_those_of_the_vocabulary():
 
 @pytest.fixture
 def endpoint():
-    """A server that answers rightly."""
     with misbehaving.answering() as port:
         yield Endpoint(f"http://127.0.0.1:{port}", "m", key="")
 

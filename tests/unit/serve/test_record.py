@@ -23,7 +23,6 @@ SOMEBODY = 54321
 
 @contextmanager
 def process(**environment):
-    """A process of ours with these variables, as the server has them."""
     child = subprocess.Popen(
         [sys.executable, "-c", "print(flush=True); import sys; sys.stdin.read()"],
         env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -18,7 +18,6 @@ WHO = ("host", "vllm", "--model", "/models/x")
 
 
 def ends(code=24, asked=False, why="", at=None):
-    """Write down the end of a server as its supervisor does."""
     end = {"pid": 1, "code": code, "asked": asked, "time": at or time.time(), "why": why}
     record.end_path().write_text(json.dumps(end))
 
@@ -47,15 +46,12 @@ def test_a_full_disk_prevents_no_start(monkeypatch, tmp_path):
     restarts.admit(WHO, tmp_path)
 
 
-def test_a_start_without_an_end_counts_and_one_that_was_asked_for_forgives_the_others():
+def test_a_start_without_an_end_counts_and_old_forgiven_and_foreign_failures_do_not():
     restarts.begin(WHO)
     (failure,) = known()
     assert "lost its power" in failure.why
     ends(code=0, asked=True)
     assert known() == ()
-
-
-def test_old_failures_and_those_of_another_configuration_do_not_count():
     restarts.begin(WHO)
     ends()
     assert len(known()) == 1

@@ -34,16 +34,13 @@ def test_the_answer_the_state_and_the_readiness_are_printed_without_escapes(caps
     assert not UNSAFE.search(out + err)
 
 
-def test_logs_are_printed_without_escapes(capsys):
+def test_logs_also_a_containers_are_printed_without_escapes(capsys, docker_command):
     record.log_path().parent.mkdir(parents=True, exist_ok=True)
     record.log_path().write_bytes(f"one {EVIL}\r\n".encode() + b"two \xff\xc3")
     screen.show_log(follow=False)
     out = capsys.readouterr().out
     assert not UNSAFE.search(out)
     assert out.startswith("one \nü\ntwo \ufffd")
-
-
-def test_a_containers_log_is_printed_without_escapes(docker_command, capsys):
     docker_command.answers("logs", out=f"out {EVIL}\n", err=f"err {EVIL}\n")
     screen._container_log(record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", "c0ffee"), follow=False)
     out = capsys.readouterr().out

@@ -37,8 +37,6 @@ INFO 11-21 03:40:14 [core.py:1] all is well
 
 
 class Api(Quiet):
-    """Each look at the counters finds 1,000 tokens more."""
-
     def get(self):
         if self.path == "/metrics":
             self.server.tokens += 1000

@@ -49,7 +49,6 @@ def inv(capsys):
 
 @pytest.fixture
 def user():
-    """Start programs that name a model as an argument, and end them."""
     started = []
 
     def start(*arguments, cwd=None):
@@ -65,7 +64,6 @@ def user():
 
 
 def recorded(model, model_id):
-    """Record this test's process as the running server."""
     record.write(
         record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", 8123, model, model_id, "embedded", "/log")
     )

@@ -43,7 +43,6 @@ FAKE_VLLM = textwrap.dedent("""
 
 @pytest.fixture
 def serve(tmp_path, signals_not_ignored):
-    """Return a function that starts the fake server under supervision; it returns both processes."""
     started = []
 
     def serve(behaviour):

@@ -89,7 +89,6 @@ def test_a_unit_that_was_edited_is_nobodys():
 
 @pytest.fixture
 def systemctl(monkeypatch, tmp_path):
-    """Return a function: have systemctl print these properties; it notes its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder), prepend=":")
@@ -122,23 +121,19 @@ def test_a_unit_of_somebody_else_is_neither_replaced_nor_removed(tmp_path, text)
 
 
 @pytest.mark.usefixtures("systemctl")
-def test_without_systemd_or_a_unit_the_command_to_use_is_named(tmp_path):
-    with pytest.raises(ServerError, match="no service is installed") as caught:
-        service.remove(system=False)
-    assert f"{tmp_path}/systemd/user" in caught.value.why
-    (tmp_path / service.BOOTED).rmdir()
-    with pytest.raises(ServerError, check=lambda error: error.code == "server.service" and "./inv up" in error.fix):
-        service.version()
-
-
-@pytest.mark.usefixtures("systemctl")
-def test_an_account_that_is_not_there_is_named():
+def test_an_account_a_unit_or_systemd_that_is_not_there_is_named(tmp_path):
     for account, system, message in (
         ("nobody-of-that-name", True, "no account nobody"),
         ("root", False, "needs --system"),
     ):
         with pytest.raises(UsageError, match=message):
             service.install(ServiceUnit(), system=system, account=account, now=False)
+    with pytest.raises(ServerError, match="no service is installed") as caught:
+        service.remove(system=False)
+    assert f"{tmp_path}/systemd/user" in caught.value.why
+    (tmp_path / service.BOOTED).rmdir()
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.service" and "./inv up" in error.fix):
+        service.version()
 
 
 def test_a_users_own_unit_is_installed_and_removed(systemctl, capsys, tmp_path):

@@ -42,11 +42,14 @@ def image(monkeypatch, tmp_path):
     return snapshot
 
 
-def test_every_form_of_a_request_is_read():
+def test_every_form_of_a_request_is_read_and_values_of_flags_are_no_models():
     for arguments in SERVERS.values():
         assert entrypoint.read_arguments(arguments) == ContainerArguments(MODEL, FLAGS)
     assert entrypoint.read_arguments([*FLAGS]) == ContainerArguments("", FLAGS)
     assert entrypoint.read_arguments(["validate", "a", *FLAGS]) == ContainerArguments("a", FLAGS, only_validate=True)
+    flags = ("--dtype", "auto", "-tp", "2", "-O3", "--hf_config_path", "c/d", "--served-model-name", "a", "b")
+    assert entrypoint.read_arguments([*flags]) == ContainerArguments("", flags)
+    assert entrypoint.read_arguments([MODEL, *flags, "--a-new-flag", "x/y"]).model == MODEL
 
 
 @pytest.mark.parametrize("flags", ["--max-model-len 4", "--enforce-eager", "--a-new-flag", "-tp 2", "--"])
@@ -59,12 +62,6 @@ def test_two_models_are_refused_and_one_behind_flags_is_never_taken_for_the_defa
         entrypoint.read_arguments([*start.split(), *flags.split(), "/models/mine", "--max-num-seqs", "2"])
     with pytest.raises(UsageError, match="two models are named: a/b and c/d"):
         entrypoint.read_arguments([*start.split(), "a/b", "--model", "c/d"])
-
-
-def test_values_of_flags_are_no_models():
-    flags = ("--dtype", "auto", "-tp", "2", "-O3", "--hf_config_path", "c/d", "--served-model-name", "a", "b")
-    assert entrypoint.read_arguments([*flags]) == ContainerArguments("", flags)
-    assert entrypoint.read_arguments([MODEL, *flags, "--a-new-flag", "x/y"]).model == MODEL
 
 
 def plan(arguments, **variables):

@@ -39,7 +39,6 @@ def no_sync(monkeypatch):
 @pytest.fixture(scope="session")
 def kit(kit):
     def upstream(files):
-        """Seed the sdist of `up` 1 with `files` and return the table that pins it."""
         return table({"up": component({"up-1.tar.gz": kit.seed("up-1.tar.gz", kit.sdist("up-1", files))})})
 
     return SimpleNamespace(

@@ -23,7 +23,6 @@ def info(name, *, kind=tarfile.REGTYPE, size=0, mode=0o644, link=""):
 
 
 def tar(path, members, *, pack=gzip.compress, form=tarfile.PAX_FORMAT):
-    """Write a tar of (TarInfo, bytes) or {name: bytes}; `pack` is applied to its bytes."""
     data = io.BytesIO()
     if isinstance(members, dict):
         members = [(info(name, size=len(body)), body) for name, body in members.items()]
@@ -88,14 +87,11 @@ PATHS = [
 def test_a_path_that_could_lead_out_is_refused(tmp_path, path):
     refused(tar(tmp_path / "a.tar.gz", {"p-1/a.txt": b"a", path: b"x"}), tmp_path / "t", "refused", top="p-1")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.tar.gz"]
-
-
-@pytest.mark.parametrize("path", [path for path in PATHS if path not in {"", "elsewhere/x", "p-1"}])
-def test_a_path_in_a_wheel_that_could_lead_out_is_refused(tmp_path, path):
-    with zipfile.ZipFile(tmp_path / "w.whl", "w") as out:
-        out.writestr("a", b"a")
-        out.writestr(zipfile.ZipInfo(path), b"x")
-    refused(tmp_path / "w.whl", tmp_path / "t", "refused")
+    if path not in {"", "elsewhere/x", "p-1"}:
+        with zipfile.ZipFile(tmp_path / "w.whl", "w") as out:
+            out.writestr("a", b"a")
+            out.writestr(zipfile.ZipInfo(path), b"x")
+        refused(tmp_path / "w.whl", tmp_path / "t", "refused")
 
 
 @pytest.mark.parametrize(
@@ -111,27 +107,21 @@ def test_a_wheel_with_a_link_a_device_or_another_packing_is_refused(tmp_path, mo
     refused(tmp_path / "w.whl", tmp_path / "t", reason)
 
 
-TWICE = [["p-1/a", "p-1/a"], ["p-1/a", "p-1/a/b"], ["p-1/a/b", "p-1/a"]]
-
-
-@pytest.mark.parametrize("names", TWICE)
+@pytest.mark.parametrize("names", [["p-1/a", "p-1/a"], ["p-1/a", "p-1/a/b"], ["p-1/a/b", "p-1/a"]])
 def test_one_name_for_two_things_is_refused(tmp_path, names):
     members = [(info(name, size=1), b"x") for name in names]
     refused(tar(tmp_path / "a.tar.gz", members), tmp_path / "t", "twice|both|file and a folder", top="p-1")
 
 
-def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path, monkeypatch):
+def test_a_bomb_too_many_members_and_a_header_that_fills_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(archive, "MIN_BOUND", 1 << 20)
     bomb = {"p-1/a": b"", "p-1/zeros": bytes(8 << 20)}
     refused(tar(tmp_path / "a.tar.gz", bomb), tmp_path / "t", "has more than.*p-1/zeros", top="p-1")
     with zipfile.ZipFile(tmp_path / "w.whl", "w", zipfile.ZIP_DEFLATED) as out:
         out.writestr("zeros", bytes(8 << 20))
     refused(tmp_path / "w.whl", tmp_path / "t", "has more than.*zeros")
-
-
-def test_too_many_members_and_a_header_that_fills_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(archive, "MAX_MEMBERS", 3)
-    refused(tar(tmp_path / "a.tar.gz", {f"p-1/{i}": b"" for i in range(4)}), tmp_path / "t", "more than 3", top="p-1")
+    refused(tar(tmp_path / "c.tar.gz", {f"p-1/{i}": b"" for i in range(4)}), tmp_path / "t", "more than 3", top="p-1")
     huge = info("p-1/x")
     huge.pax_headers = {"comment": "x" * (2 << 20)}
     refused(tar(tmp_path / "b.tar.gz", [(huge, b"")]), tmp_path / "t", "damaged", top="p-1")
@@ -182,8 +172,6 @@ def test_a_zip_with_an_impossible_offset_is_refused(tmp_path, offset):
 
 
 class Counted(io.FileIO):
-    """A file that counts the bytes that are read of it."""
-
     count = 0
 
     def read(self, size=-1):
@@ -192,14 +180,10 @@ class Counted(io.FileIO):
         return data
 
 
-def opened(path, mode):
-    return Counted(path, mode)
-
-
 def test_zeros_without_end_behind_a_tars_end_are_not_read(tmp_path, monkeypatch):
     path = tar(tmp_path / "a.tar", {"p-1/a.txt": b"a"}, pack=bytes)
     with path.open("r+b") as file:
         file.truncate(3 << 30)  # sparse
-    monkeypatch.setattr(archive.Path, "open", opened)
+    monkeypatch.setattr(archive.Path, "open", lambda *arguments: Counted(*arguments))  # noqa: PLW0108 - a method
     refused(path, tmp_path / "t", "bytes follow its end", top="p-1")
     assert 0 < Counted.count < 10 << 20

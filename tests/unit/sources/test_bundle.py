@@ -40,7 +40,6 @@ ASKS = (
 
 @pytest.fixture
 def world(tmp_path, monkeypatch, kit):
-    """A checkout with one sdist, one wheel, torch, a patch, and a repository that is needed but not there."""
     for path in ("pins.toml", "locks/tools.txt", "locks/embedded.txt", "patches/up-1/series"):
         (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / path).write_text(path)
@@ -66,7 +65,6 @@ def world(tmp_path, monkeypatch, kit):
 
 
 def bring_dep():
-    """Bring the repository of `world` as repositories would."""
     pin = pins.load().stacks["spark"].git["dep"]
 
     def clone(temporary):
@@ -231,7 +229,6 @@ def test_a_damaged_file_in_the_cache_does_not_get_into_a_bundle(tmp_path, world)
 
 
 def rewrite(source, target, change):
-    """Copy a bundle's members as (TarInfo, bytes) through `change`."""
     with tarfile.open(source) as tar:
         members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]
     with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as tar:

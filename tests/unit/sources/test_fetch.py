@@ -17,8 +17,6 @@ NAME = "thing-1-py3-none-any.whl"
 SHA = hashlib.sha256(DATA).hexdigest()
 PAGE = f'<a href="../../files/{NAME}#sha256={SHA}">{NAME}</a>'.encode()
 JSON = "application/vnd.pypi.simple.v1+json"
-
-
 HTML = {"Content-Type": "text/html"}
 
 
@@ -46,16 +44,14 @@ def leftovers():
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def test_a_damaged_copy_in_the_cache_is_brought_again(server):
+def test_bytes_that_are_wrong_in_the_cache_are_brought_again_and_from_the_index_refused(server):
     path = fetch.fetch("thing", NAME, SHA)
     path.write_bytes(DATA[:-1] + b"X")
     assert fetch.fetch("thing", NAME, SHA).read_bytes() == DATA
     assert server.file_requests == 2
-
-
-def test_wrong_bytes_are_refused_with_both_hashes_and_nothing_is_kept(server):
     wrong = DATA[:-1] + b"X"
     server.behave = lambda _: (200, wrong)
+    path.unlink()
     with refused("integrity.hash") as caught:
         fetch.fetch("thing", NAME, SHA)
     assert SHA in caught.value.why
@@ -158,26 +154,21 @@ def test_a_page_without_end_is_refused_packed_or_not(server):
         fetch.fetch("thing", NAME, SHA)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:x/simple", "http://[::1/simple", "nonsense", "http://a:b:c/"])
-def test_an_index_url_that_is_none_is_an_error_of_ours(server, monkeypatch, url):
-    monkeypatch.setenv("PIP_INDEX_URL", url)
-    with refused("network.fetch", "PIP_INDEX_URL"):
-        fetch.fetch("thing", NAME, SHA)
+URLS = ("http://127.0.0.1:x/simple", "http://[::1/simple", "nonsense", "http://a:b:c/")
+PROXIES = ("http://127.0.0.1:x", "nonsense://127.0.0.1:1")
 
 
-@pytest.mark.parametrize("content", [None, b"no certificate"])
-def test_certificates_that_cannot_be_read_are_named(server, monkeypatch, tmp_path, content):
-    if content:
-        (tmp_path / "ca.pem").write_bytes(content)
-    monkeypatch.setenv("PIP_CERT", str(tmp_path / "ca.pem"))
-    with refused("storage.access", r"ca\.pem"):
-        fetch.fetch("thing", NAME, SHA)
-
-
-@pytest.mark.parametrize("proxy", ["http://127.0.0.1:x", "nonsense://127.0.0.1:1"])
-def test_a_proxy_that_cannot_be_used_is_named(server, monkeypatch, proxy):
-    monkeypatch.setenv("HTTP_PROXY", proxy)
-    with refused("network.fetch", "proxy"):
+@pytest.mark.parametrize(
+    ("variable", "value", "code", "reason"),
+    [
+        *(("PIP_INDEX_URL", url, "network.fetch", "PIP_INDEX_URL") for url in URLS),
+        *(("PIP_CERT", file, "storage.access", file) for file in ("/nonexistent", __file__)),
+        *(("HTTP_PROXY", proxy, "network.fetch", "proxy") for proxy in PROXIES),
+    ],
+)
+def test_a_setting_of_pip_that_cannot_be_used_is_named(server, monkeypatch, variable, value, code, reason):
+    monkeypatch.setenv(variable, value)
+    with refused(code, reason):
         fetch.fetch("thing", NAME, SHA)
 
 

@@ -11,7 +11,6 @@ TABLE = load(VERSION)
 
 
 def changed(tmp_path, old, new):
-    """The table with `old` replaced once."""
     path = tmp_path / f"{len(list(tmp_path.iterdir()))}.toml"
     assert old in PATH.read_text()
     path.write_text(PATH.read_text().replace(old, new, 1))

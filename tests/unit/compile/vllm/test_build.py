@@ -54,7 +54,6 @@ def test_a_second_run_does_nothing_and_another_target_reuses_the_configuration(o
 
 @pytest.fixture
 def edit_patch(small):
-    """Return a function that replaces text in the queue's one patch."""
     file = small / "patches/vllm-0.32.0/0001-change-something.patch"
     return lambda before, after: file.write_text(file.read_text().replace(before, after))
 

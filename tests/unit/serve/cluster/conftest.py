@@ -18,8 +18,6 @@ IMAGE, MODEL = "sha256:" + "1" * 64, "2" * 64
 
 @pytest.fixture
 def sheet():
-    """Return a function: a sheet's name → facts by the node's name."""
-
     def read(name):
         nodes = json.loads((SHEETS / f"{name}.json").read_text())["nodes"]
         return {node: NodeFacts.model_validate(facts) for node, facts in nodes.items()}
@@ -29,7 +27,6 @@ def sheet():
 
 @pytest.fixture
 def healthy(sheet):
-    """Two Sparks with nothing wrong: eugr's, with one image and one model."""
     facts = {
         name: node.model_copy(update={"image": IMAGE, "model": MODEL}) for name, node in sheet("two-from-eugr").items()
     }

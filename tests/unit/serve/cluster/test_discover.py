@@ -15,7 +15,6 @@ def propose(facts, **options):
 
 
 def changed(node, change):
-    """Return a node's facts with each interface as `change` updates it."""
     interfaces = tuple(entry.model_copy(update=change(entry)) for entry in node.interfaces)
     return node.model_copy(update={"interfaces": interfaces})
 

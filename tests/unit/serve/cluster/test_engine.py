@@ -72,30 +72,16 @@ def test_workers_start_before_the_head_after_every_node_was_validated(asked):
     assert questions[2:] == [("spark2", "begin"), ("spark", "start")]
 
 
-def test_a_refused_validation_starts_nothing(asked):
-    config, questions, answers = asked
-    answers["spark2", "validate"] = ServerError("spark2: the validator refuses", "x", "y")
-    with pytest.raises(ServerError, match="spark2"):
-        start.up(config)
-    assert {action for _, action in questions} == {"validate"}
-
-
-@pytest.mark.parametrize("failing", [("spark2", "begin"), ("spark", "start")])
-def test_a_start_that_fails_leaves_no_part_running(asked, failing):
+@pytest.mark.parametrize("failing", [("spark2", "validate"), ("spark2", "begin"), ("spark", "start")])
+def test_a_refused_validation_starts_nothing_and_a_start_that_fails_leaves_no_part_running(asked, failing):
     config, questions, answers = asked
     answers[failing] = ServerError("it did not start", "x", "y")
     with pytest.raises(ServerError, match="did not start"):
         start.up(config)
-    assert sorted(questions[-2:]) == [("spark", "down"), ("spark2", "down")]
-
-
-def test_an_end_that_fails_too_does_not_hide_why_the_start_failed(asked, capsys):
-    config, _, answers = asked
-    answers["spark", "start"] = ServerError("it did not start", "x", "y")
-    answers["spark2", "down"] = NetworkError("unreachable", "No route to host", "ssh spark2 true")
-    with pytest.raises(ServerError, match="did not start"):
-        start.up(config)
-    assert "spark2 may still run" in capsys.readouterr().err
+    if failing[1] == "validate":
+        assert {action for _, action in questions} == {"validate"}
+    else:
+        assert sorted(questions[-2:]) == [("spark", "down"), ("spark2", "down")]
 
 
 @pytest.mark.parametrize("name", ["VLLM_API_KEY", "SPARKFORGE_API_KEY_FILE", "SPARKFORGE_ALLOWED_HOSTS"])
@@ -107,12 +93,16 @@ def test_a_key_or_host_that_it_would_not_heed_is_refused_by_name(asked, monkeypa
     assert questions == []
 
 
-def test_down_asks_all_and_names_the_one_that_does_not_answer(asked):
+def test_a_node_that_does_not_end_is_named_and_hides_neither_the_others_nor_why_a_start_failed(asked, capsys):
     config, questions, answers = asked
     answers["spark2", "down"] = NetworkError("unreachable", "No route to host", "ssh spark2 true")
     with pytest.raises(ServerError, match="spark2 may still run"):
         start.down(config)
     assert ("spark", "down") in questions
+    answers["spark", "start"] = ServerError("it did not start", "x", "y")
+    with pytest.raises(ServerError, match="did not start"):
+        start.up(config)
+    assert "spark2 may still run" in capsys.readouterr().err
 
 
 def test_a_command_on_another_machine_is_quoted_and_asks_nothing():

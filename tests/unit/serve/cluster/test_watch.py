@@ -22,7 +22,6 @@ FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
 
 @pytest.fixture
 def start(tmp_path, free_port):
-    """Return a function: start a node's watch; its log and end file are in a folder of its name."""
     running, port = [], free_port()
 
     def start(node, peers, command=FOREVER, token=SECRET, listen=False, join="20", under=list):
@@ -47,7 +46,6 @@ def start(tmp_path, free_port):
 
 @pytest.fixture
 def both(start):
-    """A head and a worker that have met."""
     head = start("head", ["worker"], listen=True)
     worker = start("worker", ["head"])
     wait_for(lambda: joined(head) == {"worker"})
@@ -91,22 +89,16 @@ def test_a_killed_watch_counts_as_a_lost_node(both):
     assert end(head)["node"] == "worker"
 
 
-def test_a_stop_ends_the_others_and_says_so(both):
+@pytest.mark.parametrize(("guard", "why"), [(False, "it was stopped"), (True, "its memory guard ended it")])
+def test_a_stop_ends_the_others_and_says_whether_it_was_the_memory_guards(both, guard, why):
     head, worker = both
+    if guard:
+        head.send_signal(signal.SIGURG)  # which the supervisor sends first (serve/supervise.py)
     head.send_signal(signal.SIGTERM)
     assert head.wait(15) == 128 + signal.SIGTERM
     assert worker.wait(15) == 24
-    assert end(worker)["why"] == "it was stopped"
+    assert end(worker)["why"] == why
     assert not (head.folder / "end.json").exists()
-
-
-def test_an_end_by_the_memory_guard_is_no_wish(both):
-    """The supervisor sends SIGURG first (serve/supervise.py), and a stop that somebody asked for comes without it."""
-    head, worker = both
-    head.send_signal(signal.SIGURG)
-    head.send_signal(signal.SIGTERM)
-    assert worker.wait(15) == 24
-    assert end(worker)["why"] == "its memory guard ended it"
 
 
 def test_an_end_by_a_killed_supervisor_is_no_wish(start):
@@ -135,15 +127,7 @@ def test_a_node_that_does_not_come_ends_the_others(start):
     assert end(head)["node"] == "third, worker"
 
 
-STRANGERS = [
-    b"",
-    b"GET / HTTP/1.1\r\n\r\n",
-    b"x" * 20000,
-    b"[" * 4000 + b"\n",  # deeper than json reads
-]
-
-
-@pytest.mark.parametrize("data", STRANGERS, ids=["nothing", "http", "long", "deep"])
+@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 20000, b"[" * 4000 + b"\n"], ids=range(4))
 def test_a_stranger_is_dropped_and_changes_nothing(both, data):
     head, worker = both
     with socket.create_connection(("127.0.0.1", head.port), timeout=5) as stranger, suppress(OSError):
