@@ -1,9 +1,18 @@
-"""The program that checks what the pages name."""
+"""The checks of the documentation, and the pages that code writes."""
+
+import json
+import re
+import shutil
 
 import pytest
 
-from lab import pages
+from lab import daily_page, pages, reference_pages, roofline_page
+from sparkforge.core.errors import ProcessError
 from sparkforge.core.paths import ROOT
+from sparkforge.models import recipes as models
+from sparkforge.plan import devices, roofline, speed
+from sparkforge.plan.architecture import DenseFormat, parse
+from sparkforge.plan.budget import Workload
 
 PAGE = ROOT / "docs" / "index.md"
 
@@ -34,3 +43,83 @@ def test_a_heading_a_command_and_a_file_that_are_there_are_no_problem():
 def test_a_page_that_code_names_must_exist():
     assert pages.broken(ROOT / "code", "docs/none.md") == "docs/none.md does not exist"
     assert not pages.broken(ROOT / "code", "docs/index.md")
+
+
+MACHINE = {"processor": "A CPU", "cores": 2, "memory_bytes": 24 << 30, "system": "Linux x86_64", "commit": "abc",
+           "measured_at": "2026-11-22T10:00:00+00:00"}  # fmt: skip
+
+
+def test_the_table_has_median_range_and_load_of_each_figure(tmp_path):
+    runs = [{"seconds": seconds, "load": load} for seconds, load in ((60.4, 0.2), (51.0, 1.1), (70.6, 0.9))]
+    figures = tmp_path / "daily.json"
+    figures.write_text(json.dumps({"machine": MACHINE, "seconds_to": dict.fromkeys(daily_page.NAMES, runs)}))
+    page = daily_page.replaced(f"before\n{daily_page.BEGIN}\nold\n{daily_page.END}\nafter\n", figures)
+    for name in daily_page.NAMES:
+        assert f"| `{name}` | 60 s | 51 … 71 s | 3 | 0.2 … 1.1 |" in page
+    assert "A CPU, 2 cores, 24 GiB, Linux x86_64; commit abc, 2026-11-22" in page
+    assert "old" not in page
+    assert page.startswith("before\n")
+    assert "not measured" in daily_page.replaced(page, tmp_path / "absent.json")
+    assert page.endswith("\nafter\n")
+    with pytest.raises(ValueError, match="lacks the markers"):
+        daily_page.replaced("none", figures)
+
+
+@pytest.mark.parametrize("runs", [(3, 3, 2), (3, 3, 4), (3, 3, 0)])
+def test_figures_that_are_not_whole_are_refused(runs):
+    run = {"seconds": 60.4, "load": 0.2}
+    times = {name: [run] * count for name, count in zip(daily_page.NAMES, runs, strict=True) if count}
+    with pytest.raises(ValueError, match="needs 3 runs of each"):
+        daily_page.table({"machine": MACHINE, "seconds_to": times})
+
+
+def test_the_names_are_those_that_the_engine_tests_measure():
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests/engine").glob("test_*.py"))
+    assert sorted(re.findall(r'figures\.measured\("(.+)"\)', tests)) == sorted(daily_page.NAMES)
+
+
+def test_the_guide_has_the_table_of_the_saved_figures():
+    text = daily_page.PAGE.read_text(encoding="utf-8")
+    assert daily_page.replaced(text) == text, ".venv/bin/python -m lab.daily_page"
+
+
+def test_the_page_has_what_the_code_computes():
+    text = roofline_page.PAGE.read_text()
+    assert roofline_page.replaced(text) == text, "python -m lab.roofline_page"
+    assert text.count(roofline_page.BEGIN) == 1
+
+
+def test_what_the_page_says_in_words_is_what_the_code_computes():
+    model, spark = parse(models.load()["gpt-oss-120b"].config, "t"), devices.named("spark")
+    text = " ".join(roofline_page.PAGE.read_text().split())
+    alone = roofline.decode(model, 1, Workload(roofline_page.CONTEXT))
+    wide = sum(part.bytes for part in model.parts() if part.name in {"attention qkv", "attention o", "lm_head"})
+    assert f"at most {spark.bytes_a_second / alone.bytes:.0f} tokens/s" in text
+    assert f"{wide / alone.bytes:.0%}".replace("%", " % of the bytes of a token") in text
+    others = [
+        speed.ceiling(model, spark, 1, Workload(roofline_page.CONTEXT, kv=kv, dense=DenseFormat(form, form)))
+        for form, kv in (("q8_0", "bf16"), ("mxfp4", "fp8"))
+    ]
+    assert f"the bound is {others[0]:.0f} to {others[1]:.0f}" in text
+
+
+def test_the_pages_and_the_rows_of_variables_are_current():
+    reference_pages.main(["--check"])
+
+
+def test_a_page_that_differs_is_named_and_written(tmp_path, monkeypatch):
+    shutil.copytree(reference_pages.FOLDER.parent, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(reference_pages, "FOLDER", tmp_path / "reference")
+    (tmp_path / "reference" / "errors.md").write_text("old")
+    with pytest.raises(ProcessError, match=r"errors\.md is out of date"):
+        reference_pages.main(["--check"])
+    reference_pages.main([])
+    reference_pages.main(["--check"])
+
+
+def test_a_variable_without_a_row_is_named(tmp_path, monkeypatch):
+    rows = reference_pages.VARIABLES.read_text(encoding="utf-8")
+    (tmp_path / "variables.toml").write_text(rows.replace("SPARKFORGE_LIMITS", "SPARKFORGE_OTHER"))
+    monkeypatch.setattr(reference_pages, "VARIABLES", tmp_path / "variables.toml")
+    with pytest.raises(ProcessError, match="SPARKFORGE_LIMITS"):
+        reference_pages.main(["--check"])

@@ -1,6 +1,6 @@
-"""The size of a small tree is what somebody would count by hand."""
+"""What the laboratory counts: lines, words, commands; names of families in code."""
 
-from lab import weigh
+from lab import names, weigh
 
 LONG = "def _once(a, b, c, d, e, f, g):\n    return a\n\n\ndef twice(self, a, b, c, d, e, f):\n    return _once(*a)\n"
 
@@ -22,3 +22,15 @@ def test_lines_words_commands_and_functions_are_counted_by_house(tmp_path):
     )  # fmt: skip
     assert figures["private functions of the product called once"] == "1"
     assert figures["functions of the product with more than 6 parameters"] == "1"
+
+
+def test_no_code_names_a_family():
+    assert names.main() == 0
+
+
+def test_a_string_that_names_one_is_found_and_a_sentence_is_not(tmp_path):
+    file = tmp_path / "code.py"
+    file.write_text('"""qwen3_moe"""\nX = "the family qwen3_moe has experts"\nY = "is-qwen3_moe-2"\n')
+    assert [*names.problems([file])] == []
+    file.write_text('def f():\n    return kind == "qwen3_moe"\n')
+    assert [*names.problems([file])] == [f"{file}: 'qwen3_moe' names a family of models; a row of its table says it"]

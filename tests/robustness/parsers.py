@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import io
 import json
-import struct
 import subprocess
 import tarfile
 import zipfile
@@ -22,9 +21,11 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
+import fatbins
 import httpx
 import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from fatbins import entry, fatbin
 from sigstore_instance import Instance
 
 from robustness.scenario import write
@@ -228,8 +229,8 @@ def _read_bundle(data: bytes, scratch: Path) -> None:
     manifest.remove(scratch / "out")
     manifest.beside(scratch / "out").unlink(missing_ok=True)
     bundle.unpack(file, scratch / "out")
-    for path, entry in json.loads((scratch / "out/index.json").read_bytes())["members"].items():
-        assert hashlib.sha256((scratch / "out" / path).read_bytes()).hexdigest() == entry["sha256"], path
+    for path, member in json.loads((scratch / "out/index.json").read_bytes())["members"].items():
+        assert hashlib.sha256((scratch / "out" / path).read_bytes()).hexdigest() == member["sha256"], path
 
 
 PACKED = {"nvcc": "13.0", "machine": "aarch64"}  # what a pack is keyed by
@@ -259,43 +260,14 @@ def _read_pack(data: bytes, scratch: Path) -> None:
 # Binaries
 
 
-TARGET = "sm_121a"
-SECTIONS = b"\0.shstrtab\0.note.nv.tkinfo\0.text.kernel\0"
-
-
-def _section(name: bytes, kind: int, at: int, size: int) -> bytes:
-    return struct.pack("<IIQQQQIIQQ", SECTIONS.index(name), kind, 0, 0, at, size, 0, 0, 1, 0)
-
-
-def cubin() -> bytes:
-    """Return the least that an ELF file for a GPU can be: what ptxas was told, and one kernel of two instructions."""
-    note, code = f"ptxas -arch {TARGET} ".encode(), bytes(32)
-    at = {b".shstrtab": 64, b".note.nv.tkinfo": 64 + len(SECTIONS), b".text.kernel": 64 + len(SECTIONS) + len(note)}
-    sizes = {b".shstrtab": len(SECTIONS), b".note.nv.tkinfo": len(note), b".text.kernel": len(code)}
-    begin = at[b".text.kernel"] + len(code)
-    header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack("<HHI", 2, 190, 1)
-    header += struct.pack("<QQQIHHHHHH", 0, 0, begin, 121 << 8, 64, 56, 0, 64, 4, 1)
-    rows = [_section(name, 3 if name == b".shstrtab" else 1, at[name], sizes[name]) for name in at]
-    return b"".join([header, SECTIONS, note, code, bytes(64), *rows])
-
-
-def _entry(payload: bytes, unpacked: int = 0, kind: int = elf.KIND_CUBIN) -> bytes:
-    padded = payload + bytes(-len(payload) % 8)
-    return (
-        struct.pack("<HHIQI8xI24xQ", kind, 1, 64, len(padded), len(payload) if unpacked else 0, 121, unpacked) + padded
-    )
-
-
-def _fatbin(*entries: bytes) -> bytes:
-    body = b"".join(entries)
-    return struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 16, len(body)) + body
+CUBIN = fatbins.cubin("sm_121a", 121)
 
 
 def _binaries(scratch: Path) -> list[bytes]:
     (scratch / "all.fatbin").write_bytes(
-        _fatbin(_entry(cubin()), _entry(b".version 8.7", kind=elf.KIND_PTX))
+        fatbin(entry(CUBIN, sm=121), entry(b".version 8.7", kind=elf.KIND_PTX, sm=121))
         + bytes(32)
-        + _fatbin(_entry(zstandard.compress(cubin()), len(cubin())))
+        + fatbin(entry(zstandard.compress(CUBIN), len(CUBIN), sm=121))
     )
     write(scratch / "fat.s", f'.section .nv_fatbin,"a"\n.balign 8\n.incbin "{scratch}/all.fatbin"\n'
                              '.section .note.GNU-stack,"",@progbits\n')  # fmt: skip
@@ -303,7 +275,7 @@ def _binaries(scratch: Path) -> list[bytes]:
     options = ["-shared", "-fPIC", "-Wl,-z,noseparate-code", "-nostartfiles", "-s"]
     for name in ("fat.s", "host.c"):
         subprocess.run(["cc", *options, scratch / name, "-o", scratch / f"{name}.so"], check=True)  # noqa: S607
-    samples = [(scratch / "fat.s.so").read_bytes(), (scratch / "host.c.so").read_bytes(), cubin()]
+    samples = [(scratch / "fat.s.so").read_bytes(), (scratch / "host.c.so").read_bytes(), CUBIN]
     for path in scratch.iterdir():
         path.unlink()
     return samples
@@ -548,20 +520,6 @@ def _read_environment(data: bytes, _scratch: Path) -> None:
     settings.BenchSettings({}, env).number("port", 0)
 
 
-PINS = """\
-schema = 1
-default = "s"
-[stacks.s]
-summary = "a stack"
-[stacks.s.components.up]
-version = "1"
-kind = "image"
-licence = "MIT"
-why = "test"
-image = "debian"
-digest = "sha256:{}"
-size = 7
-""".format("0" * 64)
 CONFIG = checkpoints.READ["config.json"]
 
 

@@ -4,8 +4,10 @@ import hashlib
 import struct
 import subprocess
 
+import fatbins
 import pytest
 import zstandard
+from fatbins import entry, fatbin
 from invoke.program import Program
 
 import tasks
@@ -17,35 +19,10 @@ from sparkforge.core.errors import AuditError
 pytestmark = [pytest.mark.needs("c++"), pytest.mark.timeout(60)]
 TARGET = "sm_90a"
 ENDLESS = elf.ZSTD + b"\xe0" + struct.pack("<Q", 1 << 40) + bytes(64)  # RFC 8878: one segment, its size in 8 bytes
-NAMES = b"\0.shstrtab\0.note.nv.tkinfo\0.text.kernel\0"
-
-
-def section(name, kind, at, size):
-    return struct.pack("<IIQQQQIIQQ", NAMES.index(name), kind, 0, 0, at, size, 0, 0, 1, 0)
 
 
 def cubin(target=TARGET):
-    """The least that an ELF file for a GPU can be: what ptxas was told, and one kernel of two instructions."""
-    note, code = f"ptxas -arch {target} ".encode(), bytes(32)
-    at = {b".shstrtab": 64, b".note.nv.tkinfo": 64 + len(NAMES), b".text.kernel": 64 + len(NAMES) + len(note)}
-    sizes = {b".shstrtab": len(NAMES), b".note.nv.tkinfo": len(note), b".text.kernel": len(code)}
-    table = at[b".text.kernel"] + len(code)
-    header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack("<HHI", 2, 190, 1)
-    header += struct.pack("<QQQIHHHHHH", 0, 0, table, 90 << 8, 64, 56, 0, 64, 4, 1)
-    rows = [section(name, 3 if name == b".shstrtab" else 1, at[name], sizes[name]) for name in at]
-    return b"".join([header, NAMES, note, code, bytes(64), *rows])
-
-
-def entry(payload, unpacked=0, kind=elf.KIND_CUBIN, sm=90):
-    """One entry of a fatbin; `unpacked` as nvcc writes it: the size before packing, 0 where nothing is packed."""
-    padded = payload + bytes(-len(payload) % 8)
-    packed = len(payload) if unpacked else 0
-    return struct.pack("<HHIQI8xI24xQ", kind, 1, 64, len(padded), packed, sm, unpacked) + padded
-
-
-def fatbin(*entries):
-    body = b"".join(entries)
-    return struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 16, len(body)) + body
+    return fatbins.cubin(target, 90)
 
 
 def packed(data, size=None):

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from sparkforge import pins
 from sparkforge.bench import __main__ as program
 from sparkforge.bench import runs
 from sparkforge.cli import program as inv
@@ -64,14 +63,6 @@ def test_gpt_oss_without_its_text_is_an_input_error_with_the_next_command(out, m
     monkeypatch.setattr(runs.settings, "endpoint", lambda options: served)
     assert inv.main(["bench.acc", "--output", str(out)]) == 10
     assert "next: ./inv bench.acc --fetch-text hub" in capsys.readouterr().err
-
-
-def test_text_takes_a_relative_path_from_the_callers_folder(tmp_path, monkeypatch, capsys):
-    pin = pins.load().texts["wikitext-2-raw-test"]
-    (tmp_path / "wiki.test.raw").write_text("another text")
-    monkeypatch.setenv("INV_CWD", str(tmp_path))
-    assert inv.main(["bench.acc", "--fetch-text", "wiki.test.raw"]) == 12
-    assert pin.pinned_files[pin.member].sha256 in capsys.readouterr().err
 
 
 # The container's program

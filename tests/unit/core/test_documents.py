@@ -1,13 +1,18 @@
-"""Files that anybody may have written: whatever is in them, the reader ends with a value or a declared error."""
+"""Files that anybody may have written, RECORD too: the reader ends with a value or a declared error."""
 
 import json
 import os
+from contextlib import suppress
 
 import pytest
 from expected import refused
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparkforge.core import documents
 from sparkforge.core.documents import DocumentError, parse_json, read_json, read_text, read_toml
+from sparkforge.core.errors import IntegrityError
+from sparkforge.core.installed import Installed, parse_record, record_digest
 
 pytestmark = pytest.mark.timeout(60)
 BAD_JSON = {
@@ -21,24 +26,19 @@ BAD_TOML = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("data", BAD_JSON.values(), ids=BAD_JSON)
-def test_malformed_json_is_a_declared_error_that_names_the_file(tmp_path, data):
-    path = tmp_path / "x.json"
+@pytest.mark.parametrize(
+    ("read", "data"),
+    [*((read_json, data) for data in BAD_JSON.values()), *((read_toml, data) for data in BAD_TOML.values())],
+    ids=[*BAD_JSON, *BAD_TOML],
+)
+def test_a_malformed_document_is_a_declared_error_that_names_the_file(tmp_path, read, data):
+    path = tmp_path / "x"
     path.write_bytes(data)
-    with pytest.raises(DocumentError) as caught:
-        read_json(path)
+    with pytest.raises(DocumentError, match=r"it is|it holds" if read is read_toml else None) as caught:
+        read(path)
     assert caught.value.what == f"cannot read {path}"
     assert str(caught.value) == caught.value.why
     assert "\n" not in caught.value.why
-
-
-@pytest.mark.parametrize("data", BAD_TOML.values(), ids=BAD_TOML)
-def test_malformed_toml_is_a_declared_error_that_names_the_file(tmp_path, data):
-    path = tmp_path / "x.toml"
-    path.write_bytes(data)
-    with pytest.raises(DocumentError, match=r"it is|it holds") as caught:
-        read_toml(path)
-    assert caught.value.what == f"cannot read {path}"
 
 
 def test_what_is_well_formed_is_read(tmp_path):
@@ -83,3 +83,37 @@ def test_more_values_than_memory_has_room_for_are_refused_before_they_are_made(m
     assert documents.parse_json("[" + "{}," * 400 + "0]", "x")
     with pytest.raises(documents.DocumentError, match="more than 1,000 values"):
         documents.parse_json("[" + "{}," * 600 + "0]", "x")
+
+
+HASH = "sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU"
+NAMES = ["pkg/a.py", "../../../bin/x", "../../../etc/passwd", "p-1.dist-info/RECORD", "/", "", "..", "a,b"]
+PATHS, HASHES = st.sampled_from(NAMES) | st.text(), st.sampled_from([HASH, "", "md5=x"]) | st.text()
+LINES = st.lists(st.tuples(PATHS, HASHES, st.text()), max_size=6)
+
+
+@given(st.text() | LINES.map(lambda lines: "\n".join(",".join(line) for line in lines)), st.booleans())
+def test_any_text_is_lines_or_a_named_refusal(text, strict):
+    lines = ()
+    with suppress(IntegrityError):
+        lines = parse_record(text, "RECORD", strict=strict)
+    assert all(not line.path.startswith(("/", "../")) and len(line.sha256) == 64 for line in lines)
+    assert record_digest(reversed(lines)) == record_digest(lines)
+
+
+def test_the_digest_is_over_unquoted_lines_in_order():
+    """The digest of locks/patched.toml, by its definition."""
+    text = f'"b/E=8,N=7.json",{HASH},0\na.py,{HASH},0\np-1.dist-info/RECORD,,\np-1.dist-info/INSTALLER,{HASH},0\n'
+    digest = record_digest(parse_record(text, "RECORD"))
+    assert digest == "f62044b9c256a78beb2106507603cd5998667578f4ce06b3f58785ab7d972256"
+
+
+def test_without_strictness_only_lines_that_cannot_be_compared_are_left_out(tmp_path):
+    info = tmp_path / "p-1.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text(f"a.py,{HASH},0\nb.py,,\n../../../share/man/p.1,{HASH},0\n")
+    (tmp_path / "a.py").write_text("")
+    with pytest.raises(IntegrityError, match="not a sha256"):
+        Installed.read(info)
+    installed = Installed.read(info, strict=False)
+    assert [line.path for line in installed.lines] == ["a.py"]
+    assert installed.differences(added=None) == []

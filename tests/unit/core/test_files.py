@@ -17,30 +17,22 @@ from sparkforge.core.files import (
 from sparkforge.core.paths import ROOT
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+def test_a_failed_write_leaves_the_old_file_and_no_other_and_a_full_disk_is_named(tmp_path):
     target = tmp_path / "file"
     write_atomic(target, "old")
 
-    def failing_write():
+    def failing_write(error):
         with atomic_file(target) as file:
             file.write(b"half of the n")
-            raise RuntimeError
+            raise error
 
     with pytest.raises(RuntimeError):
-        failing_write()
+        failing_write(RuntimeError)
+    with refused("storage.full") as caught:
+        failing_write(OSError(errno.ENOSPC, "No space left on device"))
+    assert str(tmp_path) in caught.value.what
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
-    def failing_write():
-        with atomic_file(tmp_path / "file"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with refused("storage.full") as caught:
-        failing_write()
-    assert str(tmp_path) in caught.value.what
-    assert os.listdir(tmp_path) == []
 
 
 WRITER = """
@@ -88,10 +80,7 @@ with locked(pathlib.Path({str(tmp_path / "lock")!r}), "hold"):
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
     refusal = f"make it .*pid {holder.pid}: hold"
-    with (
-        refused("storage.busy", refusal),
-        locked(tmp_path / "lock", "make it"),
-    ):
+    with refused("storage.busy", refusal), locked(tmp_path / "lock", "make it"):
         pass
     holder.kill()
     holder.communicate()

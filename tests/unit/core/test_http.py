@@ -102,23 +102,13 @@ def test_a_chat_ends_although_the_server_does_not():
         while True:
             yield b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n'
 
-    endless_chat = server(events, Content_Type="text/event-stream")
-    with (
-        endless_chat as url,
-        refused("server.reply", "not ended after"),
+    for body, status, seconds, why in (
+        (events, 200, 0.5, "not ended after"),
+        (endless, 200, 5, "without a whole event"),
+        (endless, 500, 5, "more than"),
     ):
-        list(Endpoint(url, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 1, seconds=0.5))
-    noise = server(endless, Content_Type="text/event-stream")
-    with (
-        noise as url,
-        refused("server.reply", "without a whole event"),
-    ):
-        list(Endpoint(url, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 1, seconds=5))
-    with (
-        server(endless, status=500) as url,
-        refused("server.reply", "more than"),
-    ):
-        list(Endpoint(url, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 1, seconds=5))
+        with server(body, status=status, Content_Type="text/event-stream") as url, refused("server.reply", why):
+            list(Endpoint(url, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 1, seconds=seconds))
 
 
 def test_a_stream_that_sends_nothing_more_ends_in_its_time():

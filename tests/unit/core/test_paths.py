@@ -23,7 +23,9 @@ def test_the_state_folder_is_closed_to_others(monkeypatch, tmp_path, before):
     monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
     if before is not None:
         folder.mkdir(parents=True)
+        (folder / "starts.json").touch()  # as a container leaves it before the first ./inv
         folder.chmod(before)
+    paths.require_state()
     assert paths.secure_state() == folder
     assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -44,23 +46,11 @@ def test_a_folder_of_other_programs_is_neither_used_nor_closed(monkeypatch, tmp_
     assert folder.stat().st_mode & 0o7777 == mode
 
 
-def test_a_state_folder_that_was_not_closed_yet_is_used(monkeypatch, tmp_path):
-    """A container writes starts.json into its volume before the first ./inv."""
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state/starts.json").touch()
-    (tmp_path / "state").chmod(0o755)
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
-    paths.require_state()
-
-
-def test_the_root_folder_is_no_state_folder(monkeypatch):
+def test_the_root_folder_is_no_state_folder_and_an_empty_variable_counts_as_unset(monkeypatch):
+    """`SPARKFORGE_STATE= ./inv up` once wrote models and environments into the checkout."""
     monkeypatch.setenv("SPARKFORGE_STATE", "/")
     with pytest.raises(StorageError, match="cannot use the state folder /"):
         paths.require_state()
-
-
-def test_an_empty_variable_counts_as_unset(monkeypatch):
-    """`SPARKFORGE_STATE= ./inv up` once wrote models and environments into the checkout."""
     monkeypatch.setenv("HOME", "/home/me")
     for name in ("SPARKFORGE_STATE", "SPARKFORGE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, "")

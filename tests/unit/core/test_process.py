@@ -19,13 +19,10 @@ time.sleep(600)
 """
 
 
-def test_the_last_lines_of_a_failed_program_are_in_the_error():
+def test_the_last_lines_of_a_failed_program_are_in_the_error_and_output_that_is_not_text_is_no_traceback():
     with refused("process.failed", "gave up") as caught:
         run([sys.executable, "-c", "import sys; sys.exit('gave up')"], fix="try again")
     assert caught.value.fix == "try again"
-
-
-def test_output_that_is_not_text_is_no_traceback():
     assert run([sys.executable, "-c", "import os; os.write(1, bytes([255, 254]))"]).stdout == "��"
 
 

@@ -54,15 +54,6 @@ def endless(piece):
     return response(itertools.repeat(piece))
 
 
-LINE = b"x" * 99
-
-
-@pytest.mark.parametrize("piece", [LINE * 662, b"data: %b\n" % LINE * 624, b": %b\n\n" % LINE * 624])
-def test_a_stream_without_a_whole_event_ends_at_the_limit(piece):
-    with pytest.raises(http.LimitError, match="without a whole event"):
-        list(sse.events(endless(piece)))
-
-
 def test_a_stream_has_an_overall_deadline():
     with pytest.raises(http.LimitError, match="not ended after 0 s"):
         list(sse.events(endless(b"data: x\n\n"), 0.0))

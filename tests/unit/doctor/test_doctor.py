@@ -193,16 +193,13 @@ def fail(error):
         raise error
 
 
-def test_a_failed_up_is_remembered_and_a_good_one_forgets_it():
+def test_a_failed_up_is_remembered_a_good_one_forgets_it_and_a_mistaken_command_is_not_remembered():
     fail(ServerError("port 8000 is taken", "another program listens", "./inv up --port 8001", code="server.port"))
     (problem,) = look()[0]
     assert (problem.id, problem.what, problem.fix) == ("last-up", "port 8000 is taken", "./inv up --port 8001")
     with failure.remembered():
         pass
     assert ids() == []
-
-
-def test_a_mistaken_command_is_not_remembered():
     fail(ServerError("a", "b", "c", code="server.port"))
     fail(ServerError("runs", "x", "./inv down", code="server.running"))
     fail(UsageError("no", "x", "y"))

@@ -73,14 +73,6 @@ def test_the_workflow_that_is_named_vouches_for_its_image(image, sigstore, deman
         assert line in said
 
 
-def test_an_older_image_of_the_workflow_needs_a_rollback_too(image, sigstore, demand):
-    attach(image, bundles(image, sigstore))
-    demand()
-    trust.accept(STACK, trust.Evidence(finished="2026-11-09T00:00:00Z"))
-    with refused("integrity.signature", "older than the last one"):
-        trust.require(None, image, STACK)
-
-
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [

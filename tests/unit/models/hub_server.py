@@ -40,9 +40,7 @@ class HubServer:
         self.listed = dict(files)  # what the metadata lists; a corrupted file differs from it
         self.token = ""
         self.repository, self.commit = "openai/gpt-oss-120b", COMMIT
-        self.refuse = None  # (status, X-Error-Code) for every request
         self.delay = 0.0  # seconds between two pieces of 16 KiB
-        self.cut = {}  # name → bytes after which the connection breaks, once
         self.asked = []
         self.stack = ExitStack()
         self.url = self.stack.enter_context(serving(Handler, hub=self)).url
@@ -68,9 +66,8 @@ class Handler(Quiet):
 
     def get(self):
         hub = self.server.hub
-        if hub.refuse or (hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}"):
-            status, code = hub.refuse or (401, "GatedRepo")
-            return self.reply(status, b'{"error": "no"}', {"X-Error-Code": code, "X-Error-Message": "no"})
+        if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            return self.reply(401, b'{"error": "no"}', {"X-Error-Code": "GatedRepo", "X-Error-Message": "no"})
         if match := re.fullmatch(rf"/api/models/{hub.repository}/revision/(\w+)(?:\?.*)?", self.path):
             if match[1] not in {"main", COMMIT}:
                 return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
@@ -91,18 +88,14 @@ class Handler(Quiet):
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        self.reply(206 if begin else 200, data[begin:], headers, cut=hub.cut.pop(name, None))
+        self.reply(206 if begin else 200, data[begin:], headers)
 
-    def reply(self, status, data, headers, cut=None):
+    def reply(self, status, data, headers):
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         for offset in range(0, len(data), 16384):
-            if cut is not None and offset >= cut:
-                self.close_connection = True
-                self.connection.close()
-                return
             try:
                 self.wfile.write(data[offset : offset + 16384])
             except OSError:

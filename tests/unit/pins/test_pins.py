@@ -11,6 +11,7 @@ from sparkforge import pins
 from sparkforge.core.errors import InputError
 from sparkforge.core.files import sha256_file
 from sparkforge.pins import locks
+from sparkforge.pins.index import PipConfig, pip_config
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 
 SHA = "a" * 64
@@ -220,3 +221,18 @@ def test_a_lock_without_a_wheel_for_every_machine_is_refused(tmp_path, monkeypat
             with refused("input.pins", r"(?s)installed on aarch64 with Python 3\.11 .*no wheels.* one\.in"):
                 resolved.require_wheels(lock)
     resolved.require_wheels(lock)
+
+
+def test_the_environment_stands_before_pips_files(tmp_path, monkeypatch):
+    for name in ("PIP_INDEX_URL", "PIP_CERT", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("a", "c"):
+        (tmp_path / name).write_text(f"[global]\nindex-url = http://{name}.test/simple/\ncert = /{name}.pem\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "a"))
+    assert pip_config() == PipConfig("http://a.test/simple/", "/a.pem")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://b.test")
+    assert pip_config() == PipConfig("http://b.test/", "/a.pem")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "c"))
+    monkeypatch.delenv("PIP_INDEX_URL")
+    assert pip_config() == PipConfig("http://c.test/simple/", "/c.pem")

@@ -199,12 +199,6 @@ def test_a_key_on_the_command_line_is_refused_and_not_repeated(words):
     assert "sesame" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["http://x", "a b", "x:port", "[::1"])
-def test_a_word_that_is_no_host_is_refused(text):
-    with pytest.raises(UsageError, match="is no host"):
-        access.named_hosts(text)
-
-
 def test_the_embedded_server_is_guarded_and_gets_its_key_in_the_environment_only(key_file, tmp_path):
     path = key_file(b"sesame\n")
     for key, key_path, last in (("sesame", str(path), ("--disable-fastapi-docs",)), ("", None, ())):

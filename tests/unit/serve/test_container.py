@@ -104,15 +104,6 @@ def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engin
     assert record.read() is None
 
 
-def test_down_removes_a_container_that_ended_by_itself(checkout, fake_engine, docker_command):
-    server = up()
-    fake_engine.container["State"]["Status"] = "exited"
-    with pytest.raises(errors.ServerError, match="container c0ffee"):
-        record.running()
-    assert launch.stop() == server
-    assert called(docker_command, " down")
-
-
 def fails(error, docker_command, **more):
     with pytest.raises(error) as caught:
         up(**more)
@@ -172,20 +163,18 @@ def test_a_refusal_in_the_log_of_an_earlier_run_does_not_count(checkout, fake_en
     assert fails(errors.ServerError, docker_command).why == "RuntimeError: new"
 
 
-def test_a_container_that_vanishes_is_a_server_error(checkout, fake_engine, docker_command):
-    fake_engine.routes[r"GET /containers/\w+/json"] = lambda query: (404, {"message": "No such container: c0ffee"})
-    fails(errors.ServerError, docker_command)
-
-
-def test_a_container_that_takes_too_long_is_stopped(checkout, fake_engine, docker_command, monkeypatch):
-    monkeypatch.setattr(docker_device, "READY_SECONDS", 0.1)
-    fake_engine.container["State"]["Health"]["Status"] = "starting"
-    assert "in time" in fails(errors.ServerError, docker_command).what
-
-
-def test_healthy_without_a_token_is_a_failure(checkout, fake_engine, docker_command, tmp_path):
-    (tmp_path / "key").write_text("wrong")
-    assert "Unauthorized" in fails(errors.ServerError, docker_command).what
+@pytest.mark.parametrize(("fault", "what"), [("it vanishes", ""), ("it starts", "in time"), ("a key", "Unauthorized")])
+def test_a_container_that_vanishes_takes_too_long_or_gives_no_token_is_stopped(
+    checkout, fake_engine, docker_command, monkeypatch, tmp_path, fault, what
+):
+    if fault == "it vanishes":
+        fake_engine.routes[r"GET /containers/\w+/json"] = lambda query: (404, {"message": "No such container: c0ffee"})
+    elif fault == "it starts":
+        monkeypatch.setattr(docker_device, "READY_SECONDS", 0.1)
+        fake_engine.container["State"]["Health"]["Status"] = "starting"
+    else:
+        (tmp_path / "key").write_text("wrong")
+    assert what in fails(errors.ServerError, docker_command).what
 
 
 def test_ctrl_c_while_waiting_stops_the_container(checkout, fake_engine, docker_command, monkeypatch):

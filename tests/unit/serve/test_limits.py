@@ -6,10 +6,7 @@ import sys
 
 import pytest
 
-from sparkforge.core.errors import UsageError
-from sparkforge.serve import access, limits, settings
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve import access, limits
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 USUAL = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
@@ -211,12 +208,3 @@ def test_the_guard_judges_behind_the_key(monkeypatch):
     assert json.loads(server.post({}, path=MESSAGES)[1])["type"] == "error"  # in Anthropic's shape too
     status, body = server.post({"n": 10_000}, path=MESSAGES, headers=[(b"authorization", b"Bearer sesame")])
     assert (status, json.loads(body)["type"]) == (400, "error")
-
-
-@pytest.mark.parametrize("text", ["sequences", "sequences=-1", "sequence=1", "n=²"])
-def test_a_setting_without_a_meaning_is_refused_before_a_start(text, monkeypatch):
-    with pytest.raises(UsageError, match=limits.VARIABLE):
-        settings.read({limits.VARIABLE: text})
-    monkeypatch.setenv(limits.VARIABLE, text)
-    with pytest.raises(UsageError, match=limits.VARIABLE):
-        embedded.Embedded(StartPlan("embedded"))

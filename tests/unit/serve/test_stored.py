@@ -175,14 +175,11 @@ def test_a_name_that_two_models_have_is_not_guessed(inv, models):
 
 
 @pytest.mark.parametrize("command", ["rm", "run"])
-def test_an_unknown_model_gets_the_nearest_names(inv, command):
+def test_an_unknown_model_gets_the_nearest_names_and_a_repository_the_pull(inv, command):
     refused = inv(command, "gpt-oss-121b")
     assert refused.returncode == 10
     assert "the nearest: gpt-oss-120b" in refused.stderr
     assert "next: ./inv list" in refused.stderr
-
-
-def test_a_model_that_is_not_here_can_be_pulled(inv):
     assert "next: ./inv pull someone/model" in inv("run", "someone/model", "Hello").stderr
 
 

@@ -110,7 +110,9 @@ def test_vllm_args_that_cannot_be_read_or_name_a_model_are_refused(text):
     [
         *((name, "zz") for name in (*settings.CHOICES, *settings.FORMS)),
         ("SPARKFORGE_STACK", "zz"), ("SPARKFORGE_SERVE_PROFILE", "zz"), ("SPARKFORGE_BIND", "zz"),
-        ("SPARKFORGE_ALLOWED_HOSTS", "a b"), ("SPARKFORGE_LIMITS", "zz"), ("VLLM_ARGS", "'"), ("TP", "0"),
+        *(("SPARKFORGE_ALLOWED_HOSTS", text) for text in ("http://x", "a b", "x:port", "[::1")),
+        *(("SPARKFORGE_LIMITS", text) for text in ("sequences", "sequences=-1", "sequence=1", "n=²")),
+        ("VLLM_ARGS", "'"), ("TP", "0"),
         ("MAX_MODEL_LEN", "-1"), ("SPARKFORGE_VALIDATE_SECONDS", "foo"), ("SPARKFORGE_VALIDATE_SECONDS", "inf"),
         *(("SPARKFORGE_GUARD_GIB", value) for value in ("3g", "-1", "nan")),
     ],

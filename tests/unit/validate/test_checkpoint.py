@@ -74,15 +74,13 @@ def test_damaged_model(target, model, case):
     assert value == wanted if isinstance(wanted, list) else wanted in value[0]
 
 
-def test_single_file_model(target, model):
+def test_a_model_of_a_single_file_or_no_directory(target, model, tmp_path):
     for path in [*model.glob("*.safetensors"), model / "model.safetensors.index.json"]:
         path.unlink()
     assert "neither" in fact("model.shards_missing", target(model=model)).error
     shard(model / "model.safetensors", ["x"])
     assert fact("model.shards_damaged", target(model=model)).value == []
 
-
-def test_model_that_is_no_directory(target, tmp_path):
     assert "is not a directory" in fact("model.model_type", target(model=tmp_path / "x")).error
     assert "no model directory" in fact("model.model_type", target()).error
     validated = target(serve_args=("--model", str(tmp_path)))

@@ -34,7 +34,7 @@ def gathered(target, packages, environment, **more):
     return deep.gather(target(environ=environment(PYTHONPATH=str(packages)), **more))
 
 
-def test_each_question_has_its_own_answer(target, packages, environment):
+def test_each_question_has_its_own_answer_also_without_the_patch(target, packages, environment):
     facts = gathered(target, packages, environment)
     assert set(facts) == set(deep.SOURCES)
     assert facts["deep.torch_cuda"].value == "13.0"
@@ -42,9 +42,6 @@ def test_each_question_has_its_own_answer(target, packages, environment):
     assert facts["deep.capability"].value == "12.1"
     assert facts["deep.is_blackwell_class"].value is True
     assert facts["deep.quantization"].error.startswith("ModuleNotFoundError")
-
-
-def test_platform_without_the_patch_says_so(target, packages, environment):
     text = PLATFORM.replace("def is_blackwell_class(): return True", "def other(): return None")
     (packages / "vllm" / "platforms" / "__init__.py").write_text(text)
     assert "the patch is not applied" in gathered(target, packages, environment)["deep.is_blackwell_class"].error

@@ -11,7 +11,7 @@ from validate.facts.fact import Fact, Reading, as_json, gather, load_sheet
 from validate.facts.target import once
 
 
-def test_what_goes_wrong_becomes_the_facts_error(target):
+def test_a_reading_that_fails_has_its_reason_and_one_that_needs_longer_its_own_limit(target):
     def fail(error):
         raise error
 
@@ -25,9 +25,6 @@ def test_what_goes_wrong_becomes_the_facts_error(target):
     assert gather(target(), [readings]) == {
         name: Fact(1 if name == "a" else None, "src", errors[name]) for name in "abcd"
     }
-
-
-def test_a_reading_that_needs_longer_has_its_own_limit(target):
     stop = threading.Event()
     groups = [
         [Reading("hangs", "s", lambda _: stop.wait(60), 0.2)],

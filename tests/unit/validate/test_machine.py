@@ -52,17 +52,26 @@ def test_settings_of_the_environment_are_facts(target, name, variable, values):
     assert {text: fact(name, target(environ={variable: text})).value for text in values} == values
 
 
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(f"{text.rstrip()}\n")
+
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    return write
+
+
 MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n" + "".join(
     f"{field}: 0 kB\n" for field in ("MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab")
 )
 CGROUP = "sys/fs/cgroup"
 V2 = {
-    "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
-    "proc/self/cgroup": "0::/",
-    f"{CGROUP}/memory.max": "1073741824",
-    f"{CGROUP}/memory.current": "900000000",
+    "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "proc/self/cgroup": "0::/",
+    f"{CGROUP}/memory.max": "1073741824", f"{CGROUP}/memory.current": "900000000",
     f"{CGROUP}/memory.stat": "anon 1\ninactive_file 400000000",
-}
+}  # fmt: skip
 V1 = {
     "proc/self/mountinfo": "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
     "proc/self/cgroup": "4:memory:/",
@@ -82,13 +91,8 @@ V1 = {
         ({**V2, f"{CGROUP}/memory.current": "9073741824"}, 0),
     ],
 )
-def test_container_limit(target, tmp_path, monkeypatch, files, headroom):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    (tmp_path / "proc").mkdir(exist_ok=True)
-    (tmp_path / "proc" / "meminfo").write_text(MEMINFO)
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
+def test_container_limit(target, tmp_path, monkeypatch, root, files, headroom):
+    root({**files, "proc/meminfo": MEMINFO})
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "proc"))
     facts = fact("memory.cgroup_headroom_bytes", target())
     assert (facts.value, facts.error) == (headroom, None)
@@ -120,11 +124,8 @@ SEAT, CONF = {"run/systemd/seats/x": ""}, "etc/systemd/logind.conf"
         ({**SEAT, "var/lib/systemd/linger/4711": ""}, False),
     ],
 )
-def test_whether_a_logout_deletes_shared_memory(target, tmp_path, monkeypatch, files, removed):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
+def test_whether_a_logout_deletes_shared_memory(target, monkeypatch, root, files, removed):
+    root(files)
     monkeypatch.setattr("os.getuid", lambda: 4711)
     assert fact("os.remove_ipc", target()).value is removed
     with monkeypatch.context() as system_unit:

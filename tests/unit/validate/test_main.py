@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from validate.checks.finding import Check
 from validate.facts.fact import load_sheet
 from validate.profiles import PROFILES
 from validate.report import lines
+
+GB10 = str(ROOT / "tests/unit/validate/sheets/gb10-from-public-documents.json")
 
 
 def command(environment, *arguments, flags=(), **more):
@@ -38,9 +41,8 @@ def ask(environment, monkeypatch, capsys):
     return ask
 
 
-def test_rehearsal_of_the_good_sheet_serves(environment, sheets, tmp_path):
-    sheet = sheets / "gb10-from-public-documents.json"
-    result = command(environment, "--profile", "spark", "--facts", str(sheet), "--json", str(tmp_path / "r.json"))
+def test_rehearsal_of_the_good_sheet_serves(environment, tmp_path):
+    result = command(environment, "--profile", "spark", "--facts", GB10, "--json", str(tmp_path / "r.json"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "never recorded on a real DGX Spark" in result.stdout.splitlines()[0]
     last = result.stdout.splitlines()[-1]
@@ -48,13 +50,13 @@ def test_rehearsal_of_the_good_sheet_serves(environment, sheets, tmp_path):
     assert result.stderr == ""
 
 
-def test_report_can_be_rehearsed_again(ask, sheets, tmp_path):
-    out, sheet = tmp_path / "deep" / "r.json", sheets / "gb10-from-public-documents.json"
-    ask("--profile", "spark", "--json", str(out), "--facts", str(sheet))
+def test_report_can_be_rehearsed_again(ask, tmp_path):
+    out = tmp_path / "deep" / "r.json"
+    ask("--profile", "spark", "--json", str(out), "--facts", GB10)
     document = json.loads(out.read_text())
     assert (document["schema"], document["verdict"], document["exit_code"]) == (1, "serve", 0)
     assert set(document["findings"][0]) == {"check", "status", "required", "evidence", "fix", "doc"}
-    assert load_sheet(out) == load_sheet(sheet)
+    assert load_sheet(out) == load_sheet(Path(GB10))
 
 
 @pytest.mark.slow
@@ -95,6 +97,7 @@ def test_spark_profile_without_gpu_refuses_says_why_and_imports_neither_torch_no
     [
         (("--profile", "spark", "--facts", "missing.json"), 10, "cannot read the fact sheet"),
         (("--profile", "x"), 2, "no profile"),
+        (("--profile", "spark", "--facts", GB10, "--json", "/proc/nowhere/r.json"), 2, "cannot write the report"),
         (("--profile", "spark", "--frobnicate"), 2, "the arguments cannot be read"),
     ],
 )
@@ -104,13 +107,6 @@ def test_wrong_arguments_are_one_named_error(ask, arguments, code, said):
     assert said in result.stderr
     assert "next:" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_report_that_cannot_be_written_is_not_green(ask, sheets):
-    sheet = sheets / "gb10-from-public-documents.json"
-    result = ask("--profile", "spark", "--facts", str(sheet), "--json", "/proc/nowhere/r.json")
-    assert result.returncode == 2
-    assert "cannot write the report" in result.stderr
 
 
 def test_without_a_model_nothing_is_green(good, with_values):
@@ -132,8 +128,8 @@ def test_a_bug_in_a_check_refuses_without_a_traceback(good, monkeypatch):
     assert "internal error in this check" in "\n".join(lines(report))
 
 
-def test_a_recorded_text_cannot_forge_a_line(good, with_values, tmp_path, capsys, sheets):
-    sheet = json.loads((sheets / "gb10-from-public-documents.json").read_text())
+def test_a_recorded_text_cannot_forge_a_line(tmp_path, capsys):
+    sheet = json.loads(Path(GB10).read_text())
     sheet["facts"]["gpu.name"]["value"] = "X\nserve: the server may start\x1b[2J"
     sheet["origin"] = "a\nok   gpu-name"
     (tmp_path / "s.json").write_text(json.dumps(sheet))
