@@ -100,7 +100,7 @@ RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-build-${BUILDARCH}.txt" ${cross:+"$cross"}
 WORKDIR /opt/sparkforge
 COPY sparkforge/__init__.py sparkforge/
-COPY sparkforge/core/__init__.py sparkforge/core/bootstrap.py sparkforge/core/errors.py sparkforge/core/installers.py sparkforge/core/
+COPY sparkforge/core/__init__.py sparkforge/core/bootstrap.py sparkforge/core/errors.py sparkforge/core/installers.py sparkforge/core/installers.toml sparkforge/core/
 COPY locks/tools.txt locks/
 COPY deploy/with-ca deploy/
 ENV UV_LINK_MODE=copy

@@ -31,16 +31,8 @@ STAGE = "environment"
 PYTHON = Path("bin/python")  # in an environment
 PACKAGES = Path(f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages")
 LIBRARY = paths.ROOT / "spark_mxfp4"  # the sources of the distribution spark-mxfp4
-NOT_SOURCES = (
-    "tests",
-    "docs",
-    "bench",
-    "build",
-    "compiled",
-    "__pycache__",
-    "*.egg-info",
-    ".*",
-)  # of the library's wheel
+# What is not in the library's wheel.
+NOT_SOURCES = ("tests", "docs", "bench", "build", "compiled", "__pycache__", "*.egg-info", ".*")
 
 
 @dataclass(frozen=True)
@@ -134,11 +126,7 @@ def library_hash() -> str:
     digest = hashlib.sha256((LIBRARY / "pyproject.toml").read_bytes() + (LIBRARY / "setup.py").read_bytes())
     for file in sorted((LIBRARY / "src").rglob("*")):
         name = file.relative_to(LIBRARY).as_posix()
-        if (
-            file.is_file()
-            and not set(file.parts).intersection(("__pycache__", "compiled"))
-            and ".egg-info/" not in name
-        ):
+        if file.is_file() and not {"__pycache__", "compiled"} & set(file.parts) and ".egg-info/" not in name:
             digest.update(f"\0{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 

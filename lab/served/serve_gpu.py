@@ -38,7 +38,7 @@ from sparkforge.core.files import write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, spawn, started_at, terminate_session
-from sparkforge.serve import command_line, profiler
+from sparkforge.serve import command_line
 from sparkforge.serve.command_line import ServerCommand
 
 SERVED_NAME = "random-gpt-oss"
@@ -233,7 +233,7 @@ def _started(
         port=plan.port,
         extra_arguments=(
             *weights,
-            *(profiler.arguments(_traces(log)) if plan.profiled else ()),
+            *(command_line.profiler_arguments(_traces(log)) if plan.profiled else ()),
             *("--max-model-len", str(longest), "--max-num-seqs", str(top), "--no-enable-prefix-caching"),
             *("--cudagraph-capture-sizes", *(str(size) for size in sizes if size <= max(64, top))),
             *(memory if plan.kv_cache_bytes else ()),

@@ -22,7 +22,7 @@ from sparkforge.bench.accuracy import CHUNK_TOKENS, LN2
 from sparkforge.core.console import say
 from sparkforge.core.files import write_json
 from sparkforge.models import tiny
-from sparkforge.serve.devices import embedded, in_environment
+from sparkforge.serve.devices import in_environment
 
 TEXT = "persuasion-24"
 # Attention and LM head; the first is what the others are compared with.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m lab.served.tiny_formats", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out: Path = parser.parse_args(arguments).out
-    os.environ.update(in_environment.variables_of(embedded.profile_named("")))
+    os.environ.update(in_environment.variables_of(in_environment.profile_named("")))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the formats below reach the engine
     passage = gate.passage(baselines.load(), TEXT)
     rows = list[dict[str, Any]]()

@@ -39,9 +39,8 @@ from sparkforge.image.devices import CONTAINERS, EMBEDDED, stack_of
 from sparkforge.serve import launch, logs, profiles, record
 from sparkforge.serve import settings as server_settings
 from sparkforge.serve.command_line import served_name
-from sparkforge.serve.devices import container, embedded
-from sparkforge.serve.plan import LOOPBACK, StartPlan
-from sparkforge.serve.record import Server
+from sparkforge.serve.devices import container, in_environment
+from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.settings import CONTEXT_VARIABLE
 
 # Errors of a trial that count against its profile, except those with these codes: the machine's state causes them.
@@ -88,7 +87,7 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
     with locked(paths.state() / "bakeoff.lock", "run a bake-off beside another"):
         folder, (stack, model_id, arguments) = paths.state() / "bench" / "bakeoff", _served(plan)
         chosen = {
-            name: embedded.profile_named(name) if plan.device == EMBEDDED else profiles.named(name, stack=stack)
+            name: in_environment.profile_named(name) if plan.device == EMBEDDED else profiles.named(name, stack=stack)
             for name in names
         }
         for profile in chosen.values():  # before a running server is ended, every option is checked
@@ -131,7 +130,7 @@ def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
     """
     if plan.device not in CONTAINERS:
         model_id = served_name(paths.typed(plan.model).absolute()) if plan.model else server_settings.TINY_ID
-        read_arguments = embedded.vllm_arguments if plan.device == EMBEDDED else server_settings.arguments
+        read_arguments = in_environment.vllm_arguments if plan.device == EMBEDDED else server_settings.arguments
         return stack_of(plan.device, plan.stack), model_id, read_arguments(plan.variables)
     service = docker_compose.resolve(container.variables(plan))
     inside = server_settings.read(service.environment)

@@ -20,7 +20,7 @@ from sparkforge import __version__
 from sparkforge.bench import accuracy
 from sparkforge.bench.samples import FinishedLoad, Sample
 from sparkforge.bench.schema import Client, Config
-from sparkforge.core import sse
+from sparkforge.core import http
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ServerError
 from sparkforge.core.openai import Endpoint
@@ -149,7 +149,7 @@ async def _read_stream(response: httpx.Response, start: float, prompt: Prompt, s
     if not response.is_success:
         raise StreamError(f"HTTP {response.status_code}")
     last = start
-    async for message in sse.aevents(response):
+    async for message in http.aevents(response):
         if message.data == "[DONE]":
             break
         event = _event(message.data)

@@ -28,7 +28,7 @@ from sparkforge.core.files import locked, sha256_file, write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.program import parse_whole
 from sparkforge.core.tables import Record
-from sparkforge.serve import profiler
+from sparkforge.serve import command_line
 from sparkforge.serve.record import Server
 
 HEAVIEST = 20  # operators that are shown; the JSON file has all of them
@@ -128,11 +128,11 @@ def _ask(endpoint: Endpoint, path: str, body: Mapping[str, str]) -> None:
 
 def collect(server: Server) -> Path:
     """Return the folder that holds a server's traces; those in a container are moved to ours. Raises EngineError."""
-    folder = profiler.folder()
+    folder = command_line.traces_folder()
     if server.container:
         folder.mkdir(parents=True, exist_ok=True)
-        docker(["cp", f"{server.container}:{profiler.IN_CONTAINER}/.", folder])
-        docker(["exec", server.container, "rm", "-r", profiler.IN_CONTAINER])  # vLLM makes it again
+        docker(["cp", f"{server.container}:{command_line.TRACES_IN_CONTAINER}/.", folder])
+        docker(["exec", server.container, "rm", "-r", command_line.TRACES_IN_CONTAINER])  # vLLM makes it again
     return folder
 
 

@@ -20,7 +20,7 @@ from sparkforge.bench import baselines, runs, schema
 from sparkforge.bench.baselines import Baselines
 from sparkforge.bench.context import read_table
 from sparkforge.bench.schema import Gate, Result
-from sparkforge.core import http, sse
+from sparkforge.core import http
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, UsageError
@@ -221,7 +221,7 @@ def _await_event(call: str, response: httpx.Response, retry_command: str) -> Non
             client.stream("GET", f"{call}/{event[0]}") as stream,
         ):
             if stream.is_success:
-                for message in sse.events(stream, ANSWER_SECONDS):
+                for message in http.events(stream, ANSWER_SECONDS):
                     if message.event == "complete":
                         return
                     last = f"{message.event}: {message.data}"

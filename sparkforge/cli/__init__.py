@@ -2,74 +2,37 @@
 
 from invoke.collection import Collection
 
-from sparkforge.cli import build, cluster, diagnose, maintain, measure, models, serve, service
+from sparkforge.cli import build, cluster, diagnose, maintain, measure, models, serve
 
 namespace = Collection(
-    serve.up,
-    serve.down,
-    serve.status,
-    serve.logs,
-    serve.chat,
-    serve.run,
-    serve.rollback,
-    build.audit,
-    models.models,
-    models.pull,
-    models.rm,
-    models.plan,
-    diagnose.doctor,
-    diagnose.validate,
-    maintain.clean_cache,
-    maintain.test,
-    maintain.check,
+    *(serve.up, serve.down, serve.status, serve.logs, serve.chat, serve.run, serve.rollback, build.audit),
+    *(models.models, models.pull, models.rm, models.plan, diagnose.doctor, diagnose.validate),
+    *(maintain.clean_cache, maintain.test, maintain.check),
     list=models.list_,
 )
-
-_build = Collection("build", kernels=build.build_kernels)
-_build.add_task(build.build, name="all", default=True)
-_patch = Collection("patch")
-_patch.add_task(build.patch_make, name="make", default=True)
-_bundle = Collection("bundle", unpack=maintain.bundle_unpack)
-_bundle.add_task(maintain.bundle_make, name="make", default=True)
-
-_qualify = Collection("qualify", accept=diagnose.qualify_accept)
-_qualify.add_task(diagnose.qualify, name="run", default=True)
-
-for _collection in (
-    _build,
-    _patch,
-    Collection("service", service.install, service.remove),
-    Collection(
-        "cluster",
-        discover=cluster.cluster_discover,
-        check=cluster.cluster_check,
-        sync=cluster.cluster_sync,
-        up=cluster.cluster_up,
-        status=cluster.cluster_status,
-        logs=cluster.cluster_logs,
-        down=cluster.cluster_down,
+COLLECTIONS = {
+    "build": (build.build_kernels, build.build),
+    "patch": (build.patch_make,),
+    "service": (serve.service_install, serve.service_remove),
+    "cluster": (
+        *(cluster.cluster_discover, cluster.cluster_check, cluster.cluster_sync, cluster.cluster_up),
+        *(cluster.cluster_status, cluster.cluster_logs, cluster.cluster_down),
     ),
-    Collection("dev", build=build.dev_build),
-    Collection(
-        "image",
-        verify=build.image_verify,
-        sbom=build.image_sbom,
-        sign=build.image_sign,
-        publish=build.image_publish,
-        pull=build.image_pull,
-    ),
-    Collection(
-        "bench",
-        measure.acc,
-        measure.perf,
-        measure.submit,
-        measure.compare,
-        measure.bakeoff,
-        measure.profile,
-    ),
-    _bundle,
-    _qualify,
-    Collection("pins", lock=maintain.pins_lock),
-    Collection("max", up=serve.max_up),
-):
+    "dev": (build.dev_build,),
+    "image": (build.image_verify, build.image_sbom, build.image_sign, build.image_publish, build.image_pull),
+    "bench": (measure.acc, measure.perf, measure.submit, measure.compare, measure.bakeoff, measure.profile),
+    "bundle": (maintain.bundle_unpack, maintain.bundle_make),
+    "qualify": (diagnose.qualify_accept, diagnose.qualify),
+    "pins": (maintain.pins_lock,),
+    "max": (serve.max_up,),
+}
+# The name of the last task of a collection, which its own name calls, too.
+DEFAULTS = {"build": "all", "patch": "make", "bundle": "make", "qualify": "run"}
+
+for _name, _tasks in COLLECTIONS.items():
+    _collection = Collection(_name)
+    for _task in _tasks:
+        _is_default = _name in DEFAULTS and _task is _tasks[-1]
+        _own_name = DEFAULTS[_name] if _is_default else _task.name.removeprefix(f"{_name}_")
+        _collection.add_task(_task, name=_own_name, default=_is_default)
     namespace.add_collection(_collection)

@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING
 
 from invoke.context import Context
 
-from sparkforge.cli.command import (
-    DEFAULT_STACK,
-    caller_path,
-    caller_paths,
-    listed,
-    option,
-    task,
-    texts,
-    with_fields,
-)
+from sparkforge.cli.command import DEFAULT_STACK, caller_path, caller_paths, listed, option, task, texts, with_fields
 from sparkforge.core.console import Steps, echo
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic
@@ -243,8 +234,7 @@ class DevelopmentOptions:
     )
     jobs: str = option(JOBS, "auto")
     accept: bool = option(
-        "compile nothing: note that what you compiled yourself is made from the sources as they are",
-        False,
+        "compile nothing: note that what you compiled yourself is made from the sources as they are", False
     )
     stack: str = option(STACK)
     units: str = option(
@@ -293,11 +283,7 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
     )
 
 
-@task(
-    example="./inv image.verify --stack embedded",
-    stack=STACK,
-    image=IMAGE,
-)
+@task(example="./inv image.verify --stack embedded", stack=STACK, image=IMAGE)
 def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
     """Print an image and check that this checkout made it.
 

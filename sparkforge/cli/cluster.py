@@ -10,6 +10,7 @@ from invoke.context import Context
 from invoke.exceptions import Exit
 
 from sparkforge.cli.command import caller_path, listed, task, whole_number
+from sparkforge.core import paths
 from sparkforge.core.console import echo, echo_json
 from sparkforge.core.errors import ServerError, UsageError
 
@@ -31,7 +32,6 @@ def cluster_discover(_ctx: Context, nodes: str = "", device: str = "docker", fol
     It asks over ssh, and changes nothing on any machine. Where a cable has no addresses it prints the commands that
     configure it.
     """
-    from sparkforge.core import paths
     from sparkforge.serve.cluster import config, discover
 
     if device not in ("docker", "docker-cpu", "embedded"):
@@ -41,11 +41,7 @@ def cluster_discover(_ctx: Context, nodes: str = "", device: str = "docker", fol
     echo(config.text(proposed), end="")
 
 
-@task(
-    example="./inv cluster.check",
-    config=CONFIG,
-    json_="print the findings as JSON",
-)
+@task(example="./inv cluster.check", config=CONFIG, json_="print the findings as JSON")
 def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
     """Check all nodes before a model is served over them.
 
@@ -145,7 +141,6 @@ def cluster_sync(_ctx: Context, config: str = "", model: str = "", image: bool =
 
 
 def _read(path: str) -> ClusterConfig:
-    from sparkforge.core import paths
     from sparkforge.serve.cluster import config
 
     return config.read(Path(caller_path(path)) if path else paths.ROOT / config.FILE)

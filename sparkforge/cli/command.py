@@ -26,9 +26,9 @@ from invoke.tasks import Task
 from sparkforge.core import interrupt, paths
 from sparkforge.core.advice import completed
 from sparkforge.core.console import say, show_error
-from sparkforge.core.declare import declare
 from sparkforge.core.errors import SparkforgeError, UsageError
 from sparkforge.core.process import call
+from sparkforge.core.program import declare
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -116,9 +116,8 @@ def qualify(
     from sparkforge.qualify.parts import SHAPES, Qualification
     from sparkforge.serve import launch
     from sparkforge.serve.devices.choose import has_driver
-    from sparkforge.serve.devices.embedded import Embedded
-    from sparkforge.serve.devices.gpu import Gpu
-    from sparkforge.serve.plan import StartPlan
+    from sparkforge.serve.devices.in_environment import Embedded, Gpu
+    from sparkforge.serve.record import StartPlan
 
     device = device or (GPU if has_driver() else EMBEDDED)
     if device not in (GPU, EMBEDDED):

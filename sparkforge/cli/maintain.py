@@ -44,11 +44,8 @@ def clean_cache(_ctx: Context, options: CleanOptions) -> None:
         from sparkforge.image import volume
 
         if options.changed or options.root:
-            raise UsageError(
-                "--container goes without --changed and --root",
-                "the container has other paths",
-                "./inv clean-cache --container --module 'fused_moe_*'",
-            )
+            why, fix = "the container has other paths", "./inv clean-cache --container --module 'fused_moe_*'"
+            raise UsageError("--container goes without --changed and --root", why, fix)
         flags = {"--stale": options.stale, "--all": options.all_, "--dry-run": options.dry_run, "--yes": options.yes}
         arguments = ["--module", options.module] if options.module else []
         arguments += [name for name, chosen in flags.items() if chosen]
@@ -149,10 +146,7 @@ def test(
     in_laboratory("suite", *words)
 
 
-@task(
-    example="./inv check",
-    docs="instead: build the documentation into .sparkforge/site; a broken link fails",
-)
+@task(example="./inv check", docs="instead: build the documentation into .sparkforge/site; a broken link fails")
 def check(_ctx: Context, docs: bool = False) -> None:
     """Run every linter, mypy and the import contracts.
 

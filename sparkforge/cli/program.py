@@ -101,11 +101,8 @@ def run(arguments: list[str]) -> int:
         name = require(arguments[0], contexts)
         if paths.INSTALLED and contexts[name].name in IN_A_CLONE:
             why = "it tests or changes Sparkforge's own files, and an installation's next update would undo that"
-            raise UsageError(
-                f"./inv {name} is for a clone of Sparkforge",
-                why,
-                f"less {paths.ROOT}/docs/guide/develop.md   # in a clone",
-            )
+            fix = f"less {paths.ROOT}/docs/guide/develop.md   # in a clone"
+            raise UsageError(f"./inv {name} is for a clone of Sparkforge", why, fix)
         _require_options(contexts[name], arguments[1:], contexts)
         try:
             parsed = _parse(_with_two_dashes(arguments, contexts))

@@ -1,4 +1,4 @@
-"""Commands that serve a model and use the server."""
+"""Commands that serve a model and use the server, and those for its systemd unit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from invoke.context import Context
 
 from sparkforge.cli.build import OFFLINE, build_image
 from sparkforge.cli.command import caller_path, listed, option, task, texts, whole_number, with_fields
-from sparkforge.core import notify, paths
+from sparkforge.core import paths
 from sparkforge.core.console import echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.serve.hold import held
+from sparkforge.serve.hold import held, tell_systemd
 
 if TYPE_CHECKING:
     from sparkforge.models.recipes import Recipe
-    from sparkforge.serve.plan import StartPlan
-    from sparkforge.serve.record import Server
+    from sparkforge.serve.record import Server, StartPlan
 
 PORT = "8000"
 OF_A_FLEET = (
@@ -58,9 +57,10 @@ def planned(options: ServeOptions) -> StartPlan:
     MODEL, PORT and MAX_MODEL_LEN are used where the option is not given. Raises UsageError, InputError or StorageError.
     """
     from sparkforge.core.vllm_flags import NAMES, passable
+    from sparkforge.image.devices import CONTAINERS
     from sparkforge.serve import access, settings
     from sparkforge.serve.devices.choose import choose
-    from sparkforge.serve.plan import StartPlan
+    from sparkforge.serve.record import StartPlan
 
     port = whole_number("--port" if options.port else "PORT", options.port or os.environ.get("PORT") or PORT)
     named = options.model or os.environ.get("MODEL", "")
@@ -69,12 +69,12 @@ def planned(options: ServeOptions) -> StartPlan:
     address = access.listen_address(options.host, key_file)
     variables = settings.with_context(os.environ, options.context, options.vllm_flags)
     choice = choose(options.device)
-    flags = passable(options.vllm_flags, relative_to=None if choice.container else caller_path("."))
+    flags = passable(options.vllm_flags, relative_to=None if choice.device in CONTAINERS else caller_path("."))
     if names := listed(os.environ.get("SPARKFORGE_SERVED_NAMES", "")):  # set for each model of a fleet
         flags = (*flags, NAMES, *names)
     if not getattr(options, "fleet", ""):  # in a fleet, each model has a device of its own
         say(f"device: {choice.device}, because {choice.why}")
-    if options.python and choice.container:
+    if options.python and choice.device in CONTAINERS:
         raise UsageError(
             "--python has no meaning here", "a container has its own", "without --python   # or with --device gpu"
         )
@@ -100,14 +100,14 @@ def chosen(options: UpOptions, recipe: Recipe) -> UpOptions:
     of other stacks, or of a model that does not fit this machine.
     """
     from sparkforge.image.devices import stack_of
-    from sparkforge.serve import recipe_check
+    from sparkforge.serve import profiles
     from sparkforge.serve.devices.choose import choose
 
     if options.model:
         raise UsageError(f"the recipe {options.recipe} and --model", "both name a model", "without --model")
     device = choose(options.device).device
     context = whole_number("--context", options.context) if options.context else 0
-    recipe_check.require(options.recipe, recipe, stack_of(device, options.stack), device, context)
+    profiles.require_recipe(options.recipe, recipe, stack_of(device, options.stack), device, context)
     flags = (*recipe.arguments(), *options.vllm_flags)
     return replace(options, model=recipe.repository, vllm_flags=flags)
 
@@ -121,8 +121,7 @@ class UpOptions(ServeOptions):
     quantization: str = option("spark-mxfp4: our own experts, by the profile of this name or added to --profile")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
     tiny_first: bool = option(
-        "on a GPU: the tiny model must give its recorded answers before another one is loaded",
-        True,
+        "on a GPU: the tiny model must give its recorded answers before another one is loaded", True
     )
     foreground: bool = option("stay, show the log, stop the server on Ctrl-C", False)
     hold: bool = option("after a refused validation wait and validate again, as the systemd unit does", False)
@@ -144,14 +143,14 @@ def up(_ctx: Context, options: UpOptions) -> None:
     Spark, and flags. MODEL, PORT, TP and MAX_MODEL_LEN are taken from the environment if the option is not given.
     vLLM's own flags follow --, and override those of the profile and the recipe.
     """
-    from sparkforge.serve import failure, screen
+    from sparkforge.serve import record, status
 
     server = started(options)
-    screen.show_ready(server)
-    notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; first answers received")
+    status.show_ready(server)
+    tell_systemd(ready=True, status=f"{server.model_id} at {server.url}/v1; first answers received")
     if options.foreground:
-        with failure.remembered():
-            screen.stay(server)
+        with record.remembered():
+            status.stay(server)
 
 
 def started(options: UpOptions) -> Server:
@@ -159,12 +158,12 @@ def started(options: UpOptions) -> Server:
     from sparkforge.image.devices import DOCKER, GPU
     from sparkforge.models import recipes
     from sparkforge.plan import capabilities
-    from sparkforge.serve import failure, profiles
+    from sparkforge.serve import profiles, record
     from sparkforge.serve.devices.choose import device_for
     from sparkforge.serve.devices.device import start
     from sparkforge.sources.offline import use_bundle
 
-    with failure.remembered():
+    with record.remembered():
         use_bundle(caller_path(options.offline))
         if options.fleet:
             return started_fleet(options)
@@ -176,20 +175,14 @@ def started(options: UpOptions) -> Server:
         profile, flags = profiles.with_quantization(
             options.quantization, profile, plan.flags, gpu=plan.device == DOCKER, stack=plan.stack
         )
-        plan = replace(
-            plan,
-            profile=profile,
-            flags=flags,
-            profiled=options.profiler,
-            tiny_first=options.tiny_first,
-        )
+        plan = replace(plan, profile=profile, flags=flags, profiled=options.profiler, tiny_first=options.tiny_first)
         return start(device_for(plan, build_image))
 
 
 def started_fleet(options: UpOptions) -> Server:
     """Start several models. Raises UsageError for options that fleet.toml sets for each model."""
     from sparkforge.image.devices import EMBEDDED
-    from sparkforge.serve.fleet import start
+    from sparkforge.serve.fleet import keeper
 
     others = {name: value for name, value in vars(UpOptions()).items() if name not in OF_A_FLEET}
     if named := [name for name, default in others.items() if getattr(options, name) != default]:
@@ -202,7 +195,7 @@ def started_fleet(options: UpOptions) -> Server:
         raise UsageError(failure, "each model of a fleet has its own", fix)
     places = [Path(caller_path(options.fleet)), *([] if "/" in options.fleet else [paths.state() / options.fleet])]
     file = next(filter(Path.is_file, places), places[0])
-    return start.start(file, planned(replace(options, device=EMBEDDED)))
+    return keeper.start(file, planned(replace(options, device=EMBEDDED)))
 
 
 @task(example="./inv down")
@@ -229,7 +222,7 @@ def status(_ctx: Context, json_: bool = False) -> None:
     Tokens per second come from two readings of the server's counters. It also prints the requests that were tested at
     the start, and the server's last error. `watch ./inv status` repeats it.
     """
-    from sparkforge.serve import record, screen
+    from sparkforge.serve import record, status
     from sparkforge.serve.status import report_of_none
 
     try:
@@ -238,15 +231,15 @@ def status(_ctx: Context, json_: bool = False) -> None:
         if json_:
             echo_json(report_of_none().model_dump(mode="json"))
         raise
-    screen.show_status(server, as_json=json_)
+    status.show_status(server, as_json=json_)
 
 
 @task(example="./inv logs -f", follow="continue as the log grows")
 def logs(_ctx: Context, follow: bool = False) -> None:
     """Print the server's log."""
-    from sparkforge.serve import screen
+    from sparkforge.serve import status
 
-    screen.show_log(follow=follow)
+    status.show_log(follow=follow)
 
 
 @task(
@@ -283,7 +276,7 @@ def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: 
     It combines `up` and `chat`: the server stays. A server of another model is not replaced.
     """
     from sparkforge.image.devices import EMBEDDED, FLEET
-    from sparkforge.serve import record, screen, stored
+    from sparkforge.serve import record, status, stored
     from sparkforge.serve.command_line import api_names
     from sparkforge.serve.settings import TINY_ID
 
@@ -297,7 +290,7 @@ def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: 
             found = stored.find(name, os.environ)
             folder = found.name if "/" in found.name else str(found.folder)
         server = started(UpOptions(device=device, model=folder, profile=profile))
-        screen.show_ready(server)
+        status.show_ready(server)
     elif server.device == FLEET:
         server = replace(server, model_id=model)
     elif not set(api_names(name)) & set(api_names(server.model_id)):
@@ -309,11 +302,8 @@ def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: 
 def require_message(message: str, command: str) -> None:
     """Raise UsageError for an option that the command does not have: Invoke takes it for the message."""
     if message.startswith("-"):
-        raise UsageError(
-            f"./inv {command} has no option {message[:40]}",
-            "its options are in --help",
-            "./inv chat --help   # a message that begins with - comes by stdin",
-        )
+        why, fix = "its options are in --help", "./inv chat --help   # a message that begins with - comes by stdin"
+        raise UsageError(f"./inv {command} has no option {message[:40]}", why, fix)
 
 
 def talk(server: Server, message: str, system: str, limit: int | None) -> None:
@@ -339,7 +329,7 @@ def rollback(
     dry_run: bool = False,
 ) -> None:
     """Restore the image, profile and options of the last known good start."""
-    from sparkforge.serve import known_good, screen
+    from sparkforge.serve import known_good, status
     from sparkforge.serve.devices.choose import device_for
     from sparkforge.serve.devices.device import run
 
@@ -350,7 +340,7 @@ def rollback(
     if list:
         known_good.show_list()
     elif server := known_good.roll_back(starter, whole_number("--to", to) if to else 0, dry_run=dry_run):
-        screen.show_ready(server)
+        status.show_ready(server)
 
 
 @task(
@@ -366,15 +356,83 @@ def max_up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT
     The first start brings MAX, about 400 MB, writes the tiny model if no other is named, and compiles it for minutes.
     ./inv status, chat, logs and down work as after ./inv up. Its tokens were compared on a CPU and on an H100.
     """
-    from sparkforge.core import paths
-    from sparkforge.serve import failure, screen, settings
+    from sparkforge.serve import record, settings, status
     from sparkforge.serve.devices.device import start
     from sparkforge.serve.devices.max_server import MaxServer
-    from sparkforge.serve.plan import StartPlan
+    from sparkforge.serve.record import StartPlan
 
-    with failure.remembered():
+    with record.remembered():
         folder = str(paths.typed(settings.checkpoint(model, caller_path(model))).absolute()) if model else ""
         length = {settings.CONTEXT_VARIABLE: str(whole_number("--context", context))}
         plan = StartPlan("max", folder, profile=device, port=whole_number("--port", port), variables=length)
         server = start(MaxServer(plan))
-    screen.show_ready(server)
+    status.show_ready(server)
+
+
+SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
+# The service's settings are read once, when its unit is written.
+DECIDED_NOW = {"device": "as for up; `auto` is decided now, not at boot", "profile": "docker: a serve profile"}
+
+
+@task(
+    example="./inv service.install --device docker --profile safe --now",
+    system=SYSTEM,
+    user="with --system: the account that runs it; default: the owner of the checkout",
+    now="start it too",
+    show="print the unit and the file it would be written to, and change nothing",
+    rest="vllm_flags",
+    **(texts(ServeOptions) | DECIDED_NOW),
+)
+@with_fields(ServeOptions)
+def service_install(
+    _ctx: Context, options: ServeOptions, system: bool = False, user: str = "", now: bool = False, show: bool = False
+) -> None:
+    """Have systemd start the server at boot and after a crash.
+
+    It writes and enables the unit sparkforge.service, which runs `./inv up`. Run it again to change the unit.
+    """
+    from sparkforge.image.devices import CONTAINERS, stack_of
+    from sparkforge.models import local
+    from sparkforge.serve import service
+    from sparkforge.serve.devices.choose import device_for
+    from sparkforge.serve.service import ServiceUnit
+
+    service.version()  # raises ServerError without systemd
+    named = options.model or os.environ.get("MODEL", "")
+    if system and local.REPOSITORY.fullmatch(named) and not Path(caller_path(named)).is_dir():
+        why = "with --system it would be looked up in root's cache of the hub, and the service runs as another account"
+        fix = "--help   # name a folder of models/, which ./inv pull makes"
+        raise UsageError(f"{named} is not a folder", why, fix)
+    plan = planned(options)
+    device_for(plan, build_image)  # which checks the plan
+    stack_of(plan.device, plan.stack)
+    stated = {
+        "device": plan.device,
+        "model": plan.model,
+        "profile": plan.profile,
+        "port": str(plan.port),
+        "host": plan.host,
+        "context": options.context,
+        "api-key-file": plan.key_file or "",
+        "allow-hosts": ",".join(plan.hosts),
+        "stack": plan.stack,
+        "python": plan.python,
+    }
+    arguments = tuple(f"--{name}={value}" for name, value in stated.items() if value)
+    wanted = ServiceUnit(
+        arguments=(*arguments, *(("--", *plan.flags) if plan.flags else ())),
+        container=plan.device in CONTAINERS,
+        places=tuple(dict.fromkeys([paths.state(), *([Path(plan.model)] if plan.model else [])])),
+    )
+    service.install(wanted, system=system, account=user, now=now, show=show)
+
+
+@task(example="./inv service.remove", system=SYSTEM)
+def service_remove(_ctx: Context, system: bool = False) -> None:
+    """Stop the service and remove its unit.
+
+    A unit that service.install did not write, or that was edited, stays.
+    """
+    from sparkforge.serve import service
+
+    service.remove(system=system)

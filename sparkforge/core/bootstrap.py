@@ -30,19 +30,13 @@ def main(root: Path) -> None:
     venv, lock = root / ".venv", root / "locks" / "tools.txt"
     if find_spec("ensurepip") is None or find_spec("venv") is None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        raise ProcessError(
-            f"Python {version} cannot make a virtual environment",
-            "its venv and pip modules are not installed",
-            f"sudo apt install python{version}-venv   # then the same command again",
-            code="process.setup",
-        )
+        why = "its venv and pip modules are not installed"
+        fix = f"sudo apt install python{version}-venv   # then the same command again"
+        raise ProcessError(f"Python {version} cannot make a virtual environment", why, fix, code="process.setup")
     if os.geteuid() == 0 and os.environ.get("SUDO_UID") and (owner := root.stat().st_uid):
-        raise ProcessError(
-            ".venv is not made with sudo",
-            f"root would own it, and {root} belongs to uid {owner}, who could not renew it",
-            f"{root}/inv --list, which makes it; then run the same command with sudo again",
-            code="process.setup",
-        )
+        why = f"root would own it, and {root} belongs to uid {owner}, who could not renew it"
+        fix = f"{root}/inv --list, which makes it; then run the same command with sudo again"
+        raise ProcessError(".venv is not made with sudo", why, fix, code="process.setup")
     state = root / ".sparkforge"
     try:
         state.mkdir(mode=0o700, exist_ok=True)
@@ -65,12 +59,8 @@ def make(venv: Path, lock: Path) -> None:
     """Make `venv` anew and install the lock; a folder that we did not make is not touched."""
     if venv.exists():
         if not (venv / MARK).exists():
-            raise ProcessError(
-                f"{venv} is in the way",
-                "it was not made by ./inv",
-                f"mv {venv} {venv}.old   # then the same command again",
-                code="process.setup",
-            )
+            fix = f"mv {venv} {venv}.old   # then the same command again"
+            raise ProcessError(f"{venv} is in the way", "it was not made by ./inv", fix, code="process.setup")
         shutil.rmtree(venv)
     sys.stderr.write("First run: making .venv from locks/tools.txt …\n")
     venv.mkdir()

@@ -63,7 +63,9 @@ def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = N
     result = run_unchecked([program(), *arguments], cwd=paths.ROOT, env=env)
     if result.returncode:
         fix = fix or f"{shlex.join(['docker', *map(str, arguments)])}   # by hand"
-        raise explained(result.stdout + result.stderr, _failed(arguments, result.returncode), fix)
+        raise explained(
+            result.stdout + result.stderr, f"docker {arguments[0]} ended with code {result.returncode}", fix
+        )
     return result.stdout
 
 
@@ -85,7 +87,7 @@ def docker_logged(
         raise
     if usage.code:
         text = log.read_text(encoding="utf-8", errors="replace")[-LOG_END:]
-        raise explained(text, _failed(arguments, usage.code), on("less", log))
+        raise explained(text, f"docker {arguments[0]} ended with code {usage.code}", on("less", log))
 
 
 def program() -> str:
@@ -98,7 +100,3 @@ def program() -> str:
 def require_plugin(name: str) -> str:
     """Return the version of `docker NAME` (buildx or compose). Raises EngineError if it is not there."""
     return docker([name, "version"]).strip().splitlines()[0]
-
-
-def _failed(arguments: Sequence[str | Path], code: int) -> str:
-    return f"docker {arguments[0]} ended with code {code}"

@@ -105,15 +105,10 @@ def _parsed(parse: Callable[[str], Any], text: str, origin: str, form: str, *, f
         raise DocumentError(origin, f"it is nested deeper than {DEEPEST} levels") from None
     except ValueError as error:
         raise DocumentError(origin, f"it is no {form}: {' '.join(str(error).split())[:200]}") from None
-    _check(value, origin, finite=finite)
-    return value
-
-
-def _check(value: Any, origin: str, *, finite: bool) -> None:
     levels: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         if not levels:
-            return
+            return value
         inner: list[Any] = []
         for item in levels:
             if isinstance(item, dict):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import io
 import re
+import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
 
 TEXT = 2000  # bytes of a line that are looked at together; a longer line comes in pieces
 OVERLAP = 400  # bytes that two pieces of a line have in common
@@ -26,23 +28,17 @@ BLOCK_LINES = 40  # after the first line of an error of ours, in which its `next
 COLOUR = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 NUMBERS = re.compile(rb"\d[\d.:,/-]{3,}")
 
-# Prefixes of lines: Compose, Docker's and journald's times, dmesg, BuildKit, torchrun.
-PREFIXES = re.compile(
-    r"""^(?:
-      [\w.-]+\s+\|\ (?=\S|\ )                                                  # Compose: a service
-    | <\d>                                                                     # dmesg: a priority
-    | \d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\ +(?!-|\|)  # a time
-    | \[\s*\d+\.\d+\]\ | \[\w{3}\ \w{3}\ +\d+\ [\d:]+\ \d{4}\]\ +               # dmesg: a time
-    | \#\d+\ [\d.]+\ | \[rank\d+\]:\ ?                                          # BuildKit, torchrun
-    | \(\w[\w.-]*(?:\ (?:pid|ip)=[\w.,\ =]+)?\)\                                # vLLM and Ray: a process
-    )""",
-    re.VERBOSE,
-)
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    text = _TEXTS[name]
+    return re.compile(text if isinstance(text, str) else "|".join(text))
+
+
+PREFIXES = _pattern("PREFIXES")
 JOURNAL = re.compile(r"^(?:\w{3} [ \d]\d [\d:]{8} )?(?:[\w.-]+ )?([\w./@-]{2,60})(?:\[\d+\])?: ")
-# Programs whose errors in a journal are about the server; a desktop's and sshd's are not.
-PROGRAMS = re.compile(
-    r"vllm|python|sparkforge|docker|containerd|podman|compose|systemd|nvidia|oom|guard|watchdog|nohang|^bash|^sh$|run"
-)
+PROGRAMS = _pattern("PROGRAMS")
 # Programs and units of a desktop or of the system, which the kernel and systemd report on beside the server's.
 FOREIGN = re.compile(
     r"^(?:systemd: (?:Failed to start )?|traps: )?(?:gnome|gdm|Xorg|Xwayland|firefox|chrom|snap|cups|apt-|fwupd|"
@@ -52,16 +48,7 @@ FOREIGN = re.compile(
 )
 JOURNAL_TIME = re.compile(r"^\w{3} [ \d]\d [\d:]{8} (?:[\w.-]+ )?")
 PROCESS = re.compile(r"\((\w[\w.-]* pid=\d+)\)")
-LEVELS = re.compile(
-    r"""^(?:
-      (?P<vllm>DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\ +\d[\d-]+[\ T][\d:.,]+\ (?:\[[^\]]*\]\ ?)?
-    | (?P<uvicorn>DEBUG|INFO|WARNING|ERROR|CRITICAL):\ +
-    | \[(?P<glog>[IWEF])\d{4}\ [\d:.]+\ [^\]]*\]\ ?
-    | (?P<klog>[IWEF])\d{4}\ [\d:.]+\ +\d+\ [^\]]*\]\ ?
-    | (?:\d{4}-[\d: .,T-]+)?[|-]\ +(?:[\w.]+\ -\ )?(?P<logging>DEBUG|INFO|WARNING|ERROR|CRITICAL)\ +[|-][ ]
-    )""",
-    re.VERBOSE,
-)
+LEVELS = _pattern("LEVELS")
 LETTERS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 QUIET = {"DEBUG", "INFO"}
 # `Type: message` or `package.Type: message`, not indented.
@@ -69,20 +56,14 @@ EXCEPTION = re.compile(
     r"^((?:[A-Za-z_]\w*\.)+[A-Z]\w*|(?:[A-Z]\w*)?(?:Error|Exception|Exit|Interrupt|Expired|Fault|OutOfResources))"
     r"(?:: ?(.*))?$"
 )
-NO_FAULT = re.compile(
-    r"(?:Warning|SystemExit|KeyboardInterrupt|CancelledError|StopIteration|GeneratorExit|StopAsyncIteration)$"
-)
+NO_FAULT = _pattern("NO_FAULT")
 CHAIN = re.compile(r"^(?:Traceback|The above exception was the direct cause|During handling of the above exception)")
 CODE = re.compile(r"^\s{4,}|^\s*[\^~]+\s*$")  # the source line of a traceback's frame
 FRAME = re.compile(r"^\s+\S|^\s*$")  # in a traceback, what is indented is no error of its own
 FILE = re.compile(r'^\s+File "[^"]*", line \d+')
 BARE = re.compile(r"[\w.]+:?\s*")  # an exception's type without a message
 XID = re.compile(r"\bXid \((?:PCI:)?[\w:.]+\): (\d+)|\bXid[ :](\d+)\b")
-ENDED = re.compile(
-    r"""exited\ with\ code\ (?P<a>\d+)|[Ee]xit(?:\ ?[Cc]ode|_code)"?[:= ]+(?P<b>-?\d+)|status=(?P<c>\d+)/[A-Z]|
-        code=exited,\ status=(?P<d>\d+)|exit\ status\ (?P<e>\d+)|(?:':\ |returned\ )-(?P<f>\d+)\b""",
-    re.VERBOSE,
-)
+ENDED = _pattern("ENDED")
 SIGNALS = {"KILL": 9, "SEGV": 11, "ABRT": 6, "BUS": 7, "ILL": 4, "FPE": 8, "TERM": 15, "INT": 2, "HUP": 1}
 KILLED = re.compile(r"status=\d+/(KILL|SEGV|ABRT|BUS|ILL|FPE)|\bSIG(KILL|SEGV|ABRT|BUS|ILL|FPE)\b")
 # A shell's message about a program that a signal ended: `run.sh: line 12:  4411 Killed   vllm serve …`; zsh's is in
@@ -92,78 +73,19 @@ SHELL = re.compile(
     r"(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted)\b|"
     r"^(?:zsh: |\[\d+\] +(?:[+-] +)?\d+ +)(killed|segmentation fault|bus error|illegal hardware instruction|abort)\b"
 )
-SHELL_SIGNALS = {
-    "Killed": 9,
-    "Segmentation fault": 11,
-    "Bus error": 7,
-    "Illegal instruction": 4,
-    "Aborted": 6,
-    "killed": 9,
-    "segmentation fault": 11,
-    "bus error": 7,
-    "illegal hardware instruction": 4,
-    "abort": 6,
-}
-# A program's own way to say that it cannot go on.
-FATAL = re.compile(
-    r"""^(?:.{0,80}:\ )?(?:fatal\ error|fatal|panic|error|Error|FATAL|ERROR)(?:\ \[[^\]]*\])?\s*:\ |
-        ^[\w+-]+\ (?:fatal|error)\s+:\ |[Pp]ermission\ denied\ while|
-        Error\ response\ from\ daemon|panicked\ at|^terminate\ called|Fatal\ Python\ error|Segmentation\ fault|
-        Segfault\ encountered|\(core\ dumped\)|command\ not\ found$|^Killed\b|:\ (?:Killed|Aborted|Bus\ error)\b|
-        ^Aborted\b|^E:\ |^!!!!!!!\ |\b(?:[Ff]ail\w*|[Ee]rror)\b.*\b(?:exiting|aborting|giving\ up)\W*$""",
-    re.VERBOSE,
-)
-# Last words of a program without a better message; libraries also use them for optional features.
-LAST_WORDS = re.compile(
-    r"^(?:[\w. -]{1,40}: )?(?:[Ff]ailed|[Cc]annot|[Cc]an't|[Uu]nable|[Cc]ould(?: not|n't)|ERROR|Error)\b|"
-    r"[Pp]ermission denied"
-)
-# Fatal messages of the kernel. It prints `failed` and `error` in healthy starts, too.
-KERNEL = re.compile(
-    r"Out of memory: Killed process|Memory cgroup out of memory|^oom-kill:|severity=Uncorrectable|AER: Uncorrectable|"
-    r"soft lockup|hard LOCKUP|Kernel panic|"
-    r"^(?:BUG|Oops|Internal error):|blocked for more than \d+ seconds|segfault at |"
-    r"I/O error|Hardware Error|traps: .* trap |critical temperature reached|HARDWARE PROTECTION shutdown"
-)
-NVRM = re.compile(
-    r"NVRM:.*(?:[Ff]ail|[Ee]rror|fallen|[Tt]imeout|assert|[Uu]nable|No NVIDIA devices)(?!.*NV_ERR_NO_MEMORY)"
-)
-# Deaths that nothing excuses, even if the program is started again and serves then.
-DEATH = re.compile(
-    r"EngineCore (?:encountered a fatal error|failed to start)|Engine core initialization failed|EngineDeadError|"
-    r"died unexpectedly|WorkerProc (?:initialization failed|hit an exception)|Segmentation fault|Segfault encountered|"
-    r"core dumped|panicked at|Fatal Python error|terminate called|Kernel panic|"
-    r"Main process exited|Out of memory: Killed"
-)
-# Consequences of a process's end, never its cause.
-CONSEQUENCE = re.compile(
-    r"EngineDeadError|Engine core initialization failed|EngineCore (?:failed to start|encountered a fatal error)|"
-    r"Engine core proc|died unexpectedly|WorkerProc (?:initialization failed|hit an exception)|"
-    r"^(?:ChildFailedError|torch\.distributed\.elastic\S*ChildFailedError)|AsyncLLM output_handler failed|"
-    r"Worker failed with error|[Ss]ee (?:stack trace|root cause)|stack trace above|Call to \w+ method failed|"
-    r"Dumping (?:input data|scheduler output)|non-zero exit status|ninja: build stopped|Exception in ASGI application|"
-    r"Application startup failed|Process \w+:$|^Exception raised from |Search for `cuda|CUDA kernel errors might|"
-    r"For debugging consider|Compile with `TORCH_USE_CUDA_DSA|resource_tracker|Invocation of \w+ method failed|"
-    r"Main process exited|Failed with result|exited with code|error code: |^terminate called|"
-    r"Fatal Python error: Aborted"
-)
-# ERROR lines of runs that go well, and of requests that were refused: their client has the answer.
-NOISE = re.compile(
-    r"Error retrieving safetensors|error=ErrorInfo\(|Error in preprocessing prompt inputs|Error with model |"
-    r"maximum context length is|model `[^`]*` does not exist|jinja2\.exceptions|Invalid HTTP request received|"
-    r"opentelemetry|Failed to export|client disconnected|ClientDisconnect|BrokenPipe|ConnectionResetError|"
-    r"VLLMValidationError|VLLMNotFoundError|RequestValidationError|HTTPException|"
-    r"(?:extract|pars)\w* (?:of )?tool call|tool call from JSON|"
-    r"error(?:s|_count|_rate)?\s*[:=]\s*(?:0|None|null|\"\"|'')\b|errors?=0|\b0 errors?\b|No errors|not an error|"
-    r"usage_lib|usage stats|^Failed requests:|pip's dependency resolver does not currently"
-)
+SHELL_SIGNALS = {"killed": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "abort": 6}
+SHELL_SIGNALS |= {"illegal instruction": 4, "illegal hardware instruction": 4}
+FATAL = _pattern("FATAL")
+LAST_WORDS = _pattern("LAST_WORDS")
+KERNEL = _pattern("KERNEL")
+NVRM = _pattern("NVRM")
+DEATH = _pattern("DEATH")
+CONSEQUENCE = _pattern("CONSEQUENCE")
+NOISE = _pattern("NOISE")
 # The server took requests again; a new start of the server.
 ALIVE = re.compile(r"Application startup complete|\"(?:POST /\S+|GET /health) HTTP/[\d.]+\" 200")
 BANNER = re.compile(r"non-default args:|vLLM API server version|Initializing a V1 LLM engine")
-ORDERLY = re.compile(
-    r"\[shutdown\] API server: shutdown triggered|^Shutting down$|[Rr]eceived (?:SIGTERM|SIGINT|signal 1?[25]\b)|"
-    r"SIG(?:TERM|INT) received|^KeyboardInterrupt$|Stopping \S*(?:vllm|sparkforge)\S*|Gracefully stopping"
-)
+ORDERLY = _pattern("ORDERLY")
 BLOCK = re.compile(r"^(?:✗ \S|FAIL [a-z0-9][a-z0-9-]+\s+\S)")
 PART = re.compile(r"^\s+(why|next):\s*(.*)$")
 
@@ -200,22 +122,16 @@ class Line:
     @property
     def is_fault(self) -> bool:
         """Whether it says that something broke."""
-        if (
-            self.quiet
-            or self.level in {"WARNING", "FOREIGN"}
-            or NOISE.search(self.text)
-            or self.exception.endswith("Warning")
-        ):
+        if self.quiet or self.level in {"WARNING", "FOREIGN"} or self.exception.endswith("Warning"):
+            return False
+        if NOISE.search(self.text):
             return False
         if self.level == "KERNEL":
             return self.xid is not None or bool(KERNEL.search(self.text) or NVRM.search(self.text))
+        logged = self.level in {"ERROR", "CRITICAL", "FATAL"}
         return bool(
             self.xid is not None
-            or (
-                self.level in {"ERROR", "CRITICAL", "FATAL"}
-                and not FRAME.search(self.text)
-                and not CHAIN.search(self.text)
-            )
+            or (logged and not FRAME.search(self.text) and not CHAIN.search(self.text))
             or (self.exception and not NO_FAULT.search(self.exception))
             or (self.code is not None and self.code not in {0, 130, 143, 15, -15, 2, -2})
             or self.signal is not None
@@ -227,11 +143,6 @@ class Line:
     def are_last_words(self) -> bool:
         """Whether a program that ended with it has failed."""
         return not self.level and bool(LAST_WORDS.search(self.text)) and not NOISE.search(self.text)
-
-    @property
-    def is_death(self) -> bool:
-        """Whether it says that a process or the GPU is gone."""
-        return self.xid is not None or bool(DEATH.search(self.text))
 
     @property
     def told(self) -> str:
@@ -267,7 +178,7 @@ class Event:
             for line in self.lines
             if (line.is_fault or (line.number > self.length - END and line.are_last_words))
             and not (self.ended and line.number > self.ended)
-            and (line.is_death or not line.survived)
+            and (line.xid is not None or DEATH.search(line.text) or not line.survived)
         ]
 
     @property
@@ -364,7 +275,13 @@ class _Reader:
         line = parse(raw.decode("utf-8", "replace"), number)
         if CODE.search(line.text) and any(FILE.search(strip(text)[0]) for text in self.before):
             return None
-        self._link(line)
+        if line.exception and not line.quiet:  # note the exception of the same process that led to this one
+            if line.process in self.chained:
+                line.cause = self.exception.get(line.process, 0)
+                self.chained.discard(line.process)
+            self.exception[line.process] = line.number
+        elif CHAIN.search(line.text) and not line.text.startswith("Traceback"):
+            self.chained.add(line.process)
         self._notice(line, number)
         if BLOCK.search(line.text):
             self.block = _Block(line)
@@ -374,16 +291,6 @@ class _Reader:
         line.before = tuple(self.before)[-2:]
         (self.first if len(self.first) < KEPT_LINES else self.last).append(line)
         return line
-
-    def _link(self, line: Line) -> None:
-        """Note the exception of the same process that led to this one."""
-        if line.exception and not line.quiet:
-            if line.process in self.chained:
-                line.cause = self.exception.get(line.process, 0)
-                self.chained.discard(line.process)
-            self.exception[line.process] = line.number
-        elif CHAIN.search(line.text) and not line.text.startswith("Traceback"):
-            self.chained.add(line.process)
 
     def _notice(self, line: Line, number: int) -> None:
         """Keep track of starts, signs of life and the end, which decide what a fault means."""
@@ -463,7 +370,7 @@ def parse(text: str, number: int = 0) -> Line:
     if match := KILLED.search(rest):
         line.signal = SIGNALS[match[1] or match[2]]
     elif match := SHELL.match(rest):
-        line.signal = SHELL_SIGNALS[match[1] or match[2]]
+        line.signal = SHELL_SIGNALS[(match[1] or match[2]).lower()]
     if match := ENDED.search(rest):
         name, value = next((name, value) for name, value in match.groupdict().items() if value is not None)
         line.code = -int(value) if name == "f" else int(value)

@@ -56,7 +56,14 @@ def atomic_file(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep_temporaries(path.parent, f".{glob.escape(path.name)}.*.tmp")
-    handle, temporary = _locked_temporary(path)
+    while True:  # the file's lock shows that its writer lives
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        temporary = Path(name)
+        with suppress(OSError):  # a file system without locks: nothing is ever swept there
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            break
+        os.close(handle)  # another process swept it before it was locked
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -72,17 +79,6 @@ def atomic_file(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
-
-
-def _locked_temporary(path: Path) -> tuple[int, Path]:
-    """Make a temporary file beside `path` whose lock shows that its writer lives; return its descriptor and path."""
-    while True:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        with suppress(OSError):  # a file system without locks: nothing is ever swept there
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
-            return handle, Path(name)
-        os.close(handle)  # another process swept it before it was locked
 
 
 def sweep_temporaries(folder: Path, pattern: str) -> int:
@@ -114,12 +110,8 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
 def disk_full(directory: Path) -> StorageError:
     """Build the error for a file system without room, with what is left on it."""
     free = shutil.disk_usage(existing_part(directory)).free
-    return StorageError(
-        f"cannot write under {directory}",
-        f"the file system is full ({free / 1e9:.1f} GB free)",
-        "again   # first free some space",
-        code="storage.full",
-    )
+    why, fix = f"the file system is full ({free / 1e9:.1f} GB free)", "again   # first free some space"
+    return StorageError(f"cannot write under {directory}", why, fix, code="storage.full")
 
 
 def existing_part(path: Path) -> Path:
@@ -132,15 +124,10 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
     existing = existing_part(directory)
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise StorageError(
-            f"not enough room for {purpose}",
-            f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed",
-            (
-                "./inv list   # ./inv rm removes a model; ~/.cache/sparkforge/files may go too; "
-                "SPARKFORGE_STATE moves the state"
-            ),
-            code="storage.full",
-        )
+        why = f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed"
+        places = "~/.cache/sparkforge/files may go too; SPARKFORGE_STATE moves the state"
+        fix = f"./inv list   # ./inv rm removes a model; {places}"
+        raise StorageError(f"not enough room for {purpose}", why, fix, code="storage.full")
 
 
 def untrusted(path: Path, why: str, fix: str) -> StorageError:
@@ -196,12 +183,8 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StorageError(
-                f"cannot {purpose}",
-                f"another Sparkforge command{_holder(path)} holds {path}",
-                "again   # when it has ended",
-                code="storage.busy",
-            ) from None
+            why = f"another Sparkforge command{_holder(path)} holds {path}"
+            raise StorageError(f"cannot {purpose}", why, "again   # when it has ended", code="storage.busy") from None
         with suppress(OSError):  # a full disk: the lock holds all the same
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"pid {os.getpid()}: {purpose}\n".encode())

@@ -37,10 +37,7 @@ def environment(folder: Path) -> dict[str, str | None]:
 
 
 def git(
-    folder: Path,
-    *arguments: str | Path,
-    settings: Sequence[str] = (),
-    ends: Sequence[int] = (0,),
+    folder: Path, *arguments: str | Path, settings: Sequence[str] = (), ends: Sequence[int] = (0,)
 ) -> subprocess.CompletedProcess[str]:
     """Run git in `folder` with further `settings` (`-c`) and return it with its output as text.
 

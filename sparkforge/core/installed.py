@@ -32,7 +32,6 @@ SCRIPT = re.compile(r"\.\./\.\./\.\./bin/[^/]+")
 SHA256 = re.compile(r"sha256=([A-Za-z0-9_-]{43})")
 IMPORTABLE = (".py", ".pyc", ".so")
 WORKERS = min(8, os.cpu_count() or 1)
-MISSING = "is missing"
 UNCHECKED_HASH = 0b01  # flags of an unchecked hash-based .pyc: Python does not compare the source's hash; PEP 552
 REINSTALL = "./inv up   # first remove the package's environment; it is installed again"
 
@@ -93,10 +92,22 @@ class Installed:
         compiled = compiled or {}
 
         def judge(line: RecordLine) -> str:
-            size = None if line.path in compiled else line.size
-            change = _change(f"{self.packages}/{line.path}", size, compiled.get(line.path, line.sha256))
-            expected = not change or (change == MISSING and is_below(line.path, left_out))
-            return "" if expected else f"{line.path}: {change}"
+            path = f"{self.packages}/{line.path}"
+            try:
+                with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+                    status = os.fstat(file.fileno())
+                    if not stat.S_ISREG(status.st_mode):
+                        return f"{line.path}: is not a regular file"
+                    if line.path not in compiled and status.st_size != line.size:
+                        return f"{line.path}: was changed, it has {status.st_size:,} bytes and not {line.size:,}"
+                    large = status.st_size >= CHUNK
+                    digest = hashlib.file_digest(file, "sha256") if large else hashlib.sha256(file.read())
+                    is_same = digest.hexdigest() == compiled.get(line.path, line.sha256)
+                    return "" if is_same else f"{line.path}: was changed"
+            except (FileNotFoundError, NotADirectoryError):
+                return "" if is_below(line.path, left_out) else f"{line.path}: is missing"
+            except OSError as error:
+                return f"{line.path}: cannot be read, {error.strerror}"
 
         with ThreadPoolExecutor(WORKERS) as pool:  # hashing releases the GIL
             large = pool.map(judge, [line for line in self.lines if line.size >= CHUNK])
@@ -163,23 +174,6 @@ def _line(path: str, digest: str, size: str) -> RecordLine:
     if not (match := SHA256.fullmatch(digest)):
         raise ValueError(f"{path[:100]} has {digest[:80]!r}, which is not a sha256")
     return RecordLine(path, base64.urlsafe_b64decode(f"{match[1]}=").hex(), int(size))
-
-
-def _change(path: str, size: int | None, sha256: str) -> str:
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                return "is not a regular file"
-            if size is not None and status.st_size != size:
-                return f"was changed, it has {status.st_size:,} bytes and not {size:,}"
-            large = status.st_size >= CHUNK
-            digest = hashlib.file_digest(file, "sha256") if large else hashlib.sha256(file.read())
-            return "" if digest.hexdigest() == sha256 else "was changed"
-    except (FileNotFoundError, NotADirectoryError):
-        return MISSING
-    except OSError as error:
-        return f"cannot be read, {error.strerror}"
 
 
 def _extra(packages: str, wanted: Collection[str], added: Collection[str]) -> Iterator[str]:

@@ -10,7 +10,9 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 RETRY_SECONDS = (3.0, 10.0)  # seconds before the second and the third attempt
@@ -27,85 +29,13 @@ class Refusal(NamedTuple):
     busy: bool = False
 
 
-class _Rule(NamedTuple):
-    pattern: str
-    cause: str
-    fix: str
-    busy: bool = False
-
-
 # Progress lines and URLs say nothing about a refusal, whatever words are in them.
 _PROGRESS = re.compile(
     r"(?m)^\s*(?:Collecting|Downloading|Fetching|Using cached|Looking in|Processing|Requirement already|Resolved"
     r"|Prepar\w+|Installing|Building) .*$"
 )
 _NAMES = re.compile(r"\b[a-z][a-z+]*://[^\s`'\"<>]+|\b(?:host|for url)[=: (]+[^\s,)]+")
-# The first rule whose pattern is found counts; `\1` and so on in a cause stand for the pattern's groups.
-_RULES = (
-    _Rule(r"No space left on device|os error 28|Errno 28", "no space is left on the disk", "df -h"),
-    _Rule(r"Disk quota exceeded|os error 122|Errno 122", "the disk quota is exceeded", "quota -s"),
-    _Rule(
-        r"Permission denied: '?([^'\n]+)|failed to \w+ (?:file|directory) `([^`]+)`: Permission denied",
-        r"permission denied: \1\2",
-        "ls -ld that path, and its owner",
-    ),
-    _Rule(r"Hash mismatch for `([^`]+)`", r"the index offers \1 with another hash than the lock has", SETTINGS),
-    _Rule(
-        r"DO NOT MATCH THE HASHES[^\n]*?\s(\S+==\S+) from",
-        r"the index offers \1 with another hash than the lock has",
-        SETTINGS,
-    ),
-    _Rule(
-        r"40[13] (?:Unauthorized|Forbidden)|HTTP error 40[13]|handle_401",
-        "the package index refuses the credentials (401 or 403)",
-        SETTINGS,
-    ),
-    _Rule(
-        r"407 Proxy|ProxyError|[Tt]unnel (?:error|connection failed)"
-        r"|(?i:proxy authenti|proxy authoriz|to (?:the )?proxy)",
-        "the proxy refuses the connection",
-        "env | grep -i _proxy",
-    ),
-    _Rule(
-        r"UnknownIssuer|CERTIFICATE_VERIFY_FAILED|SSLError|invalid peer certificate",
-        "the index's TLS certificate is not trusted",
-        "set PIP_CERT to your organisation's CA bundle",
-    ),
-    _Rule(r"\b(429 Too Many|50\d [A-Z][a-z]+)", r"the package index is busy (\1)", NETWORK, busy=True),
-    _Rule(r"HTTP error (429|50\d)|too many (429|50\d) error", r"the package index is busy (\1\2)", NETWORK, busy=True),
-    _Rule(
-        r"(?<![\w-])[Tt]imed? ?out\b(?![-=])|TimeoutError|IncompleteRead|"
-        r"[Cc]onnection reset|os error 104|BrokenPipe|end of file before",
-        "the package index stopped answering",
-        NETWORK,
-        busy=True,
-    ),
-    _Rule(
-        r"failed to lookup address|Name or service not known|Temporary failure in name resolution",
-        "the package index's name cannot be resolved",
-        NETWORK,
-        busy=True,
-    ),
-    _Rule(
-        r"Connection refused|NewConnectionError|os error 111|Network is unreachable|os error 101",
-        "nothing answers at the package index",
-        NETWORK,
-    ),
-    _Rule(
-        r"Could not find a version that satisfies the requirement (\S+)[^\n]*\(from versions: none\)",
-        r"the package index offers no version of \1: it is busy, refuses, or has none",
-        NETWORK,
-        busy=True,
-    ),
-    _Rule(
-        r"Could not find a version that satisfies the requirement (\S+)[^\n]*\(from versions: ([^)\n]{0,120})",
-        r"the package index has no \1 for this Python and machine, only \2",
-        SETTINGS,
-    ),
-    _Rule(r"Because (\S+) was not found in the package registry", r"the package index has no \1", SETTINGS),
-    _Rule(r"Because (.+?), we can conclude", r"\1", SETTINGS),
-    _Rule(r"has no wheels with a matching (.+?)[.\n]", r"no wheel has a matching \1", SETTINGS),
-)
+_RULES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["rules"]
 _REQUESTED = re.compile(r"The user requested (\(constraint\) )?(\S+)")
 
 
@@ -125,11 +55,11 @@ def refusal(output: str) -> Refusal:
         return Refusal(f"these requirements exclude each other: {wanted}"[:LONGEST], SETTINGS)
     joined = re.sub(r"\n\s+(?=[a-z`])", " ", _NAMES.sub("URL", _PROGRESS.sub("", output)))  # uv wraps its sentences
     for rule in _RULES:
-        if match := re.search(rule.pattern, joined):
-            cause = rule.cause
+        if match := re.search(rule["pattern"], joined):
+            cause = rule["cause"]
             for number, group in enumerate(match.groups(), 1):
                 cause = cause.replace(f"\\{number}", group or "")
-            return Refusal(" ".join(cause.split())[:LONGEST], rule.fix, rule.busy)
+            return Refusal(" ".join(cause.split())[:LONGEST], rule.get("fix", SETTINGS), rule.get("busy", False))
     lines = [line.strip() for line in output.splitlines() if line.strip() and "WARNING" not in line]
     errors = [line for line in lines if re.match(r"(?i)error|\S*Error:|cause:", line)] or lines[-1:]
     return Refusal((errors[-1] if errors else "it printed nothing")[:LONGEST], NETWORK)

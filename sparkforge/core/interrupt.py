@@ -31,10 +31,6 @@ class _State:
     ending: int | None = None
 
 
-def _main() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 def _handle(number: int, _frame: FrameType | None) -> None:
     if number != signal.SIGINT and _State.ending is not None:
         return  # a second one must not cut the first one's cleaning up short; Ctrl-C and SIGKILL do
@@ -43,11 +39,7 @@ def _handle(number: int, _frame: FrameType | None) -> None:
     if _State.depth:
         _State.waiting = number
     else:
-        raise _exception(number)
-
-
-def _exception(number: int) -> KeyboardInterrupt:
-    return KeyboardInterrupt() if number == signal.SIGINT else TerminatedError(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else TerminatedError(number)
 
 
 @contextmanager
@@ -56,7 +48,7 @@ def caught() -> Iterator[None]:
 
     A signal that is ignored stays so (nohup). Outside the main thread this does nothing: Python handles signals there.
     """
-    if not _main():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     former = {number: signal.getsignal(number) for number in CAUGHT}
@@ -79,7 +71,7 @@ def ending() -> int | None:
 @contextmanager
 def held() -> Iterator[None]:
     """Keep the exceptions of signals back while inside; the last one is raised at the end."""
-    if not _main():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     _State.depth += 1
@@ -89,4 +81,4 @@ def held() -> Iterator[None]:
         _State.depth -= 1
         if not _State.depth and _State.waiting is not None:
             number, _State.waiting = _State.waiting, None
-            raise _exception(number)
+            raise KeyboardInterrupt if number == signal.SIGINT else TerminatedError(number)

@@ -90,7 +90,29 @@ def once(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path
         _recover(path)
         if manifest := current(path, stage, inputs):
             return manifest, False
-        return _make(path, stage, inputs, make), True
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        started = time.monotonic()
+        try:
+            stage_output = make(temporary)
+            os.sync()  # thousands of files at once: one call instead of an fsync each
+            tools = {"sparkforge": sparkforge.__version__, "python": sys.version.split()[0], **stage_output.tools}
+            manifest = Manifest(
+                stage, inputs, stage_output.outputs, tools, stage_output.facts, round(time.monotonic() - started, 3)
+            )
+            write_json(beside(temporary), asdict(manifest))
+            for old, aside in ((beside(path), beside(_aside(path))), (path, _aside(path))):
+                remove(aside)  # an older one; `path` itself exists
+                with suppress(FileNotFoundError):
+                    old.rename(aside)
+            temporary.rename(path)
+            fsync_directory(path.parent)
+            beside(temporary).rename(beside(path))
+            fsync_directory(path.parent)
+        except BaseException:
+            _recover(path)
+            raise
+        _remove_aside(path)
+        return manifest, True
 
 
 def remove(path: Path) -> None:
@@ -99,32 +121,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path)
-
-
-def _make(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> Manifest:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    started = time.monotonic()
-    try:
-        stage_output = make(temporary)
-        os.sync()  # thousands of files at once: one call instead of an fsync each
-        tools = {"sparkforge": sparkforge.__version__, "python": sys.version.split()[0], **stage_output.tools}
-        manifest = Manifest(
-            stage, inputs, stage_output.outputs, tools, stage_output.facts, round(time.monotonic() - started, 3)
-        )
-        write_json(beside(temporary), asdict(manifest))
-        for old, aside in ((beside(path), beside(_aside(path))), (path, _aside(path))):
-            remove(aside)  # an older one; `path` itself exists
-            with suppress(FileNotFoundError):
-                old.rename(aside)
-        temporary.rename(path)
-        fsync_directory(path.parent)
-        beside(temporary).rename(beside(path))
-        fsync_directory(path.parent)
-    except BaseException:
-        _recover(path)
-        raise
-    _remove_aside(path)
-    return manifest
 
 
 def _aside(path: Path) -> Path:

@@ -46,13 +46,13 @@ FLAVOURS = (
 
 def measure(root: Path = Path("/")) -> Machine:
     """Return what is available now; `root` is where /proc and the cgroup mounts are looked up."""
-    available, bound = _keyed(root / "proc/meminfo", "MemAvailable:") * 1024, "MemAvailable"
+    available, bound = numbers(root / "proc/meminfo").get("MemAvailable:", 0) * 1024, "MemAvailable"
     for flavour in FLAVOURS:
         for group in groups(root, flavour.file_system, "memory"):
-            limits = [limit for name in flavour.limits if (limit := _number(group / name)) is not None]
-            used = _number(group / flavour.usage)
+            limits = [limit for name in flavour.limits if (limit := numbers(group / name).get("")) is not None]
+            used = numbers(group / flavour.usage).get("")
             if limits and used is not None:  # file cache that the kernel can drop is not counted
-                remaining = min(limits) - max(0, used - _keyed(group / "memory.stat", flavour.droppable))
+                remaining = min(limits) - max(0, used - numbers(group / "memory.stat").get(flavour.droppable, 0))
                 if remaining < available:
                     available, bound = remaining, str(group)
     return Machine(max(0, available), cpus(root), bound)
@@ -146,10 +146,12 @@ def _fields(path: Path) -> list[str]:
     return " ".join(_lines(path)).split()
 
 
-def _number(path: Path) -> int | None:
-    fields = _fields(path)
-    return int(fields[0]) if fields and fields[0].isdigit() else None
-
-
-def _keyed(path: Path, key: str) -> int:
-    return next((int(fields[1]) for line in _lines(path) if (fields := line.split())[:1] == [key]), 0)
+def numbers(file: Path) -> dict[str, int]:
+    """Return the numbers in a file of the kernel by the words before them, one without by ""; none without the file."""
+    values: dict[str, int] = {}
+    with suppress(OSError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            key, number = ["", *line.split()[:2]][-2:]
+            if number.isdecimal():
+                values[key] = int(number)
+    return values

@@ -7,15 +7,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
-from sparkforge.core import http, metrics, sse
+from sparkforge.core import http
 from sparkforge.core.errors import ServerError, UsageError
 
 HEALTH_SECONDS = 2.0
@@ -29,6 +30,8 @@ WRONG_SHAPE = (ValueError, KeyError, IndexError, TypeError, AttributeError, Over
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, *WRONG_SHAPE)
 LAST_EVENTS = {"response.completed", "response.incomplete", "response.failed"}  # of the Responses API, without [DONE]
 # vLLM's own count of what it generated, over all requests (vllm/v1/metrics/loggers.py, 0.32.0).
+LONGEST = 4096  # characters of a line of /metrics that is parsed; vLLM's have 100
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, LookupError)  # lines that are no metrics
 COUNTER = "vllm:generation_tokens_total"
 
 
@@ -128,7 +131,7 @@ class Endpoint:
         with httpx.Client(**options) as client, client.stream("POST", path, json=body) as response:
             if response.is_error:
                 raise response_error(http.whole(response, seconds=ERROR_SECONDS, limit=ERROR_BYTES), path)
-            for event in sse.events(response, seconds):
+            for event in http.events(response, seconds):
                 if event.data == "[DONE]":
                     return
                 answer = json.loads(event.data)
@@ -193,8 +196,8 @@ class Endpoint:
         """Return how many tokens the server has generated since it began; None if it keeps no such count."""
         try:
             response = self.get("/metrics")
-            counts = metrics.values(response.text, (COUNTER,)).get(COUNTER) if response.is_success else None
-        except (ServerError, *metrics.MALFORMED, *WRONG_SHAPE):
+            counts = metric_values(response.text, (COUNTER,)).get(COUNTER) if response.is_success else None
+        except (ServerError, *MALFORMED, *WRONG_SHAPE):
             return None
         return sum(counts) if counts and math.isfinite(sum(counts)) else None
 
@@ -294,3 +297,17 @@ def response_error(response: httpx.Response, path: str = "the server") -> Server
 
 def _reply_error(problem: str, why: str, length: int = 300) -> ServerError:
     return ServerError(problem, why[:length], "./inv logs   # or the log of the server at --url", code="server.reply")
+
+
+def metric_values(text: str, names: Collection[str]) -> dict[str, list[float]]:
+    """Return the finite values of each of `names` that is there, one for each set of labels.
+
+    Raises one of MALFORMED for lines that are no metrics.
+    """
+    lines = [line for line in text.splitlines() if line.startswith(tuple(names)) and len(line) < LONGEST]
+    values_by_name: dict[str, list[float]] = {}
+    for family in text_string_to_metric_families("\n".join(lines)):
+        for sample in family.samples:
+            if sample.name in names and math.isfinite(sample.value):
+                values_by_name.setdefault(sample.name, []).append(sample.value)
+    return values_by_name

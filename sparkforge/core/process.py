@@ -44,12 +44,9 @@ def run(command: Sequence[str | Path], **options: Unpack[RunOptions]) -> subproc
     result = run_unchecked(command, **options)
     if result.returncode:
         tail = "\n".join((result.stdout + result.stderr).strip().splitlines()[-TAIL_LINES:])
-        raise ProcessError(
-            f"{Path(command[0]).name} ended with code {result.returncode}",
-            tail or "it printed nothing",
-            options.get("fix") or f"{shlex.join(result.args)}   # by hand",
-            code="process.failed",
-        )
+        failure, fix = f"{Path(command[0]).name} ended with code {result.returncode}", options.get("fix")
+        fix = fix or f"{shlex.join(result.args)}   # by hand"
+        raise ProcessError(failure, tail or "it printed nothing", fix, code="process.failed")
     return result
 
 
@@ -75,12 +72,9 @@ def run_unchecked(
         try:
             out, err = process.communicate(stdin, timeout=seconds)
         except subprocess.TimeoutExpired as error:
-            raise ProcessError(
-                f"{Path(command[0]).name} did not end within {seconds:g} s",
-                "it was stopped",
-                fix or f"{shlex.join(map(str, command))}   # by hand",
-                code="process.failed",
-            ) from error
+            failure = f"{Path(command[0]).name} did not end within {seconds:g} s"
+            fix = fix or f"{shlex.join(map(str, command))}   # by hand"
+            raise ProcessError(failure, "it was stopped", fix, code="process.failed") from error
     return subprocess.CompletedProcess([str(word) for word in command], process.returncode, out, err)
 
 
@@ -105,12 +99,8 @@ def _started(command: Sequence[str | Path], fix: str = "", **options: Any) -> su
             fix = "--help   # correct that argument"
         elif (folder := options.get("cwd")) and not Path(folder).is_dir():  # not the program is what is missing
             fix = f"--help   # name a folder that is there, in place of {folder}"
-        raise ProcessError(
-            f"cannot run {command[0]}",
-            str(error),
-            fix or f"command -v {shlex.quote(str(command[0]))}   # install it",
-            code="process.failed",
-        ) from error
+        fix = fix or f"command -v {shlex.quote(str(command[0]))}   # install it"
+        raise ProcessError(f"cannot run {command[0]}", str(error), fix, code="process.failed") from error
 
 
 def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> int:
@@ -381,9 +371,5 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
         except PermissionError:
             refused.append(str(pid))
     if refused:
-        raise ProcessError(
-            f"cannot end process {', '.join(refused)}",
-            "it belongs to another user",
-            f"sudo kill {' '.join(refused)}   # or ask that user",
-            code="process.failed",
-        )
+        why, fix = "it belongs to another user", f"sudo kill {' '.join(refused)}   # or ask that user"
+        raise ProcessError(f"cannot end process {', '.join(refused)}", why, fix, code="process.failed")

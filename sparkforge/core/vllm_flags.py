@@ -7,7 +7,8 @@ hyphens, the beginning of a flag for the flag, and the last occurrence wins. It 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,79 +20,24 @@ SPECULATION = "--speculative-config"
 SHARE = "--gpu-memory-utilization"
 HEADLESS = "--headless"  # a worker of another machine's server, without an API
 NAMES = "--served-model-name"
-MANY_VALUES = 1 << 30
 
 
 @dataclass(frozen=True)
 class VllmFlag:
-    """A flag of vLLM: how many values it takes, whether they are paths, and why a user may not pass it.
+    """A row of vllm_flags.toml: how many values a flag takes, whether they are paths, and why a user may not pass it.
 
     `instead` is the command to use; both texts are empty for a flag that anybody may pass.
     """
 
-    values: int = 1
+    values: float = 1
     is_path: bool = False
     refusal: str = ""
     instead: str = ""
 
 
-_NAME = "the start-up test and our commands use that name"
-_HTTP = "the start-up test and our commands use plain HTTP"
-_GUARD = "the guard, which checks keys and host names, must stand in front"
-_TOOLS = "the start-up test calls a tool"
-_VISIBLE = "arguments can be read by every user of the machine"
-_NODES = "./inv cluster.up sets it for each node"
-_CLUSTER = "./inv cluster.discover --nodes spark-1,spark-2"
-_TLS = "less docs/guide/docker.md   # access from another machine"
-_PROXY = "--help   # run a proxy of yours in front"
-_OUT = "--help   # leave it out"
-_FLAGS = "--help   # vLLM's flags: https://docs.vllm.ai/en/latest/cli/serve/"
 KEY_FIX = "(umask 077; openssl rand -hex 32 > key) && ./inv up --api-key-file key"
-# vllm/engine/arg_utils.py and vllm/entrypoints/launchers/cli_args.py, 0.32.0. A flag that is not here takes one value.
-FLAGS: Mapping[str, VllmFlag] = {
-    HOST: VllmFlag(
-        refusal="./inv up sets it, and asks for a key where others reach it",
-        instead="./inv up --host 127.0.0.1",
-    ),
-    PORT: VllmFlag(refusal="./inv up sets it", instead="./inv up --port 8000"),
-    MODEL: VllmFlag(
-        refusal="./inv up sets it, and validates that model",
-        instead="./inv list   # ./inv up --model takes one of them",
-    ),
-    "--api-key": VllmFlag(refusal=_VISIBLE, instead=KEY_FIX),
-    "--hf-token": VllmFlag(refusal=_VISIBLE, instead="hf auth login"),
-    NAMES: VllmFlag(
-        MANY_VALUES, refusal=_NAME, instead="./inv list   # rename the model's folder, which ./inv up --model takes"
-    ),
-    "--middleware": VllmFlag(refusal=_GUARD, instead=_PROXY),
-    "--root-path": VllmFlag(refusal=_GUARD, instead=_PROXY),
-    "--uds": VllmFlag(refusal=_HTTP, instead="./inv up --host 127.0.0.1"),
-    "--ssl-keyfile": VllmFlag(refusal=_HTTP, instead=_TLS),
-    "--ssl-certfile": VllmFlag(refusal=_HTTP, instead=_TLS),
-    "--ssl-ca-certs": VllmFlag(refusal=_HTTP, instead=_TLS),
-    "--grpc": VllmFlag(0, refusal=_HTTP, instead=_OUT),
-    HEADLESS: VllmFlag(0, refusal="it serves no API", instead=_OUT),
-    "--nnodes": VllmFlag(refusal=_NODES, instead=_CLUSTER),
-    "--node-rank": VllmFlag(refusal=_NODES, instead=_CLUSTER),
-    "--master-addr": VllmFlag(refusal=_NODES, instead=_CLUSTER),
-    "--master-port": VllmFlag(refusal=_NODES, instead=_CLUSTER),
-    "--help": VllmFlag(0, refusal="it serves nothing", instead=_FLAGS),
-    "--config": VllmFlag(
-        is_path=True,
-        refusal="a file could set any of the flags that ./inv up sets",
-        instead="--help   # write its flags behind --",
-    ),
-    "--tool-call-parser": VllmFlag(refusal=_TOOLS, instead=_OUT),
-    "--no-enable-auto-tool-choice": VllmFlag(0, refusal=_TOOLS, instead=_OUT),
-    "--enable-scale-out": VllmFlag(0, refusal="it opens routes that move the engine's cache", instead=_OUT),
-    SPECULATION: VllmFlag(),  # a draft: JSON
-    "--lora-modules": VllmFlag(MANY_VALUES),
-    "--cudagraph-capture-sizes": VllmFlag(MANY_VALUES),
-    "--tokenizer": VllmFlag(is_path=True),
-    "--chat-template": VllmFlag(is_path=True),
-    "--download-dir": VllmFlag(is_path=True),
-    "--hf-config-path": VllmFlag(is_path=True),
-    "--generation-config": VllmFlag(is_path=True),
+FLAGS = {
+    name: VllmFlag(**row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
 REFUSED = tuple(name for name, flag in FLAGS.items() if flag.refusal)
 SWITCHES = ("--enable-", "--disable-", "--no-", "--enforce-eager", "--trust-remote-code", "--async-scheduling")
@@ -152,7 +98,7 @@ def positional(arguments: Sequence[str]) -> list[tuple[str, str]]:
     A flag that takes several values takes all words up to the next flag. If a flag takes one value and that value is
     not a path, the word may be the value or the model, so it is returned with its flag.
     """
-    words, flag, free = list[tuple[str, str]](), "", 0
+    words, flag, free = list[tuple[str, str]](), "", 0.0
     for word in arguments:
         if word.startswith("-") and word != "-":
             flag = flag_of(word)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkforge import __version__
@@ -129,7 +129,12 @@ def examine(evidence: Evidence, known: Sequence[Signature]) -> list[Problem]:
         if error.fix.startswith("./inv doctor"):  # that command runs already
             error.fix = "./inv logs"
         problems.append(_of_error(LAST, error, f"./inv up, {evidences.ago(failed.ended)}"))
-    return _merged(problems)
+    merged: dict[tuple[str, str], Problem] = {}
+    for problem in problems:
+        key = (problem.id, problem.what)
+        earlier = merged[key].places if key in merged else ()
+        merged[key] = problem.model_copy(update={"places": (*earlier, *problem.places)})
+    return list(merged.values())
 
 
 def ranked(problems: Sequence[Problem]) -> list[Problem]:
@@ -196,7 +201,15 @@ def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem
             given = {**hit.groups, "log": log.command}
             yield _of_signature(hit.signature, given, place)
         if unknown and log.kind != evidences.UNIT:  # a build says itself which unit failed
-            yield _unknown(log, event, unknown)
+            again = f"./inv doctor --log {shlex.quote(log.name)}" if log.kind == evidences.NAMED else "./inv doctor"
+            yield Problem(
+                id=UNKNOWN,
+                severity=Severity.FATAL,
+                what=f"unknown: {_short(for_support(unknown.told))}",
+                why="no known problem has this error, and nothing else in the log explains it",
+                fix=f"{again} --bundle support.tar.gz   # attach it to a bug report in this repository's issues",
+                places=(_place(log, event, unknown, unknown.count),),
+            )
         if log.broken:
             evidence.add_source(log.name, f"read to byte {log.size} only: {log.broken}", read=False)
 
@@ -217,19 +230,6 @@ def _place(log: evidences.Log, event: Event, line: Line, count: int) -> Place:
         quoted = for_support("\n".join((*chain, *line.before, line.text, *line.after)))
         context = tuple(_short(text) for text in quoted.split("\n") if text and not BLOB.fullmatch(text))
     return Place(source=log.name, line=line.number, text=_short(line.shown), count=count, context=context)
-
-
-def _unknown(log: evidences.Log, event: Event, line: Line) -> Problem:
-    """Return the problem of a log that ends in a fault which no signature knows."""
-    again = f"--log {shlex.quote(log.name)} " if log.kind == evidences.NAMED else ""
-    return Problem(
-        id=UNKNOWN,
-        severity=Severity.FATAL,
-        what=f"unknown: {_short(for_support(line.told))}",
-        why="no known problem has this error, and nothing else in the log explains it",
-        fix=f"./inv doctor {again}--bundle support.tar.gz   # attach it to a bug report in this repository's issues",
-        places=(_place(log, event, line, line.count),),
-    )
 
 
 def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: Place) -> Problem:
@@ -294,16 +294,6 @@ def _of_error(name: str, error: SparkforgeError, source: str) -> Problem:
         places=(Place(source=source, text="failed" if name == LAST else type(error).__name__),),
         follows=(EVERY,) if name == LAST else (),
     )
-
-
-def _merged(problems: Iterable[Problem]) -> list[Problem]:
-    merged: dict[tuple[str, str], Problem] = {}
-    for problem in problems:
-        key = (problem.id, problem.what)
-        if key in merged:
-            problem = merged[key].model_copy(update={"places": (*merged[key].places, *problem.places)})  # noqa: PLW2901
-        merged[key] = problem
-    return list(merged.values())
 
 
 def _causes(problem: Problem, problems: Sequence[Problem]) -> tuple[str, ...]:

@@ -23,9 +23,8 @@ from sparkforge.core.errors import SparkforgeError, StorageError
 from sparkforge.core.files import existing_part
 from sparkforge.core.openai import Endpoint
 from sparkforge.image import devices
-from sparkforge.serve import failure, record
-from sparkforge.serve.failure import Failure
-from sparkforge.serve.record import Server
+from sparkforge.serve import record
+from sparkforge.serve.record import Failure, Server
 from validate.facts import gpu, machine
 from validate.facts.fact import Fact, gather
 from validate.facts.target import Options, Target
@@ -170,7 +169,7 @@ def open_log(name: str) -> Log:
 
 def collect_state(state: Path) -> Evidence:
     """Return the evidence under `state`."""
-    evidence = Evidence(failure=failure.read(state))
+    evidence = Evidence(failure=record.read_failure(state))
     record_path = state / record.record_path().name
     try:
         evidence.server = record.read(record_path)
@@ -178,7 +177,14 @@ def collect_state(state: Path) -> Evidence:
         evidence.add_source(name_of(record_path), f"not believed: {error.why}", read=False)
     _add_build_logs(state, evidence)
     _add_manifests(state, evidence)
-    _add_report(state, evidence)
+    report_path = state / "validation.json"
+    if _usable(report_path, evidence):
+        try:
+            report = evidence.reports[name_of(report_path)] = _read_object(report_path)
+            note = f"verdict {report.get('verdict')}, {ago(_modified(report_path))}"
+            evidence.add_source(name_of(report_path), note)
+        except (OSError, ValueError) as error:
+            evidence.add_source(name_of(report_path), f"cannot be read: {error}", read=False)
     _add_server(state, evidence)
     existing = next(folder for folder in (state, *state.parents) if folder.exists())
     evidence.add_fact("disk.state_free_bytes", shutil.disk_usage(existing).free, f"statvfs {state}")
@@ -302,16 +308,6 @@ def _add_manifests(state: Path, evidence: Evidence) -> None:
     for fact, (folder, pattern) in STAGES.items():
         if (state / folder).is_dir():
             evidence.add_fact(fact, any(state.glob(pattern)), f"{name_of(state / pattern)}, beside {folder}/")
-
-
-def _add_report(state: Path, evidence: Evidence) -> None:
-    path = state / "validation.json"
-    if _usable(path, evidence):
-        try:
-            report = evidence.reports[name_of(path)] = _read_object(path)
-            evidence.add_source(name_of(path), f"verdict {report.get('verdict')}, {ago(_modified(path))}")
-        except (OSError, ValueError) as error:
-            evidence.add_source(name_of(path), f"cannot be read: {error}", read=False)
 
 
 def _add_server(state: Path, evidence: Evidence) -> None:

@@ -161,10 +161,10 @@ def guard(qualification: Qualification) -> Outcomes:
     device, machine_memory = qualification.tiny, psutil.virtual_memory()
     why = "there is no CUDA memory here; lab/memory_guard.py tries the guard with a server's own memory"
     if device.name == GPU:
-        why = (
-            "the GPU has memory of its own, so CUDA allocations take none of the memory that the guard watches"
-            * _has_own_memory()
-        )
+        why = "the GPU has memory of its own, so CUDA allocations take none of the memory that the guard watches"
+        with suppress(ProbeError):  # a GB10's memory is what nvidia-smi does not know
+            if gpus.number(gpus.query("memory.total", units=False, env=os.environ)[0]["memory.total"]) is None:
+                why = ""
     bound = thresholds.load().end_share * machine_memory.total / GIB  # a higher one has no effect
     share = (machine_memory.available / GIB - bound - WORKING_GIB) * GIB / machine_memory.total
     if not why and share < LEAST_SHARE:
@@ -191,14 +191,6 @@ def guard(qualification: Qualification) -> Outcomes:
         return {"memory-guard": Outcome(verdict=DIFFERS, evidence=why)}
     seconds = max(0.0, end.time - float(low[0])) if low else None
     return {"memory-guard": Outcome(verdict=HELD, evidence=end.why, figure=seconds)}
-
-
-def _has_own_memory() -> bool:
-    """Tell whether nvidia-smi knows the GPU's memory, which it does not on a GB10."""
-    try:
-        return gpus.number(gpus.query("memory.total", units=False, env=os.environ)[0]["memory.total"]) is not None
-    except ProbeError:
-        return True
 
 
 def model(qualification: Qualification) -> Outcomes:

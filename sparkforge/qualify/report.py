@@ -6,8 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -96,7 +95,9 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
     qualification.tiny.prepare()
     folder, facts = qualification.folder, context.facts()
     progress = folder / "progress.json"
-    inputs = _inputs(qualification, facts)
+    named = qualification.model.model if qualification.model else ""
+    made_of = [facts["gpus"], facts["commit"], qualification.tiny.plan, qualification.tiny.python, named]
+    inputs = hashlib.sha256(repr(made_of).encode()).hexdigest()
     finished: dict[str, PartResult] = {}
     with suppress(OSError, ValueError):  # none yet, or a damaged one
         earlier = Progress.model_validate(read_json(progress))
@@ -117,23 +118,13 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
             if any(outcome.verdict != COULD_NOT_RUN for outcome in part.outcomes.values())
         }
         write_json(progress, Progress(inputs=inputs, parts=kept).model_dump())
-    report = _report(qualification, finished, facts)
-    write_json(folder / "report.json", report.model_dump(mode="json", by_alias=True))
-    _write_html(folder / "report.html", report)
-    return report
-
-
-def _inputs(qualification: Qualification, facts: Mapping[str, object]) -> str:
-    named = qualification.model.model if qualification.model else ""
-    parts = [facts["gpus"], facts["commit"], qualification.tiny.plan, qualification.tiny.python, named]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _report(qualification: Qualification, parts: Mapping[str, PartResult], facts: Mapping[str, Any]) -> Report:
-    outcomes = {name: outcome for part in parts.values() for name, outcome in part.outcomes.items()}
+    all_outcomes = {name: outcome for part in finished.values() for name, outcome in part.outcomes.items()}
     claims = [claim for claim in ledger.load().claims if claim.settled_by]
     machine = {name: facts[name] for name in ("processor", "cores", "memory_bytes", "system", "python")}
-    gpu = _gpu() if qualification.tiny.name == GPU else {}
+    gpu: dict[str, str] = {}
+    with suppress(ProbeError):
+        if qualification.tiny.name == GPU:
+            gpu = gpus.query("name", "compute_cap", "driver_version", env=os.environ)[0]
     whole = Report(
         version=__version__,
         commit=facts["commit"],
@@ -142,18 +133,27 @@ def _report(qualification: Qualification, parts: Mapping[str, PartResult], facts
         device=qualification.tiny.name,
         gpu=gpu,
         machine=machine,
-        outcomes=outcomes,
-        rows=tuple(judge(claim, outcomes, gpu.get("compute_cap", "")) for claim in claims),
-        seconds={name: part.seconds for name, part in parts.items()},
+        outcomes=all_outcomes,
+        rows=tuple(judge(claim, all_outcomes, gpu.get("compute_cap", "")) for claim in claims),
+        seconds={name: part.seconds for name, part in finished.items()},
     )
-    return Report.model_validate(for_support(whole.model_dump(mode="json", by_alias=True)))
-
-
-def _gpu() -> dict[str, str]:
-    try:
-        return gpus.query("name", "compute_cap", "driver_version", env=os.environ)[0]
-    except ProbeError:
-        return {}
+    report = Report.model_validate(for_support(whole.model_dump(mode="json", by_alias=True)))
+    write_json(folder / "report.json", report.model_dump(mode="json", by_alias=True))
+    shown = ", ".join(report.gpu.values()) or "no GPU"
+    results = [(name, o.verdict, o.evidence, o.model) for name, o in report.outcomes.items()]
+    texts = {claim.id: claim.claim for claim in claims}
+    rows = [(row.id, row.verdict, texts[row.id], row.evidence) for row in report.rows]
+    write_page(
+        folder / "report.html",
+        (
+            "Sparkforge qualification",
+            f"{shown} · device {report.device} · stack {report.stack} · {report.measured_at} · {report.commit}",
+            make_table("claims of the hardware ledger", ("id", "verdict", "claim", "evidence"), rows),
+            make_table("outcomes", ("name", "verdict", "evidence", "model"), results),
+            make_table("seconds of each part", ("part", "seconds"), report.seconds.items()),
+        ),
+    )
+    return report
 
 
 def print_report(report: Report) -> None:
@@ -163,20 +163,3 @@ def print_report(report: Report) -> None:
         echo(f"{row.verdict:<13} {row.id:<{width}}  {row.evidence}")
     counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (HELD, DIFFERS, COULD_NOT_RUN))
     say(f"of {len(report.rows)} claims that a command settles: {counts}")
-
-
-def _write_html(path: Path, report: Report) -> None:
-    gpu = ", ".join(report.gpu.values()) or "no GPU"
-    outcomes = [(name, o.verdict, o.evidence, o.model) for name, o in report.outcomes.items()]
-    claims = {claim.id: claim.claim for claim in ledger.load().claims}
-    rows = [(row.id, row.verdict, claims[row.id], row.evidence) for row in report.rows]
-    write_page(
-        path,
-        (
-            "Sparkforge qualification",
-            f"{gpu} · device {report.device} · stack {report.stack} · {report.measured_at} · {report.commit}",
-            make_table("claims of the hardware ledger", ("id", "verdict", "claim", "evidence"), rows),
-            make_table("outcomes", ("name", "verdict", "evidence", "model"), outcomes),
-            make_table("seconds of each part", ("part", "seconds"), report.seconds.items()),
-        ),
-    )

@@ -34,13 +34,8 @@ from sparkforge.core.vllm_flags import KEY_FIX, meant
 from sparkforge.serve import limits
 from sparkforge.serve.limits import Application, Receive, RequestError, Scope, Send
 
-KEY, KEY_FILE, HOSTS, METRICS, BIND = (
-    "VLLM_API_KEY",
-    "SPARKFORGE_API_KEY_FILE",
-    "SPARKFORGE_ALLOWED_HOSTS",
-    "SPARKFORGE_METRICS",
-    "SPARKFORGE_BIND",
-)
+KEY, KEY_FILE, HOSTS = "VLLM_API_KEY", "SPARKFORGE_API_KEY_FILE", "SPARKFORGE_ALLOWED_HOSTS"
+METRICS, BIND = "SPARKFORGE_METRICS", "SPARKFORGE_BIND"
 OPEN = "open"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 SECRET = "/run/secrets/api_key"  # noqa: S105 - where Compose puts the key's file
@@ -88,36 +83,23 @@ class Guard:
     def _refusal(self, scope: Scope) -> RequestError | None:
         headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if not self._host_allowed(headers):
+        # A page of a foreign site can make its own name point to 127.0.0.1 (DNS rebinding); its requests say that name.
+        named = [value for name, value in headers if name == b"host"]
+        host = HOST.fullmatch(named[0].decode("latin-1").lower()) if len(named) == 1 else None
+        if self._hosts and not (host and self._hosts & {host[0], host[1], "*"}):
             return RequestError(f"this Host header is not allowed; {HOSTS} names the hosts that are", status=403)
         if path in CLOSED_PATHS:
             return RequestError("Not Found", status=404)
-        if not self._digest or self._key_is_right(headers):
+        keys = [value for name, value in headers if name == b"authorization"]
+        scheme, _, key = (keys[0] if len(keys) == 1 else b"").partition(b" ")
+        is_right = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
+        if not self._digest or (is_right and scheme.lower() == b"bearer"):
             return None
         # A browser's CORS question carries no key, and vLLM's CORS middleware answers it.
         asked = {b"origin", b"access-control-request-method"} <= {name for name, _ in headers}
         if scope["type"] == "http" and (path in self._open_paths or (scope["method"] == "OPTIONS" and asked)):
             return None
         return RequestError("this server needs its API key: Authorization: Bearer KEY", status=401)
-
-    def _host_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Tell whether the Host header is allowed.
-
-        A page of a foreign site can make its own name point to 127.0.0.1 (DNS rebinding); its requests say that name.
-        """
-        if not self._hosts:
-            return True
-        values = [value for name, value in headers if name == b"host"]
-        match = HOST.fullmatch(values[0].decode("latin-1").lower()) if len(values) == 1 else None
-        return match is not None and bool(self._hosts & {match[0], match[1], "*"})
-
-    def _key_is_right(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        values = [value for name, value in headers if name == b"authorization"]
-        if len(values) != 1:
-            return False
-        scheme, _, key = values[0].partition(b" ")
-        is_equal = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
-        return is_equal and scheme.lower() == b"bearer"
 
 
 def hosts(text: str) -> list[str]:
@@ -155,11 +137,6 @@ def served_hosts(host: str, port: int, named: Sequence[str]) -> list[str]:
         return loopback_hosts(port) if named else ["*"]
     literal = f"[{host}]" if ":" in host else host
     return [*loopback_hosts(port), *([] if literal in LOOPBACK else [f"{literal}:{port}"])]
-
-
-def flags(key: str) -> tuple[str, ...]:
-    """Return vLLM's arguments that put the guard in front; with a key the API's documentation is off."""
-    return ("--middleware", f"{__name__}.{Guard.__name__}", *(("--disable-fastapi-docs",) if key else ()))
 
 
 def variables(key: str, key_file: str) -> dict[str, str]:

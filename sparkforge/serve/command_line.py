@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sparkforge.core import paths
 from sparkforge.core.errors import UsageError
 from sparkforge.core.vllm_flags import HEADLESS, HOST, NAMES, PORT, flag_value, meant, taken
 from sparkforge.models import local, recipes
@@ -23,6 +25,12 @@ ENVIRONMENT = {
     "VLLM_PLUGINS": "spark_mxfp4",  # another installed plugin would be an input that nobody pinned
     "PYTHONSAFEPATH": "1",  # no process of vLLM has its working directory on sys.path
 }
+# vLLM 0.32.0 has POST /start_profile and /stop_profile only if `--profiler-config` names a profiler
+# (vllm/entrypoints/serve/profile/api_router.py). `access.Guard` is in front of them as of every route.
+PROFILER = "SPARKFORGE_PROFILER"  # in a container: the folder for traces; empty: no profiler
+TRACES_IN_CONTAINER = "/var/cache/sparkforge/profiler"  # in the volume that the container's user can write
+# vLLM names the phases of a step in the trace, of which sampling is one (vllm/v1/worker/gpu_model_runner.py).
+PROFILER_ENVIRONMENT = {"VLLM_CUSTOM_SCOPES_FOR_PROFILING": "1"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,8 @@ class ServerCommand:
         flags = ("--model", self.model, NAMES, *names)
         address = ("--host", self.host, "--port", str(self.port))
         profile = self.profile.arguments() if self.profile else ()
-        guard = access.flags(self.environment.get(access.KEY, "")) if self.guarded else ()
+        no_docs = ("--disable-fastapi-docs",) if self.environment.get(access.KEY) else ()
+        guard = ("--middleware", f"{access.__name__}.{access.Guard.__name__}", *no_docs) if self.guarded else ()
         return (*flags, *address, *profile, *extra, *guard)
 
     @property
@@ -62,9 +71,8 @@ class ServerCommand:
 
     def command(self, python: str | Path) -> tuple[str, ...]:
         """Return the whole command, run by the interpreter `python`."""
-        module = WORKER if self.headless else (MODULE,)
-        forked = (FORKED,) if self.forked and not self.headless else ()
-        return (str(python), "-m", *forked, *module, *self.arguments)
+        module = ("-m", *(WORKER if self.headless else (FORKED, MODULE) if self.forked else (MODULE,)))
+        return (str(python), *module, *self.arguments)
 
     @property
     def headless(self) -> bool:
@@ -107,3 +115,16 @@ def served_name(directory: Path) -> str:
     """
     local.family_of(directory)
     return local.name_of(directory)
+
+
+def traces_folder() -> Path:
+    """Return where this checkout's servers that have a profiler write their traces; may not exist yet."""
+    return paths.state() / "profiler"
+
+
+def profiler_arguments(traces: Path | str) -> tuple[str, ...]:
+    """Return vLLM's arguments for a server that writes its traces into the folder `traces`."""
+    # Each worker writes one trace per session. Call stacks would make a trace ten times as large, and the API server's
+    # own trace holds no operator of the model (vllm/config/profiler.py).
+    config = {"profiler": "torch", "torch_profiler_with_stack": False, "ignore_frontend": True}
+    return ("--profiler-config", json.dumps({**config, "torch_profiler_dir": str(traces)}))

@@ -27,7 +27,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from sparkforge.core import memory, paths
@@ -38,7 +37,7 @@ from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.process import ProbeError, ending, watch
 from sparkforge.core.vllm_flags import MODEL, QUANTIZATION, REVISION, flag_value, positional, without_flag
 from sparkforge.models import local
-from sparkforge.serve import access, command_line, hold, limits, profiler, profiles, record, restarts, settings
+from sparkforge.serve import access, command_line, hold, limits, profiles, record, restarts, settings
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.serve.health import HELD_FILE, READY
 from sparkforge.serve.settings import Settings
@@ -60,7 +59,7 @@ TERMINATED = 128 + signal.SIGTERM
 def main(arguments: Sequence[str]) -> int:
     """Validate and become the server; returns an exit code only if that did not come about."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+        signal.signal(number, lambda *_: sys.exit(TERMINATED))  # a container's first process has no default that would
     try:
         if list(arguments[:1]) in (["--help"], ["-h"]):
             echo(str(__doc__))
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         if request.only_validate:
             return int(validate(options, server)["exit_code"])
         if not os.environ.get(CLUSTER):  # else serve/cluster/keep.py counts the failures and pauses
-            restarts.admit(_identity(server), options.run)
+            restarts.admit([socket.gethostname(), *server.command(sys.executable)], options.run)
         if options.refused == settings.HOLD:
             hold.until_admitted(lambda: admit(options, server), lambda line: _held(options, line))
         else:
@@ -104,7 +103,7 @@ def become(server: ServerCommand) -> NoReturn:
     if options := os.environ.get(CLUSTER):
         command = (sys.executable, "-P", str(WATCH), *json.loads(options), "--", *command)
     else:
-        restarts.begin(_identity(server))
+        restarts.begin([socket.gethostname(), *server.command(sys.executable)])
     command = supervised(command, record.end_path(), server.model)
     os.execvpe(command[0], command, server.environment)  # noqa: S606 - this process becomes the server
 
@@ -135,17 +134,17 @@ def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
         remaining = without_flag(remaining, MODEL)
     if len(models) > 1:
         raise UsageError(f"two models are named: {' and '.join(models)}", "a server has one", f"unset {MODEL}")
-    word = next((word for word, flag in positional(remaining) if not flag or _like_model(word)), "")
-    if not models and word:
+    places = ("/", "./", "../", "~")
+    words = [
+        word
+        for word, flag in positional(remaining)
+        if not flag or word == settings.TINY or local.REPOSITORY.fullmatch(word) or word.startswith(places)
+    ]
+    if words and not models:
         why = "behind a flag it may be the flag's value or the model, and another model must not be served in its place"
-        raise UsageError(
-            f"what {word[:200]!r} is cannot be told", why, "again   # but put the model first: MODEL --flag=value"
-        )
+        fix = "again   # but put the model first: MODEL --flag=value"
+        raise UsageError(f"what {words[0][:200]!r} is cannot be told", why, fix)
     return ContainerArguments("".join(models), tuple(remaining), only_validate)
-
-
-def _like_model(word: str) -> bool:
-    return word == settings.TINY or bool(local.REPOSITORY.fullmatch(word)) or word.startswith(("/", "./", "../", "~"))
 
 
 def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
@@ -194,10 +193,10 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
         host=(options.bind or "127.0.0.1") if access.has_host_network() else any_address,
         port=8000,
         profile=profiles.named(options.serve_profile, stack=options.stack, family=family),
-        extra_arguments=(*(profiler.arguments(options.traces) if options.traces else ()), *arguments),
+        extra_arguments=(*(command_line.profiler_arguments(options.traces) if options.traces else ()), *arguments),
         extra_environment={
             **environment,
-            **(profiler.ENVIRONMENT if options.traces else {}),
+            **(command_line.PROFILER_ENVIRONMENT if options.traces else {}),
             **secrets,
             access.HOSTS: ",".join((*access.LOOPBACK, *hosts)) if hosts else "",  # loopback: its own health check
             **limits.variables(os.environ),
@@ -221,12 +220,8 @@ def admit(options: Settings, server: ServerCommand) -> None:
     with suppress(OSError, StorageError):  # there may be no lasting folder
         write_json(paths.state() / REFUSED, {"document": document})
     fix = next((finding["fix"] for finding in _refusing(document)), "docker compose logs vllm")
-    raise RefusalError(
-        "the validator refuses to serve",
-        _summary(document),
-        with_remark(fix, f"then {start_again()}"),
-        code="validation.failed",
-    )
+    why, fix = _summary(document), with_remark(fix, f"then {start_again()}")
+    raise RefusalError("the validator refuses to serve", why, fix, code="validation.failed")
 
 
 def _held(options: Settings, line: str) -> None:
@@ -255,10 +250,8 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{why} and left no report ({type(error).__name__})"
     say(f"FAIL validator  the validator {why}")
-    fix, doc = (
-        "nvidia-smi   # if that hangs too, reboot; longer: SPARKFORGE_VALIDATE_SECONDS=1200",
-        "docs/concepts/validation.md",
-    )
+    fix = "nvidia-smi   # if that hangs too, reboot; longer: SPARKFORGE_VALIDATE_SECONDS=1200"
+    doc = "docs/concepts/validation.md"
     finding = Finding("validator", Status.FAIL, True, f"the validator {why}", fix, f"{doc}#in-the-image")
     now = datetime.now(UTC).isoformat(timespec="seconds")
     refusal = ValidationReport(options.profile, ValidationVerdict.REFUSE, (finding,), {}, {}, now, "this machine")
@@ -292,10 +285,6 @@ def _refusing(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _identity(server: ServerCommand) -> list[str]:
-    return [socket.gethostname(), *server.command(sys.executable)]  # a container's host name is its id by default
-
-
 def _write(path: Path, value: Mapping[str, Any] | bytes, *, mode: int = 0o644) -> None:
     with _writing(path.parent):
         write_atomic(path, value, mode=mode) if isinstance(value, bytes) else write_json(path, value, mode=mode)
@@ -309,11 +298,6 @@ def _writing(run: Path) -> Iterator[None]:
         why = f"{error.strerror or error} (running as uid {os.getuid()})"
         fix = f"again   # first mount a tmpfs there: --tmpfs {run}:mode=1777, or set SPARKFORGE_RUN"
         raise StorageError(f"cannot write into {run}", why, fix, code="storage.access") from error
-
-
-def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
-    """End at SIGTERM; as a container's first process there is no default that would."""
-    raise SystemExit(TERMINATED)
 
 
 if __name__ == "__main__":

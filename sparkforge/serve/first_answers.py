@@ -25,19 +25,13 @@ class Answer(Record):
     logprobs: tuple[float, ...]
 
 
-class Answers(Record):
-    """The content of the file."""
-
-    answers: tuple[Answer, ...]
-
-
 def compare(endpoint: Endpoint) -> float:
     """Return the mean difference of a server's log probabilities from the recorded ones.
 
     Raises ServerError for other tokens, a larger difference than LIMIT, or no answer.
     """
     differences: list[float] = []
-    for answer in Answers.model_validate(read_json(ANSWERS)).answers:
+    for answer in (Answer.model_validate(row) for row in read_json(ANSWERS)["answers"]):
         tokens = [*answer.prompt, *answer.tokens]
         greedy = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         try:

@@ -11,15 +11,14 @@ import http.client
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from sparkforge.core.errors import SparkforgeError
 from sparkforge.serve import access
 
 READY = "ready"  # in SPARKFORGE_RUN; JSON with `host` and `port`, which is 0 for a server without an API
-HELD_FILE = (
-    "held"  # there too: why a container that stays up starts no server (restarts.py), or waits to validate again
-)
+HELD_FILE = "held"  # there too: why a container that stays up starts no server, or waits to validate again
 REFUSED = "refused"  # how that text begins after a refusal
 LONGEST_WORDS = 500
 RUN = "/run/sparkforge"
@@ -32,32 +31,19 @@ def look(run: Path) -> str:
         ready = json.loads((run / READY).read_text(encoding="utf-8"))
         host, port = str(ready["host"]), int(ready["port"])
     except FileNotFoundError:
-        return _held(run) or f"no {run / READY}: the validation has not passed"
+        with suppress(OSError):
+            if held := (run / HELD_FILE).read_text(encoding="utf-8", errors="replace")[:LONGEST_WORDS]:
+                return held
+        return f"no {run / READY}: the validation has not passed"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"cannot read {run / READY}: {error}"
-    # A worker of a cluster has no API: Docker says whether it runs.
-    return _key_changed(str(ready.get("key", ""))) or (_ask(host, port) if port else "")
-
-
-def _held(run: Path) -> str:
-    try:
-        return (run / HELD_FILE).read_text(encoding="utf-8", errors="replace")[:LONGEST_WORDS]
-    except OSError:
-        return ""
-
-
-def _key_changed(started_with: str) -> str:
-    """Return what is wrong if the API key's file holds another key than the server started with; empty if nothing is.
-
-    Docker mounts the file anew when it starts a container, but the server reads it once.
-    """
-    try:
+    try:  # Docker mounts the key's file anew when it starts a container, but the server reads it once
         key, path = access.configured_key(os.environ)
     except SparkforgeError as error:
         return f"{error.what}: {error.why}"
-    if key and access.digest(key) != started_with:
+    if key and access.digest(key) != str(ready.get("key", "")):
         return f"the API key in {path} is not the one that the server started with: restart the container"
-    return ""
+    return _ask(host, port) if port else ""  # a worker of a cluster has no API: Docker says whether it runs
 
 
 def _ask(host: str, port: int) -> str:

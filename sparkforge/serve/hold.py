@@ -6,18 +6,21 @@ would validate in a loop, for minutes each time. A held start asks again after 3
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 
-from sparkforge.core import notify, paths
+from sparkforge.core import paths
 from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import RefusalError
 from sparkforge.core.files import locked
 
 LOCK, START = "hold.lock", "start a server"  # held while a start waits, so that `./inv down` finds it
+SOCKET = "NOTIFY_SOCKET"  # where systemd listens
 FIRST, LONGEST = 30.0, 1800.0  # seconds before a refused start validates again: the first pause, and the longest
 
 P = ParamSpec("P")
@@ -56,11 +59,26 @@ def held(command: Callable[P, T]) -> Callable[P, T]:
         if not kwargs.get("hold"):
             return command(*args, **kwargs)
         waiting = partial(locked, paths.state() / LOCK, START)
-        return until_admitted(lambda: command(*args, **kwargs), _tell, waiting)
+
+        def wait(line: str) -> None:
+            say(line)
+            tell_systemd(status=line)
+
+        return until_admitted(lambda: command(*args, **kwargs), wait, waiting)
 
     return wrapped
 
 
-def _tell(line: str) -> None:
-    say(line)
-    notify.tell(status=line)
+def tell_systemd(*, ready: bool = False, status: str = "") -> None:
+    """Send READY=1 and a status line to the service manager that started this process, if one did (sd_notify(3)).
+
+    The status is what `systemctl status` shows, in one line.
+    """
+    address = os.environ.get(SOCKET, "")
+    if not address:
+        return
+    lines = (["READY=1"] if ready else []) + ([f"STATUS={' '.join(status.split())}"] if status else [])
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+        # A leading @ means the abstract namespace, whose addresses begin with NUL.
+        channel.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+        channel.sendall("\n".join(lines).encode(errors="replace"))

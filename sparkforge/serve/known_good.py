@@ -30,9 +30,8 @@ from sparkforge.core.files import write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.environments import Environment
 from sparkforge.image import compose
-from sparkforge.serve import access, failure, launch, record
-from sparkforge.serve.plan import StartPlan
-from sparkforge.serve.record import Server
+from sparkforge.serve import access, launch, record
+from sparkforge.serve.record import Server, StartPlan
 from sparkforge.serve.settings import NUMBERS
 
 NAME = "known-good.json"
@@ -144,12 +143,11 @@ def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Se
         if not ((running and running.port == plan.port) or record.begun_path().exists()):
             launch.check_port(plan.port, plan.address)
     except SparkforgeError as error:
-        raise _failed(
-            f"cannot go back: {error.what}", error.why, with_remark(error.fix, f"or another start: {LIST}")
-        ) from error
+        fix = with_remark(error.fix, f"or another start: {LIST}")
+        raise _failed(f"cannot go back: {error.what}", error.why, fix) from error
     if dry_run:
         return None
-    with failure.remembered(), launch.alone():
+    with record.remembered(), launch.alone():
         if serves:
             say("the server that runs is that start, and goes on")
         else:

@@ -24,8 +24,7 @@ from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import FLEET, stack_of
 from sparkforge.patching import series
 from sparkforge.serve import hold, logs, proof, record
-from sparkforge.serve.plan import LOOPBACK, StartPlan
-from sparkforge.serve.record import Server
+from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.supervise import supervised
 
 # vLLM gives its processes titles, and setproctitle writes those over their environment in /proc unless told not to.
@@ -128,7 +127,21 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
         with interrupt.held():  # none may run that we do not know of
             server = _spawn(launch)
             stack.push(lambda kind, *_: end(server) if kind else None)  # also Ctrl-C: nobody waits for it then
-        return _wait(server, launch, progress)
+
+        def alive() -> bool:
+            progress(logs.milestone(logs.read(Path(server.log))) or "starting")
+            return server.alive
+
+        try:
+            deadline = time.monotonic() + launch.timeout
+            if Endpoint(server.url, server.model_id, key=launch.plan.key).wait_until_serving(deadline, alive):
+                queues = "" if launch.calls else stack_of(server.device)
+                seconds = max(1.0, deadline - time.monotonic())
+                return proved(server, seconds, launch.plan.key, queues, launch.calls, launch.family)
+            problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"
+        except ServerError as error:
+            problem = f"is healthy but cannot generate ({error.why})"
+        raise logs.failure(f"the server {problem}", logs.read(Path(server.log)), server.log_command)
 
 
 def begin(launch: Launch) -> Server:
@@ -235,39 +248,12 @@ def _spawn(launch: Launch) -> Server:
     weights = str(launch.model) if launch.plan.model_id and launch.plan.device != FLEET else ""
     command = supervised(launch.command, record.end_path(), weights, trial=launch.plan.trial)
     pid = spawn(command, log=log, env=environment, cwd=paths.state())
-    server = Server(
-        pid=pid,
-        started=started_at(pid) or 0.0,
-        host=launch.plan.address,
-        port=launch.plan.port,
-        model=str(launch.model),
-        model_id=launch.plan.model_id,
-        device=launch.plan.device,
-        log=str(log),
-        key_file=launch.plan.key_file or "",
-        profile=launch.plan.profile,
-    )
+    plan, started = launch.plan, started_at(pid) or 0.0
+    served = (plan.address, plan.port, str(launch.model), plan.model_id, plan.device)
+    server = Server(pid, started, *served, str(log), key_file=plan.key_file or "", profile=plan.profile)
     try:
         record.write(server)
     except BaseException:  # such as a full disk: an unrecorded server could not be found
         terminate_session(pid)
         raise
     return server
-
-
-def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> Server:
-    def alive() -> bool:
-        """Show how far the log has come; return whether the server runs."""
-        progress(logs.milestone(logs.read(Path(server.log))) or "starting")
-        return server.alive
-
-    try:
-        deadline = time.monotonic() + launch.timeout
-        if Endpoint(server.url, server.model_id, key=launch.plan.key).wait_until_serving(deadline, alive):
-            stack = "" if launch.calls else stack_of(server.device)
-            seconds = max(1.0, deadline - time.monotonic())
-            return proved(server, seconds, launch.plan.key, stack, launch.calls, launch.family)
-        problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"
-    except ServerError as error:
-        problem = f"is healthy but cannot generate ({error.why})"
-    raise logs.failure(f"the server {problem}", logs.read(Path(server.log)), server.log_command)

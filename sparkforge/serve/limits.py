@@ -15,9 +15,11 @@ import asyncio
 import json
 import re
 import sys
+import tomllib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sparkforge.core.errors import UsageError
@@ -44,42 +46,9 @@ class Bound:
     status: int = 400
 
 
-# Name → bound. docs/reference/settings.md is made from it.
-LIMITS = {
-    "header-seconds": Bound(30, "seconds in which a request's headers must arrive, from its connection on", 408),
-    "body-bytes": Bound(16 << 20, "bytes of a request's body", 413),
-    "body-seconds": Bound(60, "seconds in which a body must arrive", 408),
-    "send-seconds": Bound(60, "seconds that a client may leave a response unread before it is cut", 408),
-    "client-requests": Bound(1024, "requests of one client address at once", 429),
-    "requests": Bound(2048, "requests at once", 429),
-    "json-depth": Bound(64, "nested lists and objects of a body"),
-    "json-values": Bound(300_000, "values of a body, each token of a prompt included"),
-    "text": Bound(3 << 19, "characters of a request's texts"),
-    "messages": Bound(4096, "messages or input items"),
-    # Below every profile's --max-num-seqs: vLLM serves in order, so one request for 64 long answers held all others.
-    "prompts": Bound(8, "prompts of one completion"),
-    "prompts-text": Bound(1 << 15, "characters of several prompts, a token as four"),
-    "sequences": Bound(8, "answers of one request: n or best_of of every prompt"),
-    "sequence-tokens": Bound(262_144, "tokens of all answers, if there are several; 4,096 each without max_tokens"),
-    "stop": Bound(32, "stop strings, stop tokens"),
-    "stop-length": Bound(256, "characters of a stop string or a bad word"),
-    "logit-bias": Bound(1024, "tokens of logit_bias"),
-    "bad-words": Bound(256, "words of bad_words"),
-    "logprobs": Bound(20, "logprobs, top_logprobs and prompt_logprobs"),
-    "tools": Bound(256, "tools"),
-    "schema-bytes": Bound(512 << 10, "bytes of all schemas and tools of a request"),
-    "schema-depth": Bound(48, "nested lists and objects of a schema"),
-    "schema-values": Bound(20_000, "values of all schemas of a request"),
-    "schema-properties": Bound(512, "properties of one object of a schema"),
-    "schema-optional": Bound(128, "properties of one object that are not required, where a grammar is made of it"),
-    "enum": Bound(2000, "values of an enum, branches of anyOf, oneOf and allOf, choices"),
-    "regex-length": Bound(1024, "characters of a regular expression"),
-    "regex-repeats": Bound(10_000, "product of the nested bounds of a regular expression"),
-    "grammar-bytes": Bound(64 << 10, "bytes of a grammar"),
-    "grammar-seconds": Bound(
-        2, "seconds of CPU time that a grammar may take to compile, outside the engine; each token may take 0.1"
-    ),
-}  # fmt: skip
+LIMITS = {  # name → bound
+    name: Bound(**row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
+}
 MANY = 4096  # tokens that an answer counts without max_tokens
 GRAMMARS = ("response_format", "structured_outputs", "output_config", "output_format", "text")
 BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems", "enum")
@@ -127,11 +96,9 @@ def read(environment: Mapping[str, str]) -> dict[str, int]:
     for word in environment.get(VARIABLE, "").replace(",", " ").split():
         name, _, number = word.partition("=")
         if name not in limits:
-            raise UsageError(
-                f"{VARIABLE} has no {name[:40]!r}",
-                f"it has {', '.join(limits)}",
-                f"{VARIABLE}=   # the defaults; docs/reference/settings.md has the bounds",
-            )
+            why = f"it has {', '.join(limits)}"
+            fix = f"{VARIABLE}=   # the defaults; docs/reference/settings.md has the bounds"
+            raise UsageError(f"{VARIABLE} has no {name[:40]!r}", why, fix)
         if not (number.isascii() and number.isdecimal() and len(number) < 13):
             why = f"{name} is {number[:40]!r}; it must be a whole number, 0 for no bound"
             raise UsageError(f"{VARIABLE} has no meaning", why, f'{VARIABLE}="{name}={limits[name]}"')
@@ -164,13 +131,25 @@ class Judge:
         except ValueError:
             return
         self._tree(request, "json-depth", "json-values", "the body", None)
-        if isinstance(request, dict):
-            if SURROGATE.search(body):
-                _refuse_surrogates(request)
-            self._text(request)
-            self._sequences(request)
-            self._sampling(request)
-            self._schemas(request)
+        if not isinstance(request, dict):
+            return
+        # Half of a surrogate pair, which JSON can hold and UTF-8 cannot: tokenizers, grammars and vLLM's engine fail at
+        # it, each in its way.
+        for name, value in request.items() if SURROGATE.search(body) else ():
+            try:
+                json.dumps([name, value], ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = f"U+{ord(error.object[error.start]):04X}"
+                parameter = name.encode(errors="replace").decode()
+                why = f"{parameter} has half of a surrogate pair ({half}), which UTF-8 cannot hold"
+                raise RequestError(why, parameter) from None
+        # What the tokenizer gets, which serves one request at a time; base64 data gets an error of its own.
+        texts = (item for level in _levels(request) for item in level if isinstance(item, str))
+        count = sum(len(text) for text in texts if not text.startswith("data:"))
+        self._most("text", count, "characters of texts")
+        self._sequences(request)
+        self._sampling(request)
+        self._schemas(request)
 
     def _most(self, name: str, number: int, what: str, parameter: str | None = None) -> None:
         most = self.limits[name]
@@ -178,20 +157,10 @@ class Judge:
             raise LimitError(name, f"{what}: {number:,} is more than {most:,}", parameter)
 
     def _tree(self, value: Any, depth: str, values: str, what: str, parameter: str | None) -> None:
-        level, deep = [value], 0
-        while level := [child for item in level for child in _children(item)]:
-            deep += 1
+        for deep, level in enumerate(_levels(value), 1):
             self._values[values] += len(level)
             self._most(depth, deep, f"levels of {what}", parameter)
             self._most(values, self._values[values], f"values of {what}", parameter)
-
-    def _text(self, request: dict[str, Any]) -> None:
-        """Bound what the tokenizer gets, which serves one request at a time; base64 data gets an error of its own."""
-        level: list[Any] = [request]
-        count = 0
-        while level := [child for item in level for child in _children(item)]:
-            count += sum(len(item) for item in level if isinstance(item, str) and not item.startswith("data:"))
-        self._most("text", count, "characters of texts")
 
     def _sequences(self, request: dict[str, Any]) -> None:
         prompt = request.get("prompt")
@@ -236,16 +205,10 @@ class Judge:
             self._most("schema-bytes", size, "bytes of schemas and tools", name)
             value = _decoded(value)
             self._tree(value, "schema-depth", "schema-values", name, name)
-            self._grammar(value, name, name in GRAMMARS)
-
-    def _grammar(self, value: Any, parameter: str, constrains: bool) -> None:
-        """Judge the parts of a schema, a structural tag, or structured_outputs; `_tree` bounded the depth."""
-        level = [value]
-        while level:
-            for item in level:
-                if isinstance(item, dict):
-                    self._part(item, parameter, constrains)
-            level = [child for item in level for child in _children(item) if isinstance(child, dict | list)]
+            for level in ([value], *_levels(value)):  # the parts of a schema, a structural tag, or structured_outputs
+                for part in level:
+                    if isinstance(part, dict):
+                        self._part(part, name, name in GRAMMARS)
 
     def _part(self, part: dict[str, Any], parameter: str, constrains: bool) -> None:
         if isinstance(properties := part.get("properties"), dict):
@@ -282,26 +245,15 @@ def repeats(pattern: str) -> int:
     return largest
 
 
-def _children(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, list):
-        yield from value
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """Yield the values that are inside `value`, level by level."""
+    level = [value]
+    while level := [child for item in level for child in _children(item)]:
+        yield level
 
 
-def _refuse_surrogates(request: dict[str, Any]) -> None:
-    """Raise RequestError for half of a surrogate pair, which JSON can hold and UTF-8 cannot.
-
-    Tokenizers, grammars and vLLM's engine fail at it, each in its way.
-    """
-    for name, value in request.items():
-        try:
-            json.dumps([name, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = f"U+{ord(error.object[error.start]):04X}"
-            parameter = name.encode(errors="replace").decode()
-            why = f"{parameter} has half of a surrogate pair ({half}), which UTF-8 cannot hold"
-            raise RequestError(why, parameter) from None
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _number(value: Any) -> int:

@@ -1,20 +1,32 @@
-"""Serve profiles (profiles.toml): from a profile's name to vLLM's flags and variables, each with its reason."""
+"""Serve profiles (profiles.toml): from a profile's name to vLLM's flags and variables, each with its reason.
+
+And whether a recipe can be served here by one, on the stack and in this machine's memory, before a download.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import psutil
 from pydantic import Field, StringConstraints, model_validator
 
-from sparkforge.core import tables
-from sparkforge.core.errors import UsageError
+from sparkforge.core import memory, tables
+from sparkforge.core.errors import RefusalError, UsageError
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import QUANTIZATION, flag_of, flag_value
-from sparkforge.plan import families
+from sparkforge.image.devices import DOCKER, GPU
+from sparkforge.models import recipes
+from sparkforge.models.recipes import Recipe
+from sparkforge.plan import budget, devices, families
+from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ServerOptions
+from sparkforge.plan.devices import GIB, Device
 from sparkforge.plan.families import Family, Reason
+from validate.facts import gpu
 
 TABLE = Path(__file__).with_name("profiles.toml")
 OUR_EXPERTS = "spark-mxfp4"  # our experts: vLLM's name of our plugin's method, and the profile with them on a GPU
@@ -143,11 +155,9 @@ def named(name: str, table: Path = TABLE, *, stack: str = "", family: str = "") 
     """Return one profile as `load` does. Raises UsageError, with the known names, for an unknown one."""
     profiles = load(table, stack=stack, family=family)
     if name not in profiles:
-        raise UsageError(
-            f"no serve profile {name!r}",
-            f"there are {', '.join(profiles)} (sparkforge/serve/{TABLE.name})",
-            f"./inv up --profile {next(iter(profiles), 'safe')}",
-        )
+        why = f"there are {', '.join(profiles)} (sparkforge/serve/{TABLE.name})"
+        fix = f"./inv up --profile {next(iter(profiles), 'safe')}"
+        raise UsageError(f"no serve profile {name!r}", why, fix)
     return profiles[name]
 
 
@@ -172,15 +182,52 @@ def with_quantization(
         why = "both choose the quantization"
         raise UsageError(f"{short or QUANTIZATION} is also among the flags after --", why, "without --quantization")
     if profile:
-        require_our_experts(profile, stack)
+        known = load(stack=stack)  # an unknown profile is refused where it is read
+        if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
+            why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"
+            fix = f"without --profile   # our experts; or without {QUANTIZATION}"
+            raise UsageError(f"{QUANTIZATION} {OUR_EXPERTS} has no effect beside --profile {profile}", why, fix)
         return profile, (*flags, f"{QUANTIZATION}={OUR_EXPERTS}")
     return OUR_EXPERTS if gpu else "embedded", tuple(flags)
 
 
-def require_our_experts(profile: str, stack: str = "") -> None:
-    """Raise UsageError if `profile` leaves the experts to vLLM. An unknown profile passes: its reader refuses it."""
-    known = load(stack=stack)
-    if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
-        why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"
-        fix = f"without --profile   # our experts; or without {QUANTIZATION}"
-        raise UsageError(f"{QUANTIZATION} {OUR_EXPERTS} has no effect beside --profile {profile}", why, fix)
+def require_recipe(name: str, recipe: Recipe, stack: str, device: str, context: int = 0) -> None:
+    """Raise UsageError for a recipe of other stacks, RefusalError for one that this machine's memory does not hold.
+
+    Both name the nearest recipe that can be served. `context` is --max-model-len, 0 for the profile's.
+    """
+    size = recipes.weights(recipe).weight_bytes()
+    if stack not in recipe.stacks:
+        fix = recipes.advice(size, lambda other: stack in other.stacks)
+        raise UsageError(
+            f"the recipe {name} is not for the stack {stack}", f"it is for {', '.join(recipe.stacks)}", fix
+        )
+    with_gpu = device in (DOCKER, GPU)
+    free, total = memory.measure().available, psutil.virtual_memory().total
+    with suppress(UsageError):  # a GPU that no plan knows is judged by the validator
+        machine = devices.describe(gpu.name() if with_gpu else "", total, free, None)
+        require_fit(name, recipe, stack, machine, "" if with_gpu else devices.CPU_PROFILES[0], context)
+
+
+def require_fit(name: str, recipe: Recipe, stack: str, machine: Device, profile: str = "", context: int = 0) -> None:
+    """Raise RefusalError if one sequence of the longest length does not fit the machine beside the weights.
+
+    `profile` is the serve profile, empty for the recipe's.
+    """
+
+    def missing(other: Recipe) -> int:
+        rows = load(stack=stack, family=other.family)
+        options = rows[profile or other.profile].options()
+        model = recipes.weights(other)
+        longest = min(context or options.longest(model.longest), model.longest)
+        return budget.missing(model, machine, replace(options.load(Workload(longest)), concurrency=1))
+
+    if (lacking := missing(recipe)) > 0:
+        size = recipes.weights(recipe).weight_bytes() / GIB
+        raise RefusalError(
+            f"{name} does not fit {machine.about}",
+            f"{lacking / GIB:.1f} GiB are missing: its weights are {size:.1f} GiB, and "
+            f"{machine.resident.value:.1f} of {machine.memory.value:.1f} GiB are in use",
+            recipes.advice(fits=lambda other: stack in other.stacks and missing(other) <= 0),
+            code="validation.too-large",
+        )

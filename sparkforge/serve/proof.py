@@ -103,11 +103,7 @@ class Limit(NamedTuple):
 
 
 def prove(
-    endpoint: Endpoint,
-    timeout: float,
-    patches: Collection[str] = (),
-    calls: Collection[str] = (),
-    family: str = "",
+    endpoint: Endpoint, timeout: float, patches: Collection[str] = (), calls: Collection[str] = (), family: str = ""
 ) -> dict[str, str]:
     """Send CALLS, of the canaries those of `patches`; return call → nothing, or the known limit that its answer shows.
 
@@ -495,7 +491,7 @@ REQUESTS = {
 # Patches of vLLM's queues, and what fails without them.
 CANARIES = {
     "0006-leave-stop-strings-out-of-harmony-text.patch": {
-        "a stop string in a tool call": _tool_request(_cut_call, stop=['"city']),
+        "a stop string in a tool call": _tool_request(_cut_call, stop=['"city'])
     },
     "0004-read-final-json-as-content-type.patch": {
         "a JSON answer with a content type": _json_request(_json, logit_bias=_biased(FINAL, JSON, END)),
@@ -506,7 +502,7 @@ CANARIES = {
         ),
     },
     "0005-recover-malformed-harmony-headers.patch": {
-        "a malformed header": _text_request(_city, f"<|end|><|channel|>final<|message|>{CITIES[0]}"),
+        "a malformed header": _text_request(_city, f"<|end|><|channel|>final<|message|>{CITIES[0]}")
     },
     "0007-give-forbidden-harmony-calls-as-content.patch": {
         "a forbidden call": _text_request(_city, CALL_AS_TEXT, tools=[TOOL], tool_choice="none"),
@@ -519,26 +515,26 @@ CANARIES = {
         ),
     },
     "0008-name-the-fault-of-a-structural-tag.patch": {
-        "a refused schema": _refused(_chat_request(_names("nonsense"), 1, response_format=_format(NONSENSE))),
+        "a refused schema": _refused(_chat_request(_names("nonsense"), 1, response_format=_format(NONSENSE)))
     },
     "0009-refuse-harmony-content-that-is-not-text.patch": {
         "a refused image": _refused(
             _chat_request(_names("text only"), 1, messages=[{"role": "user", "content": [IMAGE]}])
-        ),
+        )
     },
     "0010-limit-white-space-in-harmony-json.patch": {
-        "limited white space": _json_request(_white_space, SPACE_TOKENS, logit_bias=_biased(FINAL, BRACE, SPACES)),
+        "limited white space": _json_request(_white_space, SPACE_TOKENS, logit_bias=_biased(FINAL, BRACE, SPACES))
     },
     "0011-bound-the-store-of-responses.patch": {
         "an unknown response": replace(
             _response_request(_unknown_response, 1, previous_response_id="resp_0"), refused=HTTPStatus.NOT_FOUND
-        ),
+        )
     },
     "0012-take-instructions-and-tools-of-the-continuing-request.patch": {
         "a continued response": replace(
             _response_request(_continued, 1, instructions="Be brief. " * 20),
             continued={"input": "Go on.", "instructions": None},
-        ),
+        )
     },
     "0014-end-responses-that-fail.patch": {
         "a response that fails": _response_request(
@@ -547,15 +543,15 @@ CANARIES = {
             background=True,
             stream=True,
             text={"format": {"type": "json_schema", "name": "x", "schema": NONSENSE}},
-        ),
+        )
     },
     "0015-separate-streamed-harmony-messages.patch": {
         "two streamed messages": _text_request(
             _streamed_messages, "<|end|><|start|>assistant<|channel|>final<|message|>".join(CITIES), stream=True
-        ),
+        )
     },
     "0016-render-whole-tool-schemas.patch": {
-        "a whole tool schema": _chat_request(_whole_schema, 1, tools=[REFERRING_TOOL]),
+        "a whole tool schema": _chat_request(_whole_schema, 1, tools=[REFERRING_TOOL])
     },
     "0017-leave-calls-free-beside-a-format.patch": {
         "a call beside a schema": _tool_request(
@@ -564,23 +560,23 @@ CANARIES = {
             tools=[TOOL],
             tool_choice="auto",
             response_format=PLACE_FORMAT,
-        ),
+        )
     },
     "0018-name-what-is-wrong-with-a-request.patch": {
-        "a removed field": _refused(_chat_request(_names("guided_json"), 1, guided_json=PLACE)),
+        "a removed field": _refused(_chat_request(_names("guided_json"), 1, guided_json=PLACE))
     },
     "0030-compile-grammars-apart.patch": {
         "a bounded pattern": _chat_request(
             _chat, 1, response_format=_format({"type": "string", "pattern": "^[a-z]{0,300}$"})
-        ),
+        )
     },
     "0019-give-the-content-its-tokens.patch": {
-        "log probabilities of the content": _json_request(_content_logprobs, logprobs=True),
+        "log probabilities of the content": _json_request(_content_logprobs, logprobs=True)
     },
     "0020-take-what-agents-send-to-responses.patch": {
         "an output of parts": _response_request(
             lambda response: _unless("output" in response, "it is no response"), 1, input=OUTPUT_OF_PARTS
-        ),
+        )
     },
     "0021-read-anthropic-requests-for-harmony.patch": {
         "a server tool": ProofRequest(
@@ -588,7 +584,7 @@ CANARIES = {
             {"messages": ASK, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             _names("'web_search'"),
             refused=HTTPStatus.BAD_REQUEST,
-        ),
+        )
     },
 }
 CALLS: Mapping[str, ProofRequest] = {

@@ -1,4 +1,6 @@
-"""The record of the running server: one JSON record, believed only if we wrote it and while its process lives.
+"""The plan of a start, the record of the server that runs, and the failure of the last `./inv up`.
+
+The server's is one JSON record, believed only if we wrote it and while its process lives.
 
 Commands send the API key to the address in the record. So the file and its folder must be ours and closed to others,
 the process must be ours, and a key is read only from the file that the process or container itself was started with.
@@ -6,11 +8,12 @@ the process must be ours, and a key is read only from the file that the process 
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,12 +21,14 @@ import psutil
 from pydantic import TypeAdapter
 
 from sparkforge.core import memory, paths
-from sparkforge.core.advice import on
+from sparkforge.core.advice import completed, on
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import ServerError, StorageError
-from sparkforge.core.files import untrusted, write_json
+from sparkforge.core.errors import ServerError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.files import untrusted, write_atomic, write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members, started_at, with_variable
+from sparkforge.core.urls import without_passwords
+from sparkforge.core.vllm_flags import passable
 from sparkforge.serve import access
 
 MARK = "SPARKFORGE_SERVER"  # in the environment of each process of a server: the state folder whose server it is
@@ -263,3 +268,96 @@ def require_ours(path: Path, status: os.stat_result) -> None:
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         why = f"its mode is {stat.S_IMODE(status.st_mode):04o}, and we write 0600"
         raise untrusted(path, why, f"chmod 600 {path}   # if you started this server; else: rm {path}")
+
+
+FAILURE = "failure.json"
+# The command was wrong, not the server: an argument, a model or a stack that is not there, a second start.
+NOT_FAILURES = {"usage", "input.model", "input.pins", "server.running", "storage.busy"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of ours: its code, its three parts, and when that `./inv up` began and ended, in Unix time."""
+
+    error: str
+    what: str
+    why: str
+    fix: str
+    began: float
+    ended: float
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """Write down an error of ours that is raised inside, and raise it again; an end without one forgets the last."""
+    began = time.time()
+    try:
+        yield
+    except SparkforgeError as error:
+        if error.code not in NOT_FAILURES:
+            failed, why, fix = (
+                without_passwords(part) for part in (error.what, error.why, completed(error.fix, "./inv up"))
+            )
+            failure = Failure(error.code, failed, why, fix, began, time.time())
+            with suppress(OSError, SparkforgeError):  # a full disk may be the very error
+                write_atomic(paths.state() / FAILURE, json.dumps(asdict(failure)) + "\n", mode=0o600)
+        raise
+    with suppress(OSError):
+        (paths.state() / FAILURE).unlink(missing_ok=True)
+
+
+def read_failure(state: Path) -> Failure | None:
+    """Return the last failure under `state`; None if there was none or it cannot be read."""
+    with suppress(OSError, ValueError, TypeError):
+        failure = Failure(**read_json(state / FAILURE))
+        return failure if isinstance(failure.began, int | float) and isinstance(failure.ended, int | float) else None
+    return None
+
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """The plan of a start: model, device, address and access. Every device takes it whole.
+
+    `model` is a folder, empty for the device's default, and `model_id` its name in the API, empty for the folder's
+    name. An empty `profile` or `stack` is the device's default. `host` is an IP address, empty for loopback. `key_file`
+    has the API key that clients must send, `hosts` further names for the Host header. `flags` are vLLM's own and win
+    over the profile's. `variables` are the environment, with --context as MAX_MODEL_LEN. `image` is the id of a
+    container's image, empty for the one that Compose names. `python` is the interpreter of an environment that the user
+    made. A `profiled` server can be asked for traces. With `tiny_first` a GPU serves the tiny model before a larger
+    one, and its answers must be the recorded ones. A `trial` ends with this process, unless it is a
+    container, and is never recorded as known good.
+    """
+
+    device: str
+    model: str = ""
+    model_id: str = ""
+    profile: str = ""
+    stack: str = ""
+    port: int = 8000
+    host: str = ""
+    key_file: str | None = None
+    key: str = field(default="", repr=False)
+    hosts: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    image: str = ""
+    python: str = ""
+    profiled: bool = False
+    trial: bool = False
+    tiny_first: bool = False
+
+    @property
+    def address(self) -> str:
+        """The IP address to listen on."""
+        return self.host or LOOPBACK
+
+
+def checked_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return vLLM's flags of a configuration file. Raises ValueError for one that `./inv up` does not take either."""
+    try:
+        return passable(flags, relative_to=None)
+    except UsageError as error:
+        raise ValueError(f"{error.what}: {error.why}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from sparkforge.core.process import ProbeError
 from sparkforge.core.vllm_flags import CONTEXT, MODEL, flag_value
 from sparkforge.models import local
 from sparkforge.plan import families, thresholds
-from sparkforge.serve import access, limits, profiler, profiles
+from sparkforge.serve import access, command_line, limits, profiles
 from sparkforge.serve.health import RUN
 
 STRICT, WARN, OFF = "strict", "warn", "off"
@@ -33,35 +34,9 @@ NUMBERS = {"TP": "--tensor-parallel-size", CONTEXT_VARIABLE: CONTEXT}  # variabl
 DEFAULTS = {"spark": ("safe", f"/models/{FAMILY.served}"), "embedded": ("embedded", TINY)}
 STACK, SERVE_PROFILE = "SPARKFORGE_STACK", "SPARKFORGE_SERVE_PROFILE"
 VALIDATE_SECONDS = "SPARKFORGE_VALIDATE_SECONDS"
-_FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4")
-# Variable → its values, the default first. Those of SPARK_MXFP4_ are spark_mxfp4's, which reads them in the server.
-CHOICES = {
-    "SPARKFORGE_VALIDATE": (STRICT, WARN, OFF),
-    "SPARKFORGE_REFUSED": (EXIT, HOLD),
-    "SPARKFORGE_PROFILE": tuple(DEFAULTS),
-    "SPARKFORGE_FROM": ("wheel", "source"),
-    "SPARK_MXFP4_MODE": ("packed", "dequant"),
-    "SPARK_MXFP4_LINEAR": _FORMATS,
-    "SPARK_MXFP4_LM_HEAD": _FORMATS,
-    "SPARK_MXFP4_FAMILIES": ("off", "on"),
-    "SPARK_MXFP4_SEARCH": ("off", "on"),
-    "SPARK_MXFP4_ROUTER": ("vllm", "fused"),
-    "SPARK_MXFP4_ATTENTION": ("vllm", "fused"),
-    "SPARK_MXFP4_REDUCTION": ("vllm", "fused"),
-}
-_SIZE = (r"(?i)\d{1,15}(\.\d+)?([kmgt]?b?|[kmgt]ib)", "a size such as 7g, as Docker reads it", "7g")
-# Variable → the form of its value, the form in words, and an example.
-FORMS = {
-    access.METRICS: (access.OPEN, f"{access.OPEN} or empty", access.OPEN),
-    profiler.VARIABLE: (r"/.*", "a folder's whole path", profiler.IN_CONTAINER),
-    "SPARKFORGE_MEMORY": _SIZE,
-    "SPARKFORGE_SHM": (*_SIZE[:2], "1g"),
-    "SPARKFORGE_MEMLOCK": (r"-1|\d{1,18}", "a number of bytes, or -1 for no limit", "8388608"),
-    "SPARKFORGE_START_PERIOD": (r"(\d+(\.\d+)?(ns|us|ms|[smh]))+", "a time such as 15m", "15m"),
-    "SPARKFORGE_RESTART": (
-        r"no|always|unless-stopped|on-failure(:\d+)?", "no, always, unless-stopped or on-failure:COUNT", "on-failure:3",
-    ),
-}  # fmt: skip
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+CHOICES = {name: tuple(map(str, values)) for name, values in _TABLES["choices"].items()}  # the default first
+FORMS: dict[str, list[str]] = _TABLES["forms"]  # variable → the form of its value, the form in words, and an example
 
 
 @dataclass(frozen=True)
@@ -164,7 +139,7 @@ def read(env: Mapping[str, str]) -> Settings:
         run=Path(env.get("SPARKFORGE_RUN") or RUN),
         model=model,
         model_id=env.get("SPARKFORGE_MODEL_ID") or served_id(model),
-        traces=env.get(profiler.VARIABLE) or "",
+        traces=env.get(command_line.PROFILER) or "",
         arguments=(*arguments(env, "SPARKFORGE_"), *vllm_args(env)),
         refused=_one_of(env, "SPARKFORGE_REFUSED"),
         bind=env.get(access.BIND) or "",

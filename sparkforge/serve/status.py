@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,16 +22,18 @@ from typing import Any, Literal
 import psutil
 from pydantic import Field
 
-from sparkforge.core import memory, metrics, paths
+from sparkforge.core import memory, openai, paths
+from sparkforge.core.console import echo, echo_json, say, stream
+from sparkforge.core.docker import program
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.gpus import GpuState, number, query, states
 from sparkforge.core.gpus import held as gpu_memory
 from sparkforge.core.openai import Endpoint
-from sparkforge.core.process import ProbeError, session_members
+from sparkforge.core.process import ProbeError, output, session_members
 from sparkforge.core.tables import Record
 from sparkforge.image.devices import FLEET
-from sparkforge.serve import failure, proof, record
+from sparkforge.serve import launch, logs, proof, record
 from sparkforge.serve.record import Server
 
 SECONDS = 2.0  # limit for each response of the server
@@ -157,9 +160,9 @@ class MetricsSample:
 def read_metrics(server: Server) -> MetricsSample | None:
     """Return a reading of /metrics; None without a usable response."""
     try:
-        response = _endpoint(server).get("/metrics")
-        counted = metrics.values(response.text, (GENERATED, PROMPT, RUNNING, WAITING, KV, DRAFTS, ACCEPTED))
-    except (ServerError, *metrics.MALFORMED):
+        response = replace(server.endpoint, read_seconds=SECONDS).get("/metrics")
+        counted = openai.metric_values(response.text, (GENERATED, PROMPT, RUNNING, WAITING, KV, DRAFTS, ACCEPTED))
+    except (ServerError, *openai.MALFORMED):
         return None
     return MetricsSample(time.monotonic(), counted) if response.is_success and counted.get(GENERATED) else None
 
@@ -180,6 +183,9 @@ def report(server: Server) -> StatusReport:
             sizes |= {"gpu_memory": sum(held.get(p, 0) for p in pids)} if held else {}
         models.append(FleetStatus.model_validate({**row, **sizes}))
         resident = (resident or 0) + sizes.get("memory", 0)
+    context: int | None = None
+    with suppress(ServerError, UsageError):
+        context = replace(server.endpoint, read_seconds=SECONDS).served().max_model_len or None
     container_health, log, began = _container(server) if server.container else ("", _end_of(server.log), server.started)
     served = ServerStatus(
         model=server.model_id,
@@ -192,7 +198,7 @@ def report(server: Server) -> StatusReport:
         key_required=bool(server.key_file),
         key_accepted=not server.key_file or server.endpoint.accepts_key(),
         uptime_seconds=round(max(0.0, time.time() - began), 1) if began else None,
-        context=_context(server),
+        context=context,
         load=_load(before, now) if before and now else None,
         proved_at=_iso(server.proved) if server.proved else "",
         proof=server.proof,
@@ -213,7 +219,7 @@ def fleet() -> list[dict[str, Any]]:
 
 def report_of_none() -> StatusReport:
     """Return the status if no server runs."""
-    failed = failure.read(paths.state())
+    failed = record.read_failure(paths.state())
     last = LastError(source="up", when=_iso(failed.ended), text=f"{failed.what}: {failed.why}") if failed else None
     return _report(None, None, last)
 
@@ -349,18 +355,6 @@ def _load(before: MetricsSample, now: MetricsSample) -> Load:
     )
 
 
-def _endpoint(server: Server) -> Endpoint:
-    """Return the server's API with a short timeout, so that a hanging server does not make the status hang."""
-    return replace(server.endpoint, read_seconds=SECONDS)
-
-
-def _context(server: Server) -> int | None:
-    try:
-        return _endpoint(server).served().max_model_len or None
-    except (ServerError, UsageError):
-        return None
-
-
 def _container(server: Server) -> tuple[str, str, float]:
     """Return a container's health, the end of its log, and the time of its start, 0 if that is unknown."""
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
@@ -400,6 +394,93 @@ def _iso(moment: float) -> str:
 def schema() -> str:
     """Return `status.schema.json` as it must be."""
     return json.dumps(StatusReport.model_json_schema(mode="serialization"), indent=2) + "\n"
+
+
+READY = """model: {model_id}   log: ./inv logs -f   stop: ./inv down
+
+curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+{key}  -d '{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'"""
+
+
+def show_ready(server: Server) -> None:
+    """Say where the model answers and how to ask it."""
+    echo(f"{server.url}/v1")
+    key = f'  -H "Authorization: Bearer $(cat {shlex.quote(server.key_file)})" \\\n' if server.key_file else ""
+    say(READY.format(url=server.url, model_id=server.model_id, key=key))
+
+
+def stay(server: Server) -> None:
+    """Show the log until the server ends; at Ctrl-C stop the server.
+
+    Returns if somebody asked it to end, as `./inv down` elsewhere does. Raises ServerError if it ended by itself.
+    """
+    log = Path(server.log)
+    try:
+        if server.container:
+            _stay_with_container(server)
+        else:
+            stream(logs.follow(log, lambda: server.alive, from_end=True))
+    except KeyboardInterrupt:
+        say(f"stopping {server.url}")
+        launch.stop()
+        return
+    end = record.ended(server)
+    was_asked = record.read() != server or (end is not None and end.asked)  # `./inv down` elsewhere forgets the record
+    if not server.container and not was_asked:
+        record.forget()
+        raise logs.failure("the server ended by itself", logs.read(log), server.log_command)
+
+
+def _stay_with_container(server: Server) -> None:
+    """Show a container's log until it has ended for good: Docker may start it again.
+
+    Raises ServerError if its program failed.
+    """
+    from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+    while True:
+        _container_log(server, follow=True)
+        with engine.connected() as docker_client:
+            state = engine.state(docker_client, server.container)
+        ended = state is None or state.status in {"exited", "dead"}
+        if state is None or (ended and state.exit_code in record.CLEAN_EXITS):
+            return
+        if ended:
+            why = "the kernel killed it: its memory limit" if state.out_of_memory else "its log is above"
+            fix = f"./inv doctor   # the whole log: docker logs {server.container[:12]}"
+            raise ServerError(f"the container ended with code {state.exit_code}", why, fix, code="server.start")
+        time.sleep(1)
+
+
+def show_status(server: Server, *, as_json: bool = False) -> None:
+    """Print the running server's state.
+
+    Exit code 0 means that a process or container runs; its health is in the first line.
+    """
+    measured = report(server)
+    if as_json:
+        echo_json(measured.model_dump(mode="json"))
+    else:
+        echo("\n".join(lines(measured)))
+
+
+def show_log(*, follow: bool) -> None:
+    """Print the last started server's log; with `follow` go on as it grows. Raises ServerError without a log."""
+    server, log = record.read(), record.log_path()
+    if server and server.container:
+        _container_log(server, follow=follow)
+        return
+    if not log.exists():
+        why = "this checkout started no server yet"
+        raise ServerError("there is no log", why, "./inv up", code="server.not-running")
+    stream(logs.follow(log, lambda: follow and server is not None and server.alive))
+
+
+def _container_log(server: Server, *, follow: bool) -> None:
+    """Print a container's log; the SDK would give up on a log that is silent for a while."""
+    command = [program(), "logs", *(["--follow"] if follow else []), server.container]
+    with closing(output(command, cwd=paths.ROOT)) as pieces:
+        stream(pieces)
 
 
 if __name__ == "__main__":

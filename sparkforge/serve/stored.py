@@ -64,7 +64,8 @@ def find_all(env: Mapping[str, str]) -> list[StoredModel]:
     for folder, name in folders.items():
         with suppress(OSError):
             used_by = _users(folder, name, server, programs)
-            models.append(StoredModel(name, folder, _size(folder), _family(folder), used_by))
+            size = 0 if folder.is_symlink() else tree_size(folder)
+            models.append(StoredModel(name, folder, size, _family(folder), used_by))
     return sorted(models, key=lambda model: (model.name, model.folder))
 
 
@@ -135,10 +136,6 @@ def remove(name: str, env: Mapping[str, str], *, yes: bool) -> None:
                 raise StorageError(f"{model.name} is in use", ", ".join(users), fix, code="storage.busy")
             shutil.rmtree(renamed)
     say(f"removed {model.name}: {size}")
-
-
-def _size(folder: Path) -> int:
-    return 0 if folder.is_symlink() else tree_size(folder)
 
 
 def _family(folder: Path) -> str:

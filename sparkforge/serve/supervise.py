@@ -3,7 +3,8 @@
 vLLM's API server ends with code 0 when its engine process has died, and a killed API server leaves the engine and
 its workers behind. This process is the server's parent and the reaper of all that descends from it: it passes signals
 on, ends what the server leaves, and writes down how the server ended. If it is killed itself, the server gets SIGTERM.
-Meanwhile it watches the memory (`guard.py`): before there is none left, it ends the server and says why.
+Meanwhile it watches the memory (`MemoryWatch`): before there is none left, it ends the server and says why. The bounds
+are data: `sparkforge/plan/thresholds.toml`. For other programs than servers take earlyoom.
 
 It runs as a file, below the server's own interpreter or another one: it imports the standard library, psutil, and
 modules of ours that need no more.
@@ -13,15 +14,16 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -29,9 +31,10 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # for this process: the server has a path of its own
 
 from sparkforge.core import memory, paths
+from sparkforge.core.files import write_json
+from sparkforge.core.memory import FLAVOURS, groups, in_gib, numbers
 from sparkforge.plan import thresholds
-from sparkforge.serve import pagecache
-from sparkforge.serve.guard import MemoryWatch, Trouble
+from sparkforge.plan.thresholds import Thresholds
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 MCL_CURRENT, MCL_FUTURE = 1, 2  # mlockall(2)
@@ -44,7 +47,15 @@ NOT_STARTED = 127  # as shells have it
 SIGNALLED = 128  # plus the signal's number
 GRACE_SECONDS = 5.0  # for processes that the server left
 LONG_SECONDS = 3600.0  # between two looks where there is no guard
+CACHE_SECONDS = 5.0  # between two looks at the page cache
+LONGEST_SECONDS = 3600.0  # a start takes no longer (container.READY_SECONDS)
 TURN_SECONDS = 0.1  # between two looks while the server ends
+UNLIMITED = 1 << 50  # bytes: cgroup version 1 writes 2^63 for no limit
+RECENT_SECONDS = 30.0  # a server whose process the kernel killed ends within that time
+MACHINE, LIMIT = "this machine", "the container's or cgroup's limit"
+# File cache in memory.stat, which the kernel can drop, and the file that counts kills, in version 2 and 1.
+DROPPABLE = {"cgroup2": ("inactive_file", "active_file"), "cgroup": ("total_inactive_file", "total_active_file")}
+KILLS = {"cgroup2": "memory.events", "cgroup": "memory.oom_control"}
 # Read by doctor: sparkforge/doctor/signatures.toml, memory-guard.
 MESSAGE = """✗ the memory guard ended the server [server.memory]
   why:  {why}{other}
@@ -92,7 +103,7 @@ def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str =
         _become(command, parent, former)
     if weights and not os.fork():
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        pagecache.tend(weights, former)
+        tend(weights, former)
     if watch:
         libc.mlockall(MCL_CURRENT | MCL_FUTURE)  # where it may: it must act when the machine swaps
     keeper = _Keeper(server, watch)
@@ -155,7 +166,13 @@ def main(arguments: Sequence[str]) -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != options.parent:  # it died before prctl, so that no signal comes
             return SIGNALLED + signal.SIGTERM
-    outcome = run(options.command, open_watch(), options.weights)
+    watch = None
+    try:
+        if limits := thresholds.configured(os.environ):
+            watch = MemoryWatch(limits, around=True)
+    except (OSError, ValueError) as error:
+        print(f"WARNING: no memory guard: {error}", flush=True)
+    outcome = run(options.command, watch, options.weights)
     if outcome.why:
         other = memory.largest_process()
         other = f"; now the largest is {other}" if other else ""
@@ -165,18 +182,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.end:
         end = {"pid": os.getpid(), "code": outcome.code, "asked": outcome.asked, "time": time.time()}
         with suppress(OSError):
-            _write(options.end, {**end, "why": outcome.why})
+            write_json(options.end, {**end, "why": outcome.why})
     return outcome.code
-
-
-def open_watch() -> MemoryWatch | None:
-    """Return the watch that the environment configures; None, with a line in the log, if there can be none."""
-    try:
-        limits = thresholds.configured(os.environ)
-        return MemoryWatch(limits, around=True) if limits else None
-    except (OSError, ValueError) as error:
-        print(f"WARNING: no memory guard: {error}", flush=True)
-        return None
 
 
 def _become(command: Sequence[str], parent: int, mask: set[int | signal.Signals]) -> None:
@@ -223,10 +230,100 @@ def _end_the_rest() -> None:
         psutil.wait_procs(descendants, timeout=GRACE_SECONDS)
 
 
-def _write(path: Path, value: dict[str, object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    temporary.replace(path)
+@dataclass(frozen=True)
+class Trouble:
+    """Why a server must end; `now`: there is no time for SIGTERM."""
+
+    why: str
+    now: bool
+
+
+class MemoryWatch:
+    """The memory limits of a server: the machine and, with `around`, the cgroups of this process.
+
+    It samples what the kernel says: MemAvailable, which on a GB10 falls with what CUDA takes, and every memory cgroup
+    with a limit (version 1 or 2), which does not count CUDA's part (docs/concepts/memory-guard.md).
+    `root` is where /proc and the cgroup mounts are looked up. Raises OSError where there is no /proc/meminfo.
+    """
+
+    def __init__(self, limits: Thresholds, root: Path = Path("/"), *, around: bool = False) -> None:
+        self.limits, self._root = limits, root
+        (root / "proc/meminfo").read_bytes()
+        # The innermost group first, whether it has a limit now or not.
+        flavours = FLAVOURS if around else ()
+        self._groups = [(group, kind) for kind in flavours for group in groups(root, kind.file_system, "memory")]
+        self._low: Counter[Path] = Counter()  # how many looks in a row were below the first bound
+        # The innermost cgroup counts this server's own processes; the machine's counter is everybody's.
+        counters = [group / KILLS[kind.file_system] for group, kind in self._groups]
+        self._counter = next((file for file in counters if "oom_kill" in numbers(file)), root / "proc/vmstat")
+        self._before = self._newer = self._kills()
+        self._turned = time.monotonic()
+
+    def look(self, now: float) -> Trouble | None:
+        """Sample memory, and return the worst trouble. `now` is a monotonic time in seconds."""
+        memory = numbers(self._root / "proc/meminfo")
+        total = memory.get("MemTotal:", 0)
+        troubles = [self._judge(self._root, MACHINE, 1024 * memory.get("MemAvailable:", total), 1024 * total)]
+        for group, kind in self._groups:
+            limit = numbers(group / kind.limits[0]).get("", UNLIMITED)
+            if limit < UNLIMITED:
+                stat = numbers(group / "memory.stat")
+                used = numbers(group / kind.usage).get("", 0) - sum(stat.get(k, 0) for k in DROPPABLE[kind.file_system])
+                troubles.append(self._judge(group, LIMIT, limit - max(0, used), limit))
+        if now - self._turned >= RECENT_SECONDS and self._counter.name == "vmstat":
+            self._before, self._newer, self._turned = self._newer, self._kills(), now
+        return max(filter(None, troubles), key=lambda trouble: trouble.now, default=None)
+
+    def _judge(self, place: Path, name: str, available: int, total: int) -> Trouble | None:
+        end, remaining = self.limits.end_below(total), f"{name} has {in_gib(available)} of {in_gib(total)} left"
+        if available < self.limits.kill_below(total):
+            return Trouble(f"{remaining}, and it falls", now=True)
+        self._low[place] = self._low[place] + 1 if available < end else 0
+        return (
+            Trouble(f"{remaining}, under {in_gib(end)}", now=False) if self._low[place] >= self.limits.looks else None
+        )
+
+    def _kills(self) -> int:
+        return numbers(self._counter).get("oom_kill", 0)
+
+    def killed(self) -> str:
+        """Say where the kernel itself killed a process for memory; empty if it did not.
+
+        In the server's cgroup since the watch began; where none counts, on the machine within the last seconds.
+        """
+        if not (kills := self._kills() - self._before):
+            return ""
+        limited = any(numbers(group / kind.limits[0]).get("", UNLIMITED) < UNLIMITED for group, kind in self._groups)
+        return f"the kernel killed {kills} of its processes for memory: {LIMIT if limited else MACHINE} was used up"
+
+
+def drop(folder: str) -> None:
+    """Drop what the page cache holds of a folder's weights, as far as no process has it mapped and it is written."""
+    for file in Path(folder).glob("*.safetensors"):
+        with suppress(OSError):
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def tend(folder: str, mask: Iterable[int]) -> NoReturn:
+    """Drop a folder's weights from the page cache while a start can read them; then end this process.
+
+    `mask` are the signals to block. vLLM reads a checkpoint once. What it leaves in the page cache, on a Spark the
+    GPU's memory too, can be dropped by the kernel, but cudaMemGetInfo counts it as used, and a start has to reclaim it
+    in the middle of its largest allocations. posix_fadvise(DONTNEED) needs no right but to read. It drops pages that no
+    process has mapped: a shard that is being read loses its read-ahead at most.
+    """
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        end = time.monotonic() + LONGEST_SECONDS
+        while time.monotonic() < end:
+            drop(folder)
+            time.sleep(CACHE_SECONDS)
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from sparkforge.models import tiny
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.serve import command_line, launch
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 from sparkforge.sources import archive, fetch, trees
 
 LEFT_OUT = shutil.ignore_patterns(
@@ -191,7 +191,9 @@ def scripted_server(request, tmp_path_factory, free_port, forking):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
-        described = embedded.Embedded(plan, Path(sys.executable), tiny.write_tiny(work / "model", weights)).launch()
+        described = in_environment.Embedded(
+            plan, Path(sys.executable), tiny.write_tiny(work / "model", weights)
+        ).launch()
         command = (*described.command, "--middleware", "list_routes.ListRoutes")
         server = launch.begin(forking(dataclasses.replace(described, command=command)))
     try:

@@ -15,7 +15,7 @@ from sparkforge.bench import profile, settings
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.serve import conversation, record, screen
+from sparkforge.serve import conversation, record, status
 
 pytestmark = pytest.mark.integration
 HERE = Path(__file__).parent
@@ -90,7 +90,7 @@ def test_our_commands_send_it(served, capsys):
     server = record.running()
     assert server == served.server
     assert server.key == served.key
-    screen.show_status(server)
+    status.show_status(server)
     conversation.answer_once(server, CUE, 4)
     assert "healthy · API key required · embedded" in capsys.readouterr().out
     assert settings.endpoint(BenchSettings({}, {})).model == served.model

@@ -11,8 +11,8 @@ from sparkforge.core import paths
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models.tiny import write_tiny
 from sparkforge.serve import launch, proof, record
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 from validate.facts import machine
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]
@@ -25,7 +25,7 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, forking):
 
     def start(request):
         """As on the embedded device, without making an environment and without the validator: minutes."""
-        described = embedded.Embedded(request, Path(sys.executable), model).launch()
+        described = in_environment.Embedded(request, Path(sys.executable), model).launch()
         with launch.starting():
             server = launch.start(forking(described), lambda _: None)
         limits[request.profile] = {name for name, limit in server.proof.items() if limit}

@@ -21,8 +21,8 @@ from sparkforge.core.process import session_members, spawn, started_at, terminat
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
 from sparkforge.serve import command_line, record
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 
 pytestmark = [
     *(pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(1500)),
@@ -100,7 +100,7 @@ def left(nodes, name):
 def test_the_answers_of_two_nodes_are_those_of_one(answers, nodes, model, forking, free_port):
     port = free_port()
     launch = forking(
-        embedded.Embedded(
+        in_environment.Embedded(
             StartPlan(EMBEDDED, model_id="tiny", port=port, flags=tuple(FLAGS)), Path(sys.executable), model
         ).launch()
     )

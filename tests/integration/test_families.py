@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_families
 
-from sparkforge.core import metrics
+from sparkforge.core import openai
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import spawn, started_at, terminate_session
@@ -18,8 +18,8 @@ from sparkforge.core.vllm_flags import SPECULATION
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.plan import architecture, families
 from sparkforge.serve import proof, status
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(600)]
 TOKENS = 24
@@ -37,7 +37,7 @@ def serving(family, work, port, *flags, pack=None):
         tiny_families.pack_experts(folder, pack)
     flags = (*FLAGS.get(family, () if pack else ("--dtype=float32",)), *flags)
     plan = StartPlan(EMBEDDED, model=str(folder), port=port, flags=flags)
-    launch = embedded.Embedded(plan, Path(sys.executable)).launch()
+    launch = in_environment.Embedded(plan, Path(sys.executable)).launch()
     assert launch.family == family
     environment = {**os.environ, **launch.environment, "PYTHONPATH": f"{ROOT}:{tiny_families.write_torchvision(work)}"}
     pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
@@ -74,7 +74,7 @@ def test_speculation_gives_the_same_greedy_tokens_in_fewer_steps(method, tmp_pat
     with serving("qwen3", tmp_path, free_port(), f"{SPECULATION}={config}") as (_, endpoint):
         assert greedy(endpoint) == plain
         names = (status.DRAFTS, status.ACCEPTED)
-        drafts, accepted = (sum(metrics.values(endpoint.get("/metrics").text, names)[name]) for name in names)
+        drafts, accepted = (sum(openai.metric_values(endpoint.get("/metrics").text, names)[name]) for name in names)
     assert drafts > 0
     assert accepted == 3 * drafts if method == "draft_model" else accepted <= 3 * drafts
     assert accepted > 0 or method == "eagle3"

@@ -17,8 +17,8 @@ from sparkforge.core.process import session_members, started_at
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.patching.series import Queue
 from sparkforge.serve import first_answers, launch, proof, record
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]  # its server would be the run's second
 MODEL = "tiny-gpt-oss"
@@ -194,7 +194,9 @@ def test_a_dead_engine_of_forks_ends_the_server_with_a_code(stopped, forking, mo
     monkeypatch.setenv("SPARKFORGE_STATE", str(stopped.state))
     python, model = stopped.state / "envs" / "embedded" / "bin" / "python", stopped.state / "models" / MODEL
     launch.start(
-        forking(embedded.Embedded(StartPlan(EMBEDDED, model_id=MODEL, port=stopped.port), python, model).launch()),
+        forking(
+            in_environment.Embedded(StartPlan(EMBEDDED, model_id=MODEL, port=stopped.port), python, model).launch()
+        ),
         lambda _: None,
     )
     supervisor = psutil.Process(server(stopped)["pid"])

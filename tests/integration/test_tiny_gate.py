@@ -14,8 +14,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models.tiny import write_tiny
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 from sparkforge.serve.settings import TINY_ID
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]
@@ -34,7 +34,9 @@ def served(tmp_path_factory, free_port, forking):
     (work / "fault").write_text("none")
     port = free_port()
     launch = forking(
-        embedded.Embedded(StartPlan(EMBEDDED, port=port), Path(sys.executable), write_tiny(work / "tiny")).launch()
+        in_environment.Embedded(
+            StartPlan(EMBEDDED, port=port), Path(sys.executable), write_tiny(work / "tiny")
+        ).launch()
     )
     environment = {
         **os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))),

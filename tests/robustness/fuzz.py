@@ -28,8 +28,8 @@ from rich.console import Console
 from robustness.mutation import mutated
 from robustness.parsers import PARSERS
 from sparkforge.core import console
-from sparkforge.core.declare import declare
 from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.program import declare
 
 SECONDS = 5  # of CPU time for one input
 WATCHED, WALL = 100, 600  # inputs, and seconds for them: compiled code that hangs ends the process then, with its stack

@@ -32,8 +32,8 @@ from sparkforge.core import paths
 from sparkforge.core.openai import Endpoint, wait_until
 from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.image.devices import EMBEDDED
-from sparkforge.serve.devices import embedded, in_environment
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 from sparkforge.serve.settings import TINY_ID
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -308,7 +308,9 @@ def server() -> Iterator[tuple[str, int, int]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     python = Path(sys.executable)
-    described = embedded.Embedded(StartPlan(EMBEDDED, port=port), python, in_environment.write_tiny(python)).launch()
+    described = in_environment.Embedded(
+        StartPlan(EMBEDDED, port=port), python, in_environment.write_tiny(python)
+    ).launch()
     log, url = Path(tempfile.mkdtemp(prefix="sparkforge-hostile-")) / "server.log", f"http://127.0.0.1:{port}"
     environment = {**os.environ, **described.environment, "PYTHONPATH": str(paths.ROOT)}
     pid = spawn(described.command, log=log, env=environment, cwd=paths.ROOT)

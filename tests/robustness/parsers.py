@@ -52,7 +52,7 @@ from sparkforge.patching import wheels as patched_wheels
 from sparkforge.patching.series import Patch, Queue
 from sparkforge.pins import index, wheels
 from sparkforge.plan import architecture
-from sparkforge.serve import access, failure, proof, record
+from sparkforge.serve import access, proof, record
 from sparkforge.serve import settings as container
 from sparkforge.serve.cluster import config as cluster_config
 from sparkforge.serve.command_line import ServerCommand
@@ -660,7 +660,7 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("server-record", _record, _read_state("server.json", lambda state: record.read(state / "server.json")))
     yield Parser("failure-record", _texts(
         '{"error": "InputError", "what": "a", "why": "b", "fix": "c", "began": 1.5, "ended": 2.5}'
-    ), _read_state("failure.json", failure.read))  # fmt: skip
+    ), _read_state("record.json", record.read))  # fmt: skip
     yield Parser("manifest", _texts(json.dumps(MANIFEST)), _read_manifest)
     yield Parser("architecture", _configs, _loaded(architecture.read, "config.json"))
     for name in (

@@ -7,6 +7,7 @@ each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Interface
 from pathlib import Path
@@ -19,9 +20,9 @@ from sparkforge.plan.architecture import Architecture
 from sparkforge.plan.devices import GIB
 from sparkforge.serve import profiles, settings
 from sparkforge.serve.cluster import discover, remote
-from sparkforge.serve.cluster import facts as node_facts
+from sparkforge.serve.cluster import remote as node_facts
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
-from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts, Reach
+from sparkforge.serve.cluster.remote import NetworkInterface, NodeFacts, Reach
 from validate.checks.finding import (
     CheckList,
     CheckResult,
@@ -309,14 +310,13 @@ def look(config: ClusterConfig) -> ClusterFacts:
         profiles.named(name, stack=config.stack)  # raises UsageError
     known = {node: answer for node, answer in answers.items() if isinstance(answer, NodeFacts)}
     errors = {node: answer for node, answer in answers.items() if isinstance(answer, SparkforgeError)}
-    return ClusterFacts(
-        config,
-        known,
-        errors,
-        _reaches(config, known),
-        model=_model(config),
-        head=rows[name].dense.head,
-    )
+    recipes, model = models.load(), None
+    served = Path(settings.DEFAULTS["spark"][1]).name if config.has_gpus else settings.TINY_ID
+    title = Path(config.model).name if config.model else served
+    with suppress(InputError):  # its folder is not on this machine, and its name is not known
+        own = title in recipes
+        model = architecture.parse(recipes[title].config, title) if own else architecture.read(Path(config.model))
+    return ClusterFacts(config, known, errors, _reaches(config, known), model=model, head=rows[name].dense.head)
 
 
 def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tuple[str, str], Reach | SparkforgeError]:
@@ -348,17 +348,6 @@ def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tupl
     return {
         way: answer for answers in remote.on_every(config.nodes, receive).values() for way, answer in answers.items()
     }
-
-
-def _model(config: ClusterConfig) -> Architecture | None:
-    """Return the sizes of the model; None if its folder is not on this machine and its name is not known."""
-    known = models.load()
-    served = Path(settings.DEFAULTS["spark"][1]).name if config.has_gpus else settings.TINY_ID
-    name = Path(config.model).name if config.model else served
-    try:
-        return architecture.parse(known[name].config, name) if name in known else architecture.read(Path(config.model))
-    except InputError:
-        return None
 
 
 def require_fine(findings: Sequence[Finding]) -> None:

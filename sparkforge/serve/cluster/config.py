@@ -15,7 +15,7 @@ from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import HEADLESS, meant
 from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
 from sparkforge.serve.cluster import watch
-from sparkforge.serve.plan import checked_flags
+from sparkforge.serve.record import checked_flags
 
 FILE = "cluster.toml"
 # Names also occur in vLLM flags, shell commands and log lines, so characters with a meaning there are excluded.
@@ -76,20 +76,28 @@ _SPLIT = ("--tensor-parallel-size", "--pipeline-parallel-size", "--distributed-e
 
 
 class ClusterConfig(Record):
-    """The whole file. The first node is the head: it has the API and vLLM's scheduler."""
+    """The whole file. The first node is the head: it has the API and vLLM's scheduler. A description is a comment."""
 
     schema_: Literal[1] = Field(alias="schema")
-    device: Literal["docker", "docker-cpu", "embedded"] = "docker"
-    model: Argument = ""
-    profile: Argument = ""
-    flags: Annotated[tuple[Flag, ...], AfterValidator(checked_flags)] = ()
-    tensor: int = Field(default=2, ge=1)
-    pipeline: int = Field(default=1, ge=1)
-    expert: bool = False
-    key_file: Folder = ""
-    port: Port = 8000
-    master_port: Port = 29500
-    watch_port: Port = 29501
+    device: Literal["docker", "docker-cpu", "embedded"] = Field(
+        "docker", description="docker; without GPUs docker-cpu, or embedded: vLLM's CPU build without a container"
+    )
+    model: Argument = Field("", description="a folder, the same on every node; empty: what the device serves by itself")
+    profile: Argument = Field("", description="a table of sparkforge/serve/profiles.toml; empty: the device's own")
+    flags: Annotated[tuple[Flag, ...], AfterValidator(checked_flags)] = Field(
+        (), description="vLLM's own, which win over the profile's"
+    )
+    tensor: int = Field(2, ge=1, description="machines that share each layer")
+    pipeline: int = Field(
+        1, ge=1, description="machines that share the layers; tensor x pipeline is the number of nodes"
+    )
+    expert: bool = Field(False, description="whole experts on each machine instead of a part of each")
+    key_file: Folder = Field("", description="the API key's file, the same path on every node")
+    port: Port = Field(8000, description="of the API, on the head")
+    master_port: Port = Field(29500, description="torch.distributed's, on the head")
+    watch_port: Port = Field(
+        29501, description="on the head: the port over which nodes notice that another node has ended"
+    )
     nodes: tuple[ClusterNode, ...] = Field(min_length=2)
 
     @model_validator(mode="after")
@@ -182,27 +190,13 @@ def read(path: Path) -> ClusterConfig:
     return tables.load(path, ClusterConfig)
 
 
-COMMENTS = {
-    "device": "docker; without GPUs docker-cpu, or embedded: vLLM's CPU build without a container",
-    "model": "a folder, the same on every node; empty: what the device serves by itself",
-    "profile": "a table of sparkforge/serve/profiles.toml; empty: the device's own",
-    "flags": "vLLM's own, which win over the profile's",
-    "tensor": "machines that share each layer",
-    "pipeline": "machines that share the layers; tensor x pipeline is the number of nodes",
-    "expert": "whole experts on each machine instead of a part of each",
-    "key_file": "the API key's file, the same path on every node",
-    "port": "of the API, on the head",
-    "master_port": "torch.distributed's, on the head",
-    "watch_port": "on the head: the port over which nodes notice that another node has ended",
-}
-
-
 def text(config: ClusterConfig) -> str:
     """Return the text of a cluster.toml, with a comment on each setting."""
     settings = tomlkit.document()
     settings.add(tomlkit.comment("Nodes of one model, the head first. docs/reference/cluster.md explains every key."))
     settings["schema"] = 1
-    for name, why in COMMENTS.items():
-        settings[name] = tomlkit.item(getattr(config, name)).comment(why)
+    for name, field in ClusterConfig.model_fields.items():
+        if field.description:
+            settings[name] = tomlkit.item(getattr(config, name)).comment(field.description)
     settings["nodes"] = [node.model_dump(mode="json") for node in config.nodes]
     return tomlkit.dumps(settings)

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from sparkforge.core.console import say
 from sparkforge.core.errors import RefusalError, UsageError
-from sparkforge.serve.cluster import facts as node_facts
 from sparkforge.serve.cluster import remote
+from sparkforge.serve.cluster import remote as node_facts
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
-from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts
+from sparkforge.serve.cluster.remote import NetworkInterface, NodeFacts
 
 GUIDE = "docs/guide/two-machines.md, The link"
 
@@ -63,13 +63,27 @@ def propose(
 
     Raises RefusalError if two of them share no network that can carry a model.
     """
-    control = control_network(facts)
+    fast = {name: shared(facts, name) for name in facts}
+    common = set.intersection(*(set(networks) for networks in fast.values()))
+    if not common:
+        apart = [
+            f"{first} and {second}"
+            for first, second in itertools.combinations(facts, 2)
+            if not set(fast[first]) & set(fast[second])
+        ]
+        raise RefusalError(
+            f"{len(facts)} nodes share no network that can carry a model",
+            f"no wired interface that is up has a subnet in common: {', '.join(apart[:4]) or 'all of them together'}",
+            f"again   # first connect the cable, and give both halves of the port addresses ({GUIDE})",
+            code="validation.cluster",
+        )
+    network = min(common, key=lambda network: _order(fast[next(iter(facts))][network]))
     nodes = [
         ClusterNode(
-            name=name, ssh=destinations[name], folder=folder, address=address, interface=interface.name,
-            hcas=tuple(_hcas(facts[name])),
+            name=name, ssh=destinations[name], folder=folder, address=_host(networks[network], network),
+            interface=networks[network].name, hcas=tuple(_hcas(facts[name])),
         )
-        for name, (interface, address) in control.items()
+        for name, networks in fast.items()
     ]  # fmt: skip
     return ClusterConfig.model_validate({"schema": 1, "device": device, **split(len(nodes)), "nodes": nodes})
 
@@ -77,28 +91,6 @@ def propose(
 def split(nodes: int) -> dict[str, int]:
     """Return tensor parallelism for powers of two, which divide a model's heads; else pipeline parallelism."""
     return {"tensor": nodes, "pipeline": 1} if nodes & (nodes - 1) == 0 else {"tensor": 1, "pipeline": nodes}
-
-
-def control_network(facts: Mapping[str, NodeFacts]) -> dict[str, tuple[NetworkInterface, str]]:
-    """Return each node's interface and address on a network that all nodes share.
-
-    Raises RefusalError, which names the nodes without a common network.
-    """
-    fast = {name: shared(facts, name) for name in facts}
-    if common := set.intersection(*(set(networks) for networks in fast.values())):
-        network = min(common, key=lambda network: _order(fast[next(iter(facts))][network]))
-        return {name: (networks[network], _host(networks[network], network)) for name, networks in fast.items()}
-    apart = [
-        f"{first} and {second}"
-        for first, second in itertools.combinations(facts, 2)
-        if not set(fast[first]) & set(fast[second])
-    ]
-    raise RefusalError(
-        f"{len(facts)} nodes share no network that can carry a model",
-        f"no wired interface that is up has a subnet in common: {', '.join(apart[:4]) or 'all of them together'}",
-        f"again   # first connect the cable, and give both halves of the port addresses ({GUIDE})",
-        code="validation.cluster",
-    )
 
 
 def shared(facts: Mapping[str, NodeFacts], name: str) -> dict[IPv4Network, NetworkInterface]:

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from sparkforge.core import interrupt, paths
@@ -28,35 +27,23 @@ from sparkforge.serve.cluster.config import ClusterConfig
 from sparkforge.serve.restarts import ServerFailure
 
 PURPOSE = "start a cluster again"
+LOCK, NOTE, LOG = "cluster.lock", "cluster.keep.json", "logs/cluster.log"  # in SPARKFORGE_STATE
 LOOK_SECONDS = 5.0  # a question starts an interpreter on the node
 BEGIN_SECONDS = 30.0
 RETURN_SECONDS = 1800.0  # a machine's own restart, with a check of its disks
 END_SECONDS = 200.0  # more than the keeper's own `down` takes
 
 
-def _lock_path() -> Path:
-    return paths.state() / "cluster.lock"
-
-
-def _note_path() -> Path:
-    return paths.state() / "cluster.keep.json"
-
-
-def log_path() -> Path:
-    """Return the path of the log."""
-    return paths.state() / "logs" / "cluster.log"
-
-
 def running() -> int | None:
     """Return the process id of the running keeper; None if none runs for this checkout."""
-    return holder(_lock_path(), PURPOSE)
+    return holder(paths.state() / LOCK, PURPOSE)
 
 
 def state() -> dict[str, Any]:
     """Return its `state`, the reason (`why`), and the number of `failures` that it remembers."""
     note: dict[str, Any] = {"state": "off", "why": "nothing starts a part again", "failures": 0}
     with suppress(OSError, ValueError):
-        read = read_json(_note_path())
+        read = read_json(paths.state() / NOTE)
         if isinstance(read, dict) and note.keys() <= read.keys() and (running() or read["state"] == "gave up"):
             note = {name: read[name] for name in note}
     return note
@@ -67,25 +54,25 @@ def refuse_second() -> None:
     if pid := running():
         why = f"pid {pid} serves it, or is about to start it again: {state()['why']}"
         raise ServerError("a cluster is kept by this checkout", why, "./inv cluster.down", code="server.running")
-    _note_path().unlink(missing_ok=True)  # of one that gave up
+    (paths.state() / NOTE).unlink(missing_ok=True)  # of one that gave up
 
 
 def begin(config: ClusterConfig) -> int:
     """Start it, and return its process id once it holds its lock. Raises ServerError."""
     command = [sys.executable, "-m", __name__, config.model_dump_json(by_alias=True)]
-    pid = spawn(command, log=log_path(), env=os.environ, cwd=paths.ROOT)
+    pid = spawn(command, log=paths.state() / LOG, env=os.environ, cwd=paths.ROOT)
     started, deadline = started_at(pid), time.monotonic() + BEGIN_SECONDS
     while running() != pid:
         if started_at(pid) != started or time.monotonic() > deadline:
             why = "the nodes serve; a part that ends is not started again"
-            raise ServerError("the keeper did not start", why, f"less {log_path()}", code="server.cluster")
+            raise ServerError("the keeper did not start", why, f"less {paths.state() / LOG}", code="server.cluster")
         time.sleep(0.05)
     return pid
 
 
 def end() -> None:
     """End the keeper and any start of the cluster that it is running. Raises ServerError if it does not end."""
-    _note_path().unlink(missing_ok=True)
+    (paths.state() / NOTE).unlink(missing_ok=True)
     if not (pid := running()):
         return
     started, deadline = started_at(pid), time.monotonic() + END_SECONDS
@@ -98,7 +85,7 @@ def end() -> None:
             fix = f"kill -9 {pid}; ./inv cluster.down"
             raise ServerError("the keeper does not end", f"pid {pid} was asked to", fix, code="server.cluster")
         time.sleep(0.05)
-    _note_path().unlink(missing_ok=True)
+    (paths.state() / NOTE).unlink(missing_ok=True)
 
 
 def keep(config: ClusterConfig) -> None:
@@ -113,12 +100,8 @@ def keep(config: ClusterConfig) -> None:
             now = time.time()
             failures = restarts.recent((*failures, ServerFailure(ended=now, why=why)), now)
             if len(failures) >= restarts.MAX_FAILURES:
-                raise ServerError(
-                    "the cluster ended too often and is not started",
-                    restarts.summary(failures),
-                    "./inv cluster.logs   # when the cause is gone: ./inv cluster.up",
-                    code="server.restarts",
-                )
+                why, fix = restarts.summary(failures), "./inv cluster.logs   # when the cause is gone: ./inv cluster.up"
+                raise ServerError("the cluster ended too often and is not started", why, fix, code="server.restarts")
             why = _start_again(config, failures)
         _note("watching", f"started again after: {failures[-1].why}", failures)
 
@@ -161,14 +144,14 @@ def _start_again(config: ClusterConfig, failures: tuple[ServerFailure, ...]) -> 
 def _note(doing: str, why: str, failures: tuple[ServerFailure, ...]) -> None:
     say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {doing}: {why}")
     with suppress(OSError):  # such as a full disk: it keeps the cluster all the same
-        write_json(_note_path(), {"state": doing, "why": why, "failures": len(failures)})
+        write_json(paths.state() / NOTE, {"state": doing, "why": why, "failures": len(failures)})
 
 
 def main(argument: str) -> int:
     """Keep the cluster of this configuration; return the exit code."""
     config = ClusterConfig.model_validate_json(argument)
     try:
-        with interrupt.caught(), locked(_lock_path(), PURPOSE):
+        with interrupt.caught(), locked(paths.state() / LOCK, PURPOSE):
             keep(config)
     except KeyboardInterrupt:
         return 0

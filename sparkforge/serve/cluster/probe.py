@@ -188,7 +188,21 @@ def reach(options: dict[str, Any]) -> dict[str, Any]:
     for port in options["ports"]:
         if why := connect(options["source"], options["address"], port, deadline):
             blocked[str(port)] = why
-    return {"blocked": blocked, **echoes(options), "packet": send_packet(options)}
+    small, packet = echoes(options), ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        try:
+            sender.bind((options["source"], 0))
+            sender.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_PROBE)
+            sender.settimeout(CONNECT_SECONDS)
+            sender.connect((options["address"], options["ports"][0]))
+            sender.send(b"x" * (options["mtu"] - HEADERS))
+            sender.recv(64)
+        except OSError as error:
+            for _ in range(FAREWELLS):
+                with suppress(OSError):
+                    sender.send(b"x")
+            packet = str(error.strerror or error)
+    return {"blocked": blocked, **small, "packet": packet}
 
 
 def connect(source: str, address: str, port: int, deadline: float) -> str:
@@ -231,24 +245,6 @@ def echoes(options: dict[str, Any]) -> dict[str, Any]:
         except (OSError, KeyError):  # nothing more comes, or it is no answer to us
             pass
     return {"sent": ECHOES, "lost": ECHOES - len(seconds), "fastest": min(seconds.values(), default=None)}
-
-
-def send_packet(options: dict[str, Any]) -> str:
-    """Return why a packet of the whole MTU is not answered; "" if it is."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        try:
-            sender.bind((options["source"], 0))
-            sender.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_PROBE)
-            sender.settimeout(CONNECT_SECONDS)
-            sender.connect((options["address"], options["ports"][0]))
-            sender.send(b"x" * (options["mtu"] - HEADERS))
-            sender.recv(64)
-        except OSError as error:
-            for _ in range(FAREWELLS):
-                with suppress(OSError):
-                    sender.send(b"x")
-            return str(error.strerror or error)
-    return ""
 
 
 MODES = {"facts": facts, "listen": listen, "reach": reach}

@@ -146,11 +146,8 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
     name = f"sparkforge/vllm:{config.stack}"
     wanted = image_id(config.head, name)
     if not wanted:
-        raise InputError(
-            f"{config.head.name} has no image {name}",
-            "docker lists none",
-            "./inv build --engine docker   # on the head",
-        )
+        why, fix = "docker lists none", "./inv build --engine docker   # on the head"
+        raise InputError(f"{config.head.name} has no image {name}", why, fix)
     if trust.is_demanding():
         if config.head.ssh:
             why = "trust.toml demands signatures, and they are looked for where the image is"

@@ -79,13 +79,23 @@ class NodeWatch:
         """Listen for a moment, send what is due, and return the loss of a node if there is one."""
         now = time.monotonic()
         if not self._settings.listen and not self._peers:
-            self._connect()
+            with suppress(OSError):  # the head may not be there yet
+                link = socket.create_connection((self._settings.address, self._settings.port), timeout=TURN_SECONDS)
+                self._add(Peer(link, name=self._settings.peers[0]))
+                self._send({"hello": self._settings.node, "token": self._token})
         if loss := self._receive(TURN_SECONDS):
             return loss
         if now - self._beaten > BEAT_SECONDS:
             self._beaten = now
             self._send({})
-        return self._silent(now)
+        for peer in [peer for peer in self._peers if now - peer.heard > SILENT_SECONDS]:
+            if peer.name:
+                return Loss(peer.name, f"nothing came from it for {SILENT_SECONDS:g} s")
+            self._drop(peer)  # a connection that sent no token
+        missing = self._expected if self._settings.listen else () if self._peers else self._settings.peers
+        if missing and now - self._begun > self._settings.join:
+            return Loss(", ".join(sorted(missing)), f"it did not come within {self._settings.join:g} s")
+        return None
 
     def tell(self, node: str, why: str) -> None:
         """Tell the other nodes that the server ends, and because of which node.
@@ -98,14 +108,6 @@ class NodeWatch:
         for peer in self._peers:
             with suppress(OSError):
                 peer.link.shutdown(socket.SHUT_WR)
-
-    def _connect(self) -> None:
-        try:
-            link = socket.create_connection((self._settings.address, self._settings.port), timeout=TURN_SECONDS)
-        except OSError:  # the head is not there yet
-            return
-        self._add(Peer(link, name=self._settings.peers[0]))
-        self._send({"hello": self._settings.node, "token": self._token})
 
     def _receive(self, seconds: float) -> Loss | None:
         for key, _ in self._selector.select(seconds):
@@ -163,18 +165,6 @@ class NodeWatch:
                 continue
             with suppress(OSError):  # a broken one is noticed when it is read
                 peer.link.send(json.dumps(message).encode() + b"\n")
-
-    def _silent(self, now: float) -> Loss | None:
-        for peer in [peer for peer in self._peers if now - peer.heard > SILENT_SECONDS]:
-            if not peer.name:  # a connection that sent no token
-                self._drop(peer)
-            else:
-                return Loss(peer.name, f"nothing came from it for {SILENT_SECONDS:g} s")
-        waited = now - self._begun
-        missing = self._expected if self._settings.listen else () if self._peers else self._settings.peers
-        if missing and waited > self._settings.join:
-            return Loss(", ".join(sorted(missing)), f"it did not come within {self._settings.join:g} s")
-        return None
 
 
 def _message(line: bytes) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import RefusalError, SparkforgeError, UsageError
-from sparkforge.image.devices import AUTO, CONTAINERS, DOCKER, DOCKER_CPU, EMBEDDED, GPU
+from sparkforge.image.devices import AUTO, DOCKER, DOCKER_CPU, EMBEDDED, GPU
 from sparkforge.plan import capabilities
 from sparkforge.serve.devices.device import Device
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import StartPlan
 
 NAMES = (AUTO, EMBEDDED, GPU, DOCKER, DOCKER_CPU)
 NVIDIA_DRIVER = "proc/driver/nvidia/version"
@@ -27,11 +27,6 @@ class Choice:
 
     device: str
     why: str
-
-    @property
-    def container(self) -> bool:
-        """Whether it serves in a container."""
-        return self.device in CONTAINERS
 
 
 def has_driver(root: Path = Path("/")) -> bool:
@@ -79,11 +74,11 @@ def _without_docker(reason: str) -> Choice:
 def device_for(plan: StartPlan, build: Callable[[str, Steps], None]) -> Device:
     """Return the device of a plan, which is checked; `build(stack, steps)` makes a missing image."""
     if plan.device == EMBEDDED:
-        from sparkforge.serve.devices.embedded import Embedded  # noqa: PLC0415 - only one of them is loaded
+        from sparkforge.serve.devices.in_environment import Embedded  # noqa: PLC0415 - only one of them is loaded
 
         return Embedded(plan)
     if plan.device == GPU:
-        from sparkforge.serve.devices.gpu import Gpu  # noqa: PLC0415
+        from sparkforge.serve.devices.in_environment import Gpu  # noqa: PLC0415
 
         return Gpu(plan)
     from sparkforge.serve.devices.container import Container  # noqa: PLC0415 - the Docker SDK takes half a second

@@ -24,22 +24,11 @@ from sparkforge.image.compose import SERVICE, Service
 from sparkforge.image.devices import DOCKER, build_command, stack_of
 from sparkforge.image.engine import State
 from sparkforge.models import local
-from sparkforge.serve import (
-    access,
-    known_good,
-    launch,
-    logs,
-    profiler,
-    profiles,
-    proof,
-    record,
-    settings,
-)
+from sparkforge.serve import access, command_line, known_good, launch, logs, profiles, proof, record, settings
 from sparkforge.serve import health as container_health
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.devices.device import Device
-from sparkforge.serve.plan import LOOPBACK, StartPlan
-from sparkforge.serve.record import Server
+from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.restarts import TOO_OFTEN
 
 # 65 GB of weights from a disk, and 15 to 25 minutes of compiling if no kernel is cached (docs/reference/checks.md).
@@ -149,19 +138,9 @@ class Container(Device):
                 if container is None:
                     why, fix = "Compose started none", docker_compose.typed("ps", "--all")
                     raise ServerError("there is no container", why, fix, code="server.start")  # noqa: TRY301
-                server = Server(
-                    pid=0,
-                    started=_log_begin(client, container),
-                    host=service.host,
-                    port=service.port,
-                    model=inside.model,
-                    model_id=inside.model_id,
-                    device=self.plan.device,
-                    log="",
-                    container=container,
-                    key_file=service.key_file,
-                    profile=inside.serve_profile,
-                )
+                begun = _log_begin(client, container)
+                served = (service.host, service.port, inside.model, inside.model_id, self.plan.device)
+                server = Server(0, begun, *served, "", container, service.key_file, inside.serve_profile)
                 record.write(server)
                 record.begun_path().unlink()
                 server = _wait(client, server, service.stack, settings.family(self.plan.model), tell)
@@ -209,7 +188,7 @@ def variables(plan: StartPlan) -> dict[str, str]:
         own = access.served_hosts(plan.host, plan.port, names) if plan.host else ()
         environment[access.HOSTS] = ",".join((*own, *names))
     if plan.profiled:
-        environment[profiler.VARIABLE] = profiler.IN_CONTAINER
+        environment[command_line.PROFILER] = command_line.TRACES_IN_CONTAINER
     if plan.profile:
         profiles.named(plan.profile, stack=chosen)
         environment["SPARKFORGE_SERVE_PROFILE"] = plan.profile

@@ -13,8 +13,7 @@ from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import ServerError, SparkforgeError
 from sparkforge.core.files import write_json
 from sparkforge.serve import first_answers, launch, logs, record, settings
-from sparkforge.serve.plan import StartPlan
-from sparkforge.serve.record import Server
+from sparkforge.serve.record import Server, StartPlan
 
 
 class Device(ABC):

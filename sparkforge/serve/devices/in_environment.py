@@ -1,8 +1,13 @@
-"""vLLM's API server in a Python environment of this machine: what the devices `embedded` and `gpu` have in common."""
+"""vLLM's API server in a Python environment of this machine: the devices `embedded` and `gpu`.
+
+`embedded` is vLLM's CPU build, on any Linux machine; `gpu` its CUDA build, on one with an NVIDIA driver.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
+import platform
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,17 +18,22 @@ from sparkforge import environments, pins
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.memory import cpus
 from sparkforge.core.process import TAIL_LINES, run_unchecked
+from sparkforge.core.vllm_flags import SHARE, flag_value
 from sparkforge.environments import Environment
-from sparkforge.image.devices import EMBEDDED, environment_of
-from sparkforge.serve import access, command_line, known_good, launch, limits, logs, profiler, proof, settings
+from sparkforge.image.devices import EMBEDDED, GPU, environment_of, stack_of
+from sparkforge.plan import capabilities
+from sparkforge.serve import access, command_line, known_good, launch, limits, logs, profiles, proof, settings
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.devices.device import Device
 from sparkforge.serve.launch import Launch
-from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.profiles import ServeProfile
-from sparkforge.serve.record import Server
+from sparkforge.serve.record import Server, StartPlan
 from sparkforge.serve.settings import TINY_ID
+from validate.checks.arguments import missing_on_cpu
+from validate.facts.machine import cpu_flags
+from validate.facts.target import Options, Target
 
 
 class InEnvironment(Device):
@@ -139,9 +149,9 @@ class InEnvironment(Device):
             **limits.variables(os.environ),
             access.HOSTS: ",".join((*access.served_hosts(plan.address, plan.port, plan.hosts), *plan.hosts)),
             "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
-            **(profiler.ENVIRONMENT if plan.profiled else {}),
+            **(command_line.PROFILER_ENVIRONMENT if plan.profiled else {}),
         }
-        flags = (*(profiler.arguments(profiler.folder()) if plan.profiled else ()), *plan.flags)
+        flags = (*(command_line.profiler_arguments(command_line.traces_folder()) if plan.profiled else ()), *plan.flags)
         if is_tiny := plan.model_id == TINY_ID:
             # Without the flag vLLM looks for a template in a processor, and reads the vocabulary a second time for it.
             flags = ("--chat-template", str(self.model / "chat_template.jinja"), *flags)
@@ -205,3 +215,140 @@ def write_tiny(python: Path) -> Path:
         fix = "again   # first follow the line after `next:` above"
         raise InputError("the tiny model could not be written", why, fix, code="input.model")
     return directory
+
+
+# Below site-packages: what vLLM's CPU build preloads.
+PRELOADED = ("vllm/libs/libtcmalloc*.so*", "torch/lib/libgomp*.so*")
+
+
+class Embedded(InEnvironment):
+    """vLLM's CPU build in an environment of this checkout."""
+
+    name = validator = default_profile = EMBEDDED
+
+    def choose_profile(self, plan: StartPlan) -> ServeProfile:
+        """Return the profile. Raises UsageError for one of another device or that this processor cannot serve."""
+        profile = profile_named(plan.profile, settings.family(plan.model))
+        if missing := missing_on_cpu(profile.arguments(), platform.machine(), cpu_flags(Target(Options(), ""))):
+            failure = f"--profile {plan.profile} cannot be served by this processor"
+            raise UsageError(failure, missing, "./inv up --profile embedded")
+        return profile
+
+    def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
+        """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs."""
+        return vllm_arguments(variables)
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that preload libraries, also from a path with spaces, and the engine's threads.
+
+        One core is left to everything else: threads that wait for one that has lost its core make a step of the model
+        take seconds.
+        """
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus(Path("/")) - 1))
+        return {**preloaded(self.python), "OMP_NUM_THREADS": threads}
+
+
+def profile_named(name: str, family: str = "") -> ServeProfile:
+    """Return the device's profile of that name, by default `embedded`. Raises UsageError for one of another device."""
+    profile = profiles.named(name or EMBEDDED, family=family)
+    if profile.device != EMBEDDED:
+        own = ", ".join(name for name, settings in profiles.load().items() if settings.device == EMBEDDED)
+        fix = f"./inv up --device docker --profile {name}"
+        raise UsageError(f"--profile {name} is for containers", f"the embedded device has {own}", fix)
+    return profile
+
+
+def vllm_arguments(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs: there is none here."""
+    if env.get("TP", "") not in ("", "1"):
+        why = "it is the number of GPUs that share the model, and the embedded device serves without one"
+        raise UsageError(f"TP={env['TP'][:40]} has no meaning here", why, "TP=1   # or --device docker")
+    return settings.arguments({**env, "TP": ""})
+
+
+def preloaded(python: Path) -> dict[str, str]:
+    """Return the variables that preload vLLM's allocator and torch's OpenMP from a path with spaces; none for others.
+
+    vLLM's CPU build puts both into LD_PRELOAD by path, which the dynamic linker cuts at spaces. Names without a slash
+    are looked up in LD_LIBRARY_PATH, which it does not cut there (ld.so(8)).
+    """
+    site = next(python.parent.parent.glob("lib/python3*/site-packages"), None)
+    if site is None or not any(letter.isspace() for letter in str(site)):
+        return {}
+    libraries = [library for pattern in PRELOADED for library in sorted(site.glob(pattern))[:1]]
+    if not libraries:
+        return {}
+    names = [os.environ.get("LD_PRELOAD", ""), *(library.name for library in libraries)]
+    folders = [os.environ.get("LD_LIBRARY_PATH", ""), *(str(library.parent) for library in libraries)]
+    return {"LD_PRELOAD": ":".join(filter(None, names)), "LD_LIBRARY_PATH": ":".join(filter(None, folders))}
+
+
+class Gpu(InEnvironment):
+    """vLLM on one NVIDIA GPU; what serves on it is the row of capabilities.toml for its compute capability.
+
+    Making one raises RefusalError for a GPU that cannot serve, and what `InEnvironment` raises.
+    """
+
+    name = GPU
+
+    def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
+        self.built: dict[str, str] = {}  # variables with which a server finds FlashInfer's compiled modules
+        share = flag_value(plan.flags, SHARE) or str(1 - capabilities.IN_USE)
+        try:
+            self.gpu, self.capability = capabilities.find(os.environ, float(share))
+        except ValueError:
+            why = "it is the part of the GPU's memory that vLLM takes, a number up to 1"
+            raise UsageError(f"{SHARE} cannot be {share!r}", why, f"./inv up --device gpu -- {SHARE}=0.9") from None
+        self.validator, self.default_profile = self.capability.validator, self.capability.profile
+        super().__init__(plan, python, model)
+        self.tiny_first = bool(plan.model) and plan.tiny_first
+        self.steps = Steps(self.step_count + self.capability.flashinfer + self.tiny_first)
+
+    def choose_profile(self, plan: StartPlan) -> ServeProfile:
+        """Return the plan's profile, or the GPU's. Raises UsageError for one of other machines."""
+        profile = profiles.named(
+            plan.profile or self.default_profile, stack=plan.stack, family=settings.family(plan.model)
+        )
+        for_spark = profile.device == ""  # FlashInfer's kernels for 12.x, sizes for a Spark's memory
+        if profile.device not in ("", GPU) or (for_spark and not self.capability.flashinfer):
+            why = f"it is not made for {self.gpu}; its profile is {self.default_profile}"
+            raise UsageError(f"--profile {plan.profile} cannot be served here", why, "without --profile")
+        return profile
+
+    def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
+        """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError, also for more GPUs than there are."""
+        arguments = settings.arguments(variables)
+        settings.require_gpus(variables.get("TP", ""))
+        return arguments
+
+    def prepare(self) -> None:
+        """Make environment and tiny model, and the modules of FlashInfer that this GPU's experts need."""
+        super().prepare()
+        if not self.capability.flashinfer:
+            return
+        from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels  # noqa: PLC0415 - for 12.x alone
+        from sparkforge.image import packs  # noqa: PLC0415
+
+        with self.steps.step("kernels", f"FlashInfer's modules for {self.capability.architecture}") as tell:
+            stack, interpreter = stack_of(GPU, self.plan.stack), str(self.python)
+            take = packs.taking("")
+            request = KernelRequest(stack, arch=self.capability.architecture, python=interpreter, take=take)
+            file, changed = build_kernels(request)
+            lines = file.read_text(encoding="utf-8").splitlines()
+            self.built = dict(line.split("=", 1) for line in lines)
+            tell(f"{file.parent}, {'compiled' if changed else 'unchanged'}")
+
+    def variables(self) -> dict[str, str]:
+        """Return those with which FlashInfer finds the compiled modules."""
+        return self.built
+
+    def start(self) -> Server:
+        """Start vLLM; before a larger model is loaded, the tiny one must answer by the same flags as it is recorded.
+
+        Raises what `launch.start` and `try_tiny` raise.
+        """
+        if self.tiny_first:
+            tiny = copy.copy(self)
+            tiny.plan, tiny.model = replace(self.plan, model="", model_id="", trial=True), write_tiny(self.python)
+            self.try_tiny(lambda tell: launch.start(tiny.launch(), tell), launch.stop)
+        return super().start()

@@ -18,8 +18,7 @@ from sparkforge.serve.command_line import served_name
 from sparkforge.serve.devices.device import Device
 from sparkforge.serve.devices.in_environment import prepare_environment, write_tiny
 from sparkforge.serve.launch import Launch
-from sparkforge.serve.plan import LOOPBACK, StartPlan
-from sparkforge.serve.record import Server
+from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.settings import CONTEXT_VARIABLE
 
 MAX = Environment("max")

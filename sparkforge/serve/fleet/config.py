@@ -23,7 +23,7 @@ from sparkforge.plan import architecture, budget, capabilities, devices, thresho
 from sparkforge.plan.budget import HOST_WORKING_BYTES, Workload
 from sparkforge.serve import profiles, settings, status
 from sparkforge.serve.devices.choose import choose
-from sparkforge.serve.plan import checked_flags
+from sparkforge.serve.record import checked_flags
 
 GB = 1e9
 # A model is planned for this many tokens, unless fleet.toml sets `context`, and for this many sequences.

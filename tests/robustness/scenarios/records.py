@@ -10,7 +10,7 @@ from pathlib import Path
 from robustness.scenario import Scenario, write
 from sparkforge.core.errors import ServerError, SparkforgeError, StorageError
 from sparkforge.doctor import evidence, support
-from sparkforge.serve import failure, record
+from sparkforge.serve import record
 from sparkforge.serve.record import Server
 
 SERVER = Server(pid=1, started=1.0, host="127.0.0.1", port=20999, model="m", model_id="m", device="embedded", log="l")
@@ -23,13 +23,13 @@ def _prepare_failure(work: Path) -> None:
 
 def _fail(reason: str) -> None:
     """End as `./inv up` ends when it fails."""
-    with suppress(ServerError), failure.remembered():
+    with suppress(ServerError), record.remembered():
         raise ServerError(reason, "why", "next", code="server.start")
 
 
 def _act_failure(work: Path) -> None:
     _fail("the second")
-    written = failure.read(work / "state")
+    written = record.read_failure(work / "state")
     assert written is None or written.what in {"the first", "the second"}
     # Remembering may fail silently (the disk may be the very reason); then the old or no failure is told.
     if written is None or written.what != "the second":
@@ -37,7 +37,7 @@ def _act_failure(work: Path) -> None:
 
 
 def _judge_failure(work: Path) -> None:
-    written = failure.read(work / "state")
+    written = record.read_failure(work / "state")
     assert written is not None
     assert written.what in {"the first", "the second"}
 
@@ -83,7 +83,7 @@ def _judge_support(work: Path) -> None:
 
 
 SCENARIOS = [
-    Scenario("failure-record", _prepare_failure, _act_failure, _judge_failure, volatile=("state/failure.json",)),
+    Scenario("failure-record", _prepare_failure, _act_failure, _judge_failure, volatile=("state/record.json",)),
     Scenario("server-record", _prepare_record, _act_record, _judge_record),
     Scenario("support", _prepare_support, _act_support, _judge_support),
 ]

@@ -21,8 +21,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
 from sparkforge.image.compose import Service
 from sparkforge.serve import record
-from sparkforge.serve.plan import StartPlan
-from sparkforge.serve.record import Server
+from sparkforge.serve.record import Server, StartPlan
 
 pytestmark = pytest.mark.slow  # real programs in most of them
 

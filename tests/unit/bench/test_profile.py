@@ -18,7 +18,7 @@ from sparkforge.bench import profile, trace
 from sparkforge.core.errors import InputError, ServerError, UsageError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import started_at
-from sparkforge.serve import profiler, record
+from sparkforge.serve import command_line, record
 from sparkforge.serve.record import Server
 
 RECORDED = Path(__file__).with_name("decode-step.pt.trace.json.gz")
@@ -138,8 +138,8 @@ def own(stub, monkeypatch):
         if path == profile.START:
             prefixes.append(body["profile_prefix"])
         if path == profile.STOP and answer.is_success:
-            profiler.folder().mkdir(exist_ok=True)
-            shutil.copy(RECORDED, profiler.folder() / f"{prefixes[-1]}_rank0.1.pt.trace.json.gz")
+            command_line.traces_folder().mkdir(exist_ok=True)
+            shutil.copy(RECORDED, command_line.traces_folder() / f"{prefixes[-1]}_rank0.1.pt.trace.json.gz")
         return answer
 
     monkeypatch.setattr(Endpoint, "send", write_at_stop)
@@ -156,7 +156,7 @@ def test_a_server_is_profiled_under_load_and_its_trace_kept(stub, own, tmp_path,
     assert (saved.config.isl, saved.config.osl, saved.config.conc, saved.config.num_prompts) == (16, 4, 2, 2)
     assert saved.server.version == "0.0-stub"
     assert saved.machine["cores"] > 0
-    assert list(profiler.folder().iterdir()) == []
+    assert list(command_line.traces_folder().iterdir()) == []
 
 
 def test_what_cannot_be_profiled_is_refused_and_the_profiler_is_stopped(stub, own, tmp_path):
@@ -180,9 +180,9 @@ def test_the_traces_of_a_container_are_moved_out_of_it(docker_command):
     docker_command.answers("cp ")
     docker_command.answers("exec ")
     server = Server(0, 0.0, "127.0.0.1", 8000, "", "m", "docker", "", container="c0ffee")
-    assert profile.collect(server) == profiler.folder()
+    assert profile.collect(server) == command_line.traces_folder()
     assert docker_command.calls == [
-        f"cp c0ffee:/var/cache/sparkforge/profiler/. {profiler.folder()}",
+        f"cp c0ffee:/var/cache/sparkforge/profiler/. {command_line.traces_folder()}",
         "exec c0ffee rm -r /var/cache/sparkforge/profiler",
     ]
 

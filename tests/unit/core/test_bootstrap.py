@@ -19,7 +19,14 @@ FAKE_COMMANDS = "import os, sys; print('run', *sys.argv[1:], 'in', os.environ['I
 
 
 def write_checkout(folder):
-    package = ("__init__.py", "core/__init__.py", "core/bootstrap.py", "core/errors.py", "core/installers.py")
+    package = (
+        "__init__.py",
+        "core/__init__.py",
+        "core/bootstrap.py",
+        "core/errors.py",
+        "core/installers.py",
+        "core/installers.toml",
+    )
     for name in ("inv", *(f"sparkforge/{file}" for file in package)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)

@@ -10,8 +10,8 @@ from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.doctor import doctor
 from sparkforge.models import hub
 from sparkforge.models.hub_source import Mirror
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 from sparkforge.sources import offline
 
 NOBODY = "~nobody-has-this-name/x"
@@ -63,7 +63,7 @@ def test_the_root_folder_is_no_state_folder_and_an_empty_variable_counts_as_unse
     [
         lambda: doctor.gather("", NOBODY),
         lambda: doctor.gather(NOBODY, ""),
-        lambda: embedded.Embedded(StartPlan("embedded", model=NOBODY)),
+        lambda: in_environment.Embedded(StartPlan("embedded", model=NOBODY)),
         lambda: hub.fetch_checkpoint(None, Path(NOBODY)),
         lambda: Mirror(Path(NOBODY), "openai/gpt-oss-120b", ""),
         lambda: offline.use_bundle(NOBODY),

@@ -9,7 +9,7 @@ import json
 import httpx
 import pytest
 
-from sparkforge.core import http, sse
+from sparkforge.core import http
 
 SEPARATORS = "\u2028 \u2029 \x85 \x0b \x0c \x1c \x1d \x1e"
 DATA = json.dumps({"text": SEPARATORS + " é 語"}, ensure_ascii=False)
@@ -34,13 +34,13 @@ def response(pieces, **headers):
 
 
 async def collect(answer, **limits):
-    return [event.data async for event in sse.aevents(answer, **limits)]
+    return [event.data async for event in http.aevents(answer, **limits)]
 
 
 def both(pieces, *, headers=None, **limits):
     """Return the events that the synchronous function yields, after the asynchronous one yielded the same."""
     pieces = list(pieces)
-    first = [event.data for event in sse.events(response(pieces, **(headers or {})), **limits)]
+    first = [event.data for event in http.events(response(pieces, **(headers or {})), **limits)]
     assert asyncio.run(collect(response(pieces, **(headers or {})), **limits)) == first
     return first
 
@@ -56,7 +56,7 @@ def endless(piece):
 
 def test_a_stream_has_an_overall_deadline():
     with pytest.raises(http.LimitError, match="not ended after 0 s"):
-        list(sse.events(endless(b"data: x\n\n"), 0.0))
+        list(http.events(endless(b"data: x\n\n"), 0.0))
     with pytest.raises(http.LimitError, match="not ended after 0 s"):
         asyncio.run(collect(response([b"data: x\n\n"]), seconds=0.0))
 

@@ -19,7 +19,7 @@ from sparkforge.core.errors import InputError, RefusalError, ServerError, Storag
 from sparkforge.core.process import started_at
 from sparkforge.doctor import container, doctor, evidence, signatures
 from sparkforge.doctor.signatures import Severity
-from sparkforge.serve import entrypoint, failure, record
+from sparkforge.serve import entrypoint, record
 
 KNOWN = signatures.load()
 RECORDED = Path(__file__).parent / "recorded"
@@ -189,7 +189,7 @@ def test_little_memory_is_a_warning_and_an_unknown_one_is_not(value, expected):
 
 
 def fail(error):
-    with pytest.raises(type(error)), failure.remembered():
+    with pytest.raises(type(error)), record.remembered():
         raise error
 
 
@@ -197,7 +197,7 @@ def test_a_failed_up_is_remembered_a_good_one_forgets_it_and_a_mistaken_command_
     fail(ServerError("port 8000 is taken", "another program listens", "./inv up --port 8001", code="server.port"))
     (problem,) = look()[0]
     assert (problem.id, problem.what, problem.fix) == ("last-up", "port 8000 is taken", "./inv up --port 8001")
-    with failure.remembered():
+    with record.remembered():
         pass
     assert ids() == []
     fail(ServerError("a", "b", "c", code="server.port"))
@@ -205,7 +205,7 @@ def test_a_failed_up_is_remembered_a_good_one_forgets_it_and_a_mistaken_command_
     fail(UsageError("no", "x", "y"))
     fail(InputError("no model in /tpyo", "x", "y", code="input.model"))
     fail(InputError("there is no stack sprak", "x", "y", code="input.pins"))
-    assert failure.read(paths.state()).what == "a"
+    assert record.read_failure(paths.state()).what == "a"
 
 
 def test_files_older_than_the_failed_up_are_left_out(state):
@@ -244,7 +244,7 @@ def test_json_that_is_not_text_or_too_large_is_noted(state, data, note):
 
 
 def test_a_folder_or_a_pipe_in_place_of_a_file_is_noted(state):
-    names = ("validation.json", "logs/server.log", "server.json", "failure.json", "x.manifest.json", "server.end.json")
+    names = ("validation.json", "logs/server.log", "server.json", "record.json", "x.manifest.json", "server.end.json")
     for make in (Path.mkdir, os.mkfifo):
         for name in names:
             make(state / name)

@@ -12,7 +12,7 @@ from sparkforge.models import hub, local, recipes
 from sparkforge.models.hub_source import Mirror
 from sparkforge.plan import devices, families, planner
 from sparkforge.plan.planner import PlanRequest
-from sparkforge.serve import profiles, recipe_check
+from sparkforge.serve import profiles
 
 KNOWN = recipes.load()
 GIB = 1 << 30
@@ -39,18 +39,18 @@ def test_a_recipe_fits_its_device_by_its_profile_on_each_of_its_stacks(name):
 
 def test_the_small_model_fits_a_machine_of_8_gb():
     machine = devices.describe("", 8 * GIB, 7 * GIB, None)
-    recipe_check.require_fit("qwen3-0.6b", KNOWN["qwen3-0.6b"], "embedded", machine, "embedded")
+    profiles.require_fit("qwen3-0.6b", KNOWN["qwen3-0.6b"], "embedded", machine, "embedded")
 
 
 def test_what_does_not_fit_is_refused_with_the_largest_that_does():
     machine = devices.describe("", 8 * GIB, 7 * GIB, None)
     with pytest.raises(RefusalError, match="GiB are missing", check=lambda e: "qwen3-0.6b" in e.fix):
-        recipe_check.require_fit("gpt-oss-120b", KNOWN["gpt-oss-120b"], "embedded", machine, "embedded")
+        profiles.require_fit("gpt-oss-120b", KNOWN["gpt-oss-120b"], "embedded", machine, "embedded")
 
 
 def test_a_recipe_of_another_stack_is_refused_with_one_of_this():
     with pytest.raises(UsageError, match="not for the stack embedded", check=lambda e: "qwen3-0.6b" in e.fix):
-        recipe_check.require("qwen3-30b-a3b-fp8", KNOWN["qwen3-30b-a3b-fp8"], "embedded", "embedded")
+        profiles.require_recipe("qwen3-30b-a3b-fp8", KNOWN["qwen3-30b-a3b-fp8"], "embedded", "embedded")
 
 
 def test_up_takes_a_recipe_and_refuses_it_beside_a_model(capsys):

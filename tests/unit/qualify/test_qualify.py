@@ -17,7 +17,7 @@ from sparkforge.plan.speed import Measured
 from sparkforge.qualify import ledger, parts, report
 from sparkforge.qualify.ledger import Claim
 from sparkforge.qualify.parts import Outcome, Qualification
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import StartPlan
 from validate.checks.finding import View
 from validate.facts.fact import Fact, load_sheet
 

@@ -10,8 +10,8 @@ from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import access
 from sparkforge.serve.devices import container as docker_device
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 
 GUARDED = ["/invocations", "/v1/chat/completions", "/docs", "/metrics", "", "/health/", "//health"]
 
@@ -203,7 +203,7 @@ def test_the_embedded_server_is_guarded_and_gets_its_key_in_the_environment_only
     path = key_file(b"sesame\n")
     for key, key_path, last in (("sesame", str(path), ("--disable-fastapi-docs",)), ("", None, ())):
         plan = StartPlan(EMBEDDED, model_id="m", key_file=key_path, hosts=("spark.local",))
-        launch = embedded.Embedded(plan, tmp_path, tmp_path).launch()
+        launch = in_environment.Embedded(plan, tmp_path, tmp_path).launch()
         assert "sesame" not in f"{launch.command} {launch}".replace(str(launch.environment), "")
         assert launch.command[-2 - len(last) :] == ("--middleware", "sparkforge.serve.access.Guard", *last)
         assert launch.environment[access.KEY] == launch.plan.key == key
@@ -212,10 +212,10 @@ def test_the_embedded_server_is_guarded_and_gets_its_key_in_the_environment_only
 
 
 def test_a_key_comes_from_a_file_that_is_named(monkeypatch):
-    for make in (embedded.Embedded, docker_device.variables):
+    for make in (in_environment.Embedded, docker_device.variables):
         with pytest.raises(UsageError, match="names no file"):
             make(StartPlan(EMBEDDED, key_file=""))
     monkeypatch.setenv(access.KEY, "sesame")
     with pytest.raises(UsageError, match="--api-key-file") as caught:
-        embedded.Embedded(StartPlan(EMBEDDED))
+        in_environment.Embedded(StartPlan(EMBEDDED))
     assert "sesame" not in str(caught.value)

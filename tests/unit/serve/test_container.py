@@ -12,10 +12,10 @@ from sparkforge.core import errors, openai, paths
 from sparkforge.core.errors import IntegrityError
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import signing
-from sparkforge.serve import first_answers, launch, proof, record, restarts, screen
+from sparkforge.serve import first_answers, launch, proof, record, restarts, status
 from sparkforge.serve.devices import container as docker_device
 from sparkforge.serve.devices.device import run
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import StartPlan
 
 REFUSAL = """\
 validate · profile embedded · this machine · 2026-11-21T07:00:00+00:00
@@ -94,7 +94,7 @@ def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engin
     assert called(docker_command, " up ") == [f"{project} {files} up --detach --no-build vllm"]
     captured = capsys.readouterr()
     assert "first answers received, proved: a JSON answer, " in captured.out + captured.err
-    screen.show_status(server)
+    status.show_status(server)
     out = capsys.readouterr().out
     assert "healthy, the container says healthy" in out
     assert "proved: a JSON answer, a JSON answer with a content type, a JSON response, " in out
@@ -368,9 +368,9 @@ def test_a_proved_start_is_the_last_accepted_image_and_only_a_rollback_may_be_ol
 
 def test_logs_are_the_containers(checkout, fake_engine, docker_command, capfd):
     server = up()
-    screen.show_log(follow=False)
+    status.show_log(follow=False)
     assert capfd.readouterr().out == "the log\n"
-    screen.show_log(follow=True)
+    status.show_log(follow=True)
     container = server.container
     assert called(docker_command, "logs ") == [f"logs {container}", f"logs --follow {container}"]
 

@@ -8,9 +8,9 @@ import pytest
 
 from sparkforge.core.errors import ServerError
 from sparkforge.serve import first_answers, launch
-from sparkforge.serve.devices import gpu, in_environment
-from sparkforge.serve.devices.gpu import Gpu
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.devices.in_environment import Gpu
+from sparkforge.serve.record import StartPlan
 
 RECORDED = json.loads(first_answers.ANSWERS.read_text())["answers"]
 
@@ -61,9 +61,10 @@ def test_the_tiny_model_answers_before_the_other_one_is_loaded_and_a_wrong_answe
     monkeypatch, tmp_path, tiny_first, answers, wanted
 ):
     done = []
-    monkeypatch.setattr(gpu.capabilities, "find", lambda *_: ("H100", gpu.capabilities.load()["9.0"]))
-    for module in (gpu, in_environment):
-        monkeypatch.setattr(module, "write_tiny", lambda _python: tmp_path / "tiny")
+    monkeypatch.setattr(
+        in_environment.capabilities, "find", lambda *_: ("H100", in_environment.capabilities.load()["9.0"])
+    )
+    monkeypatch.setattr(in_environment, "write_tiny", lambda _python: tmp_path / "tiny")
 
     def start(launched, _tell):
         done.append((launched.plan.model_id, launched.plan.trial))

@@ -11,8 +11,8 @@ from sparkforge.compile.flashinfer import build
 from sparkforge.core.errors import RefusalError, UsageError
 from sparkforge.plan import capabilities
 from sparkforge.serve.devices import choose, in_environment
-from sparkforge.serve.devices.gpu import Gpu
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices.in_environment import Gpu
+from sparkforge.serve.record import StartPlan
 from validate.facts import gpu
 from validate.facts.target import Options, Target
 

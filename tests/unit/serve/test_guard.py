@@ -8,7 +8,7 @@ import pytest
 from sparkforge.core.paths import ROOT
 from sparkforge.plan import thresholds
 from sparkforge.plan.thresholds import GIB
-from sparkforge.serve.guard import MemoryWatch
+from sparkforge.serve.supervise import MemoryWatch
 
 SPARK = 120 * GIB
 V2 = ("30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "0::/", "sys/fs/cgroup")

@@ -10,9 +10,9 @@ from sparkforge.core import errors, paths
 from sparkforge.core.process import started_at
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import known_good, launch, record
-from sparkforge.serve.devices import choose, device, embedded, in_environment
+from sparkforge.serve.devices import choose, device, in_environment
 from sparkforge.serve.known_good import KnownGood
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import StartPlan
 
 PLAN = StartPlan(EMBEDDED, stack="embedded", profile="embedded", key_file=None)
 START = KnownGood(1.0, PLAN, "tiny-gpt-oss", revision="abc", environment="0" * 64)
@@ -153,7 +153,7 @@ def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, tmp_pa
     (tmp_path / "key").chmod(0o600)
     monkeypatch.setattr(in_environment.environments, "stamp", lambda _environment: INPUTS)
     plan = StartPlan(EMBEDDED, port=8001, host="::1", key_file=str(tmp_path / "key"), variables={"MAX_MODEL_LEN": "64"})
-    first = embedded.Embedded(plan)
+    first = in_environment.Embedded(plan)
     first.remember(replace(server_of(8001, 1.0), host="::1"))
     assert "sesame" not in (state / "known-good.json").read_text()
     plans = []
@@ -169,7 +169,7 @@ def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, tmp_pa
     assert [start.time for start in known_good.read()] == [2.0]
 
 
-class Started(embedded.Embedded):
+class Started(in_environment.Embedded):
     def prepare(self):
         pass
 

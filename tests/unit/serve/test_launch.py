@@ -25,10 +25,10 @@ from sparkforge.core.files import disk_full, locked
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT, state
 from sparkforge.core.process import session_members, started_at
-from sparkforge.serve import conversation, launch, logs, proof, record, screen
-from sparkforge.serve.devices import embedded
+from sparkforge.serve import conversation, launch, logs, proof, record, status
+from sparkforge.serve.devices import in_environment
 from sparkforge.serve.launch import Launch
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import StartPlan
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
     assert server.url == f"http://127.0.0.1:{port}"
     assert begin.notices
     assert logs.milestone(logs.read(record.log_path())) == "loading the model"
-    screen.show_status(server)
+    status.show_status(server)
     conversation.answer_once(server, "hello", 8)
     out = capsys.readouterr().out
     assert "· healthy ·" in out
@@ -167,7 +167,7 @@ def test_a_server_that_was_started_but_not_recorded_is_found(port, tmp_path):
     code = f"""
 import os, pathlib, signal
 from sparkforge.serve import launch, record
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import StartPlan
 record.write = lambda server: os.kill(os.getpid(), signal.SIGKILL)
 command = {(sys.executable, misbehaving.__file__, str(port))!r}
 launch.start(launch.Launch(command, {{}}, StartPlan("embedded", model_id="m", port={port}), pathlib.Path("x")), print)
@@ -239,11 +239,11 @@ def test_a_stream_that_breaks_off_or_of_another_shape_is_an_error_after_what_cam
 
 def test_the_log_of_the_last_start_is_kept_and_shown(begin, capsys):
     with refused("server.not-running", "no log"):
-        screen.show_log(follow=False)
+        status.show_log(follow=False)
     with refused("server.start"):
         begin("dies")
     begin()
-    screen.show_log(follow=False)
+    status.show_log(follow=False)
     assert "Starting to load" in capsys.readouterr().out
     assert "no such kernel" in record.log_path().with_name("server.previous.log").read_text()
 
@@ -252,9 +252,9 @@ def test_the_log_of_the_last_start_is_kept_and_shown(begin, capsys):
 def test_a_folder_that_is_no_model_is_refused_before_anything_is_set_up(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with refused("input.model"):
-        embedded.Embedded(StartPlan("embedded", model=str(tmp_path)))
+        in_environment.Embedded(StartPlan("embedded", model=str(tmp_path)))
     with pytest.raises(UsageError, match="--profile safe"):
-        embedded.Embedded(StartPlan("embedded", profile="safe"))
+        in_environment.Embedded(StartPlan("embedded", profile="safe"))
 
 
 STARTING = """
@@ -306,7 +306,7 @@ def test_staying_shows_the_log_and_names_a_server_that_ends_by_itself(begin, mon
     server = begin()
     psutil.Process(server.pid).kill()
     with refused("server.start", "by itself"):
-        screen.stay(server)
+        status.stay(server)
     assert record.read() is None
 
 
@@ -317,7 +317,7 @@ def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(logs, "follow", interrupted)
-    screen.stay(server)
+    status.stay(server)
     nothing_is_left(begin, port)
 
 

@@ -14,7 +14,7 @@ from sparkforge.core.paths import state
 from sparkforge.serve import launch, proof, record, status
 from sparkforge.serve.devices import max_server
 from sparkforge.serve.devices.device import start
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import StartPlan
 
 PLAN = StartPlan("max", profile="cpu", variables={"MAX_MODEL_LEN": "256"})
 

@@ -11,12 +11,12 @@ from sparkforge.core import gpus
 from sparkforge.core.errors import UsageError
 from sparkforge.core.vllm_flags import flag_value, passable
 from sparkforge.image import devices
-from sparkforge.serve import access, entrypoint, launch, profiles, screen, settings
+from sparkforge.serve import access, entrypoint, launch, profiles, settings, status
 from sparkforge.serve.command_line import ServerCommand
-from sparkforge.serve.devices import container, embedded, in_environment
+from sparkforge.serve.devices import container, in_environment
 from sparkforge.serve.devices import device as devices_start
-from sparkforge.serve.devices.gpu import Gpu
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices.in_environment import Gpu
+from sparkforge.serve.record import StartPlan
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - nothing is bound
 UP = ["up", "--device", devices.EMBEDDED]
@@ -33,10 +33,10 @@ def started(monkeypatch, tmp_path):
 
     monkeypatch.setattr(in_environment, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(in_environment, "write_tiny", lambda _python: tmp_path)
-    monkeypatch.setattr(embedded.Embedded, "validate", lambda self: calls.append([self.plan]) or "serve")
+    monkeypatch.setattr(in_environment.Embedded, "validate", lambda self: calls.append([self.plan]) or "serve")
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "check_free", lambda port, host, *_: calls.append((port, host)))
-    monkeypatch.setattr(screen, "show_ready", lambda _server: None)
+    monkeypatch.setattr(status, "show_ready", lambda _server: None)
     monkeypatch.setenv("INV_CWD", str(tmp_path))
     for name in ("MODEL", "PORT", "TP", "MAX_MODEL_LEN", access.HOSTS):
         monkeypatch.delenv(name, raising=False)

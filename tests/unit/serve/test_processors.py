@@ -7,8 +7,8 @@ import pytest
 
 from sparkforge.core.errors import UsageError
 from sparkforge.image.devices import EMBEDDED
-from sparkforge.serve.devices import embedded
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.devices import in_environment
+from sparkforge.serve.record import StartPlan
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
 from validate.facts import machine
@@ -33,10 +33,10 @@ def test_a_profile_that_needs_more_is_refused_and_a_slow_processor_is_a_warning(
     (tmp_path / "proc" / "cpuinfo").write_text(f"processor\t: 0\n{name}\t\t: {flags}\n")
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setattr(platform, "machine", lambda: architecture)
-    embedded.Embedded(StartPlan(EMBEDDED, profile="embedded"))
+    in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded"))
     refusal = pytest.raises(UsageError, match=r"--profile embedded-kv8 cannot be served.*AVX-512 or AMX")
     with nullcontext() if fp8 else refusal:
-        embedded.Embedded(StartPlan(EMBEDDED, profile="embedded-kv8"))
+        in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded-kv8"))
     facts = {"os.machine": Fact(architecture, "t"), "cpu.flags": Fact(flags.split(), "t")}
     finding = evaluate(CHECKS["cpu-instructions"], View(facts))
     assert finding.status is (Status.WARN if slow else Status.PASS)
@@ -48,9 +48,9 @@ def test_a_profile_that_needs_more_is_refused_and_a_slow_processor_is_a_warning(
     ("cores", "given", "threads"), [(1, None, "1"), (2, None, "1"), (20, None, "19"), (20, "4", "4")]
 )
 def test_the_engine_leaves_a_core_to_everything_else(monkeypatch, cores, given, threads):
-    monkeypatch.setattr(embedded, "cpus", lambda root: cores)
+    monkeypatch.setattr(in_environment, "cpus", lambda root: cores)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    described = embedded.Embedded(StartPlan(EMBEDDED, profile="embedded"))
+    described = in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded"))
     assert described.variables()["OMP_NUM_THREADS"] == threads

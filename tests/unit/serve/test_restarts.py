@@ -12,7 +12,7 @@ import misbehaving
 import pytest
 from waiting import wait_for
 
-from sparkforge.core import files, notify, paths
+from sparkforge.core import files, paths
 from sparkforge.core.errors import RefusalError
 from sparkforge.core.paths import ROOT
 from sparkforge.serve import health, hold, record, restarts
@@ -74,8 +74,8 @@ def test_too_many_failures_hold_the_container_until_a_signal_forgives_them(tmp_p
         restarts.begin(WHO)
         ends(why="it was out of memory")
     program = (
-        "import signal, sys; from pathlib import Path; from sparkforge.serve import entrypoint, restarts;"
-        "signal.signal(signal.SIGTERM, entrypoint._leave);"
+        "import signal, sys; from pathlib import Path; from sparkforge.serve import restarts;"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143));"
         f"restarts.admit({WHO!r}, Path(sys.argv[1])); print('it starts')"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -169,15 +169,15 @@ def test_systemd_is_told_in_its_own_words(monkeypatch, tmp_path, abstract):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"\0{name[1:]}" if abstract else name)
         monkeypatch.setenv("NOTIFY_SOCKET", name)
-        notify.tell(ready=True, status="serves\nX_INJECTED=1")
+        hold.tell_systemd(ready=True, status="serves\nX_INJECTED=1")
         assert manager.recv(4096) == b"READY=1\nSTATUS=serves X_INJECTED=1"
 
 
 def test_without_systemd_nothing_is_told(monkeypatch):
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    notify.tell(ready=True)
+    hold.tell_systemd(ready=True)
     monkeypatch.setenv("NOTIFY_SOCKET", "/nonexistent/notify")
-    notify.tell(ready=True)
+    hold.tell_systemd(ready=True)
 
 
 def test_only_the_option_holds(monkeypatch):

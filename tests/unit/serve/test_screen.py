@@ -12,7 +12,7 @@ from sparkforge.core import console, paths
 from sparkforge.core.errors import NetworkError
 from sparkforge.core.process import started_at
 from sparkforge.doctor import doctor
-from sparkforge.serve import conversation, failure, record, screen
+from sparkforge.serve import conversation, record, status
 
 UNSAFE = re.compile(f"[{console.UNSAFE}]")
 EVIL = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b1m\u202e\rü"
@@ -27,8 +27,8 @@ def test_the_answer_the_state_and_the_readiness_are_printed_without_escapes(caps
         conversation.answer_once(served, "hello", 10)
         out = capsys.readouterr().out
         assert out == "hm Hello \nü World\n"
-        screen.show_status(served)
-        screen.show_ready(served)
+        status.show_status(served)
+        status.show_ready(served)
     out, err = capsys.readouterr()
     assert "healthy" in out
     assert not UNSAFE.search(out + err)
@@ -37,12 +37,12 @@ def test_the_answer_the_state_and_the_readiness_are_printed_without_escapes(caps
 def test_logs_also_a_containers_are_printed_without_escapes(capsys, docker_command):
     record.log_path().parent.mkdir(parents=True, exist_ok=True)
     record.log_path().write_bytes(f"one {EVIL}\r\n".encode() + b"two \xff\xc3")
-    screen.show_log(follow=False)
+    status.show_log(follow=False)
     out = capsys.readouterr().out
     assert not UNSAFE.search(out)
     assert out.startswith("one \nü\ntwo \ufffd")
     docker_command.answers("logs", out=f"out {EVIL}\n", err=f"err {EVIL}\n")
-    screen._container_log(record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", "c0ffee"), follow=False)
+    status._container_log(record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", "c0ffee"), follow=False)
     out = capsys.readouterr().out
     assert ("out " in out, "err " in out, UNSAFE.search(out)) == (True, True, None)
 
@@ -61,9 +61,9 @@ def test_doctor_prints_a_log_without_escapes_and_passwords(tmp_path, capsys, as_
 
 
 def test_a_failure_is_written_for_its_owner_alone_and_without_passwords():
-    with refused("network.fetch"), failure.remembered():
+    with refused("network.fetch"), record.remembered():
         raise NetworkError("cannot find x", f"401 for url {PASSWORD}", f"curl {PASSWORD}", code="network.fetch")
-    file = paths.state() / failure.NAME
+    file = paths.state() / record.FAILURE
     assert file.stat().st_mode & 0o777 == 0o600
     assert "hunter2" not in file.read_text()
-    assert failure.read(paths.state()).why == "401 for url https://***@mirror.example/simple/"
+    assert record.read_failure(paths.state()).why == "401 for url https://***@mirror.example/simple/"

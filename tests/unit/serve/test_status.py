@@ -10,7 +10,7 @@ from sparkforge.cli import program
 from sparkforge.core.errors import NetworkError, ServerError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
-from sparkforge.serve import failure, record, screen, status
+from sparkforge.serve import record, status
 
 METRICS = """\
 # HELP vllm:generation_tokens_total Number of generation tokens processed.
@@ -103,7 +103,7 @@ def test_other_metrics_are_no_figures_and_no_error(server, no_gpu, capsys):
 
 
 def test_without_a_server_it_says_so_and_json_has_the_last_failure(no_gpu, capsys):
-    with pytest.raises(NetworkError), failure.remembered():
+    with pytest.raises(NetworkError), record.remembered():
         raise NetworkError("cannot find x", "no network", "", code="network.fetch")
     assert program.main(["status", "--json"]) == ServerError.exit_code
     out, err = capsys.readouterr()
@@ -132,7 +132,7 @@ def test_a_gpu_by_nvidia_smi_and_a_slow_one_is_a_warning(server, tmp_path, monke
     program.write_text(f"#!/bin/sh\ncase \"$*\" in *clocks.sm*) echo '{clock}';; *) echo '{gpu}';; esac\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
-    screen.show_status(server)
+    status.show_status(server)
     output = shown(capsys)
     assert [message for message in messages if message not in output] == []
     assert ("warning:" in output) == (clock == SLOW)

@@ -14,7 +14,7 @@ import pytest
 from waiting import wait_for
 
 from sparkforge.core.errors import ServerError
-from sparkforge.serve import pagecache
+from sparkforge.serve import supervise
 from sparkforge.serve.supervise import run, supervised
 
 # A fake vLLM: prints its process id, then does what it is told.
@@ -108,10 +108,10 @@ def test_an_end_that_was_asked_for_is_0_or_the_signal(serve, tmp_path, behaviour
 def test_memory_that_runs_out_ends_the_server_by_name(tmp_path):
     """The guard's bound is moved above what this machine has: no memory is used up here."""
     program = (
-        "import sys; from sparkforge.plan import thresholds; from sparkforge.serve import guard;"
-        "from sparkforge.serve.supervise import run; from dataclasses import replace;"
+        "import sys; from sparkforge.plan import thresholds; from dataclasses import replace;"
+        "from sparkforge.serve.supervise import MemoryWatch, run;"
         "limits = replace(thresholds.load(), end_gib=1e6, end_share=1.0, kill_gib=0, grace_seconds=0.5);"
-        "outcome = run((sys.executable, '-c', sys.argv[1], 'ignores'), guard.MemoryWatch(limits)); print(outcome)"
+        "outcome = run((sys.executable, '-c', sys.argv[1], 'ignores'), MemoryWatch(limits)); print(outcome)"
     )
     result = subprocess.run(
         [sys.executable, "-c", program, FAKE_VLLM], capture_output=True, text=True, check=True, timeout=120
@@ -172,7 +172,7 @@ def checkpoint(tmp_path):
 
 def test_a_supervised_server_leaves_no_weights_in_the_cache_and_the_rest_stays(checkpoint, monkeypatch):
     (checkpoint / "gone.safetensors").symlink_to("/nowhere")
-    monkeypatch.setattr(pagecache, "PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr(supervise, "CACHE_SECONDS", 0.05)
     weights, former = checkpoint / "model-00001.safetensors", signal.pthread_sigmask(signal.SIG_BLOCK, [])
     child = os.fork()
     if not child:  # it becomes a supervisor, whose server runs for 20 seconds

@@ -8,11 +8,11 @@ import pytest
 from invoke.context import Context
 from invoke.exceptions import Exit
 
-from sparkforge.cli.service import install
+from sparkforge.cli.serve import service_install
 from sparkforge.core.errors import ServerError, SparkforgeError, StorageError, UsageError
 from sparkforge.plan import thresholds
-from sparkforge.serve import access, service, unit
-from sparkforge.serve.unit import ServiceUnit
+from sparkforge.serve import access, service
+from sparkforge.serve.service import ServiceUnit
 
 ODD = '/srv/a b 100% ä $HOME "q" \\x'
 
@@ -77,14 +77,14 @@ def test_each_unit_has_its_own_limits_and_none_that_systemd_or_the_container_lac
 
 def test_settings_are_taken_over_and_secrets_are_not():
     carried = {"SPARKFORGE_STATE": "/s", thresholds.VARIABLE: "0", access.HOSTS: "spark.local"}
-    assert unit.carried({**carried, "HF_TOKEN": "hf_x", "VLLM_API_KEY": "k", "TP": ""}) == carried
+    assert service.carried({**carried, "HF_TOKEN": "hf_x", "VLLM_API_KEY": "k", "TP": ""}) == carried
 
 
 def test_a_unit_that_was_edited_is_nobodys():
     text = written(root=Path("/srv/x"))
-    assert unit.root_of(text) == "/srv/x"
-    assert not unit.root_of(text + "Nice=5\n")
-    assert not unit.root_of("")
+    assert service.root_of(text) == "/srv/x"
+    assert not service.root_of(text + "Nice=5\n")
+    assert not service.root_of("")
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def systemctl(monkeypatch, tmp_path):
 @pytest.mark.parametrize("text", [written(root=Path("/elsewhere")), "\udcff"])
 @pytest.mark.usefixtures("systemctl")
 def test_a_unit_of_somebody_else_is_neither_replaced_nor_removed(tmp_path, text):
-    file = tmp_path / service.SYSTEM_UNITS / unit.NAME
+    file = tmp_path / service.SYSTEM_UNITS / service.NAME
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(StorageError, match="is not this checkout's"):
         service.remove(system=True)
@@ -157,15 +157,15 @@ def test_a_users_own_unit_is_installed_and_removed(systemctl, capsys, tmp_path):
 class TestOptionsOfUp:
     def test_a_system_unit_takes_no_repository_of_roots_own_cache(self, capsys, tmp_path):
         with pytest.raises(Exit):
-            install(Context(), device="embedded", system=True, model="openai/gpt-oss-120b")
-        assert not (tmp_path / service.SYSTEM_UNITS / unit.NAME).exists()
+            service_install(Context(), device="embedded", system=True, model="openai/gpt-oss-120b")
+        assert not (tmp_path / service.SYSTEM_UNITS / service.NAME).exists()
         assert "openai/gpt-oss-120b is not a folder" in capsys.readouterr().err
 
     def test_the_options_of_up_are_in_the_unit_with_the_callers_paths(self, monkeypatch, tmp_path):
         monkeypatch.setenv("INV_CWD", str(tmp_path))
         flags = ("--max-num-seqs", "4", "--chat-template=./x")
-        install(Context(), device="embedded", host="localhost", context="4096", vllm_flags=flags)
-        text = (tmp_path / "systemd/user" / unit.NAME).read_text()
+        service_install(Context(), device="embedded", host="localhost", context="4096", vllm_flags=flags)
+        text = (tmp_path / "systemd/user" / service.NAME).read_text()
         assert '"--host=127.0.0.1"' in text
         assert '"--context=4096"' in text
         assert f'"--" "--max-num-seqs" "4" "--chat-template={tmp_path}/x"' in text
@@ -173,6 +173,6 @@ class TestOptionsOfUp:
     def test_what_up_refuses_is_not_installed(self, tmp_path):
         for option in ({"host": "0.0.0.0"}, {"vllm_flags": ("--api-key", "x")}):  # noqa: S104 - it is refused
             with pytest.raises(Exit) as refused:
-                install(Context(), device="embedded", **option)
+                service_install(Context(), device="embedded", **option)
             assert refused.value.code == UsageError.exit_code
-        assert not (tmp_path / "systemd/user" / unit.NAME).exists()
+        assert not (tmp_path / "systemd/user" / service.NAME).exists()

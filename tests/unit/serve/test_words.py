@@ -11,10 +11,10 @@ from sparkforge.core.errors import UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.models import local
 from sparkforge.serve import access, entrypoint, settings
-from sparkforge.serve.devices import embedded
+from sparkforge.serve.devices import in_environment
 from sparkforge.serve.devices.container import Container
 from sparkforge.serve.entrypoint import ContainerArguments
-from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import StartPlan
 
 MODEL = "openai/gpt-oss-120b"
 FLAGS = ("--max-model-len", "8192")
@@ -123,7 +123,7 @@ def test_a_variable_without_a_meaning_is_refused_by_every_device_before_it_makes
     assert caught.value.fix.startswith((f"{name}=", f"unset {name}"))
     monkeypatch.setenv(name, value)
     for device in (
-        lambda: embedded.Embedded(StartPlan("embedded")),
+        lambda: in_environment.Embedded(StartPlan("embedded")),
         lambda: Container(StartPlan("docker"), pytest.fail),
     ):
         with pytest.raises(UsageError, match=name):

@@ -10,7 +10,7 @@ from sparkforge.models import recipes as models
 from sparkforge.plan.architecture import parse
 from sparkforge.serve.cluster import discover
 from sparkforge.serve.cluster.checks import ClusterFacts
-from sparkforge.serve.cluster.facts import NodeFacts, Reach
+from sparkforge.serve.cluster.remote import NodeFacts, Reach
 
 SHEETS = Path(__file__).with_name("sheets")
 IMAGE, MODEL = "sha256:" + "1" * 64, "2" * 64

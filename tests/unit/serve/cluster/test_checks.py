@@ -8,7 +8,7 @@ import pytest
 from sparkforge.core.errors import NetworkError
 from sparkforge.pins.locks import LOCKS
 from sparkforge.serve.cluster import checks
-from sparkforge.serve.cluster.facts import Reach
+from sparkforge.serve.cluster.remote import Reach
 from validate.checks.finding import Status
 
 SECOND = "spark2"

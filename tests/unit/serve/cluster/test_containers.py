@@ -12,7 +12,7 @@ from sparkforge.core.errors import RefusalError, ServerError, StorageError
 from sparkforge.core.process import started_at
 from sparkforge.image import compose
 from sparkforge.serve import entrypoint, record
-from sparkforge.serve.cluster import containers, node, watch
+from sparkforge.serve.cluster import node, watch
 from sparkforge.serve.cluster.node import NodeRequest
 
 # https://github.com/mark-ramsey-ri/vllm-dgx-spark/issues/1, two Sparks under Ray with NVIDIA's plugin.
@@ -103,7 +103,7 @@ def test_without_gpus_no_rdma_is_asked_for_and_the_file_without_devices_comes_la
     asked, absent, config, docker_command
 ):
     cpu = config.model_copy(update={"device": "docker-cpu", "profile": "embedded"})
-    worker = containers.ContainerNode(cpu, cpu.workers[0], "t0")
+    worker = node.ContainerNode(cpu, cpu.workers[0], "t0")
     assert worker.validate() == "serve"
     (call,) = docker_command.calls
     assert "cluster.yml --file" in call
@@ -119,8 +119,8 @@ def test_the_key_of_the_cluster_is_the_heads(config, tmp_path):
     key.write_text("k" * 32 + "\n")
     key.chmod(0o600)
     config = config.model_copy(update={"key_file": str(key)})
-    assert containers.ContainerNode(config, config.head).env["SPARKFORGE_API_KEY"] == str(key)
-    assert "SPARKFORGE_API_KEY" not in containers.ContainerNode(config, config.nodes[1]).env
+    assert node.ContainerNode(config, config.head).env["SPARKFORGE_API_KEY"] == str(key)
+    assert "SPARKFORGE_API_KEY" not in node.ContainerNode(config, config.nodes[1]).env
 
 
 @pytest.mark.parametrize("content", ["a-key-of-the-clients", "", None])
@@ -133,9 +133,9 @@ def test_the_heads_start_proves_itself_with_the_key_that_compose_resolves(
     service = {"image": "x", "environment": {compose.STACK: "spark"}}
     project = {"services": {"vllm": service}, "secrets": {"api_key": {"file": str(file)}}}
     docker_command.answers("config --format json", out=json.dumps(project))
-    monkeypatch.setattr(containers.ContainerNode, "serve", lambda self, _tell: started.append(self.service.key_file))
+    monkeypatch.setattr(node.ContainerNode, "serve", lambda self, _tell: started.append(self.service.key_file))
     with nullcontext() if content else pytest.raises(StorageError):
-        containers.ContainerNode(config.model_copy(update={"device": "docker-cpu", "profile": ""}), config.head).start()
+        node.ContainerNode(config.model_copy(update={"device": "docker-cpu", "profile": ""}), config.head).start()
     assert started == ([str(file)] if content else [])
 
 
@@ -202,7 +202,7 @@ def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(
     docker_command.answers("config --format json", out=json.dumps(project))
     absent(TCP)
     server = record.Server(0, 1.0, "127.0.0.1", 8000, "m", "m", "docker", "", container="0123456789abcdef")
-    monkeypatch.setattr(containers.ContainerNode, "serve", lambda *_: record.write(server) or server)
+    monkeypatch.setattr(node.ContainerNode, "serve", lambda *_: record.write(server) or server)
     with pytest.raises(ServerError, match="TCP in place of RDMA"):
         asked("spark", "start")
     assert docker_command.calls[-1].endswith("--profile * down")
@@ -236,6 +236,6 @@ def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, abs
     ],
 )
 def test_ncclls_log_says_what_carries_the_model(log, rdma, devices, tcp, description):
-    transport = containers.transport(log)
+    transport = node.transport(log)
     assert (transport.rdma, transport.devices, transport.tcp) == (rdma, devices, tcp)
     assert transport.description == description

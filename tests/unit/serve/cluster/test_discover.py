@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
-from sparkforge.serve.cluster import config, discover, facts
+from sparkforge.serve.cluster import config, discover, remote
 
 
 def propose(facts, **options):
@@ -66,7 +66,7 @@ def test_without_a_cable_neither_wifi_nor_a_bridge_is_taken(sheet, change):
     ],
 )
 def test_names_of_no_cluster_are_refused_before_a_machine_is_asked(monkeypatch, names, message):
-    monkeypatch.setattr(facts, "ask", lambda *_: pytest.fail("it asked"))
+    monkeypatch.setattr(remote, "ask", lambda *_: pytest.fail("it asked"))
     with pytest.raises(UsageError) as refused:
         discover.find_nodes(names, "docker", "")
     assert message in refused.value.why
@@ -74,7 +74,7 @@ def test_names_of_no_cluster_are_refused_before_a_machine_is_asked(monkeypatch, 
 
 def test_two_names_of_one_machine_are_refused(sheet, monkeypatch):
     spark = sheet("two-from-eugr")["spark"]
-    monkeypatch.setattr(facts, "ask", lambda *_: spark)
+    monkeypatch.setattr(remote, "ask", lambda *_: spark)
     with pytest.raises(UsageError, match="two nodes have the same address"):
         discover.find_nodes(["a", "b"], "docker", "")
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from waiting import wait_for
 
+from sparkforge.core import paths
 from sparkforge.core.errors import NetworkError, ServerError
 from sparkforge.serve import record, restarts
 from sparkforge.serve.cluster import keep, node, start, watch
@@ -58,7 +59,7 @@ def stage(healthy, monkeypatch):
 
 
 def note():
-    return json.loads(keep._note_path().read_text())
+    return json.loads((paths.state() / keep.NOTE).read_text())
 
 
 AGAIN, SECOND_PAUSE = ["down", "up"], restarts.FIRST_SECONDS * restarts.FACTOR

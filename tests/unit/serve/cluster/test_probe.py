@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sparkforge.core.errors import SparkforgeError
-from sparkforge.serve.cluster import containers, facts, probe, start
-from sparkforge.serve.cluster.facts import NodeFacts
+from sparkforge.serve.cluster import node, probe, remote, start
+from sparkforge.serve.cluster.remote import NodeFacts
 
 ADDRESSES = [
     {"ifname": "enp1s0f1np1", "addr_info": [{"family": "inet", "local": "192.168.100.10", "prefixlen": 24}]},
@@ -84,12 +84,12 @@ def test_the_probe_runs_alone_from_stdin(tmp_path):
 
 
 ASKING = {
-    "facts": lambda config: facts.ask(config.head),
+    "facts": lambda config: remote.ask(config.head),
     "status": lambda config: start.ask(config, config.head, "status"),
     "begin": lambda config: start.ask(config, config.head, "begin"),
-    "docker ps": lambda config: containers.ContainerNode.state(),
-    "docker config": lambda config: containers.ContainerNode(config, config.head).start(),
-    "container": lambda config: containers.ContainerNode(config, config.head).validate(),
+    "docker ps": lambda config: node.ContainerNode.state(),
+    "docker config": lambda config: node.ContainerNode(config, config.head).start(),
+    "container": lambda config: node.ContainerNode(config, config.head).validate(),
 }
 ANSWERS = ["x", "[]", "{}", '{"a": ', "[" * 100_000, '{"state": 1, "files": 1, "services": 1}', "1" * 5000, "\xff"]
 
