@@ -37,18 +37,11 @@ def test_a_recipe_fits_its_device_by_its_profile_on_each_of_its_stacks(name):
             assert recipe.profile in [row.name for row in plan.profiles if not row.against]
 
 
-def test_the_small_model_fits_a_machine_of_8_gb():
+def test_what_does_not_fit_a_machine_or_a_stack_is_refused_with_the_largest_that_does():
     machine = devices.describe("", 8 * GIB, 7 * GIB, None)
     profiles.require_fit("qwen3-0.6b", KNOWN["qwen3-0.6b"], "embedded", machine, "embedded")
-
-
-def test_what_does_not_fit_is_refused_with_the_largest_that_does():
-    machine = devices.describe("", 8 * GIB, 7 * GIB, None)
     with pytest.raises(RefusalError, match="GiB are missing", check=lambda e: "qwen3-0.6b" in e.fix):
         profiles.require_fit("gpt-oss-120b", KNOWN["gpt-oss-120b"], "embedded", machine, "embedded")
-
-
-def test_a_recipe_of_another_stack_is_refused_with_one_of_this():
     with pytest.raises(UsageError, match="not for the stack embedded", check=lambda e: "qwen3-0.6b" in e.fix):
         profiles.require_recipe("qwen3-30b-a3b-fp8", KNOWN["qwen3-30b-a3b-fp8"], "embedded", "embedded")
 

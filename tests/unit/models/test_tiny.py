@@ -101,28 +101,6 @@ def test_a_directory_without_our_manifest_is_never_overwritten(small, tmp_path, 
     assert (tmp_path / "model" / "thesis.txt").read_text() == "mine"
 
 
-def test_a_failure_midway_leaves_nothing_and_the_next_run_recovers(small, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(tiny, "_weight_files", lambda weights: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            tiny.write_tiny(tmp_path / "model")
-    assert [path.name for path in tmp_path.iterdir()] == [".model.lock"]
-    (tmp_path / ".model.mine.tmp").write_text("mine")
-    killed = tmp_path / ".model.7.tmp"  # what a kill -9 leaves
-    killed.mkdir()
-    (killed / "config.json").write_text("half")
-    assert is_whole(tiny.write_tiny(tmp_path / "model"))
-    assert not killed.exists()
-    assert (tmp_path / ".model.mine.tmp").exists()
-
-
-def test_weights_of_the_other_kind_are_replaced(small, tmp_path):
-    tiny.write_tiny(tmp_path / "model")
-    directory = tiny.write_tiny(tmp_path / "model", tiny.RANDOM)
-    assert manifest.load(directory).inputs == {"recipe": "random 1"}
-    assert is_whole(directory)
-
-
 def test_a_wrong_vocabulary_is_refused(monkeypatch):
     harmony.base_vocabulary.cache_clear()
     monkeypatch.setattr(harmony, "_token_bytes", lambda i: b"x%d" % i)
