@@ -129,6 +129,7 @@ class ServingPlan:
     kv_cache_bytes: int = 0  # on each GPU; 0: what vLLM finds free
     profiled: bool = False  # trace decoding at each concurrency too
     load_seconds: float = math.inf  # of a server that is ready, after which no further load begins
+    prompt_graphs: tuple[int, ...] = ()  # further CUDA graphs' sizes in tokens, for steps with prompts
 
     def loads(self) -> tuple[ServingLoad, ...]:
         """Return the loads in their order."""
@@ -215,7 +216,7 @@ def _started(
     chosen, split = backend_of(backend), plan.split.named(backend.partition("@")[2])
     split.check()
     top = max(plan.concurrencies)
-    sizes = sorted({1, 2, 4, 8, 16, 32, 64, *plan.concurrencies})
+    sizes = sorted({1, 2, 4, 8, 16, 32, 64, *plan.concurrencies, *plan.prompt_graphs})
     longest = max(2048, plan.input_tokens + max(plan.input_tokens, plan.output_tokens) + 16)
     # The plugin's metadata and our packages, without the checkout's root: this interpreter may have none installed.
     folder = random_weights.write_entry_point(log.parent / "plugin")
@@ -235,7 +236,7 @@ def _started(
             *weights,
             *(command_line.profiler_arguments(_traces(log)) if plan.profiled else ()),
             *("--max-model-len", str(longest), "--max-num-seqs", str(top), "--no-enable-prefix-caching"),
-            *("--cudagraph-capture-sizes", *(str(size) for size in sizes if size <= max(64, top))),
+            *("--cudagraph-capture-sizes", *map(str, sizes)),
             *(memory if plan.kv_cache_bytes else ()),
             *chosen.arguments,
             *custom,
@@ -330,6 +331,7 @@ def main(arguments: Sequence[str]) -> int:
         kv_cache_bytes=options.kv_cache_bytes,
         profiled=options.profile,
         load_seconds=options.load_seconds,
+        prompt_graphs=tuple(options.prompt_graphs),
     )
     try:
         split = Split(options.tensor_parallel, expert=options.expert_parallel)
@@ -443,6 +445,9 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=math.inf,
         help="begin no further load of a backend when it has been measured that long",
+    )
+    parser.add_argument(
+        "--prompt-graphs", nargs="*", type=int, default=[], help="CUDA graphs for steps of so many tokens too"
     )
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each layer; NAME@tp2 for one")
