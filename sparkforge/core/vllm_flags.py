@@ -1,8 +1,8 @@
 """vLLM's flags: which ones `./inv up` sets itself, which take values, and how a list of arguments is read.
 
 It reads a list as vLLM's own parser does (vllm/utils/argparse_utils.py, FlexibleArgumentParser): underscores stand for
-hyphens, the beginning of a flag for the flag, and the last occurrence wins. It imports the standard library and
-`core.errors` only: vLLM's process loads it.
+hyphens, the beginning of a flag for the flag, `-tp` for its long form, and the last occurrence wins. It imports the
+standard library and `core.errors` only: vLLM's process loads it.
 """
 
 from __future__ import annotations
@@ -40,28 +40,44 @@ FLAGS = {
     name: VllmFlag(**row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
 REFUSED = tuple(name for name, flag in FLAGS.items() if flag.refusal)
+# vLLM's short forms (vllm/engine/arg_utils.py, vllm/entrypoints/launchers/cli_args.py); `-n2` is `-n 2`.
+SHORT = {
+    "-h": "--help", "-q": QUANTIZATION, "-n": "--nnodes", "-r": "--node-rank", "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size", "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank", "-dpl": "--data-parallel-size-local", "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port", "-dpb": "--data-parallel-backend", "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb", "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size",
+    "-ep": "--enable-expert-parallel", "-sc": SPECULATION, "-dc": "--diffusion-config",
+    "-cc": "--compilation-config", "-ac": "--attention-config", "-asc": "--api-server-count",
+}  # fmt: skip
 SWITCHES = ("--enable-", "--disable-", "--no-", "--enforce-eager", "--trust-remote-code", "--async-scheduling")
+
+
+def split(argument: str) -> tuple[str, str | None]:
+    """Return the flag of an argument in its long form, with hyphens, and the value in the same argument, if any."""
+    name, equals, value = argument.partition("=")
+    if name.startswith("--"):
+        return name.replace("_", "-"), value if equals else None
+    if name[:2] in SHORT and name[2:]:
+        return SHORT[name[:2]], name[2:] + equals + value
+    short = next((flag for flag in SHORT if len(name) > 1 and flag.startswith(name)), name)
+    return SHORT.get(short, name), value if equals else None
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
     """Return the last value of `flag`, behind it or behind an equals sign; None if it is not there or has none."""
     value = None
     for index, argument in enumerate(arguments):
-        name, equals, inline = argument.partition("=")
-        if name.replace("_", "-") == flag:
-            value = inline if equals else next(iter(arguments[index + 1 : index + 2]), None)
+        name, inline = split(argument)
+        if name == flag:
+            value = next(iter(arguments[index + 1 : index + 2]), None) if inline is None else inline
     return value
-
-
-def flag_of(argument: str) -> str:
-    """Return the flag of an argument: without its value, with hyphens."""
-    name = argument.partition("=")[0]
-    return name.replace("_", "-") if name.startswith("--") else name
 
 
 def meant(argument: str, flags: Iterable[str]) -> str:
     """Return the one of `flags` that an argument means, abbreviated or not; empty for none."""
-    name = flag_of(argument)
+    name = split(argument)[0]
     return next((flag for flag in flags if len(name) > 2 and flag.startswith(name)), "") if name[:2] == "--" else ""
 
 
@@ -69,11 +85,11 @@ def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
     """Return the arguments without `flag` and its values."""
     remaining, skip = list[str](), False
     for argument in arguments:
-        name, equals, _ = argument.partition("=")
+        name, inline = split(argument)
         if skip:
             skip = False
-        elif name.replace("_", "-") == flag:
-            skip = not equals
+        elif name == flag:
+            skip = inline is None
         else:
             remaining.append(argument)
     return remaining
@@ -83,8 +99,8 @@ def taken(arguments: Sequence[str], flag: str) -> tuple[list[str], list[str]]:
     """Return all values of a flag that takes several, and the other arguments."""
     values, remaining, inside = list[str](), list[str](), False
     for argument in arguments:
-        inside = flag_of(argument) == flag if argument.startswith("-") else inside
-        value = argument.partition("=")[2] if argument.startswith("-") else argument
+        name, value = split(argument) if argument.startswith("-") else ("", argument)
+        inside = name == flag if name else inside
         if not inside:
             remaining.append(argument)
         elif value:
@@ -101,9 +117,9 @@ def positional(arguments: Sequence[str]) -> list[tuple[str, str]]:
     words, flag, free = list[tuple[str, str]](), "", 0.0
     for word in arguments:
         if word.startswith("-") and word != "-":
-            flag = flag_of(word)
+            flag, inline = split(word)
             known = FLAGS.get(flag, VllmFlag(0 if flag.startswith(SWITCHES) else 1))
-            free = 0 if "=" in word or flag == "--" else known.values
+            free = 0 if inline is not None or flag == "--" else known.values
         elif free:
             free -= 1
             if free == 0 and not FLAGS.get(flag, VllmFlag()).is_path:
@@ -122,7 +138,7 @@ def passable(flags: Sequence[str], *, relative_to: str | None) -> tuple[str, ...
     if flags and not flags[0].startswith("-"):
         raise UsageError(f"{flags[0]!r} is no flag", "only flags of vLLM may follow --", "./inv up -- --max-num-seqs 4")
     for word in flags:
-        name, refused = flag_of(word), meant(word, REFUSED)
+        name, refused = word.partition("=")[0].replace("_", "-"), meant(word, REFUSED)
         if word == "--":
             raise UsageError("-- cannot be passed to vLLM", "one -- is enough", "./inv up -- FLAGS")
         if refused:

@@ -6,6 +6,7 @@ import pytest
 import tiny_families
 
 from sparkforge import pins
+from sparkforge.core import vllm_flags
 from sparkforge.plan import families
 from sparkforge.serve import profiles
 from validate.facts import deep_child
@@ -16,7 +17,9 @@ import json, runpy, sys
 from vllm import __version__ as version
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = runpy.run_path(sys.argv[2])["server_options"]().make_arg_parser(FlexibleArgumentParser())
-answers = {"version": version}
+actions = {option: action for action in parser._actions for option in action.option_strings}
+short = {o: next(n for n in a.option_strings if n[:2] == "--") for o, a in actions.items() if o[1] != "-"}
+answers = {"version": version, "short": short}
 for name, words in json.loads(sys.argv[1]).items():
     options = parser.parse_args(["--model", "/x", *words])
     quantised = options.quantization_config
@@ -144,6 +147,10 @@ def parsed(release, vllm_process, tmp_path_factory):
     answers = json.loads(output.splitlines()[-1])
     assert answers["version"].partition("+")[0] == pins.load().component(stack, "vllm").version
     return answers
+
+
+def test_the_short_forms_of_flags_are_vllms(parsed):
+    assert parsed["short"] == vllm_flags.SHORT
 
 
 @pytest.mark.parametrize("name", ["safe", "fast", "long-context"])

@@ -20,6 +20,8 @@ from sparkforge.serve.record import checked_flags
 FILE = "cluster.toml"
 # Names also occur in vLLM flags, shell commands and log lines, so characters with a meaning there are excluded.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+# Linux's names of network interfaces have up to 15 bytes (IFNAMSIZ).
+Interface = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,14}$")]
 # A destination of ssh: user@host, or a name of ~/.ssh/config. A dash at the start of either would be an option.
 Destination = Annotated[
     str, StringConstraints(pattern=r"^(([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.:-]{0,250})?$")
@@ -49,7 +51,7 @@ class ClusterNode(Record):
     state: Argument = ""
     python: Argument = ""
     address: str
-    interface: Name
+    interface: Interface
     hcas: tuple[Name, ...] = ()
 
     @property

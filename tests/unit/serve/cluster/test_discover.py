@@ -114,13 +114,18 @@ BAD = [
     ('ssh = "b"', 'ssh = "b", folder = "sparkforge"', "folder"),
     ('ssh = "b", ', "", "no ssh"),
     ('interface = "eth0"}', 'interface = "eth0; reboot"}', "interface"),
+    ('interface = "eth0"}', f'interface = "{"e" * 16}"}}', "interface"),
     (TOP, 'schema = 1\nmodel = "--help"', "pattern"),
     (TOP, 'schema = 1\nmodel = "a\\nb"', "pattern"),
     (TOP, 'schema = 1\nflags = ["serve"]', "is no flag"),
     (TOP, 'schema = 1\nflags = ["--seed=\\u001b[2J"]', "pattern"),
     (TOP, 'schema = 1\nflags = ["--api_key"]', "cannot be passed to vLLM"),
     (TOP, 'schema = 1\nflags = ["--node-rank=1"]', "cluster.up sets it for each node"),
-    (TOP, 'schema = 1\nflags = ["--tensor_parallel_size=3"]', "set from `tensor`, `pipeline` and the nodes"),
+    (TOP, 'schema = 1\nflags = ["-r1"]', "cluster.up sets it for each node"),
+    *(
+        (TOP, f'schema = 1\nflags = ["{flag}"]', "set from `tensor`, `pipeline` and the nodes")
+        for flag in ("--tensor_parallel_size=3", "-tp=3", "-tp", "-t=3", "-pp=2")
+    ),
 ]
 
 
