@@ -187,7 +187,8 @@ def scripted_server(request, tmp_path_factory, free_port, forking):
         EMBEDDED, model_id=model, port=free_port(), key_file=str(work / "key"), hosts=("spark.example",), profiled=True
     )
     settings = {"SPARKFORGE_STATE": str(work / "state"), "ROUTES_FILE": str(work / "routes.json")}
-    settings |= {"PYTHONPATH": str(HERE), "VLLM_RESPONSES_API_STORE_MAX_ENTRIES": str(STORED_RESPONSES)}
+    settings |= {"VLLM_RESPONSES_API_STORE_MAX_ENTRIES": str(STORED_RESPONSES)}
+    settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("SPARKFORGE_TEST_TREE"))))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)

@@ -1,14 +1,17 @@
-"""The plugin's tests on each release of vLLM that it supports and the environment does not have.
+"""Tests again, on the releases of vLLM that are supported and that the environment does not have.
 
 The release's own Python, from its sdist, runs over the environment's dependencies. `VLLM_TARGET_DEVICE=cpu` selects
-vLLM's CPU platform without a CPU build (vllm/platforms/__init__.py). Compiled extensions are absent and nothing stands
-in for them: whatever calls one fails.
+vLLM's CPU platform without a CPU build (vllm/platforms/__init__.py). For the plugin's tests compiled extensions are
+absent and nothing stands in for them: whatever calls one fails. A server takes those of the environment's release.
 """
 
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +50,21 @@ def test_the_plugins_tests_pass_on_its_real_python(release):
     tests = ROOT / "tests" / "integration" / "test_vllm_plugin.py"
     process = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
+        cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.fullmatch(r"\d+ passed(, \d+ warnings)? in .*", process.stdout.splitlines()[-1]), process.stdout
+
+
+@pytest.mark.nightly
+def test_the_forms_of_harmony_are_read_on_the_next_release(next_trees):
+    tree = next_trees.patched
+    for extension in Path(importlib.util.find_spec("vllm").origin).parent.glob("*.so"):
+        shutil.copy2(extension, tree / "vllm")
+    settings = {"SPARKFORGE_TEST_TREE": str(tree), "VLLM_TARGET_DEVICE": "cpu"}
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+         ROOT / "tests/integration/test_harmony_forms.py"],
         cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
