@@ -339,9 +339,8 @@ def _contents(data: mmap.mmap, offset: int, end: int) -> Iterator[FatbinEntry]:
     while offset + ENTRY_HEADER.size <= end:
         kind, _, header, size, packed, sm, unpacked = ENTRY_HEADER.unpack_from(data, offset)
         if header < ENTRY_HEADER.size or offset + header + size > end:
-            raise CutError(
-                f"the fatbin entry at byte {offset} has {header} + {size} bytes, and {end - offset} are left"
-            )
+            failure = f"the fatbin entry at byte {offset} has {header} + {size} bytes, and {end - offset} are left"
+            raise CutError(failure)
         payload = offset + header
         yield FatbinEntry(kind, sm, payload, size, unpacked if packed else size, data[payload : payload + len(ELF)])
         offset = payload + size

@@ -113,11 +113,8 @@ class AuditReport:
         first, files = self.violations[0], {violation.file for violation in self.violations}
         rules = Counter(violation.rule for violation in self.violations)
         counts = ", ".join(f"{rule} x {number}" for rule, number in rules.most_common())
-        raise AuditError(
-            f"{len(files)} of {len(self.binaries) + len(self.wheels)} files fail the audit ({counts})",
-            f"{first.file}: {first.detail} [{first.rule}]",
-            first.fix,
-        )
+        failure = f"{len(files)} of {len(self.binaries) + len(self.wheels)} files fail the audit ({counts})"
+        raise AuditError(failure, f"{first.file}: {first.detail} [{first.rule}]", first.fix)
 
 
 def audit_files(
@@ -170,9 +167,8 @@ def _sources(path: Path, machine: str, rules: Rules, broken: list[Violation]) ->
             if file.is_file() and (KINDS.search(file.name) or file.suffix == ".whl"):
                 yield from _sources(file, machine, rules, broken)
     elif not path.is_file():
-        raise UsageError(
-            f"cannot audit {path}", "it is not there", "--help   # name .cubin, .o, .so or .whl files, or folders"
-        )
+        failure = f"cannot audit {path}"
+        raise UsageError(failure, "it is not there", "--help   # name .cubin, .o, .so or .whl files, or folders")
     elif path.suffix == ".whl":
         try:
             yield from _members(path, machine)
@@ -183,9 +179,8 @@ def _sources(path: Path, machine: str, rules: Rules, broken: list[Violation]) ->
     elif KINDS.search(path.name):
         yield AuditedFile(path, machine=machine, size=path.stat().st_size)
     else:
-        raise UsageError(
-            f"cannot audit {path}", "its name is none of .cubin, .o, .so, .whl", "--help   # name such a file"
-        )
+        failure = f"cannot audit {path}"
+        raise UsageError(failure, "its name is none of .cubin, .o, .so, .whl", "--help   # name such a file")
 
 
 def _members(wheel: Path, machine: str) -> list[AuditedFile]:

@@ -86,12 +86,8 @@ class Decoder:
             listing = run(command, seconds=NVDISASM_SECONDS).stdout
         names = {int(offset, 16) // WIDTH: name for offset, name in LINE.findall(listing)}
         if missing := set(range(len(new))) - names.keys():
-            raise ProcessError(
-                f"nvdisasm left out {len(missing)} instructions",
-                f"for {self.target}",
-                "again   # if it fails again, report this",
-                code="process.failed",
-            )
+            failure, why = f"nvdisasm left out {len(missing)} instructions", f"for {self.target}"
+            raise ProcessError(failure, why, "again   # if it fails again, report this", code="process.failed")
         named = {shape: names[number] for number, shape in enumerate(new)}
         self.known |= named
         self.watched |= {shape: name for shape, name in named.items() if re.search(self.watch, name)}

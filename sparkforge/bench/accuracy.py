@@ -79,9 +79,8 @@ def tokenize(endpoint: Endpoint, text: str) -> list[int]:
         return tokens
     endpoint.get("/v1/models")  # raises another error if the server does not answer
     why = "its /tokenize does not work, and chunks and prompts are measured in the server's tokens"
-    raise ServerError(
-        f"{endpoint.url} does not tokenize", why, "--help   # use a server that does, such as vLLM", code="server.reply"
-    )
+    failure = f"{endpoint.url} does not tokenize"
+    raise ServerError(failure, why, "--help   # use a server that does, such as vLLM", code="server.reply")
 
 
 def prompt_logprobs(answer: dict[str, Any]) -> list[float]:

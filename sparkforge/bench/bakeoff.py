@@ -23,14 +23,7 @@ from sparkforge.bench.schema import Result
 from sparkforge.bench.settings import MAX_VALUE
 from sparkforge.core import paths
 from sparkforge.core.console import console, say
-from sparkforge.core.errors import (
-    BenchmarkError,
-    ProcessError,
-    RefusalError,
-    ServerError,
-    SparkforgeError,
-    UsageError,
-)
+from sparkforge.core.errors import BenchmarkError, ProcessError, RefusalError, ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import locked, write_atomic, write_json
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import CONTEXT, flag_value

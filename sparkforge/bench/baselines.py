@@ -44,12 +44,9 @@ class Text(Record):
         """Return the text. Raises InputError if it is not the one that the thresholds were measured on."""
         data = (FOLDER / self.file).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
-            raise InputError(
-                f"sparkforge/bench/{self.file} has changed",
-                "its sha256 is not the recorded one, so thresholds mean nothing on it",
-                f"git checkout sparkforge/bench/{self.file}",
-                code="input.baselines",
-            )
+            failure = f"sparkforge/bench/{self.file} has changed"
+            why = "its sha256 is not the recorded one, so thresholds mean nothing on it"
+            raise InputError(failure, why, f"git checkout sparkforge/bench/{self.file}", code="input.baselines")
         return data.decode()
 
 

@@ -58,9 +58,8 @@ def _read_file(path: Path, known: Collection[str]) -> Passage:
         raise UsageError(f"{path} is empty", "there is nothing to score", fix)
     if path.stem in known:
         why = "that is the name of a known text, whose limits would be used for this file"
-        raise UsageError(
-            f"the text {path} cannot be called {path.stem}", why, f"--text {path.stem}   # or rename the file"
-        )
+        failure = f"the text {path} cannot be called {path.stem}"
+        raise UsageError(failure, why, f"--text {path.stem}   # or rename the file")
     return Passage(path.stem, text, hashlib.sha256(text.encode()).hexdigest())
 
 
@@ -71,12 +70,9 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
     """
     threshold = baselines.threshold(endpoint.model, text.name)
     if threshold is None:
-        raise BenchmarkError(
-            f"no threshold is known for {endpoint.model} on {text.name}",
-            "a gate without one would pass anything",
-            "without --text   # or add a row to sparkforge/bench/baselines.toml, with --record",
-            code="benchmark.undecided",
-        )
+        failure = f"no threshold is known for {endpoint.model} on {text.name}"
+        fix = "without --text   # or add a row to sparkforge/bench/baselines.toml, with --record"
+        raise BenchmarkError(failure, "a gate without one would pass anything", fix, code="benchmark.undecided")
     start = time.monotonic()
     score = accuracy.score(endpoint, text.text)
     # A server that cannot score gets no canaries: each request could last until the timeout.
@@ -120,12 +116,9 @@ def require(gate: Gate) -> None:
     if gate.passed:
         return
     failed = [check.told for check in gate.checks if not check.ok]
-    raise BenchmarkError(
-        "the served model failed the accuracy gate; nothing was timed",
-        "\n        ".join(failed),
-        "./inv logs   # look at the server's MoE backend; ./inv bench.acc shows every check",
-        code="benchmark.gate",
-    )
+    failure = "the served model failed the accuracy gate; nothing was timed"
+    fix = "./inv logs   # look at the server's MoE backend; ./inv bench.acc shows every check"
+    raise BenchmarkError(failure, "\n        ".join(failed), fix, code="benchmark.gate")
 
 
 def print_gate(gate: Gate) -> None:

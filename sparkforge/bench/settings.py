@@ -86,11 +86,9 @@ def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint) -> 
     isl, osl, share = settings.number("isl"), settings.number("osl"), settings.share()
     needed = round(isl * (1 + share)) + round(osl * (1 + share))
     if longest and needed > longest:
-        raise UsageError(
-            f"{isl} + {osl} tokens do not fit",
-            f"the model takes {longest} in all" + (f" and lengths vary by {share:.0%}" if share else ""),
-            "--help   # choose a smaller --isl or --osl, or serve with a larger --max-model-len",
-        )
+        why = f"the model takes {longest} in all" + (f" and lengths vary by {share:.0%}" if share else "")
+        fix = "--help   # choose a smaller --isl or --osl, or serve with a larger --max-model-len"
+        raise UsageError(f"{isl} + {osl} tokens do not fit", why, fix)
     prompts = 0 if settings.is_batch and not settings.flags.get("num_prompts") else settings.number("num_prompts", 0)
     return [
         Config(

@@ -86,13 +86,7 @@ def main(flags: Mapping[str, Any]) -> None:
     outcome.require()
 
 
-def find_differences(
-    table: Baselines,
-    model: str,
-    text_sha256: str,
-    shape: tuple[int, int],
-    to: str,
-) -> list[str]:
+def find_differences(table: Baselines, model: str, text_sha256: str, shape: tuple[int, int], to: str) -> list[str]:
     """Return how a measurement differs from what the competition's boards take; empty if it does not.
 
     `shape` is isl and osl; `to` is as in Destination, since each board takes one shape.
@@ -124,12 +118,9 @@ def find_excesses(table: Baselines, gate: Gate) -> list[str]:
 
 def _refuse(differences: list[str]) -> None:
     if differences:
-        raise BenchmarkError(
-            "the competition's board does not take this",
-            "\n        ".join(differences),
-            "./inv bench.acc --fetch-text hub   # measure gpt-oss-120b on the board's text, then submit",
-            code="benchmark.board",
-        )
+        failure = "the competition's board does not take this"
+        fix = "./inv bench.acc --fetch-text hub   # measure gpt-oss-120b on the board's text, then submit"
+        raise BenchmarkError(failure, "\n        ".join(differences), fix, code="benchmark.board")
 
 
 def deliver(path: Path, result: Result, destination: Destination, table: Baselines) -> None:
@@ -231,9 +222,5 @@ def _await_event(call: str, response: httpx.Response, retry_command: str) -> Non
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         why = f"it was sent, and then: {error!r}"
         raise NetworkError(unknown, why, look, code="network.submit") from error
-    raise NetworkError(
-        "the board refused the result; its file is kept",
-        last[:200] or "no answer",
-        retry_command,
-        code="network.submit",
-    )
+    failure = "the board refused the result; its file is kept"
+    raise NetworkError(failure, last[:200] or "no answer", retry_command, code="network.submit")

@@ -51,12 +51,9 @@ def explained(error: ProcessError) -> ProcessError:
             code="process.failed",
         )
     if match := SUFFIXED.search(error.why):
-        return ProcessError(
-            error.what,
-            f"compiled for {match['made']} and assembled for {match['asked']}: the suffix must be the same in both",
-            f"again   # with nvcc -gencode arch={match['made'].replace('sm_', 'compute_')},code={match['made']}",
-            code="process.failed",
-        )
+        why = f"compiled for {match['made']} and assembled for {match['asked']}: the suffix must be the same in both"
+        fix = f"again   # with nvcc -gencode arch={match['made'].replace('sm_', 'compute_')},code={match['made']}"
+        return ProcessError(error.what, why, fix, code="process.failed")
     for pattern, why, fix in KNOWN:
         if match := pattern.search(error.why):
             return ProcessError(error.what, why.format(match[1]), fix, code="process.failed")

@@ -48,11 +48,7 @@ class BuildResult:
 
 
 def read_units(
-    folder: Path,
-    ninja: str | Path,
-    rules: Sequence[str] = COMPILERS,
-    *,
-    unit_name: Callable[[str], str] | None = None,
+    folder: Path, ninja: str | Path, rules: Sequence[str] = COMPILERS, *, unit_name: Callable[[str], str] | None = None
 ) -> list[Unit]:
     """Return the compilations of `folder`/build.ninja, those of `rules`, as a shell would run them.
 

@@ -108,11 +108,8 @@ def _home(architecture: str, machine: str) -> tuple[Path, str]:
     foreign = f"its libraries are not {machine}'s" if machine != THIS_MACHINE else ""
     if chosen := os.environ.get("CUDA_HOME"):
         if reason := foreign or unfit(Path(chosen), architecture):
-            raise _error(
-                f"cannot build with CUDA_HOME={chosen}",
-                reason,
-                "unset CUDA_HOME   # the locked compiler is used",
-            )
+            failure = f"cannot build with CUDA_HOME={chosen}"
+            raise _error(failure, reason, "unset CUDA_HOME   # the locked compiler is used")
         return Path(chosen).absolute(), "CUDA_HOME"
     if not foreign and (nvcc := shutil.which("nvcc")) and (home := home_of(Path(nvcc))):
         if not (reason := unfit(home, architecture)):
@@ -120,9 +117,8 @@ def _home(architecture: str, machine: str) -> tuple[Path, str]:
         say(f"{nvcc} is passed over: {reason}")
     home = install(machine)[0] / HOME
     if reason := unfit(home, architecture):
-        raise _error(
-            f"{home} is no longer whole", reason, on("rm -r", home.parent.parent, "then the same command again")
-        )
+        failure = f"{home} is no longer whole"
+        raise _error(failure, reason, on("rm -r", home.parent.parent, "then the same command again"))
     return home, "locked wheels"
 
 
@@ -137,9 +133,8 @@ def unfit(home: Path, architecture: str) -> str:
     """Return why the CUDA under `home` cannot build for `architecture`; empty if it can. Raises CompileError."""
     if architecture not in SINCE:
         known = ", ".join(SINCE)
-        raise _error(
-            f"no rule for compute capability {architecture}", f"there are {known}", "--help   # name one of them"
-        )
+        failure = f"no rule for compute capability {architecture}"
+        raise _error(failure, f"there are {known}", "--help   # name one of them")
     if missing := [part for part in PARTS if not (home / part).exists()]:
         return f"{home} lacks {', '.join(missing)}"
     version, needed = nvcc_version(home / "bin/nvcc"), SINCE[architecture]

@@ -44,10 +44,7 @@ class ImageOptions:
 
 
 def build(
-    command: Sequence[str | Path],
-    stack: str,
-    options: ImageOptions | None = None,
-    steps: Steps | None = None,
+    command: Sequence[str | Path], stack: str, options: ImageOptions | None = None, steps: Steps | None = None
 ) -> Path:
     """Build a stack's image with `docker` and `command`, which ends in Compose's `build`; return the build's log.
 

@@ -134,18 +134,11 @@ def service_of(document: Mapping[str, Any], port: int = 0) -> Service:
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise EngineError(
-            f"Compose resolves no usable service {SERVICE}", why, typed("config"), code="engine.failed"
-        ) from error
+        failure = f"Compose resolves no usable service {SERVICE}"
+        raise EngineError(failure, why, typed("config"), code="engine.failed") from error
 
 
-def up(
-    env: Mapping[str, str],
-    log: Path,
-    tell: Callable[[str], None],
-    *,
-    more: Sequence[str] = (),
-) -> None:
+def up(env: Mapping[str, str], log: Path, tell: Callable[[str], None], *, more: Sequence[str] = ()) -> None:
     """Create and start the service's container; the image must be there. Output goes to `log`.
 
     `more` are further files of the checkout behind ours.

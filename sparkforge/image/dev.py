@@ -122,12 +122,8 @@ def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
                 return Path(os.path.normpath(folder / root))
     except PermissionError as error:
         why = f"{error.strerror} (running as uid {os.getuid()})"
-        raise StorageError(
-            f"cannot read the checkout in {folder}",
-            why,
-            f'chmod -R a+rX "${checkout.variable}"   # on the host',
-            code="storage.access",
-        ) from error
+        fix = f'chmod -R a+rX "${checkout.variable}"   # on the host'
+        raise StorageError(f"cannot read the checkout in {folder}", why, fix, code="storage.access") from error
     return None
 
 

@@ -116,9 +116,8 @@ def named(error: Exception) -> SparkforgeError:
         text = innermost[0]
     if "timed out" in text.lower():
         why = f"no answer within {SECONDS} s"
-        return EngineError(
-            "the Docker engine does not answer", why, "sudo systemctl restart docker", code="engine.down"
-        )
+        failure = "the Docker engine does not answer"
+        return EngineError(failure, why, "sudo systemctl restart docker", code="engine.down")
     if "PermissionError" in text:
         return EngineError("no permission to use the Docker engine", text, JOIN, code="engine.permission")
     if re.search(r"FileNotFoundError|NotADirectoryError|Connection(?:Refused|Reset)Error|non-socket", text):
@@ -148,9 +147,8 @@ def image(client: docker.DockerClient, name: str, build: str) -> Any:
     try:
         return client.images.get(name)
     except docker.errors.ImageNotFound as error:
-        raise EngineError(
-            f"there is no image {name}", "it was not built here yet", build, code="engine.image"
-        ) from error
+        failure = f"there is no image {name}"
+        raise EngineError(failure, "it was not built here yet", build, code="engine.image") from error
 
 
 def require_image(client: docker.DockerClient, name: str, platform: str, build: str) -> Any:

@@ -271,9 +271,8 @@ def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str
     path = labels(image.attrs).get(label, "")
     if not path:
         why = f"it has no label {label}"
-        raise IntegrityError(
-            f"{image.short_id} is not an image of this Sparkforge", why, build_command(stack), code="integrity.image"
-        )
+        failure = f"{image.short_id} is not an image of this Sparkforge"
+        raise IntegrityError(failure, why, build_command(stack), code="integrity.image")
     return _file(client, image, path, stack)
 
 
@@ -287,9 +286,8 @@ def _file(client: docker.DockerClient | None, image: Any, path: str, stack: str)
             member = archive.extractfile(archive.getmembers()[0])
             return member.read() if member else b""
     except (docker.errors.NotFound, tarfile.TarError, LookupError, ValueError) as error:
-        raise EngineError(
-            f"cannot read {path[:200]} of the image", str(error), build_command(stack), code="engine.failed"
-        ) from error
+        failure = f"cannot read {path[:200]} of the image"
+        raise EngineError(failure, str(error), build_command(stack), code="engine.failed") from error
     finally:
         client.api.remove_container(container, v=True, force=True)
 

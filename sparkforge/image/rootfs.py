@@ -177,12 +177,8 @@ def take_kernels(tree: Tree, built: Path) -> None:
     """Copy the modules under `built`, a FlashInfer workspace, to where FlashInfer loads them without a compiler."""
     modules = sorted(built.glob(".cache/flashinfer/*/*/cached_ops/*/*.so"))
     if not modules:
-        raise IntegrityError(
-            "there are no kernels to put into the image",
-            f"{built} holds none",
-            "./inv build.kernels",
-            code="integrity.image-tree",
-        )
+        failure = "there are no kernels to put into the image"
+        raise IntegrityError(failure, f"{built} holds none", "./inv build.kernels", code="integrity.image-tree")
     for module in modules:
         target = tree.packages / AHEAD_OF_TIME / module.stem / module.name
         target.parent.mkdir(parents=True, exist_ok=True)

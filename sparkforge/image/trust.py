@@ -165,9 +165,8 @@ def require(
         raise IntegrityError(f"{what} is refused", why, SIGN, code="integrity.signature")
     if not back and evidence.finished and (last := _accepted().get(stack)) and _time(evidence.finished) < last:
         why = f"it was built {evidence.finished}, and this machine has accepted one of {last.isoformat()}"
-        raise IntegrityError(
-            f"{what} is older than the last one", why, "./inv rollback --list", code="integrity.signature"
-        )
+        failure = f"{what} is older than the last one"
+        raise IntegrityError(failure, why, "./inv rollback --list", code="integrity.signature")
     for suffix, digest in itertools.product(("sig", "att"), sorted(known) if repository else ()):
         signing.attach(signing.own_folder(), digest, suffix, [entry for kind, entry in attached if kind == suffix])
     return evidence

@@ -48,12 +48,9 @@ def base_vocabulary() -> tuple[bytes, ...]:
     tokens = tuple(_token_bytes(i) for i in range(BASE_TOKENS))
     digest = hashlib.sha256(_tiktoken_bytes(tokens)).hexdigest()
     if digest != VOCABULARY_SHA256:
-        raise InputError(
-            "the o200k vocabulary is not the known one",
-            f"openai_harmony gave sha256 {digest}, not {VOCABULARY_SHA256}",
-            "./inv up   # installs the pinned oss-harmony again",
-            code="input.model",
-        )
+        failure = "the o200k vocabulary is not the known one"
+        why = f"openai_harmony gave sha256 {digest}, not {VOCABULARY_SHA256}"
+        raise InputError(failure, why, "./inv up   # installs the pinned oss-harmony again", code="input.model")
     return tokens
 
 
@@ -111,12 +108,8 @@ def _encoding():  # type: ignore[no-untyped-def]  # noqa: ANN202 (openai_harmony
     try:
         from openai_harmony import load_harmony_encoding  # noqa: PLC0415
     except ImportError as error:
-        raise InputError(
-            "cannot make the tokenizer",
-            f"this Python has no openai_harmony ({error})",
-            "./inv up   # makes the embedded runtime, whose Python has it",
-            code="input.model",
-        ) from error
+        failure, fix = "cannot make the tokenizer", "./inv up   # makes the embedded runtime, whose Python has it"
+        raise InputError(failure, f"this Python has no openai_harmony ({error})", fix, code="input.model") from error
     return load_harmony_encoding("HarmonyGptOss")
 
 

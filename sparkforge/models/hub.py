@@ -60,11 +60,8 @@ def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = 
     target = paths.typed(target).absolute().resolve()
     with locked(target.parent / f".{target.name}.lock", f"fetch {target.name}"):
         if target.exists() and not target.is_dir():
-            raise UsageError(
-                f"{target} is no folder",
-                "a checkpoint is a folder of files",
-                "without --to   # or name another folder",
-            )
+            failure = f"{target} is no folder"
+            raise UsageError(failure, "a checkpoint is a folder of files", "without --to   # or name another folder")
         files = choose(source)
         different = [file for file in files if not _has(target / file.name, file)]
         note = None
@@ -112,12 +109,8 @@ def _require_ours(target: Path, note: Note | None, source: CheckpointSource) -> 
         why = f"it holds {note.repository}"
     else:
         return
-    raise StorageError(
-        f"{target} is left as it is",
-        why,
-        f"--replace   # loses files in {target}; or --to another folder",
-        code="storage.access",
-    )
+    fix = f"--replace   # loses files in {target}; or --to another folder"
+    raise StorageError(f"{target} is left as it is", why, fix, code="storage.access")
 
 
 def _swap(
@@ -151,12 +144,8 @@ def choose(source: CheckpointSource) -> list[RemoteFile]:
     names = {file.name for file in files}
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
         why = f"it has {', '.join(sorted(names)) or 'none of the files that vLLM reads'}"
-        raise InputError(
-            f"{source.name} is no safetensors checkpoint",
-            why,
-            "./inv pull openai/gpt-oss-120b",
-            code="input.model",
-        )
+        failure = f"{source.name} is no safetensors checkpoint"
+        raise InputError(failure, why, "./inv pull openai/gpt-oss-120b", code="input.model")
     return files
 
 
@@ -281,12 +270,8 @@ def _fetch_file(source: CheckpointSource, work: Path, file: RemoteFile, count: C
     digest = digest_of(part, file.digest)
     if part.stat().st_size != file.size or (file.digest and digest != file.digest):
         part.unlink()
-        raise IntegrityError(
-            f"{file.name} is not the file that {source.name} names",
-            f"it has {digest}, not {file.digest or f'{file.size} bytes'}",
-            "again   # fetches this file anew",
-            code="integrity.hash",
-        )
+        why, fix = f"it has {digest}, not {file.digest or f'{file.size} bytes'}", "again   # fetches this file anew"
+        raise IntegrityError(f"{file.name} is not the file that {source.name} names", why, fix, code="integrity.hash")
     with part.open("rb+") as written:
         os.fsync(written.fileno())
     part.rename(work / file.name)
@@ -326,12 +311,9 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
     except InputError as error:
         raise _broken(repository, work, f"{error.what}: {error.why}") from error
     if problems := models.differences(config, repository):
-        raise InputError(
-            f"this checkpoint is not {repository}",
-            f"its config.json has {'; '.join(problems[:3])} (sparkforge/recipes)",
-            on("rm -r", work, "check the mirror, or name the model that it is"),
-            code="input.model",
-        )
+        why = f"its config.json has {'; '.join(problems[:3])} (sparkforge/recipes)"
+        fix = on("rm -r", work, "check the mirror, or name the model that it is")
+        raise InputError(f"this checkpoint is not {repository}", why, fix, code="input.model")
 
 
 def _broken(repository: str, work: Path, why: str) -> InputError:

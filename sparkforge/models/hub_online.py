@@ -36,12 +36,8 @@ class Hub:
         self.repository, self.name = repository, repository
         self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
         if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE") == "1":
-            raise NetworkError(
-                f"cannot fetch {repository}",
-                "HF_HUB_OFFLINE is set",
-                "unset HF_HUB_OFFLINE   # or name a folder by --mirror",
-                code="network.fetch",
-            )
+            fix = "unset HF_HUB_OFFLINE   # or name a folder by --mirror"
+            raise NetworkError(f"cannot fetch {repository}", "HF_HUB_OFFLINE is set", fix, code="network.fetch")
         with _hub_errors(repository, revision):
             info = HfApi(endpoint=self.endpoint).model_info(repository, revision=revision, files_metadata=True)
             if not COMMIT.fullmatch(str(info.sha)):
@@ -94,12 +90,9 @@ def _progress(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> A
             nonlocal count
             count += int(size or 0)
             if count > file.size:
-                raise IntegrityError(
-                    f"{file.name} is not the file that the hub names",
-                    f"it has more than {file.size} bytes",
-                    "again   # first check HF_ENDPOINT, or name a copy by --mirror",
-                    code="integrity.hash",
-                )
+                failure = f"{file.name} is not the file that the hub names"
+                fix = "again   # first check HF_ENDPOINT, or name a copy by --mirror"
+                raise IntegrityError(failure, f"it has more than {file.size} bytes", fix, code="integrity.hash")
             advance(int(size or 0))
 
         def close(self) -> None:
@@ -126,21 +119,16 @@ def _hub_errors(repository: str, revision: str) -> Iterator[None]:
         # httpx2's own errors; the library re-exports no name for their base.
         if type(error).__module__.partition(".")[0] not in {"httpx2", "httpx"}:
             raise
-        raise NetworkError(
-            f"cannot reach the hub for {repository}", _text(error), ELSEWHERE, code="network.fetch"
-        ) from error
+        failure = f"cannot reach the hub for {repository}"
+        raise NetworkError(failure, _text(error), ELSEWHERE, code="network.fetch") from error
 
 
 def _as_ours(error: Exception, repository: str, revision: str) -> SparkforgeError:
     if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return disk_full(Path.cwd() if error.filename is None else Path(error.filename).parent)
     if isinstance(error, OSError) and error.filename:
-        return StorageError(
-            f"cannot write {error.filename}",
-            str(error.strerror),
-            "without --to   # or name another folder",
-            code="storage.access",
-        )
+        fix = "without --to   # or name another folder"
+        return StorageError(f"cannot write {error.filename}", str(error.strerror), fix, code="storage.access")
     status = getattr(getattr(error, "response", None), "status_code", 0)
     page = f"{constants.ENDPOINT}/{repository}"
     why, fix = f"the hub answered {status}: {_text(error)}" if status else _text(error), RETRY_FIX

@@ -88,12 +88,8 @@ class Mirror:
         recorded = note.revision if note else ""
         self.revision = recorded or revision or self.folder.name
         if revision and recorded and recorded != revision:
-            raise NetworkError(
-                f"{self.folder} holds another revision of {repository}",
-                f"it is {recorded}",
-                "without --revision",
-                code="network.fetch",
-            )
+            failure = f"{self.folder} holds another revision of {repository}"
+            raise NetworkError(failure, f"it is {recorded}", "without --revision", code="network.fetch")
         if not self.hashes:
             say(f"{self.folder} names no hashes ({NOTE}): the files' structure is checked, not their bytes")
 
@@ -118,9 +114,8 @@ class Mirror:
         except OSError as error:
             if error.filename is None:  # our own disk: full, most likely; the caller names that
                 raise
-            raise NetworkError(
-                f"cannot copy {file.name}", str(error), on("ls -l", self.folder), code="network.fetch"
-            ) from error
+            failure = f"cannot copy {file.name}"
+            raise NetworkError(failure, str(error), on("ls -l", self.folder), code="network.fetch") from error
 
     def _digest(self, path: Path) -> str:
         if path.name in self.hashes:
@@ -139,9 +134,5 @@ def _find(folder: Path, repository: str, revision: str) -> Path:
     for candidate in (folder, folder / owner / name, folder / name, *newest):
         if (candidate / "config.json").is_file():
             return candidate
-    raise NetworkError(
-        f"{folder} holds no {repository}",
-        f"there is no config.json in it, in {owner}/{name} or in models--{owner}--{name}/snapshots",
-        on("ls", existing_part(folder)),
-        code="network.fetch",
-    )
+    why = f"there is no config.json in it, in {owner}/{name} or in models--{owner}--{name}/snapshots"
+    raise NetworkError(f"{folder} holds no {repository}", why, on("ls", existing_part(folder)), code="network.fetch")

@@ -52,12 +52,10 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
     if denials:
         raise denials[0]
     why = f"there is no {caches[0].name} in {', '.join(str(cache.parent) for cache in caches)}"
-    raise InputError(
-        f"{model} is not on this machine" + (f" at {revision}" if revision else ""),
-        f"{why}, and no {' and no '.join(map(str, fetched))}" if fetched else why,
-        f"./inv pull {model}   # or hf download {model}; a container needs ~/.cache/huggingface mounted at {MOUNTED}",
-        code="input.model",
-    )
+    failure = f"{model} is not on this machine" + (f" at {revision}" if revision else "")
+    why = f"{why}, and no {' and no '.join(map(str, fetched))}" if fetched else why
+    fix = f"./inv pull {model}   # or hf download {model}; a container needs ~/.cache/huggingface mounted at {MOUNTED}"
+    raise InputError(failure, why, fix, code="input.model")
 
 
 def hub_caches(env: Mapping[str, str]) -> list[Path]:

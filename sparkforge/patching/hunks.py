@@ -137,12 +137,8 @@ def parse(patch: str, diff: str) -> tuple[FileChange, ...]:
 
 def refuse(patch: str, reason: str) -> PatchError:
     """Build the error for a patch that may not be used; `reason` continues the patch's name."""
-    return PatchError(
-        f"{patch} cannot be used",
-        f"it {reason}",
-        "git checkout -- patches   # restores it; or write it again with git diff",
-        code="patch.format",
-    )
+    fix = "git checkout -- patches   # restores it; or write it again with git diff"
+    return PatchError(f"{patch} cannot be used", f"it {reason}", fix, code="patch.format")
 
 
 def _file_change(patch: str, file: PatchedFile) -> FileChange:

@@ -54,11 +54,7 @@ class HashedOutput:
 
 
 def rewrite_wheel(
-    source: Path,
-    output: HashedOutput,
-    new_path: Callable[[str], str],
-    contents: Mapping[str, bytes | None],
-    last: str,
+    source: Path, output: HashedOutput, new_path: Callable[[str], str], contents: Mapping[str, bytes | None], last: str
 ) -> None:
     """Write the wheel `source` to `output`: each member at `new_path(name)`, in upstream's order.
 

@@ -261,9 +261,5 @@ def _condition(patch: str, line: str) -> Condition:
 
 
 def _bad_series(directory: Path, reason: str) -> PatchError:
-    return PatchError(
-        f"the patch queue {directory} cannot be used",
-        reason,
-        "git checkout -- patches   # restores it; or correct its series",
-        code="patch.format",
-    )
+    fix = "git checkout -- patches   # restores it; or correct its series"
+    return PatchError(f"the patch queue {directory} cannot be used", reason, fix, code="patch.format")

@@ -263,9 +263,6 @@ def _documents(
 
 
 def _refused(source: Path, reason: str) -> IntegrityError:
-    return IntegrityError(
-        f"{source.name} cannot be patched",
-        f"{reason}; nothing of it was kept",
-        on("ls -l", source, "inspect it; for another version change its pin in pins.toml"),
-        code="integrity.archive",
-    )
+    failure = f"{source.name} cannot be patched"
+    fix = on("ls -l", source, "inspect it; for another version change its pin in pins.toml")
+    return IntegrityError(failure, f"{reason}; nothing of it was kept", fix, code="integrity.archive")

@@ -12,14 +12,4 @@ from sparkforge.pins.table import (
     load,
 )
 
-__all__ = [
-    "Component",
-    "EnvironmentPin",
-    "GitSource",
-    "PinnedFile",
-    "Pins",
-    "Stack",
-    "StackImage",
-    "TextPin",
-    "load",
-]
+__all__ = ["Component", "EnvironmentPin", "GitSource", "PinnedFile", "Pins", "Stack", "StackImage", "TextPin", "load"]

@@ -72,12 +72,8 @@ def client() -> httpx.Client:
     try:
         verify = ssl.create_default_context(cafile=cert) if cert else True
     except OSError as error:  # ssl.SSLError is one, and neither names the file
-        raise StorageError(
-            f"cannot read the certificates in {cert}",
-            error.strerror or str(error),
-            "pip config list   # correct PIP_CERT",
-            code="storage.access",
-        ) from error
+        failure, why = f"cannot read the certificates in {cert}", error.strerror or str(error)
+        raise StorageError(failure, why, "pip config list   # correct PIP_CERT", code="storage.access") from error
     try:
         return httpx.Client(verify=verify, timeout=TIMEOUT, follow_redirects=True)
     except (ValueError, ImportError, httpx.InvalidURL) as error:
@@ -135,24 +131,18 @@ def project_page(package: str, http: httpx.Client) -> ProjectPage:
     try:
         page = attempts()(_page, url, http)
     except httpx.HTTPError as error:
-        raise NetworkError(
-            f"cannot find {package}",
-            f"the package index did not answer: {without_passwords(reason(error))}",
-            "again   # first check the network, or set PIP_INDEX_URL to your mirror",
-            code="network.fetch",
-        ) from error
+        why = f"the package index did not answer: {without_passwords(reason(error))}"
+        fix = "again   # first check the network, or set PIP_INDEX_URL to your mirror"
+        raise NetworkError(f"cannot find {package}", why, fix, code="network.fetch") from error
     try:
         if "json" in page.headers.get("content-type", ""):
             return ProjectPage.from_json_data(page.json(), base_url=str(page.url))
         return ProjectPage.from_html(package, page.text, base_url=str(page.url))
     except Exception as error:  # pypi-simple's, pydantic's and Beautiful Soup's own, and RecursionError
         why = " ".join(str(error).split())[:300]
-        raise NetworkError(
-            f"cannot find {package}",
-            f"the page of the package index is malformed: {type(error).__name__}: {why}",
-            "pip config list   # check that PIP_INDEX_URL names a package index (PEP 503)",
-            code="network.fetch",
-        ) from error
+        why = f"the page of the package index is malformed: {type(error).__name__}: {why}"
+        fix = "pip config list   # check that PIP_INDEX_URL names a package index (PEP 503)"
+        raise NetworkError(f"cannot find {package}", why, fix, code="network.fetch") from error
 
 
 def _page(url: str, http: httpx.Client) -> httpx.Response:
@@ -165,9 +155,5 @@ def locate(package: str, filename: str, http: httpx.Client) -> tuple[str, int | 
     for entry in project_page(package, http).packages:
         if entry.filename == filename:
             return entry.url.partition("#")[0], entry.size
-    raise NetworkError(
-        f"cannot find {filename}",
-        f"the package index lists no such file for {package}",
-        "unset PIP_INDEX_URL   # or check that your mirror is complete",
-        code="network.fetch",
-    )
+    failure, fix = f"cannot find {filename}", "unset PIP_INDEX_URL   # or check that your mirror is complete"
+    raise NetworkError(failure, f"the package index lists no such file for {package}", fix, code="network.fetch")

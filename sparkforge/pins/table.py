@@ -235,12 +235,8 @@ class Pins(Record):
         image = self.stack(stack).image
         if image is None:
             built = ", ".join(name for name, table in self.stacks.items() if table.image)
-            raise InputError(
-                f"the stack {stack} has no image",
-                f"pins.toml has no table [stacks.{stack}.image]; there are images of {built}",
-                f"--stack {self.default}",
-                code="input.pins",
-            )
+            why = f"pins.toml has no table [stacks.{stack}.image]; there are images of {built}"
+            raise InputError(f"the stack {stack} has no image", why, f"--stack {self.default}", code="input.pins")
         return image
 
     def environment(self, name: str) -> EnvironmentPin:

@@ -93,17 +93,12 @@ def requirements(text: str, target: TargetMachine) -> Iterator[tuple[Requirement
             marker = requirement.marker
             holds = marker is None or any(marker.evaluate(environment) for environment in environments)
         except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName, ValueError) as error:
-            raise InputError(
-                "a lock is malformed", f"{entry[:80]!r}: {str(error)[:200]}", "./inv pins.lock", code="input.pins"
-            ) from error
+            why = f"{entry[:80]!r}: {str(error)[:200]}"
+            raise InputError("a lock is malformed", why, "./inv pins.lock", code="input.pins") from error
         hashes = frozenset(HASH.findall(entry))
         if not hashes or not re.fullmatch(r"==[^*,]+", str(requirement.specifier)):
-            raise InputError(
-                f"{requirement.name} is not locked",
-                f"{entry[:80]} has no hash or no exact version",
-                "./inv pins.lock",
-                code="input.pins",
-            )
+            why = f"{entry[:80]} has no hash or no exact version"
+            raise InputError(f"{requirement.name} is not locked", why, "./inv pins.lock", code="input.pins")
         if holds:
             yield requirement, hashes
 
@@ -125,12 +120,9 @@ def choose(
         if rank is not None and (best is None or rank < best[0]):
             best = rank, Pick(requirement.name, file.filename, sha256)
     if best is None:
-        raise InputError(
-            f"{requirement.name}{requirement.specifier} has no file for {target}",
-            f"none of the {len(hashes)} files in the lock fits it, or the index no longer has them",
-            "./inv pins.lock",
-            code="input.pins",
-        )
+        failure = f"{requirement.name}{requirement.specifier} has no file for {target}"
+        why = f"none of the {len(hashes)} files in the lock fits it, or the index no longer has them"
+        raise InputError(failure, why, "./inv pins.lock", code="input.pins")
     return best[1]
 
 
@@ -142,12 +134,9 @@ def choose_pinned(component: Component, target: TargetMachine) -> Pick:
         if filename.endswith(".whl") and rank is not None and (not best or rank < (_rank(best, ranks) or 0)):
             best = filename
     if not best:
-        raise ProcessError(
-            f"no {component.package} is pinned for this machine",
-            f"pins.toml has no wheel for {target}",
-            "rm -rf .venv && PYTHON=python3.12 ./inv up   # with Python 3.11 to 3.13 on x86_64 or aarch64",
-            code="process.setup",
-        )
+        failure = f"no {component.package} is pinned for this machine"
+        fix = "rm -rf .venv && PYTHON=python3.12 ./inv up   # with Python 3.11 to 3.13 on x86_64 or aarch64"
+        raise ProcessError(failure, f"pins.toml has no wheel for {target}", fix, code="process.setup")
     return Pick(component.package or "", best, component.files[best])
 
 

@@ -244,9 +244,8 @@ def read(path: Path) -> Architecture:
     try:
         value = read_json(file, largest=CONFIG_BYTES)
     except OSError as error:
-        raise InputError(
-            f"cannot read {file}", error.strerror or str(error), families.LIST, code="input.config"
-        ) from error
+        failure = f"cannot read {file}"
+        raise InputError(failure, error.strerror or str(error), families.LIST, code="input.config") from error
     except DocumentError as error:
         raise InputError(f"{file} cannot be read", error.why, families.LIST, code="input.config") from error
     return parse(value, str(file))

@@ -154,12 +154,8 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise InputError(
-            "sparkforge/serve/profiles.toml is malformed",
-            f"{name} is {text!r}, which is no number from 0",
-            "less sparkforge/serve/profiles.toml   # correct it",
-            code="input.table",
-        )
+        failure, why = "sparkforge/serve/profiles.toml is malformed", f"{name} is {text!r}, which is no number from 0"
+        raise InputError(failure, why, "less sparkforge/serve/profiles.toml   # correct it", code="input.table")
     return value
 
 

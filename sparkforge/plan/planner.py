@@ -163,10 +163,7 @@ def make_plan(
     return Plan(
         asked=Asked(context=load.context, concurrency=load.concurrency, kv=load.kv),
         model=ModelRow(
-            name=subject.name,
-            source=subject.source,
-            computed=model.weight_bytes(),
-            on_disk=subject.on_disk,
+            name=subject.name, source=subject.source, computed=model.weight_bytes(), on_disk=subject.on_disk
         ),
         device=DeviceRow(name=request.device, described=device),
         weights=[WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts(load.dense)],
@@ -209,12 +206,9 @@ def require_fit(plan: Plan) -> None:
         return
     asked_for = f"{plan.asked.concurrency} x {plan.asked.context} tokens"
     needed, most = (share * plan.memory_bytes / GIB for share in (plan.fit.needed_share, plan.fit.most_share))
-    raise RefusalError(
-        f"{plan.model.name} with {asked_for} does not fit {plan.device.described.about}",
-        f"{plan.fit.missing_bytes / GIB:.1f} GiB are missing: vLLM's part needs {needed:.1f}, it can have {most:.1f}",
-        plan.advice,
-        code="validation.too-large",
-    )
+    failure = f"{plan.model.name} with {asked_for} does not fit {plan.device.described.about}"
+    why = f"{plan.fit.missing_bytes / GIB:.1f} GiB are missing: vLLM's part needs {needed:.1f}, it can have {most:.1f}"
+    raise RefusalError(failure, why, plan.advice, code="validation.too-large")
 
 
 def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> DecodeRow:

@@ -298,6 +298,5 @@ def require_space_for(archive: Path, target: Path) -> None:
 def refused(archive: Path, reason: str, fix: str = "") -> IntegrityError:
     """Return the error for an archive of which nothing was kept; by default it is one that a pin names."""
     fix = fix or on("rm", archive, "do not trust it; the same command fetches it again from where it is pinned")
-    return IntegrityError(
-        f"{archive.name} is refused", f"{reason}; nothing of it was kept", fix, code="integrity.archive"
-    )
+    failure = f"{archive.name} is refused"
+    return IntegrityError(failure, f"{reason}; nothing of it was kept", fix, code="integrity.archive")

@@ -134,9 +134,8 @@ def make(
 def _require_own(output: Path) -> None:
     earlier = manifest.load(output)
     if output.exists() and (earlier is None or earlier.facts.get("bytes") != output.stat().st_size):
-        raise UsageError(
-            f"cannot write {output}", "another file is there, and it is no bundle", "--output sparkforge-bundle.tar"
-        )
+        failure = f"cannot write {output}"
+        raise UsageError(failure, "another file is there, and it is no bundle", "--output sparkforge-bundle.tar")
 
 
 def make_and_report(output: Path, *, stack: str, machine: str = "", python: str = "", more: Sequence[str] = ()) -> str:
@@ -287,12 +286,8 @@ def _write_tar(out: Any, entries: Iterable[BundleMember]) -> None:
                 hashed = _Hashing(file)
                 tar.addfile(info, hashed)  # type: ignore[arg-type]
             if hashed.digest.hexdigest() != entry.sha256:
-                raise IntegrityError(
-                    f"{entry.path} cannot be packed",
-                    f"{entry.source!s:.200} is not {entry.sha256}",
-                    "again   # first remove that file",
-                    code="integrity.hash",
-                )
+                failure, why = f"{entry.path} cannot be packed", f"{entry.source!s:.200} is not {entry.sha256}"
+                raise IntegrityError(failure, why, "again   # first remove that file", code="integrity.hash")
 
 
 class _Hashing:
@@ -315,9 +310,8 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
     UsageError if `folder` is there and was not unpacked from this very file.
     """
     if not file.is_file():
-        raise UsageError(
-            f"cannot unpack {file}", "there is no such file", "--help   # name a bundle made by ./inv bundle"
-        )
+        failure = f"cannot unpack {file}"
+        raise UsageError(failure, "there is no such file", "--help   # name a bundle made by ./inv bundle")
     folder = Path(os.path.realpath(folder))
     actual = sha256_file(file)
     if not sha256:

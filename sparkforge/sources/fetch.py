@@ -40,12 +40,8 @@ def cached(filename: str, sha256: str) -> Path:
     """
     plain = filename not in ("", "..") and Path(filename).name == filename and "\0" not in filename
     if not plain or len(filename.encode(errors="replace")) > 200:  # NAME_MAX, less the prefix of a temporary file
-        raise NetworkError(
-            f"cannot fetch {filename[:80]!r}",
-            "it is no plain file name",
-            "pip config list   # check the index",
-            code="network.fetch",
-        )
+        fix = "pip config list   # check the index"
+        raise NetworkError(f"cannot fetch {filename[:80]!r}", "it is no plain file name", fix, code="network.fetch")
     return paths.cache() / "files" / sha256 / filename
 
 
@@ -158,12 +154,9 @@ def _bundled(bundle: Path, target: Path, sha256: str) -> Path:
     """Return a file of the unpacked bundle. Raises NetworkError if it has none, IntegrityError if it is wrong."""
     source = bundle / "files" / sha256 / target.name
     if not source.is_file():
-        raise NetworkError(
-            f"cannot fetch {target.name}",
-            f"the bundle has no such file with sha256 {sha256}, which pins.toml or a lock asks for",
-            "./inv bundle   # on a machine with a network, from this very commit",
-            code="network.fetch",
-        )
+        why = f"the bundle has no such file with sha256 {sha256}, which pins.toml or a lock asks for"
+        fix = "./inv bundle   # on a machine with a network, from this very commit"
+        raise NetworkError(f"cannot fetch {target.name}", why, fix, code="network.fetch")
     if (digest := sha256_file(source)) != sha256:
         fix = "./inv bundle.unpack --help   # copy the bundle again and unpack it into a new folder"
         raise wrong_file(target.name, f"wanted sha256 {sha256}, the bundle has {digest}", fix)
@@ -179,9 +172,8 @@ def wrong_file(
     name: str, why: str, fix: str = "again   # do not trust this source: first check the mirror"
 ) -> IntegrityError:
     """Build the error for a file that is not the pinned one."""
-    return IntegrityError(
-        f"{name} is not the file that was pinned", f"{why}; nothing was kept", fix, code="integrity.hash"
-    )
+    failure = f"{name} is not the file that was pinned"
+    return IntegrityError(failure, f"{why}; nothing was kept", fix, code="integrity.hash")
 
 
 def _too_large(name: str, sha256: str, limit: int, why: str) -> IntegrityError:

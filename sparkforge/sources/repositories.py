@@ -63,9 +63,8 @@ def _clone(name: str, pin: GitSource, temporary: Path, target: Path) -> Made:
         _git(temporary, "checkout", "--quiet", "--detach", "FETCH_HEAD")
         _git(temporary, "submodule", "--quiet", "update", "--init", "--recursive", "--depth", "1")
     except ProcessError as error:
-        raise NetworkError(
-            f"cannot fetch {name} from {pin.repository}", error.why, fix, code="network.fetch"
-        ) from error
+        failure = f"cannot fetch {name} from {pin.repository}"
+        raise NetworkError(failure, error.why, fix, code="network.fetch") from error
     submodules = _git(temporary, "submodule", "status", "--recursive").split("\n")
     for bookkeeping in [*temporary.rglob(".git")]:
         remove(bookkeeping)
@@ -82,24 +81,18 @@ def _clone(name: str, pin: GitSource, temporary: Path, target: Path) -> Made:
 
 def _require(name: str, kind: str, expected: str, actual: str) -> None:
     if expected not in (UNKNOWN, actual):
-        raise IntegrityError(
-            f"{name} is not what was pinned",
-            f"wanted the {kind} {expected}, got {actual}; nothing was kept",
-            "less pins.toml   # do not trust this source; compare it with upstream",
-            code="integrity.hash",
-        )
+        why = f"wanted the {kind} {expected}, got {actual}; nothing was kept"
+        fix = "less pins.toml   # do not trust this source; compare it with upstream"
+        raise IntegrityError(f"{name} is not what was pinned", why, fix, code="integrity.hash")
 
 
 def _copy_links(name: str, root: Path) -> None:
     for link in sorted(path for path in root.rglob("*") if path.is_symlink()):
         target = link.resolve()
         if not (target.is_relative_to(root.resolve()) and target.exists()) or link.is_relative_to(target):
-            raise IntegrityError(
-                f"{name} is refused",
-                f"{link.relative_to(root)} leads out of it or nowhere",
-                "less pins.toml   # do not trust this source; compare it with upstream",
-                code="integrity.archive",
-            )
+            why = f"{link.relative_to(root)} leads out of it or nowhere"
+            fix = "less pins.toml   # do not trust this source; compare it with upstream"
+            raise IntegrityError(f"{name} is refused", why, fix, code="integrity.archive")
         link.unlink()
         if target.is_dir():
             shutil.copytree(target, link)

@@ -66,12 +66,9 @@ def print_sources(stack: str, *, git: bool) -> None:
 def require_all(trees: list[SourceTree], pinned: Mapping[str, GitSource]) -> None:
     """Raise NetworkError naming each source that is missing, with the command that fetches it by hand."""
     if missing := [tree for tree in trees if tree.state == "missing"]:
-        raise NetworkError(
-            f"{len(missing)} of {len(trees)} sources are missing",
-            "\n        ".join(f"{tree.name}: {tree.note}" for tree in missing),
-            "\n        ".join(repositories.fetch_command(tree.name, pinned[tree.name]) for tree in missing),
-            code="network.fetch",
-        )
+        why = "\n        ".join(f"{tree.name}: {tree.note}" for tree in missing)
+        fix = "\n        ".join(repositories.fetch_command(tree.name, pinned[tree.name]) for tree in missing)
+        raise NetworkError(f"{len(missing)} of {len(trees)} sources are missing", why, fix, code="network.fetch")
 
 
 def tree_folder(component: Component, filename: str) -> Path:
@@ -145,12 +142,8 @@ def _unpack_bundled(name: str, pin: GitSource, target: Path) -> tuple[Manifest, 
 
     def make(temporary: Path) -> Made:
         if not file.is_file():
-            raise NetworkError(
-                f"cannot fetch {name}",
-                "the bundle has no copy",
-                "without --offline   # or see absent in its index.json",
-                code="network.fetch",
-            )
+            fix = "without --offline   # or see absent in its index.json"
+            raise NetworkError(f"cannot fetch {name}", "the bundle has no copy", fix, code="network.fetch")
         listing = archive.unpack(file, temporary)
         archive.write_listing(target, listing)
         # No commit among the outputs: git compared nothing here, only the bundle says which commit these files are.

@@ -44,9 +44,8 @@ def _cpu_instructions(view: View) -> CheckResult:
     if wanted not in flags:
         return failed(f"this {machine} processor has no {wanted}")
     if better not in flags:
-        return warned(
-            f"it has {wanted}, but not {better}: it serves, slowly", f"./inv up   # a processor with {better} is faster"
-        )
+        evidence = f"it has {wanted}, but not {better}: it serves, slowly"
+        return warned(evidence, f"./inv up   # a processor with {better} is faster")
     return passed(f"{machine} with {wanted} and {better}")
 
 
@@ -91,9 +90,8 @@ def _gpu_memory(view: View) -> CheckResult:
     wanted, needed = share * total, weights + devices.table()["spark"].runtime.value * GIB
     evidence = f"{gib(free)} of {gib(total)} free, vLLM takes {gib(wanted)}, {gib(needed)} needed"
     if wanted < needed:
-        return failed(
-            f"{evidence} (weights {gib(weights)})", "./inv up -- --gpu-memory-utilization 0.95   # or a larger GPU"
-        )
+        evidence = f"{evidence} (weights {gib(weights)})"
+        return failed(evidence, "./inv up -- --gpu-memory-utilization 0.95   # or a larger GPU")
     return judged(free >= wanted, evidence)
 
 
@@ -130,10 +128,8 @@ def _driver_version(view: View) -> CheckResult:
     """The driver is of branch 580 or later, and not of 590."""
     major, driver = view.version("gpu.driver_version").major, view.text("gpu.driver_version")
     if major in RISKY_DRIVERS:
-        return warned(
-            f"driver {driver}: CUDA graphs are reported to hang on GB10 with the 590 branch",
-            "--enforce-eager   # if the server hangs; reports are good for the 580 branch",
-        )
+        evidence = f"driver {driver}: CUDA graphs are reported to hang on GB10 with the 590 branch"
+        return warned(evidence, "--enforce-eager   # if the server hangs; reports are good for the 580 branch")
     return judged(major >= capabilities.MIN_DRIVER, f"driver {driver}, wanted {capabilities.MIN_DRIVER} or later")
 
 

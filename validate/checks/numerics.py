@@ -33,9 +33,8 @@ def _numerics(view: View) -> CheckResult:
     if view.is_none("numerics.graph_difference") and (reason := NO_GRAPH.get(view.text("numerics.device"))):
         return passed(f"{evidence}; {reason}")
     if (replayed := view.number("numerics.graph_difference")) > 0:
-        return failed(
-            f"{evidence}, but a CUDA graph's replay differs from it by {replayed:g}", "./inv up -- --enforce-eager"
-        )
+        evidence = f"{evidence}, but a CUDA graph's replay differs from it by {replayed:g}"
+        return failed(evidence, "./inv up -- --enforce-eager")
     return passed(f"{evidence}; a CUDA graph replays it bit for bit")
 
 

@@ -86,10 +86,8 @@ def _torch_companions(view: View) -> CheckResult:
     """No torchvision, torchaudio or torchcodec that clashes with torch's CPU build."""
     companions = view.names("torch.companions")
     if companions:
-        return failed(
-            f"{some(companions)}: the index's builds clash with torch+cpu (torchvision::nms does not exist)",
-            f"pip uninstall -y {' '.join(name.partition(' ')[0] for name in companions)}",
-        )
+        evidence = f"{some(companions)}: the index's builds clash with torch+cpu (torchvision::nms does not exist)"
+        return failed(evidence, f"pip uninstall -y {' '.join(name.partition(' ')[0] for name in companions)}")
     return passed("no torchvision, torchaudio or torchcodec beside torch")
 
 
@@ -185,9 +183,8 @@ def _unknown_environment(view: View) -> CheckResult:
     if not names:
         return passed("vLLM knows every VLLM_ variable that is set")
     advice = [f"{name} → {REPLACEMENTS[name]}" for name in names if name in REPLACEMENTS]
-    return failed(
-        f"vLLM ignores {some(names)}", f"unset {' '.join(names)}" + (f"   # {'; '.join(advice)}" if advice else "")
-    )
+    evidence = f"vLLM ignores {some(names)}"
+    return failed(evidence, f"unset {' '.join(names)}" + (f"   # {'; '.join(advice)}" if advice else ""))
 
 
 @CHECKS.add(needs=("env",), fix="export HF_HUB_OFFLINE=1")
@@ -227,10 +224,8 @@ def _moe_backend(view: View) -> CheckResult:
         return warned(f"it is unknown which backend runs experts of this family here: {family.experts.why}")
     backend = view.text("deep.moe_backend")
     if method not in family.experts.methods:
-        return failed(
-            f"vLLM loads the model with quantization {method}, not with its own MXFP4",
-            "./inv up   # without --quantization",
-        )
+        evidence = f"vLLM loads the model with quantization {method}, not with its own MXFP4"
+        return failed(evidence, "./inv up   # without --quantization")
     if backend not in expected:
         return failed(f"vLLM will run the experts with {backend}, hardware FP4 is {' or '.join(sorted(expected))}")
     return passed(f"vLLM selects {backend}")
@@ -244,10 +239,8 @@ def _our_experts(view: View) -> CheckResult:
         return failed(why, f"./inv up --quantization {OUR_METHOD}   # or unset SPARK_MXFP4_LINEAR and _LM_HEAD")
     difference, allowed = view.number("numerics.difference"), view.number("numerics.tolerance")
     if difference > allowed:
-        return failed(
-            f"{kernel} runs the experts, and differs from the reference by {difference:.2%}",
-            "./inv up   # without --quantization",
-        )
+        evidence = f"{kernel} runs the experts, and differs from the reference by {difference:.2%}"
+        return failed(evidence, "./inv up   # without --quantization")
     return warned(
         f"our plugin runs the experts by {kernel}, not on the FP4 tensor cores; {difference:.2%} from the reference",
         f"leave --quantization {OUR_METHOD} out for hardware FP4",

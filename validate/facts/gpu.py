@@ -59,10 +59,7 @@ def query_libcuda() -> dict[str, object]:
         if code != 0:
             return {"error": f"{name} returned CUDA error {code}"}
     # cuDriverGetVersion counts 1000 * major + 10 * minor.
-    result: dict[str, object] = {
-        "api": f"{version.value // 1000}.{version.value % 1000 // 10}",
-        "count": count.value,
-    }
+    result: dict[str, object] = {"api": f"{version.value // 1000}.{version.value % 1000 // 10}", "count": count.value}
     if count.value:
         result["capability"] = f"{_attribute(cuda, MAJOR)}.{_attribute(cuda, MINOR)}"
         result["integrated"] = bool(_attribute(cuda, INTEGRATED))

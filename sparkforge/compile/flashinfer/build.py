@@ -173,9 +173,8 @@ def prepare(request: KernelRequest) -> KernelOrder:
         raise UsageError(f"--arch {arch[:40]!r} is not known", why, f"--arch {image.architecture or '12.1a'}")
     if not set_name or not arch:
         why = f"pins.toml names no kernels and no architecture under [stacks.{stack}.image]"
-        raise UsageError(
-            f"the stack {stack} has no kernels to build", why, "./inv build.kernels --help   # name another stack"
-        )
+        failure = f"the stack {stack} has no kernels to build"
+        raise UsageError(failure, why, "./inv build.kernels --help   # name another stack")
     table = sets.load(pins.load().component(stack, "flashinfer").version)
     modules = table.chosen(set_name)
     limit = parse_limit(request.jobs)
@@ -220,12 +219,9 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
         result, facts = (BuildResult(0, 0, int(taken["units"])), dict(taken)) if taken else _compile(order, modules)
         for name, folder in modules.items():
             if not taken and (commands := ninja_build.pending(order.ninja(folder))):
-                raise CompileError(
-                    f"{name} is not finished",
-                    f"ninja would still run {len(commands)} commands, the first: {commands[0][:120]} …",
-                    f"ninja -C {folder} -n -d explain prints the reason; one cause is a clock that was set back",
-                    code="compile.kernels",
-                )
+                why = f"ninja would still run {len(commands)} commands, the first: {commands[0][:120]} …"
+                fix = f"ninja -C {folder} -n -d explain prints the reason; one cause is a clock that was set back"
+                raise CompileError(f"{name} is not finished", why, fix, code="compile.kernels")
         report = _audit(order, libraries)
         for name, library in libraries.items():
             loaded = order.environment.site_packages / environment.AHEAD_OF_TIME / name / library.name

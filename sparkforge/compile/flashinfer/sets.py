@@ -69,9 +69,8 @@ class KernelTable(Record):
     def chosen(self, name: str) -> tuple[KernelModule, ...]:
         """Return the modules of a set. Raises UsageError for an unknown set."""
         if name not in self.sets:
-            raise UsageError(
-                f"there is no set {name}", f"the sets are {', '.join(self.sets)}", "./inv build.kernels --help"
-            )
+            failure = f"there is no set {name}"
+            raise UsageError(failure, f"the sets are {', '.join(self.sets)}", "./inv build.kernels --help")
         return tuple(module for module in self.module if name in (*module.sets, EVERYTHING))
 
     def digest(self, modules: tuple[KernelModule, ...]) -> str:
@@ -95,12 +94,9 @@ def load(version: str, path: Path = TABLE) -> KernelTable:
     """
     document = read_toml(path)
     if version not in document["flashinfer"]:
-        raise InputError(
-            f"no kernels are known for FlashInfer {version}",
-            f"{path.name} has those of {', '.join(document['flashinfer'])}",
-            "--help   # build another stack, or extend that table (docs/concepts/kernels.md)",
-            code="input.pins",
-        )
+        why = f"{path.name} has those of {', '.join(document['flashinfer'])}"
+        fix = "--help   # build another stack, or extend that table (docs/concepts/kernels.md)"
+        raise InputError(f"no kernels are known for FlashInfer {version}", why, fix, code="input.pins")
     index = document["flashinfer"].index(version)
     shared = {name: (call.pop("generator"), call.pop("arguments", {})) for name, call in document["calls"].items()}
     for call in document["calls"].values():

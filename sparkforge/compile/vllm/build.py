@@ -84,10 +84,7 @@ class ExtensionOrder:
     @property
     def inputs(self) -> dict[str, str]:
         """The inputs of the overlay."""
-        rules = {
-            "targets": sha256_file(vllm_targets.PATH),
-            "audit rules": sha256_file(audit_rules.PATH),
-        }
+        rules = {"targets": sha256_file(vllm_targets.PATH), "audit rules": sha256_file(audit_rules.PATH)}
         return {**self.configuration, **rules, "built": " ".join(self.targets)}
 
     @property
@@ -170,18 +167,16 @@ def prepare(request: ExtensionRequest) -> ExtensionOrder:
     limit = parse_limit(request.jobs)
     folder = paths.typed(request.output).absolute() if request.output else paths.state() / "vllm-overlay"
     if folder.exists() and manifest.load(folder) is None:
-        raise UsageError(
-            f"cannot write {folder}", "it exists and is no overlay of ours", "--help   # name another folder"
-        )
+        failure = f"cannot write {folder}"
+        raise UsageError(failure, "it exists and is no overlay of ours", "--help   # name another folder")
     checkout = Path(request.checkout).absolute() if request.checkout else None
     inputs = vllm_sources.fetch_sources(
         table, chosen, inputs_folder, stack, checkout, without_missing=bool(request.units)
     )
     chain = toolchain.find(arch, minimum_cxx=MINIMUM_CXX)
     if not shutil.which("patch"):  # CMakeLists.txt:402 mends a header of torch 2.13 with it
-        raise CompileError(
-            "cannot build vLLM", "its CMake files run `patch`", "sudo apt install patch", code="compile.toolchain"
-        )
+        failure = "cannot build vLLM"
+        raise CompileError(failure, "its CMake files run `patch`", "sudo apt install patch", code="compile.toolchain")
     python = paths.typed(request.python).absolute() if request.python else environments.build_interpreter(stack, "vllm")
     return ExtensionOrder(tuple(chosen), arch, folder, chain, vllm_env.examine(python, stack), inputs, table, limit)
 
@@ -306,12 +301,10 @@ def configure(order: ExtensionOrder) -> None:
         raise explained(error) from None
     expected, match = order.table.mapped(order.arch).base, SUPPORTED.search(output)
     if match is None or match[1] != expected:
-        raise CompileError(
-            f"vLLM's CMake files do not make {expected} of {order.arch}",
-            f"they make {match[1] if match else 'nothing'} of it",
-            f"less {vllm_targets.PATH}   # correct [arch] by CMakeLists.txt:108-131 of this vLLM",
-            code="compile.incomplete",
-        )
+        failure = f"vLLM's CMake files do not make {expected} of {order.arch}"
+        why = f"they make {match[1] if match else 'nothing'} of it"
+        fix = f"less {vllm_targets.PATH}   # correct [arch] by CMakeLists.txt:108-131 of this vLLM"
+        raise CompileError(failure, why, fix, code="compile.incomplete")
     write_json(stamp, order.configuration)
 
 
@@ -364,10 +357,8 @@ def _install(order: ExtensionOrder) -> Path:
     for target in order.targets:
         run([order.interpreter.cmake, "--install", order.folder / "cmake", "--component", target, "--prefix", staged])
         if not (staged / order.table.targets[target].output).is_file():
-            raise CompileError(
-                f"{target} was built, but there is no {order.table.targets[target].output}",
-                "CMake installs it under another name; an interpreter without the stable ABI does this",
-                "without --compile-python   # or name an interpreter that is not free-threaded",
-                code="compile.incomplete",
-            )
+            failure = f"{target} was built, but there is no {order.table.targets[target].output}"
+            why = "CMake installs it under another name; an interpreter without the stable ABI does this"
+            fix = "without --compile-python   # or name an interpreter that is not free-threaded"
+            raise CompileError(failure, why, fix, code="compile.incomplete")
     return staged

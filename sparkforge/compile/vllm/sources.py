@@ -169,9 +169,8 @@ def _missing_repositories(missing: Mapping[str, str], users: Mapping[str, Sequen
         "  and on this one: ./inv bundle.unpack spark.tar DIR && ./inv build --from source --sources DIR",
         *(f"or by hand: {command}, then ./inv build --from source --sources DIR" for command in commands),
     )
-    return CompileError(
-        f"{len(missing)} of vLLM's repositories are missing", why, "\n        ".join(fixes), code="compile.inputs"
-    )
+    failure = f"{len(missing)} of vLLM's repositories are missing"
+    return CompileError(failure, why, "\n        ".join(fixes), code="compile.inputs")
 
 
 def copy_tree(inputs: ExtensionSources, copy: Path) -> None:

@@ -62,13 +62,11 @@ class TargetTable(Record):
         """Return `names` in the table's order, or all that SM121 uses. Raises UsageError for any other name."""
         for name in names:
             if name not in self.targets:
-                raise UsageError(
-                    f"vLLM has no target {name}", f"there are {', '.join(self.used)}", "--help   # name one of them"
-                )
+                failure = f"vLLM has no target {name}"
+                raise UsageError(failure, f"there are {', '.join(self.used)}", "--help   # name one of them")
             if not (target := self.targets[name]).use:
-                raise UsageError(
-                    f"{name} is not built for SM121", f"{target.why} ({target.where})", "--help   # leave it out"
-                )
+                failure = f"{name} is not built for SM121"
+                raise UsageError(failure, f"{target.why} ({target.where})", "--help   # leave it out")
         return [name for name in self.used if not names or name in names]
 
     def mapped(self, arch: str) -> Arch:
@@ -88,12 +86,9 @@ def load(version: str) -> TargetTable:
     document = read_toml(PATH)
     releases, targets, left_out = (document.pop(key) for key in ("versions", "targets", "left_out"))
     if version not in releases:
-        raise InputError(
-            f"vLLM {version} cannot be compiled here",
-            f"{PATH.name} has the targets of {', '.join(releases)}",
-            "--from wheel   # or extend that table (docs/concepts/vllm-extensions.md)",
-            code="input.pins",
-        )
+        failure = f"vLLM {version} cannot be compiled here"
+        fix = "--from wheel   # or extend that table (docs/concepts/vllm-extensions.md)"
+        raise InputError(failure, f"{PATH.name} has the targets of {', '.join(releases)}", fix, code="input.pins")
     number, every = releases.index(version), dict[str, Any]()
     for name, target in (*targets.items(), *left_out.items()):
         where = target["where"]
