@@ -243,18 +243,15 @@ def host(elf: BoundedFile, entries: Sequence[FatbinEntry] = ()) -> Host:
     undefined, exports = _symbols(elf)
     return Host(
         machine={"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}.get(elf["e_machine"], str(elf["e_machine"])),
-        shared=elf["e_type"] == "ET_DYN",
-        soname="".join(tags.get("soname", [])),
+        shared=elf["e_type"] == "ET_DYN", soname="".join(tags.get("soname", [])),
         needed=tuple(tags.get("needed", [])),
         runpath=tuple(path for paths in tags.get("runpath", []) + tags.get("rpath", []) for path in paths.split(":")),
         glibc=_glibc(elf),
         executable_stack=any(s["p_type"] == "PT_GNU_STACK" and s["p_flags"] & 1 for s in elf.segment_headers()),
-        undefined=undefined,
-        exports=exports,
-        cubins=sum(entry.kind == KIND_CUBIN for entry in entries),
+        undefined=undefined, exports=exports, cubins=sum(entry.kind == KIND_CUBIN for entry in entries),
         ptx=tuple(sorted(f"compute_{entry.sm}" for entry in entries if entry.kind == KIND_PTX)),
         other=sum(entry.kind not in (KIND_CUBIN, KIND_PTX) for entry in entries),
-    )
+    )  # fmt: skip
 
 
 def _dynamic(elf: BoundedFile) -> dict[str, list[str]]:

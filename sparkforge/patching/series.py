@@ -79,14 +79,10 @@ class Patch:
             raise refuse(file.name, "has no line `---` between its header and its diff")
         header = _header(file.name, head)
         return cls(
-            file.name,
-            hashlib.sha256(data).hexdigest(),
-            header,
-            parse(file.name, diff),
-            tuple(_condition(file.name, line) for line in header["Drop-when"].splitlines()),
-            data,
+            file.name, hashlib.sha256(data).hexdigest(), header, parse(file.name, diff),
+            tuple(_condition(file.name, line) for line in header["Drop-when"].splitlines()), data,
             COMMON + file.name if file.parent.name == "common" else file.name,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -78,15 +78,10 @@ def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> Cl
     crossover = _crossover(model, device, asked, nodes)
     recommended, why = _recommend(ways, asked, crossover)
     return ClusterPlan(
-        nodes=nodes,
-        link=device.link.bandwidth,
-        sequences=asked.sequences,
-        ways=ways,
-        speeds=[speeds(model, device, asked, nodes, users) for users in USERS],
-        crossover=crossover,
-        recommended=recommended,
-        why=why,
-    )
+        nodes=nodes, link=device.link.bandwidth, sequences=asked.sequences, ways=ways,
+        speeds=[speeds(model, device, asked, nodes, users) for users in USERS], crossover=crossover,
+        recommended=recommended, why=why,
+    )  # fmt: skip
 
 
 def objections(model: Architecture, nodes: int, way: Way) -> tuple[str, ...]:
@@ -195,15 +190,10 @@ def _way(model: Architecture, device: Device, load: Workload, nodes: int, way: W
     share = (weights + cache + padding + sum(lines.values())) / device.memory_bytes
     against = objections(model, nodes, way)
     return WayRow(
-        way=way,
-        weights_bytes=weights + padding,
-        kv_bytes=cache,
-        share=share,
-        fits=not against and share <= budget.most_share(device),
-        link_bytes=link_bytes(model, nodes, way),
-        link_seconds=link_seconds(model, device.link, 1, nodes, way) if device.link else None,
-        against=against,
-    )
+        way=way, weights_bytes=weights + padding, kv_bytes=cache, share=share,
+        fits=not against and share <= budget.most_share(device), link_bytes=link_bytes(model, nodes, way),
+        link_seconds=link_seconds(model, device.link, 1, nodes, way) if device.link else None, against=against,
+    )  # fmt: skip
 
 
 def _crossover(model: Architecture, device: Device, load: Workload, nodes: int) -> int | None:

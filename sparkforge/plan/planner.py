@@ -216,15 +216,10 @@ def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> 
     same = roofline.decode(model, batch, load, touched=model.top_k)
     best, seconds = roofline.time(same, device).seconds, time.seconds
     return DecodeRow(
-        batch=batch,
-        experts=roofline.experts_touched(model.experts, model.top_k, batch),
-        bytes=int(time.work.bytes),
-        bound=time.bound,
-        seconds=seconds,
-        each=1 / seconds if seconds else None,
-        total=batch / seconds if seconds else None,
-        best_total=batch / best if best else None,
-    )
+        batch=batch, experts=roofline.experts_touched(model.experts, model.top_k, batch), bytes=int(time.work.bytes),
+        bound=time.bound, seconds=seconds, each=1 / seconds if seconds else None,
+        total=batch / seconds if seconds else None, best_total=batch / best if best else None,
+    )  # fmt: skip
 
 
 def _format(
@@ -232,17 +227,13 @@ def _format(
 ) -> FormatRow:
     freed, served = model.weight_bytes() - model.weight_bytes(dense), replace(load, dense=dense)
     return FormatRow(
-        name=dense.name,
-        attention=dense.attention,
-        head=dense.head,
-        bytes=int(roofline.decode(model, 1, replace(served, context=0)).bytes),
-        freed_bytes=freed,
-        kv_tokens=freed // max(1, model.full_layers * model.kv_layer_token(load.kv)),
-        users=USERS,
+        name=dense.name, attention=dense.attention, head=dense.head,
+        bytes=int(roofline.decode(model, 1, replace(served, context=0)).bytes), freed_bytes=freed,
+        kv_tokens=freed // max(1, model.full_layers * model.kv_layer_token(load.kv)), users=USERS,
         each=tuple(speed.ceiling(model, device, users, served) for users in USERS),
         forecasts=tuple(forecast.step(model, device, roofline.decode(model, users, served)) for users in USERS),
         profiles=tuple(name for name in choose.candidates(device, profiles) if profiles[name].dense == dense),
-    )
+    )  # fmt: skip
 
 
 def _speculation(
@@ -268,13 +259,9 @@ def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -
     seconds = roofline.first_token_seconds(model, device, prompt, 1, load)
     bounds = {roofline.time(work, device).bound for work in works}
     return PrefillRow(
-        prompt=prompt,
-        chunk=load.batched,
-        bound=" and ".join(sorted(bounds)),
-        seconds=seconds,
-        rate=prompt / seconds if seconds else None,
-        forecast=forecast.prefill_seconds(model, device, prompt, load),
-    )
+        prompt=prompt, chunk=load.batched, bound=" and ".join(sorted(bounds)), seconds=seconds,
+        rate=prompt / seconds if seconds else None, forecast=forecast.prefill_seconds(model, device, prompt, load),
+    )  # fmt: skip
 
 
 def _advice(
