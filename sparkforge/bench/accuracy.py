@@ -94,10 +94,8 @@ def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
         prompt = values[1 : len(values) - generated]
         return [math.nan if value is None else float(value) for value in prompt]
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        why, fix = (
-            f"no choices[0].logprobs.token_logprobs ({error!r})",
-            "--help   # use a server with echo, such as vLLM",
-        )
+        why = f"no choices[0].logprobs.token_logprobs ({error!r})"
+        fix = "--help   # use a server with echo, such as vLLM"
         raise ServerError("the server echoes no prompt logprobs", why, fix, code="server.reply") from error
 
 

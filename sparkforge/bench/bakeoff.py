@@ -180,8 +180,7 @@ def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder
         _keep_log(folder, in_container=plan.device in CONTAINERS)
     elif not _end(server, folder):
         why = f"{plan.profile} gets no standing: what was measured may be of another server"
-        fix = "again"
-        raise ServerError("the trial's server was ended by another command", why, fix, code="server.not-running")
+        raise ServerError("the trial's server was ended by another command", why, "again", code="server.not-running")
     return standing
 
 

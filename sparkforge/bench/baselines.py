@@ -167,10 +167,6 @@ class Baselines(Record):
         shapes = ", ".join(f"{s.isl}/{s.osl}" for s in self.sweeps)
         raise UsageError(f"no concurrencies are known for {isl}/{osl}", f"the table has {shapes}", "--conc 4,8,16")
 
-    def default_text(self, model: str) -> str:
-        """Return the name of the text that a model is scored on where none is named."""
-        return next(row.text for row in self.default_texts if matches(row.model, model))
-
     def competition_figure(self, isl: int, osl: int, conc: int) -> CitedFigure | None:
         """Return the competition's reference figure for a configuration; None if it has none."""
         figures = (figure for figure in self.figures if figure.name == self.competition.baseline)
@@ -180,10 +176,6 @@ class Baselines(Record):
         """Return the threshold of a model on a text; the first row that matches counts."""
         matching = (row for row in self.gates if row.text == text and matches(row.model, model))
         return next(matching, None)
-
-    def canaries_of(self, model: str) -> list[str]:
-        """Return the names of the canaries that a model must answer; the first row that matches counts."""
-        return next((list(row.ask) for row in self.canaries if matches(row.model, model)), [])
 
 
 def compare_with_competition(metrics: Metrics, figure: CitedFigure | None) -> dict[str, Any]:

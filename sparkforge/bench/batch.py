@@ -103,14 +103,16 @@ def folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
 
 
 def run(bench: Bench, configs: Sequence[Config], batch: Path) -> list[Result]:
-    """Measure what is missing or failed in `batch`; a configuration that fails does not stop the others.
-
-    Returns all results.
-    """
+    """Measure what is missing or failed in `batch`, and return all results. A failure does not stop the others."""
     steps, results = Steps(len(configs)), list[Result]()
     for config in configs:
         path = batch / f"{config.name}.json"
-        results.append(measure(bench, config, path, steps, saved=_saved_result(path)))
+        saved = None
+        with suppress(InputError):
+            saved = schema.read(path) if path.exists() else None
+        if saved and not saved.passed:
+            saved = None
+        results.append(measure(bench, config, path, steps, saved=saved))
         write_atomic(batch / "summary.txt", safe(summary(results, len(configs))))
     return results
 
@@ -143,15 +145,6 @@ def _read_plan(batch: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _saved_result(path: Path) -> Result | None:
-    """Return the result of a configuration that passed; None for one that failed, which is to be measured again."""
-    try:
-        result = schema.read(path) if path.exists() else None
-    except InputError:
-        return None
-    return result if result is not None and result.passed else None
 
 
 def line(result: Result) -> str:

@@ -6,7 +6,7 @@ A wrong kernel that still serves shows first in the first token of an answer (vL
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from sparkforge.bench.schema import ResultCheck
@@ -19,7 +19,7 @@ ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the capital of
 HARMONY = "<|start|>user<|message|>What is the capital of France?<|end|><|start|>assistant"  # openai/harmony's format
 
 
-def run(endpoint: Endpoint, names: list[str]) -> list[ResultCheck]:
+def run(endpoint: Endpoint, names: Sequence[str]) -> list[ResultCheck]:
     """Ask every canary of `names` and return a check for each."""
     checks = []
     for name in names:
@@ -63,9 +63,4 @@ def tool_call(endpoint: Endpoint) -> str:
     return proof.tool_call_fault(response["choices"][0]["message"])
 
 
-CANARIES: dict[str, Callable[[Endpoint], str]] = {
-    "answers": answers,
-    "first_token": first_token,
-    "content": content,
-    "tool_call": tool_call,
-}
+CANARIES = {question.__name__: question for question in (answers, first_token, content, tool_call)}

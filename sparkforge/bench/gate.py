@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +11,7 @@ from typing import Literal
 from sparkforge import pins
 from sparkforge.bench import accuracy, canary
 from sparkforge.bench import text as texts
-from sparkforge.bench.baselines import AccuracyThreshold, Baselines
+from sparkforge.bench.baselines import AccuracyThreshold, Baselines, matches
 from sparkforge.bench.schema import Gate, ResultCheck, finite
 from sparkforge.core.console import say
 from sparkforge.core.documents import read_text
@@ -32,24 +31,18 @@ class Passage:
 def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage:
     """Return a known text by its name, or the text of a file, named after the file without its suffix.
 
-    The default is the model's own text. Raises UsageError, and InputError for a known text that is not downloaded or
-    is damaged.
+    The default is the model's own text. Raises UsageError, also for a file with a known text's name, whose limits would
+    apply, and InputError for a known text that is not downloaded or is damaged.
     """
-    name, packaged = text_or_file or baselines.default_text(model), {text.name: text for text in baselines.texts}
-    pinned = pins.load().texts
+    name = text_or_file or next(row.text for row in baselines.default_texts if matches(row.model, model))
+    packaged, pinned = {text.name: text for text in baselines.texts}, pins.load().texts
     if name in packaged:
         return Passage(name, packaged[name].read(), packaged[name].sha256)
     if name in pinned:
         return Passage(name, texts.read(name, pinned[name]), pinned[name].pinned_files[pinned[name].member].sha256)
-    if not Path(name).suffix:
-        known = ", ".join((*packaged, *pinned))
-        raise UsageError(f"there is no text {name}", f"the known texts are {known}", "without --text")
-    return _read_file(Path(name), {**packaged, **pinned}.keys())
-
-
-def _read_file(path: Path, known: Collection[str]) -> Passage:
-    """Return a file's text. Raises UsageError, also if it has a known text's name: that text's limits would apply."""
-    fix = "without --text"
+    path, known, fix = Path(name), (*packaged, *pinned), "without --text"
+    if not path.suffix:
+        raise UsageError(f"there is no text {name}", f"the known texts are {', '.join(known)}", fix)
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -76,7 +69,8 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
     start = time.monotonic()
     score = accuracy.score(endpoint, text.text)
     # A server that cannot score gets no canaries: each request could last until the timeout.
-    canaries = [] if score.faults else canary.run(endpoint, baselines.canaries_of(endpoint.model))
+    asked = next((row.ask for row in baselines.canaries if matches(row.model, endpoint.model)), [])
+    canaries = [] if score.faults else canary.run(endpoint, asked)
     checks = [*check_score(score, threshold, text.text), *canaries]
     return Gate(
         passed=all(check.ok for check in checks), checks=checks, text=text.name, text_sha256=text.sha256,
@@ -106,12 +100,11 @@ def bounded(name: str, value: float, limit: float, *, upper: bool) -> ResultChec
 
 def require(gate: Gate) -> None:
     """Raise BenchmarkError unless the gate is green."""
-    if gate.passed:
-        return
-    failed = [check.told for check in gate.checks if not check.ok]
-    failure = "the served model failed the accuracy gate; nothing was timed"
-    fix = "./inv logs   # look at the server's MoE backend; ./inv bench.acc shows every check"
-    raise BenchmarkError(failure, "\n        ".join(failed), fix, code="benchmark.gate")
+    if not gate.passed:
+        why = "\n        ".join(check.told for check in gate.checks if not check.ok)
+        fix = "./inv logs   # look at the server's MoE backend; ./inv bench.acc shows every check"
+        failure = "the served model failed the accuracy gate; nothing was timed"
+        raise BenchmarkError(failure, why, fix, code="benchmark.gate")
 
 
 def print_gate(gate: Gate) -> None:

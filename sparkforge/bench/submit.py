@@ -100,9 +100,8 @@ def find_differences(table: Baselines, model: str, text_sha256: str, shape: tupl
     if not (url := board.url(*shape)):
         differences.append(f"there is no board for {shape[0]}/{shape[1]}")
     elif to.rstrip("/") in {known.url for known in board.boards} - {url}:
-        differences.append(
-            f"{to} is the board of another shape; that of {shape[0]}/{shape[1]} is {url}, or --to {BOARD}"
-        )
+        own = f"that of {shape[0]}/{shape[1]} is {url}, or --to {BOARD}"
+        differences.append(f"{to} is the board of another shape; {own}")
     return differences
 
 
@@ -169,9 +168,8 @@ def gradio_row(team: str, result: Result, figure: CitedFigure | None) -> list[st
     if m is None:
         raise InputError("the result holds no figures", "it did not pass", "./inv bench.perf", code="input.result")
     e2e, tput, each = m.e2el_ms.median, m.tput_per_gpu, m.interactivity
-    e2e_b200, tput_b200, each_b200 = (
-        cited.get(name, 0.0) for name in ("median_e2el_ms", "tput_per_gpu", "interactivity")
-    )
+    quantities = ("median_e2el_ms", "tput_per_gpu", "interactivity")
+    e2e_b200, tput_b200, each_b200 = (cited.get(name, 0.0) for name in quantities)
     figures = (
         *(result.config.conc, e2e, tput, e2e_b200, tput_b200),
         *(e2e_b200 and e2e / e2e_b200, tput_b200 and tput / tput_b200),

@@ -21,7 +21,7 @@ from sparkforge.core.documents import DocumentError, read_bytes
 from sparkforge.core.errors import InputError, IntegrityError, NetworkError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.urls import without_passwords
-from sparkforge.pins import PinnedFile, TextPin
+from sparkforge.pins import TextPin
 
 ENDPOINT = "https://huggingface.co"  # unless HF_ENDPOINT names another
 FETCH = "./inv bench.acc --fetch-text"
@@ -37,14 +37,11 @@ def path(name: str) -> Path:
 def read(name: str, pin: TextPin) -> str:
     """Return a text as the competition's script makes it. Raises InputError if it is not here, or is another one."""
     if not path(name).exists():
-        raise InputError(
-            f"the text {name} is not here",
-            f"the gate's limits belong to this text; it is not in this repository ({pin.licence})",
-            f"{FETCH} {HUB}   # {_size(pin.pinned_files[pin.archive]) / 1e6:.1f} MB; without a network: "
-            f"{FETCH} {Path(pin.member).name}",
-            code="input.text",
-        )
-    data = _read(path(name), _size(pin.pinned_files[pin.member]), f"{FETCH} {HUB}")
+        why = f"the gate's limits belong to this text; it is not in this repository ({pin.licence})"
+        size, file = int(pin.pinned_files[pin.archive].size) / 1e6, Path(pin.member).name
+        fix = f"{FETCH} {HUB}   # {size:.1f} MB; without a network: {FETCH} {file}"
+        raise InputError(f"the text {name} is not here", why, fix, code="input.text")
+    data = _read(path(name), int(pin.pinned_files[pin.member].size), f"{FETCH} {HUB}")
     if (sha256 := hashlib.sha256(data).hexdigest()) != pin.pinned_files[pin.member].sha256:
         why = f"its sha256 is {sha256}, so limits mean nothing on it"
         raise InputError(f"{path(name)} is not {name}", why, f"{FETCH} {HUB}", code="input.text")
@@ -70,7 +67,7 @@ def fetch(source: str) -> Path:
         data = _download(pin)
     else:
         fix = f"{FETCH} {HUB}   # or a file: {pin.archive} or {Path(pin.member).name}"
-        data = _read(Path(source), max(map(_size, pin.pinned_files.values())), fix)
+        data = _read(Path(source), max(int(file.size) for file in pin.pinned_files.values()), fix)
     write_atomic(path(name), _unpacked(data, source, pin))
     say(f"{path(name)}: sha256 {pin.pinned_files[pin.member].sha256}, from {source}")
     return path(name)
@@ -89,15 +86,14 @@ def _download(pin: TextPin) -> bytes:
     url = f"{endpoint}/datasets/{pin.dataset}/resolve/{pin.revision}/{pin.archive}"
     try:
         with httpx.Client(timeout=TIMEOUT, follow_redirects=True) as client:
-            response = http.request(client, "GET", url, seconds=SECONDS, limit=_size(pin.pinned_files[pin.archive]))
+            size = int(pin.pinned_files[pin.archive].size)
+            response = http.request(client, "GET", url, seconds=SECONDS, limit=size)
         why = "" if response.is_success else f"HTTP {response.status_code}"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
         why = f"{type(error).__name__}: {error}"[:300]
     if why:
-        fix = (
-            f"again   # check the network and HF_ENDPOINT; or copy {Path(pin.member).name} here, and name "
-            "it by --fetch-text"
-        )
+        copy = f"copy {Path(pin.member).name} here, and name it by --fetch-text"
+        fix = f"again   # check the network and HF_ENDPOINT; or {copy}"
         raise NetworkError(f"cannot fetch {pin.archive}", without_passwords(why), fix, code="network.fetch")
     return response.content
 
@@ -111,7 +107,7 @@ def _unpacked(data: bytes, origin: str, pin: TextPin) -> bytes:
     if sha256 == archive.sha256:
         try:
             with zipfile.ZipFile(io.BytesIO(data)).open(pin.member) as file:
-                unpacked = file.read(_size(member) + 1)
+                unpacked = file.read(int(member.size) + 1)
         except (KeyError, zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError) as error:
             why = f"{pin.member} cannot be unpacked from it: {error}"
         else:
@@ -120,8 +116,3 @@ def _unpacked(data: bytes, origin: str, pin: TextPin) -> bytes:
             why = f"its {pin.member} has another sha256 than the pin, {member.sha256}"
     fix = f"{FETCH} {HUB}   # or a file: {pin.archive} or {Path(pin.member).name}"
     raise IntegrityError(f"{origin} is not the pinned text", f"{why}; nothing was kept", fix, code="integrity.hash")
-
-
-def _size(file: PinnedFile) -> int:
-    """Return a pin's size in bytes; a text's is never unknown (sparkforge/pins/table.py)."""
-    return int(file.size)

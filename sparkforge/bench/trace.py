@@ -193,12 +193,8 @@ def _events(path: Path) -> tuple[list[Event], dict[tuple[str, str], list[Event]]
             continue
         name, times = row.get("name"), [row.get("ts"), row.get("dur")]
         begin, length = (float(time) if isinstance(time, int | float) else -1.0 for time in times)
-        if (
-            not isinstance(name, str)
-            or len(name) > LONGEST_NAME
-            or not 0 <= begin <= LATEST
-            or not 0 <= length <= LATEST
-        ):
+        is_timed = 0 <= begin <= LATEST and 0 <= length <= LATEST
+        if not is_timed or not isinstance(name, str) or len(name) > LONGEST_NAME:
             raise _malformed(path, f"event {number} has no name, begin or duration that makes sense")
         events = on_gpu if category in GPU else threads[str(row.get("pid")), str(row.get("tid"))]
         events.append(Event(name, begin, begin + length, category == SPAN))

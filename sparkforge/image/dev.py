@@ -76,29 +76,18 @@ class Checkout:
 CHECKOUTS = (
     Checkout("vllm", "vllm", ("csrc", "cmake", "CMakeLists.txt"), "./inv dev.build vllm"),
     Checkout(
-        "flashinfer",
-        "flashinfer",
-        ("csrc", "include"),
-        "./inv dev.build flashinfer",
-        links={
-            "flashinfer/data/csrc": "csrc",
-            "flashinfer/data/include": "include",
-            "flashinfer/data/cutlass": "3rdparty/cutlass",
-            "flashinfer/data/spdlog": "3rdparty/spdlog",
-            "flashinfer/data/cccl": "3rdparty/cccl",
-        },
+        "flashinfer", "flashinfer", ("csrc", "include"), "./inv dev.build flashinfer",
+        links={f"flashinfer/data/{name}": name for name in ("csrc", "include")}
+        | {f"flashinfer/data/{name}": f"3rdparty/{name}" for name in ("cutlass", "spdlog", "cccl")},
     ),
     Checkout(
-        "triton",
-        "triton",
-        ("include", "lib", "python/src", "third_party", "CMakeLists.txt"),
-        "pip install --no-build-isolation --no-deps -e /src/triton",
-        roots=("python", "."),
+        "triton", "triton", ("include", "lib", "python/src", "third_party", "CMakeLists.txt"),
+        "pip install --no-build-isolation --no-deps -e /src/triton", roots=("python", "."),
         links={f"triton/backends/{name}": f"third_party/{name}/backend" for name in ("nvidia", "amd")},
         products=(NATIVE, "triton/backends/*/bin/*", "triton/backends/*/lib/*", "triton/backends/*/include/*"),
     ),
     Checkout("triton_kernels", "triton_kernels", (), "", roots=("python/triton_kernels", ".")),
-)
+)  # fmt: skip
 COMPILED = ("vllm", "flashinfer")  # by `./inv dev.build`
 
 
@@ -243,14 +232,6 @@ def _record(checkout: Checkout) -> Path:
     return paths.state() / "dev" / f"{checkout.name}.sha256"
 
 
-def stale_modules(names: Sequence[str], sources: Path) -> list[str]:
-    """Return FlashInfer's cached modules that no stack pins, or that are made from one of `names` in the checkout."""
-    modules = cache.modules(cache.default_root())
-    stale = [module for module in modules if cache.why_stale(module)]
-    stale += [module for name in names for module in cache.made_from(modules, sources / "flashinfer" / name)]
-    return sorted({module.name for module in stale})
-
-
 def missing_patches(checkout: Checkout, stack: str, sources: Path) -> list[str]:
     """Return the patches of `stack` that the checkout lacks: a hunk's old text is in the file, its new text is not."""
     queues = [queue for _, queue in series.queues(pins.load(), stack) if queue.upstream == checkout.name]
@@ -287,12 +268,14 @@ def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
         elif differing:
             advice = checkout.rebuild
             if name in COMPILED and pins.load().image(stack).device != CUDA:
-                advice = (
-                    f"again   # or another stack: {stack} compiles nothing; the installed native modules stay in use"
-                )
+                kept = f"{stack} compiles nothing; the installed native modules stay in use"
+                advice = f"again   # or another stack: {kept}"
             say(f"  {len(differing)} native sources changed, such as {differing[0]}: {advice}")
             say(f"  compiled already, by hand: ./inv dev.build {name} --accept")
-        if name == "flashinfer" and (stale := stale_modules(differing, sources)):
+        # FlashInfer's cached modules that no stack pins, or that are made from a changed source.
+        modules = cache.modules(cache.default_root()) if name == "flashinfer" else []
+        remade = [module for path in differing for module in cache.made_from(modules, folder / path)]
+        if stale := sorted({module.name for module in modules if module in remade or cache.why_stale(module)}):
             say(f"  stale in the cache: {', '.join(stale)}: ./inv clean-cache --module {','.join(stale)}")
 
 

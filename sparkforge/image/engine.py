@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -46,12 +46,9 @@ class Engine:
     @property
     def gpu(self) -> str:
         """The way in which a container gets the GPU, in words; empty if there is none."""
-        ways = (
-            (NVIDIA in self.runtimes, "NVIDIA runtime"),
-            (bool(self.cdi), f"CDI device {next(iter(self.cdi), '')}"),
-            (self.hook, HOOK),
-        )
-        return next((way for available, way in ways if available), "")
+        if NVIDIA in self.runtimes:
+            return "NVIDIA runtime"
+        return f"CDI device {self.cdi[0]}" if self.cdi else HOOK if self.hook else ""
 
     @property
     def leaks_loopback_ports(self) -> bool:
@@ -231,13 +228,7 @@ def _cdi_devices(info: dict[str, Any]) -> tuple[str, ...]:
         return discovered
     for folder in info.get("CDISpecDirs") or []:
         for file in sorted(Path(folder).glob("*")):
-            if file.suffix in {".yaml", ".yml", ".json"} and CDI_ENTRY.search(_text(file)):
-                return (f"{CDI_KIND} ({file})",)
+            with suppress(OSError):
+                if file.suffix in {".yaml", ".yml", ".json"} and CDI_ENTRY.search(file.read_text(errors="replace")):
+                    return (f"{CDI_KIND} ({file})",)
     return ()
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -28,9 +28,7 @@ from sparkforge.image.devices import CPU, build_command
 MANIFEST_LABEL = "org.sparkforge.manifest"
 AUDIT_LABEL = "org.sparkforge.audit"
 SBOM_LABEL = "org.sparkforge.sbom"
-SOURCE_LABEL = (
-    "org.sparkforge.source"  # the file with revision and digest of the build's context; older images have none
-)
+SOURCE_LABEL = "org.sparkforge.source"  # the file with revision and digest of the build's context; not in older images
 LICENCES = f"/opt/venv/{licences.REPORT}"
 # Bytes that a build takes under the engine's folder, image and cache together, with a margin: 5 GB are installed in the
 # embedded image, 8 GB in the Spark's (docs/concepts/images.md).
@@ -174,7 +172,11 @@ def verify(stack: str, name: str, expected: Expected) -> None:
             commit = f"commit {revision} by {source.get('from')}" if revision else "no commit: the context had no git"
             echo(f"  source     {commit}; context sha256 {source.get('tree')}")
         for key, value in sorted(document.items()):
-            echo(f"  {key:<10} {_brief(value)}")
+            text = str(value)
+            if isinstance(value, dict):
+                hashes = ", ".join(f"{name} {_short(str(digest))}" for name, digest in value.items()) or "none"
+                text = hashes if len(value) <= 10 else f"{len(value)} entries"
+            echo(f"  {key:<10} {text}")
         document, audit = require_ours(client, image, stack, expected)
     kernels = document.get("kernels") or {}
     say(
@@ -192,8 +194,7 @@ def require_ours(
     text, report = (_read(client, image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
     document = _parsed(text, Manifest)
     wanted = expected(str(image.attrs.get("Architecture", "")))
-    problems = [*differences(document, wanted), *unaudited(document, report)]
-    if problems:
+    if problems := [*differences(document, wanted), *unaudited(document, report)]:
         failure = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
         raise IntegrityError(failure, "; ".join(problems), build_command(stack), code="integrity.image")
     return document, _parsed(report, Audit)
@@ -299,14 +300,6 @@ def _joined(stream: Iterable[bytes]) -> bytes:
         if len(data) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
     return bytes(data)
-
-
-def _brief(value: Any) -> str:
-    if not isinstance(value, dict):
-        return str(value)
-    if len(value) > 10:
-        return f"{len(value)} entries"
-    return ", ".join(f"{name} {_short(str(digest))}" for name, digest in value.items()) or "none"
 
 
 def _short(digest: str | None) -> str:

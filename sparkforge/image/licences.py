@@ -39,11 +39,8 @@ def add(packages: Path, table: Path | None = None) -> list[str]:
         for file, text in document["distributions"][name]["files"].items():
             source = table.with_suffix("") / text
             if not source.is_file() or sha256_file(source) != document["texts"][text]:
-                why = "it is gone, or its sha256 is another"
-                raise IntegrityError(
-                    f"{source} is not the text in {table.name}", why, f"git checkout {table.parent.name}",
-                    code="integrity.hash",
-                )  # fmt: skip
+                failure, why = f"{source} is not the text in {table.name}", "it is gone, or its sha256 is another"
+                raise IntegrityError(failure, why, f"git checkout {table.parent.name}", code="integrity.hash")
             write_atomic(info / "licenses" / file, source.read_bytes())
         added.append(name)
     return added

@@ -72,9 +72,7 @@ def predicate(
     """Return SLSA's predicate for an image, whose manifest has been read. Raises IntegrityError, EngineError."""
     labels, source = inspect.labels(image.attrs), inspect.made_from(client, image, stack)
     revision = labels.get(REVISION_LABEL, "")
-    if (
-        revision.startswith("unknown") or not revision
-    ):  # the build set no label: source.json in the image may name the commit
+    if revision.startswith("unknown") or not revision:  # the build set no label: source.json may name the commit
         revision = str(source.get("revision", ""))
     bill = inspect.bill(client, image, stack) if inspect.SBOM_LABEL in labels else b"{}"
     return {

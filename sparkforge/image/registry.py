@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import docker
-from docker.errors import APIError, ImageNotFound, NotFound
+from docker.errors import APIError, ImageNotFound
 
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, say
@@ -47,7 +46,12 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
         tag = versions.own_name(versions.version(manifest), image.id)
         reference = f"{repository}:{tag}"
         known = _digest(image, repository)
-        present, denied = _in_registry(client, reference)
+        try:
+            present, denied = str(client.images.get_registry_data(reference).id), False
+        except APIError as error:  # before the first push registries deny what is not there: the push tells which it is
+            if error.status_code not in {404, *DENIED}:
+                raise
+            present, denied = "", error.status_code in DENIED
         if present and present != known:
             why = f"it is {present}, and this image was never pushed there as that"
             fix = f"again   # first remove the tag {tag} from the registry"
@@ -119,18 +123,3 @@ def _digest(image: Any, repository: str) -> str:
     names = {repository, re.sub(r"^(?:index\.)?docker\.io/(?:library/)?", "", repository)}  # as the engine shortens it
     digests = [entry.partition("@") for entry in image.attrs.get("RepoDigests") or []]
     return next((digest for name, _, digest in digests if name in names), "")
-
-
-def _in_registry(client: docker.DockerClient, reference: str) -> tuple[str, bool]:
-    """Return the digest that a tag has in its registry, empty if it is not there, and whether access was denied.
-
-    Before the first push there is no repository, and registries deny what is not there: the push tells which it is.
-    """
-    try:
-        return str(client.images.get_registry_data(reference).id), False
-    except NotFound:
-        return "", False
-    except APIError as error:
-        if error.status_code not in DENIED:
-            raise
-        return "", True

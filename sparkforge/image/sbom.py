@@ -172,28 +172,23 @@ def _python(packages: Path, table: Pins, manifest: Mapping[str, Any], only: Coll
         pinned, sha256, pedigree = pins.get((name, version)), "", None
         if (info / ORIGIN).is_file():
             origin = WheelOrigin.model_validate(read_json(info / ORIGIN))
-            pinned, sha256 = (
-                pins.get((name, origin.version)),
-                patched[origin.filename].sha256 if origin.filename in patched else "",
-            )
+            pinned = pins.get((name, origin.version))
+            sha256 = patched[origin.filename].sha256 if origin.filename in patched else ""
             upstream = PackageURL("pypi", None, name, origin.version)
-            patches = [
-                # The patch itself is in the image; what follows # is its sha256.
-                Patch(
-                    type=PatchClassification.UNOFFICIAL,
-                    diff=Diff(url=XsUri(f"{info.name}/patches/{patch.name}#{patch.sha256}")),
-                )
-                for patch in origin.patches
-            ]  # fmt: skip
+            # The patch itself is in the image; what follows # is its sha256.
+            urls = [XsUri(f"{info.name}/patches/{patch.name}#{patch.sha256}") for patch in origin.patches]
+            patches = [Patch(type=PatchClassification.UNOFFICIAL, diff=Diff(url=url)) for url in urls]
             ancestor = _component(name, origin.version, upstream, sha256=origin.sha256, bom_ref=f"upstream:{upstream}")
             pedigree = Pedigree(ancestors=[ancestor], patches=patches)
         elif pinned:
             with suppress(ProcessError):  # a release that is pinned for another machine, and here comes by the lock
                 sha256 = choose_pinned(pinned, target).sha256
-        metadata = _headers(info / "METADATA")
-        urls = dict(line.partition(",")[::2] for line in metadata.get_all("Project-URL") or [])
-        urls = {label.strip().lower(): url.strip() for label, url in urls.items()}
-        source = next((urls[label] for label in SOURCES if label in urls), metadata.get("Home-page", ""))
+        file = info / "METADATA"
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        metadata = HeaderParser().parsestr(text)
+        lines = [line.partition(",") for line in metadata.get_all("Project-URL") or []]
+        links = {label.strip().lower(): url.strip() for label, _, url in lines}
+        source = next((links[label] for label in SOURCES if label in links), metadata.get("Home-page", ""))
         record, files = info / "RECORD", list[Component]()
         if record.is_file():
             files = [_component(f"{info.name}/RECORD", "", None, ComponentType.FILE, sha256_file(record))]
@@ -234,21 +229,16 @@ def _debian(root: Path, manifest: Mapping[str, Any]) -> Iterator[Component]:
         qualifiers = {"arch": machine, **({"distro": words[0]} if words else {})}
         source, _, source_version = str(fields.get("Source", name)).partition(" ")
         source_url = PackageURL("deb", "debian", source, source_version.strip("()") or version, {"arch": "source"})
+        file = root / "usr/share/doc" / name / "copyright"
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        # Only some copyright files can be read by a program (DEP 5).
+        licences = re.findall(r"^License: *(\S.*)$", text, re.MULTILINE) if text.startswith("Format:") else ()
         yield _component(
             name, version, PackageURL("deb", "debian", name, version, qualifiers),
             sha256=locked.get(f"{name}_{version.partition(':')[2] or version}_{machine}.deb", ""),
-            licences=_copyright(root / "usr/share/doc" / name / "copyright"),
+            licences=sorted({licence for licence in licences if len(licence) <= LONGEST_LICENCE}),
             external_references=[_reference(ExternalReferenceType.SOURCE_DISTRIBUTION, str(source_url))],
         )  # fmt: skip
-
-
-def _copyright(path: Path) -> list[str]:
-    """Return the licences that a Debian package names, if its copyright file can be read by a program (DEP 5)."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    if not text.startswith("Format:"):
-        return []
-    names = set(re.findall(r"^License: *(\S.*)$", text, re.MULTILINE))
-    return sorted(name for name in names if len(name) <= LONGEST_LICENCE)
 
 
 def _kernels(packages: Path, manifest: Mapping[str, Any], audit: Mapping[str, Any]) -> Iterator[Component]:
@@ -292,8 +282,3 @@ def _reference(kind: ExternalReferenceType, url: str) -> ExternalReference:
 
 def _properties(**values: str) -> list[Property]:
     return [Property(name=f"sparkforge:{name}", value=value) for name, value in values.items()]
-
-
-def _headers(file: Path) -> Message:
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    return HeaderParser().parsestr(text)

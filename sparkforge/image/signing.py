@@ -66,13 +66,11 @@ def private_key(path: Path) -> Ed25519PrivateKey:
         fix = make if isinstance(error, FileNotFoundError) else on("ls -ld", path)
         raise _unusable(path, error.strerror or str(error), fix) from error
     if status.st_uid != os.geteuid():
-        raise _unusable(
-            path, f"its owner is uid {status.st_uid}, this process is uid {os.geteuid()}", on("ls -lL", path)
-        )
+        why = f"its owner is uid {status.st_uid}, this process is uid {os.geteuid()}"
+        raise _unusable(path, why, on("ls -lL", path))
     # The content before the mode: no advice changes or overwrites a file that holds something else.
-    other = (
-        f"(umask 077; openssl genpkey -algorithm ed25519 -out {shlex.quote(f'{path}.ed25519')})   # and name that file"
-    )
+    beside = shlex.quote(f"{path}.ed25519")
+    other = f"(umask 077; openssl genpkey -algorithm ed25519 -out {beside})   # and name that file"
     try:
         key = serialization.load_pem_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import IntegrityError
+from sparkforge.core.manifest import remove
 from sparkforge.core.paths import ROOT
 from sparkforge.plan import families
 
@@ -50,18 +50,11 @@ def trim(packages: Path, cuts: Sequence[Cut]) -> dict[str, int]:
                 why = f"{pattern} of [{cut.name}] matches nothing under {packages}"
                 fix = "less deploy/trim.toml   # look where upstream moved it"
                 raise IntegrityError("the trimming table is out of date", why, fix, code="integrity.image-tree")
-            freed[cut.name] += sum(_remove(path) for path in matches)
+            for path in matches:
+                files = [path, *path.rglob("*")] if not path.is_symlink() else []
+                freed[cut.name] += sum(f.lstat().st_size for f in files if f.is_file() and not f.is_symlink())
+                remove(path)
     return freed
-
-
-def _remove(path: Path) -> int:
-    if path.is_symlink() or not path.is_dir():
-        size = 0 if path.is_symlink() else path.stat().st_size
-        path.unlink()
-        return size
-    size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
-    shutil.rmtree(path)
-    return size
 
 
 def pattern(cuts: Sequence[Cut]) -> re.Pattern[str]:

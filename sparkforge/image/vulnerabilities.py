@@ -88,10 +88,8 @@ def check(bill: bytes, database: Path) -> None:
     try:
         packages = _packages(parse_json(bill, "the bill of materials")["components"])
     except (KeyError, ValueError) as error:  # whoever made the image wrote it
-        why, fix = (
-            f"a component has no usable purl or version: {error}",
-            "./inv build --engine docker   # or name another image",
-        )
+        why = f"a component has no usable purl or version: {error}"
+        fix = "./inv build --engine docker   # or name another image"
         raise IntegrityError("the bill of materials is refused", why, fix, code="integrity.image") from error
     table, records, explained, others = analyses(), 0, set[str](), dict[str, str]()
     for record in _records(database):
@@ -103,10 +101,9 @@ def check(bill: bytes, database: Path) -> None:
                 line = f"{cves[0]} {name} {version}"
                 if not _is_affected(affected, version):
                     continue
-                if known := [
-                    table[cve] for cve in cves if cve in table and table[cve].covers({name, package}, version)
-                ]:
-                    explained.add(f"{line}: {known[0].state}: {known[0].reason} ({known[0].source})")
+                entries = (table[cve] for cve in cves if cve in table)
+                if known := next((entry for entry in entries if entry.covers({name, package}, version)), None):
+                    explained.add(f"{line}: {known.state}: {known.reason} ({known.source})")
                 else:
                     others[line] = f"{line}: {' '.join(record.summary.split())[:200] or record.id}"
     if not records:
@@ -150,11 +147,8 @@ def _records(database: Path) -> Iterator[OsvRecord]:
                             raise DocumentError(str(path), f"a record has more than {LARGEST:,} bytes")
                     yield parse_record(data, f"{path}: {member.filename[:80]}", OsvRecord)
         except OSError as error:
-            why, fix = (
-                error.strerror or str(error),
-                "without --check-vulnerabilities   # or name a file or folder that can be read",
-            )
-            raise UsageError(f"cannot read {path}", why, fix) from error
+            fix = "without --check-vulnerabilities   # or name a file or folder that can be read"
+            raise UsageError(f"cannot read {path}", error.strerror or str(error), fix) from error
         except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError) as error:
             raise DocumentError(str(path), str(error)) from error
 

@@ -288,20 +288,17 @@ def parse(config: Any, where: str) -> Architecture:
     model = Architecture(
         family=name, tied=tied, experts_form=stored.experts, dense_form=stored.dense, between=parts, **sizes
     )
-    if problem := _problem(model):
+    blocks = (model.hidden, model.intermediate) if model.experts_form == "mxfp4" else ()
+    layers = (model.full_layers, model.expert_layers, *(part.count for part in model.between))
+    problems = {
+        f"a token takes {model.top_k} of {model.experts} experts": model.top_k > model.experts,
+        f"{model.heads} heads do not share {model.kv_heads} key-value heads evenly": model.heads % model.kv_heads,
+        f"MXFP4 needs hidden and intermediate sizes in multiples of {BLOCK}": any(size % BLOCK for size in blocks),
+        "it has more layers of one kind than layers in all": min(layers) < 0,
+    }
+    if problem := next((text for text, applies in problems.items() if applies), ""):
         raise InputError(f"{where} makes no sense", problem, families.LIST, code="input.config")
     return model
-
-
-def _problem(model: Architecture) -> str:
-    if model.top_k > model.experts:
-        return f"a token takes {model.top_k} of {model.experts} experts"
-    if model.heads % model.kv_heads:
-        return f"{model.heads} heads do not share {model.kv_heads} key-value heads evenly"
-    if model.experts_form == "mxfp4" and (model.hidden % BLOCK or model.intermediate % BLOCK):
-        return f"MXFP4 needs hidden and intermediate sizes in multiples of {BLOCK}"
-    layers = (model.full_layers, model.expert_layers, *(part.count for part in model.between))
-    return "it has more layers of one kind than layers in all" if min(layers) < 0 else ""
 
 
 def _number(config: Mapping[str, Any], key: str, where: str) -> int | None:

@@ -91,15 +91,11 @@ def share_lines(model: Architecture, device: Device, load: Workload, weights: in
         how += f", dense layers in {load.dense.name}"
     held = load.draft.bytes if load.draft else 0
     draft = [Line(name="draft", bytes=held, share=True, how="its recipe")] if held else []
+    padded = f"computed, to multiples of {device.align}"
     return (
         Line(name="weights", bytes=on_disk, share=True, how=how),
         *draft,
-        Line(
-            name="padding of experts",
-            bytes=model.padding_bytes(device.align),
-            share=True,
-            how=f"computed, to multiples of {device.align}",
-        ),
+        Line(name="padding of experts", bytes=model.padding_bytes(device.align), share=True, how=padded),
         Line(name="KV cache", bytes=kv_bytes(model, load), share=True, how="computed, vLLM's blocks"),
         Line(name="activations", bytes=activation_bytes(model, load), share=True, how="computed, an estimate"),
         Line(name="graphs, workspaces", bytes=int(device.runtime.value * GIB), share=True, how=device.runtime.origin),
@@ -108,15 +104,11 @@ def share_lines(model: Architecture, device: Device, load: Workload, weights: in
 
 def make(model: Architecture, device: Device, load: Workload) -> Budget:
     """Return the budget of serving `load` on `device`."""
-    beside = (
-        Line(
-            name="system, other programs",
-            bytes=int(device.resident.value * GIB),
-            share=False,
-            how=device.resident.origin,
-        ),
-        Line(name="vLLM outside its share", bytes=int(device.host.value * GIB), share=False, how=device.host.origin),
-    )
+    figures = {"system, other programs": device.resident, "vLLM outside its share": device.host}
+    beside = [
+        Line(name=name, bytes=int(figure.value * GIB), share=False, how=figure.origin)
+        for name, figure in figures.items()
+    ]
     return Budget(device.memory_bytes, (*share_lines(model, device, load), *beside))
 
 
@@ -146,9 +138,6 @@ def most_sequences(model: Architecture, device: Device, load: Workload) -> int:
 
 def most_tokens(model: Architecture, device: Device, load: Workload) -> int:
     """The most tokens that each of `load.concurrency` sequences can have, up to the model's limit; 0 if none fits."""
-
-    def too_long(tokens: int) -> bool:
-        """False up to some length: more tokens never take less memory."""
-        return not fits(model, device, replace(load, context=tokens))
-
-    return bisect_left(range(1, model.longest + 1), x=True, key=too_long)
+    return bisect_left(  # more tokens never take less memory
+        range(1, model.longest + 1), x=True, key=lambda tokens: not fits(model, device, replace(load, context=tokens))
+    )

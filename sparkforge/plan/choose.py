@@ -16,13 +16,8 @@ from sparkforge.plan.budget import BATCHED_TOKENS, DEFAULT_UTILIZATION, SEQUENCE
 from sparkforge.plan.devices import GIB, Device
 
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
-COMPARED = (
-    BF16,
-    DenseFormat("fp8", "bf16"),
-    DenseFormat("fp8", "fp8"),
-    DenseFormat("mxfp4", "fp8"),
-    DenseFormat("mxfp4", "mxfp4"),
-)
+PAIRS = (("fp8", "bf16"), ("fp8", "fp8"), ("mxfp4", "fp8"), ("mxfp4", "mxfp4"))
+COMPARED = (BF16, *(DenseFormat(*pair) for pair in PAIRS))
 # vLLM's flag (vllm/config/quantization.py, QuantizationConfigArgs): its keys come behind a dot, or in its JSON. The LM
 # head's is of our patch 0013.
 CONFIG, LINEAR_KEY, HEAD_KEY = "--quantization-config", "linear", "lm_head"

@@ -75,7 +75,13 @@ def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> Cl
         fix = "--device spark"
         raise UsageError(f"{device.about} has no link in devices.toml", "nothing is known of its network", fix)
     ways = [_way(model, device, asked, nodes, way) for way in WAYS]
-    crossover = _crossover(model, device, asked, nodes)
+    crossover = None
+    for users in range(1, MOST_USERS + 1):
+        alone = total(model, device, asked, nodes, users, "replicas")
+        split_speeds = [speed for way in SPLIT if (speed := total(model, device, asked, nodes, users, way))]
+        if alone and (not split_speeds or alone > max(split_speeds)):
+            crossover = users
+            break
     recommended, why = _recommend(ways, asked, crossover)
     return ClusterPlan(
         nodes=nodes, link=device.link.bandwidth, sequences=asked.sequences, ways=ways,
@@ -86,18 +92,16 @@ def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> Cl
 
 def objections(model: Architecture, nodes: int, way: Way) -> tuple[str, ...]:
     """Return why vLLM cannot split the model so; empty if it can."""
-    split_attention = way in ("tensor", "expert")
+    split_attention, width = way in ("tensor", "expert"), model.intermediate or model.active
     against = {
         f"{model.heads} heads are no multiple of {nodes}": split_attention and model.heads % nodes,
-        f"{model.kv_heads} KV heads and {nodes} machines are no multiples of each other": split_attention
-        and model.kv_heads % nodes
-        and nodes % model.kv_heads,
+        f"{model.kv_heads} KV heads and {nodes} machines are no multiples of each other":
+            split_attention and model.kv_heads % nodes and nodes % model.kv_heads,
         f"{model.experts} experts are no multiple of {nodes}": way == "expert" and model.experts % nodes,
         f"{model.layers} layers are fewer than {nodes}": way == "pipeline" and model.layers < nodes,
         # vLLM 0.32.0, models/gpt_oss.py:390, compares with all processes, those of a pipeline too.
-        f"an intermediate size of {model.intermediate or model.active} is no multiple of {nodes}": way != "replicas"
-        and (model.intermediate or model.active) % nodes,
-    }
+        f"an intermediate size of {width} is no multiple of {nodes}": way != "replicas" and width % nodes,
+    }  # fmt: skip
     return tuple(objection for objection, applies in against.items() if applies)
 
 
@@ -194,16 +198,6 @@ def _way(model: Architecture, device: Device, load: Workload, nodes: int, way: W
         fits=not against and share <= budget.most_share(device), link_bytes=link_bytes(model, nodes, way),
         link_seconds=link_seconds(model, device.link, 1, nodes, way) if device.link else None, against=against,
     )  # fmt: skip
-
-
-def _crossover(model: Architecture, device: Device, load: Workload, nodes: int) -> int | None:
-    """Return from how many users on servers of their own have more tokens a second in all than every split."""
-    for users in range(1, MOST_USERS + 1):
-        alone = total(model, device, load, nodes, users, "replicas")
-        split = [speed for way in SPLIT if (speed := total(model, device, load, nodes, users, way))]
-        if alone and (not split or alone > max(split)):
-            return users
-    return None
 
 
 def _recommend(ways: Sequence[WayRow], load: Workload, crossover: int | None) -> tuple[Way, str]:

@@ -184,9 +184,8 @@ def name_of(config: Any, where: str) -> str:
         raise InputError(f"{where} is of another architecture", why, LIST, code="input.config")
     named = config.get("architectures")
     if named is not None and (not isinstance(named, list) or not set(map(str, named)) & {*known[name].architectures}):
-        why = (
-            f"its architectures are {str(named)[:80]}, of {kind} vLLM is to load {', '.join(known[name].architectures)}"
-        )
+        loaded = ", ".join(known[name].architectures)
+        why = f"its architectures are {str(named)[:80]}, of {kind} vLLM is to load {loaded}"
         raise InputError(f"{where} is of another architecture", why, LIST, code="input.config")
     return name
 
@@ -208,10 +207,8 @@ def method_of(config: Mapping[str, Any]) -> str:
     if not isinstance(settings, Mapping):
         return str(settings)
     routed = settings.get("routed_experts_quant_method") or config.get("expert_dtype")
-    groups = settings.get("config_groups")
-    mixed = isinstance(groups, Mapping) and len(groups) > 1
-    mixed = mixed or settings.get("quant_algo") == "MIXED_PRECISION"
-    method = settings.get("quant_method")
+    groups, method = settings.get("config_groups"), settings.get("quant_method")
+    mixed = (isinstance(groups, Mapping) and len(groups) > 1) or settings.get("quant_algo") == "MIXED_PRECISION"
     method = settings.get("format", method) if method == "compressed-tensors" else method
     return f"{method}{f'+{routed}' if routed else ''}{' of several formats' if mixed else ''}"
 

@@ -14,25 +14,23 @@ from pathlib import Path
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.program import parse_whole
 from sparkforge.core.tables import TOLD
-from sparkforge.plan import architecture, budget, choose, cluster, devices, families, forecast, roofline, speed
+from sparkforge.plan import (
+    architecture,
+    budget,
+    choose,
+    cluster,
+    devices,
+    document,
+    families,
+    forecast,
+    roofline,
+    speed,
+)
 from sparkforge.plan.architecture import KV_BYTES, Architecture, DenseFormat, Draft, KnownModel
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ProfileFit, ServerOptions
 from sparkforge.plan.devices import GIB, Device
-from sparkforge.plan.document import (
-    Asked,
-    CacheRow,
-    Capacity,
-    DecodeRow,
-    DeviceRow,
-    FormatRow,
-    ModelRow,
-    Plan,
-    PrefillRow,
-    Speculation,
-    SpeculationRow,
-    WeightRow,
-)
+from sparkforge.plan.document import Plan
 from sparkforge.plan.speed import CitedFigure, Measured
 
 BATCHES = (1, 4, 16)  # of the decode table, besides the requested one
@@ -158,19 +156,23 @@ def make_plan(
     if recommended:  # else the step is vLLM's own, for as many sequences as requested
         load = profiles[recommended.name].load(load)
     memory = budget.make(model, device, load)
+    caches = []
+    for kv in KV_BYTES:
+        count, size = budget.most_sequences(model, device, replace(load, kv=kv)), model.kv_token(kv)
+        caches.append(document.CacheRow(kv=kv, token_bytes=size, sequences=count, tokens=count * load.context))
     cited = speed.judging().cited
     is_cited = subject.name == cited.model and cited.gpu in device.names
     return Plan(
-        asked=Asked(context=load.context, concurrency=load.concurrency, kv=load.kv),
-        model=ModelRow(
+        asked=document.Asked(context=load.context, concurrency=load.concurrency, kv=load.kv),
+        model=document.ModelRow(
             name=subject.name, source=subject.source, computed=model.weight_bytes(), on_disk=subject.on_disk
         ),
-        device=DeviceRow(name=request.device, described=device),
-        weights=[WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts(load.dense)],
+        device=document.DeviceRow(name=request.device, described=device),
+        weights=[document.WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts(load.dense)],
         memory_bytes=memory.total,
         budget=memory.lines,
         left_bytes=memory.left,
-        fit=Capacity(
+        fit=document.Capacity(
             fits=budget.fits(model, device, load),
             missing_bytes=max(0, budget.missing(model, device, load)),
             needed_share=memory.share,
@@ -182,7 +184,7 @@ def make_plan(
         prefill=[_prefill(model, device, load, n) for n in sorted({*PROMPTS, load.context}) if n <= model.longest],
         few_tokens=forecast.few_tokens(model, device),
         formats=[_format(model, device, load, profiles, dense) for dense in choose.dense_formats(device, profiles)],
-        caches=[_cache(model, device, load, kv) for kv in KV_BYTES],
+        caches=caches,
         profiles=verdicts,
         recommended=recommended.name if recommended else "",
         advice=_advice(subject, device, load, recommended, nearest),
@@ -211,11 +213,11 @@ def require_fit(plan: Plan) -> None:
     raise RefusalError(failure, why, plan.advice, code="validation.too-large")
 
 
-def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> DecodeRow:
+def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> document.DecodeRow:
     time = roofline.time(roofline.decode(model, batch, load), device)
     same = roofline.decode(model, batch, load, touched=model.top_k)
     best, seconds = roofline.time(same, device).seconds, time.seconds
-    return DecodeRow(
+    return document.DecodeRow(
         batch=batch, experts=roofline.experts_touched(model.experts, model.top_k, batch), bytes=int(time.work.bytes),
         bound=time.bound, seconds=seconds, each=1 / seconds if seconds else None,
         total=batch / seconds if seconds else None, best_total=batch / best if best else None,
@@ -224,9 +226,9 @@ def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> 
 
 def _format(
     model: Architecture, device: Device, load: Workload, profiles: Mapping[str, ServerOptions], dense: DenseFormat
-) -> FormatRow:
+) -> document.FormatRow:
     freed, served = model.weight_bytes() - model.weight_bytes(dense), replace(load, dense=dense)
-    return FormatRow(
+    return document.FormatRow(
         name=dense.name, attention=dense.attention, head=dense.head,
         bytes=int(roofline.decode(model, 1, replace(served, context=0)).bytes), freed_bytes=freed,
         kv_tokens=freed // max(1, model.full_layers * model.kv_layer_token(load.kv)), users=USERS,
@@ -238,27 +240,22 @@ def _format(
 
 def _speculation(
     model: Architecture, device: Device, load: Workload, profiles: Mapping[str, ServerOptions], draft: Draft
-) -> Speculation:
+) -> document.Speculation:
     rows = []
     for dense in choose.dense_formats(device, profiles):
         for users in USERS:
             least = roofline.break_even(model, device, users, replace(load, dense=dense), draft)
             gains = tuple(tokens / least if least and tokens <= draft.tokens + 1 else None for tokens in ACCEPTED)
             name = f"{dense.attention}/{dense.head}"
-            rows.append(SpeculationRow(dense=name, batch=users, break_even=least, gains=gains))
-    return Speculation(draft=draft, accepted=ACCEPTED, rows=rows)
+            rows.append(document.SpeculationRow(dense=name, batch=users, break_even=least, gains=gains))
+    return document.Speculation(draft=draft, accepted=ACCEPTED, rows=rows)
 
 
-def _cache(model: Architecture, device: Device, load: Workload, kv: str) -> CacheRow:
-    sequences = budget.most_sequences(model, device, replace(load, kv=kv))
-    return CacheRow(kv=kv, token_bytes=model.kv_token(kv), sequences=sequences, tokens=sequences * load.context)
-
-
-def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -> PrefillRow:
+def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -> document.PrefillRow:
     works = list(roofline.prefill(model, prompt, 1, load))
     seconds = roofline.first_token_seconds(model, device, prompt, 1, load)
     bounds = {roofline.time(work, device).bound for work in works}
-    return PrefillRow(
+    return document.PrefillRow(
         prompt=prompt, chunk=load.batched, bound=" and ".join(sorted(bounds)), seconds=seconds,
         rate=prompt / seconds if seconds else None, forecast=forecast.prefill_seconds(model, device, prompt, load),
     )  # fmt: skip
@@ -268,8 +265,17 @@ def _advice(
     subject: Subject, device: Device, load: Workload, recommended: ProfileFit | None, nearest: ProfileFit | None
 ) -> str:
     """Say the next command, or what to change, in one line."""
-    if not budget.fits(subject.model, device, load):
-        return _smaller(subject, device, load)
+    model = subject.model
+    if not budget.fits(model, device, load):
+        name = shlex.quote(subject.recipe or subject.source)
+        sequences, tokens = budget.most_sequences(model, device, load), budget.most_tokens(model, device, load)
+        ways = [f"--concurrency {sequences}"] if sequences else []
+        ways += [f"--context {tokens}"] if tokens else []
+        ways += ["--kv-dtype fp8"] if load.kv != "fp8" and budget.fits(model, device, replace(load, kv="fp8")) else []
+        if not ways:
+            return "./inv plan gpt-oss-20b   # a smaller model"
+        more = f"   # or {' or '.join(ways[1:])}" if ways[1:] else ""
+        return f"./inv plan {name} --device {next(iter(device.names))} {ways[0]}{more}"
     if recommended:
         up = f"./inv up {subject.recipe}".rstrip() if subject.recipe not in families.defaults() else "./inv up"
         return up if "embedded" in device.profiles else f"{up} --device docker --profile {recommended.name}"
@@ -277,15 +283,3 @@ def _advice(
         return f"less {PROFILES}   # it has no profile for this device; its flags are for a Spark and for processors"
     against = "; ".join(nearest.against)
     return f"less {PROFILES}   # ask for less, or change {nearest.name}, the nearest profile: {against}"
-
-
-def _smaller(subject: Subject, device: Device, load: Workload) -> str:
-    model, name = subject.model, shlex.quote(subject.recipe or subject.source)
-    sequences, tokens = budget.most_sequences(model, device, load), budget.most_tokens(model, device, load)
-    ways = [f"--concurrency {sequences}"] if sequences else []
-    ways += [f"--context {tokens}"] if tokens else []
-    ways += ["--kv-dtype fp8"] if load.kv != "fp8" and budget.fits(model, device, replace(load, kv="fp8")) else []
-    if not ways:
-        return "./inv plan gpt-oss-20b   # a smaller model"
-    more = f"   # or {' or '.join(ways[1:])}" if ways[1:] else ""
-    return f"./inv plan {name} --device {next(iter(device.names))} {ways[0]}{more}"
