@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -74,7 +74,7 @@ def run(profile: str, options: Options, sheet: Facts | None = None) -> Validatio
     """
     chosen = named(profile).foreign() if options.foreign else named(profile)
     if options.layers and "layers" not in chosen.severities:
-        chosen = replace(chosen, advised=(*chosen.advised, "layers"))
+        chosen = chosen.model_copy(update={"advised": (*chosen.advised, "layers")})
     needs = {need for name in chosen.severities for need in CHECKS[name].needs}
     target = Target(options, options.stack or chosen.stack)
     start = time.monotonic()

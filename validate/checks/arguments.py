@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Sequence
+from pathlib import Path
 
+from sparkforge.core import tables
+from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import SPECULATION, flag_value, meant
 from sparkforge.plan import families
 from validate.checks import serving
@@ -13,80 +16,27 @@ from validate.checks.finding import CheckList, CheckResult, Status, View, judged
 CHECKS = CheckList[View]()
 
 
-class ArgumentRule(NamedTuple):
-    """A problem of an argument and its fix. `applies` gets the argument's value, empty for a flag without one."""
+class ArgumentRule(Record):
+    """A problem of an argument and its fix; `values` is a pattern for the beginning of the values that have it."""
 
     flags: tuple[str, ...]
     status: Status
     why: str
     fix: str
-    applies: Callable[[str], bool] = lambda _value: True
+    values: str = ""
 
 
+class ArgumentTable(Record):
+    """The whole of `arguments.toml`; `replacements` maps variables that older guides for the Spark set to flags."""
+
+    rule: tuple[ArgumentRule, ...]
+    replacements: dict[str, str]
+
+
+TABLE = tables.load(Path(__file__).with_suffix(".toml"), ArgumentTable)
+RULES = TABLE.rule
 UNQUANTIZED = ("auto", "float16", "bfloat16")  # of --kv-cache-dtype
 PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
-RULES = (
-    ArgumentRule(
-        ("--enable-sleep-mode",),
-        Status.FAIL,
-        "CPU and GPU share one memory, so a sleeping server frees none of its weights' bytes, and waking up ended the "
-        "engine and hung whole Sparks (vLLM issue 50011)",
-        "leave --enable-sleep-mode out; ./inv down frees the memory",
-    ),
-    ArgumentRule(
-        ("--enable-lora", "--lora-modules"),
-        Status.FAIL,
-        "with LoRA vLLM runs gpt-oss's experts by MARLIN, without the FP4 tensor cores",
-        "merge the adapter into the weights, or leave LoRA out",
-    ),
-    ArgumentRule(
-        (SPECULATION, "--spec-method", "--spec-model", "--spec-tokens"),
-        Status.WARN,
-        "a draft (EAGLE, MTP, n-gram) was never tried with gpt-oss on 12.1; its KV cache is not in the "
-        "memory plan, and each step verifies several tokens and reads the experts of all of them",
-        "./inv plan MODEL --draft NAME says when it pays",
-    ),
-    ArgumentRule(
-        ("--kv-cache-dtype",),
-        Status.WARN,
-        "nothing tests an FP8 KV cache with attention sinks on 12.1 (docs/hardware.md), and it changes answers",
-        "./inv bench.acc, once with this cache and once with --kv-cache-dtype auto",
-        lambda value: value.lower().startswith("fp8"),
-    ),
-    ArgumentRule(
-        ("--kv-cache-dtype",),
-        Status.FAIL,
-        "vLLM's attention refuses this KV cache with gpt-oss's sinks and heads of 64 on 12.1 (docs/hardware.md)",
-        "--kv-cache-dtype auto",
-        lambda value: not value.lower().startswith(("fp8", "auto", "bfloat16")),
-    ),
-    ArgumentRule(
-        ("--cpu-offload-gb", "--kv-offloading-size"),
-        Status.FAIL,
-        "CPU and GPU share one memory, so moving data to the CPU frees nothing",
-        "leave it out; try a larger --gpu-memory-utilization or a smaller --max-model-len in ./inv plan",
-        lambda value: value.strip() not in ("", "0", "0.0"),
-    ),
-    ArgumentRule(
-        ("--kv-cache-memory-bytes",),
-        Status.WARN,
-        "it replaces --gpu-memory-utilization, which the memory checks use",
-        "leave it out, or compare with: ./inv plan",
-    ),
-    ArgumentRule(
-        ("--load-format",),
-        Status.WARN,
-        "the weights are random, so every answer is nonsense",
-        "leave --load-format dummy out",
-        lambda value: value == "dummy",
-    ),
-    ArgumentRule(
-        ("--trust-remote-code",),
-        Status.WARN,
-        "gpt-oss needs no code from its checkpoint, and this flag runs any code that a checkpoint contains",
-        "leave --trust-remote-code out",
-    ),
-)
 PARSERS = ("--tool-call-parser", "--reasoning-parser")
 FLAGS = sorted({flag for rule in RULES for flag in rule.flags} | {*PARALLEL, *PARSERS})
 
@@ -112,7 +62,7 @@ def _serve_arguments(view: View) -> CheckResult:
         (rule.status, f"{flag}{f' {values[flag]}' if values[flag] else ''}: {rule.why}", rule.fix)
         for rule in RULES
         for flag in rule.flags
-        if flag in values and rule.applies(values[flag])
+        if flag in values and re.match(rule.values, values[flag])
     ]
     chat = families.load()[model.family].chat
     for flag, parser in zip(PARSERS, (chat.tool_call_parser, chat.reasoning_parser), strict=True):

@@ -8,7 +8,7 @@ from packaging.version import Version
 
 from sparkforge.core.vllm_flags import flag_value
 from sparkforge.plan import families
-from validate.checks import serving
+from validate.checks import arguments, serving
 from validate.checks.finding import CheckList, CheckResult, View, failed, judged, passed, warned
 from validate.checks.model import some
 
@@ -24,18 +24,8 @@ PLUGIN = "spark_mxfp4 = spark_mxfp4.vllm.plugin:register"
 REINSTALL = "./inv up   # installs the locked set again"
 BUILD_MODULES = "./inv build.kernels --python PYTHON --output DIR; set -a; . DIR/kernels-gpt-oss.env"
 REPATCH = "rm -rf .sparkforge/envs/embedded; ./inv up   # a container: make it again from its image"
-# Variables that older guides for the Spark set and vLLM 0.32.0 no longer knows, with what replaces them.
 HARDWARE_FP4 = "--moe-backend flashinfer_cutlass --quantization-config.moe.activation mxfp8"
-REPLACEMENTS = {
-    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": HARDWARE_FP4,
-    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS": HARDWARE_FP4,
-    "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16": "--moe-backend flashinfer_cutlass",
-    "VLLM_MXFP4_BACKEND": HARDWARE_FP4,
-    "VLLM_USE_FLASHINFER_MOE_FP4": "--moe-backend flashinfer_cutlass",
-    "VLLM_FLASHINFER_MOE_BACKEND": "--moe-backend",
-    "VLLM_ATTENTION_BACKEND": "--attention-backend FLASHINFER",
-    "VLLM_USE_CUDA_GRAPH": "--enforce-eager turns CUDA graphs off; this variable never existed",
-}
+REPLACEMENTS = arguments.TABLE.replacements
 
 CHECKS = CheckList[View]()
 
