@@ -145,18 +145,16 @@ class Piece:
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = file.read(self.size)
-        return _unpacked(data, self.unpacked) if self.unpacked else data
+        if not (size := self.unpacked):
+            return data
+        import zstandard  # noqa: PLC0415 - it is not in every environment that imports us: see READABLE
 
-
-def _unpacked(data: bytes, size: int) -> bytes:
-    import zstandard  # noqa: PLC0415 - it is not in every environment that imports us: see READABLE
-
-    try:
-        if zstandard.frame_content_size(data) != size or size > MAX_CUBIN_BYTES:  # before any memory is taken for it
-            raise elf.CutError(f"a cubin cannot be unpacked to the {size} bytes that its fatbin says")
-        return zstandard.ZstdDecompressor().decompress(data)
-    except zstandard.ZstdError as error:
-        raise elf.CutError(f"a cubin cannot be unpacked: {error}") from None
+        try:
+            if zstandard.frame_content_size(data) != size or size > MAX_CUBIN_BYTES:  # before memory is taken for it
+                raise elf.CutError(f"a cubin cannot be unpacked to the {size} bytes that its fatbin says")
+            return zstandard.ZstdDecompressor().decompress(data)
+        except zstandard.ZstdError as error:
+            raise elf.CutError(f"a cubin cannot be unpacked: {error}") from None
 
 
 def _ptx(path: Path, entry: elf.FatbinEntry) -> str:
@@ -177,11 +175,9 @@ def scan(piece: Piece, watch: Watch) -> Scanned:
     """Read one cubin without any program. Raises one of elf.MALFORMED."""
     data = piece.data()
     read = elf.code(data)
-    digest = hashlib.sha256(data).hexdigest()
-    cubin = Cubin(
-        piece.name, read.target, read.sm, len(data), loads=loads(read.target, watch.capability), sha256=digest
-    )  # fmt: skip
-    if not cubin.loads:
+    digest, fits = hashlib.sha256(data).hexdigest(), loads(read.target, watch.capability)
+    cubin = Cubin(piece.name, read.target, read.sm, len(data), loads=fits, sha256=digest)
+    if not fits:
         return Scanned(cubin)
     kernels, samples = count(read.kernels())
     strings = tuple(text for text in watch.strings if text.encode() in data)

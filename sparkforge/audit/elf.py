@@ -44,20 +44,9 @@ SECTION_SIZES, SEGMENT_SIZES = {32: 40, 64: 64}, {32: 32, 64: 56}  # bytes of a 
 MOST_SECTIONS, MOST_SEGMENTS, MOST_TAGS, MOST_VERSIONS = 1 << 17, 1 << 12, 1 << 14, 1 << 16
 MOST_SYMBOLS, MOST_ENTRIES = 1 << 20, 1 << 18
 MOST_NAMES = 1 << 27  # bytes of all names of one table: several entries may share one long name
-MALFORMED = (
-    ELFError,
-    struct.error,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,  # pyelftools, on a link to a section of the wrong kind
-    AttributeError,
-    TypeError,
-    OSError,
-    EOFError,
-    MemoryError,
-    RecursionError,
-)
+# AssertionError: pyelftools, on a link to a section of the wrong kind.
+MALFORMED = (ELFError, struct.error, ValueError, LookupError, ArithmeticError, AssertionError, AttributeError,
+             TypeError, OSError, EOFError, MemoryError, RecursionError)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -328,16 +317,13 @@ def _entries(data: mmap.mmap, offset: int, end: int) -> Iterator[FatbinEntry]:
             raise CutError(f"the fatbin at byte {offset} has a header of {header} bytes")
         if offset + header + size > end:
             raise CutError(f"the fatbin at byte {offset} ends {offset + header + size - end} bytes behind its section")
-        yield from _contents(data, offset + header, offset + header + size)
-        offset += header + size
-
-
-def _contents(data: mmap.mmap, offset: int, end: int) -> Iterator[FatbinEntry]:
-    while offset + ENTRY_HEADER.size <= end:
-        kind, _, header, size, packed, sm, unpacked = ENTRY_HEADER.unpack_from(data, offset)
-        if header < ENTRY_HEADER.size or offset + header + size > end:
-            failure = f"the fatbin entry at byte {offset} has {header} + {size} bytes, and {end - offset} are left"
-            raise CutError(failure)
-        payload = offset + header
-        yield FatbinEntry(kind, sm, payload, size, unpacked if packed else size, data[payload : payload + len(ELF)])
-        offset = payload + size
+        offset, last = offset + header, offset + header + size
+        while offset + ENTRY_HEADER.size <= last:
+            kind, _, header, size, packed, sm, unpacked = ENTRY_HEADER.unpack_from(data, offset)
+            if header < ENTRY_HEADER.size or offset + header + size > last:
+                left = f"has {header} + {size} bytes, and {last - offset} are left"
+                raise CutError(f"the fatbin entry at byte {offset} {left}")
+            payload = offset + header
+            yield FatbinEntry(kind, sm, payload, size, unpacked if packed else size, data[payload : payload + len(ELF)])
+            offset = payload + size
+        offset = last

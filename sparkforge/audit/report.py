@@ -151,10 +151,8 @@ def audit_files(
     binaries.sort(key=lambda binary: binary.path)
     violations += judge_modules(binaries, modules, rules)
     wheels = tuple(audit_patched(paths))
-    for wheel in wheels:
-        violations += [
-            Violation("patched-wheel", wheel.path, why, rules.fix("patched-wheel")) for why in wheel.problems
-        ]
+    fix = rules.fix("patched-wheel")
+    violations += [Violation("patched-wheel", wheel.path, why, fix) for wheel in wheels for why in wheel.problems]
     coverage = tuple(row for binary in binaries for row in _coverage(binary, rules))
     size = sum(binary.size for binary in binaries)
     return AuditReport(tuple(binaries), wheels, coverage, tuple(violations), size, time.monotonic() - started)
@@ -187,7 +185,17 @@ def _members(wheel: Path, machine: str) -> list[AuditedFile]:
     tag = WHEEL_MACHINE.search(wheel.name)
     with zipfile.ZipFile(wheel) as opened:
         members = opened.infolist()
-        _check_sizes(members)
+        names = Counter(member.filename for member in members)
+        if len(members) > MOST_MEMBERS:
+            raise ValueError(f"it lists {len(members)} members")
+        if twice := [name for name, number in names.items() if number > 1]:
+            raise ValueError(f"{twice[0]} stands in it {names[twice[0]]} times")
+        for member in members:
+            if member.file_size > min(LARGEST_MEMBER, max(EXPANDED, EXPANSION * member.compress_size)):
+                sizes = f"its {member.compress_size} bytes become {member.file_size}"
+                raise ValueError(f"{member.filename} says that {sizes}")
+        if (together := sum(member.file_size for member in members)) > LARGEST_WHEEL:
+            raise ValueError(f"its members have {together} bytes once they are unpacked")
         record = next((member for member in members if member.filename.endswith(".dist-info/RECORD")), None)
         if record is None:
             raise ValueError("no RECORD in it")
@@ -196,25 +204,11 @@ def _members(wheel: Path, machine: str) -> list[AuditedFile]:
         if len(data) > LARGEST_RECORD:
             raise ValueError(f"{record.filename} has more than {LARGEST_RECORD} bytes")
         hashes = {line.path: line.sha256 for line in parse_record(data.decode(), record.filename, strict=False)}
-    libraries = [member for member in members if KINDS.search(member.filename)]
     wanted = machine or (tag[1] if tag else "")
     return [
         AuditedFile(wheel, member.filename, hashes.get(member.filename, "absent"), wanted, member.file_size)
-        for member in libraries
-    ]
-
-
-def _check_sizes(members: Sequence[zipfile.ZipInfo]) -> None:
-    names = Counter(member.filename for member in members)
-    if len(members) > MOST_MEMBERS:
-        raise ValueError(f"it lists {len(members)} members")
-    if twice := [name for name, number in names.items() if number > 1]:
-        raise ValueError(f"{twice[0]} stands in it {names[twice[0]]} times")
-    for member in members:
-        if member.file_size > min(LARGEST_MEMBER, max(EXPANDED, EXPANSION * member.compress_size)):
-            raise ValueError(f"{member.filename} says that its {member.compress_size} bytes become {member.file_size}")
-    if (together := sum(member.file_size for member in members)) > LARGEST_WHEEL:
-        raise ValueError(f"its members have {together} bytes once they are unpacked")
+        for member in members if KINDS.search(member.filename)
+    ]  # fmt: skip
 
 
 def _read(sources: Sequence[AuditedFile], reader: Reader) -> Iterator[tuple[AuditedFile, Binary, str]]:
@@ -229,11 +223,9 @@ def _read(sources: Sequence[AuditedFile], reader: Reader) -> Iterator[tuple[Audi
         try:
             drafts = list(threads.map(lambda source: _draft(source, reader), sources))
         except BrokenExecutor as error:
-            raise CompileError(
-                "a process that reads cubins was killed",
-                f"{workers} ran at once, and most likely too little memory was left",
-                "again   # stop other programs, or audit fewer files at once", code="compile.memory"
-            ) from error  # fmt: skip
+            why = f"{workers} ran at once, and most likely too little memory was left"
+            fix = "again   # stop other programs, or audit fewer files at once"
+            raise CompileError("a process that reads cubins was killed", why, fix, code="compile.memory") from error
     binaries = reader.finished([draft for draft, _ in drafts])
     yield from zip(sources, binaries, (swapped for _, swapped in drafts), strict=True)
 
@@ -273,9 +265,8 @@ def _coverage(binary: Binary, rules: Rules) -> Iterator[Coverage]:
             traps=sum(kernel.count(rules.sass.trap) > 0 for kernel in kernels),
         )  # fmt: skip
     for target in sorted(set(binary.host.ptx)) if binary.host else ():
-        yield Coverage(
-            binary.path, target, compiles(target, rules.capability), 0, 0, fp4=0, block_scaled=0, traps=0
-        )  # fmt: skip
+        loads = compiles(target, rules.capability)
+        yield Coverage(binary.path, target, loads, 0, 0, fp4=0, block_scaled=0, traps=0)
 
 
 def _as_document(binary: Binary) -> Mapping[str, Any]:

@@ -100,10 +100,8 @@ class Rules(Record):
 
     def watch(self) -> Watch:
         """Return the selection of kernels and instructions that the reader keeps for these rules."""
-        names = "|".join(
-            [self.fp4.kernel, *(claim.match for module in self.modules.values() for claim in module.kernels)]
-        )
-        return Watch(self.capability, self.sass.watched, names, self.sass.trap_strings)
+        names = [self.fp4.kernel, *(claim.match for module in self.modules.values() for claim in module.kernels)]
+        return Watch(self.capability, self.sass.watched, "|".join(names), self.sass.trap_strings)
 
     def demand(self, kernel: Kernel) -> Demand | None:
         """Return the demand on a kernel; None for a kernel whose name does not match the FP4 kernels."""
@@ -151,11 +149,16 @@ def judge(binary: Binary, rules: Rules, *, machine: str = "", ours: bool = True)
         findings = [("damaged", binary.damage)]
     else:
         findings = [*_code(binary, rules, ours=ours)]
-        if binary.host:
-            findings += _machine(binary.host, rules.host, machine)
+        if host := binary.host:
+            if machine and host.machine != machine:
+                findings.append(("swapped-library", f"it is for {host.machine}, not {machine}"))
+            if host.shared and host.glibc > rules.host.glibc:
+                findings.append(("glibc", f"it needs glibc {'.'.join(map(str, host.glibc))}"))
+            if host.shared and host.executable_stack:
+                findings.append(("executable-stack", "it asks for an executable stack"))
             if ours:
-                findings += _image(binary.host, rules.host) if binary.host.shared else []
-                findings += _identity(binary.path, binary.host)
+                findings += _image(host, rules.host) if host.shared else []
+                findings += _identity(binary.path, host)
     return [Violation(rule, binary.path, detail, rules.fix(rule)) for rule, detail in findings]
 
 
@@ -215,15 +218,6 @@ def _absent(target: str, detail: str) -> tuple[str, str]:
         return "arch-suffix", f"{detail}; built for {target}, without the suffix"
     plain = target.rstrip("af").replace("sm_", "compute_")
     return "software-fp4", f"{detail}; software under the label {target}, as {plain} assembled as {target} gives"
-
-
-def _machine(host: Host, rules: HostRules, machine: str) -> Iterator[tuple[str, str]]:
-    if machine and host.machine != machine:
-        yield "swapped-library", f"it is for {host.machine}, not {machine}"
-    if host.shared and host.glibc > rules.glibc:
-        yield "glibc", f"it needs glibc {'.'.join(map(str, host.glibc))}"
-    if host.shared and host.executable_stack:
-        yield "executable-stack", "it asks for an executable stack"
 
 
 def _image(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:

@@ -90,17 +90,11 @@ def tokenizer_files() -> dict[str, bytes]:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     return {
-        "tokenizer.json": _tokenizer_file(),
-        "tokenizer_config.json": _json(config),
-        "special_tokens_map.json": _json(names),
+        "tokenizer.json": _tokenizer(),
+        "tokenizer_config.json": to_json(config),
+        "special_tokens_map.json": to_json(names),
         "chat_template.jinja": CHAT_TEMPLATE.read_bytes(),
     }
-
-
-@cache
-def _tokenizer_file() -> bytes:
-    """Return tokenizer.json, which takes seconds to make."""
-    return _json(_tokenizer(), indent=None)
 
 
 @cache
@@ -122,8 +116,9 @@ def _tiktoken_bytes(tokens: tuple[bytes, ...]) -> bytes:
     return b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
 
 
-def _tokenizer() -> dict[str, object]:
-    """Build tokenizer.json: byte-level BPE whose merges give tiktoken's result.
+@cache  # it takes seconds
+def _tokenizer() -> bytes:
+    """Return tokenizer.json: byte-level BPE whose merges give tiktoken's result.
 
     tiktoken merges the neighbours whose joined bytes have the lowest rank, however they are cut; so every cut of a
     token into two tokens is a merge, in the order of the joined token's rank.
@@ -141,7 +136,7 @@ def _tokenizer() -> dict[str, object]:
     ]  # fmt: skip
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
-    return {
+    return to_json({
         "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": [{"id": i, "content": token, **ADDED} for token, i in special_tokens().items()],
         "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
@@ -153,9 +148,10 @@ def _tokenizer() -> dict[str, object]:
             "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
             "vocab": {written: i for i, written in enumerate(text)}, "merges": merges,
         },
-    }  # fmt: skip
+    }, indent=None)  # fmt: skip
 
 
-def _json(value: object, indent: int | None = 2) -> bytes:
+def to_json(value: object, indent: int | None = 2) -> bytes:
+    """Return a checkpoint's file of JSON; without indentation also without spaces."""
     separators = None if indent else (",", ":")
     return (json.dumps(value, indent=indent, separators=separators, ensure_ascii=False) + "\n").encode()

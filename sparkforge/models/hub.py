@@ -36,16 +36,9 @@ from validate.facts.target import Options, Target
 PARTIAL = ".sparkforge-partial"  # the folder of a fetch under way: `.NAME` and this beside a new target, or inside one
 # The files of a checkpoint that vLLM 0.32.0 reads; gpt-oss' repositories have the weights in original/ and metal/ too.
 MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "model.safetensors.index.json",
-    "*.safetensors",
-)
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json", "model.safetensors.index.json", "*.safetensors",
+)  # fmt: skip
 FIRST = ("config.json", checkpoint.INDEX)  # by which a model is judged before its weights are fetched
 WORKERS = 4  # files at a time: one connection seldom fills a line
 
@@ -92,11 +85,8 @@ def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = 
 
 
 def _has(path: Path, file: RemoteFile) -> bool:
-    return (
-        path.is_file()
-        and path.stat().st_size == file.size
-        and (not file.digest or digest_of(path, file.digest) == file.digest)
-    )
+    has_size = path.is_file() and path.stat().st_size == file.size
+    return has_size and (not file.digest or digest_of(path, file.digest) == file.digest)
 
 
 def _require_ours(target: Path, note: Note | None, source: CheckpointSource) -> None:
@@ -317,10 +307,8 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
 
 
 def _broken(repository: str, work: Path, why: str) -> InputError:
-    return InputError(
-        f"{repository} is no whole checkpoint of a known family", why,
-        on("rm -r", work, "removes what was fetched; name another repository or mirror"), code="input.model"
-    )  # fmt: skip
+    fix = on("rm -r", work, "removes what was fetched; name another repository or mirror")
+    return InputError(f"{repository} is no whole checkpoint of a known family", why, fix, code="input.model")
 
 
 def _note(source: CheckpointSource, work: Path, files: list[RemoteFile]) -> dict[str, object]:
@@ -328,13 +316,8 @@ def _note(source: CheckpointSource, work: Path, files: list[RemoteFile]) -> dict
     for file in files:
         digest = file.digest if file.digest.startswith("sha256:") else digest_of(work / file.name, "sha256:")
         entries[file.name] = {"size": file.size, "sha256": digest.removeprefix("sha256:")}
-    return {
-        "schema": 1,
-        "source": source.name,
-        "repository": source.repository,
-        "revision": source.revision,
-        "files": entries,
-    }
+    origin = {"source": source.name, "repository": source.repository, "revision": source.revision}
+    return {"schema": 1, **origin, "files": entries}
 
 
 if __name__ == "__main__":

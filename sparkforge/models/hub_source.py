@@ -71,9 +71,8 @@ class Note(Record, extra="ignore"):
         except FileNotFoundError:
             return None
         except (OSError, DocumentError) as error:
-            why = str(error)
-        fix = on("ls -l", existing_part(path), "without it its hashes are not known")
-        raise InputError(f"{path} cannot be read", why, fix, code="input.model")
+            fix = on("ls -l", existing_part(path), "without it its hashes are not known")
+            raise InputError(f"{path} cannot be read", str(error), fix, code="input.model") from error
 
 
 class Mirror:

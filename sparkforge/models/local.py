@@ -77,10 +77,8 @@ def name_of(folder: Path) -> str:
 
 def family_of(folder: Path) -> str:
     """Return the family of a checkpoint. Raises InputError for one of none, or whose weights have another format."""
-    config, fix = (
-        folder / "config.json",
-        "./inv list   # shows what can be served; --model takes a folder with a checkpoint of a known family",
-    )
+    config = folder / "config.json"
+    fix = "./inv list   # shows what can be served; --model takes a folder with a checkpoint of a known family"
     require_readable(folder)
     try:
         content = read_json(config, largest=CONFIG_BYTES)

@@ -6,13 +6,12 @@ random ones. The vocabulary is the full one. Two machines write the same files.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
@@ -21,7 +20,7 @@ from sparkforge.core.files import require_space, sha256_file
 from sparkforge.core.manifest import Made
 from sparkforge.core.program import ArgumentParser, exit_code
 from sparkforge.models import tiny_random, tiny_trained
-from sparkforge.models.harmony import tokenizer_files
+from sparkforge.models.harmony import to_json, tokenizer_files
 from sparkforge.models.tiny_format import Sizes, Tensor, config, to_safetensors
 
 STAGE = "tiny"
@@ -79,15 +78,9 @@ def _write(directory: Path, weights: Weights) -> Made:
     require_space(directory.parent, SIZE, "the tiny model")
     directory.mkdir()
     ends = [200002, 199999, 200012]  # as gpt-oss' own file, with the sampling for requests that name none
-    sampled = {
-        "bos_token_id": 199998,
-        "do_sample": True,
-        "eos_token_id": ends,
-        "pad_token_id": 199999,
-        **weights.sampling,
-    }
-    configs = {"config.json": config(weights.sizes()), "generation_config.json": sampled}
-    files = {**{name: _json(value) for name, value in configs.items()}, **tokenizer_files()}
+    tokens = {"bos_token_id": 199998, "do_sample": True, "eos_token_id": ends, "pad_token_id": 199999}
+    configs = {"config.json": config(weights.sizes()), "generation_config.json": {**tokens, **weights.sampling}}
+    files = {**{name: to_json(value) for name, value in configs.items()}, **tokenizer_files()}
     for name, data in {**files, **_weight_files(weights)}.items():
         (directory / name).write_bytes(data)
     return Made({path.name: sha256_file(path) for path in sorted(directory.iterdir())})
@@ -105,11 +98,7 @@ def _weight_files(weights: Weights) -> dict[str, bytes]:
         for shard in sorted(set(shard_of.values()))
     }
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
-    return {**shards, "model.safetensors.index.json": _json(index)}
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return {**shards, "model.safetensors.index.json": to_json(index)}
 
 
 if __name__ == "__main__":

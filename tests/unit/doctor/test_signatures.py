@@ -6,7 +6,7 @@ import pytest
 
 from sparkforge.cli import namespace
 from sparkforge.compile import diagnosis
-from sparkforge.core.errors import InputError
+from sparkforge.core.errors import InputError, ProcessError
 from sparkforge.doctor import signatures
 from sparkforge.doctor.signatures import FactCondition
 
@@ -22,16 +22,13 @@ def test_commands_of_ours_that_a_fix_names_are_there():
 
 
 def test_what_the_compilers_say_is_the_builders_knowledge_too():
-    """sparkforge/compile/diagnosis.py explains a failed build; serve must not import it, and the two must agree."""
-    for pattern, name, text in (
-        (diagnosis.NO_FP4, "fp4-without-suffix", "Feature 'cvt.e2m1x2.f32' not supported on .target 'sm_121'"),
-        (
-            diagnosis.SUFFIXED,
-            "fp4-suffix-mismatch",
-            "PTX with .target 'sm_121a' cannot be compiled for architecture 'sm_121'",
-        ),
+    """sparkforge/compile/diagnosis.toml explains a failed build; serve must not read it, and the two must agree."""
+    for name, text in (
+        ("fp4-without-suffix", "Feature 'cvt.e2m1x2.f32' not supported on .target 'sm_121'"),
+        ("fp4-suffix-mismatch", "PTX with .target 'sm_121a' cannot be compiled for architecture 'sm_121'"),
     ):
-        assert pattern.search(text)
+        error = ProcessError("nvcc ended with code 255", text, "run it by hand", code="process.failed")
+        assert diagnosis.explained(error) is not error
         assert BY_ID[name].line.search(text)
 
 
