@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from sparkforge.core import program
@@ -23,9 +24,8 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="python -m validate", description=__doc__, allow_abbrev=False)
     parser.add_argument("--profile", required=True, help=f"one of {', '.join(PROFILES)}")
     parser.add_argument("--stack", help="the stack of pins.toml that is installed (default: the profile's)")
-    parser.add_argument(
-        "--foreign", action="store_true", help="the environment is your own: other versions are warnings"
-    )
+    foreign, asks = "the environment is your own: other versions are warnings", "ask torch and vllm, in a child"
+    parser.add_argument("--foreign", action="store_true", help=foreign)
     parser.add_argument("--facts", type=Path, metavar="FILE.json", help="rehearse on a recorded sheet")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the report to this file")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model directory")
@@ -33,17 +33,12 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--port", type=int, metavar="N", help="the port the server will take")
     parser.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="the share of memory for vLLM")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the interpreter that will serve")
-    parser.add_argument(
-        "--deep", action=argparse.BooleanOptionalAction, default=True, help="ask torch and vllm, in a child"
-    )
+    parser.add_argument("--deep", action=argparse.BooleanOptionalAction, default=True, help=asks)
     parser.add_argument("--layers", action="store_true", help="serve two layers and judge each part, on a CPU too")
     parser.add_argument("--deep-seconds", type=float, default=Options.deep_seconds, help="time limit for --deep")
-    parser.add_argument(
-        "--numerics-seconds", type=float, default=Options.numerics_seconds, help="time limit for the numerics"
-    )
-    parser.add_argument(
-        "--serve-args", nargs=argparse.REMAINDER, default=[], help="arguments after it are passed to the server"
-    )
+    limit, passed = "time limit for the numerics", "arguments after it are passed to the server"
+    parser.add_argument("--numerics-seconds", type=float, default=Options.numerics_seconds, help=limit)
+    parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help=passed)
     return parser
 
 
@@ -53,23 +48,9 @@ def validate(arguments: argparse.Namespace) -> ValidationReport:
         sheet, origin = load_sheet(arguments.facts), read_json(arguments.facts).get("origin")
         name = f"recorded sheet {arguments.facts}" + (f" ({origin})" if isinstance(origin, str) else "")
         return rehearse(arguments.profile, sheet, one_line(name))
-    return run(
-        arguments.profile,
-        Options(
-            stack=arguments.stack,
-            foreign=arguments.foreign,
-            model=arguments.model,
-            host=arguments.host,
-            port=arguments.port,
-            gpu_memory_utilization=arguments.gpu_memory_utilization,
-            serve_args=tuple(arguments.serve_args),
-            python=arguments.python,
-            deep=arguments.deep,
-            layers=arguments.layers,
-            deep_seconds=arguments.deep_seconds,
-            numerics_seconds=arguments.numerics_seconds,
-        ),
-    )
+    named = {field.name for field in fields(Options)}
+    options = {name: value for name, value in vars(arguments).items() if name in named}
+    return run(arguments.profile, Options(**options))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,21 +22,18 @@ BUILD = {"vllm": "vllm.version", "torch": "torch.version", "flashinfer": "flashi
 
 def text(document: Mapping[str, Any], mode: str) -> bytes:
     """Return the textfile of a report's JSON document; `mode` is SPARKFORGE_VALIDATE's."""
-    registry = CollectorRegistry()
-    _build(registry, document, mode)
-    check = Gauge(
-        "sparkforge_validation_check",
-        "1 for the status that the check has",
-        ["check", "status", "required"],
-        registry=registry,
-    )
+    registry, facts = CollectorRegistry(), document["facts"]
+    build = {label: str((facts.get(fact) or {}).get("value") or "") for label, fact in BUILD.items()}
+    build |= {"sparkforge": sparkforge.__version__, "profile": str(document["profile"]), "mode": mode}
+    Gauge("sparkforge_build_info", "What serves, always 1", list(build), registry=registry).labels(**build).set(1)
+    names, about = ["check", "status", "required"], "1 for the status that the check has"
+    check = Gauge("sparkforge_validation_check", about, names, registry=registry)
     for finding in document["findings"]:
         for status in Status:
             labels = (finding["check"], str(status), str(finding["required"]).lower())
             check.labels(*labels).set(finding["status"] == status)
-    verdict = Gauge(
-        "sparkforge_validation_verdict", "1 for the verdict that was reached", ["verdict"], registry=registry
-    )
+    about = "1 for the verdict that was reached"
+    verdict = Gauge("sparkforge_validation_verdict", about, ["verdict"], registry=registry)
     for name in ValidationVerdict:
         verdict.labels(str(name)).set(document["verdict"] == name)
     when = Gauge("sparkforge_validation_timestamp_seconds", "When the validation ended, Unix time", registry=registry)
@@ -45,10 +42,3 @@ def text(document: Mapping[str, Any], mode: str) -> bytes:
     for stage, seconds in document["seconds"].items():
         spent.labels(stage).set(seconds)
     return bytes(generate_latest(registry))
-
-
-def _build(registry: CollectorRegistry, document: Mapping[str, Any], mode: str) -> None:
-    facts = document["facts"]
-    labels = {label: str((facts.get(fact) or {}).get("value") or "") for label, fact in BUILD.items()}
-    labels |= {"sparkforge": sparkforge.__version__, "profile": str(document["profile"]), "mode": mode}
-    Gauge("sparkforge_build_info", "What serves, always 1", list(labels), registry=registry).labels(**labels).set(1)

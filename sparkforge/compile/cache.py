@@ -224,10 +224,9 @@ def clean(selection: Selection, *, dry_run: bool = False, yes: bool = False, roo
         say(f"nothing to remove in {', '.join(map(str, roots)) or 'the volume: it has no cache'}")
     if dry_run:
         return []
-    if chosen and selection.everything and not yes:
-        question = f"Remove all {len(chosen)} modules?"
-        if not confirmed(question, "--all asks first", advised("--all", "--yes")):
-            return []
+    question, asks = f"Remove all {len(chosen)} modules?", chosen and selection.everything and not yes
+    if asks and not confirmed(question, "--all asks first", advised("--all", "--yes")):
+        return []
     return _remove_all(chosen, roots)
 
 

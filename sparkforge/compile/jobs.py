@@ -99,8 +99,7 @@ def make_schedule(units: Iterable[str], machine: Machine, *, limit: int | None =
     """Return the schedule for `units` on `machine`; `limit` is the most jobs that the user wants."""
     costs = {unit: peaks.cost(unit) for unit in units}
     order = sorted(costs, key=lambda unit: (-costs[unit].peak, -costs[unit].cpu, unit))
-    budget = max(0, machine.available - RESERVE)
-    cores = max(1, machine.cores)
+    budget, cores = max(0, machine.available - RESERVE), max(1, machine.cores)
     jobs = max(1, min(cores, limit or cores))
     hungriest = max((cost.peak for cost in costs.values()), default=1)
     max_jobs = max(1, min(jobs, budget // max(1, hungriest)))
@@ -262,13 +261,11 @@ class _Run:
             self.watch("killed", started.unit, result)
             if name in self.retried:
                 now, predicted = self.machine(), self.schedule.costs[name].peak
-                raise CompileError(
-                    f"{name} was killed twice, the second time with nothing beside it",
-                    f"out of memory: it reached {usage.peak / 1e9:.1f} GB of the {predicted / 1e9:.1f} GB predicted; "
-                    f"now {now.available / 1e9:.1f} GB are available ({now.bound})",
-                    "--jobs 1   # first give it memory: ./inv down stops a served model, swap helps too",
-                    code="compile.killed",
-                )
+                reached = f"it reached {usage.peak / 1e9:.1f} GB of the {predicted / 1e9:.1f} GB predicted"
+                why = f"out of memory: {reached}; now {now.available / 1e9:.1f} GB are available ({now.bound})"
+                failure = f"{name} was killed twice, the second time with nothing beside it"
+                fix = "--jobs 1   # first give it memory: ./inv down stops a served model, swap helps too"
+                raise CompileError(failure, why, fix, code="compile.killed")
             self.retried.add(name)  # it runs alone once more, and fewer run beside each other after that
             self.again.append(name)
             self.waiting.jobs = max(1, self.waiting.jobs // 2)
@@ -295,10 +292,7 @@ def was_killed(code: int, output: str) -> bool:
 
 def _too_big(schedule: Schedule, name: str, machine: Machine) -> CompileError:
     cost = schedule.costs[name]
-    return CompileError(
-        f"{name} does not fit into this machine's memory",
-        f"its predicted peak is {cost.peak / 1e9:.1f} GB ({cost.source}), and {machine.available / 1e9:.1f} GB are "
-        f"available ({machine.bound}), of which {RESERVE / 1e9:.1f} GB stay free",
-        "again   # first free memory (./inv down stops a served model) or raise the container's limit",
-        code="compile.memory",
-    )
+    available = f"{machine.available / 1e9:.1f} GB are available ({machine.bound}), of which {RESERVE / 1e9:.1f} GB"
+    why = f"its predicted peak is {cost.peak / 1e9:.1f} GB ({cost.source}), and {available} stay free"
+    fix = "again   # first free memory (./inv down stops a served model) or raise the container's limit"
+    return CompileError(f"{name} does not fit into this machine's memory", why, fix, code="compile.memory")

@@ -113,10 +113,9 @@ class CompileProgress:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.ended = schedule, set[str]()
         if schedule.costs:
-            say(
-                f"{len(schedule.costs)} units, at most {schedule.jobs} at once within {schedule.budget / 1e9:.1f} GB; "
-                f"about {_duration(schedule.seconds())}, less where ccache has them"
-            )
+            bounds = f"at most {schedule.jobs} at once within {schedule.budget / 1e9:.1f} GB"
+            about = f"about {_duration(schedule.seconds())}, less where ccache has them"
+            say(f"{len(schedule.costs)} units, {bounds}; {about}")
 
     def watch(self, stage: Stage, unit: Unit, result: UnitResult | None) -> None:
         """Take an event of `jobs.run`."""

@@ -78,8 +78,18 @@ def build(request: BuildRequest) -> dict[str, bool]:
         artifacts[name] = Path(artifact)
         table.add_row(name, f"{time.monotonic() - started:.1f}", outcome, str(artifact))
 
-    run("sources", lambda: _unpack_sources(request.stack))
-    run("patches", lambda: _make_wheels(request.stack))
+    def unpack_sources() -> tuple[Path, bool]:
+        """Unpack the registry's archives; whoever compiles from git repositories fetches them."""
+        unpacked = trees.fetch_sources(request.stack, git=False)
+        return trees.sources_folder(), any(source.state == "made" for source in unpacked)
+
+    def make_wheels() -> tuple[str, bool]:
+        components = wheels.patched_components(pins.load().stack(request.stack))
+        patched = [wheels.patched_wheel(component, vllm_overlay.TARGET) for component in components]
+        return ", ".join(wheel.lock.file for wheel in patched), any(wheel.is_new for wheel in patched)
+
+    run("sources", unpack_sources)
+    run("patches", make_wheels)
     modules = KernelRequest(request.stack, jobs=request.jobs, python=request.python, take=request.take)
     run("kernels", lambda: build_kernels(modules))
     if request.way == "source":
@@ -92,18 +102,6 @@ def build(request: BuildRequest) -> dict[str, bool]:
     run("audit", lambda: _audit_libraries(request.way, artifacts["kernels"], artifacts["vllm"]))
     console().print(table)
     return made
-
-
-def _unpack_sources(stack: str) -> tuple[Path, bool]:
-    """Unpack the registry's archives; whoever compiles from git repositories fetches them."""
-    unpacked = trees.fetch_sources(stack, git=False)
-    return trees.sources_folder(), any(source.state == "made" for source in unpacked)
-
-
-def _make_wheels(stack: str) -> tuple[str, bool]:
-    components = wheels.patched_components(pins.load().stack(stack))
-    patched = [wheels.patched_wheel(component, vllm_overlay.TARGET) for component in components]
-    return ", ".join(wheel.lock.file for wheel in patched), any(wheel.is_new for wheel in patched)
 
 
 def _audit_libraries(way: str, kernels: Path, vllm: Path) -> tuple[Path, bool]:

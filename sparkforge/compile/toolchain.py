@@ -47,6 +47,10 @@ MINIMUM_CXX = 9  # C++17 complete in the library, which FlashInfer's units are w
 MINIMUM_CCACHE = (4, 14)
 
 
+LAUNCHERS = ("FLASHINFER_NVCC_LAUNCHER", "FLASHINFER_CXX_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER",
+             "CMAKE_CXX_COMPILER_LAUNCHER")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Toolchain:
     """Every program that a build starts, with absolute paths; `machine`, as `uname -m` has it, is what the code is for.
@@ -70,23 +74,17 @@ class Toolchain:
     def environment(self) -> dict[str, str]:
         """Return the variables that make FlashInfer's JIT, CMake and torch use exactly these programs, with ccache."""
         folders = [self.home / "bin", self.ninja.parent]
-        ccache = str(self.ccache)
         return {
             "CUDA_HOME": str(self.home),
             "PATH": os.pathsep.join([*dict.fromkeys(map(str, folders)), os.environ.get("PATH", os.defpath)]),
             "TMPDIR": tempfile.gettempdir(),  # one that is set and empty makes nvcc write into / and not find it again
-            "CXX": str(self.cxx),
-            "NVCC_CCBIN": str(self.cxx),
+            **dict.fromkeys(("CXX", "NVCC_CCBIN", "CUDAHOSTCXX"), str(self.cxx)),
             # No flags of the user's, and no process id in the names of intermediate files, which the symbols repeat.
             "NVCC_PREPEND_FLAGS": "",
             "NVCC_APPEND_FLAGS": "--objdir-as-tempdir",
-            "CUDAHOSTCXX": str(self.cxx),
             "CCACHE_NAMESPACE": self.machine,  # ccache does not see NVCC_CCBIN
             "CCACHE_DIR": os.environ.get("CCACHE_DIR") or str(paths.cache() / "ccache"),
-            "FLASHINFER_NVCC_LAUNCHER": ccache,
-            "FLASHINFER_CXX_LAUNCHER": ccache,
-            "CMAKE_CUDA_COMPILER_LAUNCHER": ccache,
-            "CMAKE_CXX_COMPILER_LAUNCHER": ccache,
+            **dict.fromkeys(LAUNCHERS, str(self.ccache)),
         }
 
 

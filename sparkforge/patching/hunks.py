@@ -82,15 +82,9 @@ class FileChange:
         return None if self.deletes else b"".join(result)
 
     def _conflict(self, why: str) -> PatchError:
-        return PatchError(
-            f"{self.patch} does not apply to {self.path}",
-            why,
-            (
-                "again   # first restore the pinned version of the tree; for another version: "
-                "docs/concepts/patch-queue.md"
-            ),
-            code="patch.conflict",
-        )
+        page = "docs/concepts/patch-queue.md"
+        fix = f"again   # first restore the pinned version of the tree; for another version: {page}"
+        return PatchError(f"{self.patch} does not apply to {self.path}", why, fix, code="patch.conflict")
 
 
 def read_files(tree: Path, names: Iterable[str]) -> dict[str, Content]:

@@ -13,7 +13,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -76,9 +76,8 @@ def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> 
                 with atomic_file(target) as file:  # after an error the partial file is removed
                     _make_checked(component, filename, queue, lock, file)
                 new = True
-    return PatchedWheel(
-        target, str(component.package), local_version(component.version, lock.revision), filename, lock, new
-    )
+    version = local_version(component.version, lock.revision)
+    return PatchedWheel(target, str(component.package), version, filename, lock, new)
 
 
 def patched_components(stack: Stack) -> list[Component]:
@@ -152,7 +151,10 @@ def make(source: Path, component: Component, queue: Queue, revision: int, output
 def _write_wheel(source: Path, component: Component, queue: Queue, version: str, output: HashedOutput) -> str:
     """Write a patched wheel; return the canonical hash of its RECORD."""
     names = _names(source)
-    info = _dist_info(source, names, component.version)
+    folders = sorted({name.partition("/")[0] for name in names if name.partition("/")[0].endswith(".dist-info")})
+    if len(folders) != 1 or not folders[0].endswith(f"-{component.version}.dist-info"):
+        raise _refused(source, f"its .dist-info folders are {folders}, and one for {component.version} is expected")
+    info = folders[0]
     queue, record = queue.for_files(names), f"{info}/RECORD"
     before = archive.read_files(source, None, {*queue.paths, record, f"{info}/METADATA"})
     rows = _rows(source, before.pop(record))
@@ -180,10 +182,8 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
             rows.pop(path, None)
         else:
             rows[path] = _row(content)
-    lines = io.StringIO()
-    csv.writer(lines, lineterminator="\n").writerows(
-        [*((path, *row) for path, row in rows.items()), (new_path(record), "", "")]
-    )
+    lines, listed = io.StringIO(), [(path, *row) for path, row in rows.items()]
+    csv.writer(lines, lineterminator="\n").writerows([*listed, (new_path(record), "", "")])
     contents[new_path(record)] = lines.getvalue().encode()
     repack.rewrite_wheel(source, output, new_path, contents, new_path(record))
     return record_digest(parse_record(lines.getvalue(), new_path(record)))
@@ -204,19 +204,11 @@ def _write_sdist(source: Path, component: Component, queue: Queue, version: str,
 
 def _names(source: Path) -> list[str]:
     """Return the files of a wheel. Raises IntegrityError for a member that could not be unpacked safely."""
-    names = [
-        archive.checked_path(source, member, None) for member in archive.members(source) if member.kind != "folder"
-    ]
+    members = (member for member in archive.members(source) if member.kind != "folder")
+    names = [archive.checked_path(source, member, None) for member in members]
     if len(set(names)) != len(names):
         raise _refused(source, f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
     return names
-
-
-def _dist_info(source: Path, names: Iterable[str], version: str) -> str:
-    folders = sorted({name.partition("/")[0] for name in names if name.partition("/")[0].endswith(".dist-info")})
-    if len(folders) != 1 or not folders[0].endswith(f"-{version}.dist-info"):
-        raise _refused(source, f"its .dist-info folders are {folders}, and one for {version} is expected")
-    return folders[0]
 
 
 def _rows(source: Path, record: Content) -> dict[str, tuple[str, str]]:

@@ -77,21 +77,15 @@ def client() -> httpx.Client:
     try:
         return httpx.Client(verify=verify, timeout=TIMEOUT, follow_redirects=True)
     except (ValueError, ImportError, httpx.InvalidURL) as error:
-        raise NetworkError(
-            "cannot use the proxy", f"{type(error).__name__} for HTTPS_PROXY, HTTP_PROXY or ALL_PROXY",
-            "again   # first set it to http://HOST:PORT, or unset it", code="network.fetch"
-        ) from error  # fmt: skip
+        why = f"{type(error).__name__} for HTTPS_PROXY, HTTP_PROXY or ALL_PROXY"
+        fix = "again   # first set it to http://HOST:PORT, or unset it"
+        raise NetworkError("cannot use the proxy", why, fix, code="network.fetch") from error
 
 
 def attempts() -> tenacity.Retrying:
     """Return the loop for a request that may be repeated: over broken connections, silence and busy servers."""
-    return tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(ATTEMPTS),
-        retry=tenacity.retry_if_exception(worth_repeating),
-        wait=_wait,
-        before_sleep=_say_again,
-        reraise=True,
-    )
+    retry, stop = tenacity.retry_if_exception(worth_repeating), tenacity.stop_after_attempt(ATTEMPTS)
+    return tenacity.Retrying(stop=stop, retry=retry, wait=_wait, before_sleep=_say_again, reraise=True)
 
 
 def worth_repeating(error: BaseException) -> bool:

@@ -47,15 +47,9 @@ def wheels_for(machine: str) -> list[str]:
 def uv_environment() -> Mapping[str, str]:
     """Return uv's settings: pip's index (uv reads no pip configuration), no other, and pip's CA bundle."""
     config = pip_config()
-    env = {
-        "UV_DEFAULT_INDEX": os.environ.get("UV_DEFAULT_INDEX") or config.index_url,
-        "UV_PYTHON_DOWNLOADS": "never",
-        "UV_NO_PROGRESS": "1",
-        "UV_NO_CONFIG": "1",
-    }
-    if config.cert:
-        env["SSL_CERT_FILE"] = config.cert
-    return env
+    index = os.environ.get("UV_DEFAULT_INDEX") or config.index_url
+    env = {"UV_DEFAULT_INDEX": index, "UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1", "UV_NO_CONFIG": "1"}
+    return {**env, "SSL_CERT_FILE": config.cert} if config.cert else env
 
 
 def replace(text: str, replaced: Mapping[str, str]) -> str:
@@ -72,10 +66,8 @@ def replace(text: str, replaced: Mapping[str, str]) -> str:
             flags=re.MULTILINE,
         )
         if count != 1:
-            raise InputError(
-                f"{package} cannot be replaced", f"the locked set names it {count} times", "./inv pins.lock",
-                code="input.pins",
-            )  # fmt: skip
+            why = f"the locked set names it {count} times"
+            raise InputError(f"{package} cannot be replaced", why, "./inv pins.lock", code="input.pins")
     return text
 
 

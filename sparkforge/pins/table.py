@@ -23,7 +23,6 @@ GitHash = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{40}|unknown)$")]
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Size = Annotated[int, Field(gt=0, strict=True)] | Literal["unknown"]  # bytes; pins.toml says what stays unknown
 
-
 RESTORE = "git checkout pins.toml   # or correct it"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -11,12 +11,12 @@ from typing import Literal
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from sparkforge.core.documents import read_json
+from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import IntegrityError
 from sparkforge.core.installed import REINSTALL, Installed
-from sparkforge.core.tables import Record
+from sparkforge.core.tables import Record, parse_record
 from sparkforge.pins.patched import PatchedFile
 from sparkforge.pins.table import Pins, Sha256, Text
 
@@ -68,9 +68,7 @@ class ImageChanges(Record, extra="ignore"):
 def patched_packages(pins: Pins, stack: str) -> list[str]:
     """Return the normalised names of the distributions that a stack has patches for."""
     components = pins.stack(stack).components.values()
-    return sorted(
-        {canonicalize_name(component.package) for component in components if component.patches and component.package}
-    )
+    return sorted({canonicalize_name(pin.package) for pin in components if pin.patches and pin.package})
 
 
 def is_patched(version: str) -> bool:
@@ -86,14 +84,10 @@ def read_origin(info: Path) -> WheelOrigin:
     """Read the records of a patched wheel in a dist-info folder. Raises IntegrityError."""
     file = info / ORIGIN
     try:
-        return WheelOrigin.model_validate(read_json(file))
-    except ValidationError as error:
-        reason = f"{'.'.join(map(str, error.errors()[0]['loc']))}: {error.errors()[0]['msg']}"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    except ValueError as error:
-        reason = str(error)
-    raise IntegrityError(f"{file} cannot be read", reason, REINSTALL, code="integrity.installed")
+        return parse_record(read_json(file), str(file), WheelOrigin)
+    except (OSError, DocumentError) as error:
+        why = error.why if isinstance(error, DocumentError) else error.strerror or str(error)
+        raise IntegrityError(f"{file} cannot be read", why, REINSTALL, code="integrity.installed") from error
 
 
 def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> PatchedFile:

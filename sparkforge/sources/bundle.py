@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import shlex
+import sys
 import tarfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,13 +102,8 @@ def make(
         _require_own(output)
     if not output.name.endswith(".tar"):
         raise UsageError(f"cannot write {output}", "a bundle is a .tar", "./inv bundle --output sparkforge-bundle.tar")
-    inputs = {
-        "bundler": BUNDLER,
-        "stack": stack,
-        "target": str(target),
-        "locks": " ".join(locks),
-        **_inputs(table, stack),
-    }
+    inputs = {"bundler": BUNDLER, "stack": stack, "target": str(target), "locks": " ".join(locks)}
+    inputs |= _inputs(table, stack)
 
     def build(temporary: Path) -> Made:
         _require_own(output)
@@ -121,11 +117,7 @@ def make(
             write(temporary, entries, absent, {"stack": stack, "target": str(target)})
         finally:
             manifest.remove(scratch)
-        facts = {
-            "members": len(entries),
-            "bytes": temporary.stat().st_size,
-            "absent": [asdict(entry) for entry in absent],
-        }
+        facts = {"members": len(entries), "bytes": temporary.stat().st_size, "absent": list(map(asdict, absent))}
         return Made({output.name: sha256_file(temporary)}, facts=facts)
 
     return manifest.once(output, "bundle", inputs, build)
@@ -141,17 +133,15 @@ def _require_own(output: Path) -> None:
 def make_and_report(output: Path, *, stack: str, machine: str = "", python: str = "", more: Sequence[str] = ()) -> str:
     """Make a bundle, print what is in it and what is absent, and return its sha256.
 
-    It is for a machine whose `uname -m` is `machine` and a Python such as 3.12; `more` names locks besides the basic
-    ones.
+    It is for a machine whose `uname -m` is `machine` and a Python such as 3.12; `more` are locks besides basic ones.
     """
     if python and not re.fullmatch(r"3\.\d+", python):
         raise UsageError(f"{python} is no Python version", "it is not written as 3.12 is", "./inv bundle --python 3.12")
     if machine and machine not in MACHINES:
         why = f"what is pinned is for {' and '.join(MACHINES)}"
         raise UsageError(f"cannot bundle for {machine}", why, f"./inv bundle --machine {MACHINES[0]}")
-    target = TargetMachine(machine or platform.machine())
-    if python:
-        target = TargetMachine(target.machine, (3, int(python.removeprefix("3."))))
+    version = (3, int(python.removeprefix("3."))) if python else sys.version_info[:2]
+    target = TargetMachine(machine or platform.machine(), version)
     bundle, new = make(output, stack=stack, target=target, locks=[*basic_locks(pins.load()), *more])
     size = f"{bundle.facts['members']} members, {bundle.facts['bytes'] / 1e9:.2f} GB"
     say(f"{output}: {'made' if new else 'unchanged'}, {size}")
@@ -190,10 +180,8 @@ def _checkout() -> list[tuple[str, Path]]:
     for folder, _, names in os.walk(paths.ROOT / "patches", onerror=refuse):
         files += [Path(folder, name) for name in names]
     packs = [file for file in (paths.state() / PACKS).rglob("*") if file.is_file()]
-    return sorted(
-        [*((str(file.relative_to(paths.ROOT)), file) for file in files)]
-        + [(str(file.relative_to(paths.state())), file) for file in packs]
-    )
+    named = [(str(file.relative_to(paths.ROOT)), file) for file in files]
+    return sorted(named + [(str(file.relative_to(paths.state())), file) for file in packs])
 
 
 def gather(
@@ -241,11 +229,8 @@ def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[BundleMemb
                 _write_tar(out, parts)
             yield BundleMember.of(trees.bundled_path(name, pin), file)
         elif pin.needed:
-            yield Absent(
-                name,
-                "it was not fetched to this machine",
-                f"./inv build --only sources, or by hand: {repositories.fetch_command(name, pin)}",
-            )
+            command = f"./inv build --only sources, or by hand: {repositories.fetch_command(name, pin)}"
+            yield Absent(name, "it was not fetched to this machine", command)
 
 
 def _vocabulary(table: Pins, scratch: Path) -> BundleMember | Absent:

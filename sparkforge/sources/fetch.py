@@ -105,11 +105,9 @@ def fetch(package: str, filename: str, sha256: str, size: int | None = None, ind
                 attempts()(download, url, target, sha256, http, size or listed)
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError) as error:  # an index lists any URL
                 why = reason(error) if isinstance(error, httpx.HTTPError) else str(error)[:300]
-                raise NetworkError(
-                    f"cannot fetch {filename}", f"the transfer failed: {why}",
-                    "again   # first check the network, or set PIP_FIND_LINKS to a folder that has it",
-                    code="network.fetch",
-                ) from error  # fmt: skip
+                fix = "again   # first check the network, or set PIP_FIND_LINKS to a folder that has it"
+                failure, why = f"cannot fetch {filename}", f"the transfer failed: {why}"
+                raise NetworkError(failure, why, fix, code="network.fetch") from error
     return target
 
 

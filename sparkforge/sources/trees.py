@@ -92,13 +92,8 @@ def _fetch_component(name: str, component: Component) -> Iterator[SourceTree]:
     for filename in component.files:
         if filename.endswith(ARCHIVE):
             manifest, new = unpack_archive(component, filename)
-            yield SourceTree(
-                name,
-                component.version,
-                tree_folder(component, filename),
-                "made" if new else "unchanged",
-                f"{manifest.facts['files']} files",
-            )
+            folder, note = tree_folder(component, filename), f"{manifest.facts['files']} files"
+            yield SourceTree(name, component.version, folder, "made" if new else "unchanged", note)
         else:
             path = fetch.fetch_pinned(component, filename)
             yield SourceTree(name, component.version, path, "file", filename)
@@ -147,9 +142,8 @@ def _unpack_bundled(name: str, pin: GitSource, target: Path) -> tuple[Manifest, 
         listing = archive.unpack(file, temporary)
         archive.write_listing(target, listing)
         # No commit among the outputs: git compared nothing here, only the bundle says which commit these files are.
-        return Made(
-            {"listing": archive.tree_sha256(listing)}, facts={"bundle": file.name, "claimed_commit": pin.commit}
-        )
+        facts = {"bundle": file.name, "claimed_commit": pin.commit}
+        return Made({"listing": archive.tree_sha256(listing)}, facts=facts)
 
     return once(target, "git", repositories.manifest_inputs(pin), make)
 

@@ -17,10 +17,8 @@ from validate.facts.fact import Fact, Facts, Value
 
 DOC = "docs/reference/checks.md"
 MODEL_FIX = "./inv pull REPOSITORY   # resumes; a whole folder is named by --model DIR"
-
-ACCESS_FIX = (
-    "./inv list   # shows the model's folder: chmod -R a+rX it (of a container: the mounted one), or run as its owner"
-)
+READABLE = "chmod -R a+rX it (of a container: the mounted one), or run as its owner"
+ACCESS_FIX = f"./inv list   # shows the model's folder: {READABLE}"
 
 
 class Status(StrEnum):
@@ -194,13 +192,10 @@ def evaluate(check: Check[FactSource], facts: FactSource, *, required: bool = Tr
     try:
         judgement = check.judge(facts)
     except FactMissing as error:
-        judgement = CheckResult(Status.FAIL, f"cannot be judged: {error}", error.fix)
+        judgement = failed(f"cannot be judged: {error}", error.fix)
     except Exception as error:  # noqa: BLE001 - fails closed: a bug in a check must not let the server start
-        judgement = CheckResult(
-            Status.FAIL,
-            f"internal error in this check: {type(error).__name__}: {error}",
-            "report this with the JSON report; nothing on this machine needs to change",
-        )
+        fix = "report this with the JSON report; nothing on this machine needs to change"
+        judgement = failed(f"internal error in this check: {type(error).__name__}: {error}", fix)
     status = Status.WARN if judgement.status is Status.FAIL and not required else judgement.status
     fix = judgement.fix or check.fix if status is not Status.PASS else ""
     return Finding(check.name, status, required, judgement.evidence, fix, f"{check.doc}#{check.name}")

@@ -145,11 +145,6 @@ def _cuda_version(view: View) -> CheckResult:
     return judged(driver.major >= runtime.major, f"{evidence}; the driver must not be a major version behind")
 
 
-def free_memory(view: View) -> float:
-    """Return the bytes that can be had now. Swap is no room: what CUDA holds cannot go there."""
-    return view.number("memory.available_bytes")
-
-
 def headroom(view: View) -> float | None:
     """Return the bytes that the container's limit leaves; None where no limit is below what the machine has."""
     name = "memory.cgroup_headroom_bytes"
@@ -168,62 +163,46 @@ def stop_others(view: View) -> str:
     return FREE_MEMORY.replace("other programs", f"other programs (the largest: {view.text('memory.largest_process')})")
 
 
-def needed_bytes(view: View) -> float:
-    """Bytes that vLLM's share must hold at its start: the plan's lines for one sequence as long as it may be."""
-    model, weights = serving.architecture(view), int(view.number("model.weight_bytes"))
-    lines = share_lines(model, devices.table()["spark"], serving.load(view, model), weights)
-    return sum(line.bytes for line in lines)
-
-
-def longest_that_fits(view: View, free: float, beside: float) -> int:
-    """Return the longest sequence that fits `free` bytes, `beside` of them taken by others; 0 if none does."""
-    model, spark = serving.architecture(view), devices.table()["spark"]
-    total = view.number("memory.total_bytes")
-    sizes = {"memory": total, "resident": total - free, "host": beside}
-    figures = {name: getattr(spark, name).model_copy(update={"value": size / GIB}) for name, size in sizes.items()}
-    return most_tokens(model, spark.model_copy(update=figures), serving.load(view, model))
-
-
 @CHECKS.add(needs=("memory", "model", "serve"), fix=FREE_MEMORY)
 def _memory_unified(view: View) -> CheckResult:
     """Unified memory that can be had covers the weights, what vLLM will ask for, the host's side and a reserve."""
     share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
-    free, weights, limit = free_memory(view), view.number("model.weight_bytes"), headroom(view)
-    host, reserved = devices.table()["spark"].host.value * GIB, reserve(view, total)
+    # Swap is no room: what CUDA holds cannot go there.
+    free, weights, limit = view.number("memory.available_bytes"), view.number("model.weight_bytes"), headroom(view)
+    spark = devices.table()["spark"]
+    host, reserved = spark.host.value * GIB, reserve(view, total)
     if not 0 < share <= 1:
         return failed(f"--gpu-memory-utilization {share:g} is not above 0 and at most 1", SAFER)
     if limit is not None and limit < host:  # what CUDA takes is not counted there
         return failed(f"the container's limit leaves {gib(limit)}, and vLLM's host side needs {gib(host)}", LARGER)
     # vllm/v1/worker/utils.py request_memory: refuses to start when free < ceil(total * share).
-    wanted, needed = share * total, needed_bytes(view)
+    # What its share must hold at its start: the plan's lines for one sequence as long as it may be.
+    model = serving.architecture(view)
+    load = serving.load(view, model)
+    wanted, needed = share * total, sum(line.bytes for line in share_lines(model, spark, load, int(weights)))
     parts = f"{gib(weights)} of weights and {gib(needed - weights)} for one sequence of --max-model-len and to work"
     beside = f"{gib(host)} for vLLM's host side, {gib(reserved)} below which the memory guard ends it"
     swap = view.number("memory.swap_free_bytes")
     free_text = f"{gib(free)} free" + (f" ({gib(swap)} of swap not counted)" if swap else "")
     smaller = f"{int(100 * max(0.0, free - host - reserved) / total) / 100:.2f}"
+    refused = None
     if free < needed + host + reserved:
-        tokens = longest_that_fits(view, free, host + reserved)
+        sizes = {"memory": total, "resident": total - free, "host": host + reserved}
+        figures = {name: getattr(spark, name).model_copy(update={"value": size / GIB}) for name, size in sizes.items()}
+        tokens = most_tokens(model, spark.model_copy(update=figures), load)
         shorter = f"; or --max-model-len {tokens} --gpu-memory-utilization {smaller}" if tokens else ""
-        refused = (
-            f"{free_text}, {gib(needed + host + reserved)} needed: {parts}; {beside}",
-            stop_others(view) + shorter,
-        )
+        evidence = f"{free_text}, {gib(needed + host + reserved)} needed: {parts}; {beside}"
+        refused = failed(evidence, stop_others(view) + shorter)
     elif wanted < needed:
-        refused = (
-            f"{share:g} of {gib(total)} is {gib(wanted)}, {gib(needed)} are needed: {parts}",
-            "raise --gpu-memory-utilization, or lower --max-model-len: ./inv plan shows both",
-        )
+        evidence = f"{share:g} of {gib(total)} is {gib(wanted)}, {gib(needed)} are needed: {parts}"
+        refused = failed(evidence, "raise --gpu-memory-utilization, or lower --max-model-len: ./inv plan shows both")
     elif free < wanted + host + reserved:
         # What is needed is free: a smaller share would serve, with a smaller KV cache.
         use = f"{gib(wanted)} by vLLM ({share:g} of {gib(total)}), {beside}"
-        refused = (
-            f"{free_text}, and {gib(wanted + host + reserved)} may be taken: {use}",
-            f"{stop_others(view)}; or --gpu-memory-utilization {smaller}",
-        )
-    else:
-        refused = None
+        evidence = f"{free_text}, and {gib(wanted + host + reserved)} may be taken: {use}"
+        refused = failed(evidence, f"{stop_others(view)}; or --gpu-memory-utilization {smaller}")
     if refused:
-        return failed(*refused)
+        return refused
     evidence = f"{free_text} of {gib(total)}; vLLM may take {gib(wanted)}, weights {gib(weights)}; {beside}"
     if share > SAFE_UTILIZATION:
         remainder = f"that leaves the system {gib(total - wanted)}, and the share is no bound (vLLM issue 46307)"
@@ -234,7 +213,7 @@ def _memory_unified(view: View) -> CheckResult:
 @CHECKS.add(needs=("memory", "model"), fix=FREE_MEMORY)
 def _memory_host(view: View) -> CheckResult:
     """Free memory covers the weights, the server and a reserve."""
-    free, weights, limit = free_memory(view), view.number("model.weight_bytes"), headroom(view)
+    free, weights, limit = view.number("memory.available_bytes"), view.number("model.weight_bytes"), headroom(view)
     reserved = reserve(view, view.number("memory.total_bytes"))
     if limit is not None and limit - reserve(view, limit) < free - reserved:
         free, reserved = limit, reserve(view, limit)

@@ -22,11 +22,8 @@ def _numerics(view: View) -> CheckResult:
     """A small MXFP4 MoE layer through the kernel that will serve gives the reference's numbers."""
     if not_run := NOT_RUN.get(view.text("numerics.state")):
         return warned(f"not run: {not_run[0]}", not_run[1])
-    kernel, difference, allowed = (
-        view.text("numerics.kernel"),
-        view.number("numerics.difference"),
-        view.number("numerics.tolerance"),
-    )
+    kernel, difference = view.text("numerics.kernel"), view.number("numerics.difference")
+    allowed = view.number("numerics.tolerance")
     evidence = f"{kernel} differs from the reference by {difference:.2%}, {allowed:.0%} is rounding"
     if difference > allowed:
         return failed(evidence)

@@ -174,22 +174,15 @@ class Questions:
         from vllm.config import set_current_vllm_config  # noqa: PLC0415
         from vllm.v1.attention.selector import get_attn_backend  # noqa: PLC0415
 
-        config = self.config
-        with set_current_vllm_config(config):
-            return sorted(
-                {
-                    str(
-                        get_attn_backend(
-                            config.model_config.get_head_size(),
-                            config.model_config.dtype,
-                            config.cache_config.cache_dtype,
-                            has_sink=self.layer.get("sinks", False),
-                            has_sliding_window=sliding,
-                        ).get_name()
-                    )
-                    for sliding in {False, self.layer.get("windows", False)}
-                }
-            )
+        model, cache = self.config.model_config, self.config.cache_config.cache_dtype
+        sinks, windows = self.layer.get("sinks", False), {False, self.layer.get("windows", False)}
+
+        def select(sliding: bool) -> str:
+            size, dtype = model.get_head_size(), model.dtype
+            return str(get_attn_backend(size, dtype, cache, has_sink=sinks, has_sliding_window=sliding).get_name())
+
+        with set_current_vllm_config(self.config):
+            return sorted(set(map(select, windows)))
 
 
 @functools.cache

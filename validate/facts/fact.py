@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from sparkforge.core.documents import read_json
+from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError
-from sparkforge.core.tables import Record
+from sparkforge.core.tables import Record, parse_record
 from validate.facts.target import Target
 
 SCHEMA = 1
@@ -105,12 +105,9 @@ def load_sheet(path: Path) -> dict[str, Fact]:
     Raises InputError if the file is not there, not JSON, of another schema or shape.
     """
     try:
-        sheet = _Sheet.model_validate(read_json(path))
-        return {name: Fact(entry.value, entry.source, entry.error) for name, entry in sheet.facts.items()}
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc'])) or 'the sheet'}: {first['msg']}"
-    except (OSError, ValueError, RecursionError) as error:
+        sheet = parse_record(read_json(path), str(path), _Sheet)
+    except (OSError, DocumentError) as error:
+        fix = "python -m validate --profile spark --json sheet.json   # records one"
         why = " ".join(str(error).split())
-    fix = "python -m validate --profile spark --json sheet.json   # records one"
-    raise InputError(f"cannot read the fact sheet {path}", why, fix, code="input.facts")
+        raise InputError(f"cannot read the fact sheet {path}", why, fix, code="input.facts") from error
+    return {name: Fact(entry.value, entry.source, entry.error) for name, entry in sheet.facts.items()}

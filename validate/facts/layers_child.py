@@ -214,10 +214,8 @@ def mix(numerics: ModuleType, weights: Weights, name: str, x: torch.Tensor, part
             return product
 
         projected = times("gate_up_proj", x.double())
-        gate, up = (
-            projected[:, 0::2].clamp(max=numerics.LIMIT),
-            projected[:, 1::2].clamp(-numerics.LIMIT, numerics.LIMIT),
-        )
+        gate = projected[:, 0::2].clamp(max=numerics.LIMIT)
+        up = projected[:, 1::2].clamp(-numerics.LIMIT, numerics.LIMIT)
         out = times("down_proj", (up + 1) * gate * torch.sigmoid(numerics.ALPHA * gate))
         result += parts[:, expert, None] * out
     return result

@@ -43,7 +43,10 @@ def remove_ipc(_: Target) -> bool:
         return False
     if user <= LAST_SYSTEM_USER or not (ROOT / "run/systemd/seats").is_dir():  # no logind
         return False
-    if (ROOT / "var/lib/systemd/linger" / _user_name(user)).exists():
+    name = str(user)
+    with suppress(KeyError):
+        name = pwd.getpwuid(user).pw_name
+    if (ROOT / "var/lib/systemd/linger" / name).exists():
         return False
     folders = [ROOT / top / "systemd/logind.conf.d" for top in ("usr/lib", "run", "etc")]
     parts = {file.name: file for folder in folders for file in folder.glob("*.conf")}
@@ -56,13 +59,6 @@ def remove_ipc(_: Target) -> bool:
     return value not in {"no", "false", "off", "0", "n", "f"}
 
 
-def _user_name(user: int) -> str:
-    try:
-        return pwd.getpwuid(user).pw_name
-    except KeyError:
-        return str(user)
-
-
 def cpu_flags(_: Target) -> list[str]:
     """Instruction set flags of the first processor: `flags` on x86-64, `Features` on aarch64."""
     for line in (ROOT / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -70,11 +66,6 @@ def cpu_flags(_: Target) -> list[str]:
         if name.strip() in ("flags", "Features"):
             return sorted(rest.split())
     raise LookupError("/proc/cpuinfo names no flags")
-
-
-def os_name(_: Target) -> str:
-    """The distribution's own name for itself."""
-    return platform.freedesktop_os_release().get("PRETTY_NAME", "unnamed")
 
 
 def cache_directory(target: Target) -> str:
@@ -156,7 +147,7 @@ def _variable(fact: str, name: str) -> Reading:
 READINGS = (
     Reading("os.machine", "platform.machine()", lambda _: platform.machine()),
     Reading("os.kernel", "platform.release()", lambda _: platform.release()),
-    Reading("os.name", "/etc/os-release", os_name),
+    Reading("os.name", "/etc/os-release", lambda _: platform.freedesktop_os_release().get("PRETTY_NAME", "unnamed")),
     Reading("cpu.flags", "/proc/cpuinfo", cpu_flags),
     Reading("cpu.count", "os.sched_getaffinity(0)", lambda _: len(os.sched_getaffinity(0))),
     Reading("memory.total_bytes", "/proc/meminfo MemTotal", lambda _: psutil.virtual_memory().total),

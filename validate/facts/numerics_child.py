@@ -31,7 +31,6 @@ ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0
 # A wrong nibble order gives 140 %, a scale off by one 70 %, a lost clamp 40 %.
 TOLERANCE = {"bf16": 0.02, "mxfp8": 0.10}
 
-
 PROBED_BYTES = 1 << 29  # of CUDA memory
 # What a container sees of its own memory cgroup, in version 2 and 1; a machine's root cgroup has no such file.
 USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")

@@ -49,18 +49,12 @@ def foreign(target: Target) -> list[str]:
         except IntegrityError as error:
             reasons.append(f"{error.what}: {error.why}")
             continue
-        reasons += _imported_from_elsewhere(target, distribution)
-    return reasons
-
-
-def _imported_from_elsewhere(target: Target, distribution: Installed) -> list[str]:
-    paths = sorted(Path(line.path) for line in distribution.lines if line.path.endswith("/__init__.py"))
-    reasons = []
-    for package in [path.parts[0] for path in paths if len(path.parts) == 2]:
-        with suppress(ProbeError):  # it is nowhere: changed_files says what is missing
-            if (folder := target.package_directory(package)).parent != distribution.packages:
-                packages = distribution.packages
-                reasons.append(f"Python imports {package} from {folder}, and {distribution.name} is in {packages}")
+        paths = sorted(Path(line.path) for line in distribution.lines if line.path.endswith("/__init__.py"))
+        for package in [path.parts[0] for path in paths if len(path.parts) == 2]:
+            with suppress(ProbeError):  # it is nowhere: changed_files says what is missing
+                if (folder := target.package_directory(package)).parent != distribution.packages:
+                    packages = distribution.packages
+                    reasons.append(f"Python imports {package} from {folder}, and {name} is in {packages}")
     return reasons
 
 
@@ -93,15 +87,11 @@ def _outdated(origin: WheelOrigin, queue: Path) -> list[str]:
     lines = (line.partition("#")[0].strip() for line in (queue / "series").read_text(encoding="utf-8").splitlines())
     series = {Path(line).name: sha256_file(queue / line) for line in lines if line}
     applied = {patch.name: patch.sha256 for patch in origin.patches}
-    wheel = f"the installed {origin.upstream}"
+    wheel, changed = f"the installed {origin.upstream}", [n for n in applied if series.get(n, applied[n]) != applied[n]]
     return [
         *(f"{name}: is in the series, not in {wheel}" for name in series if name not in applied),
         *(f"{name}: is in {wheel}, not in the series" for name in applied if name not in series),
-        *(
-            f"{name}: was changed since it was applied"
-            for name, sha256 in applied.items()
-            if series.get(name, sha256) != sha256
-        ),
+        *(f"{name}: was changed since it was applied" for name in changed),
     ]
 
 

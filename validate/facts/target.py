@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
@@ -101,8 +102,10 @@ class Target:
         """Metadata folders by normalised name; where a name occurs twice, the first on the path wins."""
         folders: dict[str, Path] = {}
         for directory in dict.fromkeys(self.interpreter()[1]):
-            for entry in _metadata_directories(Path(directory)):
-                folders.setdefault(canonicalize_name(entry.name.split("-")[0]), entry)
+            with suppress(OSError):
+                for entry in Path(directory).iterdir():
+                    if entry.name.endswith((".dist-info", ".egg-info")):
+                        folders.setdefault(canonicalize_name(entry.name.split("-")[0]), entry)
         return folders
 
     @once
@@ -124,10 +127,3 @@ class Target:
             if (Path(directory) / name / "__init__.py").is_file():
                 return Path(directory) / name
         raise ProbeError(f"no package {name} on the path of {self.options.python}")
-
-
-def _metadata_directories(directory: Path) -> list[Path]:
-    try:
-        return [entry for entry in directory.iterdir() if entry.name.endswith((".dist-info", ".egg-info"))]
-    except OSError:
-        return []

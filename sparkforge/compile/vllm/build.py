@@ -54,11 +54,8 @@ COMPILERS = re.compile(r"^(?:CUDA|CXX)_COMPILER__(.+?)(?:_(?:un)?scanned)?_Relea
 OBJECT = re.compile(r"^CMakeFiles/(.+?)\.dir/(.+)$")
 # Read by CMake while it configures, or by torch's and vLLM's CMake files; they would make another build of it.
 CLEARED = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "CUDAFLAGS", "LDFLAGS", "CMAKE_ARGS", "PYTHONPATH", "PYTHONHOME")
-OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DVLLM_TARGET_DEVICE=cuda",
-    "-DFETCHCONTENT_FULLY_DISCONNECTED=ON",  # nothing may come from a network that pins.toml has not seen
-)
+# Nothing may come from a network that pins.toml has not seen.
+OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DVLLM_TARGET_DEVICE=cuda", "-DFETCHCONTENT_FULLY_DISCONNECTED=ON")
 
 
 @dataclass(frozen=True)
@@ -318,15 +315,10 @@ def units_of(order: ExtensionOrder) -> list[Unit]:
     unit_name = functools.partial(OBJECT.sub, r"\1/\2")
     units = ninja_build.read_units(folder, order.chain.ninja, rules, unit_name=unit_name) if rules else []
     if without := set(order.targets) - {unit.name.partition("/")[0] for unit in units}:
-        raise CompileError(
-            f"no units of {', '.join(sorted(without))} were found",
-            f"{folder}/build.ninja names them in a way of its own",
-            (
-                "again   # first install the CMake of locks/build-vllm.txt; this one is "
-                f"{order.interpreter.versions['cmake']}"
-            ),
-            code="compile.incomplete",
-        )
+        failure = f"no units of {', '.join(sorted(without))} were found"
+        why, cmake = f"{folder}/build.ninja names them in a way of its own", order.interpreter.versions["cmake"]
+        fix = f"again   # first install the CMake of locks/build-vllm.txt; this one is {cmake}"
+        raise CompileError(failure, why, fix, code="compile.incomplete")
     return units
 
 

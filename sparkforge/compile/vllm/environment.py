@@ -92,7 +92,6 @@ def find_cmake(python: Path) -> tuple[Path, str]:
                 return Path(cmake).absolute(), version[0]
             rejected.append(f"{cmake} is {version[0] if version else 'no CMake'}")
     wanted = ".".join(map(str, MINIMUM_CMAKE))
-    raise CompileError(
-        "no CMake that fits", f"vLLM asks for {wanted}, and there is {', '.join(rejected) or 'none'}",
-        f"{python} -m pip install 'cmake>={wanted},<5', or {FIX}", code="compile.toolchain"
-    )  # fmt: skip
+    why = f"vLLM asks for {wanted}, and there is {', '.join(rejected) or 'none'}"
+    fix = f"{python} -m pip install 'cmake>={wanted},<5', or {FIX}"
+    raise CompileError("no CMake that fits", why, fix, code="compile.toolchain")

@@ -7,7 +7,6 @@ repository is real, or a folder that stands in for one that is left out (`target
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from sparkforge import pins
 from sparkforge.compile.vllm.targets import TargetTable
 from sparkforge.core import manifest
+from sparkforge.core.advice import on
 from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError, PatchError, ProcessError, UsageError
 from sparkforge.core.files import sha256_file
@@ -107,9 +107,7 @@ def fetch_sources(
 
 def list_checkout(checkout: Path) -> dict[str, str]:
     """Return path → sha256 of what CMake reads of a clone of vLLM."""
-    files = (
-        path for part in PARTS for path in ((checkout / part).rglob("*") if part != PARTS[0] else [checkout / part])
-    )
+    files = (path for part in PARTS for path in (checkout / part, *(checkout / part).rglob("*")))
     wanted = (path for path in files if path.is_file() and "__pycache__" not in path.parts)
     return {str(path.relative_to(checkout)): sha256_file(path) for path in sorted(wanted)}
 
@@ -136,22 +134,17 @@ def _repository(name: str, variable: str, pin: GitSource, folder: Path | None) -
 
 def _checkout(name: str, pin: GitSource, folder: Path) -> Repository:
     """Take a git checkout if it is at the pinned commit and clean. Raises CompileError."""
-    why = ""
     if not (folder / ".git").exists():
-        why = f"there is no git checkout {folder}"
-    else:
-        try:
-            commit = git(folder, "rev-parse", "HEAD").stdout.strip()
-            edited = git(folder, "status", "--porcelain", "--ignored").stdout.splitlines()
-        except ProcessError as error:
-            why = error.why
-        else:
-            if commit != pin.commit:
-                why = f"{folder} is at {commit}, and {pin.commit} is pinned"
-            elif edited:
-                why = f"{folder} was edited: {edited[0]}"
-    if why:
-        raise CompileError(name, why, "", code="compile.inputs")
+        raise CompileError(name, f"there is no git checkout {folder}", "", code="compile.inputs")
+    try:
+        commit = git(folder, "rev-parse", "HEAD").stdout.strip()
+        edited = git(folder, "status", "--porcelain", "--ignored").stdout.splitlines()
+    except ProcessError as error:
+        raise CompileError(name, error.why, "", code="compile.inputs") from error
+    if commit != pin.commit:
+        raise CompileError(name, f"{folder} is at {commit}, and {pin.commit} is pinned", "", code="compile.inputs")
+    if edited:
+        raise CompileError(name, f"{folder} was edited: {edited[0]}", "", code="compile.inputs")
     return Repository(folder.absolute(), f"{pin.commit} checkout")
 
 
@@ -187,19 +180,11 @@ def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(inputs.tree / path, target)
         if sha256_file(target) != sha256 and inputs.queue is None:
-            raise CompileError(
-                f"{inputs.tree / path} was edited meanwhile", "it is another file than a moment ago",
-                "again", code="compile.inputs",
-            )  # fmt: skip
+            failure, why = f"{inputs.tree / path} was edited meanwhile", "it is another file than a moment ago"
+            raise CompileError(failure, why, "again", code="compile.inputs")
         if sha256_file(target) != sha256:
-            raise PatchError(
-                f"{inputs.tree / path} was edited by hand",
-                "it is not the file that the archive held",
-                (
-                    f"rm -r {shlex.quote(str(inputs.tree))}   # keep your edits first (lab/patches/README.md); "
-                    "then the same command again"
-                ),
-                code="patch.modified",
-            )
+            failure, why = f"{inputs.tree / path} was edited by hand", "it is not the file that the archive held"
+            remark = "keep your edits first (lab/patches/README.md); then the same command again"
+            raise PatchError(failure, why, on("rm -r", inputs.tree, remark), code="patch.modified")
     if inputs.queue:
         inputs.queue.apply_to(copy)
