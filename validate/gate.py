@@ -16,16 +16,7 @@ from validate.facts.fact import Fact, Facts, gather
 from validate.facts.target import Options, Target
 from validate.profiles import Profile, named
 
-GROUPS = (
-    machine.READINGS,
-    gpu.SMI_READINGS,
-    gpu.STATE_READINGS,
-    gpu.MEMORY_READINGS,
-    gpu.CUDA_READINGS,
-    software.READINGS,
-    patches.READINGS,
-    checkpoint.READINGS,
-)
+GROUPS = (machine.READINGS, *gpu.GROUPS, software.READINGS, patches.READINGS, checkpoint.READINGS)
 
 
 class ValidationVerdict(StrEnum):
@@ -99,11 +90,8 @@ def _judge(
 ) -> ValidationReport:
     start = time.monotonic()
     severities = profile.severities
-    findings = tuple(
-        _evaluate(check, facts, required=severities[name], with_deep=with_deep)
-        for name, check in CHECKS.items()
-        if name in severities
-    )
+    chosen = [(check, severities[name]) for name, check in CHECKS.items() if name in severities]
+    findings = tuple(_evaluate(check, facts, required=required, with_deep=with_deep) for check, required in chosen)
     if not findings or any(f.status is Status.FAIL for f in findings):
         verdict = ValidationVerdict.REFUSE
     elif any(f.status is Status.SKIPPED and f.required for f in findings):
@@ -120,19 +108,11 @@ def _judge(
 
 def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bool) -> Finding:
     if check.deep and not with_deep:
-        return skipped(
-            check,
-            "asks torch and vllm, and --no-deep was given",
-            "./inv validate   # without --no-deep",
-            required=required,
-        )
+        reason, fix = "asks torch and vllm, and --no-deep was given", "./inv validate   # without --no-deep"
+        return skipped(check, reason, fix, required=required)
     model = facts.get("model.path")
     no_model = model is not None and model.value is None and model.error is None
     if no_model and "model" in check.needs:
-        return skipped(
-            check,
-            "no model directory was given",
-            "./inv validate   # checks the tiny model; --model names another one",
-            required=required,
-        )
+        fix = "./inv validate   # checks the tiny model; --model names another one"
+        return skipped(check, "no model directory was given", fix, required=required)
     return evaluate(check, View(facts), required=required)

@@ -265,13 +265,10 @@ def judge_modules(binaries: Sequence[Binary], names: Sequence[str], rules: Rules
 
 
 def _broken(binary: Binary, module: ModuleRule) -> list[tuple[Claim, int]]:
-    broken = []
+    broken, kernels = [], [kernel for cubin in binary.cubins for kernel in cubin.kernels]
     for claim in module.kernels:
-        count = sum(
-            bool(re.search(claim.match, kernel.name)) and kernel.count(claim.needs) >= claim.at_least
-            for cubin in binary.cubins
-            for kernel in cubin.kernels
-        )
+        matching = (kernel for kernel in kernels if re.search(claim.match, kernel.name))
+        count = sum(kernel.count(claim.needs) >= claim.at_least for kernel in matching)
         if count < claim.count:
             broken.append((claim, count))
     return broken

@@ -41,11 +41,8 @@ class Score:
         """The three figures; infinite where nothing was scored."""
         nats_per_byte = -self.total / self.size if self.size and self.tokens else math.inf
         nats_per_token = -self.total / self.tokens if self.tokens else math.inf
-        return {
-            "bits_per_byte": nats_per_byte / LN2,
-            "byte_perplexity": _exp(nats_per_byte),
-            "word_perplexity": _exp(nats_per_token),
-        }
+        perplexities = {"byte_perplexity": _exp(nats_per_byte), "word_perplexity": _exp(nats_per_token)}
+        return {"bits_per_byte": nats_per_byte / LN2, **perplexities}
 
 
 def _exp(nats: float) -> float:

@@ -202,25 +202,13 @@ def load(path: Path = FILE) -> Baselines:
 
 def compute_ratios(metrics: Metrics, shape: tuple[int, int, int], figures: list[CitedFigure]) -> list[Ratio]:
     """Return ours over theirs for every figure of the very same shape (isl, osl, concurrency)."""
-    ours = {
-        "median_e2el_ms": metrics.e2el_ms.median,
-        "interactivity": metrics.interactivity,
-        "tput_per_gpu": metrics.tput_per_gpu,
-        "output_throughput": metrics.output_throughput,
-    }
-    return [
-        Ratio(
-            figure=figure.name,
-            quantity=quantity,
-            measured=measured,
-            cited=cited,
-            ratio=measured / cited,
-            better=measured < cited if quantity in LOWER_IS_BETTER else measured > cited,
-            source=figure.source,
-            date=figure.date,
-        )
-        for figure in figures
-        if figure.shape == shape
-        for quantity, cited in figure.values.items()
-        if (measured := ours.get(quantity)) is not None and cited > 0
-    ]
+    ours = {name: getattr(metrics, name) for name in ("interactivity", "tput_per_gpu", "output_throughput")}
+    ours["median_e2el_ms"], ratios = metrics.e2el_ms.median, []
+    for figure in figures:
+        about: dict[str, Any] = {"figure": figure.name, "source": figure.source, "date": figure.date}
+        for quantity, cited in figure.values.items() if figure.shape == shape else ():
+            if (measured := ours.get(quantity)) is not None and cited > 0:
+                better = measured < cited if quantity in LOWER_IS_BETTER else measured > cited
+                about |= {"measured": measured, "cited": cited, "ratio": measured / cited, "better": better}
+                ratios.append(Ratio(quantity=quantity, **about))
+    return ratios

@@ -90,19 +90,13 @@ def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint) -> 
         fix = "--help   # choose a smaller --isl or --osl, or serve with a larger --max-model-len"
         raise UsageError(f"{isl} + {osl} tokens do not fit", why, fix)
     prompts = 0 if settings.is_batch and not settings.flags.get("num_prompts") else settings.number("num_prompts", 0)
-    return [
-        Config(
-            model=server.model,
-            url=server.url,
-            tp=settings.number("tp"),
-            isl=isl,
-            osl=osl,
-            conc=conc,
-            max_model_len=longest or needed,
-            random_range_ratio=share,
-            num_prompts=prompts or conc * PROMPTS_PER_SLOT,
-            warmups=settings.number("warmups", 0) if settings.text("warmups") else conc * WARMUPS_PER_SLOT,
-            seed=settings.number("seed", 0),
-        )
-        for conc in settings.concurrencies(baselines)
-    ]
+    shared: dict[str, Any] = {
+        "model": server.model, "url": server.url, "tp": settings.number("tp"), "isl": isl, "osl": osl,
+        "max_model_len": longest or needed, "random_range_ratio": share, "seed": settings.number("seed", 0),
+    }  # fmt: skip
+    warmups = settings.number("warmups", 0) if settings.text("warmups") else None
+    rows = []
+    for conc in settings.concurrencies(baselines):
+        asked = conc * WARMUPS_PER_SLOT if warmups is None else warmups
+        rows.append(Config(**shared, conc=conc, num_prompts=prompts or conc * PROMPTS_PER_SLOT, warmups=asked))
+    return rows

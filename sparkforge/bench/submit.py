@@ -107,12 +107,11 @@ def find_differences(table: Baselines, model: str, text_sha256: str, shape: tupl
 
 def find_excesses(table: Baselines, gate: Gate) -> list[str]:
     """Return a sentence for each figure of the gate that is missing or above the board's limit."""
-    figures = ((name, getattr(gate, name), limit) for name, limit in table.competition.at_most.items())
-    return [
-        f"{name} is {figure}, and the board takes at most {limit}"
-        for name, figure, limit in figures
-        if figure is None or figure > limit
-    ]
+    excesses = []
+    for name, limit in table.competition.at_most.items():
+        if (figure := getattr(gate, name)) is None or figure > limit:
+            excesses.append(f"{name} is {figure}, and the board takes at most {limit}")
+    return excesses
 
 
 def _refuse(differences: list[str]) -> None:

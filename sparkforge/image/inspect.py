@@ -211,11 +211,10 @@ def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str,
     lines = []
     for key, label in COMPARED.items():
         actual, required = dict(manifest.get(key) or {}), expected[key]
-        lines += [
-            f"{label} {name}: the image has {_short(actual.get(name))}, the checkout {_short(required.get(name))}"
-            for name in sorted({*actual, *required})
-            if actual.get(name) != required.get(name)
-        ]
+        for name in sorted({*actual, *required}):
+            ours, theirs = required.get(name), actual.get(name)
+            if ours != theirs:
+                lines.append(f"{label} {name}: the image has {_short(theirs)}, the checkout {_short(ours)}")
     return lines
 
 

@@ -107,11 +107,8 @@ def install(tree: Tree, more: str = "") -> None:
     base_python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", base_python, tree.root])
     # Packages that are not installed from the lock as they are: patched wheels, and those that no package index lists.
-    components = [
-        component
-        for component in table.stack(tree.stack).components.values()
-        if (component.patches or component.index) and any(name.endswith(".whl") for name in component.files)
-    ]
+    special = (pin for pin in table.stack(tree.stack).components.values() if pin.patches or pin.index)
+    components = [pin for pin in special if any(name.endswith(".whl") for name in pin.files)]
     wheels = environments.fetch_wheels(tree.lock, components, tree.machine)
     locks.install(tree.python, tree.lock, wheels, machine=tree.machine)
     for component in components:

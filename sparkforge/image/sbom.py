@@ -128,11 +128,8 @@ def _analysed(components: list[Component]) -> Iterator[Vulnerability]:
         sources = [str(entry.url) for entry in component.external_references if str(entry.url).startswith("pkg:deb/")]
         names[component] = {component.name, *(PackageURL.from_string(source).name for source in sources)}
     for cve, entry in vulnerabilities.analyses().items():
-        affected = [
-            BomTarget(ref=str(component.bom_ref.value))
-            for component in components
-            if entry.covers(names[component], component.version or "")
-        ]
+        covered = [part for part in components if entry.covers(names[part], part.version or "")]
+        affected = [BomTarget(ref=str(component.bom_ref.value)) for component in covered]
         if affected:
             state = ImpactAnalysisState(entry.state)
             analysis = VulnerabilityAnalysis(state=state, justification=entry.justification, detail=entry.reason)

@@ -89,12 +89,8 @@ def tokenizer_files() -> dict[str, bytes]:
         "model_max_length": 1_000_000_000,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    return {
-        "tokenizer.json": _tokenizer(),
-        "tokenizer_config.json": to_json(config),
-        "special_tokens_map.json": to_json(names),
-        "chat_template.jinja": CHAT_TEMPLATE.read_bytes(),
-    }
+    files = {"tokenizer_config.json": to_json(config), "special_tokens_map.json": to_json(names)}
+    return {"tokenizer.json": _tokenizer(), **files, "chat_template.jinja": CHAT_TEMPLATE.read_bytes()}
 
 
 @cache

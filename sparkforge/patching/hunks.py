@@ -137,11 +137,8 @@ def refuse(patch: str, reason: str) -> PatchError:
 
 def _file_change(patch: str, file: PatchedFile) -> FileChange:
     creates, deletes = file.source_file == NOWHERE, file.target_file == NOWHERE
-    paths = {
-        _path(patch, name, prefix)
-        for name, prefix, absent in ((file.source_file, "a/", creates), (file.target_file, "b/", deletes))
-        if not absent
-    }
+    paths = set[str]() if creates else {_path(patch, file.source_file, "a/")}
+    paths |= set() if deletes else {_path(patch, file.target_file, "b/")}
     if len(paths) != 1:
         raise refuse(patch, f"gives one file two names: {file.source_file} and {file.target_file}")
     path = paths.pop()

@@ -90,13 +90,11 @@ def candidates(device: Device, profiles: Mapping[str, ServerOptions]) -> list[st
     """
     first = [name for name in device.profiles if name in profiles]
     processors = any(profiles[name].for_processors for name in first)
-    packed = [
-        name
-        for name, profile in profiles.items()
-        if name not in first
-        and profile.for_processors == processors
-        and (profile.dense != BF16 or kv_type(profile.arguments) != "bf16")
-    ]
+    packed = []
+    for name, profile in profiles.items():
+        has_fewer_bits = profile.dense != BF16 or kv_type(profile.arguments) != "bf16"
+        if name not in first and profile.for_processors == processors and has_fewer_bits:
+            packed.append(name)
     return first + packed if first else []
 
 

@@ -143,11 +143,8 @@ def link_seconds(model: Architecture, link: Interconnect, batch: int, nodes: int
 
 def speeds(model: Architecture, device: Device, load: Workload, nodes: int, users: int) -> ClusterSpeed:
     """Return the tokens a second of all `users` together; a server works on `load.sequences` of them at once."""
-    return ClusterSpeed(
-        users=users,
-        single=total(model, device, load, 1, users, "tensor"),
-        ways={way: total(model, device, load, nodes, users, way) for way in WAYS},
-    )
+    ways = {way: total(model, device, load, nodes, users, way) for way in WAYS}
+    return ClusterSpeed(users=users, single=total(model, device, load, 1, users, "tensor"), ways=ways)
 
 
 def total(model: Architecture, device: Device, load: Workload, nodes: int, users: int, way: Way) -> float | None:

@@ -6,6 +6,7 @@ No other module names a family, an architecture or a parser: it asks the row of 
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -22,11 +23,8 @@ LIST = "./inv models   # lists the families and recipes that are known"
 UNQUANTIZED = "none"
 Form = Literal["bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"]
 OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // max(1, b),
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: lambda a, b: a // max(1, b),
+}  # fmt: skip
 
 
 def _formula(text: str) -> str:
@@ -232,8 +230,8 @@ def evaluate(formula: str, value: Callable[[str], int | None]) -> int | None:
                 return constant
             case ast.Name(id=name):
                 return value(name)
-            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATIONS:
-                return OPERATIONS[type(operator)](number(left), number(right))
+            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATIONS:
+                return OPERATIONS[type(sign)](number(left), number(right))
             case ast.BoolOp(op=ast.Or(), values=values):
                 return next((result for result in map(visit, values) if result is not None), None)
             case ast.IfExp(test=test, body=body, orelse=otherwise):

@@ -46,13 +46,11 @@ def step(model: Architecture, device: Device, work: Work, link: float = 0.0) -> 
     spread, most = NormalDist(pairs, math.sqrt(pairs)), math.ceil((pairs + 6 * math.sqrt(pairs)) / TILE)
     readings = 1 + sum(1 - spread.cdf(TILE * number) for number in range(1, most))
     slowest = max(1 / kernels.experts.at(pairs), kernels.instructions.at(pairs) / kernels.slots.value)
-    return Forecast(
-        experts=model.expert_layers * kernels.gap.value * 1e-6
-        + max(work.expert_bytes * readings / read * slowest, work.expert_flops / bf16),
-        dense=max((work.bytes - work.expert_bytes) / read / kernels.dense.value, work.dense_flops / bf16),
-        rest=model.layers * kernels.rest.at(work.tokens) * 1e-6,
-        link=link,
-    )
+    experts = max(work.expert_bytes * readings / read * slowest, work.expert_flops / bf16)
+    experts += model.expert_layers * kernels.gap.value * 1e-6
+    dense = max((work.bytes - work.expert_bytes) / read / kernels.dense.value, work.dense_flops / bf16)
+    rest = model.layers * kernels.rest.at(work.tokens) * 1e-6
+    return Forecast(experts=experts, dense=dense, rest=rest, link=link)
 
 
 def prefill_seconds(model: Architecture, device: Device, prompt: int, load: Workload) -> float | None:

@@ -77,16 +77,9 @@ def decode(model: Architecture, batch: int, load: Workload, touched: float | Non
     hit = experts_touched(model.experts, model.top_k, rows) if touched is None else touched
     attended = batch * attention_flops(model, context, context + tokens)
     head = 2 * rows * model.vocab * model.hidden
-    return Work(
-        bytes=weights_read(model, hit, dense)
-        + head_bytes(model, dense)
-        + batch * model.kv_read(context, kv)
-        + rows * token_bytes(model, kv),
-        expert_flops=rows * expert_flops(model),
-        dense_flops=rows * dense_flops(model) + attended + head,
-        expert_bytes=model.expert_layers * hit * model.expert_bytes,
-        tokens=rows,
-    )
+    weights, expert_bytes = weights_read(model, hit, dense), model.expert_layers * hit * model.expert_bytes
+    moved = weights + head_bytes(model, dense) + batch * model.kv_read(context, kv) + rows * token_bytes(model, kv)
+    return Work(moved, rows * expert_flops(model), rows * dense_flops(model) + attended + head, expert_bytes, rows)
 
 
 def break_even(model: Architecture, device: Device, batch: int, load: Workload, draft: Draft) -> float | None:
@@ -114,19 +107,12 @@ def prefill(model: Architecture, prompt: int, prompts: int, load: Workload) -> I
         pieces = list(_pieces(begin, end, prompt))
         tokens, ends = end - begin, sum(last == prompt for _, last in pieces)
         hit = experts_touched(model.experts, model.top_k, tokens)
-        cached = sum(model.kv_read(first, kv) for first, _ in pieces)
-        yield Work(
-            bytes=weights_read(model, hit, dense)
-            + (head_bytes(model, dense) if ends else 0.0)
-            + cached
-            + tokens * token_bytes(model, kv),
-            expert_flops=tokens * expert_flops(model),
-            dense_flops=tokens * dense_flops(model)
-            + sum(attention_flops(model, first, last) for first, last in pieces)
-            + 2 * ends * model.vocab * model.hidden,
-            expert_bytes=model.expert_layers * hit * model.expert_bytes,
-            tokens=tokens,
-        )
+        weights = weights_read(model, hit, dense) + (head_bytes(model, dense) if ends else 0.0)
+        moved = weights + sum(model.kv_read(first, kv) for first, _ in pieces) + tokens * token_bytes(model, kv)
+        attended = sum(attention_flops(model, first, last) for first, last in pieces)
+        flops = tokens * dense_flops(model) + attended + 2 * ends * model.vocab * model.hidden
+        expert_bytes = model.expert_layers * hit * model.expert_bytes
+        yield Work(moved, tokens * expert_flops(model), flops, expert_bytes, tokens)
 
 
 def first_token_seconds(model: Architecture, device: Device, prompt: int, prompts: int, load: Workload) -> float | None:

@@ -54,15 +54,11 @@ def _print_plan(plan: Plan) -> None:
     _print_memory(plan)
     _print_speed(plan)
     _print_formats(plan)
-    marks = {plan.recommended: "recommended"}
-    _print(
-        "serve profiles · computed",
-        ("profile", ">share", ">needs", ""),
-        [
-            (row.name, f"{row.share:.2f}", f"{row.needed:.2f}", "; ".join(row.against) or marks.get(row.name, "fits"))
-            for row in plan.profiles
-        ],
-    )
+    rows = list[tuple[str, ...]]()
+    for profile in plan.profiles:
+        verdict = "; ".join(profile.against) or ("recommended" if profile.name == plan.recommended else "fits")
+        rows.append((profile.name, f"{profile.share:.2f}", f"{profile.needed:.2f}", verdict))
+    _print("serve profiles · computed", ("profile", ">share", ">needs", ""), rows)
     if plan.speculation:
         _print_speculation(plan.speculation)
     if plan.cluster:
@@ -94,21 +90,12 @@ def _print_memory(plan: Plan) -> None:
 
 
 def _print_speed(plan: Plan) -> None:
-    _print(
-        f"decode ceiling · computed · {plan.asked.context} tokens behind each",
-        (">at once", ">experts", ">GB", ">ms", ">tok/s", ">all", ">best", "bound"),
-        [
-            (
-                str(row.batch),
-                f"{row.experts:.1f}",
-                f"{row.bytes / 1e9:.2f}",
-                _ms(row.seconds),
-                *map(_speed, (row.each, row.total, row.best_total)),
-                row.bound,
-            )
-            for row in plan.decode
-        ],
-    )
+    rows = list[tuple[str, ...]]()
+    for row in plan.decode:
+        work = (str(row.batch), f"{row.experts:.1f}", f"{row.bytes / 1e9:.2f}", _ms(row.seconds))
+        rows.append((*work, *map(_speed, (row.each, row.total, row.best_total)), row.bound))
+    columns = (">at once", ">experts", ">GB", ">ms", ">tok/s", ">all", ">best", "bound")
+    _print(f"decode ceiling · computed · {plan.asked.context} tokens behind each", columns, rows)
     say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
     _print(
         f"prefill ceiling · computed · one prompt, {plan.prefill[0].chunk} tokens a step",
@@ -122,34 +109,19 @@ def _print_speed(plan: Plan) -> None:
 
 def _print_formats(plan: Plan) -> None:
     context, users = plan.asked.context, [f">{count}" for count in plan.formats[0].users]
-    _print(
-        f"by format of attention/LM head · computed · tok/s a user for so many, {context} tokens behind",
-        ("format", ">GB", *users, ">GiB", ">KV tokens"),
-        [
-            (
-                f"{row.attention}/{row.head}",
-                f"{row.bytes / 1e9:.2f}",
-                *map(_speed, row.each),
-                *((_gib(row.freed_bytes), f"{row.kv_tokens:,}") if row.kv_tokens else ("", "")),
-            )
-            for row in plan.formats
-        ],
-    )
+    rows, forecasts = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for row in plan.formats:
+        name, freed = f"{row.attention}/{row.head}", (_gib(row.freed_bytes), f"{row.kv_tokens:,}")
+        rows.append((name, f"{row.bytes / 1e9:.2f}", *map(_speed, row.each), *(freed if row.kv_tokens else ("", ""))))
+        if steps := list(filter(None, row.forecasts)):
+            parts = map(_ms, (steps[0].seconds, steps[0].experts, steps[0].dense, steps[0].rest))
+            forecasts.append((name, *(_speed(1 / step.seconds) for step in steps), *parts))
+    title = f"by format of attention/LM head · computed · tok/s a user for so many, {context} tokens behind"
+    _print(title, ("format", ">GB", *users, ">GiB", ">KV tokens"), rows)
     say("GB: of a token; GiB, KV tokens: memory that is free then, and what it holds of a KV cache")
     if (kernels := plan.device.described.kernels) and plan.formats[0].forecasts[0]:
-        _print(
-            f"the same with our kernels · forecast · {context} tokens behind; ms of a step for one user",
-            ("format", *users, ">ms", ">experts", ">dense", ">rest"),
-            [
-                (
-                    f"{row.attention}/{row.head}",
-                    *(_speed(1 / step.seconds) for step in steps),
-                    *map(_ms, (steps[0].seconds, steps[0].experts, steps[0].dense, steps[0].rest)),
-                )
-                for row in plan.formats
-                if (steps := list(filter(None, row.forecasts)))
-            ],
-        )
+        title = f"the same with our kernels · forecast · {context} tokens behind; ms of a step for one user"
+        _print(title, ("format", *users, ">ms", ">experts", ">dense", ">rest"), forecasts)
         experts, rest = kernels.experts.points, kernels.rest.points
         shares = f"{experts[0].value:.1%} of it, {experts[-1].value:.0%} from {experts[-1].at:g} pairs an expert on"
         say(f"assumed, of an H100, not of a Spark: {kernels.read.value:g} GB/s; experts at {shares},")
@@ -158,29 +130,20 @@ def _print_formats(plan: Plan) -> None:
     for packed in plan.formats[1:]:
         if packed.profiles:
             say(f"{packed.attention}/{packed.head}: {', '.join(packed.profiles)}")
-    _print(
-        f"KV cache by type · computed · sequences of {context} tokens that fit",
-        ("type", ">bytes a token", ">sequences", ">tokens"),
-        [(row.kv, f"{row.token_bytes:,}", str(row.sequences), f"{row.tokens:,}") for row in plan.caches],
-    )
+    rows = [(row.kv, f"{row.token_bytes:,}", str(row.sequences), f"{row.tokens:,}") for row in plan.caches]
+    title = f"KV cache by type · computed · sequences of {context} tokens that fit"
+    _print(title, ("type", ">bytes a token", ">sequences", ">tokens"), rows)
     if plan.formats[1:]:
         say("fewer bits cost accuracy: ./inv bench.bakeoff --profiles A,B measures both and ranks what passes the gate")
 
 
 def _print_cited(plan: Plan) -> None:
-    rows = [
-        (
-            row.whose.removeprefix(NAMES[0]) if before is None or before.whose != row.whose else "",
-            row.shape,
-            QUANTITIES[row.quantity],
-            f"{row.cited:.1f}",
-            _speed(row.computed),
-            f"{row.share:.0%}",
-            _speed(row.forecast),
-            f"{row.dense} {row.kv}",
-        )
-        for row, before in zip(plan.cited, (None, *plan.cited), strict=False)
-    ]
+    rows, before = list[tuple[str, ...]](), ""
+    for row in plan.cited:
+        whose = row.whose.removeprefix(NAMES[0]) if before != row.whose else ""
+        speeds = (f"{row.cited:.1f}", _speed(row.computed), f"{row.share:.0%}", _speed(row.forecast))
+        rows.append((whose, row.shape, QUANTITIES[row.quantity], *speeds, f"{row.dense} {row.kv}"))
+        before = row.whose
     title = "others' tok/s (cited), the bound for their formats (computed), ours in these (forecast)"
     _print(title, ("whose", "in/out", "", ">cited", ">bound", ">share", ">ours", "formats"), rows)
     if any(figure.share > 1 for figure in plan.cited):
@@ -190,43 +153,29 @@ def _print_cited(plan: Plan) -> None:
 def _print_speculation(speculation: Speculation) -> None:
     """Print how many tokens a step must gain before the draft pays, and what so many gain."""
     draft = speculation.draft
-    _print(
-        f"speculation · computed · {draft.method} of {draft.tokens} · times the speed, by tokens gained a step",
-        ("format", ">at once", ">break-even", *(f">{tokens}" for tokens in speculation.accepted)),
-        [
-            (row.dense, str(row.batch), _number(row.break_even, ".2f"), *(_number(gain, ".2f") for gain in row.gains))
-            for row in speculation.rows
-        ],
-    )
+    rows = list[tuple[str, ...]]()
+    for row in speculation.rows:
+        rows.append((row.dense, str(row.batch), *(_number(gain, ".2f") for gain in (row.break_even, *row.gains))))
+    title = f"speculation · computed · {draft.method} of {draft.tokens} · times the speed, by tokens gained a step"
+    columns = ("format", ">at once", ">break-even", *(f">{tokens}" for tokens in speculation.accepted))
+    _print(title, columns, rows)
     say(f"draft: {draft.repository or draft.method} · {draft.source}")
     say(f"off by default; try it: ./inv up … -- {draft.flag()}")
 
 
 def _print_cluster(plan: ClusterPlan) -> None:
-    _print(
-        f"{plan.nodes} machines · computed · of one machine; over the link for one user",
-        ("way", ">weights GiB", ">KV GiB", ">share", "", ">kB a token", ">ms a step"),
-        [
-            (
-                row.way,
-                _gib(row.weights_bytes),
-                _gib(row.kv_bytes),
-                f"{row.share:.2f}",
-                "impossible" if row.against else "fits" if row.fits else "does not fit",
-                f"{row.link_bytes / 1e3:.0f}",
-                _ms(row.link_seconds),
-            )
-            for row in plan.ways
-        ],
-    )
+    rows = list[tuple[str, ...]]()
+    for row in plan.ways:
+        verdict = "impossible" if row.against else "fits" if row.fits else "does not fit"
+        memory = (_gib(row.weights_bytes), _gib(row.kv_bytes), f"{row.share:.2f}")
+        rows.append((row.way, *memory, verdict, f"{row.link_bytes / 1e3:.0f}", _ms(row.link_seconds)))
+    columns = ("way", ">weights GiB", ">KV GiB", ">share", "", ">kB a token", ">ms a step")
+    _print(f"{plan.nodes} machines · computed · of one machine; over the link for one user", columns, rows)
     for row in plan.ways:
         for objection in row.against:
             say(f"{row.way}: {objection}")
-    _print(
-        "tok/s of all users · computed",
-        (">users", ">one machine", *(f">{way}" for way in cluster.WAYS)),
-        [(str(row.users), _speed(row.single), *(_speed(row.ways[way]) for way in cluster.WAYS)) for row in plan.speeds],
-    )
+    rows = [(str(row.users), *map(_speed, (row.single, *map(row.ways.get, cluster.WAYS)))) for row in plan.speeds]
+    _print("tok/s of all users · computed", (">users", ">one machine", *(f">{way}" for way in cluster.WAYS)), rows)
     say(f"a server works on {plan.sequences} users at once (--max-num-seqs); the others wait")
     crossover = "no number of users" if plan.crossover is None else f"{plan.crossover} users on"
     say(f"servers of their own have more tokens a second in all from {crossover}")

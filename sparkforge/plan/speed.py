@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -180,22 +180,13 @@ def against(model: Architecture, device: Device, figures: Iterable[CitedFigure])
             first = roofline.first_token_seconds(model, device, prompt, 1, load)
             read = forecast.prefill_seconds(model, device, prompt, load)
             bounds["prefill"] = (first and prompt / first, read and prompt / read)
-        comparisons += [
-            Against(
-                whose=figure.name,
-                shape=f"{figure.shape[0] or '?'}/{figure.shape[1] or '?'} c{concurrency}",
-                quantity=quantity,
-                cited=value,
-                computed=bound,
-                share=value / bound,
-                forecast=ours,
-                dense=kept.formats.name,
-                kv=kept.kv,
-                source=figure.source,
-                date=figure.date,
-            )
-            for quantity, value in figure.values.items()
-            for bound, ours in [bounds.get(quantity, (None, None))]
-            if bound
-        ]
+        about: dict[str, Any] = {
+            "whose": figure.name, "shape": f"{figure.shape[0] or '?'}/{figure.shape[1] or '?'} c{concurrency}",
+            "dense": kept.formats.name, "kv": kept.kv, "source": figure.source, "date": figure.date,
+        }  # fmt: skip
+        for quantity, value in figure.values.items():
+            bound, ours = bounds.get(quantity, (None, None))
+            if bound:
+                about |= {"quantity": quantity, "cited": value, "computed": bound, "share": value / bound}
+                comparisons.append(Against(**about, forecast=ours))
     return comparisons

@@ -189,11 +189,10 @@ def gather(
 ) -> tuple[list[BundleMember], list[Absent]]:
     """Fetch what a bundle holds besides the checkout's files; return it with what is absent."""
     sources = [component for component in table.stack(stack).components.values() if component.kind == "sdist"]
-    files = {
-        Pick(source.package or "", filename, sha256): fetch.fetch_pinned(source, filename)
-        for source in sources
-        for filename, sha256 in source.files.items()
-    }
+    files = dict[Pick, Path]()
+    for source in sources:
+        for filename, sha256 in source.files.items():
+            files[Pick(source.package or "", filename, sha256)] = fetch.fetch_pinned(source, filename)
     for pick in dict.fromkeys(pick for name in locks for pick in wheels.picks(lock_path(name), target)):
         files[pick] = fetch.fetch(pick.package, pick.filename, pick.sha256)
     absent: list[Absent] = []

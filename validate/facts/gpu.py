@@ -105,16 +105,12 @@ SMI_READINGS = (
     Reading("gpu.count", "nvidia-smi --query-gpu=name", lambda target: len(nvidia_smi(target))),
 )
 MEMORY_READINGS = (_memory("total"), _memory("free"))
-STATE_READINGS = (
-    Reading(
-        "gpu.state",
-        f"nvidia-smi --query-gpu={','.join(gpus.STATE_FIELDS)}",
-        lambda target: gpus.states(target.options.environ)[0],
-    ),
-)
+STATE = f"nvidia-smi --query-gpu={','.join(gpus.STATE_FIELDS)}"
+STATE_READINGS = (Reading("gpu.state", STATE, lambda target: gpus.states(target.options.environ)[0]),)
 CUDA_READINGS = (
     _cuda("cuda.driver_api", "api", "cuDriverGetVersion"),
     _cuda("cuda.device_count", "count", "cuDeviceGetCount"),
     _cuda("cuda.compute_capability", "capability", "cuDeviceGetAttribute"),
     _cuda("cuda.integrated", "integrated", "cuDeviceGetAttribute CU_DEVICE_ATTRIBUTE_INTEGRATED"),
 )
+GROUPS = (SMI_READINGS, STATE_READINGS, MEMORY_READINGS, CUDA_READINGS)

@@ -78,11 +78,8 @@ def cudnn_version(target: Target) -> str:
     library that was removed. Raises ProbeError with the loader's reason.
     """
     wheels = [str(file) for root in target.interpreter()[1] for file in Path(root).glob(CUDNN_IN_WHEEL)]
-    system = sorted(
-        (path for folder in LIBRARY_DIRECTORIES for path in Path(folder).glob("libcudnn.so.*.*.*")),
-        key=_library_version,
-        reverse=True,
-    )
+    libraries = [path for folder in LIBRARY_DIRECTORIES for path in Path(folder).glob("libcudnn.so.*.*.*")]
+    system = sorted(libraries, key=_library_version, reverse=True)
     # If a wheel's library does not load, torch would fail on it too, so no other is tried.
     names = wheels[:1] or [CUDNN, *map(str, system)]
     answer = ask([target.options.python, "-P", "-c", ASK_CUDNN, *names], seconds=SECONDS, env=target.options.environ)
@@ -191,23 +188,16 @@ def changed_modules(target: Target) -> list[str] | None:
     if not file.is_file():
         return None
     manifest, environ = read_json(file), target.options.environ
-    differences = [
-        f"{Path(name).stem} {change}"
-        for name, sha256 in manifest["outputs"].items()
-        if (change := _difference(file.parent / name, sha256))
-    ]
-    variables = manifest["facts"]["server"].items()
-    return differences + [
-        f"{name} is {environ.get(name, 'unset')} and not {value}"
-        for name, value in variables
-        if environ.get(name) != value
-    ]
-
-
-def _difference(path: Path, wanted: str) -> str:
-    if not path.is_file():
-        return "is missing"
-    return "" if sha256_file(path) == wanted else "was changed after it was built"
+    differences = list[str]()
+    for name, sha256 in manifest["outputs"].items():
+        if not (path := file.parent / name).is_file():
+            differences.append(f"{path.stem} is missing")
+        elif sha256_file(path) != sha256:
+            differences.append(f"{path.stem} was changed after it was built")
+    for name, value in manifest["facts"]["server"].items():
+        if environ.get(name) != value:
+            differences.append(f"{name} is {environ.get(name, 'unset')} and not {value}")
+    return differences
 
 
 READINGS = (

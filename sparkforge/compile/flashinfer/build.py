@@ -98,13 +98,9 @@ class KernelOrder:
     def server_variables(self) -> dict[str, str]:
         """The variables with which a server finds nothing to compile; the build sets the same ones."""
         variables = self.chain.environment()
-        return {
-            **{name: variables[name] for name in environment.COMPILER_VARIABLES},
-            **self.table.environment,
-            **self.table.server,
-            "FLASHINFER_CUDA_ARCH_LIST": self.arch,
-            "FLASHINFER_WORKSPACE_BASE": str(self.output),
-        }
+        compilers = {name: variables[name] for name in environment.COMPILER_VARIABLES}
+        own = {"FLASHINFER_CUDA_ARCH_LIST": self.arch, "FLASHINFER_WORKSPACE_BASE": str(self.output)}
+        return {**compilers, **self.table.environment, **self.table.server, **own}
 
     @property
     def env(self) -> dict[str, str]:
@@ -255,12 +251,8 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
             if commands:
                 run([*order.ninja(folders[name]), "-j", str(schedule.max_jobs)], env=order.env)
 
-    result = ninja_build.build(
-        units,
-        {command for commands in unlinked.values() for command in commands},
-        Site(order.env, order.output / "logs", order.lock, order.limit),
-        link,
-    )
+    site = Site(order.env, order.output / "logs", order.lock, order.limit)
+    result = ninja_build.build(units, set().union(*unlinked.values()), site, link)
     return result, {
         "modules": {name: len(module) for name, module in modules.items()},
         "each": {unit.name: asdict(cost(unit.name)) for unit in units},

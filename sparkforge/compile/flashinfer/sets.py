@@ -57,11 +57,7 @@ class KernelTable(Record):
     @model_validator(mode="after")
     def _fits_together(self) -> KernelTable:
         names = [module.name for module in self.module]
-        strays = [
-            module.name
-            for module in self.module
-            if module.call not in self.calls or set(module.sets) - self.sets.keys()
-        ]
+        strays = [row.name for row in self.module if row.call not in self.calls or set(row.sets) - self.sets.keys()]
         if strays or len(names) != len(set(names)) or EVERYTHING not in self.sets:
             raise ValueError(f"a call or a set is unknown, or a name is there twice: {strays or names}")
         return self

@@ -192,12 +192,8 @@ def build(order: ExtensionOrder) -> BuildResult:
         result = _compile(order, units, order.targets)
         staged = _install(order)
         targets = [order.table.targets[name] for name in order.targets]
-        report = audit_files(
-            [staged / target.output for target in targets],
-            tools=toolchain.audit_tools,
-            modules=[target.module for target in targets if target.module],
-            machine=os.uname().machine,
-        )
+        files, modules = [staged / target.output for target in targets], [row.module for row in targets if row.module]
+        report = audit_files(files, tools=toolchain.audit_tools, modules=modules, machine=os.uname().machine)
         write_json(order.folder / "audit.json", report.document())
         report.require_clean()
         result = replace(result, seconds=round(time.monotonic() - started, 3))
@@ -325,11 +321,10 @@ def units_of(order: ExtensionOrder) -> list[Unit]:
 def _compile(order: ExtensionOrder, units: Sequence[Unit], outputs: Sequence[str]) -> BuildResult:
     """Run the units that ninja would run for `outputs`, as memory allows, then ninja, which records them and links."""
     ninja: tuple[str | Path, ...] = (order.chain.ninja, "-C", order.folder / "cmake")
+    commands = set(ninja_build.pending(ninja, *outputs, env=order.env))
+    site = Site(order.env, order.folder / "logs", order.lock, order.limit)
     return ninja_build.build(
-        units,
-        set(ninja_build.pending(ninja, *outputs, env=order.env)),
-        Site(order.env, order.folder / "logs", order.lock, order.limit),
-        lambda schedule: run([*ninja, "-j", str(schedule.max_jobs), *outputs], env=order.env),
+        units, commands, site, lambda schedule: run([*ninja, "-j", str(schedule.max_jobs), *outputs], env=order.env)
     )
 
 
