@@ -6,7 +6,7 @@ import hashlib
 import lzma
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,14 +21,6 @@ from sparkforge.plan.speed import CitedFigure
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "baselines.toml"
 LOWER_IS_BETTER = {"median_e2el_ms"}
-
-
-class Sweep(Record):
-    """The concurrencies to run for one shape."""
-
-    isl: int
-    osl: int
-    concurrencies: list[int]
 
 
 class Text(Record):
@@ -48,13 +40,6 @@ class Text(Record):
             why = "its sha256 is not the recorded one, so thresholds mean nothing on it"
             raise InputError(failure, why, f"git checkout sparkforge/bench/{self.file}", code="input.baselines")
         return data.decode()
-
-
-class DefaultText(Record):
-    """The text that a model is scored on where none is named."""
-
-    model: str
-    text: str
 
 
 class Reference(Record):
@@ -120,18 +105,10 @@ class Canaries(Record):
     why: str
 
 
-class Board(Record):
-    """The competition's board of one shape."""
-
-    isl: int
-    osl: int
-    url: str = Field(pattern=r"^https://")
-
-
 class Competition(Record):
     """The requirements of the gpt-oss competition's boards: one model, one text, and limits.
 
-    `baseline` names cited figures.
+    `baseline` names cited figures; `boards` are their URLs by shape, isl/osl.
     """
 
     model: str
@@ -140,20 +117,19 @@ class Competition(Record):
     baseline: str
     source: str = Field(min_length=1)
     date: str = Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")
-    boards: list[Board]
-
-    def url(self, isl: int, osl: int) -> str:
-        """Return the board of a shape; empty if there is none."""
-        return next((board.url for board in self.boards if (board.isl, board.osl) == (isl, osl)), "")
+    boards: dict[str, Annotated[str, Field(pattern=r"^https://")]]
 
 
 class Baselines(Record):
-    """The whole file."""
+    """The whole file. `sweeps` are the concurrencies to run by shape, isl/osl.
+
+    `default_texts` are, by pattern of the model's name, the texts that it is scored on where none is named.
+    """
 
     schema_version: Literal[1] = Field(alias="schema")
-    sweeps: list[Sweep]
+    sweeps: dict[str, list[int]]
     texts: list[Text]
-    default_texts: list[DefaultText]
+    default_texts: dict[str, str]
     gates: list[AccuracyThreshold]
     canaries: list[Canaries]
     competition: Competition
@@ -161,11 +137,10 @@ class Baselines(Record):
 
     def concurrencies(self, isl: int, osl: int) -> list[int]:
         """Return the concurrencies of a shape. Raises UsageError for a shape without a row."""
-        for sweep in self.sweeps:
-            if (sweep.isl, sweep.osl) == (isl, osl):
-                return sweep.concurrencies
-        shapes = ", ".join(f"{s.isl}/{s.osl}" for s in self.sweeps)
-        raise UsageError(f"no concurrencies are known for {isl}/{osl}", f"the table has {shapes}", "--conc 4,8,16")
+        if f"{isl}/{osl}" in self.sweeps:
+            return self.sweeps[f"{isl}/{osl}"]
+        why = f"the table has {', '.join(self.sweeps)}"
+        raise UsageError(f"no concurrencies are known for {isl}/{osl}", why, "--conc 4,8,16")
 
     def competition_figure(self, isl: int, osl: int, conc: int) -> CitedFigure | None:
         """Return the competition's reference figure for a configuration; None if it has none."""

@@ -34,7 +34,7 @@ def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage
     The default is the model's own text. Raises UsageError, also for a file with a known text's name, whose limits would
     apply, and InputError for a known text that is not downloaded or is damaged.
     """
-    name = text_or_file or next(row.text for row in baselines.default_texts if matches(row.model, model))
+    name = text_or_file or next(text for row, text in baselines.default_texts.items() if matches(row, model))
     packaged, pinned = {text.name: text for text in baselines.texts}, pins.load().texts
     if name in packaged:
         return Passage(name, packaged[name].read(), packaged[name].sha256)

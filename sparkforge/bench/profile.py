@@ -86,9 +86,8 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TracePr
     name = f"profile_isl{config.isl}_osl{config.osl}_conc{config.conc}_{stamp}"
     steps, text = Steps(2), table.texts[0].read()
     with steps.step("load", f"{config.shape}, profiled"):
-        warmup, prompts = (
-            load.draw_prompts(endpoint, config, text, config.num_prompts, config.seed + seed) for seed in (1, 0)
-        )
+        count, seeds = config.num_prompts, (config.seed + 1, config.seed)
+        warmup, prompts = (load.draw_prompts(endpoint, config, text, count, seed) for seed in seeds)
         load.require_answers(load.send(endpoint, warmup, config.conc, seconds))
         with profiling(endpoint, name):
             load.require_answers(load.send(endpoint, prompts, config.conc, seconds))

@@ -47,8 +47,8 @@ class Destination:
 
     def is_competition(self, table: Baselines) -> bool:
         """Tell whether this is the competition's board, or gets its form."""
-        own = {board.url for board in table.competition.boards}
-        return self.to == BOARD or self.form != JSON or self.to.rstrip("/") in own
+        own = self.to.rstrip("/") in table.competition.boards.values()
+        return self.to == BOARD or self.form != JSON or own
 
     def command(self, result: Path, to: str) -> str:
         """Return the command that posts a result there later."""
@@ -97,9 +97,9 @@ def find_differences(table: Baselines, model: str, text_sha256: str, shape: tupl
         differences.append(f"the model is {model}, not {board.model}")
     if text_sha256 != text.pinned_files[text.member].sha256:
         differences.append(f"the text is not {board.text}, by its sha256")
-    if not (url := board.url(*shape)):
+    if not (url := board.boards.get(f"{shape[0]}/{shape[1]}")):
         differences.append(f"there is no board for {shape[0]}/{shape[1]}")
-    elif to.rstrip("/") in {known.url for known in board.boards} - {url}:
+    elif to.rstrip("/") in {*board.boards.values()} - {url}:
         own = f"that of {shape[0]}/{shape[1]} is {url}, or --to {BOARD}"
         differences.append(f"{to} is the board of another shape; {own}")
     return differences
@@ -124,7 +124,7 @@ def _refuse(differences: list[str]) -> None:
 def deliver(path: Path, result: Result, destination: Destination, table: Baselines) -> None:
     """Post one result, unless it was, or no URL was given. Raises NetworkError, BenchmarkError for a wrong result."""
     config, gate = result.config, result.gate
-    board = table.competition.url(config.isl, config.osl)
+    board = table.competition.boards.get(f"{config.isl}/{config.osl}", "")
     if not destination.to:
         say(f"nothing was posted: no --to URL. Later: {destination.command(path, 'URL')}")
         if board:

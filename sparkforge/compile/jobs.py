@@ -11,22 +11,24 @@ A compiler that the kernel kills is recognised by its exit code and its last wor
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from sparkforge.compile import peaks
-from sparkforge.compile.peaks import Cost
 from sparkforge.core import interrupt, memory
 from sparkforge.core.advice import on
+from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import CompileError, ProcessError, UsageError
 from sparkforge.core.memory import Machine
 from sparkforge.core.process import TAIL_LINES, Child, Usage, resident_sizes
 
+PEAKS = Path(__file__).with_name("peaks.toml")
 RESERVE = 2 << 30  # bytes left to whatever grows meanwhile: a choice, the same as in FlashInfer's patch 0001
 PAUSE = 0.05  # seconds between two looks at the running programs
 SAMPLE = 0.5  # seconds between two samples of resident sizes and of the machine
@@ -44,6 +46,23 @@ LAST_WORDS = re.compile(
 
 Stage = Literal["started", "done", "cached", "killed", "failed"]
 UnitObserver = Callable[[Stage, "Unit", "UnitResult | None"], None]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Peak resident size in bytes and CPU-seconds of one unit, and where the figures come from."""
+
+    peak: int
+    cpu: float
+    source: str = ""
+
+
+@cache
+def cost(unit: str) -> Cost:
+    """Return the cost of `unit`, such as "MODULE/FILE.cuda.o": that of the first row of peaks.toml that fits."""
+    rows = read_toml(PEAKS)["unit"]
+    row = next(row for row in rows if fnmatch.fnmatchcase(unit, row["match"]))  # the last one fits every unit
+    return Cost(row["peak"], row["cpu"], row["source"])
 
 
 @dataclass(frozen=True)
@@ -97,7 +116,7 @@ class Schedule:
 
 def make_schedule(units: Iterable[str], machine: Machine, *, limit: int | None = None) -> Schedule:
     """Return the schedule for `units` on `machine`; `limit` is the most jobs that the user wants."""
-    costs = {unit: peaks.cost(unit) for unit in units}
+    costs = {unit: cost(unit) for unit in units}
     order = sorted(costs, key=lambda unit: (-costs[unit].peak, -costs[unit].cpu, unit))
     budget, cores = max(0, machine.available - RESERVE), max(1, machine.cores)
     jobs = max(1, min(cores, limit or cores))

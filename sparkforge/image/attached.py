@@ -27,9 +27,8 @@ from sparkforge.core.files import write_atomic, write_json
 from sparkforge.image import oci
 from sparkforge.image.oci import LARGEST_DOCUMENT, LARGEST_FILE, TAG, Descriptor
 
-MANIFEST, CONFIGURATION, INDEX = (
-    f"application/vnd.oci.image.{name}.v1+json" for name in ("manifest", "config", "index")
-)
+OCI = "application/vnd.oci.image."
+MANIFEST, CONFIGURATION, INDEX = (f"{OCI}{name}.v1+json" for name in ("manifest", "config", "index"))
 KINDS = {  # in a layout; cosign's, and ours
     "sig": "dev.cosignproject.cosign/sigs", "att": "dev.cosignproject.cosign/atts", "pack": "org.sparkforge.pack",
 }  # fmt: skip
@@ -139,9 +138,8 @@ class Repository:
             local = local or ipaddress.ip_address(actual.rpartition(":")[0] or actual).is_loopback
         self.url = f"http{'' if local else 's'}://{actual}/v2/{path}/"
         certificate = Path("/etc/docker/certs.d", host, "ca.crt")
-        self._client = httpx.Client(
-            timeout=SECONDS, follow_redirects=False, verify=str(certificate) if certificate.is_file() else True
-        )
+        verify = str(certificate) if certificate.is_file() else True
+        self._client = httpx.Client(timeout=SECONDS, follow_redirects=False, verify=verify)
         self._authorization = ""
 
     def __str__(self) -> str:

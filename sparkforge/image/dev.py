@@ -327,9 +327,7 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     python = str(tree / "bin/python")
     if name == "flashinfer":
         cached = str(cache.default_root().parents[1])  # the cache that the servers of this volume read
-        build_kernels(
-            KernelRequest(stack, options.set_name, "", options.jobs, output=cached, python=python, checkout=str(root))
-        )
+        build_kernels(KernelRequest(stack, options.set_name, "", options.jobs, cached, python, str(root)))
     else:
         units = _units(checkout, options.units, sources)
         request = ExtensionRequest(

@@ -41,10 +41,8 @@ def read_statement(data: bytes, identities: Mapping[str, Identity], folder: Path
             fix = f"cosign trusted-root create --out {path}   # or get it from whoever signs"
             raise InputError(f"{path} is no trusted root of Sigstore", why, fix, code="input.table") from error
         try:
-            bundle = Bundle.from_json(data)
-            kind, payload = verifier.verify_dsse(
-                bundle, policy.Identity(identity=signer.identity, issuer=signer.issuer)
-            )
+            bundle, issuer = Bundle.from_json(data), signer.issuer
+            kind, payload = verifier.verify_dsse(bundle, policy.Identity(identity=signer.identity, issuer=issuer))
         except Exception as error:  # noqa: BLE001 - strangers wrote it; OverflowError is one of what the library raises
             reasons.append(f"not by {name}: {' '.join(str(error).split())[:160]}")
             continue

@@ -261,9 +261,8 @@ class _Bounded:
 
 def _is_beside(entry: Descriptor) -> bool:
     """Tell whether a manifest is no image, but something beside one: signatures, or attestations of buildx."""
-    return entry.platform.get("architecture") == UNKNOWN or bool(
-        ATTACHMENT_TAG.fullmatch(entry.annotations.get(TAG, ""))
-    )
+    tag = ATTACHMENT_TAG.fullmatch(entry.annotations.get(TAG, ""))
+    return tag is not None or entry.platform.get("architecture") == UNKNOWN
 
 
 def _blob_path(digest: str) -> str:

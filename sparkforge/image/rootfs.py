@@ -339,9 +339,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--describe", type=Path, default=Path("/opt/image.json"), help="where to write the manifest")
     parser.add_argument("--debian", type=Path, default=Path("/"), help="a root with the image's Debian packages")
     options = parser.parse_args(arguments)
-    return exit_code(
-        lambda: STEPS[options.step](Tree(options.tree, options.stack, machine_of(options.platform)), options)
-    )
+    step = STEPS[options.step]
+    return exit_code(lambda: step(Tree(options.tree, options.stack, machine_of(options.platform)), options))
 
 
 if __name__ == "__main__":

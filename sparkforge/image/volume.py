@@ -46,9 +46,8 @@ def run_cache(*cache_arguments: str) -> int:
             except NotFound:
                 say(f"there is no volume {volume}: no container of this checkout has served yet")
                 return 0
-            image = engine.require_image(
-                client, service.image, engine.read(client).platform, build_command(service.stack)
-            )
+            here, build = engine.read(client).platform, build_command(service.stack)
+            image = engine.require_image(client, service.image, here, build)
             mount = ["--volume", f"{volume}:{FOLDER}", "--entrypoint", PYTHON]
             arguments = ["run", *terminal, *ALONE, *mount, str(image.id), *command]
     return call([docker_cli.program(), *arguments], cwd=paths.ROOT, env={})

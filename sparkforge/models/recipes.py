@@ -116,9 +116,8 @@ def differences(config: Mapping[str, Any], repository: str) -> list[str]:
     """Return how a config.json differs from that of the recipe for its repository, or of this name."""
     recipe = of_repository(repository) or (load().get(repository) if "/" not in repository else None)
     expected = recipe.config if recipe else {}
-    different = {
-        key: value for key, value in expected.items() if not isinstance(value, dict) and config.get(key) != value
-    }
+    simple = {key: value for key, value in expected.items() if not isinstance(value, dict)}
+    different = {key: value for key, value in simple.items() if config.get(key) != value}
     return [f"{key} {str(config.get(key))[:40]} instead of {value}" for key, value in different.items()]
 
 

@@ -179,9 +179,8 @@ def _way(model: Architecture, device: Device, load: Workload, nodes: int, way: W
     if way == "replicas":
         cache = budget.kv_bytes(model, replace(load, concurrency=-(-load.concurrency // nodes)))
     elif way == "pipeline":
-        weights, cache, padding = (
-            -(-size * -(-model.layers // nodes) // model.layers) for size in (weights, cache, padding)
-        )
+        most = -(-model.layers // nodes)  # layers of one machine
+        weights, cache, padding = (-(-size * most // model.layers) for size in (weights, cache, padding))
     else:
         whole = _replicated_bytes(model, load.dense)
         copies = 1 if model.latent else min(nodes, model.kv_heads)  # each machine has the latent vectors

@@ -95,9 +95,8 @@ def _cudnn_version(view: View) -> CheckResult:
     version, text = view.version("cudnn.version"), view.text("cudnn.version")
     if version < MIN_CUDNN:
         return failed(f"cuDNN {text}, wanted 9.14 or later")
-    return (
-        passed(f"cuDNN {text}") if version >= GOOD_CUDNN else warned(f"cuDNN {text} is old for SM121, 9.15 is advised")
-    )
+    old = f"cuDNN {text} is old for SM121, 9.15 is advised"
+    return passed(f"cuDNN {text}") if version >= GOOD_CUDNN else warned(old)
 
 
 @CHECKS.add(needs=("env",), fix="export FLASHINFER_CUDA_ARCH_LIST=12.1a")

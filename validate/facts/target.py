@@ -90,10 +90,8 @@ class Target:
         """Version, sys.path and -O level of the serving interpreter. Raises ProbeError if it does not answer."""
         if self.options.python.absolute() == Path(sys.executable).absolute():
             return platform.python_version(), tuple(sys.path), sys.flags.optimize
-        answer = ask(
-            [self.options.python, "-c", ASK_INTERPRETER], seconds=INTERPRETER_SECONDS, env=self.options.environ
-        )
-        name = str(self.options.python)
+        name, env = str(self.options.python), self.options.environ
+        answer = ask([self.options.python, "-c", ASK_INTERPRETER], seconds=INTERPRETER_SECONDS, env=env)
         version, path, optimize = parse_json(require(answer, name, INTERPRETER_SECONDS), name)
         return version, tuple(path), optimize
 

@@ -25,9 +25,8 @@ from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer import environment, sets
 from sparkforge.compile.flashinfer.environment import KernelEnvironment
 from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
-from sparkforge.compile.jobs import Schedule, Site, parse_limit
+from sparkforge.compile.jobs import Schedule, Site, cost, parse_limit
 from sparkforge.compile.ninja import BuildResult
-from sparkforge.compile.peaks import cost
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say

@@ -164,9 +164,8 @@ def prepare(request: ExtensionRequest) -> ExtensionOrder:
         failure = f"cannot write {folder}"
         raise UsageError(failure, "it exists and is no overlay of ours", "--help   # name another folder")
     checkout = Path(request.checkout).absolute() if request.checkout else None
-    inputs = vllm_sources.fetch_sources(
-        table, chosen, inputs_folder, stack, checkout, without_missing=bool(request.units)
-    )
+    some = bool(request.units)
+    inputs = vllm_sources.fetch_sources(table, chosen, inputs_folder, stack, checkout, without_missing=some)
     chain = toolchain.find(arch, minimum_cxx=MINIMUM_CXX)
     if not shutil.which("patch"):  # CMakeLists.txt:402 mends a header of torch 2.13 with it
         failure = "cannot build vLLM"

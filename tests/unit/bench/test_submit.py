@@ -119,11 +119,7 @@ def test_no_more_of_a_boards_answer_is_read_than_the_limit(stub, board_saved, fo
 
 
 def test_to_board_posts_the_competitions_form_to_the_board_of_the_shape(stub, board_saved, table, monkeypatch):
-    urls = {(1024, 1024): stub.url}
-    boards = [
-        board.model_copy(update={"url": urls.get((board.isl, board.osl), "http://127.0.0.1:9")})
-        for board in table.competition.boards
-    ]
+    boards = {shape: stub.url if shape == "1024/1024" else "http://127.0.0.1:9" for shape in table.competition.boards}
     competition = table.competition.model_copy(update={"boards": boards})
     monkeypatch.setattr(submit.baselines, "load", lambda: table.model_copy(update={"competition": competition}))
     send(board_saved, "board")

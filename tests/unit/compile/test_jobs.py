@@ -7,10 +7,9 @@ from expected import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkforge.compile import jobs, peaks
+from sparkforge.compile import jobs
 from sparkforge.compile.diagnosis import explained
-from sparkforge.compile.jobs import RESERVE, Site, Unit, Waiting
-from sparkforge.compile.peaks import Cost
+from sparkforge.compile.jobs import Cost, RESERVE, Site, Unit, Waiting
 from sparkforge.core.errors import ProcessError, UsageError
 from sparkforge.core.memory import Machine
 from sparkforge.core.process import started_at
@@ -25,7 +24,7 @@ def costs(*sizes):
 
 def schedule(known, budget, cores=4, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peaks, "cost", known.__getitem__)
+        patch.setattr(jobs, "cost", known.__getitem__)
         return jobs.make_schedule(known, Machine(budget + RESERVE, cores), **options)
 
 
