@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparkforge.compile import jobs
 from sparkforge.compile.diagnosis import explained
-from sparkforge.compile.jobs import Cost, RESERVE, Site, Unit, Waiting
+from sparkforge.compile.jobs import RESERVE, Cost, Site, Unit, Waiting
 from sparkforge.core.errors import ProcessError, UsageError
 from sparkforge.core.memory import Machine
 from sparkforge.core.process import started_at
