@@ -9,19 +9,20 @@ long as one of its compilers lives (flock(2)), and the next build waits for that
 from __future__ import annotations
 
 import fcntl
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparkforge.compile import jobs
-from sparkforge.compile.diagnosis import explained
 from sparkforge.compile.jobs import JobsReport, Schedule, Site, Stage, Unit, UnitResult
 from sparkforge.core import memory
 from sparkforge.core.console import say
-from sparkforge.core.documents import parse_json
+from sparkforge.core.documents import parse_json, read_toml
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.process import run
 
+MESSAGES = Path(__file__).with_name("diagnosis.toml")
 COMPILERS = ("compile", "cuda_compile")  # FlashInfer's rules that make an object (flashinfer/jit/cpp_ext.py)
 NAME_WIDTH = 60  # characters of a unit's name
 OUTCOMES = {"done": "compiled", "cached": "from ccache", "killed": "killed: out of memory", "failed": "failed"}
@@ -90,6 +91,15 @@ def build(units: Sequence[Unit], commands: set[str], site: Site, link: Callable[
         compiled=len(report.units) - cached, cached=cached, units=len(units), peak=report.peak,
         cpu_seconds=round(report.cpu_seconds, 1), budget=schedule.budget, jobs=schedule.jobs,
     )  # fmt: skip
+
+
+def explained(error: ProcessError) -> ProcessError:
+    """Return the error with cause and fix in place of what a compiler printed, if we know them; else as it is."""
+    for row in read_toml(MESSAGES)["message"]:
+        if match := re.search(row["pattern"], error.why):
+            why, fix = (row[part].format(match=match[0], **match.groupdict()) for part in ("why", "fix"))
+            return ProcessError(error.what, why, fix, code="process.failed")
+    return error
 
 
 def wait_for_orphans(lock: Path) -> None:

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from packaging.utils import canonicalize_name
 
 from sparkforge import environments, pins
 from sparkforge.audit import report as audit_report
-from sparkforge.audit.patched import AuditedWheel, audit_installed
+from sparkforge.audit.report import AuditedWheel, audit_installed
 from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
 from sparkforge.compile.flashinfer.environment import AHEAD_OF_TIME
@@ -35,23 +35,26 @@ from sparkforge.compile.stages import require_way
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core.console import say
-from sparkforge.core.documents import read_json
+from sparkforge.core.documents import read_json, read_toml
 from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import sha256_file, write_atomic, write_json
 from sparkforge.core.installed import Installed, is_below
+from sparkforge.core.manifest import remove
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
 from sparkforge.core.program import exit_code
-from sparkforge.image import licences, packs, sbom, trimming
+from sparkforge.image import licences, packs, sbom
 from sparkforge.image.devices import CUDA, machine_of
 from sparkforge.patching import series
 from sparkforge.pins import StackImage, locks
 from sparkforge.pins.patched import load_patched
 from sparkforge.pins.verify import ImageChanges, patched_packages
+from sparkforge.plan import families
 from sparkforge.sources import bundle
 
 SIGNING_KEY = Path("/run/secrets/signing-key")  # a secret of the build; the kernel pack stays unsigned without it
 REPORT, BILL = "audit.json", "sbom.json"  # beside the manifest
+TRIMMING = ROOT / "deploy/trim.toml"  # what each device's image leaves out
 LOCK = ".lock"  # uv's, which it makes writable for everybody
 # Written at install, with times and paths of the build.
 VOLATILE = ("uv_cache.json", "direct_url.json", "REQUESTED")
@@ -183,12 +186,48 @@ def take_kernels(tree: Tree, built: Path) -> None:
     say(f"{len(modules)} modules of FlashInfer: {', '.join(module.stem for module in modules)}")
 
 
+def cuts(device: str) -> dict[str, list[str]]:
+    """Return the paths below site-packages, by name, that deploy/trim.toml leaves out of the device's image.
+
+    What a family of models needs stays (families.toml, `untrimmed`).
+    """
+    entries: dict[str, dict[str, Any]] = read_toml(TRIMMING).get(device, {})
+    needed = {name for family in families.load().values() for name in family.untrimmed}
+    return {name: row["paths"] for name, row in entries.items() if name not in needed}
+
+
+def trim(packages: Path, cuts: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Remove what `cuts` name; return the bytes that each freed. Raises IntegrityError if a path matches nothing.
+
+    A name that no longer exists means that upstream moved something, and with it perhaps the reason.
+    """
+    freed = dict.fromkeys(cuts, 0)
+    for name, patterns in cuts.items():
+        for pattern in patterns:
+            matches = sorted(packages.glob(pattern))
+            if not matches:
+                why = f"{pattern} of [{name}] matches nothing under {packages}"
+                fix = "less deploy/trim.toml   # look where upstream moved it"
+                raise IntegrityError("the trimming table is out of date", why, fix, code="integrity.image-tree")
+            for path in matches:
+                files = [path, *path.rglob("*")] if not path.is_symlink() else []
+                freed[name] += sum(f.lstat().st_size for f in files if f.is_file() and not f.is_symlink())
+                remove(path)
+    return freed
+
+
+def cut_pattern(cuts: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
+    """Return a pattern for the beginning of every path that `cuts` leave out; group 1 is the file or folder."""
+    globs = "|".join(re.escape(path).replace(r"\*", "[^/]*") for paths in cuts.values() for path in paths)
+    return re.compile(f"({globs})(?:/|$)")
+
+
 def finish(tree: Tree, jobs: int) -> None:
     """Trim the tree, add licence texts, and make it the same in every build.
 
     No volatile files, no times, bytecode in one order. Raises IntegrityError for a cut or a text that does not fit.
     """
-    for name, size in trimming.trim(tree.packages, trimming.cuts(tree.device)).items():
+    for name, size in trim(tree.packages, cuts(tree.device)).items():
         say(f"left out: {name} ({size / 1e6:.0f} MB)")
     say(f"licence texts added: {', '.join(licences.add(tree.packages)) or 'none'}")
     for name in VOLATILE:
@@ -270,7 +309,7 @@ def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
 
 def image_changes(tree: Tree) -> ImageChanges:
     """Return the build's changes to the installed wheels: files that the table leaves out, and compiled files."""
-    pattern = trimming.pattern(trimming.cuts(tree.device))
+    pattern = cut_pattern(cuts(tree.device))
     records = [Installed.read(record.parent, strict=False) for record in tree.packages.glob("*.dist-info/RECORD")]
     paths = (line.path for installed in records for line in installed.lines)
     left_out = sorted({match[1] for path in paths if (match := pattern.match(path))})

@@ -7,7 +7,7 @@ import pytest
 from expected import refused
 
 from sparkforge.compile import toolchain
-from sparkforge.compile.diagnosis import explained
+from sparkforge.compile.ninja import explained
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run
 

@@ -27,9 +27,8 @@ from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.report import audit_files
 from sparkforge.compile import ninja as ninja_build
 from sparkforge.compile import toolchain
-from sparkforge.compile.diagnosis import explained
 from sparkforge.compile.jobs import Site, Unit, parse_limit
-from sparkforge.compile.ninja import BuildResult
+from sparkforge.compile.ninja import BuildResult, explained
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.compile.vllm import environment as vllm_env
 from sparkforge.compile.vllm import sources as vllm_sources

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkforge.compile import jobs
-from sparkforge.compile.diagnosis import explained
 from sparkforge.compile.jobs import RESERVE, Cost, Site, Unit, Waiting
+from sparkforge.compile.ninja import explained
 from sparkforge.core.errors import ProcessError, UsageError
 from sparkforge.core.memory import Machine
 from sparkforge.core.process import started_at

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from sparkforge.cli import namespace
-from sparkforge.compile import diagnosis
+from sparkforge.compile import ninja
 from sparkforge.core.errors import InputError, ProcessError
 from sparkforge.doctor import signatures
 from sparkforge.doctor.signatures import FactCondition
@@ -28,7 +28,7 @@ def test_what_the_compilers_say_is_the_builders_knowledge_too():
         ("fp4-suffix-mismatch", "PTX with .target 'sm_121a' cannot be compiled for architecture 'sm_121'"),
     ):
         error = ProcessError("nvcc ended with code 255", text, "run it by hand", code="process.failed")
-        assert diagnosis.explained(error) is not error
+        assert ninja.explained(error) is not error
         assert BY_ID[name].line.search(text)
 
 

