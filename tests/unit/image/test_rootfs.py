@@ -14,7 +14,7 @@ from expected import refused
 
 from sparkforge.core.errors import IntegrityError, UsageError
 from sparkforge.image import devices, rootfs
-from sparkforge.image.rootfs import Cut, Tree
+from sparkforge.image.rootfs import Tree
 from sparkforge.pins import locks
 
 
