@@ -341,7 +341,11 @@ def audit_patched(paths: Sequence[Path]) -> list[AuditedWheel]:
     """
     lock: Mapping[str, PatchedFile] | None = None
     audited = list[AuditedWheel]()
-    for path in _patched(paths):
+    candidates = list[Path]()
+    for path in paths:
+        is_searched = path.is_dir() and path.suffix != ".dist-info"
+        candidates += sorted([*path.rglob("*.whl"), *path.rglob("*.dist-info")]) if is_searched else [path]
+    for path in (path for path in candidates if verify.is_patched(_version(path))):
         lock = load_patched() if lock is None else lock
         if not path.is_file():
             audited.append(audit_installed(path, lock))
@@ -363,13 +367,6 @@ def audit_installed(info: Path, lock: Mapping[str, PatchedFile], changes: ImageC
         return AuditedWheel(str(info), problems=(f"{error.what}: {error.why}",))
     problems = verify.differences(installed, changes or ImageChanges())
     return AuditedWheel(str(info), wheel.file, wheel.sha256, str(wheel.record), tuple(problems))
-
-
-def _patched(paths: Sequence[Path]) -> Iterator[Path]:
-    for path in paths:
-        searched = path.is_dir() and path.suffix != ".dist-info"
-        candidates = sorted([*path.rglob("*.whl"), *path.rglob("*.dist-info")]) if searched else [path]
-        yield from (candidate for candidate in candidates if verify.is_patched(_version(candidate)))
 
 
 def _version(path: Path) -> str:

@@ -51,18 +51,11 @@ class Pattern(Record):
     examples: list[str] = Field(min_length=1)
 
 
-class Group(Record):
-    """A part of the model's work, and what belongs to it."""
-
-    name: str
-    about: str
-
-
 class OperatorTable(Record):
-    """`operators.toml`: groups, and patterns of which the first that matches counts."""
+    """`operators.toml`: what belongs to each part of the model's work, and patterns: the first that matches counts."""
 
     source: str = Field(min_length=1)
-    groups: list[Group]
+    groups: dict[str, str]
     patterns: list[Pattern]
 
     def first(self, processor: Processor, name: str) -> Pattern | None:
@@ -245,8 +238,8 @@ def _breakdown(processor: Processor, table: OperatorTable, events: Sequence[Even
         window_ms=window / 1000,
         events=len(events),
         groups=[
-            GroupTime(name=group.name, about=group.about, ms=sums[group.name] / 1000, share=sums[group.name] / total)
-            for group in table.groups
+            GroupTime(name=name, about=about, ms=sums[name] / 1000, share=sums[name] / total)
+            for name, about in table.groups.items()
         ],
         operators=[
             OperatorTime(name=name, group=group, calls=calls[name, group], ms=time / 1000, share=time / total)

@@ -77,10 +77,17 @@ class Patch:
             raise refuse(file.name, f"is not UTF-8 at byte {error.start}") from error
         if not separator:
             raise refuse(file.name, "has no line `---` between its header and its diff")
-        header = _header(file.name, head)
+        header, conditions = _header(file.name, head), []
+        for line in header["Drop-when"].splitlines():
+            if not (match := CONDITION.fullmatch(line)):
+                why = f"has a Drop-when that is not `contains PATH TEXT` or `lacks PATH TEXT`: {line}"
+                raise refuse(file.name, why)
+            if not unharmful(match["path"]):
+                raise refuse(file.name, f"has a Drop-when for {match['path']!r}, which is not a path inside the tree")
+            conditions.append(Condition(match["kind"], match["path"], match["text"]))
         return cls(
             file.name, hashlib.sha256(data).hexdigest(), header, parse(file.name, diff),
-            tuple(_condition(file.name, line) for line in header["Drop-when"].splitlines()), data,
+            tuple(conditions), data,
             COMMON + file.name if file.parent.name == "common" else file.name,
         )  # fmt: skip
 
@@ -245,15 +252,6 @@ def _header(patch: str, text: str) -> dict[str, str]:
     except ValueError as error:
         raise refuse(patch, f"has a Last-Update that is not a date: {fields['Last-Update']}") from error
     return fields
-
-
-def _condition(patch: str, line: str) -> Condition:
-    match = CONDITION.fullmatch(line)
-    if not match:
-        raise refuse(patch, f"has a Drop-when that is not `contains PATH TEXT` or `lacks PATH TEXT`: {line}")
-    if not unharmful(match["path"]):
-        raise refuse(patch, f"has a Drop-when for {match['path']!r}, which is not a path inside the tree")
-    return Condition(match["kind"], match["path"], match["text"])
 
 
 def _bad_series(directory: Path, reason: str) -> PatchError:

@@ -208,11 +208,16 @@ def gather(
     entries = [
         BundleMember.of(f"files/{pick.sha256}/{pick.filename}", file, pick.sha256) for pick, file in files.items()
     ]
-    for member in (*_repositories(table, stack, scratch), _vocabulary(table, scratch)):
+    for member in _repositories(table, stack, scratch):
         if isinstance(member, Absent):
             absent.append(member)
         else:
             entries.append(member)
+    if _embedded(table).exists():  # it holds oss-harmony, which writes its vocabulary and checks the hash
+        run([_embedded(table), "-c", WRITE_VOCABULARY, scratch], cwd=paths.ROOT)
+        entries.append(BundleMember.of("vocabulary/o200k_base.tiktoken", scratch / "o200k_base.tiktoken"))
+    else:
+        absent.append(Absent("vocabulary", "the embedded environment is not made", "./inv up && ./inv bundle"))
     entries += [BundleMember.of(path, page.encode()) for path, page in index_pages(files).items()]
     return entries, absent
 
@@ -230,14 +235,6 @@ def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[BundleMemb
         elif pin.needed:
             command = f"./inv build --only sources, or by hand: {repositories.fetch_command(name, pin)}"
             yield Absent(name, "it was not fetched to this machine", command)
-
-
-def _vocabulary(table: Pins, scratch: Path) -> BundleMember | Absent:
-    """Have the embedded environment, which holds oss-harmony, write its vocabulary; it checks the hash."""
-    if not _embedded(table).exists():
-        return Absent("vocabulary", "the embedded environment is not made", "./inv up && ./inv bundle")
-    run([_embedded(table), "-c", WRITE_VOCABULARY, scratch], cwd=paths.ROOT)
-    return BundleMember.of("vocabulary/o200k_base.tiktoken", scratch / "o200k_base.tiktoken")
 
 
 def index_pages(files: Iterable[Pick]) -> Mapping[str, str]:
