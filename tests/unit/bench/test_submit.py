@@ -149,17 +149,17 @@ def test_the_board_refuses_what_was_not_measured_as_it_wants(stub, board_result,
 
 @pytest.mark.parametrize("end", ["", "/"])
 def test_the_board_of_another_shape_is_refused(stub, board_saved, table, end):
-    other = table.competition.url(1024, 8192) + end
+    other = table.competition.boards["1024/8192"] + end
     for form in ("", "gradio"):
         with refused("benchmark.board") as caught:
             send(board_saved, other, form)
-        assert f"that of 1024/1024 is {table.competition.url(1024, 1024)}" in caught.value.why
+        assert f"that of 1024/1024 is {table.competition.boards['1024/1024']}" in caught.value.why
 
 
 @pytest.mark.parametrize("shape", [("1024", "1024"), ("24", "8")])
 def test_what_the_board_would_refuse_is_not_measured(stub, table, tmp_path, shape):
     isl, osl = shape
-    flags = {"team": "T", "to": table.competition.url(1024, 8192), "url": stub.url, "output": str(tmp_path)}
+    flags = {"team": "T", "to": table.competition.boards["1024/8192"], "url": stub.url, "output": str(tmp_path)}
     with refused("benchmark.board", "does not take this"):
         submit.main({**flags, "isl": isl, "osl": osl, "conc": "1"})
     assert not stub.asked
