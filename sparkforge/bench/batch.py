@@ -76,11 +76,8 @@ def output_folder(output: str) -> Path:
 
 def plan(bench: Bench, configs: Sequence[Config]) -> dict[str, Any]:
     """Return the settings that identify a batch."""
-    return {
-        "configs": [config.model_dump(mode="json") for config in configs],
-        "server_version": bench.endpoint.version(),
-        "client": CLIENT.model_dump(),
-    }
+    shapes = [config.model_dump(mode="json") for config in configs]
+    return {"configs": shapes, "server_version": bench.endpoint.version(), "client": CLIENT.model_dump()}
 
 
 def folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:

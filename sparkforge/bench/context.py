@@ -33,15 +33,14 @@ def describe_server(endpoint: Endpoint) -> ServedModel:
         return server
     files = {name: paths.ROOT / name for name in INPUTS} | {"validation.json": paths.state() / "validation.json"}
     findings = read_table(files["validation.json"]).get("findings", [])
-    return server.model_copy(
-        update={
-            "device": record.device,
-            "startup_seconds": read_table(paths.state() / "up.json").get("seconds", {}),
-            "memory_bytes": memory.resident(session_members(record.pid)) if record.pid else {},
-            "findings": [{key: str(value) for key, value in finding.items()} for finding in findings],
-            "records": {name: sha256_file(path) for name, path in files.items() if path.is_file()},
-        }
-    )
+    known = {
+        "device": record.device,
+        "startup_seconds": read_table(paths.state() / "up.json").get("seconds", {}),
+        "memory_bytes": memory.resident(session_members(record.pid)) if record.pid else {},
+        "findings": [{key: str(value) for key, value in finding.items()} for finding in findings],
+        "records": {name: sha256_file(path) for name, path in files.items() if path.is_file()},
+    }
+    return server.model_copy(update=known)
 
 
 def own_server(endpoint: Endpoint) -> records.Server | None:

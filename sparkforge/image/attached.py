@@ -99,14 +99,11 @@ class Folder:
         """Return what has a tag."""
         if not (self.path / "index.json").exists():
             return []
-        layout = oci.Layout(self.path)
+        layout, most = oci.Layout(self.path), _largest(tag)
         for entry in layout.index.manifests:
             if entry.annotations.get(TAG) == tag:
-                manifest = oci.document(layout.blob(entry), f"{self.path}: {tag[:80]}")
-                return [
-                    Attached(layout.blob(layer, _largest(tag)), layer.media_type, layer.annotations)
-                    for layer in manifest.layers
-                ]
+                layers = oci.document(layout.blob(entry), f"{self.path}: {tag[:80]}").layers
+                return [Attached(layout.blob(row, most), row.media_type, row.annotations) for row in layers]
         return []
 
     def write(self, tag: str, attached: Sequence[Attached]) -> None:

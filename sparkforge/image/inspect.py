@@ -178,13 +178,11 @@ def verify(stack: str, name: str, expected: Expected) -> None:
                 text = hashes if len(value) <= 10 else f"{len(value)} entries"
             echo(f"  {key:<10} {text}")
         document, audit = require_ours(client, image, stack, expected)
-    kernels = document.get("kernels") or {}
-    say(
-        f"{image.short_id} claims, by its own manifest: {', '.join(sorted(document['patches'] or {}))} "
-        f"and every lock as in this checkout, {len(kernels)} compiled modules of FlashInfer; audited in the build: "
-        f"{audit['files']} files hashed, {len(_code(audit))} read for machine code. Nothing contradicts it; only "
-        "an image built here is proven"
-    )
+    queues, kernels = ", ".join(sorted(document["patches"] or {})), len(document.get("kernels") or {})
+    claims = f"{queues} and every lock as in this checkout, {kernels} compiled modules of FlashInfer"
+    audited = f"{audit['files']} files hashed, {len(_code(audit))} read for machine code"
+    proof = "Nothing contradicts it; only an image built here is proven"
+    say(f"{image.short_id} claims, by its own manifest: {claims}; audited in the build: {audited}. {proof}")
 
 
 def require_ours(
@@ -257,10 +255,8 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
         return tables.parse_object(data, f"the image's {shape.__name__.lower()}", shape)
     except DocumentError as error:
         fix = "./inv build --engine docker   # or pull another image"
-        raise EngineError(
-            "cannot read the image's own manifest", f"its {shape.__name__.lower()}: {error.why}", fix,
-            code="engine.failed",
-        ) from error  # fmt: skip
+        failure, why = "cannot read the image's own manifest", f"its {shape.__name__.lower()}: {error.why}"
+        raise EngineError(failure, why, fix, code="engine.failed") from error
 
 
 def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str) -> bytes:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparkforge.core.documents import parse_json
-from sparkforge.models.harmony import VOCAB_SIZE
+from sparkforge.core.documents import parse_json, read_json
 
 HEAD_DIM = 64
+CONFIG = Path(__file__).with_name("tiny_config.json")
 BLOCK = 32  # MXFP4 elements that share one scale (OCP Microscaling Formats v1.0, table 1)
 # safetensors' names of types, and numpy's; bfloat16, which numpy lacks, as words.
 DTYPES = {"BF16": "<u2", "U8": "u1", "I8": "i1", "I32": "<i4", "F32": "<f4"}
@@ -43,32 +44,16 @@ class Tensor(NamedTuple):
 
 
 def config(sizes: Sizes) -> dict[str, Any]:
-    """Return config.json: openai/gpt-oss-20b's keys with smaller sizes."""
-    return {
-        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
-        "eos_token_id": 200002, "experts_per_token": sizes.top_k, "head_dim": HEAD_DIM, "hidden_act": "silu",
-        "hidden_size": sizes.hidden, "initial_context_length": 4096, "initializer_range": 0.02,
-        "intermediate_size": sizes.intermediate,
-        "layer_types": ["sliding_attention", "full_attention"] * (sizes.layers // 2),
-        "max_position_embeddings": 131072, "model_type": "gpt_oss",
-        "num_attention_heads": sizes.heads, "num_experts_per_tok": sizes.top_k, "num_hidden_layers": sizes.layers,
-        "num_key_value_heads": sizes.kv_heads, "num_local_experts": sizes.experts, "output_router_logits": False,
-        "pad_token_id": 199999,
-        "quantization_config": {
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
-            ],
-            "quant_method": "mxfp4",
-        },
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-            "rope_type": "yarn", "truncate": False,
-        },
-        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        # Without a version below 5, transformers takes a local tokenizer for a faulty Mistral one and warns.
-        "transformers_version": "4.55.0", "use_cache": True, "vocab_size": VOCAB_SIZE,
+    """Return config.json: openai/gpt-oss-20b's keys (`tiny_config.json`) with smaller sizes.
+
+    Without a version below 5, transformers takes a local tokenizer for a faulty Mistral one and warns.
+    """
+    layer_types = ["sliding_attention", "full_attention"] * (sizes.layers // 2)
+    values: dict[str, Any] = read_json(CONFIG)
+    return values | {
+        "experts_per_token": sizes.top_k, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate,
+        "layer_types": layer_types, "num_attention_heads": sizes.heads, "num_experts_per_tok": sizes.top_k,
+        "num_hidden_layers": sizes.layers, "num_key_value_heads": sizes.kv_heads, "num_local_experts": sizes.experts,
     }  # fmt: skip
 
 

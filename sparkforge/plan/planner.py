@@ -160,13 +160,13 @@ def make_plan(
     for kv in KV_BYTES:
         count, size = budget.most_sequences(model, device, replace(load, kv=kv)), model.kv_token(kv)
         caches.append(document.CacheRow(kv=kv, token_bytes=size, sequences=count, tokens=count * load.context))
+    size, disk = model.weight_bytes(), subject.on_disk
+    row = document.ModelRow(name=subject.name, source=subject.source, computed=size, on_disk=disk)
     cited = speed.judging().cited
     is_cited = subject.name == cited.model and cited.gpu in device.names
     return Plan(
         asked=document.Asked(context=load.context, concurrency=load.concurrency, kv=load.kv),
-        model=document.ModelRow(
-            name=subject.name, source=subject.source, computed=model.weight_bytes(), on_disk=subject.on_disk
-        ),
+        model=row,
         device=document.DeviceRow(name=request.device, described=device),
         weights=[document.WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts(load.dense)],
         memory_bytes=memory.total,
