@@ -1,7 +1,5 @@
 """`python -m validate --profile spark`: exit code 0 means the server may start; every other code means it must not."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The gate: gathers facts, judges every check of a profile, and decides whether the server may start."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

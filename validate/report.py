@@ -1,7 +1,5 @@
 """A report as lines for a container's log and as JSON for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any

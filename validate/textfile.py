@@ -3,8 +3,6 @@
 Made from the JSON document, so that a validator that hung can be reported in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any

@@ -1,7 +1,5 @@
 """Read one file for the audit: its host part, its cubins with their targets, and the mnemonics of those that matter."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tempfile

@@ -6,8 +6,6 @@ for sm_121, sm_121a and sm_121f. Files for the CPU are read by pyelftools.
 A file may be damaged, or made to harm. Every loop over its tables is bounded, and damage names section and byte.
 """
 
-from __future__ import annotations
-
 import mmap
 import re
 import struct

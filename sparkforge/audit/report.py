@@ -6,8 +6,6 @@ Labels prove nothing: a kernel that was compiled for compute_121 can be called s
 docs/concepts/audit.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 import lzma
 import os

@@ -1,7 +1,5 @@
 """The audit's rules, `rules.toml`, and their application to binaries that were read. Reads no other file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

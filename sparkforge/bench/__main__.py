@@ -4,8 +4,6 @@ The options are those of `./inv bench.*`. BENCH_URL and BENCH_MODEL replace --ur
 variables count as with `./inv`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ competition's script also counts the token that the server generates after each 
 leaves out a chunk that fails, which lowers the figures; here a failed chunk fails the gate.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

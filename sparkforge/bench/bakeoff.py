@@ -3,8 +3,6 @@
 The record `bakeoff.json` in the state folder gets each profile as it is finished.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads `baselines.toml`: sweeps, texts, thresholds, canaries and cited figures."""
 
-from __future__ import annotations
-
 import hashlib
 import lzma
 from fnmatch import fnmatchcase

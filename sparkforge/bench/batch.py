@@ -4,8 +4,6 @@
 sets `complete`. A result is used again only for the same configurations, server version and client.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ A wrong kernel that still serves shows first in the first token of an answer (vL
 `<|channel|>`), then as null content, then as tool calls that are no JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

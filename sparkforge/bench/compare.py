@@ -6,8 +6,6 @@ concurrency is proportional to it and has a spread that one run can show. A sing
 each other, so a difference under FLOOR is never called one.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence

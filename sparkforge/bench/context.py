@@ -1,7 +1,5 @@
 """The context of a result: its server and the machine, without host names or paths."""
 
-from __future__ import annotations
-
 import os
 import platform
 from datetime import UTC, datetime

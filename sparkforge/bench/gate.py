@@ -1,7 +1,5 @@
 """The accuracy gate: nothing is timed before it is green."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ soon as one ends. Prompts have a known length, share no prefix, and are the same
 again: a refused request is a failed one. Silence, the whole load, and the number of pieces are bounded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """The options of the commands that gate, load and submit: `options.toml`, whose head explains the keys."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import NamedTuple

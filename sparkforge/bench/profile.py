@@ -1,7 +1,5 @@
 """`./inv bench.profile`: vLLM's torch profiler on a running server, under a small load, and what its trace says."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ A page loads nothing and runs no script. Text of servers and files cannot become
 URL's password: pages are handed on. Measured and cited figures never share a table.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark commands, from options to files: gate, then load, then tables and report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime

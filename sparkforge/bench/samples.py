@@ -6,8 +6,6 @@ ttft: first piece after the request went out. itl: between two pieces. e2el: las
 tpot: (e2el - ttft) / (tokens - 1). A request counts from when it is sent, not from when it waits for its turn.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Sequence

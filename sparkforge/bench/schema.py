@@ -1,7 +1,5 @@
 """The content of a result file. `result.schema.json` is made from this; a test keeps the two equal."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The configurations to run: flags before environment variables (the competition's names) before defaults."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 Our JSON carries its digest as Idempotency-Key, so that the same command can be run again. The result's file stays.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

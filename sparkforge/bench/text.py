@@ -3,8 +3,6 @@
 It lies in the state folder as its archive has it, and is checked against its pin whenever it is read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

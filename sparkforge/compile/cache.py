@@ -11,8 +11,6 @@ files that are named in its build.ninja (sources) and .ninja_deps (headers that 
 Inside an image, which has no `./inv`: `python -m sparkforge.compile.cache list` and `… clean --module 'fused_moe_*'`.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import os

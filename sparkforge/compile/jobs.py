@@ -9,8 +9,6 @@ the larger unit fits when that one ends.
 A compiler that the kernel kills is recognised by its exit code and its last words. It is tried once more, alone.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import time

@@ -6,8 +6,6 @@ Compilers outlive a killed build, and they write the files that the next build r
 long as one of its compilers lives (flock(2)), and the next build waits for that lock first.
 """
 
-from __future__ import annotations
-
 import fcntl
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ unversioned names that `-lcudart` asks for, and a `libcuda.so` to link against w
 To compile for another machine, that machine's wheels are installed the same way, with this machine's programs in them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

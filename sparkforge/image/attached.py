@@ -3,8 +3,6 @@
 Its tag is `sha256-DIGEST.sig` or `.att`, in the image's own repository or in a folder, an OCI layout.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import ipaddress

@@ -1,7 +1,5 @@
 """Build the container image through Compose, and compute the hashes that it must contain."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Our Compose project: its files, what Compose resolves them to for a stack, up and down."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence

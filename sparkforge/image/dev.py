@@ -8,8 +8,6 @@ as the sources that the native modules are made of are those of the release; whe
 what compiles them. FlashInfer's cached modules that a change made stale are named, not removed.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import shutil

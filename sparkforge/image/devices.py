@@ -1,7 +1,5 @@
 """The devices that a user can name, and the stack that each has."""
 
-from __future__ import annotations
-
 import os
 
 from sparkforge import pins

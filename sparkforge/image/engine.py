@@ -1,7 +1,5 @@
 """The Docker engine, read through its API: version, GPU access, images, our containers."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator, Mapping

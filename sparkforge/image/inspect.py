@@ -1,7 +1,5 @@
 """Inspection of an image: labels, layers and digests from the engine, the manifest from inside the image."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import shutil

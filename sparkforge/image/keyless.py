@@ -1,7 +1,5 @@
 """Statements that a workflow signed without a key: Sigstore bundles, verified without a network by a trusted root."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The report that lies in an image has all texts, each once: those in dist-info folders and Debian's copyright files.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping

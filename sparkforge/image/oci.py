@@ -4,8 +4,6 @@ Whoever made it may be hostile. Everything is read by digest, documents are boun
 only searched: nothing of it is unpacked.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os

@@ -11,8 +11,6 @@ It is stored as a .tar with FILE.sig beside it, in an OCI layout in a folder, or
 a repository has it as a small image, tagged kernels-KEY.pack. Its layers are the tar and, if signed, the statement.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ It is computed from the image's own contents, so anybody who has the image can c
 (`differences`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal

@@ -5,8 +5,6 @@ plain HTTP to registries on the loopback address only, unless the engine's `inse
 (Decision 0021).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress

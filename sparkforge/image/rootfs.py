@@ -5,8 +5,6 @@ bytecode the same in every build. The tree is verified last, against what its ow
 packages are not in it: the image has them in a folder of their own, which is on PYTHONPATH (Dockerfile).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -5,8 +5,6 @@ hash is that of the file that a pin or a lock names alone; a Python package has 
 that file in the image, because a lock names all files of a release.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

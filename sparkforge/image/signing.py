@@ -3,8 +3,6 @@
 It uses `cryptography` directly: securesystemslib depends on it too, and would replace only the one line of `encoded`.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

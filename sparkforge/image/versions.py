@@ -6,8 +6,6 @@ version with the image's id behind it. Version and moving tag go over to the nex
 image is ever left without one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ The commands run inside: in the server's container while it runs, since its proc
 same image that holds the volume and nothing else.
 """
 
-from __future__ import annotations
-
 import sys
 
 from docker.errors import NotFound

@@ -3,8 +3,6 @@
 Harmless findings are in vex.toml with their reasons; a new image's bill contains these too (CycloneDX's VEX).
 """
 
-from __future__ import annotations
-
 import re
 import zipfile
 from collections import defaultdict

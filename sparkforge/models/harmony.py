@@ -4,8 +4,6 @@
 is downloaded. It is imported when a function needs it, because the launcher's environment does not have it.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

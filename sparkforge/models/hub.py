@@ -7,8 +7,6 @@ target appears, or its files are replaced by renames. A target without our note,
 only with --replace.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -4,8 +4,6 @@ Transfers go through the library's `http_get`, which takes up a file at any byte
 interrupted file anew, and a shard of gpt-oss-120b has 4 GB.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -4,8 +4,6 @@ Hugging Face's cache (huggingface_hub, "Understand caching") has a folder `model
 `refs/main` holds a commit, and `snapshots/COMMIT` holds the files, as links into `blobs`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

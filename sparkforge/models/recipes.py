@@ -1,7 +1,5 @@
 """Recipes: one file for each model in sparkforge/recipes, with its repository, flags and evidence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -4,8 +4,6 @@
 random ones. The vocabulary is the full one. Two machines write the same files.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The format that tiny checkpoints share with openai/gpt-oss-20b: config.json, and tensors in safetensors files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

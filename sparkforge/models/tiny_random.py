@@ -4,8 +4,6 @@ Every byte follows from `RECIPE` and the tensors' names through SHAKE-256, so tw
 are well apart and SwiGLU reaches its limit of 7.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ tokens of `rows`, as int8 with a float32 scale a row. Their row 0 is that of all
 `lab.training` writes the file.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from functools import cache

@@ -5,8 +5,6 @@ A user's machine has Python and may have no git (docs/decisions/0002-patches-wit
 the very line that the hunk names, and a hunk that ends without context must end at the end of the file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable

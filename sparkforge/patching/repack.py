@@ -5,8 +5,6 @@ a new member is stored unpacked; a .tar.gz, which is one packed stream, consists
 3.2.4). Headers are written here, because what `zipfile` puts into them differs between releases of Python.
 """
 
-from __future__ import annotations
-
 import hashlib
 import stat
 import struct

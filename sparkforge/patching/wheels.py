@@ -4,8 +4,6 @@
 are never edited: environments and images install the package from this file only.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

@@ -3,8 +3,6 @@
 `./inv pins.lock` makes them (lab/locks.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """`locks/patched.toml`: the patched wheel or source archive that each upstream file becomes, by hash."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ No other module computes these sizes. The formulas are in families.toml, in the 
 bytes; all counts follow from config.json alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 All sizes are bytes. Lines are computed from the model's sizes, or bounds with a source; none was measured on a Spark.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 Nothing here imports torch: a GPU that cannot serve is refused before an environment of 8 GB is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Choose the serve profile for a load on a device, with its formats, and give the reason against each of the others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ from the same roofline as one machine's plan, plus the link's cited latencies. L
 bytes, arithmetic or the link. Experts are taken to be spread evenly over the machines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """Devices to plan for: the rows of `devices.toml`, and the machine that this runs on."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

@@ -3,8 +3,6 @@
 `plan.schema.json` is made from this: `python3 -m sparkforge.plan.document > sparkforge/plan/plan.schema.json`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Literal

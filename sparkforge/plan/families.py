@@ -3,8 +3,6 @@
 No other module names a family, an architecture or a parser: it asks the row of the model that it has.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Mapping

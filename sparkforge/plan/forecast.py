@@ -3,8 +3,6 @@
 `roofline` computes an upper bound; this is the expected time. Nothing of it was measured on a Spark.
 """
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

@@ -3,8 +3,6 @@
 A plan is computed from sizes and cited figures. Only `--device this` reads the machine.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Mapping, Sequence

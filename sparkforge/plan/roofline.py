@@ -6,8 +6,6 @@ activations, norms, softmax, sampling, launches. Dense layers in fewer bits are 
 of bf16, as weight-only kernels do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

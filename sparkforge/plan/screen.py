@@ -1,7 +1,5 @@
 """The command `./inv plan`: from its options to tables in a terminal, or JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Speeds against what a device allows: the newest benchmark result of this machine, and what others published."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Python's own `tarfile.data_filter` allows links, and Python 3.11.0 to 3.11.3 (De
 that we pin holds a link, so every link is refused here, with everything else that is no plain file or folder.
 """
 
-from __future__ import annotations
-
 import errno
 import gzip
 import hashlib

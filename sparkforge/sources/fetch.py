@@ -5,8 +5,6 @@ torch without CUDA, names one of its own. A download stops at the size that the 
 file wait for one another.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import time

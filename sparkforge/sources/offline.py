@@ -5,8 +5,6 @@ as any index: `PIP_INDEX_URL=file:///…/simple`. Its files are checked against 
 against the bundle's.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path

@@ -4,8 +4,6 @@ A commit's name is a hash over its whole tree, submodules' commits included, and
 receives; the tree's name is compared besides. The repository's own bookkeeping (`.git`) is not kept.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ Beside it, `HASH.sha256` lists its files as `sha256sum --check` reads them, and 
 names its origin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

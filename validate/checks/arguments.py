@@ -1,7 +1,5 @@
 """Checks of the server's arguments, except for those about memory and kernels."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

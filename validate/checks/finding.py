@@ -1,7 +1,5 @@
 """Checks and findings, of a machine or a cluster. A check is a pure function of facts; an error in it is a fail."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Checks of the machine: processor, GPU, driver, memory, disk, port."""
 
-from __future__ import annotations
-
 from packaging.version import Version
 
 from sparkforge.core.gpus import GpuState

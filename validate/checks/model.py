@@ -1,7 +1,5 @@
 """Checks of the model directory."""
 
-from __future__ import annotations
-
 from sparkforge.core.errors import InputError
 from sparkforge.core.memory import in_gib as gib
 from sparkforge.plan import architecture

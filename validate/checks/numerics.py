@@ -1,7 +1,5 @@
 """The checks of what kernels compute: the experts' alone, and every part of two layers."""
 
-from __future__ import annotations
-
 from validate.checks.finding import CheckList, CheckResult, View, failed, passed, warned
 from validate.facts.numerics import EAGER, NOT_COMPILED, OTHER
 

@@ -1,7 +1,5 @@
 """What is known of the server to start: the model's architecture, and the load that vLLM's arguments allow."""
 
-from __future__ import annotations
-
 import re
 
 from sparkforge.core.errors import InputError

@@ -1,7 +1,5 @@
 """Checks of what is installed, of the environment, and of what vLLM will choose."""
 
-from __future__ import annotations
-
 import re
 
 from packaging.version import Version

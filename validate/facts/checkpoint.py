@@ -1,7 +1,5 @@
 """Facts about the model directory: config, index, and the safetensors headers against the sizes of the files."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

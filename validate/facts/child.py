@@ -1,7 +1,5 @@
 """Programs beside the validator that ask torch and vLLM, in the interpreter that will serve. They may crash or hang."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from contextlib import suppress

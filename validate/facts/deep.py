@@ -1,7 +1,5 @@
 """Deep facts: what only torch and vLLM know. One child process with a time limit asks them."""
 
-from __future__ import annotations
-
 from validate.facts import deep_child
 from validate.facts.child import run_child
 from validate.facts.fact import Fact

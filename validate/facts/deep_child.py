@@ -6,8 +6,6 @@ one JSON line in the file ANSWERS, written as soon as it is known: a crash later
 besides torch and vllm: it is started by its path, in an environment that need not hold this package.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

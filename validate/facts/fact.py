@@ -1,7 +1,5 @@
 """Facts: a flat table of names and values, each with its source. Gathering never raises and always ends."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

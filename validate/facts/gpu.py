@@ -1,7 +1,5 @@
 """Facts about the GPU: nvidia-smi for the driver, libcuda in a child process for what CUDA itself sees."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys

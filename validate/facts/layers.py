@@ -1,7 +1,5 @@
 """Facts about the parts of a model: two gpt-oss layers through vLLM's engine, in a child process that may hang."""
 
-from __future__ import annotations
-
 from sparkforge.plan.choose import dense_format, kv_type
 from validate.facts import numerics
 from validate.facts.child import run_child

@@ -7,8 +7,6 @@ part is recorded, and what leaves it is compared with float64 of what entered: a
 only, besides torch, safetensors and vLLM.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Facts about the machine: processor, memory, disks, port, and the environment variables that steer the server."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

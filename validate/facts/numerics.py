@@ -1,7 +1,5 @@
 """Facts about numbers: one small MoE layer through the kernel that will serve, in a child process that may hang."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from sparkforge.core import gpus

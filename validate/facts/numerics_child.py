@@ -6,8 +6,6 @@ besides torch and what is judged.
 The reference is written out here in float64 from the format's specification: it shares no line with any kernel.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

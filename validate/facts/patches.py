@@ -1,7 +1,5 @@
 """Facts about our patched wheels: which the stack needs, and whether the installed ones are the locked, unchanged."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Facts about the installed software, read from metadata and files: nothing here imports torch or vllm."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The target of a validation: the interpreter that will serve, its packages, the environment, the model, the port."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import os

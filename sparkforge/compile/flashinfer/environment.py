@@ -4,8 +4,6 @@ FlashInfer writes paths and flags into each build.ninja, at run time again, and 
 So the variables that reach that file are fixed here, and those that are not ours are removed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ The packages flashinfer and flashinfer.jit are imported without running their __
 (gdn_kernels/gdn_decode_bf16_state.py:2705); the generators need none.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

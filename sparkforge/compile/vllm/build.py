@@ -7,8 +7,6 @@ ccache. The overlay appears when it is complete and the audit passed (docs/conce
 `compile_units` stops after some units and their audit, for who edits one of a hundred.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import hashlib

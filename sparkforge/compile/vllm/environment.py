@@ -3,8 +3,6 @@
 vLLM's CMake files run that interpreter: they ask its torch for headers and flags, and its jinja2 generates kernels.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import dataclass

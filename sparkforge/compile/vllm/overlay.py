@@ -4,8 +4,6 @@ An overlay, and no wheel of our own: upstream's holds Python that only its build
 flash-attention, the Rust frontend), and a second distribution with the same files would break uninstalling the first.
 """
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 from pathlib import Path

@@ -4,8 +4,6 @@ A copy, because vLLM's CMake writes into its own source tree (generated Marlin k
 repository is real, or a folder that stands in for one that is left out (`targets.toml`).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping, Sequence

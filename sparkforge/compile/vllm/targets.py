@@ -1,7 +1,5 @@
 """`targets.toml`: which CMake targets of a vLLM are built for SM121."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
