@@ -134,6 +134,10 @@ def test_ptx_that_the_driver_compiles_is_enough_for_a_foreign_file_only():
         dataclasses.replace(binary, host=dataclasses.replace(HOST, ptx=("compute_90a",))), RULES, ours=False
     )
     assert "none of it loads on 12.1" in violation.detail
+    for target in ("compute_90", "compute_121"):  # PTX alone, which proves nothing of the machine code
+        (violation,) = judge(Binary("x.so", 1000, dataclasses.replace(HOST, ptx=(target,)), ()), RULES)
+        assert violation.rule == "wrong-arch"
+        assert f"{target} and no machine code" in violation.detail
 
 
 def test_swapped_libraries():
