@@ -312,3 +312,15 @@ def test_the_address_is_the_last_one_on_the_command_line():
     for port in ("none", "0", "65536"):
         with pytest.raises(UsageError, match="is no port"):
             server(extra_arguments=("--port", port)).address()
+
+
+def test_the_last_occurrence_wins_and_underscores_in_a_flag_are_hyphens():
+    assert flag_value(("--port=1", "--host", "::1", "--port", "2"), "--port") == "2"
+    assert flag_value(("--port=",), "--port") == ""
+    assert flag_value(("--portal", "9000"), "--port") is None
+    assert flag_value(("--host", "::1"), "--port") is None
+    assert flag_value(["--kv_cache_dtype", "fp8_e4m3"], "--kv-cache-dtype") == "fp8_e4m3"
+    assert flag_value(["--served_model_name=a_b=c"], "--served-model-name") == "a_b=c"
+    assert flag_value(["-tp", "2"], "--tensor-parallel-size") == "2"
+    assert flag_value(["-tp=2", "-qspark-mxfp4", "-n=2"], "--quantization") == "spark-mxfp4"
+    assert flag_value(["-1", "-", "-n4"], "--nnodes") == "4"
