@@ -64,12 +64,9 @@ def test_deepseek_v4_flash_takes_two_sparks(capsys):
     assert program.main(["plan", "deepseek-v4-flash", "--device", "h200"]) == 30
 
 
-def test_a_dense_model_has_no_experts():
+def test_a_dense_model_has_no_experts_and_those_of_a_mixed_checkpoint_their_own_form():
     model = parse(QWEN3, "t")
     assert (model.experts, model.expert_bytes, model.padding_bytes(128)) == (0, 0.0, 0)
-
-
-def test_experts_of_a_mixed_checkpoint_have_their_own_form():
     forms = {part.name: part.form for part in parse(LING, "t").parts()}
     assert (forms["experts down"], forms["shared experts"], forms["router"]) == ("mxfp4", "fp8", "bf16")
 
