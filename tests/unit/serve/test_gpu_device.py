@@ -1,7 +1,9 @@
-"""The device `gpu` without a GPU: what a stand-in for nvidia-smi prints decides what serves, or why nothing can."""
+"""Which device serves and why, by files, processors and what a stand-in for nvidia-smi prints; or why none can."""
 
 import os
+import platform
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,11 +11,15 @@ import pytest
 
 from sparkforge.compile.flashinfer import build
 from sparkforge.core.errors import RefusalError, UsageError
+from sparkforge.image.devices import CONTAINERS, EMBEDDED
 from sparkforge.plan import capabilities
 from sparkforge.serve.devices import choose, in_environment
 from sparkforge.serve.devices.in_environment import Gpu
 from sparkforge.serve.record import StartPlan
-from validate.facts import gpu
+from validate.checks import CHECKS
+from validate.checks.finding import Status, View, evaluate
+from validate.facts import gpu, machine
+from validate.facts.fact import Fact
 from validate.facts.target import Options, Target
 
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 580.159.04, 81559, 4, Disabled"
@@ -126,3 +132,78 @@ def test_a_refused_validation_ends_the_start_unless_the_user_says_otherwise(
     assert device.validate().startswith(verdict)
     device.remember(None)
     assert "not recorded as known good" in capsys.readouterr().err
+
+
+@pytest.fixture
+def spark(tmp_path):
+    """The files of a Spark with a driver."""
+    for name, text in ((choose.NVIDIA_DRIVER, "NVRM version"), (choose.PRODUCT, "NVIDIA_DGX_Spark\n")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_device_that_is_asked_for_is_taken_and_another_word_refused():
+    for name, container in (("embedded", False), ("gpu", False), ("docker", True), ("docker-cpu", True)):
+        assert (choose.choose(name).device, name in CONTAINERS) == (name, container)
+    with pytest.raises(UsageError, match="auto, embedded, gpu, docker, docker-cpu"):
+        choose.choose("tpu")
+
+
+def test_auto_without_a_driver_is_embedded_and_asks_no_engine(monkeypatch, tmp_path):
+    monkeypatch.setenv("DOCKER_HOST", "nonsense")
+    assert choose.choose("auto", tmp_path) == choose.Choice(
+        "embedded", "no NVIDIA driver is loaded; vLLM's CPU build serves"
+    )
+
+
+def test_auto_on_a_spark_is_docker_if_its_engine_has_the_gpu(spark, fake_engine):
+    choice = choose.choose("auto", spark, "aarch64")
+    assert (choice.device, "nvidia-ctk" in choice.why) == ("embedded", True)
+    fake_engine.info["Runtimes"]["nvidia"] = {"path": "nvidia-container-runtime"}
+    why = "this is {} and Docker 26.1.5+dfsg1 has the GPU by NVIDIA runtime"
+    assert choose.choose("auto", spark, "aarch64") == choose.Choice("docker", why.format("NVIDIA_DGX_Spark"))
+    (spark / choose.PRODUCT).unlink()
+    assert choose.choose("auto", spark, "aarch64").why == why.format("an aarch64 machine with an NVIDIA driver")
+
+
+AVX512 = "fpu sse4_2 avx avx2 fma avx512f avx512bw avx512vl avx512_vnni"
+# name: architecture, flags, whether it serves an FP8 cache, whether it is slow
+PROCESSORS = {
+    "AVX2": ("x86_64", "fpu sse4_2 avx avx2 fma", False, True),
+    "AVX-512": ("x86_64", AVX512, True, False),
+    "arm64": ("aarch64", "fp asimd crc32 atomics", False, True),
+    "arm64 with BF16": ("aarch64", "fp asimd crc32 atomics asimddp bf16 i8mm", False, False),
+}
+
+
+@pytest.mark.parametrize(("architecture", "flags", "fp8", "slow"), PROCESSORS.values(), ids=PROCESSORS)
+def test_a_profile_that_needs_more_is_refused_and_a_slow_processor_is_a_warning(
+    monkeypatch, tmp_path, architecture, flags, fp8, slow
+):
+    (tmp_path / "proc").mkdir()
+    name = "flags" if architecture == "x86_64" else "Features"
+    (tmp_path / "proc" / "cpuinfo").write_text(f"processor\t: 0\n{name}\t\t: {flags}\n")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(platform, "machine", lambda: architecture)
+    in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded"))
+    refusal = pytest.raises(UsageError, match=r"--profile embedded-kv8 cannot be served.*AVX-512 or AMX")
+    with nullcontext() if fp8 else refusal:
+        in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded-kv8"))
+    facts = {"os.machine": Fact(architecture, "t"), "cpu.flags": Fact(flags.split(), "t")}
+    finding = evaluate(CHECKS["cpu-instructions"], View(facts))
+    assert finding.status is (Status.WARN if slow else Status.PASS)
+    facts["serve.args"] = Fact(["--kv-cache-dtype", "fp8_e4m3"], "t")
+    assert evaluate(CHECKS["cpu-arguments"], View(facts)).status is (Status.PASS if fp8 else Status.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "threads"), [(1, None, "1"), (2, None, "1"), (20, None, "19"), (20, "4", "4")]
+)
+def test_the_engine_leaves_a_core_to_everything_else(monkeypatch, cores, given, threads):
+    monkeypatch.setattr(in_environment, "cpus", lambda root: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    described = in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded"))
+    assert described.variables()["OMP_NUM_THREADS"] == threads
