@@ -660,7 +660,7 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("server-record", _record, _read_state("server.json", lambda state: record.read(state / "server.json")))
     yield Parser("failure-record", _texts(
         '{"error": "InputError", "what": "a", "why": "b", "fix": "c", "began": 1.5, "ended": 2.5}'
-    ), _read_state("record.json", record.read))  # fmt: skip
+    ), _read_state("failure.json", record.read_failure))  # fmt: skip
     yield Parser("manifest", _texts(json.dumps(MANIFEST)), _read_manifest)
     yield Parser("architecture", _configs, _loaded(architecture.read, "config.json"))
     for name in (

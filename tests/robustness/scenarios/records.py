@@ -83,7 +83,7 @@ def _judge_support(work: Path) -> None:
 
 
 SCENARIOS = [
-    Scenario("failure-record", _prepare_failure, _act_failure, _judge_failure, volatile=("state/record.json",)),
+    Scenario("failure-record", _prepare_failure, _act_failure, _judge_failure, volatile=("state/failure.json",)),
     Scenario("server-record", _prepare_record, _act_record, _judge_record),
     Scenario("support", _prepare_support, _act_support, _judge_support),
 ]

@@ -244,7 +244,7 @@ def test_json_that_is_not_text_or_too_large_is_noted(state, data, note):
 
 
 def test_a_folder_or_a_pipe_in_place_of_a_file_is_noted(state):
-    names = ("validation.json", "logs/server.log", "server.json", "record.json", "x.manifest.json", "server.end.json")
+    names = ("validation.json", "logs/server.log", "server.json", "failure.json", "x.manifest.json", "server.end.json")
     for make in (Path.mkdir, os.mkfifo):
         for name in names:
             make(state / name)
