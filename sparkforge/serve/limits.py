@@ -149,6 +149,11 @@ class Judge:
         self._most("text", count, "characters of texts")
         self._sequences(request)
         self._sampling(request)
+        echoed = request.get("echo") and (request.get("logprobs") is not None or "prompt" not in request)
+        if echoed or request.get("prompt_logprobs") is not None:
+            tokens = sum(type(item) is int for level in _levels(request.get("prompt")) for item in level)
+            name = "prompt" if "prompt" in request else "messages"
+            self._most("scored-tokens", tokens or count // 2, "tokens of prompts with log probabilities", name)
         self._schemas(request)
 
     def _most(self, name: str, number: int, what: str, parameter: str | None = None) -> None:

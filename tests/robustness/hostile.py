@@ -150,6 +150,7 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "50,000 stop strings": completion(stop=WORDS[:50_000]),
     "a stop string of 1 MB": completion(stop="x" * 1_000_000),
     "logit_bias of 200,000": completion(logit_bias={str(i): 1 for i in range(200_000)}),
+    "scores of 4,000 tokens": completion(prompt=[1000] * 4000, max_tokens=1, echo=True, logprobs=20),
     "logprobs of 200,000": completion(logprobs=200_000),
     "allowed_token_ids of 200,000": completion(allowed_token_ids=list(range(200_000))),
     "max_tokens of 1e30": completion(max_tokens=1e30),

@@ -38,6 +38,8 @@ PASSING = {
     "agents' schemas": schema(properties(60, required=["p1"], additionalProperties=False)),
     "tools": {"tools": [{"type": "function", "function": {"parameters": properties(20)}} for _ in range(64)]},
     "a prompt of tokens": {"prompt": list(range(100_000))},
+    "scores": {"prompt": [1] * 4096, "echo": True, "logprobs": 0},
+    "no scores": {"prompt": [1] * 4097, "echo": True, "prompt_logprobs": None},
     "an image": {"messages": [{"content": [{"image_url": {"url": "data:image/png;base64," + "A" * 3_000_000}}]}]},
     "odd text": {"prompt": "🦜\\ud800\0\uffff"},
     "a regex": {"structured_outputs": {"regex": r"\d{1,4}-[a{9999}]\{9999\}(ab{20}){1,20}"}},
@@ -57,6 +59,11 @@ REFUSED = {
     "logit-bias": [{"logit_bias": {str(i): 1 for i in range(1025)}}],
     "bad-words": [{"bad_words": ["x"] * 257}],
     "logprobs": [{"top_logprobs": 21}, {"logprobs": 10_000}, {"prompt_logprobs": 21}],
+    "scored-tokens": [
+        *({"prompt": [1] * 4097, **scored} for scored in ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 0})),
+        {"prompt": [[1] * 2049] * 2, "prompt_logprobs": 1}, {"prompt": "é" * 8194, "prompt_logprobs": -1},
+        {"messages": [{"content": "x" * 8194}], "echo": True},
+    ],
     "tools": [{"tools": [{}] * 257}],
     "schema-bytes": [{"tools": [{"description": "x" * 600_000}]}],
     "schema-depth": [
