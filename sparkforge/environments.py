@@ -5,8 +5,6 @@ is a stage of `sparkforge.core.manifest`: made beside the older one and moved in
 relocatable environments allow.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

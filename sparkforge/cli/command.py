@@ -3,8 +3,6 @@
 An error of ours becomes three lines and its family's exit code, never a traceback.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

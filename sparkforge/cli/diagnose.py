@@ -1,7 +1,5 @@
 """Commands that find out what is wrong, or prove that nothing is."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands that keep a checkout and its caches in order: caches, bundles, pins, tests, documentation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

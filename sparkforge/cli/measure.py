@@ -1,7 +1,5 @@
 """Commands that measure accuracy and speed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands about models: list them, get one, and compute what it needs."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from dataclasses import dataclass, replace

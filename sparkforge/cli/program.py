@@ -1,7 +1,5 @@
 """The command line of `./inv`: help, the list of commands, and errors in three parts; Invoke parses and runs."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -4,8 +4,6 @@ Everything that is printed passes `Sanitiser`: a model, a server, a log or a fil
 the clipboard, move the cursor or hide text, and none of them may reach the terminal. Our own colours are added later.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The one way in which Sparkforge runs the `docker` command, and what its complaints and the engine's mean."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

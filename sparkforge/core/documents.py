@@ -4,8 +4,6 @@ Raises OSError, which names the file, or DocumentError. DocumentError is a Value
 malformed files in its own words catches both with `except (OSError, ValueError)`.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

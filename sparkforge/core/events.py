@@ -6,8 +6,6 @@ addresses, request ids) are one line with a count. `Event.faults` are the lines 
 `Event.decisive` is the one that says why.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Files that are whole or absent: written beside their place, synced, renamed; and a lock between processes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import glob

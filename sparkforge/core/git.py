@@ -4,8 +4,6 @@ Hooks, `git rebase --exec` and `git bisect run` set GIT_DIR, GIT_INDEX_FILE and 
 that git is started in. A filter or an attributes file of the user would change what is checked out.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Queries of the NVIDIA GPUs by nvidia-smi. A cluster node without our code is asked by probe.py instead."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re
@@ -9,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from sparkforge.core.process import ProbeError, ask, require
 
@@ -112,7 +110,7 @@ class GpuState:
     reasons: int
 
     @classmethod
-    def read(cls, row: Mapping[str, object]) -> GpuState:
+    def read(cls, row: Mapping[str, object]) -> Self:
         """Return the state that a row of STATE_FIELDS describes, whatever is missing in it."""
         *texts, mask = (str(row.get(field)) for field in STATE_FIELDS)
         clock, max_clock, power, power_limit, temperature, busy = map(number, texts)

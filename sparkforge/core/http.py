@@ -4,8 +4,6 @@ As the specification of server-sent events says, lines are cut at CR and LF only
 U+2028, U+0085 and others, which JSON may hold unescaped.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -5,8 +5,6 @@ their hashes; an installer adds lines. Without the installer's lines, the wheel'
 same digest, which `locks/patched.toml` holds for each wheel that we patch.
 """
 
-from __future__ import annotations
-
 import _imp
 import base64
 import csv
@@ -20,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from sparkforge.core.documents import read_text
 from sparkforge.core.errors import IntegrityError
@@ -55,7 +54,7 @@ class Installed:
     lines: tuple[RecordLine, ...]
 
     @classmethod
-    def read(cls, info: Path, *, strict: bool = True) -> Installed:
+    def read(cls, info: Path, *, strict: bool = True) -> Self:
         """Read the RECORD in a dist-info folder; `strict` as in `parse_record`. Raises IntegrityError."""
         name, _, version = info.name.removesuffix(".dist-info").partition("-")
         name = re.sub(r"[-_.]+", "-", name).lower()

@@ -4,8 +4,6 @@ Python's own handler raises KeyboardInterrupt between any two steps, also betwee
 that it was started. `held` keeps such steps together.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ one, which is then moved aside together with its manifest, and removed only when
 are in place. The next run repairs the state after a kill; an artifact never lies beside the manifest of another one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

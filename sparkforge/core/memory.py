@@ -4,8 +4,6 @@ On a Spark CPU and GPU share one memory. What a served model has taken is in no 
 cgroup's usage, but it is missing from MemAvailable; so MemAvailable is always asked, and the cgroups can only lower it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator

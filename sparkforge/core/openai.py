@@ -1,7 +1,5 @@
 """The one client of an OpenAI API: health, models, completions, chats and streams, each bounded in size and time."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import math

@@ -1,7 +1,5 @@
 """The one way in which Sparkforge runs other programs: to their end, detached, measured, or as probes that may hang."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """Arguments, errors and exit codes of programs that run without `./inv`, the same as those of its commands."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import errno

@@ -5,8 +5,6 @@ repetition that is tried at each position is bounded, possessive, or begins wher
 megabyte without a space.
 """
 
-from __future__ import annotations
-
 import getpass
 import ipaddress
 import re

@@ -1,7 +1,5 @@
 """Frozen records that refuse unknown keys, and typed readers of TOML and JSON whose errors name the place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, TypeVar
 

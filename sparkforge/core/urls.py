@@ -1,7 +1,5 @@
 """URLs with a user's name and password in them, which pip's index and proxies may have."""
 
-from __future__ import annotations
-
 import re
 
 HIDDEN = "***"

@@ -5,8 +5,6 @@ hyphens, the beginning of a flag for the flag, `-tp` for its long form, and the 
 standard library and `core.errors` only: vLLM's process loads it.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The Docker engine's evidence for `./inv doctor`: our container's state, log, and validation report."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`./inv doctor`: what is wrong, the first cause first, and the next command. Reads much, changes nothing."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

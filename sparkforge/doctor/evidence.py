@@ -3,8 +3,6 @@
 Files are read, never changed. What cannot be read is noted in `sources`; no content of a file raises an error.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -15,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from sparkforge.core import documents, paths
 from sparkforge.core.advice import on
@@ -85,7 +83,7 @@ class Log:
         return self.name if self.name.startswith("docker logs ") else f"cat {shlex.quote(self.name)}"
 
     @classmethod
-    def of_file(cls, path: Path, kind: str = OTHER) -> Log:
+    def of_file(cls, path: Path, kind: str = OTHER) -> Self:
         """Return the log in a file, which is opened when it is read."""
 
         def chunks() -> Iterator[bytes]:

@@ -1,7 +1,5 @@
 """Known problems: `sparkforge/doctor/signatures.toml`, a table of rules over an event (sparkforge/core/events.py)."""
 
-from __future__ import annotations
-
 import datetime as dt
 import re
 from collections.abc import Iterator, Mapping, Sequence

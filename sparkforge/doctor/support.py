@@ -4,8 +4,6 @@ The same evidence gives the same bytes: members in order, times and owners zero.
 `sparkforge.core.redact.for_support`; only the beginning and the end of a long log are kept.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

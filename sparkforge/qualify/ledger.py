@@ -1,7 +1,5 @@
 """The hardware ledger (hardware.toml): its reader."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

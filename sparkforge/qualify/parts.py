@@ -1,7 +1,5 @@
 """The parts of `./inv qualify`. Each returns outcomes, and names the measurements that could not run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """`./inv qualify`: runs every part, goes on where a killed run was, and writes one report."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping

@@ -13,8 +13,6 @@ it (vllm/entrypoints/serve/middleware/authenticate.py). vLLM's documented option
 Nothing but the standard library is imported: vLLM's process and the container's health check load this module.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

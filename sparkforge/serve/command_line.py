@@ -1,7 +1,5 @@
 """vLLM's command line and environment: the one place that turns what is served, where and how into both."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

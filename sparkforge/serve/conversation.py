@@ -4,8 +4,6 @@ Lines are read with Python's own readline: it edits them, recalls earlier ones, 
 one message, and is installed with Python, so that nothing more has to be locked.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress

@@ -15,8 +15,6 @@ sparkforge/serve/supervise.py, which runs vLLM's API server and judges its end. 
 30 (docs/concepts/validation.md), or with SPARKFORGE_REFUSED=hold waits and validates again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The tiny model's recorded answers, which a GPU must give by the kernels of a larger model before that is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 

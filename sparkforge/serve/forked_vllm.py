@@ -10,8 +10,6 @@ the one that transformers makes of a tokenizer which nobody else uses, and the s
 when two threads need a tokenizer at once.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -5,8 +5,6 @@ the server started with still in its file, and 200 from /health on the loopback 
 the server, so it imports the standard library only.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -4,8 +4,6 @@ A supervisor such as systemd or Docker cannot tell that nothing has changed: a m
 would validate in a loop, for minutes each time. A held start asks again after 30 s, 1, 2, 4, … and at most 30 minutes.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

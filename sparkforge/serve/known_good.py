@@ -7,8 +7,6 @@ A rollback looks for what the start needs before it ends the server that runs. T
 `up`. Only then is it recorded and does its image get the tag that Compose serves.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

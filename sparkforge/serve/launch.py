@@ -1,7 +1,5 @@
 """Start a server and stop it: one at a time for a checkout, detached, its log in a file, nothing left behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -9,8 +9,6 @@ which reads `grammar-seconds` from VLLM_GRAMMAR_COMPILATION_CPU_S; patch 0031 re
 Nothing but the standard library is imported: vLLM's process loads this module.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The server's log: follow it, and pick the lines of it that explain a failure."""
 
-from __future__ import annotations
-
 import re
 import time
 from codecs import getincrementaldecoder

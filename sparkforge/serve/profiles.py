@@ -3,13 +3,11 @@
 And whether a recipe can be served here by one, on the stack and in this machine's memory, before a download.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import psutil
 from pydantic import Field, StringConstraints, model_validator
@@ -48,9 +46,9 @@ class ServeProfile(Record):
     flags: dict[Flag, Reason] = Field(default_factory=dict)
     environment: dict[str, Reason] = Field(default_factory=dict)
 
-    def merge(self, base: ServeProfile) -> ServeProfile:
+    def merge(self, base: Self) -> Self:
         """Return this profile with what `base` has and it does not set itself."""
-        return ServeProfile(
+        return type(self)(
             about=self.about or base.about,
             extends=self.extends or base.extends,
             family=self.family or base.family,
@@ -95,20 +93,20 @@ class ServeProfiles(Record):
     stacks: dict[str, StackProfiles] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _check(self) -> ServeProfiles:
+    def _check(self) -> Self:
         for table in (self, *map(self.on_stack, self.stacks)):
             for name in table.profiles:
                 if not table.resolve(name).about:
                     raise ValueError(f"{name} has no 'about'")
         return self
 
-    def on_stack(self, stack: str) -> ServeProfiles:
+    def on_stack(self, stack: str) -> Self:
         """Return the table as it is on a stack; the same for a stack that has nothing otherwise."""
         own = self.stacks.get(stack, StackProfiles())
         changed = {name: p.merge(self.profiles.get(name, ServeProfile())) for name, p in own.profiles.items()}
         return self.model_copy(update={"profiles": {**self.profiles, **changed}, "stacks": {}})
 
-    def for_family(self, family: Family) -> ServeProfiles:
+    def for_family(self, family: Family) -> Self:
         """Return the table for models of one family: with its flags, without those that it does not take."""
 
         def changed(profile: ServeProfile) -> ServeProfile:

@@ -11,8 +11,6 @@ The calls are sent side by side: a server answers them all in little more time t
 A call with a `patch` is the canary of that patch: it fails on upstream's release, and is sent where the stack has it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -6,8 +6,6 @@ Commands send the API key to the address in the record. So the file and its fold
 the process must be ours, and a key is read only from the file that the process or container itself was started with.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

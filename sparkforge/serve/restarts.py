@@ -6,8 +6,6 @@ outlives the container and the machine's power: a start without an end counts as
 container stays up, unhealthy and without a server, until a person stops or restarts it (decision 0018).
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import time

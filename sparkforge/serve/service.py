@@ -4,8 +4,6 @@ The unit runs `./inv up --foreground --hold`, so a start at boot is the start th
 validation, server, first answers. systemd gets the readiness notification after those answers.
 """
 
-from __future__ import annotations
-
 import getpass
 import hashlib
 import os
@@ -40,6 +38,48 @@ BOOTED = "run/systemd/system"  # sd_booted(3)
 BY_HAND = "./inv up   # by hand; or let Docker start it: docs/guide/docker.md, Restarts"
 LINGERING = "var/lib/systemd/linger"  # a file for each user whose manager logind keeps
 SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
+
+
+@dataclass(frozen=True)
+class ServiceUnit:
+    """A unit to write: the arguments of `./inv up`, and whose it is.
+
+    `user` is the account of a system unit, empty for a user's own. `version` is systemd's. `environment` are variables
+    of the unit, `places` folders that must be mounted before.
+    """
+
+    arguments: tuple[str, ...] = ()
+    user: str = ""
+    container: bool = False
+    version: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    places: tuple[Path, ...] = ()
+    root: Path = paths.ROOT
+
+    def text(self) -> str:
+        """Return the unit's text, its mark included. Raises UsageError for a path that no unit can hold."""
+        true = {
+            "system" if self.user else "user",
+            "docker" if self.container else "embedded",
+            "growing" if self.version >= GROWING_SINCE else "constant",
+        }
+        inv = quoted(str(self.root / "inv"))
+        values = {
+            "places": command(map(str, (self.root, *self.places))),
+            "folder": plain(str(self.root)),
+            "inv": inv,
+            "inv_in_shell": inv.replace("$", "$$"),
+            "arguments": "".join(f" {quoted(word)}" for word in self.arguments),
+            "user": self.user,
+            "lasting": " ".join(str(family.exit_code) for family in LASTING),
+            "environment": "\n".join(
+                f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(self.environment.items())
+            ),
+        }
+        template = (paths.ROOT / TEMPLATE).read_text(encoding="utf-8")
+        rows = [line.split("|", 1) for line in template.splitlines() if not line.startswith("#")]
+        body = "".join(f"{line[1:].format(**values)}\n" for words, line in rows if true.issuperset(words.split()))
+        return MARK.format(root=self.root, digest=hashlib.sha256(body.encode()).hexdigest()) + body
 
 
 class Manager:
@@ -199,48 +239,6 @@ CARRIED = (
     "COMPOSE_PROJECT_NAME", "DOCKER_HOST", "DOCKER_CONFIG", "TP", "MAX_MODEL_LEN", "OMP_NUM_THREADS", "HF_HOME",
     "HF_HUB_CACHE", "PYTHON", *(variable for variable, _ in paths.USER_FOLDERS.values()),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ServiceUnit:
-    """A unit to write: the arguments of `./inv up`, and whose it is.
-
-    `user` is the account of a system unit, empty for a user's own. `version` is systemd's. `environment` are variables
-    of the unit, `places` folders that must be mounted before.
-    """
-
-    arguments: tuple[str, ...] = ()
-    user: str = ""
-    container: bool = False
-    version: int = 0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    places: tuple[Path, ...] = ()
-    root: Path = paths.ROOT
-
-    def text(self) -> str:
-        """Return the unit's text, its mark included. Raises UsageError for a path that no unit can hold."""
-        true = {
-            "system" if self.user else "user",
-            "docker" if self.container else "embedded",
-            "growing" if self.version >= GROWING_SINCE else "constant",
-        }
-        inv = quoted(str(self.root / "inv"))
-        values = {
-            "places": command(map(str, (self.root, *self.places))),
-            "folder": plain(str(self.root)),
-            "inv": inv,
-            "inv_in_shell": inv.replace("$", "$$"),
-            "arguments": "".join(f" {quoted(word)}" for word in self.arguments),
-            "user": self.user,
-            "lasting": " ".join(str(family.exit_code) for family in LASTING),
-            "environment": "\n".join(
-                f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(self.environment.items())
-            ),
-        }
-        template = (paths.ROOT / TEMPLATE).read_text(encoding="utf-8")
-        rows = [line.split("|", 1) for line in template.splitlines() if not line.startswith("#")]
-        body = "".join(f"{line[1:].format(**values)}\n" for words, line in rows if true.issuperset(words.split()))
-        return MARK.format(root=self.root, digest=hashlib.sha256(body.encode()).hexdigest()) + body
 
 
 def carried(environment: Mapping[str, str]) -> dict[str, str]:

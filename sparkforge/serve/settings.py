@@ -1,7 +1,5 @@
 """The container's settings: environment variables and file secrets, read strictly."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

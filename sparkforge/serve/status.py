@@ -5,8 +5,6 @@ sparkforge/serve/status.schema.json` makes it, and a test keeps the two equal. A
 sparkforge-status/1; it removes and renames none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

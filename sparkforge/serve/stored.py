@@ -4,8 +4,6 @@ They are those that `./inv pull` wrote, the tiny one, and the repositories in Hu
 counted once, however many snapshots link to them.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import shutil

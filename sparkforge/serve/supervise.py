@@ -10,8 +10,6 @@ It runs as a file, below the server's own interpreter or another one: it imports
 modules of ours that need no more.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import os
@@ -73,6 +71,73 @@ class Outcome:
     code: int
     asked: bool
     why: str = ""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a server must end; `now`: there is no time for SIGTERM."""
+
+    why: str
+    now: bool
+
+
+class MemoryWatch:
+    """The memory limits of a server: the machine and, with `around`, the cgroups of this process.
+
+    It samples what the kernel says: MemAvailable, which on a GB10 falls with what CUDA takes, and every memory cgroup
+    with a limit (version 1 or 2), which does not count CUDA's part (docs/concepts/memory-guard.md).
+    `root` is where /proc and the cgroup mounts are looked up. Raises OSError where there is no /proc/meminfo.
+    """
+
+    def __init__(self, limits: Thresholds, root: Path = Path("/"), *, around: bool = False) -> None:
+        self.limits, self._root = limits, root
+        (root / "proc/meminfo").read_bytes()
+        # The innermost group first, whether it has a limit now or not.
+        flavours = FLAVOURS if around else ()
+        self._groups = [(group, kind) for kind in flavours for group in groups(root, kind.file_system, "memory")]
+        self._low: Counter[Path] = Counter()  # how many looks in a row were below the first bound
+        # The innermost cgroup counts this server's own processes; the machine's counter is everybody's.
+        counters = [group / KILLS[kind.file_system] for group, kind in self._groups]
+        self._counter = next((file for file in counters if "oom_kill" in numbers(file)), root / "proc/vmstat")
+        self._before = self._newer = self._kills()
+        self._turned = time.monotonic()
+
+    def look(self, now: float) -> Trouble | None:
+        """Sample memory, and return the worst trouble. `now` is a monotonic time in seconds."""
+        memory = numbers(self._root / "proc/meminfo")
+        total = memory.get("MemTotal:", 0)
+        troubles = [self._judge(self._root, MACHINE, 1024 * memory.get("MemAvailable:", total), 1024 * total)]
+        for group, kind in self._groups:
+            limit = numbers(group / kind.limits[0]).get("", UNLIMITED)
+            if limit < UNLIMITED:
+                stat = numbers(group / "memory.stat")
+                used = numbers(group / kind.usage).get("", 0) - sum(stat.get(k, 0) for k in DROPPABLE[kind.file_system])
+                troubles.append(self._judge(group, LIMIT, limit - max(0, used), limit))
+        if now - self._turned >= RECENT_SECONDS and self._counter.name == "vmstat":
+            self._before, self._newer, self._turned = self._newer, self._kills(), now
+        return max(filter(None, troubles), key=lambda trouble: trouble.now, default=None)
+
+    def _judge(self, place: Path, name: str, available: int, total: int) -> Trouble | None:
+        end, remaining = self.limits.end_below(total), f"{name} has {in_gib(available)} of {in_gib(total)} left"
+        if available < self.limits.kill_below(total):
+            return Trouble(f"{remaining}, and it falls", now=True)
+        self._low[place] = self._low[place] + 1 if available < end else 0
+        return (
+            Trouble(f"{remaining}, under {in_gib(end)}", now=False) if self._low[place] >= self.limits.looks else None
+        )
+
+    def _kills(self) -> int:
+        return numbers(self._counter).get("oom_kill", 0)
+
+    def killed(self) -> str:
+        """Say where the kernel itself killed a process for memory; empty if it did not.
+
+        In the server's cgroup since the watch began; where none counts, on the machine within the last seconds.
+        """
+        if not (kills := self._kills() - self._before):
+            return ""
+        limited = any(numbers(group / kind.limits[0]).get("", UNLIMITED) < UNLIMITED for group, kind in self._groups)
+        return f"the kernel killed {kills} of its processes for memory: {LIMIT if limited else MACHINE} was used up"
 
 
 def supervised(
@@ -228,73 +293,6 @@ def _end_the_rest() -> None:
             with suppress(psutil.Error):
                 process.send_signal(number)
         psutil.wait_procs(descendants, timeout=GRACE_SECONDS)
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Why a server must end; `now`: there is no time for SIGTERM."""
-
-    why: str
-    now: bool
-
-
-class MemoryWatch:
-    """The memory limits of a server: the machine and, with `around`, the cgroups of this process.
-
-    It samples what the kernel says: MemAvailable, which on a GB10 falls with what CUDA takes, and every memory cgroup
-    with a limit (version 1 or 2), which does not count CUDA's part (docs/concepts/memory-guard.md).
-    `root` is where /proc and the cgroup mounts are looked up. Raises OSError where there is no /proc/meminfo.
-    """
-
-    def __init__(self, limits: Thresholds, root: Path = Path("/"), *, around: bool = False) -> None:
-        self.limits, self._root = limits, root
-        (root / "proc/meminfo").read_bytes()
-        # The innermost group first, whether it has a limit now or not.
-        flavours = FLAVOURS if around else ()
-        self._groups = [(group, kind) for kind in flavours for group in groups(root, kind.file_system, "memory")]
-        self._low: Counter[Path] = Counter()  # how many looks in a row were below the first bound
-        # The innermost cgroup counts this server's own processes; the machine's counter is everybody's.
-        counters = [group / KILLS[kind.file_system] for group, kind in self._groups]
-        self._counter = next((file for file in counters if "oom_kill" in numbers(file)), root / "proc/vmstat")
-        self._before = self._newer = self._kills()
-        self._turned = time.monotonic()
-
-    def look(self, now: float) -> Trouble | None:
-        """Sample memory, and return the worst trouble. `now` is a monotonic time in seconds."""
-        memory = numbers(self._root / "proc/meminfo")
-        total = memory.get("MemTotal:", 0)
-        troubles = [self._judge(self._root, MACHINE, 1024 * memory.get("MemAvailable:", total), 1024 * total)]
-        for group, kind in self._groups:
-            limit = numbers(group / kind.limits[0]).get("", UNLIMITED)
-            if limit < UNLIMITED:
-                stat = numbers(group / "memory.stat")
-                used = numbers(group / kind.usage).get("", 0) - sum(stat.get(k, 0) for k in DROPPABLE[kind.file_system])
-                troubles.append(self._judge(group, LIMIT, limit - max(0, used), limit))
-        if now - self._turned >= RECENT_SECONDS and self._counter.name == "vmstat":
-            self._before, self._newer, self._turned = self._newer, self._kills(), now
-        return max(filter(None, troubles), key=lambda trouble: trouble.now, default=None)
-
-    def _judge(self, place: Path, name: str, available: int, total: int) -> Trouble | None:
-        end, remaining = self.limits.end_below(total), f"{name} has {in_gib(available)} of {in_gib(total)} left"
-        if available < self.limits.kill_below(total):
-            return Trouble(f"{remaining}, and it falls", now=True)
-        self._low[place] = self._low[place] + 1 if available < end else 0
-        return (
-            Trouble(f"{remaining}, under {in_gib(end)}", now=False) if self._low[place] >= self.limits.looks else None
-        )
-
-    def _kills(self) -> int:
-        return numbers(self._counter).get("oom_kill", 0)
-
-    def killed(self) -> str:
-        """Say where the kernel itself killed a process for memory; empty if it did not.
-
-        In the server's cgroup since the watch began; where none counts, on the machine within the last seconds.
-        """
-        if not (kills := self._kills() - self._before):
-            return ""
-        limited = any(numbers(group / kind.limits[0]).get("", UNLIMITED) < UNLIMITED for group, kind in self._groups)
-        return f"the kernel killed {kills} of its processes for memory: {LIMIT if limited else MACHINE} was used up"
 
 
 def drop(folder: str) -> None:

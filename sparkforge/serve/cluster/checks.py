@@ -4,8 +4,6 @@ Each check is a failure that others met. `CHECKS` has all in the order of the re
 each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

@@ -1,10 +1,8 @@
 """cluster.toml: the nodes, their addresses and network devices, and how the model is split over them."""
 
-from __future__ import annotations
-
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import tomlkit
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
@@ -103,7 +101,7 @@ class ClusterConfig(Record):
     nodes: tuple[ClusterNode, ...] = Field(min_length=2)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> ClusterConfig:
+    def _fits_together(self) -> Self:
         addresses = [ipaddress.IPv4Address(node.address) for node in self.nodes]
         local = [address for address in addresses if address.is_loopback]
         several = next((a for a in addresses if a.is_unspecified or a.is_multicast or a.is_reserved), None)

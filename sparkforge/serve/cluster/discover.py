@@ -1,7 +1,5 @@
 """From what the nodes say about themselves to a proposed cluster.toml: cables, subnets, halves of ports."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ waits until every node answers, ends what is left, and starts as `cluster.up` do
 After too many failures it gives up.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -11,8 +11,6 @@ and messages for people go to stderr. It uses what serves one machine: validator
   down      end it, and what a killed one left
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -4,8 +4,6 @@ OpenSSH reads the user's ~/.ssh/config, known hosts, keys and agent. It must not
 key is an error with the command that fixes it.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Start, show and stop a cluster: the head asks every node over ssh, and each serves its part as one machine does."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -4,8 +4,6 @@ rsync sends the files: it compares them by their checksums, sends only what diff
 docker sends the image.
 """
 
-from __future__ import annotations
-
 import getpass
 import re
 import shlex

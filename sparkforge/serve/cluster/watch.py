@@ -8,8 +8,6 @@ its server has ended, all other nodes end their parts, and write the node's name
 It runs as a file below the supervisor (sparkforge/serve/supervise.py) and imports the standard library alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

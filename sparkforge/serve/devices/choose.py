@@ -1,7 +1,5 @@
 """The choice of a device, with the reason in one line."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Serve in a container: engine, image, Compose, the container's own validation, the start's proof."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import time

@@ -1,7 +1,5 @@
 """The interface of a device, and `start`, which runs its steps in order."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `embedded` is vLLM's CPU build, on any Linux machine; `gpu` its CUDA build, on one with an NVIDIA driver.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import platform

@@ -3,8 +3,6 @@
 MAX is optional and has an environment of its own (spark_mxfp4/locks/max.in). Its licence is not an open-source one.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

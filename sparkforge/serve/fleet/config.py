@@ -1,13 +1,11 @@
 """fleet.toml, and its plan: which models stay resident, and which are started when a request asks for them."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import psutil
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
@@ -58,7 +56,7 @@ class FleetConfig(Record):
     models: dict[Name, FleetModel] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _names_differ(self) -> FleetConfig:
+    def _names_differ(self) -> Self:
         owners: dict[str, str] = {}
         for model, row in self.models.items():
             for name in names(model, row.aliases):

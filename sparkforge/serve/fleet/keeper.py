@@ -5,8 +5,6 @@ the state folder, starts each model by `./inv up` with a state folder of its own
 or stop at a time, so that memory is counted once.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

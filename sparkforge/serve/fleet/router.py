@@ -6,8 +6,6 @@ answer, such as /v1/models, that process answers. One thread: between the look a
 requests nothing else happens in HAProxy, so no stop comes between the two.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import os
