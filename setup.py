@@ -13,7 +13,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 COMMAND = (
-    "__init__.py", "core/__init__.py", "core/advice.py", "core/errors.py", "core/paths.py", "core/launcher.py",
+    "__init__.py", "core/__init__.py", "core/errors.py", "core/paths.py", "core/launcher.py",
 )  # fmt: skip
 CARRIED = (
     ".dockerignore", "Dockerfile", "Dockerfile.dev", "LICENSE", "README.md", "deploy", "docker-compose.cluster.cpu.yml",

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core.documents import read_json
-from sparkforge.core.files import write_atomic
+from sparkforge.core.files import read_json, write_atomic
 from sparkforge.core.paths import ROOT
 
 FIGURES = ROOT / "bench" / "results" / "daily.json"

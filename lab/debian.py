@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkforge.core.console import say
-from sparkforge.core.documents import read_text, read_toml
 from sparkforge.core.errors import InputError, NetworkError
-from sparkforge.core.files import write_atomic
+from sparkforge.core.files import read_text, read_toml, write_atomic
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
 from sparkforge.core.program import exit_code

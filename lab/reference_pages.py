@@ -21,9 +21,8 @@ from sparkforge import pins
 from sparkforge.cli import namespace, program
 from sparkforge.cli.command import DEFAULT_STACK, CommandTask
 from sparkforge.core import tables
-from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import ProcessError, SparkforgeError
-from sparkforge.core.files import write_atomic
+from sparkforge.core.files import read_toml, write_atomic
 from sparkforge.core.paths import ROOT
 from sparkforge.core.program import exit_code
 from sparkforge.core.tables import Record

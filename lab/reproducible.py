@@ -31,9 +31,8 @@ from sparkforge.cli.build import chosen_stack
 from sparkforge.core import paths
 from sparkforge.core.console import say
 from sparkforge.core.docker import docker, docker_logged, require_plugin
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import IntegrityError
-from sparkforge.core.files import require_space, write_json
+from sparkforge.core.files import parse_json, require_space, write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.core.manifest import remove
 from sparkforge.core.program import exit_code

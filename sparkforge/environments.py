@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from sparkforge.core import manifest, paths
-from sparkforge.core.documents import read_toml
-from sparkforge.core.files import require_space, sha256_file
+from sparkforge.core.files import read_toml, require_space, sha256_file
 from sparkforge.core.process import run
 from sparkforge.patching import wheels as patched_wheels
 from sparkforge.pins import Component, EnvironmentPin, Pins, load, locks

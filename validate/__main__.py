@@ -7,9 +7,8 @@ from pathlib import Path
 
 from sparkforge.core import program
 from sparkforge.core.console import echo
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import UsageError
-from sparkforge.core.files import write_json
+from sparkforge.core.files import read_json, write_json
 from sparkforge.core.program import ArgumentParser
 from validate import Options, ValidationReport, rehearse, run
 from validate.facts.fact import load_sheet

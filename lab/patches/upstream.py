@@ -13,9 +13,8 @@ from typing import TypeAlias
 from packaging.version import InvalidVersion, Version
 
 from sparkforge.core import paths
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import InputError, NetworkError
-from sparkforge.core.files import write_atomic, write_json
+from sparkforge.core.files import read_json, write_atomic, write_json
 from sparkforge.patching.hunks import Content, digest
 from sparkforge.pins import Component, Pins
 from sparkforge.pins.index import client, project_page

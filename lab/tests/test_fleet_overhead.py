@@ -1,7 +1,7 @@
 """What a fleet adds to a request: the same requests and streams, directly and through the real HAProxy."""
 
 from lab import fleet_overhead
-from sparkforge.core.documents import read_json
+from sparkforge.core.files import read_json
 
 
 def test_every_request_and_stream_arrives_by_both_ways(tmp_path, free_port, monkeypatch):

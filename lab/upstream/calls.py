@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from lab.upstream.effect import Column, Effect, Observation
 from lab.upstream.python import LARGEST, Definition, Package, UnfollowedError, parameters, parse, refusal
 from sparkforge.compile.flashinfer.sets import Call, KernelModule, KernelTable
-from sparkforge.core.documents import read_bytes
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import read_bytes
 
 CALLER, CALLEE = "vllm", "flashinfer"  # import names
 

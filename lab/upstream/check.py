@@ -22,9 +22,8 @@ from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.flashinfer.sets import KernelTable
 from sparkforge.core.console import Steps, echo, echo_json
-from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import InputError, NetworkError, SparkforgeError, UsageError
-from sparkforge.core.files import locked, write_atomic
+from sparkforge.core.files import DocumentError, locked, write_atomic
 from sparkforge.core.manifest import remove
 from sparkforge.environments import TEST, Environment
 from sparkforge.image.devices import EMBEDDED, stack_of

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparkforge.core.documents import read_bytes
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import read_bytes
 
 TOKEN = re.compile(
     r"""(?P<comment>\#\[(?P<hash>=*)\[.*?\](?P=hash)\]|\#[^\n]*)

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from lab.upstream import cmake
 from lab.upstream.cmake import Declared
-from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import read_toml
 from sparkforge.pins import GitSource
 
 

@@ -12,7 +12,7 @@ from lab.upstream.effect import Column, Effect, Observation
 from lab.upstream.python import LARGEST, parse, statements_of
 from sparkforge.compile.flashinfer.environment import COMPILER_VARIABLES
 from sparkforge.compile.flashinfer.sets import KernelTable
-from sparkforge.core.documents import read_bytes
+from sparkforge.core.files import read_bytes
 from sparkforge.patching.series import Queue
 from sparkforge.serve import command_line
 from sparkforge.serve.profiles import ServeProfile

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparkforge.core.documents import read_bytes
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import read_bytes
 
 LARGEST = 16 << 20  # bytes of one source file
 MOST_STEPS = 20  # re-exports between a name and its definition

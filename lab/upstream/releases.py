@@ -13,8 +13,8 @@ from packaging.version import InvalidVersion, Version
 
 from lab.patches import status, upstream
 from lab.patches.upstream import Release
-from sparkforge.core.documents import read_bytes
 from sparkforge.core.errors import NetworkError
+from sparkforge.core.files import read_bytes
 from sparkforge.core.paths import secure_state
 from sparkforge.patching import series
 from sparkforge.patching.series import Queue

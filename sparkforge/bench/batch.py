@@ -21,9 +21,8 @@ from sparkforge.bench.samples import FinishedLoad
 from sparkforge.bench.schema import Config, Gate, Result, ResultCheck
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, safe, say
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import InputError, SparkforgeError
-from sparkforge.core.files import write_atomic, write_json
+from sparkforge.core.files import read_json, write_atomic, write_json
 from sparkforge.core.openai import Endpoint
 
 PLAN = "batch.json"

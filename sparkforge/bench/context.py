@@ -12,8 +12,7 @@ import psutil
 from sparkforge import __version__
 from sparkforge.bench.schema import ServedModel
 from sparkforge.core import memory, paths
-from sparkforge.core.documents import read_json
-from sparkforge.core.files import sha256_file
+from sparkforge.core.files import read_json, sha256_file
 from sparkforge.core.git import checkout_commit
 from sparkforge.core.gpus import query
 from sparkforge.core.openai import Endpoint, uses_proxy

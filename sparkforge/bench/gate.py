@@ -12,8 +12,8 @@ from sparkforge.bench import text as texts
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, matches
 from sparkforge.bench.schema import Gate, ResultCheck, finite
 from sparkforge.core.console import say
-from sparkforge.core.documents import read_text
 from sparkforge.core.errors import BenchmarkError, UsageError
+from sparkforge.core.files import read_text
 from sparkforge.core.openai import Endpoint, last_part
 
 

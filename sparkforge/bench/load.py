@@ -19,8 +19,8 @@ from sparkforge.bench import accuracy
 from sparkforge.bench.samples import FinishedLoad, Sample
 from sparkforge.bench.schema import Client, Config
 from sparkforge.core import http
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ServerError
+from sparkforge.core.files import parse_json
 from sparkforge.core.openai import Endpoint
 
 CLIENT = Client(name="sparkforge", version=__version__)

@@ -14,9 +14,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from sparkforge.bench.schema import Result
-from sparkforge.core.console import console, safe
+from sparkforge.core.console import console, safe, without_passwords
 from sparkforge.core.files import write_atomic
-from sparkforge.core.urls import without_passwords
 
 PER_GPU = "in+out tok/s/GPU"  # tput_per_gpu: unlike output tok/s it counts the prompts' tokens
 COLUMNS = ("shape", "", "out\ntok/s", "in+out\ntok/s\n/GPU", "out\ntok/s\n/user", "TTFT", "TPOT", "ITL", "E2E")

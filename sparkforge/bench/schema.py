@@ -12,12 +12,11 @@ from urllib.parse import urlsplit
 from pydantic import Field, PlainSerializer
 
 from sparkforge.core import paths, tables
-from sparkforge.core.documents import DocumentError, read_json
+from sparkforge.core.console import without_passwords
 from sparkforge.core.errors import InputError
-from sparkforge.core.files import write_json
+from sparkforge.core.files import DocumentError, read_json, write_json
 from sparkforge.core.openai import last_part
 from sparkforge.core.tables import Record
-from sparkforge.core.urls import without_passwords
 from sparkforge.plan.speed import Measured
 
 LARGEST = 20_000_000  # bytes of a result file; one of 160 requests has 40 kB

@@ -20,9 +20,8 @@ from sparkforge.bench.context import read_table
 from sparkforge.bench.schema import Gate, Result
 from sparkforge.core import http
 from sparkforge.core.console import say
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, UsageError
-from sparkforge.core.files import write_json
+from sparkforge.core.files import parse_json, write_json
 from sparkforge.core.openai import require_url, uses_proxy
 from sparkforge.core.redact import for_support
 from sparkforge.plan.speed import CitedFigure

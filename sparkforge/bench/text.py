@@ -14,11 +14,9 @@ import httpx
 from sparkforge import pins
 from sparkforge.bench.options import HUB
 from sparkforge.core import http, paths
-from sparkforge.core.console import say
-from sparkforge.core.documents import DocumentError, read_bytes
+from sparkforge.core.console import say, without_passwords
 from sparkforge.core.errors import InputError, IntegrityError, NetworkError
-from sparkforge.core.files import write_atomic
-from sparkforge.core.urls import without_passwords
+from sparkforge.core.files import DocumentError, read_bytes, write_atomic
 from sparkforge.pins import TextPin
 
 ENDPOINT = "https://huggingface.co"  # unless HF_ENDPOINT names another

@@ -22,8 +22,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sparkforge.core import tables
-from sparkforge.core.documents import DocumentError, parse_json, read_bytes
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import DocumentError, parse_json, read_bytes
 from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("operators.toml")

@@ -22,9 +22,8 @@ from invoke.parser.argument import Argument
 from invoke.tasks import Task
 
 from sparkforge.core import interrupt, paths
-from sparkforge.core.advice import completed
 from sparkforge.core.console import say, show_error
-from sparkforge.core.errors import SparkforgeError, UsageError
+from sparkforge.core.errors import SparkforgeError, UsageError, completed
 from sparkforge.core.process import call
 from sparkforge.core.program import declare
 
@@ -181,7 +180,7 @@ def _look_at_state(function: str) -> None:
 
 
 def whole_command(fix: str, function: Callable[..., Any], values: Mapping[str, Any]) -> str:
-    """Return an error's `fix` as a whole command (see `core.advice`), from what was called.
+    """Return an error's `fix` as a whole command (see `core.errors`), from what was called.
 
     `function` is the called command's, `values` its parameter → value. Values that are long or have no printable form
     are left out. For an option that the command does not have, it is the command's help.

@@ -11,8 +11,8 @@ from sparkforge.cli.build import chosen_stack
 from sparkforge.cli.command import caller_path, in_laboratory, task, whole_number
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, echo_json, say
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import UsageError
+from sparkforge.core.files import read_json
 from sparkforge.core.process import call, run_unchecked
 
 

@@ -26,9 +26,8 @@ from pathlib import Path
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.core import paths
-from sparkforge.core.advice import on
 from sparkforge.core.console import confirmed, say
-from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
+from sparkforge.core.errors import SparkforgeError, StorageError, UsageError, on
 from sparkforge.core.files import locked, tree_size
 from sparkforge.core.program import exit_code
 

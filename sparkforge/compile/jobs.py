@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from sparkforge.core import interrupt, memory
-from sparkforge.core.advice import on
-from sparkforge.core.documents import read_toml
-from sparkforge.core.errors import CompileError, ProcessError, UsageError
+from sparkforge.core.errors import CompileError, ProcessError, UsageError, on
+from sparkforge.core.files import read_toml
 from sparkforge.core.memory import Machine
 from sparkforge.core.process import TAIL_LINES, Child, Usage, resident_sizes
 

@@ -16,8 +16,8 @@ from sparkforge.compile import jobs
 from sparkforge.compile.jobs import JobsReport, Schedule, Site, Stage, Unit, UnitResult
 from sparkforge.core import memory
 from sparkforge.core.console import say
-from sparkforge.core.documents import parse_json, read_toml
 from sparkforge.core.errors import ProcessError
+from sparkforge.core.files import parse_json, read_toml
 from sparkforge.core.process import run
 
 MESSAGES = Path(__file__).with_name("diagnosis.toml")

@@ -19,9 +19,8 @@ from packaging.utils import canonicalize_name
 
 from sparkforge.audit.cubins import Tools
 from sparkforge.core import manifest, paths
-from sparkforge.core.advice import on
 from sparkforge.core.console import say
-from sparkforge.core.errors import CompileError
+from sparkforge.core.errors import CompileError, on
 from sparkforge.core.files import require_space, sha256_file
 from sparkforge.core.manifest import Made
 from sparkforge.core.process import run, run_unchecked

@@ -22,11 +22,16 @@ from rich.text import Text
 
 from sparkforge.core import paths
 from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
-from sparkforge.core.urls import without_passwords
 
 # C0 without tab and line feed, DEL, C1, bidirectional embeddings, overrides and isolates, lone surrogates.
 UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 LONGEST = 4096  # characters of a sequence that is waited for; what follows them is shown as text
+HIDDEN = "***"
+# A password may hold an unescaped @, /, ? or #. After a colon that does not begin a port, it ends at the last @.
+USER_INFO = re.compile(
+    r"(?<=://)(?:[^\s:/?#\"'<>@]{0,128}:(?!\d{1,5}(?:[/?#]|$))[^\s\"'<>]{0,256}@"
+    r"|[^\s/?#\"'<>@]{0,256}@(?=[^\s/?#\"'<>]))"
+)
 _UNSAFE = re.compile(f"[{UNSAFE}]")
 # Each alternative has one group, which matches only where the sequence is complete. A string ends at a line feed too:
 # one without an end hides a line at most.
@@ -200,3 +205,8 @@ def download_bar(name: str, total: int | None) -> Iterator[Callable[[int], None]
     with bars.Progress(*columns, console=console(), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task(name, total=total)
         yield lambda count: progress.update(task, advance=count)
+
+
+def without_passwords(text: str) -> str:
+    """Return `text` with `***` in place of each URL's user and password."""
+    return USER_INFO.sub(f"{HIDDEN}@", text) if "://" in text else text

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sparkforge.core import paths, tables
-from sparkforge.core.advice import on
-from sparkforge.core.errors import EngineError, SparkforgeError, StorageError
+from sparkforge.core.errors import EngineError, SparkforgeError, StorageError, on
 from sparkforge.core.process import TAIL_LINES, Child, run_unchecked
 from sparkforge.core.tables import Record
 

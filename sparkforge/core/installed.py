@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from sparkforge.core.documents import read_text
 from sparkforge.core.errors import IntegrityError
-from sparkforge.core.files import CHUNK
+from sparkforge.core.files import CHUNK, read_text
 
 LARGEST_RECORD = 64 << 20  # bytes, our own bound; FlashInfer's has 1 MB
 # Files that pip and uv write into a dist-info folder and list in RECORD.

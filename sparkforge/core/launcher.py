@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from sparkforge.core import paths
-from sparkforge.core.advice import on
-from sparkforge.core.errors import StorageError
+from sparkforge.core.errors import StorageError, on
 
 CARRIED = Path(__file__).parents[1] / "checkout"  # setup.py puts it there; a checkout itself has none
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import sparkforge
-from sparkforge.core.documents import read_json
-from sparkforge.core.files import fsync_directory, locked, sha256_file, write_json
+from sparkforge.core.files import fsync_directory, locked, read_json, sha256_file, write_json
 
 SCHEMA = 1
 SUFFIX = ".manifest.json"

@@ -13,8 +13,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparkforge.core.advice import completed, with_remark
-from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.errors import StorageError, UsageError, completed, with_remark
 
 # The image has our packages in a folder of their own, and pins, locks and patches elsewhere.
 ROOT = Path(os.environ.get("SPARKFORGE_ROOT") or Path(__file__).resolve().parents[2])

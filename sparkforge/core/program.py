@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from sparkforge.core import paths
-from sparkforge.core.advice import completed
 from sparkforge.core.console import say, show_error
-from sparkforge.core.errors import CompileError, NetworkError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.errors import CompileError, NetworkError, SparkforgeError, StorageError, UsageError, completed
 from sparkforge.core.files import disk_full, existing_part
 
 INTERRUPTED = 130  # 128 plus the number of SIGINT, as in shells

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sparkforge.core.console import USER_INFO
 from sparkforge.core.paths import ROOT
-from sparkforge.core.urls import USER_INFO
 
 TOKEN = "<token>"  # noqa: S105 - what stands in a token's place
 Replacement = str | Callable[[re.Match[str]], str]

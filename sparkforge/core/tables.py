@@ -5,10 +5,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparkforge.core.advice import on
-from sparkforge.core.documents import DocumentError, parse_json, read_toml
-from sparkforge.core.errors import InputError
-from sparkforge.core.files import existing_part
+from sparkforge.core.errors import InputError, on
+from sparkforge.core.files import DocumentError, existing_part, parse_json, read_toml
 from sparkforge.core.paths import ROOT
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import docker
 
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.files import parse_json
 from sparkforge.doctor.evidence import EMBEDDED, MAX_JSON, Evidence, Log, ago, size
 from sparkforge.image import compose, engine
 from sparkforge.serve.health import RUN

@@ -7,12 +7,11 @@ from typing import Any
 
 from sparkforge import __version__
 from sparkforge.core import events, paths
-from sparkforge.core.console import console, echo, echo_json, say
+from sparkforge.core.console import console, echo, echo_json, say, without_passwords
 from sparkforge.core.errors import RefusalError, SparkforgeError, UsageError
 from sparkforge.core.events import Event, Line
 from sparkforge.core.redact import for_support
 from sparkforge.core.tables import Record
-from sparkforge.core.urls import without_passwords
 from sparkforge.doctor import evidence as evidences
 from sparkforge.doctor import signatures
 from sparkforge.doctor.evidence import Evidence

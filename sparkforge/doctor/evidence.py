@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from sparkforge.core import documents, paths
-from sparkforge.core.advice import on
-from sparkforge.core.errors import SparkforgeError, StorageError
+from sparkforge.core import files, paths
+from sparkforge.core.errors import SparkforgeError, StorageError, on
 from sparkforge.core.files import existing_part
 from sparkforge.core.openai import Endpoint
 from sparkforge.image import devices
@@ -241,7 +240,7 @@ def _open_file(path: Path) -> BinaryIO:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return a file's JSON object. Raises OSError, or ValueError for one that is broken, too large or no object."""
-    value = documents.read_json(path, largest=MAX_JSON, finite=False)
+    value = files.read_json(path, largest=MAX_JSON, finite=False)
     if not isinstance(value, dict):
         raise ValueError("it holds no object")  # noqa: TRY004 - callers take ValueError for every broken file
     return value

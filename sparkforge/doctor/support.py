@@ -16,9 +16,8 @@ from typing import Any
 
 from sparkforge import __version__
 from sparkforge.core import paths
-from sparkforge.core.advice import on
 from sparkforge.core.console import say
-from sparkforge.core.errors import StorageError
+from sparkforge.core.errors import StorageError, on
 from sparkforge.core.files import atomic_file
 from sparkforge.core.git import checkout_commit
 from sparkforge.core.redact import for_support

@@ -19,9 +19,8 @@ import docker
 import httpx
 from docker.errors import DockerException
 
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import EngineError
-from sparkforge.core.files import write_atomic, write_json
+from sparkforge.core.files import parse_json, write_atomic, write_json
 from sparkforge.image import oci
 from sparkforge.image.oci import LARGEST_DOCUMENT, LARGEST_FILE, TAG, Descriptor
 

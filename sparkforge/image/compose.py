@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from sparkforge.core import paths
 from sparkforge.core.docker import docker, docker_logged
-from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import EngineError, UsageError
+from sparkforge.core.files import DocumentError
 from sparkforge.core.tables import parse_object
 
 PROJECT, SERVICE = "sparkforge", "vllm"

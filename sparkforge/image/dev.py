@@ -25,9 +25,8 @@ from sparkforge.compile.jobs import make_schedule
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core import manifest, memory, paths
 from sparkforge.core.console import echo, say
-from sparkforge.core.documents import read_text
 from sparkforge.core.errors import ProcessError, StorageError, UsageError
-from sparkforge.core.files import atomic_file, sha256_file, write_atomic
+from sparkforge.core.files import atomic_file, read_text, sha256_file, write_atomic
 from sparkforge.core.git import git
 from sparkforge.core.process import run_unchecked
 from sparkforge.core.program import exit_code

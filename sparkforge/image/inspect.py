@@ -16,8 +16,8 @@ from sparkforge import pins
 from sparkforge.core import tables
 from sparkforge.core.console import echo, say
 from sparkforge.core.docker import PRUNE, require_plugin
-from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import EngineError, IntegrityError, StorageError
+from sparkforge.core.files import DocumentError
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, licences, oci
 from sparkforge.image.devices import CPU, build_command

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparkforge.core.documents import read_bytes
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import read_bytes
 from sparkforge.core.tables import Record
 from sparkforge.pins.table import Text
 

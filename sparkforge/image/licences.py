@@ -11,9 +11,8 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import IntegrityError
-from sparkforge.core.files import sha256_file, write_atomic
+from sparkforge.core.files import read_toml, sha256_file, write_atomic
 from sparkforge.core.paths import ROOT
 
 TABLE = ROOT / "deploy/licences.toml"

@@ -18,8 +18,8 @@ from typing import IO, Annotated, Any, TypeVar
 from pydantic import BaseModel, Field
 from pydantic.alias_generators import to_camel
 
-from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import IntegrityError
+from sparkforge.core.files import DocumentError
 from sparkforge.core.tables import parse_record
 from sparkforge.image.devices import OCI_MACHINES
 

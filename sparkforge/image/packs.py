@@ -28,9 +28,8 @@ from sparkforge.compile.flashinfer import build as kernels
 from sparkforge.compile.flashinfer.build import PACK, STAGE, KernelOrder, KernelRequest, Take
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
-from sparkforge.core.documents import DocumentError, parse_json, read_bytes, read_json
 from sparkforge.core.errors import IntegrityError, UsageError
-from sparkforge.core.files import sha256_file, write_atomic
+from sparkforge.core.files import DocumentError, parse_json, read_bytes, read_json, sha256_file, write_atomic
 from sparkforge.core.tables import parse_record
 from sparkforge.image import provenance, sbom, signing, trust
 from sparkforge.image.attached import LARGEST_PACK, Attached, Folder, Place, Repository

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import docker
 from pydantic import AliasPath, BaseModel, Field
 
-from sparkforge.core.documents import parse_json
+from sparkforge.core.files import parse_json
 from sparkforge.core.tables import Record
 from sparkforge.image import engine, inspect
 from sparkforge.image.devices import build_command

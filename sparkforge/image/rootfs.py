@@ -33,9 +33,8 @@ from sparkforge.compile.stages import require_way
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core.console import say
-from sparkforge.core.documents import read_json, read_toml
 from sparkforge.core.errors import IntegrityError
-from sparkforge.core.files import sha256_file, write_atomic, write_json
+from sparkforge.core.files import read_json, read_toml, sha256_file, write_atomic, write_json
 from sparkforge.core.installed import Installed, is_below
 from sparkforge.core.manifest import remove
 from sparkforge.core.paths import ROOT

@@ -30,9 +30,8 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ProcessError
-from sparkforge.core.files import sha256_file
+from sparkforge.core.files import read_json, sha256_file
 from sparkforge.core.paths import ROOT
 from sparkforge.image import vulnerabilities
 from sparkforge.image.devices import CUDA, OCI_MACHINES

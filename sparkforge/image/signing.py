@@ -20,11 +20,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from pydantic import BaseModel, Field
 
 from sparkforge.core import paths
-from sparkforge.core.advice import on
 from sparkforge.core.console import echo, say
-from sparkforge.core.documents import DocumentError, parse_json
-from sparkforge.core.errors import StorageError
-from sparkforge.core.files import write_atomic
+from sparkforge.core.errors import StorageError, on
+from sparkforge.core.files import DocumentError, parse_json, write_atomic
 from sparkforge.core.tables import parse_record
 from sparkforge.image import inspect, provenance
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of

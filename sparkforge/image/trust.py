@@ -19,11 +19,9 @@ import docker
 from pydantic import AliasPath, AwareDatetime, BaseModel, Field, RootModel, field_validator, model_validator
 
 from sparkforge.core import paths, tables
-from sparkforge.core.advice import on
 from sparkforge.core.console import say
-from sparkforge.core.documents import DocumentError, parse_json, read_bytes
-from sparkforge.core.errors import IntegrityError
-from sparkforge.core.files import sha256_file, untrusted, write_json
+from sparkforge.core.errors import IntegrityError, on
+from sparkforge.core.files import DocumentError, parse_json, read_bytes, sha256_file, untrusted, write_json
 from sparkforge.core.tables import Record, parse_record
 from sparkforge.image import inspect, keyless, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of

@@ -17,8 +17,8 @@ from pydantic import BaseModel, Field, RootModel
 
 from sparkforge.core import tables
 from sparkforge.core.console import echo, say
-from sparkforge.core.documents import DocumentError, parse_json, read_bytes
 from sparkforge.core.errors import IntegrityError, RefusalError, UsageError
+from sparkforge.core.files import DocumentError, parse_json, read_bytes
 from sparkforge.core.tables import Record, parse_record
 from sparkforge.pins.table import Text
 

@@ -19,11 +19,18 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from sparkforge.core import paths
-from sparkforge.core.advice import on
 from sparkforge.core.console import download_bar, echo, say
-from sparkforge.core.documents import DocumentError, read_json
-from sparkforge.core.errors import InputError, IntegrityError, StorageError, UsageError
-from sparkforge.core.files import CHUNK, fsync_directory, locked, require_space, sha256_file, write_json
+from sparkforge.core.errors import InputError, IntegrityError, StorageError, UsageError, on
+from sparkforge.core.files import (
+    CHUNK,
+    DocumentError,
+    fsync_directory,
+    locked,
+    read_json,
+    require_space,
+    sha256_file,
+    write_json,
+)
 from sparkforge.core.program import ArgumentParser, exit_code
 from sparkforge.models import recipes as models
 from sparkforge.models.hub_source import NOTE, CheckpointSource, Mirror, Note, RemoteFile

@@ -13,11 +13,9 @@ from typing import Protocol
 
 from pydantic import Field
 
-from sparkforge.core.advice import on
 from sparkforge.core.console import say
-from sparkforge.core.documents import DocumentError, read_bytes
-from sparkforge.core.errors import InputError, NetworkError
-from sparkforge.core.files import CHUNK, existing_part, sha256_file
+from sparkforge.core.errors import InputError, NetworkError, on
+from sparkforge.core.files import CHUNK, DocumentError, existing_part, read_bytes, sha256_file
 from sparkforge.core.paths import typed
 from sparkforge.core.tables import Record, parse_record
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sparkforge.core import files, paths
-from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError, StorageError
+from sparkforge.core.files import DocumentError, read_json
 from sparkforge.models import recipes
 from sparkforge.plan import families
 

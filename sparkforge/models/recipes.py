@@ -11,9 +11,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from sparkforge.core import tables
-from sparkforge.core.advice import on
 from sparkforge.core.console import console, echo_json, say
-from sparkforge.core.errors import InputError
+from sparkforge.core.errors import InputError, on
 from sparkforge.core.tables import Record
 from sparkforge.plan import architecture, families
 from sparkforge.plan.architecture import Architecture, Draft, KnownModel

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparkforge.core.documents import parse_json, read_json
+from sparkforge.core.files import parse_json, read_json
 
 HEAD_DIM = 64
 CONFIG = Path(__file__).with_name("tiny_config.json")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import parse_json
 from sparkforge.models.harmony import VOCAB_SIZE
 from sparkforge.models.tiny_format import Floats, Sizes, Tensor, bfloat16, from_safetensors
 

@@ -19,9 +19,8 @@ from typing import IO
 from packaging.version import Version
 
 from sparkforge import pins
-from sparkforge.core.advice import on
 from sparkforge.core.console import say
-from sparkforge.core.errors import IntegrityError, PatchError
+from sparkforge.core.errors import IntegrityError, PatchError, on
 from sparkforge.core.files import atomic_file, require_space
 from sparkforge.core.installed import parse_record, record_digest
 from sparkforge.patching import repack

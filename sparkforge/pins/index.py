@@ -18,10 +18,9 @@ import httpx
 import tenacity
 
 from sparkforge.core import installers
-from sparkforge.core.console import say
+from sparkforge.core.console import say, without_passwords
 from sparkforge.core.errors import NetworkError, StorageError
 from sparkforge.core.http import LimitError, request
-from sparkforge.core.urls import without_passwords
 
 # pypi-simple loads an HTML parser and takes 0.14 s: only what reads a page imports it.
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
-from sparkforge.core.documents import DocumentError, read_toml
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import DocumentError, read_toml
 from sparkforge.core.paths import ROOT
 from sparkforge.core.tables import Record
 

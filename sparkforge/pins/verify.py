@@ -13,8 +13,8 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import InvalidVersion, Version
 from pydantic import Field
 
-from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import IntegrityError
+from sparkforge.core.files import DocumentError, read_json
 from sparkforge.core.installed import REINSTALL, Installed
 from sparkforge.core.tables import Record, parse_record
 from sparkforge.pins.patched import PatchedFile

@@ -20,9 +20,8 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from sparkforge.core import paths
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import InputError, ProcessError
-from sparkforge.core.files import sha256_file, write_json
+from sparkforge.core.files import read_json, sha256_file, write_json
 from sparkforge.core.manifest import Made, once
 from sparkforge.pins.index import client, project_page
 from sparkforge.pins.table import Component

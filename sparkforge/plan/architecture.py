@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import Field
 
-from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import DocumentError, read_json
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import SPECULATION
 from sparkforge.plan import families

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sparkforge.core.documents import DocumentError, parse_json
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import DocumentError, parse_json
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import SHARE, flag_value
 from sparkforge.plan import budget

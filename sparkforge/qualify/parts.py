@@ -15,8 +15,8 @@ import psutil
 from sparkforge.bench import runs
 from sparkforge.core import gpus, paths
 from sparkforge.core.console import say
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import RefusalError, ServerError, SparkforgeError
+from sparkforge.core.files import read_json
 from sparkforge.core.memory import GIB
 from sparkforge.core.process import ProbeError
 from sparkforge.core.tables import Record

@@ -13,8 +13,7 @@ from sparkforge.bench import context
 from sparkforge.bench.report import make_table, write_page
 from sparkforge.core import gpus
 from sparkforge.core.console import echo, say
-from sparkforge.core.documents import read_json
-from sparkforge.core.files import write_json
+from sparkforge.core.files import read_json, write_json
 from sparkforge.core.process import ProbeError
 from sparkforge.core.redact import for_support
 from sparkforge.core.tables import Record

@@ -24,8 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sparkforge.core.advice import on
-from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.errors import StorageError, UsageError, on
 from sparkforge.core.files import existing_part
 from sparkforge.core.paths import typed
 from sparkforge.core.vllm_flags import KEY_FIX, meant

@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sparkforge.core import memory, paths
-from sparkforge.core.advice import with_remark
 from sparkforge.core.console import echo, say, show_error
-from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, UsageError, with_remark
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.process import ProbeError, ending, watch
 from sparkforge.core.vllm_flags import MODEL, QUANTIZATION, REVISION, flag_value, positional, without_flag

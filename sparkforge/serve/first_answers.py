@@ -4,8 +4,8 @@ from pathlib import Path
 from statistics import fmean
 
 from sparkforge.core import openai
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError
+from sparkforge.core.files import read_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.tables import Record
 

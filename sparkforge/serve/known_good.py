@@ -20,11 +20,9 @@ from pydantic import TypeAdapter
 
 from sparkforge import environments, pins
 from sparkforge.core import paths
-from sparkforge.core.advice import with_remark
 from sparkforge.core.console import echo, say
-from sparkforge.core.documents import read_json
-from sparkforge.core.errors import EngineError, ProcessError, ServerError, SparkforgeError, StorageError
-from sparkforge.core.files import write_json
+from sparkforge.core.errors import EngineError, ProcessError, ServerError, SparkforgeError, StorageError, with_remark
+from sparkforge.core.files import read_json, write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.environments import Environment
 from sparkforge.image import compose

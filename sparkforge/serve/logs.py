@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sparkforge.core import events
-from sparkforge.core.advice import with_remark
-from sparkforge.core.errors import RefusalError, ServerError
+from sparkforge.core.errors import RefusalError, ServerError, with_remark
 
 LINES_SHOWN = 12
 PIECE = 1 << 20  # bytes

@@ -22,8 +22,8 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from sparkforge.core import openai
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ServerError
+from sparkforge.core.files import parse_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.plan import families
 

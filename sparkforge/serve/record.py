@@ -19,13 +19,11 @@ import psutil
 from pydantic import TypeAdapter
 
 from sparkforge.core import memory, paths
-from sparkforge.core.advice import completed, on
-from sparkforge.core.documents import read_json
-from sparkforge.core.errors import ServerError, SparkforgeError, StorageError, UsageError
-from sparkforge.core.files import untrusted, write_atomic, write_json
+from sparkforge.core.console import without_passwords
+from sparkforge.core.errors import ServerError, SparkforgeError, StorageError, UsageError, completed, on
+from sparkforge.core.files import read_json, untrusted, write_atomic, write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members, started_at, with_variable
-from sparkforge.core.urls import without_passwords
 from sparkforge.core.vllm_flags import passable
 from sparkforge.serve import access
 

@@ -18,9 +18,8 @@ from pydantic import ValidationError
 
 from sparkforge.core import paths
 from sparkforge.core.console import say, show_error
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError, StorageError
-from sparkforge.core.files import write_json
+from sparkforge.core.files import read_json, write_json
 from sparkforge.core.tables import Record
 from sparkforge.serve import record
 from sparkforge.serve.health import HELD_FILE

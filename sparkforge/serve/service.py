@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparkforge.core import paths
-from sparkforge.core.advice import on
 from sparkforge.core.console import echo, say
 from sparkforge.core.errors import (
     InputError,
@@ -26,6 +25,7 @@ from sparkforge.core.errors import (
     ServerError,
     StorageError,
     UsageError,
+    on,
 )
 from sparkforge.core.files import write_atomic
 from sparkforge.core.process import run_unchecked

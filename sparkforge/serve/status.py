@@ -23,8 +23,8 @@ from pydantic import Field
 from sparkforge.core import memory, openai, paths
 from sparkforge.core.console import echo, echo_json, say, stream
 from sparkforge.core.docker import program
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.core.files import read_json
 from sparkforge.core.gpus import GpuState, number, query, states
 from sparkforge.core.gpus import held as gpu_memory
 from sparkforge.core.openai import Endpoint

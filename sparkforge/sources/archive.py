@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from sparkforge.core.advice import on
-from sparkforge.core.errors import IntegrityError
+from sparkforge.core.errors import IntegrityError, on
 from sparkforge.core.files import CHUNK, require_space, write_atomic
 from sparkforge.core.manifest import remove
 

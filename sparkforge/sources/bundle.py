@@ -36,9 +36,8 @@ from packaging.utils import canonicalize_name
 from sparkforge import pins
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import IntegrityError, NetworkError, UsageError
-from sparkforge.core.files import require_space, sha256_file
+from sparkforge.core.files import parse_json, require_space, sha256_file
 from sparkforge.core.manifest import Made, Manifest
 from sparkforge.core.process import run
 from sparkforge.pins import Pins, wheels

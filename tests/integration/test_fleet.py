@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 from waiting import wait_for
 
-from sparkforge.core.documents import read_json
+from sparkforge.core.files import read_json
 from sparkforge.core.paths import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(1200)]

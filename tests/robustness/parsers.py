@@ -36,9 +36,9 @@ from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.report import audit_files
 from sparkforge.bench import schema, settings, trace
-from sparkforge.core import documents, events, manifest, redact, tables
-from sparkforge.core.documents import DocumentError
+from sparkforge.core import events, files, manifest, redact, tables
 from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
+from sparkforge.core.files import DocumentError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import signatures
@@ -547,7 +547,7 @@ def _read_image(data: bytes, _scratch: Path) -> None:
     with suppress(SparkforgeError):
         inspect._parsed(data, inspect.Source)
     with suppress(ValueError):
-        attrs = documents.parse_json(data, "x")
+        attrs = files.parse_json(data, "x")
         inspect.labels(attrs if isinstance(attrs, dict) else {})
     document = inspect._parsed(data, inspect.Manifest)
     inspect.differences(document, {"patches": {"a": "b"}, "lock": {}})

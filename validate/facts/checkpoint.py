@@ -4,9 +4,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core.documents import parse_json, read_json
 from sparkforge.core.errors import InputError
-from sparkforge.core.files import unreadable
+from sparkforge.core.files import parse_json, read_json, unreadable
 from sparkforge.core.process import ProbeError
 from sparkforge.plan import architecture, families
 from sparkforge.plan.families import Family

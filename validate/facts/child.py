@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core.documents import parse_json, read_bytes
+from sparkforge.core.files import parse_json, read_bytes
 from sparkforge.core.process import ProbeError, ask, ending
 from validate.facts import checkpoint
 from validate.facts.target import Target

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError
+from sparkforge.core.files import DocumentError, read_json
 from sparkforge.core.tables import Record, parse_record
 from validate.facts.target import Target
 

@@ -5,7 +5,7 @@ import json
 import sys
 
 from sparkforge.core import gpus
-from sparkforge.core.documents import parse_json
+from sparkforge.core.files import parse_json
 from sparkforge.core.process import ProbeError, ask, require
 from validate.facts.fact import Reading
 from validate.facts.target import Options, Target, once

@@ -10,8 +10,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from sparkforge import pins
-from sparkforge.core.documents import read_json
-from sparkforge.core.files import sha256_file
+from sparkforge.core.files import read_json, sha256_file
 from sparkforge.core.process import ProbeError, ask, require
 from sparkforge.plan import families
 from validate.facts.fact import Reading

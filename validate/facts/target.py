@@ -13,7 +13,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from packaging.utils import canonicalize_name
 
-from sparkforge.core.documents import parse_json
+from sparkforge.core.files import parse_json
 from sparkforge.core.process import ProbeError, ask, require
 from sparkforge.core.vllm_flags import flag_value
 

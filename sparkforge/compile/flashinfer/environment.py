@@ -14,9 +14,8 @@ from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
 from sparkforge.compile.toolchain import Toolchain
-from sparkforge.core.documents import DocumentError, parse_json
 from sparkforge.core.errors import CompileError, IntegrityError, ProcessError
-from sparkforge.core.files import sha256_file
+from sparkforge.core.files import DocumentError, parse_json, sha256_file
 from sparkforge.core.installed import Installed
 from sparkforge.core.process import run
 from sparkforge.pins import verify

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.files import read_toml
 from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("kernels.toml")

@@ -11,8 +11,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from sparkforge import pins
-from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import CompileError, ProcessError
+from sparkforge.core.files import DocumentError
 from sparkforge.core.process import run, run_unchecked
 from sparkforge.core.tables import parse_record
 

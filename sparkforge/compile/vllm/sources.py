@@ -13,9 +13,8 @@ from pathlib import Path
 from sparkforge import pins
 from sparkforge.compile.vllm.targets import TargetTable
 from sparkforge.core import manifest
-from sparkforge.core.advice import on
 from sparkforge.core.console import say
-from sparkforge.core.errors import CompileError, PatchError, ProcessError, UsageError
+from sparkforge.core.errors import CompileError, PatchError, ProcessError, UsageError, on
 from sparkforge.core.files import sha256_file
 from sparkforge.core.git import git
 from sparkforge.core.paths import ROOT

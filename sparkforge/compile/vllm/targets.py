@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.files import read_toml
 from sparkforge.core.tables import Record
 
 PATH = Path(__file__).with_name("targets.toml")

@@ -15,9 +15,8 @@ from typing import Any
 
 from sparkforge.core import interrupt, paths
 from sparkforge.core.console import say, show_error
-from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError, SparkforgeError
-from sparkforge.core.files import holder, locked, write_json
+from sparkforge.core.files import holder, locked, read_json, write_json
 from sparkforge.core.process import spawn, started_at
 from sparkforge.serve import restarts
 from sparkforge.serve.cluster import start

@@ -24,12 +24,10 @@ from typing import Any
 from pydantic import Field
 
 from sparkforge.core import interrupt, paths
-from sparkforge.core.advice import on
 from sparkforge.core.console import Steps, echo, show_error
 from sparkforge.core.docker import docker, docker_logged
-from sparkforge.core.documents import DocumentError, read_json
-from sparkforge.core.errors import EngineError, InputError, RefusalError, ServerError, SparkforgeError
-from sparkforge.core.files import write_atomic
+from sparkforge.core.errors import EngineError, InputError, RefusalError, ServerError, SparkforgeError, on
+from sparkforge.core.files import DocumentError, read_json, write_atomic
 from sparkforge.core.tables import Record, parse_record
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine

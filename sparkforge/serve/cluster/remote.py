@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from sparkforge.core import paths
-from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import InputError, NetworkError, ProcessError, SparkforgeError
+from sparkforge.core.files import DocumentError
 from sparkforge.core.process import run_unchecked
 from sparkforge.core.tables import Record, parse_record
 from sparkforge.serve.cluster import probe

@@ -25,9 +25,8 @@ from typing import Any
 import psutil
 
 from sparkforge.core import interrupt, paths
-from sparkforge.core.advice import on
 from sparkforge.core.console import Steps
-from sparkforge.core.errors import ServerError, SparkforgeError
+from sparkforge.core.errors import ServerError, SparkforgeError, on
 from sparkforge.core.files import write_json
 from sparkforge.core.memory import GIB
 from sparkforge.core.openai import POLL_SECONDS, Endpoint

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from sparkforge.core import console
+from sparkforge.core.console import without_passwords
 from sparkforge.core.errors import SparkforgeError
-from sparkforge.core.urls import without_passwords
 
 UNSAFE = re.compile(f"[{console.UNSAFE}]")
 EVIL = [

@@ -9,9 +9,9 @@ from expected import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkforge.core import documents
-from sparkforge.core.documents import DocumentError, parse_json, read_json, read_text, read_toml
+from sparkforge.core import files
 from sparkforge.core.errors import IntegrityError
+from sparkforge.core.files import DocumentError, parse_json, read_json, read_text, read_toml
 from sparkforge.core.installed import Installed, parse_record, record_digest
 
 pytestmark = pytest.mark.timeout(60)
@@ -56,7 +56,7 @@ def test_what_is_well_formed_is_read(tmp_path):
 def test_size_has_a_limit(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.write_bytes(b'"' + b"x" * 100 + b'"')
-    monkeypatch.setattr(documents, "LARGEST_TOML", 50)
+    monkeypatch.setattr(files, "LARGEST_TOML", 50)
     for read in (lambda: read_json(path, largest=50), lambda: read_text(path, largest=50), lambda: read_toml(path)):
         with pytest.raises(DocumentError, match="more than 50 bytes"):
             read()
@@ -64,7 +64,7 @@ def test_size_has_a_limit(tmp_path, monkeypatch):
 
 def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", documents.Path("/dev/zero")):
+    for path in (tmp_path / "pipe", files.Path("/dev/zero")):
         with pytest.raises(DocumentError, match="pipe, socket or device"):
             read_json(path)
     with pytest.raises(IsADirectoryError) as caught:
@@ -74,15 +74,15 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path):
         read_json(tmp_path / "none")
     assert str(caught.value.filename) == str(tmp_path / "none")
     with refused("storage.access", "null"):
-        read_json(documents.Path("a\0b"))
+        read_json(files.Path("a\0b"))
 
 
 def test_more_values_than_memory_has_room_for_are_refused_before_they_are_made(monkeypatch):
     """480 MB of `{},` come out of 0.5 MB of gzip, and Python takes 64 bytes for each."""
-    monkeypatch.setattr(documents, "MOST_VALUES", 1000)
-    assert documents.parse_json("[" + "{}," * 400 + "0]", "x")
-    with pytest.raises(documents.DocumentError, match="more than 1,000 values"):
-        documents.parse_json("[" + "{}," * 600 + "0]", "x")
+    monkeypatch.setattr(files, "MOST_VALUES", 1000)
+    assert files.parse_json("[" + "{}," * 400 + "0]", "x")
+    with pytest.raises(files.DocumentError, match="more than 1,000 values"):
+        files.parse_json("[" + "{}," * 600 + "0]", "x")
 
 
 HASH = "sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU"

@@ -1,7 +1,7 @@
 import re
 
 from sparkforge.core import errors
-from sparkforge.core.documents import read_toml
+from sparkforge.core.files import read_toml
 from sparkforge.core.paths import ROOT
 
 

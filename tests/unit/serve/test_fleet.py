@@ -17,8 +17,8 @@ import psutil
 import pytest
 from waiting import wait_for
 
-from sparkforge.core.documents import read_json, read_toml
 from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.files import read_json, read_toml
 from sparkforge.core.paths import ROOT
 from sparkforge.serve.fleet import config, keeper
 from sparkforge.serve.fleet.keeper import Keeper

@@ -6,8 +6,7 @@ import subprocess
 import pytest
 
 from sparkforge.core import paths
-from sparkforge.core.advice import with_remark
-from sparkforge.core.errors import UsageError
+from sparkforge.core.errors import UsageError, with_remark
 from sparkforge.core.paths import ROOT
 from sparkforge.models import local
 from sparkforge.serve import access, entrypoint, settings
