@@ -98,10 +98,14 @@ def _judge(
         verdict = ValidationVerdict.SERVE
     seconds = {**seconds, "checks": time.monotonic() - start}
     return ValidationReport(
-        profile=profile.name, verdict=verdict, findings=findings, facts=dict(facts),
+        profile=profile.name,
+        verdict=verdict,
+        findings=findings,
+        facts=dict(facts),
         seconds={name: round(value, 3) for name, value in seconds.items()},
-        timestamp=datetime.now(UTC).isoformat(timespec="seconds"), origin=origin,
-    )  # fmt: skip
+        timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
+        origin=origin,
+    )
 
 
 def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bool) -> Finding:

@@ -43,8 +43,20 @@ MOST_SECTIONS, MOST_SEGMENTS, MOST_TAGS, MOST_VERSIONS = 1 << 17, 1 << 12, 1 << 
 MOST_SYMBOLS, MOST_ENTRIES = 1 << 20, 1 << 18
 MOST_NAMES = 1 << 27  # bytes of all names of one table: several entries may share one long name
 # AssertionError: pyelftools, on a link to a section of the wrong kind.
-MALFORMED = (ELFError, struct.error, ValueError, LookupError, ArithmeticError, AssertionError, AttributeError,
-             TypeError, OSError, EOFError, MemoryError, RecursionError)  # fmt: skip
+MALFORMED = (
+    ELFError,
+    struct.error,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    TypeError,
+    OSError,
+    EOFError,
+    MemoryError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True)
@@ -230,15 +242,18 @@ def host(elf: BoundedFile, entries: Sequence[FatbinEntry] = ()) -> Host:
     undefined, exports = _symbols(elf)
     return Host(
         machine={"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}.get(elf["e_machine"], str(elf["e_machine"])),
-        shared=elf["e_type"] == "ET_DYN", soname="".join(tags.get("soname", [])),
+        shared=elf["e_type"] == "ET_DYN",
+        soname="".join(tags.get("soname", [])),
         needed=tuple(tags.get("needed", [])),
         runpath=tuple(path for paths in tags.get("runpath", []) + tags.get("rpath", []) for path in paths.split(":")),
         glibc=_glibc(elf),
         executable_stack=any(s["p_type"] == "PT_GNU_STACK" and s["p_flags"] & 1 for s in elf.segment_headers()),
-        undefined=undefined, exports=exports, cubins=sum(entry.kind == KIND_CUBIN for entry in entries),
+        undefined=undefined,
+        exports=exports,
+        cubins=sum(entry.kind == KIND_CUBIN for entry in entries),
         ptx=tuple(sorted(f"compute_{entry.sm}" for entry in entries if entry.kind == KIND_PTX)),
         other=sum(entry.kind not in (KIND_CUBIN, KIND_PTX) for entry in entries),
-    )  # fmt: skip
+    )
 
 
 def _dynamic(elf: BoundedFile) -> dict[str, list[str]]:

@@ -57,13 +57,19 @@ class Bench:
         valid = figures if all(check.ok for check in checks) else None
         competition = compare_with_competition(valid, self.baselines.competition_figure(*config.key)) if valid else {}
         return Result(
-            passed=valid is not None and self.gate.passed, config=config, gate=self.gate, checks=checks,
-            metrics=figures, ratios=compute_ratios(valid, config.key, self.baselines.figures) if valid else [],
+            passed=valid is not None and self.gate.passed,
+            config=config,
+            gate=self.gate,
+            checks=checks,
+            metrics=figures,
+            ratios=compute_ratios(valid, config.key, self.baselines.figures) if valid else [],
             **competition,
             requests=[sample.row() for sample in finished.samples if not sample.error] if finished else [],
-            client=CLIENT, server=describe_server(self.endpoint), machine=facts(),
+            client=CLIENT,
+            server=describe_server(self.endpoint),
+            machine=facts(),
             seconds=round(time.monotonic() - start, 3),
-        )  # fmt: skip
+        )
 
 
 def output_folder(output: str) -> Path:

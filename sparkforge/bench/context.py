@@ -69,12 +69,16 @@ def facts() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "processor": next(names, platform.machine()), "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": psutil.virtual_memory().total, "gpus": gpus(),
-        "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(),
-        "sparkforge": __version__, "commit": checkout_commit(paths.ROOT),
+        "processor": next(names, platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "sparkforge": __version__,
+        "commit": checkout_commit(paths.ROOT),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    }
 
 
 def gpus() -> list[str]:

@@ -71,11 +71,18 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
     canaries = [] if score.faults else canary.run(endpoint, asked)
     checks = [*check_score(score, threshold, text.text), *canaries]
     return Gate(
-        passed=all(check.ok for check in checks), checks=checks, text=text.name, text_sha256=text.sha256,
-        chunked_by="tokens", **{name: finite(value) for name, value in score.metrics.items()}, tokens=score.tokens,
-        seconds=round(time.monotonic() - start, 3), sanity_only=threshold.reference is None, limits=threshold.limits,
+        passed=all(check.ok for check in checks),
+        checks=checks,
+        text=text.name,
+        text_sha256=text.sha256,
+        chunked_by="tokens",
+        **{name: finite(value) for name, value in score.metrics.items()},
+        tokens=score.tokens,
+        seconds=round(time.monotonic() - start, 3),
+        sanity_only=threshold.reference is None,
+        limits=threshold.limits,
         source=f"{threshold.source} ({threshold.date})",
-    )  # fmt: skip
+    )
 
 
 def check_score(score: accuracy.Score, threshold: AccuracyThreshold, text: str) -> list[ResultCheck]:

@@ -123,9 +123,14 @@ async def _send(
 
 async def _answer(http: httpx.AsyncClient, model: str, prompt: Prompt, sample: Sample) -> None:
     body = {
-        "model": model, "prompt": prompt.content, "max_tokens": prompt.output_tokens, "temperature": 0,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": model,
+        "prompt": prompt.content,
+        "max_tokens": prompt.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     start = time.perf_counter()
     try:
         async with http.stream("POST", "/v1/completions", json=body) as response:

@@ -92,10 +92,13 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TracePr
     with steps.step("trace") as tell:
         files = move_traces(collect(own), name, output / name)
         profile = TraceProfile(
-            trace=files[0].name, traces={file.name: sha256_file(file) for file in files},
-            breakdown=trace.read(files[0]), config=config, server=context.describe_server(endpoint),
+            trace=files[0].name,
+            traces={file.name: sha256_file(file) for file in files},
+            breakdown=trace.read(files[0]),
+            config=config,
+            server=context.describe_server(endpoint),
             machine=context.facts(),
-        )  # fmt: skip
+        )
         tell(f"{files[0].name}, {files[0].stat().st_size / 1e6:.1f} MB")
     return profile, output / name
 

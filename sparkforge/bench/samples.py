@@ -39,10 +39,13 @@ class Sample:
     def row(self) -> Request:
         """Return what a result keeps of it, in milliseconds."""
         return Request(
-            start_ms=round(self.start * 1000, 3), ttft_ms=round(self.ttft * 1000, 3),
-            tpot_ms=None if self.tpot is None else round(self.tpot * 1000, 4), e2el_ms=round(self.latency * 1000, 3),
-            prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens,
-        )  # fmt: skip
+            start_ms=round(self.start * 1000, 3),
+            ttft_ms=round(self.ttft * 1000, 3),
+            tpot_ms=None if self.tpot is None else round(self.tpot * 1000, 4),
+            e2el_ms=round(self.latency * 1000, 3),
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,21 @@ def compute_metrics(load: FinishedLoad, config: Config) -> Metrics | None:
     sent, received = sum(s.prompt_tokens for s in answered), sum(s.output_tokens for s in answered)
     output, total = received / load.duration, (sent + received) / load.duration
     return Metrics(
-        completed=len(answered), failed=len(load.samples) - len(answered), duration_s=load.duration,
-        total_input_tokens=sent, total_output_tokens=received, output_throughput=output, total_token_throughput=total,
-        tput_per_gpu=total / config.tp, output_tput_per_gpu=output / config.tp,
-        interactivity=1000 / per_token.median if per_token and per_token.median > 0 else None, ttft_ms=first,
-        tpot_ms=per_token, itl_ms=spread([gap for s in answered for gap in s.gaps]), e2el_ms=latency,
-    )  # fmt: skip
+        completed=len(answered),
+        failed=len(load.samples) - len(answered),
+        duration_s=load.duration,
+        total_input_tokens=sent,
+        total_output_tokens=received,
+        output_throughput=output,
+        total_token_throughput=total,
+        tput_per_gpu=total / config.tp,
+        output_tput_per_gpu=output / config.tp,
+        interactivity=1000 / per_token.median if per_token and per_token.median > 0 else None,
+        ttft_ms=first,
+        tpot_ms=per_token,
+        itl_ms=spread([gap for s in answered for gap in s.gaps]),
+        e2el_ms=latency,
+    )
 
 
 def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:

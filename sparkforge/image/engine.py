@@ -171,11 +171,14 @@ def state(client: docker.DockerClient, container: str) -> State | None:
     # A container that was stopped and started again keeps what its health check said before.
     log = [entry for entry in health.get("Log") or [] if _since(started, str(entry.get("Start", "")))] or [{}]
     return State(
-        status=str(current.get("Status", "")), health=str(health.get("Status", "")),
-        exit_code=int(current.get("ExitCode", 0)), restarts=int(details.get("RestartCount", 0)),
-        out_of_memory=bool(current.get("OOMKilled")), health_output=str(log[-1].get("Output", "")).strip(),
+        status=str(current.get("Status", "")),
+        health=str(health.get("Status", "")),
+        exit_code=int(current.get("ExitCode", 0)),
+        restarts=int(details.get("RestartCount", 0)),
+        out_of_memory=bool(current.get("OOMKilled")),
+        health_output=str(log[-1].get("Output", "")).strip(),
         started=started,
-    )  # fmt: skip
+    )
 
 
 def _since(started: str, moment: str) -> bool:

@@ -61,9 +61,13 @@ class Hub:
                 output.truncate(0)
                 begin = 0
             http_get(
-                url, output, resume_size=begin, headers=build_hf_headers(library_name="sparkforge"),
-                expected_size=file.size, tqdm_class=_progress(file, begin, advance),
-            )  # fmt: skip
+                url,
+                output,
+                resume_size=begin,
+                headers=build_hf_headers(library_name="sparkforge"),
+                expected_size=file.size,
+                tqdm_class=_progress(file, begin, advance),
+            )
 
 
 def _progress(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> Any:

@@ -86,10 +86,14 @@ class Patch:
                 raise refuse(file.name, f"has a Drop-when for {match['path']!r}, which is not a path inside the tree")
             conditions.append(Condition(match["kind"], match["path"], match["text"]))
         return cls(
-            file.name, hashlib.sha256(data).hexdigest(), header, parse(file.name, diff),
-            tuple(conditions), data,
+            file.name,
+            hashlib.sha256(data).hexdigest(),
+            header,
+            parse(file.name, diff),
+            tuple(conditions),
+            data,
             COMMON + file.name if file.parent.name == "common" else file.name,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

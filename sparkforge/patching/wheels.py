@@ -235,11 +235,15 @@ def _documents(
     source: Path, component: Component, queue: Queue, before: Mapping[str, Content], after: Mapping[str, Content]
 ) -> dict[str, bytes]:
     origin = {
-        "schema": SCHEMA, "upstream": queue.upstream, "version": component.version, "filename": source.name,
-        "sha256": component.files[source.name], "queue_sha256": queue.sha256,
+        "schema": SCHEMA,
+        "upstream": queue.upstream,
+        "version": component.version,
+        "filename": source.name,
+        "sha256": component.files[source.name],
+        "queue_sha256": queue.sha256,
         "patches": [{"name": patch.name, "sha256": patch.sha256} for patch in queue.patches],
         "files": {path: {"before": digest(before[path]), "after": digest(after[path])} for path in queue.paths},
-    }  # fmt: skip
+    }
     return {
         "series": "".join(f"{patch.name}\n" for patch in queue.patches).encode(),
         **{patch.name: patch.text for patch in queue.patches},

@@ -126,10 +126,17 @@ def _verdict(name: str, profile: ServerOptions, model: Architecture, device: Dev
             f"this needs a share of {needed:.2f}, it has {share:g}": needed > share,
         }
     return ProfileFit(
-        name=name, about=profile.about, share=share, needed=needed, most=most, max_model_len=longest,
-        max_num_seqs=load.sequences, dense=load.dense.name, kv=load.kv,
+        name=name,
+        about=profile.about,
+        share=share,
+        needed=needed,
+        most=most,
+        max_model_len=longest,
+        max_num_seqs=load.sequences,
+        dense=load.dense.name,
+        kv=load.kv,
         against=tuple(objection for objection, applies in objections.items() if applies),
-    )  # fmt: skip
+    )
 
 
 def _number(name: str, text: str) -> float:

@@ -82,10 +82,15 @@ def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> Cl
             break
     recommended, why = _recommend(ways, asked, crossover)
     return ClusterPlan(
-        nodes=nodes, link=device.link.bandwidth, sequences=asked.sequences, ways=ways,
-        speeds=[speeds(model, device, asked, nodes, users) for users in USERS], crossover=crossover,
-        recommended=recommended, why=why,
-    )  # fmt: skip
+        nodes=nodes,
+        link=device.link.bandwidth,
+        sequences=asked.sequences,
+        ways=ways,
+        speeds=[speeds(model, device, asked, nodes, users) for users in USERS],
+        crossover=crossover,
+        recommended=recommended,
+        why=why,
+    )
 
 
 def objections(model: Architecture, nodes: int, way: Way) -> tuple[str, ...]:
@@ -93,13 +98,14 @@ def objections(model: Architecture, nodes: int, way: Way) -> tuple[str, ...]:
     split_attention, width = way in ("tensor", "expert"), model.intermediate or model.active
     against = {
         f"{model.heads} heads are no multiple of {nodes}": split_attention and model.heads % nodes,
-        f"{model.kv_heads} KV heads and {nodes} machines are no multiples of each other":
-            split_attention and model.kv_heads % nodes and nodes % model.kv_heads,
+        f"{model.kv_heads} KV heads and {nodes} machines are no multiples of each other": split_attention
+        and model.kv_heads % nodes
+        and nodes % model.kv_heads,
         f"{model.experts} experts are no multiple of {nodes}": way == "expert" and model.experts % nodes,
         f"{model.layers} layers are fewer than {nodes}": way == "pipeline" and model.layers < nodes,
         # vLLM 0.32.0, models/gpt_oss.py:390, compares with all processes, those of a pipeline too.
         f"an intermediate size of {width} is no multiple of {nodes}": way != "replicas" and width % nodes,
-    }  # fmt: skip
+    }
     return tuple(objection for objection, applies in against.items() if applies)
 
 
@@ -188,10 +194,15 @@ def _way(model: Architecture, device: Device, load: Workload, nodes: int, way: W
     share = (weights + cache + padding + sum(lines.values())) / device.memory_bytes
     against = objections(model, nodes, way)
     return WayRow(
-        way=way, weights_bytes=weights + padding, kv_bytes=cache, share=share,
-        fits=not against and share <= budget.most_share(device), link_bytes=link_bytes(model, nodes, way),
-        link_seconds=link_seconds(model, device.link, 1, nodes, way) if device.link else None, against=against,
-    )  # fmt: skip
+        way=way,
+        weights_bytes=weights + padding,
+        kv_bytes=cache,
+        share=share,
+        fits=not against and share <= budget.most_share(device),
+        link_bytes=link_bytes(model, nodes, way),
+        link_seconds=link_seconds(model, device.link, 1, nodes, way) if device.link else None,
+        against=against,
+    )
 
 
 def _recommend(ways: Sequence[WayRow], load: Workload, crossover: int | None) -> tuple[Way, str]:

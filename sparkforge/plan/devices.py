@@ -167,13 +167,21 @@ def describe(gpu: str, total: int, free: int, bandwidth: float | None) -> Device
         figures = {"memory": size, "resident": resident} if row.unified else {}
         return row.model_copy(update={"about": f"this machine: {gpu}", **figures})
     return Device(
-        about="this machine: its processor", names=(), unified=True, experts="bf16", align=1, profiles=CPU_PROFILES,
-        why_experts="vLLM's CPU build computes in bf16", why_align="our plugin takes the sizes as they are",
-        memory=size, resident=resident, runtime=_bound(0.0, "without a GPU there are none"),
+        about="this machine: its processor",
+        names=(),
+        unified=True,
+        experts="bf16",
+        align=1,
+        profiles=CPU_PROFILES,
+        why_experts="vLLM's CPU build computes in bf16",
+        why_align="our plugin takes the sizes as they are",
+        memory=size,
+        resident=resident,
+        runtime=_bound(0.0, "without a GPU there are none"),
         host=_bound(CPU_HOST, "vLLM's CPU build took 3.7 GB with the tiny model"),
         most=_bound(1.0, "there is no share to keep to on a processor"),
         bandwidth=_measured(bandwidth / 1e9, "copies of buffers, all cores, in this very run") if bandwidth else None,
-    )  # fmt: skip
+    )
 
 
 def copy_speed() -> float:

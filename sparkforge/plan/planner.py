@@ -216,10 +216,15 @@ def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> 
     same = roofline.decode(model, batch, load, touched=model.top_k)
     best, seconds = roofline.time(same, device).seconds, time.seconds
     return document.DecodeRow(
-        batch=batch, experts=roofline.experts_touched(model.experts, model.top_k, batch), bytes=int(time.work.bytes),
-        bound=time.bound, seconds=seconds, each=1 / seconds if seconds else None,
-        total=batch / seconds if seconds else None, best_total=batch / best if best else None,
-    )  # fmt: skip
+        batch=batch,
+        experts=roofline.experts_touched(model.experts, model.top_k, batch),
+        bytes=int(time.work.bytes),
+        bound=time.bound,
+        seconds=seconds,
+        each=1 / seconds if seconds else None,
+        total=batch / seconds if seconds else None,
+        best_total=batch / best if best else None,
+    )
 
 
 def _format(
@@ -227,13 +232,17 @@ def _format(
 ) -> document.FormatRow:
     freed, served = model.weight_bytes() - model.weight_bytes(dense), replace(load, dense=dense)
     return document.FormatRow(
-        name=dense.name, attention=dense.attention, head=dense.head,
-        bytes=int(roofline.decode(model, 1, replace(served, context=0)).bytes), freed_bytes=freed,
-        kv_tokens=freed // max(1, model.full_layers * model.kv_layer_token(load.kv)), users=USERS,
+        name=dense.name,
+        attention=dense.attention,
+        head=dense.head,
+        bytes=int(roofline.decode(model, 1, replace(served, context=0)).bytes),
+        freed_bytes=freed,
+        kv_tokens=freed // max(1, model.full_layers * model.kv_layer_token(load.kv)),
+        users=USERS,
         each=tuple(speed.ceiling(model, device, users, served) for users in USERS),
         forecasts=tuple(forecast.step(model, device, roofline.decode(model, users, served)) for users in USERS),
         profiles=tuple(name for name in choose.candidates(device, profiles) if profiles[name].dense == dense),
-    )  # fmt: skip
+    )
 
 
 def _speculation(
@@ -254,9 +263,13 @@ def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -
     seconds = roofline.first_token_seconds(model, device, prompt, 1, load)
     bounds = {roofline.time(work, device).bound for work in works}
     return document.PrefillRow(
-        prompt=prompt, chunk=load.batched, bound=" and ".join(sorted(bounds)), seconds=seconds,
-        rate=prompt / seconds if seconds else None, forecast=forecast.prefill_seconds(model, device, prompt, load),
-    )  # fmt: skip
+        prompt=prompt,
+        chunk=load.batched,
+        bound=" and ".join(sorted(bounds)),
+        seconds=seconds,
+        rate=prompt / seconds if seconds else None,
+        forecast=forecast.prefill_seconds(model, device, prompt, load),
+    )
 
 
 def _advice(

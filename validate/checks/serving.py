@@ -26,10 +26,13 @@ def load(view: View, model: Architecture) -> Workload:
     """Return the load that must fit when vLLM starts: one sequence of --max-model-len, and the limits of a step."""
     arguments = view.names("serve.args")
     return Workload(
-        context=longest(arguments, model.longest), concurrency=1, kv=kv_type(arguments), dense=dense_format(view),
+        context=longest(arguments, model.longest),
+        concurrency=1,
+        kv=kv_type(arguments),
+        dense=dense_format(view),
         batched=integer(arguments, "--max-num-batched-tokens", BATCHED_TOKENS),
         sequences=integer(arguments, "--max-num-seqs", SEQUENCES),
-    )  # fmt: skip
+    )
 
 
 def dense_format(view: View) -> DenseFormat:

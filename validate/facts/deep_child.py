@@ -109,14 +109,21 @@ class Questions:
         if not layer.get("experts"):
             raise LookupError("the model has no experts, or is of no known family")
         return FusedMoEConfig(
-            num_experts=layer["experts"], num_local_experts=layer["experts"], num_logical_experts=layer["experts"],
-            experts_per_token=layer["top_k"], hidden_dim=layer["hidden"], intermediate_size=layer["intermediate"],
-            activation=MoEActivation.from_str(layer["activation"]), has_bias=layer["bias"],
-            in_dtype=config.model_config.dtype, device=config.device_config.device,
+            num_experts=layer["experts"],
+            num_local_experts=layer["experts"],
+            num_logical_experts=layer["experts"],
+            experts_per_token=layer["top_k"],
+            hidden_dim=layer["hidden"],
+            intermediate_size=layer["intermediate"],
+            activation=MoEActivation.from_str(layer["activation"]),
+            has_bias=layer["bias"],
+            in_dtype=config.model_config.dtype,
+            device=config.device_config.device,
             routing_method=RoutingMethodType[layer["routing"]],
             moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-            moe_backend=config.kernel_config.moe_backend, is_lora_enabled=config.lora_config is not None,
-        )  # fmt: skip
+            moe_backend=config.kernel_config.moe_backend,
+            is_lora_enabled=config.lora_config is not None,
+        )
 
     def dense_kernels(self) -> dict[str, str]:
         """Per dense layer (qkv_proj, o_proj, lm_head) the kernel that will multiply by one device's share of it.

@@ -97,10 +97,13 @@ class ExtensionOrder:
         """The variables of cmake, the compilers and ninja; ccache does not tell one build folder from another."""
         variables = self.chain.environment()
         return {
-            **variables, **dict.fromkeys(CLEARED, ""),
+            **variables,
+            **dict.fromkeys(CLEARED, ""),
             "PATH": f"{self.interpreter.python.parent}{os.pathsep}{variables['PATH']}",
-            "CCACHE_BASEDIR": str(self.folder), "TORCH_CUDA_ARCH_LIST": self.arch, "VLLM_TARGET_DEVICE": "cuda",
-        }  # fmt: skip
+            "CCACHE_BASEDIR": str(self.folder),
+            "TORCH_CUDA_ARCH_LIST": self.arch,
+            "VLLM_TARGET_DEVICE": "cuda",
+        }
 
 
 def home() -> Path:
