@@ -52,7 +52,7 @@ SHORT = {
 SWITCHES = ("--enable-", "--disable-", "--no-", "--enforce-eager", "--trust-remote-code", "--async-scheduling")
 
 
-def split(argument: str) -> tuple[str, str | None]:
+def split_flag(argument: str) -> tuple[str, str | None]:
     """Return the flag of an argument in its long form, with hyphens, and the value in the same argument, if any."""
     name, equals, value = argument.partition("=")
     if name.startswith("--"):
@@ -67,7 +67,7 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
     """Return the last value of `flag`, behind it or behind an equals sign; None if it is not there or has none."""
     value = None
     for index, argument in enumerate(arguments):
-        name, inline = split(argument)
+        name, inline = split_flag(argument)
         if name == flag:
             value = next(iter(arguments[index + 1 : index + 2]), None) if inline is None else inline
     return value
@@ -75,7 +75,7 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
 
 def meant(argument: str, flags: Iterable[str]) -> str:
     """Return the one of `flags` that an argument means, abbreviated or not; empty for none."""
-    name = split(argument)[0]
+    name = split_flag(argument)[0]
     return next((flag for flag in flags if len(name) > 2 and flag.startswith(name)), "") if name[:2] == "--" else ""
 
 
@@ -83,7 +83,7 @@ def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
     """Return the arguments without `flag` and its values."""
     remaining, skip = list[str](), False
     for argument in arguments:
-        name, inline = split(argument)
+        name, inline = split_flag(argument)
         if skip:
             skip = False
         elif name == flag:
@@ -97,7 +97,7 @@ def taken(arguments: Sequence[str], flag: str) -> tuple[list[str], list[str]]:
     """Return all values of a flag that takes several, and the other arguments."""
     values, remaining, inside = list[str](), list[str](), False
     for argument in arguments:
-        name, value = split(argument) if argument.startswith("-") else ("", argument)
+        name, value = split_flag(argument) if argument.startswith("-") else ("", argument)
         inside = name == flag if name else inside
         if not inside:
             remaining.append(argument)
@@ -115,7 +115,7 @@ def positional(arguments: Sequence[str]) -> list[tuple[str, str]]:
     words, flag, free = list[tuple[str, str]](), "", 0.0
     for word in arguments:
         if word.startswith("-") and word != "-":
-            flag, inline = split(word)
+            flag, inline = split_flag(word)
             known = FLAGS.get(flag, VllmFlag(0 if flag.startswith(SWITCHES) else 1))
             free = 0 if inline is not None or flag == "--" else known.values
         elif free:

@@ -23,8 +23,8 @@ from typing import Any
 from sparkforge.core.errors import UsageError
 
 VARIABLE = "SPARKFORGE_LIMITS"
-# A thread that parses a large body keeps the interpreter's lock for so long when the event loop wants it. The loop
-# takes that lock many times in a request: with Python's default of 5 ms other clients waited for seconds.
+# After so many seconds a thread that parses a large body gives the interpreter's lock to the event loop. The loop takes
+# that lock many times in a request: with Python's default of 5 ms other clients waited for seconds.
 SWITCH_SECONDS = 0.0005
 PATCHED = {"grammar-seconds": "VLLM_GRAMMAR_COMPILATION_CPU_S", "header-seconds": "VLLM_HTTP_TIMEOUT_HEADERS"}
 

@@ -15,7 +15,7 @@ from pydantic import Field, StringConstraints, model_validator
 from sparkforge.core import memory, tables
 from sparkforge.core.errors import RefusalError, UsageError
 from sparkforge.core.tables import Record
-from sparkforge.core.vllm_flags import QUANTIZATION, flag_value, split
+from sparkforge.core.vllm_flags import QUANTIZATION, flag_value, split_flag
 from sparkforge.image.devices import DOCKER, GPU
 from sparkforge.models import recipes
 from sparkforge.models.recipes import Recipe
@@ -68,7 +68,7 @@ class ServeProfile(Record):
     def replaced_by(self, flags: Sequence[str]) -> Iterator[str]:
         """Yield a line for each flag of the profile that a user's flags replace."""
         for word in flags:
-            name, _ = split(word)
+            name, _ = split_flag(word)
             own = next((flag for flag in self.flags if name in {flag, flag.replace("--", "--no-", 1)}), "")
             if own:
                 value = f" ({self.flags[own].value})" if self.flags[own].value != "" else ""
