@@ -9,11 +9,12 @@ from enum import StrEnum
 from sparkforge.core.errors import RefusalError, SparkforgeError
 from validate.checks import CHECKS
 from validate.checks.finding import Check, Finding, Status, View, evaluate, skipped
-from validate.facts import checkpoint, deep, gpu, layers, machine, numerics, patches, software
+from validate.facts import checkpoint, child, deep, gpu, layers, machine, numerics, patches, software
 from validate.facts.fact import Fact, Facts, gather
 from validate.facts.target import Options, Target
 from validate.profiles import Profile, named
 
+PROGRAMS: Mapping[str, child.Asks] = {"deep": deep, "numerics": numerics, "layers": layers}
 GROUPS = (machine.READINGS, *gpu.GROUPS, software.READINGS, patches.READINGS, checkpoint.READINGS)
 
 
@@ -27,7 +28,7 @@ class ValidationVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """The result of a validation. `seconds` has `facts`, `deep`, `numerics`, `layers` and `checks`."""
+    """The result of a validation. `seconds` has `facts`, `imports`, `deep`, `numerics`, `layers` and `checks`."""
 
     profile: str
     verdict: ValidationVerdict
@@ -69,17 +70,18 @@ def run(profile: str, options: Options, sheet: Facts | None = None) -> Validatio
     start = time.monotonic()
     facts: dict[str, Fact] = gather(target, GROUPS) if sheet is None else dict(sheet)
     seconds = {"facts": time.monotonic() - start}
-    for name, module in (("deep", deep), ("numerics", numerics), ("layers", layers)):
-        start = time.monotonic()
-        if options.deep and name in needs:
-            facts |= module.gather(target)
-        seconds[name] = time.monotonic() - start
+    wanted = {name: module for name, module in PROGRAMS.items() if options.deep and name in needs}
+    start = time.monotonic()
+    asked, each = child.gather(target, *wanted.values())
+    facts |= asked
+    seconds |= {**dict.fromkeys(PROGRAMS, 0.0), **dict(zip(wanted, each, strict=True))}
+    seconds["imports"] = max(0.0, time.monotonic() - start - sum(each))
     return _judge(chosen, facts, seconds, "this machine", with_deep=options.deep)
 
 
 def rehearse(profile: str, sheet: Facts, origin: str) -> ValidationReport:
     """Judge a recorded sheet as `profile` would; nothing of this machine is read. Raises UsageError as `run`."""
-    seconds = dict.fromkeys(("facts", "deep", "numerics", "layers"), 0.0)
+    seconds = dict.fromkeys(("facts", "imports", *PROGRAMS), 0.0)
     return _judge(named(profile), sheet, seconds, origin, with_deep=True)
 
 

@@ -142,6 +142,12 @@ class ProbeError(Exception):
     """A probe gave no answer; the message says why in one line."""
 
 
+def last_line(output: str) -> str:
+    """Return the last line of a program's output that is not blank, 300 characters at most."""
+    lines = (line.strip() for line in reversed(output.splitlines()))
+    return next((line[:300] for line in lines if line), "it printed nothing")
+
+
 @dataclass(frozen=True)
 class ProgramOutput:
     """The result of a program: its exit code (None: it was still running when time was up) and its output."""
@@ -152,8 +158,7 @@ class ProgramOutput:
 
     def last_line(self) -> str:
         """Last line that was printed on stderr, else on stdout."""
-        lines = [line.strip() for text in (self.stdout, self.stderr) for line in text.splitlines() if line.strip()]
-        return lines[-1][:300] if lines else "it printed nothing"
+        return last_line(f"{self.stdout}\n{self.stderr}")
 
 
 def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None = None) -> ProgramOutput:

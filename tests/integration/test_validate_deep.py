@@ -22,7 +22,8 @@ from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
 from validate.facts import checkpoint, deep, layers, numerics
-from validate.facts.child import entries
+from validate.facts.child import Outcome, entries
+from validate.facts.child import gather as gather_facts
 from validate.facts.fact import Fact
 from validate.facts.target import Target
 
@@ -122,16 +123,17 @@ def gather_in_forks(forks):
             return stack.enter_context(forks(IMPORTS, environment(*path)))
 
         def gather(facts, target, path):
-            def run_in_a_fork(program, *_, **request):
-                request |= {"model": checkpoint.path(target), "serve_args": list(target.options.serve_args)}
-                request["layer"] = checkpoint.layer(target)
+            def run_in_a_fork(target, programs):
+                (program,) = programs
+                request = {"model": checkpoint.path(target), "serve_args": list(target.options.serve_args)}
+                request |= {"layer": checkpoint.layer(target), **program.request}
                 with tempfile.TemporaryDirectory() as folder:
-                    process(path).run(program, (json.dumps(request), Path(folder) / "facts"))
-                    return {entry["name"]: entry for entry in entries(Path(folder) / "facts")}, ""
+                    process(path).run(program.file, (json.dumps(request), Path(folder) / "facts"))
+                    return [Outcome({entry["name"]: entry for entry in entries(Path(folder) / "facts")})]
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(facts, "run_child", run_in_a_fork)
-                return facts.gather(target)
+                patch.setattr("validate.facts.child.run_programs", run_in_a_fork)
+                return gather_facts(target, facts)[0]
 
         yield gather
 
@@ -149,7 +151,7 @@ def deep_facts(gather_in_forks):
 
 def test_cpu_is_told_as_it_is(model, trees):
     # Named, because without it the plugin claims the checkpoint on a CPU without AMX and leaves it on one with AMX.
-    facts = deep.gather(target(model, trees["upstream"], args=("--quantization", "spark-mxfp4")))
+    facts, _ = gather_facts(target(model, trees["upstream"], args=("--quantization", "spark-mxfp4")), deep)
     assert facts["deep.platform"].value == "CpuPlatform"
     assert facts["deep.quantization"].value == "spark-mxfp4"
     assert facts["deep.attention_backend"].value == ["CPU_ATTN"]

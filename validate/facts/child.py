@@ -1,40 +1,118 @@
-"""Programs beside the validator that ask torch and vLLM, in the interpreter that will serve. They may crash or hang."""
+"""Programs beside the validator that ask torch and vLLM, in the interpreter that will serve. They may crash or hang.
+
+Importing vLLM takes longer than what they ask: one process imports it, and each program runs in a fork of that process.
+"""
 
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from sparkforge.core.files import parse_json, read_bytes
-from sparkforge.core.process import ProbeError, ask, ending
+from sparkforge.core.process import ProbeError, ask, ending, last_line
 from validate.facts import checkpoint
+from validate.facts.fact import Fact
 from validate.facts.target import Target
 
+FORKS = Path(__file__).with_name("forks_child.py")
+IMPORT_SECONDS, FORK_SECONDS = 120.0, 10.0
 
-def run_child(
-    program: str | Path, target: Target, name: str, seconds: float, **request: Any
-) -> tuple[dict[str, dict[str, Any]], str]:
-    """Run `program` with a request for the model and the server's arguments; return its facts by name, and its failure.
 
-    The failure is a sentence about a crash or a timeout after `seconds`; missing facts are not in the
-    result. `name` is the subject of that sentence. A failure of the program is never raised.
+class Program(NamedTuple):
+    """A program: its file, the subject of a sentence about its failure, its time limit, and what its request adds.
+
+    `imports` are the modules that its fork has, if they can be imported.
     """
+
+    file: Path
+    subject: str
+    seconds: float
+    imports: Sequence[str]
+    request: Mapping[str, Any] = {}
+
+
+class Outcome(NamedTuple):
+    """The facts that a program wrote, by name, a sentence about its crash or timeout, and the seconds it took."""
+
+    entries: Mapping[str, dict[str, Any]] = {}
+    why: str = ""
+    seconds: float = 0.0
+
+
+class Asks(Protocol):
+    """A module of facts with a program; without one it is given an empty outcome."""
+
+    def program(self, target: Target) -> Program | None:
+        """Return the program that asks; None if there is nothing to ask."""
+
+    def facts(self, target: Target, outcome: Outcome) -> dict[str, Fact]:
+        """Return every fact of the module; those that the program did not write carry how it ended."""
+
+
+def gather(target: Target, *modules: Asks) -> tuple[dict[str, Fact], list[float]]:
+    """Return the facts of the modules' programs, and each one's seconds. A program's failure is never raised."""
+    programs = [module.program(target) for module in modules]
+    outcomes = iter(run_programs(target, [program for program in programs if program]))
+    facts: dict[str, Fact] = {}
+    seconds = []
+    for module, program in zip(modules, programs, strict=True):
+        outcome = next(outcomes) if program else Outcome()
+        facts |= module.facts(target, outcome)
+        seconds.append(outcome.seconds)
+    return facts, seconds
+
+
+def run_programs(target: Target, programs: Sequence[Program]) -> list[Outcome]:
+    """Run the programs one after another, each with a request for the model and the server's arguments.
+
+    Where the imports crash or hang, each program imports for itself, so that what it asks before is known.
+    """
+    if not programs:
+        return []
+    outcomes, is_done = _run(target, programs, IMPORT_SECONDS)
+    if not is_done and any(program.imports for program in programs):
+        outcomes, _ = _run(target, [program._replace(imports=()) for program in programs], 0.0)
+    return outcomes
+
+
+def _run(target: Target, programs: Sequence[Program], import_seconds: float) -> tuple[list[Outcome], bool]:
+    """Return the programs' outcomes, and whether the first was begun and ended."""
     options = target.options
-    request |= {
+    common = {
         "model": checkpoint.path(target), "serve_args": list(options.serve_args), "layer": checkpoint.layer(target)
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="sparkforge-validate-") as folder:
-        answers = Path(folder) / "answers.jsonl"
-        command: list[str | Path] = [options.python, "-P", program, json.dumps(request), answers]
+        files = [Path(folder) / str(number) for number in range(len(programs))]
+        plan = [
+            {
+                "program": str(program.file),
+                "request": json.dumps({**common, **program.request}),
+                "seconds": program.seconds,
+                "files": str(file),
+                "imports": list(program.imports),
+            }
+            for program, file in zip(programs, files, strict=True)
+        ]
+        (Path(folder) / "plan.json").write_text(json.dumps(plan))
+        command: list[str | Path] = [options.python, "-P", FORKS, Path(folder) / "plan.json"]
+        limit = import_seconds + sum(program.seconds for program in programs) + FORK_SECONDS
         try:
-            answer = ask(command, seconds=seconds, env=options.environ)
+            answer = ask(command, seconds=limit, env=options.environ)
         except ProbeError as error:
-            return {}, str(error)
-        written = {entry["name"]: entry for entry in entries(answers)}
-    if answer.code is None:
-        return written, f"{name} did not answer within {seconds:g} s"
-    return written, f"the child process {ending(answer.code)}: {answer.last_line()}"
+            return [Outcome(why=str(error)) for _ in programs], True
+        outcomes = []
+        for program, file in zip(programs, files, strict=True):
+            ends, code, seconds, printed = entries(file.with_suffix(".end")), answer.code, 0.0, answer.last_line()
+            if ends:
+                code, seconds = ends[0]["code"], ends[0]["seconds"]
+                printed = last_line(file.with_suffix(".output").read_text(errors="replace"))
+            late = f"{program.subject} did not answer within {program.seconds:g} s"
+            why = late if code is None else f"the child process {ending(code)}: {printed}"
+            written = {entry["name"]: entry for entry in entries(file.with_suffix(".answers"))}
+            outcomes.append(Outcome(written, why, seconds))
+        return outcomes, files[0].with_suffix(".end").exists()
 
 
 def entries(answers: Path) -> list[dict[str, Any]]:

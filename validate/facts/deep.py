@@ -1,15 +1,22 @@
 """Deep facts: what only torch and vLLM know. One child process with a time limit asks them."""
 
+from pathlib import Path
+
 from validate.facts import deep_child
-from validate.facts.child import run_child
+from validate.facts.child import Outcome, Program
 from validate.facts.fact import Fact
 from validate.facts.target import Target
 
 SOURCES = {name: source for name, source, _ in deep_child.QUESTIONS}
+IMPORTS = ("torch", "vllm.engine.arg_utils", "vllm.utils.argparse_utils", *deep_child.OPTION_MODULES)
 
 
-def gather(target: Target) -> dict[str, Fact]:
-    """Every deep fact; those that the child did not write carry how it ended. Never raises for what the child does."""
-    entries, why = run_child(deep_child.__file__, target, "torch and vllm", target.options.deep_seconds)
-    facts = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in entries.items()}
-    return {name: facts.get(name, Fact(None, source, why)) for name, source in SOURCES.items()}
+def program(target: Target) -> Program:
+    """Return the program that asks."""
+    return Program(Path(deep_child.__file__), "torch and vllm", target.options.deep_seconds, IMPORTS)
+
+
+def facts(_target: Target, outcome: Outcome) -> dict[str, Fact]:
+    """Return every deep fact; those that the child did not write carry how it ended."""
+    known = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in outcome.entries.items()}
+    return {name: known.get(name, Fact(None, source, outcome.why)) for name, source in SOURCES.items()}

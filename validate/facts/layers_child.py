@@ -39,11 +39,12 @@ Weights = dict[str, torch.Tensor]
 
 
 def make_weights(size: int) -> Weights:
-    """Return the checkpoint's tensors by their names there: the same everywhere, and heavy-tailed (Student's t).
+    """Return the checkpoint's tensors by their names there: always the same on a kind of device, heavy-tailed (t).
 
-    `size` is hidden and intermediate. Projections keep activations near 1, with outliers above 10.
+    `size` is hidden and intermediate. Projections keep activations near 1, with outliers above 10. The tensors are on
+    torch's default device.
     """
-    random = torch.Generator().manual_seed(20261127)
+    random = torch.Generator(torch.get_default_device()).manual_seed(20261127)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (scale * torch.randn(shape, generator=random)).to(torch.bfloat16)
@@ -113,7 +114,8 @@ def write_checkpoint(folder: Path, weights: Weights, size: int) -> None:
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": unconverted},
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    on_cpu = {name: tensor.cpu() for name, tensor in weights.items()}
+    save_file(on_cpu, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_engine(folder: Path, serve_args: list[str]) -> Any:
@@ -142,7 +144,7 @@ PARTS = ("attn.attn", "attn.qkv_proj", "attn.o_proj", "mlp.router", "mlp.experts
 
 
 def record(model: torch.nn.Module) -> tuple[Calls, torch.Tensor | None]:
-    """Return part → what enters and leaves it at each call from now on, on the CPU; and attention's own rotation.
+    """Return part → what enters and leaves it at each call from now on, and attention's own rotation.
 
     The rotation is spark_mxfp4's cosines and sines, float32 [positions, HEAD_DIM], where attention rotates itself.
     """
@@ -153,7 +155,7 @@ def record(model: torch.nn.Module) -> tuple[Calls, torch.Tensor | None]:
         def keep(_module: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
             tensors = [value for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor)]
             first = output[0] if isinstance(output, tuple) else output
-            calls[name].append(([value.detach().cpu().clone() for value in tensors], first.detach().cpu().clone()))
+            calls[name].append(([value.detach().clone() for value in tensors], first.detach().clone()))
 
         return keep
 
@@ -162,7 +164,7 @@ def record(model: torch.nn.Module) -> tuple[Calls, torch.Tensor | None]:
             module.register_forward_hook(hook(name), with_kwargs=True)
         if name.endswith("attn.attn"):
             rotation = getattr(getattr(module.impl, "layer", None), "rotation", None)
-    return calls, None if rotation is None else rotation[: PROMPT + STEPS].cpu()
+    return calls, None if rotation is None else rotation[: PROMPT + STEPS]
 
 
 def serve(engine: Any) -> None:
@@ -283,14 +285,17 @@ def main(request: str, answers: str) -> None:
     arguments = json.loads(request)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, where its parts can be recorded
     numerics = beside("numerics_child")
-    size = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-    weights = make_weights(size)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = SIZES[device]
+    with torch.device(device):
+        weights = make_weights(size)
     with tempfile.TemporaryDirectory(prefix="sparkforge-layers-") as folder:
         write_checkpoint(Path(folder), weights, size)
         engine = make_engine(Path(folder), arguments["serve_args"])
         calls, rotation = engine.apply_model(record)[0]
         serve(engine)
-    differences = dict(judge(calls, rotation, weights, numerics))
+    with torch.device(device):  # float64 there takes a tenth of the time
+        differences = dict(judge(calls, rotation, weights, numerics))
     with Path(answers).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"name": "layers.differences", "value": differences}) + "\n")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from sparkforge.core import gpus
 from sparkforge.plan import families
-from validate.facts import checkpoint, software
-from validate.facts.child import run_child
+from validate.facts import checkpoint, deep, software
+from validate.facts.child import Outcome, Program
 from validate.facts.fact import Fact
 from validate.facts.target import Target
 
@@ -17,15 +17,22 @@ EAGER = "cuda, eager"  # the child's word for a GPU with a kernel that no CUDA g
 PLUGIN, VLLM = "plugin", "vllm"  # whose kernel runs the experts: our plugin's, or the one that vLLM selects
 
 
-def gather(target: Target) -> dict[str, Fact]:
-    """Every fact of the numerics check; those that the child did not write carry how it ended. Never raises."""
+def program(target: Target) -> Program | None:
+    """Return the program that runs the layer; None if it is not run."""
+    if not_run(target):
+        return None
+    way = way_of(target)
+    imports = deep.IMPORTS if way == VLLM else ("torch",)
+    request = {"way": way, "gpu_fields": gpus.STATE_FIELDS}
+    return Program(CHILD, "the layer", target.options.numerics_seconds, imports, request)
+
+
+def facts(target: Target, outcome: Outcome) -> dict[str, Fact]:
+    """Return every fact of the check `numerics`; those that the child did not write carry how it ended."""
     if why := not_run(target):
         return {f"numerics.{name}": Fact(why if name == "state" else None, SOURCE) for name in NAMES}
-    entries, why = run_child(
-        CHILD, target, "the layer", target.options.numerics_seconds, way=way_of(target), gpu_fields=gpus.STATE_FIELDS
-    )
-    missing = {f"numerics.{name}": Fact(None, SOURCE, why) for name in NAMES}
-    computed = {name: Fact(entry["value"], SOURCE) for name, entry in entries.items()}
+    missing = {f"numerics.{name}": Fact(None, SOURCE, outcome.why) for name in NAMES}
+    computed = {name: Fact(entry["value"], SOURCE) for name, entry in outcome.entries.items()}
     return {**missing, "numerics.state": Fact(RAN, SOURCE), **computed}
 
 

@@ -210,7 +210,7 @@ def _holder(method: Any, layer: MoeLayer, device: torch.device) -> Holder:
 
 def difference(output: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the root mean square of the difference relative to that of `wanted`."""
-    return float((output.double().cpu() - wanted.cpu()).norm() / wanted.norm())
+    return float((output.double() - wanted.to(output.device)).norm() / wanted.norm())
 
 
 def graph_difference(run: Run, eager: torch.Tensor) -> float | None:

@@ -6,7 +6,7 @@ import pytest
 
 from validate import Options, ValidationVerdict, run
 from validate.checks.finding import Status
-from validate.facts import deep, layers, numerics
+from validate.facts import child, deep, layers, numerics
 
 PLATFORM = """
 class Capability:
@@ -31,7 +31,7 @@ def packages(tmp_path):
 
 
 def gathered(target, packages, environment, **more):
-    return deep.gather(target(environ=environment(PYTHONPATH=str(packages)), **more))
+    return child.gather(target(environ=environment(PYTHONPATH=str(packages)), **more), deep)[0]
 
 
 def test_each_question_has_its_own_answer_also_without_the_patch(target, packages, environment):
@@ -65,13 +65,36 @@ def test_crash_or_hang_keeps_what_was_told_before(target, packages, environment,
     assert all(why in facts[name].error for name in deep.SOURCES if name != "deep.torch_cuda")
 
 
+COUNTED = "from pathlib import Path\nPath(__file__).with_name('imports').open('a').write('x')\n"
+
+
+@pytest.mark.parametrize(("ends", "imports"), [("", 1), ("import os; os._exit(9)", 3), ("import os; os.abort()", 3)])
+def test_vllm_is_imported_once_unless_that_ends_the_process(target, packages, environment, ends, imports):
+    (packages / "vllm" / "engine").mkdir()
+    (packages / "vllm" / "engine" / "arg_utils.py").write_text(COUNTED + ends)
+    asked = target(model=packages, environ=environment(PYTHONPATH=str(packages)))
+    facts, seconds = child.gather(asked, deep, deep)
+    assert facts["deep.torch_cuda"].value == "13.0"
+    assert (packages / "vllm" / "engine" / "imports").read_text() == "x" * imports
+    assert ("child process" in facts["deep.attention_backend"].error) is bool(ends)
+    assert min(seconds) > 0
+
+
+def test_a_fork_that_could_not_use_the_gpu_is_a_new_process(target, packages, environment):
+    (packages / "torch.py").write_text(
+        f"{COUNTED}class version:\n    cuda = '13.0'\nclass cuda:\n    is_initialized = lambda: True\n"
+    )
+    assert gathered(target, packages, environment)["deep.torch_cuda"].value == "13.0"
+    assert (packages / "imports").read_text() == "xx"
+
+
 def test_interpreter_that_is_none(target, tmp_path):
-    facts = deep.gather(target(python=tmp_path / "none", environ={}))
+    facts, _ = child.gather(target(python=tmp_path / "none", environ={}), deep)
     assert all("cannot run" in fact.error for fact in facts.values())
 
 
 def test_deep_facts_only_where_the_profile_needs_them(monkeypatch, environment):
-    monkeypatch.setattr(deep, "gather", lambda _target: pytest.fail("this profile asks nothing of torch or vllm"))
+    monkeypatch.setattr(deep, "program", lambda _target: pytest.fail("this profile asks nothing of torch or vllm"))
     run("embedded", Options(environ=environment()))
 
 
@@ -87,8 +110,8 @@ def test_no_deep_is_never_green(environment, good):
 
 def test_a_profile_without_the_layers_gets_them_where_they_are_asked_for(good, monkeypatch):
     asked = []
-    monkeypatch.setattr(numerics, "gather", lambda _target: {})
-    monkeypatch.setattr(layers, "gather", lambda _target: asked.append("layers") or {})
+    monkeypatch.setattr(numerics, "program", lambda _target: None)
+    monkeypatch.setattr(layers, "program", lambda _target: asked.append("layers"))
     for wanted in (False, True):
         asked.clear()
         report = run("embedded", Options(layers=wanted), good("embedded"))

@@ -11,6 +11,7 @@ from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
 from validate.facts import numerics
 from validate.facts import numerics_child as child
+from validate.facts.child import Outcome, gather
 from validate.facts.fact import Fact
 from validate.facts.target import Options, Target
 
@@ -44,7 +45,7 @@ def gathered(tmp_path, environment):
         (tmp_path / "mutant.py").write_text(MODULE.format(body=body))
         env = environment(SPARK_MXFP4_KERNEL="mutant:kernel")
         env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
-        return numerics.gather(Target(Options(environ=env), "embedded"))
+        return gather(Target(Options(environ=env), "embedded"), numerics)[0]
 
     return gathered
 
@@ -54,7 +55,7 @@ def judge(facts):
 
 
 def test_the_kernel_of_this_checkout_is_right(environment):
-    facts = numerics.gather(Target(Options(environ=environment()), "embedded"))
+    facts, _ = gather(Target(Options(environ=environment()), "embedded"), numerics)
     assert facts["numerics.kernel"].value == "spark_mxfp4 torch"
     assert 0 < facts["numerics.difference"].value < 0.01
     finding = judge(facts)
@@ -66,11 +67,11 @@ def test_the_kernel_of_this_checkout_is_right(environment):
 def computed(tmp_path, monkeypatch):
     """The same facts, by the child's program in this process, which has imported torch already."""
 
-    def run(_child, _target, _what, _seconds, **request):
+    def run(_target, programs):
         answers = tmp_path / "answers"
-        child.main(json.dumps(request), str(answers))
+        child.main(json.dumps(programs[0].request), str(answers))
         entries = map(json.loads, answers.read_text().splitlines())
-        return {entry["name"]: entry for entry in entries}, ""
+        return [Outcome({entry["name"]: entry for entry in entries})]
 
     def computed(body, kernel=""):
         name = f"mutant_{tmp_path.name}"  # a name of its own: what is imported stays
@@ -78,8 +79,8 @@ def computed(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setenv("SPARK_MXFP4_KERNEL", kernel or f"{name}:kernel")
         monkeypatch.setattr(experts, "swiglu", experts.swiglu)  # put back what a mutation changes
-        monkeypatch.setattr(numerics, "run_child", run)
-        return numerics.gather(Target(Options(), "embedded"))
+        monkeypatch.setattr("validate.facts.child.run_programs", run)
+        return gather(Target(Options(), "embedded"), numerics)[0]
 
     return computed
 
@@ -99,7 +100,7 @@ def test_a_kernel_that_hangs_is_given_up(tmp_path, environment, monkeypatch):
     (tmp_path / "child.py").write_text(f"import sys, time; open(sys.argv[2], 'w').write({fact!r}); time.sleep(600)")
     monkeypatch.setattr(numerics, "CHILD", tmp_path / "child.py")
     begun = time.monotonic()
-    facts = numerics.gather(Target(Options(environ=environment(), numerics_seconds=3.0), "embedded"))
+    facts, _ = gather(Target(Options(environ=environment(), numerics_seconds=3.0), "embedded"), numerics)
     assert time.monotonic() - begun < 60
     assert facts["numerics.kernel"].value == "slow"
     finding = judge(facts)
@@ -162,7 +163,7 @@ def test_a_kernel_gets_its_own_sizes_and_layout(computed, tmp_path):
 def test_without_a_compiled_module_the_spark_warns_and_computes_nothing(site, install, environment, tmp_path):
     install(site, "flashinfer-python", "0.7.0.post1")
     target = Target(Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path))), "spark")
-    facts = numerics.gather(target)
+    facts, _ = gather(target, numerics)
     finding = judge(facts)
     assert facts["numerics.state"].value == "not compiled"
     assert finding.status is Status.WARN
