@@ -219,9 +219,6 @@ def write_tiny(python: Path) -> Path:
 PRELOADED = ("vllm/libs/libtcmalloc*.so*", "torch/lib/libgomp*.so*")
 
 
-CPU_SCORED_TOKENS = 512  # the accuracy gate's chunk
-
-
 class Embedded(InEnvironment):
     """vLLM's CPU build in an environment of this checkout."""
 
@@ -240,14 +237,13 @@ class Embedded(InEnvironment):
         return vllm_arguments(variables)
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that preload libraries, also from a path with spaces, the engine's threads and bounds.
+        """Return the variables that preload libraries, also from a path with spaces, and that set the engine's threads.
 
         One core is left to everything else: threads that wait for one that has lost its core make a step of the model
-        take seconds. A prompt's log probabilities take 5 ms a token, during which the others wait.
+        take seconds.
         """
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus(Path("/")) - 1))
-        bounds = f"scored-tokens={CPU_SCORED_TOKENS} {os.environ.get(limits.VARIABLE, '')}"
-        return {**preloaded(self.python), "OMP_NUM_THREADS": threads, limits.VARIABLE: bounds.strip()}
+        return {**preloaded(self.python), "OMP_NUM_THREADS": threads}
 
 
 def profile_named(name: str, family: str = "") -> ServeProfile:

@@ -13,7 +13,6 @@ from sparkforge.compile.flashinfer import build
 from sparkforge.core.errors import RefusalError, UsageError
 from sparkforge.image.devices import CONTAINERS, EMBEDDED
 from sparkforge.plan import capabilities
-from sparkforge.serve import limits
 from sparkforge.serve.devices import choose, in_environment
 from sparkforge.serve.devices.in_environment import Gpu
 from sparkforge.serve.record import StartPlan
@@ -208,10 +207,3 @@ def test_the_engine_leaves_a_core_to_everything_else(monkeypatch, cores, given, 
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     described = in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded"))
     assert described.variables()["OMP_NUM_THREADS"] == threads
-
-
-def test_the_engine_scores_fewer_tokens_unless_a_user_wants_more(monkeypatch):
-    described = in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded"))
-    for given, bound in (("", 512), ("tools=4", 512), ("scored-tokens=9", 9)):
-        monkeypatch.setenv(limits.VARIABLE, given)
-        assert limits.read(described.variables())["scored-tokens"] == bound

@@ -205,6 +205,32 @@ def test_more_requests_at_once_are_told_to_come_back(name):
     assert answers == 3
 
 
+@pytest.mark.parametrize(("seconds", "begun"), [(60, 2), (0, 3)])
+def test_prompts_are_scored_one_after_another(monkeypatch, seconds, begun):
+    monkeypatch.setattr(limits, "SCORING_SECONDS", seconds)
+    scored = json.dumps({"prompt": [1], "prompt_logprobs": 0}).encode()
+
+    async def rounds(server):
+        for _ in range(2):  # a turn is given back once
+            read, before = asyncio.Event(), server.answers
+
+            async def slow(_message, read=read):
+                await read.wait()
+
+            running = [asyncio.create_task(server.ask(scored, send=send)) for send in (slow, None)]
+            await server.ask(b"{}")
+            await asyncio.sleep(0.01)
+            yield server.answers - before
+            read.set()
+            await asyncio.gather(*running)
+            yield server.answers - before
+
+    async def counts():
+        return [count async for count in rounds(Server())]
+
+    assert asyncio.run(counts()) == [begun, 3] * 2
+
+
 def test_the_guard_judges_behind_the_key(monkeypatch):
     monkeypatch.setenv(access.KEY, "sesame")
     monkeypatch.setenv(access.HOSTS, "")
