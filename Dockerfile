@@ -155,7 +155,7 @@ RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=cache,target=/var/cache/debs \
     sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-source-${BUILDARCH}.txt"
 ARG JOBS=auto
-# CMake targets with commas, to try the way; none named are all that SM121 uses (docs/concepts/vllm-extensions.md).
+# CMake targets, comma-separated, for trials; empty: all that SM121 uses (docs/concepts/vllm-extensions.md).
 ARG VLLM_TARGETS=
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=bind,from=bundle,target=/mnt/bundle \

@@ -1,7 +1,7 @@
 """Tiny random checkpoints of families that have none of their own: the same weights everywhere, nothing downloaded.
 
-Bytes are the vocabulary, beside the special tokens of ChatML and of tool calls, so any text can be read and written.
-transformers' own class of a family says which tensors there are, and writes them under the names of its checkpoints.
+The vocabulary is the 256 bytes and the special tokens of ChatML and of tool calls, so any text can be read and written.
+The family's class in transformers defines the tensors, and writes them under the names of its checkpoints.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import numpy as np
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 64, 8, 2
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
-VOCAB = 320  # 256 bytes, the special tokens, and some that nothing stands for
+VOCAB = 320  # 256 bytes, the special tokens, and unused ids
 TURN = "{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}"
 TEMPLATE = (
     "{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -58,7 +58,7 @@ CONFIGS = {
 
 
 def values(name, shape):
-    """Bytes of the name's hash: norms about 1, vectors about 0, and matrices so small that bf16 stays near float32."""
+    """Return values from the name's hash: norms around 1, vectors around 0, matrices small enough for bf16."""
     raw = np.frombuffer(hashlib.shake_256(name.encode()).digest(int(np.prod(shape))), np.uint8)
     if len(shape) == 1:
         return ((raw // 4 + np.float32(96)) / 128 if "norm" in name else raw / np.float32(256) - 0.5).reshape(shape)
@@ -67,7 +67,7 @@ def values(name, shape):
 
 
 def tokenizer():
-    """A byte-level tokenizer without merges: a token a byte (its letters are those of GPT-2's table of bytes)."""
+    """A byte-level tokenizer without merges: one token per byte (its letters are those of GPT-2's table of bytes)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}

@@ -43,5 +43,5 @@ PROFILES = {profile.name: profile for profile in TABLE.profile}
 def named(name: str) -> Profile:
     """Return the profile called `name`. Raises UsageError if there is none."""
     if name not in PROFILES:
-        raise UsageError(f"no profile {name!r}", f"there are {', '.join(PROFILES)}", "--profile spark")
+        raise UsageError(f"no profile {name!r}", f"choose from {', '.join(PROFILES)}", "--profile spark")
     return PROFILES[name]

@@ -39,7 +39,7 @@ def main() -> None:
     carry = commands.add_parser("rebase", help="carry a queue over to another release, into a folder of its own")
     carry.add_argument("to", help="the version: 0.33.0 is vLLM's, else flashinfer-0.7.2.post1")
     carry.add_argument("--stack", default="", help="stack of pins.toml; default: its default")
-    carry.add_argument("--drop", default="", help="numbers of patches to leave behind, with commas")
+    carry.add_argument("--drop", default="", help="numbers of patches to leave out, comma-separated")
     carry.add_argument("--continue", dest="resume", action="store_true", help="go on after the conflicts are resolved")
     arguments = parser.parse_args()
     stack = chosen_stack(arguments.stack)

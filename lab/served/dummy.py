@@ -26,7 +26,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {size: recipes.load()[f"gpt-oss-{size}"
 def config(size: str) -> dict[str, Any]:
     """Return config.json of openai/gpt-oss-`size`; raises UsageError for a size that is not in SIZES."""
     if size not in SIZES:
-        raise UsageError(f"there is no gpt-oss of size {size!r}", f"there are {', '.join(SIZES)}", "name one of them")
+        raise UsageError(f"there is no gpt-oss of size {size!r}", f"choose from {', '.join(SIZES)}", "name one of them")
     tiny = tiny_format.config(tiny_random.SIZES)
     merged = {**tiny, **SIZES[size], "quantization_config": tiny["quantization_config"]}
     return {**merged, "layer_types": ["sliding_attention", "full_attention"] * (merged["num_hidden_layers"] // 2)}

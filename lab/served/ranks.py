@@ -31,25 +31,25 @@ RANK = re.compile(r"^\((?P<rank>Worker\S*) pid=\d+\)")
 
 @dataclass(frozen=True)
 class Split:
-    """GPUs that share each layer; `expert` gives each whole experts."""
+    """The number of GPUs that share each layer. With `expert`, each GPU has whole experts."""
 
     size: int = 1
     expert: bool = False
 
     def named(self, word: str) -> Split:
-        """Return the split that follows an @ in a backend's name. Raises UsageError for another word.
+        """Return the split that `word` names, the part of a backend's name after @. Raises UsageError.
 
-        `1` is one GPU, `tpN` and `epN` are N; an empty word is this split.
+        `1` is one GPU, `tpN` and `epN` are N GPUs; an empty word means this split.
         """
         if not word:
             return self
         match = re.fullmatch(r"(?P<kind>tp|ep|)(?P<size>[1-9]\d*)", word)
         if match is None or (not match["kind"] and match["size"] != "1"):
-            raise UsageError(f"there is no split {word!r}", "known are 1, tpN and epN", "spark@tp2")
+            raise UsageError(f"there is no split {word!r}", "choose from 1, tpN, epN", "spark@tp2")
         return Split(int(match["size"]), expert=match["kind"] == "ep")
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be split so."""
+        """Raise UsageError for expert parallelism on one GPU."""
         if self.expert and self.size == 1:
             why = "one GPU has all experts"
             raise UsageError("experts cannot be spread over one GPU", why, "--tensor-parallel 2")
@@ -77,11 +77,11 @@ def all_reduce_flags(python: str) -> tuple[str, ...]:
 
 
 def transports(log: str) -> dict[str, int]:
-    """Return how many of NCCL's channels go which way, such as P2P/CUMEM or NET/Socket."""
+    """Return the number of NCCL's channels by transport, such as P2P/CUMEM or NET/Socket."""
     return dict(Counter(match["way"] for match in VIA.finditer(log)))
 
 
 def ranks_with(log: str, text: str) -> tuple[str, ...]:
-    """Return the workers, such as Worker_TP1, whose lines have `text`."""
+    """Return the workers, such as Worker_TP1, whose lines contain `text`."""
     lines = (line for line in log.splitlines() if text in line)
     return tuple(sorted({match["rank"] for line in lines if (match := RANK.match(line))}))

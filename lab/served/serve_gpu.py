@@ -65,7 +65,7 @@ def backend_of(name: str) -> Backend:
     """
     known, _, kernel = name.partition("@")[0].partition(":")
     if known not in BACKENDS or (kernel and known != "spark"):
-        raise UsageError(f"there is no backend {name!r}", f"there are {', '.join(BACKENDS)}, spark:KERNEL", "name one")
+        raise UsageError(f"no backend {name!r}", f"choose from {', '.join(BACKENDS)}, spark:KERNEL", "name one")
     if not kernel:
         return BACKENDS[known]
     log = f"Using 'SPARK_{kernel.upper()}'"

@@ -1,7 +1,7 @@
-"""Which experts backend a vLLM release takes for gpt-oss on the DGX Spark: its own selector says it, run as a program.
+"""Run a vLLM release's own selector to learn which experts backend it takes for gpt-oss on the DGX Spark.
 
 The release's Python is run from its source archive by an interpreter that has torch and vLLM's other dependencies; the
-platform is faked (`ask_vllm.py`). A release that cannot be imported there leaves the question open.
+platform is faked (`ask_vllm.py`). If the release cannot be imported there, the backend stays undetermined.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")  # no token and n
 
 @dataclass(frozen=True)
 class ReleaseAnswer:
-    """What a release's code answered; `refusal` says why a part, or all of it, did not."""
+    """What a release's code answered. `refusal` says why its selector gave no answer."""
 
     backend: str = ""
     refusal: str = ""
@@ -39,7 +39,7 @@ class ReleaseAnswer:
 
 
 def ask(python: Path, root: Path, profiles: Mapping[str, ServeProfile]) -> ReleaseAnswer:
-    """Run the vLLM under `root` by `python`; never raises for what the release does."""
+    """Run the vLLM under `root` with `python`. A failure of the release is in the answer; none is raised."""
     parser = options.parser_file(root) if profiles else None
     question = {
         "cases": [{"capability": CAPABILITY, "flashinfer": True, "config": {}}],
@@ -66,7 +66,7 @@ def ask(python: Path, root: Path, profiles: Mapping[str, ServeProfile]) -> Relea
 
 
 def _run(python: Path, root: Path, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the program with nothing of our environment that it does not need. Raises ProcessError."""
+    """Run the program with only the environment variables that it needs. Raises ProcessError."""
     with TemporaryDirectory(prefix="sparkforge-") as home:
         environment = {
             **dict.fromkeys(name for name in os.environ if name not in KEPT),
@@ -94,7 +94,7 @@ def _run(python: Path, root: Path, question: Mapping[str, Any]) -> dict[str, Any
 
 
 def column(stock: ReleaseAnswer, patched: ReleaseAnswer) -> Column:
-    """Compare the answers of the stock release and of the release with the queue with what 12.x needs."""
+    """Compare the backends of the stock and of the patched release to the one that 12.x needs."""
     if stock.refusal:
         return undetermined(f"the selector was not run: {stock.refusal}")
     observations = [Observation(Effect.NONE, f"stock: {stock.backend}")]

@@ -76,7 +76,7 @@ def check(declared: Sequence[Declared], upstream: str, pinned: Mapping[str, GitS
 
 
 def _problem(dependency: Declared, pinned: Mapping[str, GitSource]) -> str | None:
-    """Return what is wrong between a dependency and its pin, or None."""
+    """Return how a dependency differs from its pin, or None."""
     request = (dependency.file, dependency.name)
     pins = {name: pin for name, pin in pinned.items() if (pin.asked_in, pin.dependency) == request}
     if not pins:

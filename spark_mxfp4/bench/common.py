@@ -39,7 +39,7 @@ def figures(model: LayerSizes, tokens: int, touched: float, us: float) -> dict[s
 
 
 def token_counts(text: str) -> tuple[int, ...]:
-    """Return the numbers of tokens of a command line, given with commas. Raises what argparse prints as one line."""
+    """Return a command line's comma-separated numbers of tokens. Raises what argparse prints as one line."""
     if not all(word.isdecimal() and int(word) for word in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers above 0 · give them as in 1,64")
     return tuple(map(int, text.split(",")))

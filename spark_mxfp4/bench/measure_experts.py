@@ -157,7 +157,7 @@ def main() -> None:
     flags.add_argument("--peer", help="folder that holds triton_kernels")
     flags.add_argument("--peer-cutlass", action="store_true", help="time FlashInfer's CUTLASS kernel too")
     flags.add_argument("--tune", action="store_true", help="time every pair of shapes instead")
-    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="with commas; default: 1 to 8192")
+    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="comma-separated; default: 1 to 8192")
     flags.add_argument(
         "--experts", default="", help="only models with these numbers of experts, separated by commas; default: all"
     )

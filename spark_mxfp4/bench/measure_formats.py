@@ -109,11 +109,11 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
     flags.add_argument("--states", type=int, default=STATES, help="hidden states; default %(default)s")
-    flags.add_argument("--shapes", help=f"with commas, of {', '.join(SHAPES)}; default: all")
+    flags.add_argument("--shapes", help=f"comma-separated, of {', '.join(SHAPES)}; default: all")
     arguments = flags.parse_args()
     names = arguments.shapes.split(",") if arguments.shapes else list(SHAPES)
     if unknown := [name for name in names if name not in SHAPES]:
-        sys.exit(f"cannot measure {', '.join(unknown)} · there are {', '.join(SHAPES)} · name some of these")
+        sys.exit(f"cannot measure {', '.join(unknown)} · choose from {', '.join(SHAPES)} · name some of these")
     result: dict[str, Any] = {"torch": torch.__version__, "states": arguments.states, "seed": SEED, "shapes": {}}
     for name in names:
         rows, columns = SHAPES[name]

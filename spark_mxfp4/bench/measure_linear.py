@@ -238,9 +238,9 @@ def main() -> None:
     """Measure what the flags ask for and save JSON."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
-    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="with commas; default: 1 to 64")
+    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="comma-separated; default: 1 to 64")
     flags.add_argument(
-        "--shapes", help="with commas, of qkv, o and head; default: these, and those of one of two devices"
+        "--shapes", help="comma-separated, of qkv, o and head; default: these, and those of one of two devices"
     )
     arguments = flags.parse_args()
     names = _named(arguments.shapes)

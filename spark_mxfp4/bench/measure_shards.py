@@ -134,7 +134,7 @@ def main() -> None:
     """Measure on the first two GPUs and save JSON."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
-    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="with commas; default: 1 to 4096")
+    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="comma-separated; default: 1 to 4096")
     arguments = flags.parse_args()
     if torch.cuda.device_count() < GPUS:
         sys.exit(

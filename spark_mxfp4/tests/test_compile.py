@@ -65,7 +65,7 @@ def run(*arguments):
 def test_the_command_refuses_an_unknown_capability():
     result = run("--capabilities", "12.0,7.5")
     assert result.returncode == 2
-    assert "no such capability: 7.5 · known are 8.0, 8.9" in result.stderr
+    assert "no such capability: 7.5 · choose from 8.0, 8.9" in result.stderr
 
 
 def test_the_committed_tables_have_every_target_and_no_problem_in_what_is_chosen():

@@ -1,4 +1,4 @@
-"""The kernels of a layer of few tokens, compiled for a CPU with threads as fibers, called by hopper.py as on a GPU."""
+"""The kernels that compute a layer for few tokens, compiled for a CPU with fibers as threads; hopper.py calls them."""
 
 import ctypes
 
@@ -15,7 +15,7 @@ from spark_mxfp4.kernels.layout import pack
 
 pytestmark = pytest.mark.needs("c++")
 
-# What one block has in a GPU's shared memory, and who has it here.
+# Declarations in a GPU's shared memory, and what replaces them here: one object for each block.
 SHARED = {
     "extern __shared__ uint8_t raw[];": "uint8_t* raw = spark::raw + blockIdx.x * BLOCK_BYTES;",
     "__shared__ Few few;": "Few& few = of_block<Few>();",
@@ -125,7 +125,7 @@ def test_no_warp_has_to_keep_up_with_the_others(library, monkeypatch, blocks, bl
 
 @pytest.fixture
 def gb10(library, gpu_on_cpu, monkeypatch):
-    """A GPU of 48 multiprocessors with 99 KB for a block, and no kernels for each product."""
+    """A GPU of 48 multiprocessors with 99 KB for a block, and without kernels for single products."""
     cpu_kernels.set_processors(48, monkeypatch, GB10_SHARED)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA GB10")
@@ -172,7 +172,7 @@ def vectors(x, chunks):
 
 @pytest.fixture(params=[(5, 3, 96, ()), (9, 4, 64, (0, 2)), (30, 9, 160, ()), (600, 9, 64, (4,))])
 def sorted_pairs(request, gpu_on_cpu):
-    """What some tokens, with top-2 and some experts elsewhere, are sorted into: by one block, for 600 by two."""
+    """Top-2 pairs of some tokens, sorted by one block, or by two for 600 tokens; some experts are on other devices."""
     tokens, experts, hidden, elsewhere = request.param
     x = activations(tokens, hidden)
     ids, _ = random_routing(tokens, experts, 2, device="cpu")

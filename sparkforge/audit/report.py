@@ -150,8 +150,8 @@ def audit_files(
     """
     rules, started = rules or load(), time.monotonic()
     if unknown := set(modules) - rules.modules.keys():
-        known = ", ".join(rules.modules)
-        raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", f"there are {known}", "./inv audit --help")
+        why = f"choose from {', '.join(rules.modules)}"
+        raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", why, "./inv audit --help")
     broken = list[Violation]()
     if not paths:
         raise UsageError("nothing is named to audit", "it would pass whatever there is", "./inv audit --help")

@@ -73,7 +73,7 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
     """
     names = list(dict.fromkeys(names))
     if not names:
-        why = "--profiles takes names with commas"
+        why = "--profiles takes comma-separated names"
         raise UsageError("there is no profile to measure", why, "./inv bench.bakeoff --profiles safe,fast")
     with locked(paths.state() / "bakeoff.lock", "run a bake-off beside another"):
         folder, (stack, model_id, arguments) = paths.state() / "bench" / "bakeoff", _served(plan)

@@ -96,7 +96,7 @@ def interval(before: Sequence[Result], after: Sequence[Result], statistic: Stati
 
 
 def print_comparison(before: str, after: str) -> None:
-    """Compare two sides, each one result file or several with commas, and print the table."""
+    """Compare two sides, each one result file or several, comma-separated, and print the table."""
     a, b = ([schema.read(Path(name)) for name in side.split(",") if name] for side in (before, after))
     if not a or not b:
         raise UsageError("two sides are needed", "one of them names no file", EXAMPLE)

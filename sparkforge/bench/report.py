@@ -1,7 +1,7 @@
-"""Results as tables in the terminal, and an HTML page of tables, which Rich makes of them.
+"""Results as tables, in the terminal and on an HTML page. Rich renders both.
 
-A page loads nothing and runs no script. Text of servers and files cannot become markup, steer a terminal, or hold a
-URL's password: pages are handed on. Measured and cited figures never share a table.
+A page loads nothing and runs no script. Text of servers and files cannot become markup or steer a terminal, and a URL's
+password is removed, because users share pages. Measured and cited figures never share a table.
 """
 
 import io

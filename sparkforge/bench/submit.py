@@ -60,7 +60,7 @@ def main(flags: Mapping[str, Any]) -> None:
         raise UsageError("the team needs a name", "1 to 80 printable characters", "--help   # name the team first")
     destination = Destination(team, to, form or (GRADIO if to == BOARD else JSON))
     if destination.form not in FORMS:
-        raise UsageError(f"there is no form {form!r}", f"there are {', '.join(FORMS)}", "--form json")
+        raise UsageError(f"there is no form {form!r}", f"choose from {', '.join(FORMS)}", "--form json")
     if to and to != BOARD:
         require_url(to, "--to", f"--to https://HOST/PATH, or --to {BOARD}")
     table = baselines.load()

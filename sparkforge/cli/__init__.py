@@ -26,7 +26,7 @@ COLLECTIONS = {
     "pins": (maintain.pins_lock,),
     "max": (serve.max_up,),
 }
-# The name of the last task of a collection, which its own name calls, too.
+# Collection → the name of its last task, which also runs if only the collection is named.
 DEFAULTS = {"build": "all", "patch": "make", "bundle": "make", "qualify": "run"}
 
 for _name, _tasks in COLLECTIONS.items():

@@ -227,7 +227,7 @@ def patch_make(_ctx: Context, stack: str = "", machine: str = "", dry_run: bool 
 class DevelopmentOptions:
     """Options of `./inv dev.build`."""
 
-    targets: str = option("vllm: CMake targets with commas; default: all that SM121 uses")
+    targets: str = option("vllm: CMake targets, comma-separated; default: all that SM121 uses")
     set: str = option("flashinfer: a set of the stack's kernel table; default: the image's")
     sources: str = option(
         "vllm: folder of an unpacked bundle, or with a git checkout for each repository; default: the network"
@@ -238,7 +238,7 @@ class DevelopmentOptions:
     )
     stack: str = option(STACK)
     units: str = option(
-        "vllm: compile and audit source files alone, with commas and *, or `changed`: what you edited; links nothing"
+        "vllm: compile and audit only these files: comma-separated patterns, or `changed` for those that you edited"
     )
 
 
@@ -260,8 +260,8 @@ def dev_build(_ctx: Context, options: DevelopmentOptions, name: str) -> None:
 
 @task(
     example="./inv audit .sparkforge/kernels --machine aarch64",
-    paths="files or folders: .cubin, .o, .so, .whl; several with commas",
-    module="modules that must be there, with commas",
+    paths="files or folders: .cubin, .o, .so, .whl; comma-separated",
+    module="modules that must be there, comma-separated",
     machine="x86_64 or aarch64, that the files must be for",
     output="JSON file for the whole report",
 )

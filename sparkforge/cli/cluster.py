@@ -22,7 +22,7 @@ CONFIG = "the cluster's file; default: cluster.toml in the checkout"
 
 @task(
     example="./inv cluster.discover --nodes local,spark-2 > cluster.toml",
-    nodes="names for ssh, the head first; local is this machine",
+    nodes="ssh destinations, the head first; local is this machine",
     device="docker, docker-cpu (a container without a GPU), or embedded: vLLM's CPU build",
     folder="absolute path of the checkout on the other machines; default: this one's path",
 )

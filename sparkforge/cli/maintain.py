@@ -16,8 +16,8 @@ from sparkforge.core.files import write_atomic
 class CleanOptions:
     """Options of `./inv clean-cache`."""
 
-    module: str = option("modules to remove, with commas, such as 'fused_moe_*'")
-    changed: str = option("changed source files, with commas: remove the modules built from them")
+    module: str = option("modules to remove, comma-separated, such as 'fused_moe_*'")
+    changed: str = option("changed source files, comma-separated: remove the modules built from them")
     stale: bool = option("remove what other versions left", False)
     all_: bool = option("remove every module; asks first", False)
     list_: bool = option("instead: list the modules, their sizes, and what uses them", False)
@@ -67,7 +67,7 @@ def clean_cache(_ctx: Context, options: CleanOptions) -> None:
     stack=STACK,
     machine="x86_64 or aarch64; default: this one",
     python="such as 3.12; default: this one",
-    more="more locks, such as spark, with commas",
+    more="more locks, comma-separated, such as spark",
     key="sign it by this key, as image.sign does: OUTPUT.sig",
 )
 def bundle_make(

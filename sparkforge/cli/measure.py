@@ -82,8 +82,8 @@ def submit(options: Options) -> None:
 
 @task(
     example="./inv bench.compare before.json after.json",
-    before="a result, or several with commas",
-    after="a result, or several with commas",
+    before="a result, or several, comma-separated",
+    after="a result, or several, comma-separated",
 )
 def compare(_ctx: Context, before: str, after: str) -> None:
     """Print which of two results is faster, if not noise.

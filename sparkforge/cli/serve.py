@@ -43,11 +43,11 @@ class ServeOptions:
     host: str = option("IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file")
     context: str = option("longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]")
     api_key_file: str | None = option(
-        "file with the API key that clients must send: one line, readable for you alone", None
+        "file with the API key that clients must send: one line, readable only by you", None
     )
-    allow_hosts: str = option("more names for the Host header, with commas: spark.local,localhost:9000")
+    allow_hosts: str = option("more names for the Host header, comma-separated: spark.local,localhost:9000")
     stack: str = option("a stack of pins.toml; default: the device's")
-    python: str = option("interpreter of an environment of yours that has vLLM, in place of the locked one")
+    python: str = option("Python interpreter of your own environment with vLLM, instead of the locked one")
     vllm_flags: Sequence[str] = option("vLLM's own flags, as in: -- --max-num-seqs 4", ())
 
 
@@ -104,7 +104,8 @@ def chosen(options: UpOptions, recipe: Recipe) -> UpOptions:
     from sparkforge.serve.devices.choose import choose
 
     if options.model:
-        raise UsageError(f"the recipe {options.recipe} and --model", "both name a model", "without --model")
+        failure = f"--model cannot be combined with the recipe {options.recipe}"
+        raise UsageError(failure, "both name a model", "without --model")
     device = choose(options.device).device
     context = whole_number("--context", options.context) if options.context else 0
     profiles.require_recipe(options.recipe, recipe, stack_of(device, options.stack), device, context)
@@ -117,8 +118,8 @@ class UpOptions(ServeOptions):
     """Options of `./inv up`."""
 
     recipe: str = option("a recipe, see ./inv models; default: the device's default model", positional=True)
-    fleet: str = option("several models at one URL: a fleet.toml, by default this folder's, else the state folder's")
-    quantization: str = option("spark-mxfp4: our own experts, by the profile of this name or added to --profile")
+    fleet: str = option("several models at one URL: a fleet.toml; default: that of this folder, or of the state folder")
+    quantization: str = option("spark-mxfp4: our own experts, with the profile of this name or --profile")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
     tiny_first: bool = option(
         "on a GPU: the tiny model must give its recorded answers before another one is loaded", True
@@ -186,7 +187,7 @@ def started_fleet(options: UpOptions) -> Server:
 
     others = {name: value for name, value in vars(UpOptions()).items() if name not in OF_A_FLEET}
     if named := [name for name, default in others.items() if getattr(options, name) != default]:
-        words = {"recipe": "a recipe", "vllm_flags": "flags behind --"}
+        words = {"recipe": "a recipe", "vllm_flags": "flags after --"}
         options_shown = ", ".join(words.get(name, f"--{name.replace('_', '-')}") for name in named)
         failure, fix = (
             f"--fleet cannot be combined with {options_shown}",
@@ -219,8 +220,8 @@ def down(_ctx: Context) -> None:
 def status(_ctx: Context, json_: bool = False) -> None:
     """Print what is served, its load, and the memory it takes.
 
-    Tokens per second come from two readings of the server's counters. It also prints the requests that were tested at
-    the start, and the server's last error. `watch ./inv status` repeats it.
+    Tokens per second come from two readings of the server's counters. It also prints the results of the start-up test
+    calls, and the server's last error. `watch ./inv status` repeats it.
     """
     from sparkforge.serve import record, status
     from sparkforge.serve.status import report_of_none
@@ -302,7 +303,7 @@ def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: 
 def require_message(message: str, command: str) -> None:
     """Raise UsageError for an option that the command does not have: Invoke takes it for the message."""
     if message.startswith("-"):
-        why, fix = "its options are in --help", "./inv chat --help   # a message that begins with - comes by stdin"
+        why, fix = "its options are in --help", "./inv chat --help   # send a message that begins with - on stdin"
         raise UsageError(f"./inv {command} has no option {message[:40]}", why, fix)
 
 
@@ -345,16 +346,16 @@ def rollback(
 
 @task(
     example="./inv max.up --device cpu",
-    model="gpt-oss checkpoint with MXFP4 experts: a folder, or OWNER/NAME that is here; default: a tiny one",
+    model="gpt-oss checkpoint with MXFP4 experts: a folder, or OWNER/NAME on this machine; default: a tiny one",
     device="cpu (float32, for small models) or gpu (not verified, see spark_mxfp4/docs/max.md)",
     port="port to listen on at 127.0.0.1",
     context="longest sequence in tokens, at least 1",
 )
 def max_up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT, context: str = "512") -> None:
-    """Serve gpt-oss by Modular's MAX, with packed experts.
+    """Serve gpt-oss with Modular's MAX and packed experts.
 
-    The first start brings MAX, about 400 MB, writes the tiny model if no other is named, and compiles it for minutes.
-    ./inv status, chat, logs and down work as after ./inv up. Its tokens were compared on a CPU and on an H100.
+    The first start installs MAX, about 400 MB, and takes minutes to compile the model, a tiny one if none is named.
+    ./inv status, chat, logs and down work as after ./inv up. Its tokens matched the reference on a CPU and an H100.
     """
     from sparkforge.serve import record, settings, status
     from sparkforge.serve.devices.device import start

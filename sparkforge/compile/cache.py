@@ -265,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
     """List or clean, as `./inv clean-cache --list` and `./inv clean-cache` do; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m sparkforge.compile.cache", description=__doc__)
     parser.add_argument("step", choices=("list", "clean"))
-    parser.add_argument("--module", default="", help="modules to remove, with commas, such as 'fused_moe_*'")
+    parser.add_argument("--module", default="", help="modules to remove, comma-separated, such as 'fused_moe_*'")
     for name in ("--stale", "--all", "--dry-run", "--yes"):
         parser.add_argument(name, action="store_true")
     options = parser.parse_args(arguments)

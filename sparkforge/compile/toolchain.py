@@ -129,7 +129,7 @@ def unfit(home: Path, architecture: str) -> str:
     if architecture not in SINCE:
         known = ", ".join(SINCE)
         failure = f"no rule for compute capability {architecture}"
-        raise _error(failure, f"there are {known}", "--help   # name one of them")
+        raise _error(failure, f"choose from {known}", "--help   # name one of them")
     if missing := [part for part in PARTS if not (home / part).exists()]:
         return f"{home} lacks {', '.join(missing)}"
     version, needed = nvcc_version(home / "bin/nvcc"), SINCE[architecture]

@@ -25,7 +25,7 @@ from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
 
 # C0 without tab and line feed, DEL, C1, bidirectional embeddings, overrides and isolates, lone surrogates.
 UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
-LONGEST = 4096  # characters of a sequence that is waited for; what follows them is shown as text
+LONGEST = 4096  # characters of an unfinished sequence that is kept; what follows a longer one is shown as text
 HIDDEN = "***"
 # A password may hold an unescaped @, /, ? or #. After a colon that does not begin a port, it ends at the last @.
 USER_INFO = re.compile(
@@ -33,8 +33,8 @@ USER_INFO = re.compile(
     r"|[^\s/?#\"'<>@]{0,256}@(?=[^\s/?#\"'<>]))"
 )
 _UNSAFE = re.compile(f"[{UNSAFE}]")
-# Each alternative has one group, which matches only where the sequence is complete. A string ends at a line feed too:
-# one without an end hides a line at most.
+# Each alternative has one group, which matches only where the sequence is complete. A line feed ends a control string
+# too, so that an unterminated string hides at most one line.
 _SEQUENCE = re.compile(
     r"(?:\x1b\[|\x9b)[ -?]*([@-~])?"  # CSI: cursor, colours, modes
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(\x07|\x9c|\x1b\\)?"  # OSC, DCS, SOS, PM, APC
@@ -81,7 +81,7 @@ def safe(text: str) -> str:
 
 
 def for_people(text: str) -> str:
-    """Return a text of ours for people: commands as they are called here, and no URL's password."""
+    """Return `text` as people see it: with commands as they are called here, and without passwords of URLs."""
     return paths.as_called_here(without_passwords(text))
 
 
@@ -114,7 +114,7 @@ def say(message: str) -> None:
 
 
 def confirmed(question: str, failure: str, fix: str) -> bool:
-    """Ask a question that `y` affirms. Raises UsageError, with `failure` and `fix`, where there is no terminal."""
+    """Ask and tell whether the answer is yes. Raises UsageError, with `failure` and `fix`, if there is no terminal."""
     if not sys.stdin.isatty():
         raise UsageError(failure, "there is no terminal to ask on", fix)
     return input(f"{for_people(question)} [y/N] ").strip().lower() in {"y", "yes"}
@@ -150,12 +150,12 @@ def _write(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to print
         fix = "again   # first free some space there, or send the output elsewhere"
         raise StorageError(
-            "cannot write the output", "the disk of its file is full", fix, code="storage.full"
+            "cannot write the output", "the disk that it is written to is full", fix, code="storage.full"
         ) from error
 
 
 def show_error(error: SparkforgeError) -> None:
-    """Print an error as its three parts, what failed with its code, why and the next command."""
+    """Print an error in three lines: what failed with its code, why, and the next command."""
     out = console()
     out.print(f"✗ {for_people(error.what)}", style="bold red", end="")
     out.print(f" [{error.code}]" if error.code else "", style="dim")

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 from sparkforge.core.process import ProbeError, ask, require
 
 SECONDS = 5.0  # nvidia-smi hangs with a broken driver
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # indices or UUIDs of GPUs, with commas, by which a user chooses
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that a user chose: comma-separated indices or UUIDs
 HIDING = ("", "-1", "NoDevFiles")  # values with which CUDA sees no GPU
 
 

@@ -20,7 +20,7 @@ from sparkforge.serve.health import RUN
 REPORT, REFUSED = "validation.json", "refused.json"
 FRAME = 1 << 16  # bytes
 LINES = 100_000  # of the container's log, the last ones
-# Of `docker inspect`: what says how it was started and how it ended, and nothing else.
+# The only fields of `docker inspect` that are kept: they say how a container was started and how it ended.
 INSPECT_FIELDS = ("Image", "RestartCount", "Platform", "Created")
 KEPT_CONFIG = ("Image", "User", "Entrypoint", "Cmd")
 KEPT_HOST = (
@@ -110,7 +110,7 @@ def _ended(inspected: dict[str, Any]) -> float:
 
 
 def _read_log(container: str) -> Iterator[bytes]:
-    """Yield the log in pieces of at least FRAME bytes; the API returns one for each write of the server's."""
+    """Yield the log in pieces of at least FRAME bytes, the last one shorter; the API yields one for every write."""
     buffer = bytearray()
     with engine.connected() as client:
         for frame in client.api.logs(container, stream=True, follow=False, tail=LINES):

@@ -93,7 +93,7 @@ def named(name: str) -> Checkout:
     for checkout in CHECKOUTS:
         if checkout.name == name:
             return checkout
-    raise UsageError(f"there is no checkout {name!r}", f"there are {', '.join(COMPILED)}", "./inv dev.build vllm")
+    raise UsageError(f"there is no checkout {name!r}", f"choose from {', '.join(COMPILED)}", "./inv dev.build vllm")
 
 
 def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
@@ -285,7 +285,7 @@ def max_jobs() -> int:
 class BuildOptions:
     """The options of `./inv dev.build`; an empty text means the stack's own. Targets are vLLM's, a set FlashInfer's.
 
-    `units` are patterns of vLLM's source files with commas, or `CHANGED`: those edited since the natives were accepted.
+    `units` are comma-separated patterns of source files, or `CHANGED`: those edited since the natives were accepted.
     """
 
     targets: str = ""

@@ -20,8 +20,8 @@ def machine_of(platform: str, command: str = "--platform") -> str:
     """
     system, _, architecture = platform.partition("/")
     if platform and (system != "linux" or architecture not in OCI_MACHINES):
-        known = " and ".join(f"linux/{name}" for name in OCI_MACHINES)
-        raise UsageError(f"--platform {platform[:40]!r} is not known", f"there are {known}", f"{command} linux/arm64")
+        known = ", ".join(f"linux/{name}" for name in OCI_MACHINES)
+        raise UsageError(f"--platform {platform[:40]!r} is not known", f"choose from {known}", f"{command} linux/arm64")
     return OCI_MACHINES.get(architecture, os.uname().machine)
 
 

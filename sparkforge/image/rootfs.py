@@ -52,7 +52,7 @@ from sparkforge.sources import bundle
 SIGNING_KEY = Path("/run/secrets/signing-key")  # a secret of the build; the kernel pack stays unsigned without it
 REPORT, BILL = "audit.json", "sbom.json"  # beside the manifest
 TRIMMING = ROOT / "deploy/trim.toml"  # what each device's image leaves out
-LOCK = ".lock"  # uv's, which it makes writable for everybody
+LOCK = ".lock"  # uv's, which it makes writable by everybody
 # Written at install, with times and paths of the build.
 VOLATILE = ("uv_cache.json", "direct_url.json", "REQUESTED")
 
@@ -374,7 +374,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--set", default="", help="a set of the stack's kernel table")
     parser.add_argument("--built", type=Path, default=Path("/kernels"), help="where the kernels are built")
     parser.add_argument("--sources", type=Path, default=Path("/mnt/bundle"), help="what vLLM is compiled from")
-    parser.add_argument("--targets", default="", help="CMake targets of vLLM, with commas; none: all that SM121 uses")
+    parser.add_argument("--targets", default="", help="vLLM's CMake targets, comma-separated; none: all for SM121")
     parser.add_argument("--jobs", default="auto")
     parser.add_argument("--describe", type=Path, default=Path("/opt/image.json"), help="where to write the manifest")
     parser.add_argument("--debian", type=Path, default=Path("/"), help="a root with the image's Debian packages")

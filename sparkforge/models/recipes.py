@@ -31,7 +31,7 @@ class Shown(Record):
 
 
 class MemoryPlan(Record):
-    """The recipe's use: a row of devices.toml, tokens a sequence, sequences at once, machines."""
+    """The planned use of a recipe: a row of devices.toml, tokens per sequence, concurrent sequences, machines."""
 
     device: str
     context: int = Field(ge=1)
@@ -42,8 +42,8 @@ class MemoryPlan(Record):
 class Recipe(KnownModel):
     """A model to serve. `repository` is OWNER/NAME, empty for a checkpoint that we write.
 
-    `revision` is a commit or `unknown`, with its source. `profile` is the serve profile on a Spark; `flags` come behind
-    its flags, each with a reason. `shown` is empty if there is no evidence.
+    `revision` is a commit or `unknown`, with its source. `profile` is the serve profile on a Spark; `flags` follow the
+    profile's flags, each with a reason. `shown` is empty if there is no evidence.
     """
 
     about: str
@@ -78,10 +78,10 @@ def read(file: Path) -> Recipe:
 
 
 def named(name: str) -> Recipe:
-    """Return one recipe. Raises InputError, with the names that there are, for an unknown one."""
+    """Return one recipe. Raises InputError, which lists the known names, for an unknown one."""
     known = load()
     if name not in known:
-        why = f"there are {', '.join(known)}"
+        why = f"choose from {', '.join(known)}"
         raise InputError(f"there is no recipe {name[:80]!r}", why, families.LIST, code="input.config")
     return known[name]
 
@@ -92,7 +92,7 @@ def of_repository(repository: str) -> Recipe | None:
 
 
 def draft_of(repository: str) -> tuple[str, Draft] | None:
-    """Return the recipe, by name, that has this repository as a draft, and the draft; else None. Raises InputError."""
+    """Return the draft of this repository with its recipe's name; None if there is none. Raises InputError."""
     drafts = ((name, draft) for name, recipe in load().items() for draft in recipe.drafts.values())
     return next(((name, draft) for name, draft in drafts if draft.repository == repository), None)
 
@@ -110,7 +110,7 @@ def repositories(name: str) -> tuple[str, ...]:
 
 
 def differences(config: Mapping[str, Any], repository: str) -> list[str]:
-    """Return how a config.json differs from that of the recipe for its repository, or of this name."""
+    """Return how a config.json differs from that of a recipe; `repository` may also be the recipe's name."""
     recipe = of_repository(repository) or (load().get(repository) if "/" not in repository else None)
     expected = recipe.config if recipe else {}
     simple = {key: value for key, value in expected.items() if not isinstance(value, dict)}
@@ -149,7 +149,7 @@ def report(*, as_json: bool) -> None:
     console().print(table)
     for name, recipe in load().items():
         shown = "; ".join(f"{row.what} ({row.where}; {row.how})" for row in recipe.shown)
-        say(f"{name}: {shown or 'nothing was shown of it'}")
+        say(f"{name}: {shown or 'no evidence'}")
 
 
 def weights(recipe: Recipe) -> Architecture:

@@ -129,7 +129,7 @@ def named(name: str) -> Device:
     known = table()
     if name not in known:
         names = ", ".join((*known, THIS))
-        raise UsageError(f"no device {name!r}", f"there are {names}", "./inv plan --device spark")
+        raise UsageError(f"no device {name!r}", f"choose from {names}", "./inv plan --device spark")
     return known[name]
 
 

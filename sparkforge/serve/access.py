@@ -6,7 +6,7 @@ it (vllm/entrypoints/serve/middleware/authenticate.py). vLLM's documented option
 
     VLLM_API_KEY              the key; vLLM's own check takes it from here too
     SPARKFORGE_API_KEY_FILE   the file that it came from; named without a key, the server does not start
-    SPARKFORGE_ALLOWED_HOSTS  names for the Host header, with commas: NAME (any port) or NAME:PORT; empty: all of them
+    SPARKFORGE_ALLOWED_HOSTS  comma-separated names for the Host header: NAME (any port) or NAME:PORT; empty: all
     SPARKFORGE_METRICS        `open`: /metrics answers without the key
     SPARKFORGE_LIMITS         bounds of a request (sparkforge.serve.limits), judged behind the key
 
@@ -108,7 +108,7 @@ def named_hosts(text: str, example: str = "--allow-hosts spark.local") -> list[s
     """Return the hosts that a user named. Raises UsageError, with `example`, unless each is a host."""
     names = hosts(text)
     if malformed := [name for name in names if name != "*" and not HOST.fullmatch(name)]:
-        why = "it is NAME, NAME:PORT or [IPV6]:PORT, several with commas"
+        why = "it takes NAME, NAME:PORT or [IPV6]:PORT, comma-separated"
         raise UsageError(f"{malformed[0][:80]!r} is no host", why, example)
     return names
 

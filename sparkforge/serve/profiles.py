@@ -153,7 +153,7 @@ def named(name: str, table: Path = TABLE, *, stack: str = "", family: str = "") 
     """Return one profile as `load` does. Raises UsageError, with the known names, for an unknown one."""
     profiles = load(table, stack=stack, family=family)
     if name not in profiles:
-        why = f"there are {', '.join(profiles)} (sparkforge/serve/{TABLE.name})"
+        why = f"choose from {', '.join(profiles)} (sparkforge/serve/{TABLE.name})"
         fix = f"./inv up --profile {next(iter(profiles), 'safe')}"
         raise UsageError(f"no serve profile {name!r}", why, fix)
     return profiles[name]

@@ -102,7 +102,7 @@ def judge(env: Mapping[str, str]) -> None:
         raise UsageError(f"{STACK} is {stack[:40]!r}", why, fix)
     if (profile := env.get(SERVE_PROFILE)) and profile not in (known := profiles.load(stack=stack or "")):
         raise UsageError(
-            f"{SERVE_PROFILE} is {profile[:40]!r}", f"there are {', '.join(known)}", f"{SERVE_PROFILE}=safe"
+            f"{SERVE_PROFILE} is {profile[:40]!r}", f"choose from {', '.join(known)}", f"{SERVE_PROFILE}=safe"
         )
 
 

@@ -1,7 +1,7 @@
 """Fetch a git repository at a pinned commit, submodules with it.
 
 A commit's name is a hash over its whole tree, submodules' commits included, and git checks it for every object it
-receives; the tree's name is compared besides. The repository's own bookkeeping (`.git`) is not kept.
+receives. The tree's hash is compared too. The repository's own bookkeeping (`.git`) is not kept.
 """
 
 import shlex
@@ -88,7 +88,7 @@ def _copy_links(name: str, root: Path) -> None:
     for link in sorted(path for path in root.rglob("*") if path.is_symlink()):
         target = link.resolve()
         if not (target.is_relative_to(root.resolve()) and target.exists()) or link.is_relative_to(target):
-            why = f"{link.relative_to(root)} leads out of it or nowhere"
+            why = f"{link.relative_to(root)} leads out of the repository or to no file"
             fix = "less pins.toml   # do not trust this source; compare it with upstream"
             raise IntegrityError(f"{name} is refused", why, fix, code="integrity.archive")
         link.unlink()

@@ -2,7 +2,7 @@
 extensions compiled and audited inside the build.
 
 The whole image is not made here. What is made is every stage up to the audit, with the smallest set of kernels.
-ENGINE_CUDA says of which stacks: 1 is the default one, otherwise their names with commas.
+ENGINE_CUDA selects their stacks: 1 for the default one, or comma-separated names.
 """
 
 import os

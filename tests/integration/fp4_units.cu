@@ -1,4 +1,4 @@
-// Two small kernels like those that an audit has to judge. Their names carry what CUTLASS's and vLLM's names carry.
+// Small kernels like those that the audit has to judge. Their names contain the words of CUTLASS's and vLLM's names.
 #include <cstdio>
 #include <cuda_fp4.h>
 
@@ -52,7 +52,7 @@ __global__ void inline_cvt_e2m1x2(const float2* in, unsigned char* out) {
 #endif
 
 #ifdef WITH_MIX
-// The same opcodes with different modifiers side by side, for the one who counts them.
+// The same opcodes with different modifiers, which the audit must count apart.
 #define MMA(A, B)                                                                                                     \
   asm volatile("mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32." A "." B ".f32.ue8m0 " \
                "{%0,%1,%2,%3}, {%4,%4,%5,%5}, {%4,%5}, {%0,%1,%2,%3}, %4, {0,0}, %5, {0,0};"                         \

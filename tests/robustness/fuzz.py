@@ -1,7 +1,7 @@
 """Give a parser thousands of damaged inputs: only errors of ours may come out, each in 5 s and 4 GB.
 
 PYTHONPATH=tests python -m robustness.fuzz pins --inputs 10000 --seed 1
-PYTHONPATH=tests python -m robustness.fuzz pins --seed 1 --number 4711        # one again, with its traceback
+PYTHONPATH=tests python -m robustness.fuzz pins --seed 1 --number 4711        # repeats one, with its traceback
 """
 
 import argparse
@@ -32,14 +32,15 @@ from sparkforge.core.errors import SparkforgeError
 from sparkforge.core.program import declare
 
 SECONDS = 5  # of CPU time for one input
-WATCHED, WALL = 100, 600  # inputs, and seconds for them: compiled code that hangs ends the process then, with its stack
+# If WATCHED inputs take more than WALL seconds, compiled code hangs: the process prints its stack and ends.
+WATCHED, WALL = 100, 600
 MEMORY = 4 << 30  # bytes of address space
-EXAMPLES = 2  # of one kind of failure that are kept
+EXAMPLES = 2  # failures of one kind that are kept
 
 
 @dataclass
 class Counts:
-    """What was read by one parser, and what came of it. `named`: errors that only the console's last resort names."""
+    """The results of one parser's inputs. `named` are exceptions that `declare` turned into errors of ours."""
 
     parser: str
     inputs: int = 0
@@ -62,7 +63,7 @@ def hang(*_):
 
 @contextmanager
 def scratch_folder():
-    """Make a folder in memory where there is room for one, with a state and a cache of its own."""
+    """Make a folder with a state and a cache of its own, in memory if there is room."""
     memory = Path("/dev/shm")
     usable = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1 << 30
     with tempfile.TemporaryDirectory(prefix="sparkforge-fuzz-", dir=memory if usable else None) as base:

@@ -164,7 +164,7 @@ def prepare(request: KernelRequest) -> KernelOrder:
     image = pins.load().image(stack)
     set_name, arch = request.set_name or image.kernels, request.arch or image.architecture
     if arch and arch not in toolchain.SINCE:
-        why = f"there are {', '.join(toolchain.SINCE)}"
+        why = f"choose from {', '.join(toolchain.SINCE)}"
         raise UsageError(f"--arch {arch[:40]!r} is not known", why, f"--arch {image.architecture or '12.1a'}")
     if not set_name or not arch:
         why = f"pins.toml names no kernels and no architecture under [stacks.{stack}.image]"

@@ -115,7 +115,7 @@ def home() -> Path:
 class ExtensionRequest:
     """A user's request: a stack's extensions.
 
-    `targets` are CMake targets with commas, empty: all that SM121 uses; `sources` is the folder of an unpacked bundle
+    `targets` are comma-separated CMake targets, empty: all for SM121; `sources` is the folder of an unpacked bundle
     or of git checkouts, empty: the network; `arch` is empty for that of the stack's image; `python` is an interpreter
     with torch and CUDA, empty: one of our own; `output` is the overlay's folder; `checkout` is a clone of vLLM that is
     compiled as it is, empty: the pinned sdist with its queue. `units` are patterns of source files: then only these are

@@ -61,7 +61,7 @@ class TargetTable(Record):
         for name in names:
             if name not in self.targets:
                 failure = f"vLLM has no target {name}"
-                raise UsageError(failure, f"there are {', '.join(self.used)}", "--help   # name one of them")
+                raise UsageError(failure, f"choose from {', '.join(self.used)}", "--help   # name one of them")
             if not (target := self.targets[name]).use:
                 failure = f"{name} is not built for SM121"
                 raise UsageError(failure, f"{target.why} ({target.where})", "--help   # leave it out")

@@ -1,4 +1,4 @@
-"""From what the nodes say about themselves to a proposed cluster.toml: cables, subnets, halves of ports."""
+"""Propose a cluster.toml from the facts that nodes report: cables, subnets, halves of ports."""
 
 import itertools
 import re
@@ -18,25 +18,25 @@ GUIDE = "docs/guide/two-machines.md, The link"
 
 
 def find_nodes(destinations: Sequence[str], device: str, folder: str) -> ClusterConfig:
-    """Ask machines by their names for ssh, the head first, and return a configuration; `local` is this machine.
+    """Query machines by their ssh destinations, the head first, and return a configuration; `local` is this machine.
 
     Raises UsageError for fewer than two, a malformed name, or one machine named twice; the first node's error if one
     does not answer; RefusalError if they share no network.
     """
-    refused = "these machines make no cluster.toml"
+    refused = "cannot make a cluster.toml of these machines"
     fix = "./inv cluster.discover --nodes local,spark-2   # each machine once; --folder takes an absolute path"
     try:
         asked = [
             ClusterNode(
                 name=re.sub(r"[^A-Za-z0-9_.-]", "-", destination.rpartition("@")[2]),
                 ssh="" if destination == "local" else destination,
-                address=f"0.0.0.{index}",  # not known yet, as the interface
+                address=f"0.0.0.{index}",  # not known yet; nor is the interface
                 interface="unknown",
             )
             for index, destination in enumerate(destinations)
         ]
     except ValueError as error:
-        why = "--nodes takes names for ssh, such as nvidia@spark-2, and local"
+        why = "--nodes takes ssh destinations, such as nvidia@spark-2, and local"
         raise UsageError(f"--nodes {','.join(destinations)} has no meaning", why, fix) from error
     names = [node.name for node in asked]
     if len(set(names)) < max(2, len(names)):
@@ -57,7 +57,7 @@ def find_nodes(destinations: Sequence[str], device: str, folder: str) -> Cluster
 def propose(
     facts: Mapping[str, NodeFacts], destinations: Mapping[str, str], device: str = "docker", folder: str = ""
 ) -> ClusterConfig:
-    """Return the configuration for these nodes, the head first; `destinations` are their names for ssh.
+    """Return the configuration for these nodes, the head first; `destinations` are their ssh destinations.
 
     Raises RefusalError if two of them share no network that can carry a model.
     """
@@ -71,7 +71,7 @@ def propose(
         ]
         raise RefusalError(
             f"{len(facts)} nodes share no network that can carry a model",
-            f"no wired interface that is up has a subnet in common: {', '.join(apart[:4]) or 'all of them together'}",
+            f"their wired interfaces that are up have no common subnet: {', '.join(apart[:4]) or 'all nodes together'}",
             f"again   # first connect the cable, and give both halves of the port addresses ({GUIDE})",
             code="validation.cluster",
         )

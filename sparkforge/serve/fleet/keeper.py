@@ -43,7 +43,7 @@ from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.status import FLEET_FILE
 
 PLAN = f"{FOLDER}/plan.json"
-NAMES = "SPARKFORGE_SERVED_NAMES"  # read by `./inv up`: further names of the model, with commas
+NAMES = "SPARKFORGE_SERVED_NAMES"  # read by `./inv up`: further names of the model, comma-separated
 LOOK_SECONDS = 1.0
 DRAIN_SECONDS = 600.0  # for the answers of a model that must make room
 RETRY_SECONDS = 30.0  # after a start that failed; until then its reason is the answer

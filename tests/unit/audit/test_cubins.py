@@ -1,4 +1,4 @@
-"""Cubins in fatbins, read where they lie: plain, packed by zstd, damaged. They are for 9.0a, so no program is asked."""
+"""Cubins in fatbins, read in place: plain, packed by zstd, damaged. They are for 9.0a, so NVIDIA's tools do not run."""
 
 import hashlib
 import struct
@@ -48,7 +48,7 @@ def library(tmp_path):
 
 @pytest.fixture
 def read(library, tmp_path):
-    """Put fatbins into a library and return what our reader says of it; neither of NVIDIA's programs can be asked."""
+    """Put fatbins into a library and return what our reader says of it; NVIDIA's tools are missing."""
 
     def make(*fatbins):
         reader = Reader(Tools(tmp_path / "none", tmp_path / "none"), load().watch())
@@ -92,7 +92,7 @@ def test_damaged_cubins_are_said_to_be(read, broken):
 
 
 def test_what_is_packed_otherwise_is_left_to_cuobjdump(read):
-    """Such as LZ4: here cuobjdump is not there, and that is what the damage says."""
+    """Such as LZ4. cuobjdump is missing here, and the damage says so."""
     code = read(fatbin(entry(cubin()), entry(b"\xf0\x1flz4 would be here", len(cubin()))))
     assert "none" in code.damage
 

@@ -1,4 +1,4 @@
-"""The routes of the Hugging Face hub that a download asks, on loopback: commit and files, and resolve with ranges."""
+"""The routes of the Hugging Face hub that a download uses, on loopback: commit and files, and resolve with ranges."""
 
 import hashlib
 import json

@@ -294,7 +294,7 @@ def test_options_become_the_variables_that_compose_reads(tmp_path, monkeypatch):
         "SPARKFORGE_MODEL": "/models/my-gpt-oss", "SPARKFORGE_API_KEY": str(tmp_path / "key"),
         "SPARKFORGE_ALLOWED_HOSTS": "spark.local,localhost:9000",
     }  # fmt: skip
-    with pytest.raises(errors.UsageError, match="there are safe"):
+    with pytest.raises(errors.UsageError, match="choose from safe"):
         docker_device.variables(StartPlan("docker", profile="quick"))
     with pytest.raises(errors.InputError):
         docker_device.variables(StartPlan("docker", str(tmp_path)))

@@ -46,7 +46,7 @@ def table(tmp_path):
 
 @pytest.mark.parametrize("name", ["quick", "common"])
 def test_an_unknown_name_is_refused_with_the_known_ones_and_a_base_is_none(table, name):
-    with pytest.raises(UsageError, match="there are safe, fast"):
+    with pytest.raises(UsageError, match="choose from safe, fast"):
         profiles.named(name, table(GOOD))
 
 

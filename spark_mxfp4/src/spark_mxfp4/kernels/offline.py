@@ -189,12 +189,12 @@ def _inspected(name: str, wanted: str | None, target: OfflineTarget, kernel: Any
 def main() -> None:
     """Compile for the targets that the flags name and print each kernel; end with 1 if a chosen one has a problem."""
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--capabilities", help="with commas, such as 8.9,12.0; default: all of them")
+    flags.add_argument("--capabilities", help="comma-separated, such as 8.9,12.0; default: all of them")
     flags.add_argument("--output", help="JSON file for the table")
     arguments = flags.parse_args()
     names = arguments.capabilities.split(",") if arguments.capabilities else [target.name for target in TARGETS]
     if unknown := [name for name in names if name not in {target.name for target in TARGETS}]:
-        flags.error(f"no such capability: {', '.join(unknown)} · known are {', '.join(t.name for t in TARGETS)}")
+        flags.error(f"no such capability: {', '.join(unknown)} · choose from {', '.join(t.name for t in TARGETS)}")
     rows, failed = [], False
     for row in audit(tuple(target for target in TARGETS if target.name in names)):
         rows.append(asdict(row))

@@ -62,7 +62,7 @@ def test_without_a_cable_neither_wifi_nor_a_bridge_is_taken(sheet, change):
     [
         (["a"], "two nodes or more"),
         (["u@h", "root@h"], "h twice"),
-        (["-oProxyCommand=x", "b"], "takes names for ssh"),
+        (["-oProxyCommand=x", "b"], "takes ssh destinations"),
     ],
 )
 def test_names_of_no_cluster_are_refused_before_a_machine_is_asked(monkeypatch, names, message):
