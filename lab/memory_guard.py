@@ -1,4 +1,4 @@
-"""`python -m lab.memory_guard`: servers that use up the memory, ended by name while their machine answers.
+"""`python -m lab.memory_guard`: servers that use up the memory end with a named error while their machine answers.
 
 In a server's place runs a program that allocates until it is stopped, below the real supervisor, in a memory cgroup of
 LIMIT bytes. Beside it, in the same cgroup, a probe starts a small program again and again, as a login would, and
@@ -194,7 +194,7 @@ def run(scope: TrialScope, trials: int, file: Path) -> dict[str, Any]:
 def main(output: str, trials: int = TRIALS) -> None:
     """Run the trials in a cgroup, print the summary, save it with the machine's facts.
 
-    Raises UsageError where this user may make no cgroup, BenchmarkError if a server was not ended by name.
+    Raises UsageError where this user may make no cgroup, BenchmarkError if a server ended without a named error.
     """
     from sparkforge.bench.context import facts  # noqa: PLC0415 - the trials need the standard library only
     from sparkforge.core import paths  # noqa: PLC0415
@@ -211,14 +211,14 @@ def main(output: str, trials: int = TRIALS) -> None:
         raise UsageError("a memory cgroup cannot be made here", str(error), fix) from error
     for kind, summary in result["summary"].items():
         named, most = f"{summary['named']} of {summary['trials']}", summary["probe_most_ms"]
-        echo(f"{kind}: {named} ended by name, probe at most {most} ms")
+        echo(f"{kind}: {named} ended with a named error, probe at most {most} ms")
     write_json(file, result)
     say(f"saved {file}")
     failed = [kind for kind, summary in result["summary"].items() if summary["named"] < summary["trials"]]
     if failed:
         why = "the kernel killed it first, or nothing said why it ended: see `trials` in the result"
         raise BenchmarkError(
-            f"not every server was ended by name: {failed[0]}", why, f"less {file}", code="benchmark.guard"
+            f"not every server ended with a named error: {failed[0]}", why, f"less {file}", code="benchmark.guard"
         )
 
 
@@ -263,7 +263,7 @@ def _summary(trials: Sequence[PressureTrial]) -> Mapping[str, float]:
 
 def _describe(result: PressureTrial) -> str:
     ended = (
-        f"ended by name ({result.why})"
+        f"ended with a named error ({result.why})"
         if result.named
         else f"code {result.code}, kernel kills {result.kills}: {result.why}"
     )

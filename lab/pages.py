@@ -81,7 +81,7 @@ def command_lines(text: str) -> Iterator[list[str]]:
 def unknown(arguments: list[str], commands: Mapping[str, Collection[str]]) -> list[str]:
     """Return the words of a command line that do not exist; `commands` has the options of each command."""
     if "--" in arguments:
-        arguments = arguments[: arguments.index("--")]  # behind it are another program's
+        arguments = arguments[: arguments.index("--")]  # after it are another program's
     if not arguments or arguments[0].startswith("-"):
         return sorted(set(arguments) - {"--list", "--help", "--version"})
     name = arguments[0]

@@ -278,7 +278,7 @@ if __name__ == "__main__":
     parser.add_argument("--stack", default="", help="stack of pins.toml; default: its default")
     parser.add_argument("--against", default="", help="an image that somebody else built: build once")
     parser.add_argument("--key", type=Path, help="with --against: sign that it was rebuilt, as image.sign does")
-    parser.add_argument("more", nargs="*", help="more arguments for docker buildx build, behind --")
+    parser.add_argument("more", nargs="*", help="more arguments for docker buildx build, after --")
     options = parser.parse_args()
     stack, more = chosen_stack(options.stack), options.more
     sys.exit(exit_code(lambda: verify_reproducible(stack, more, options.against, options.key)))

@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- made by .venv/bin/python -m lab.roofline_page -->", "<!-- end of what it made -->"
 MODEL, DEVICE = "gpt-oss-120b", "spark"
 TOKENS = (1, 4, 16, 64, 256)  # of the experts' table
-CONTEXT = 1024  # tokens behind each sequence
+CONTEXT = 1024  # tokens already in each sequence
 USERS = (1, 4, 16, 64)  # of the table of formats
 
 

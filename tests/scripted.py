@@ -60,7 +60,7 @@ ONE = 127  # E8M0's code of 1
 class Script:
     """What the model writes after `<|start|>assistant` when the latest cue in its prompt is `cue`.
 
-    `cue` is a word that is one token, at the begin of a text and behind a space. `text` is Harmony's text with its
+    `cue` is a word that is one token, at the start of a text and after a space. `text` is Harmony's text with its
     special tokens.
     """
 
@@ -209,7 +209,7 @@ CODES = _codes()
 
 def _check_order(script: Script) -> None:
     """Assert that the contexts give the script's tokens one by one: a prompt's end must not look like the script."""
-    written = [*[-1] * CONTEXT, *harmony.encode(OPENING)]  # behind any prompt
+    written = [*[-1] * CONTEXT, *harmony.encode(OPENING)]  # after any prompt
     for token in script.tokens:
         assert script.following(written) == token, f"{script.cue}: its begin would be written again"
         written.append(token)

@@ -42,7 +42,7 @@ class Terminal:
         return True
 
     def expect(self, text):
-        """Wait until `text` has been printed, behind what was expected before."""
+        """Wait until `text` has been printed, after what was expected before."""
         deadline = time.monotonic() + SECONDS
         while text not in self.text[self._seen :]:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.text[-2000:]!r}"

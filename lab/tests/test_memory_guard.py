@@ -1,4 +1,4 @@
-"""A server that uses up a real memory cgroup is ended by name, and its cgroup answers meanwhile."""
+"""A server that uses up a real memory cgroup ends with a named error, and its cgroup answers meanwhile."""
 
 import pytest
 

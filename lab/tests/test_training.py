@@ -35,7 +35,7 @@ def test_a_held_out_text_within_the_training_texts_is_refused():
     texts.check_held_out(["something else " * 20], held_out)
     stolen = " ".join(held_out.split()[700:713])
     with refused("input.model", "the held-out text is in the training texts"):
-        texts.check_held_out(["something else", f"before {stolen} behind"], held_out)
+        texts.check_held_out(["something else", f"before {stolen} after"], held_out)
 
 
 @pytest.fixture(scope="module")

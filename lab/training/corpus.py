@@ -35,7 +35,7 @@ Rows = np.ndarray[Any, np.dtype[np.uint16]]
 class Corpus(NamedTuple):
     """`vocabulary` i32 [rows]: the token of each row, -1 for row 0. All others hold row numbers, u16.
 
-    `text` [N]: the novels. `chat` [M, 513]: dialogues one behind the other, with `loss_mask` (bool, same shape) true on
+    `text` [N]: the novels. `chat` [M, 513]: dialogues one after the other, with `loss_mask` (bool, same shape) true on
     what the assistant says. `held_out` [K]: the text that is never learnt, of `held_out_bytes` bytes.
     """
 
@@ -90,7 +90,7 @@ def _vocabulary(
 
 
 def pack(encoded: Sequence[tuple[list[int], list[int]]], row: Rows) -> tuple[Rows, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Lay dialogues one behind the other into lines of CHUNK + 1 rows, none cut; the rest of a line is row 0.
+    """Lay dialogues one after the other into lines of CHUNK + 1 rows, none cut; the rest of a line is row 0.
 
     Every tenth token of a prompt becomes row 0, but for special ones: what people ask has tokens without a row.
     """

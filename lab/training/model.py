@@ -155,7 +155,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, dropout: float, fault: Fault
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream [B, T, H] behind this layer, and the router's balance loss."""
+        """Return the residual stream [B, T, H] after this layer, and the router's balance loss."""
         x = x + functional.dropout(self.attend(norm(x, self.attention_norm), rope, mask), dropout)
         inner = norm(x, self.experts_norm).flatten(0, 1)
         weights, balance = self.route(inner)
@@ -187,7 +187,7 @@ class GptOss(nn.Module):
         return cast("list[Layer]", list(self.layers))
 
     def forward(self, tokens: Tensor, dropout: float = 0.0, fault: Fault = RIGHT) -> Output:
-        """Return the logits behind each of `tokens` (int [B, T]); `dropout` is on the residual's additions."""
+        """Return the logits after each of `tokens` (int [B, T]); `dropout` is on the residual's additions."""
         x = functional.dropout(functional.embedding(tokens, self.embed), dropout)
         rope, masks = rope_table(tokens.shape[1], x.device), attention_masks(tokens.shape[1], x.device)
         balance = x.new_zeros(())

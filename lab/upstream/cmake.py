@@ -196,7 +196,7 @@ def _refuse_program(command: Command, file: Path) -> None:
 
 
 def _value(arguments: tuple[str, ...], keywords: tuple[str, ...]) -> str | None:
-    """Return the argument behind the first of `keywords`."""
+    """Return the argument after the first of `keywords`."""
     for keyword, value in itertools.pairwise(arguments):
         if keyword in keywords:
             return value

@@ -134,7 +134,7 @@ def chosen(pairs: int, experts: int) -> LayerPlan:
 
 
 def plans_of(tokens: int, *, many: bool) -> list[LayerPlan]:
-    """Return other ways to compute a layer, by shape, parts and stages on their way; few behind a slow memory."""
+    """Return other ways to compute a layer, by shape, parts and stages on their way; few for a slow memory."""
     if PACE:
         return [LayerPlan(5, parts, at_once, BLOCKS) for parts in (1, 2, 3) for at_once in ((1, 1), (2, 1), (4, 4))]
     shapes = (4, 5, 6, 8, 9) if many else (4, 5, 6)

@@ -101,7 +101,7 @@ def test_sorting_groups_pairs_by_expert_in_token_order():
     assert offsets.tolist() == [0, 2, 2, 4, 4, 6]  # experts 1 and 3 have none
 
 
-def test_sorting_puts_foreign_and_negative_experts_behind_the_last_offset():
+def test_sorting_puts_foreign_and_negative_experts_after_the_last_offset():
     ids = torch.tensor([[2, 0], [-1, 3]], dtype=torch.int32)
     pairs, offsets = moe_sorting(ids, 2, torch.tensor([-1, -1, 0, 1], dtype=torch.int32))
     assert offsets.tolist() == [0, 1, 2]

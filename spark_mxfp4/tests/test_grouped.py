@@ -25,7 +25,7 @@ def for_fibers(text):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grouped")
-    return extension.bind(cpu_kernels.shared_library(folder, "grouped.cpp", change=for_fibers), hopper.DOORS)
+    return extension.bind(cpu_kernels.shared_library(folder, "grouped.cpp", change=for_fibers), hopper.FUNCTIONS)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_what_is_no_longer_than_the_ring_is_stored_without_turns(check):
     assert check((6, 6), (6, 384, 384), 20, 2) == 0
 
 
-# Warpgroups of four warps multiply, the warp behind them copies.
+# Warpgroups of four warps multiply, the warp after them copies.
 @pytest.mark.parametrize(
     ("shape", "warp"),
     [

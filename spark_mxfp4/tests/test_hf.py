@@ -1,4 +1,4 @@
-"""Converting a transformers model in place: the same answers, checkpoint names and bytes, refusals by name."""
+"""Converting a transformers model in place: the same answers, checkpoint names and bytes; what is refused."""
 
 import pytest
 import torch

@@ -105,7 +105,7 @@ print(json.dumps([
 
 
 def test_our_repository_loads_and_runs_where_the_library_is_not_installed(published):
-    """The README's example, by the real loader; the build for CUDA is imported, and refuses this machine by name."""
+    """The README's example, by the real loader; the build for CUDA is imported, and its error names this machine."""
     readme = (PROJECT / "README.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(from pathlib import Path\nfrom kernels import .*?)```", readme, re.DOTALL)
     program = WITHOUT_THE_LIBRARY.format(example=example).replace('"DIR', f'"{published}')

@@ -45,7 +45,7 @@ def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_load
     libraries = ("layer", "linear", "router", "step")
     assert names == [f"{compiled}/{precompile.file_name(library, '121a')}" for library in libraries]
     name = names[1]
-    library = extension.bind(str(tmp_path / "installed" / name), linear.DOORS)
+    library = extension.bind(str(tmp_path / "installed" / name), linear.FUNCTIONS)
     assert library.spark_error(0) == b"no error"
     loaded = Path("/proc/self/maps").read_text()
     assert name in loaded
@@ -55,7 +55,7 @@ def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_load
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
     folder = tmp_path_factory.mktemp("linear")
-    library = extension.bind(cpu_kernels.shared_library(folder, "linear.cu"), linear.DOORS)
+    library = extension.bind(cpu_kernels.shared_library(folder, "linear.cu"), linear.FUNCTIONS)
     assert library.spark_linear_variant_count() == VARIANTS
     return library
 

@@ -1,4 +1,4 @@
-"""Loading a packed checkpoint: its bytes arrive and leave unchanged; what is no such checkpoint is refused by name."""
+"""Loading a packed checkpoint: its bytes arrive and leave unchanged; other checkpoints are refused with the reason."""
 
 import json
 

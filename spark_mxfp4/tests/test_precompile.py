@@ -77,7 +77,7 @@ def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path,
 @pytest.mark.parametrize(("capability", "target"), [((9, 0), "90a"), ((12, 1), "121a")])
 def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch, capability, target):
     bound = []
-    monkeypatch.setattr(extension, "bind", lambda path, _doors: bound.append(path))
+    monkeypatch.setattr(extension, "bind", lambda path, _functions: bound.append(path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     device = torch.device("cuda", 7)

@@ -329,7 +329,7 @@ def _entries(data: mmap.mmap, offset: int, end: int) -> Iterator[FatbinEntry]:
         if header < FATBIN_HEADER.size:
             raise CutError(f"the fatbin at byte {offset} has a header of {header} bytes")
         if offset + header + size > end:
-            raise CutError(f"the fatbin at byte {offset} ends {offset + header + size - end} bytes behind its section")
+            raise CutError(f"the fatbin at byte {offset} ends {offset + header + size - end} bytes past its section")
         offset, last = offset + header, offset + header + size
         while offset + ENTRY_HEADER.size <= last:
             kind, _, header, size, packed, sm, unpacked = ENTRY_HEADER.unpack_from(data, offset)

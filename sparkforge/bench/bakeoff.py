@@ -115,7 +115,7 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
 
 
 def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
-    """Return the stack that a plan serves, the model's id, and the server's arguments behind the profile's.
+    """Return the stack that a plan serves, the model's id, and the server's arguments after the profile's.
 
     Raises UsageError, InputError, EngineError.
     """

@@ -45,7 +45,7 @@ def cluster_discover(_ctx: Context, nodes: str = "", device: str = "docker", fol
 def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
     """Check all nodes before a model is served over them.
 
-    It asks every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that no check failed.
+    It queries every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that none failed.
     """
     from sparkforge.serve.cluster import checks
     from validate.report import finding_lines

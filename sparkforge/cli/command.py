@@ -88,7 +88,7 @@ def task(
     """Make a command of a function; its docstring is the help, `options` are the help texts of its parameters.
 
     `optional` names a positional parameter that may be left out, and is empty then. `rest` names one that takes the
-    words behind `--`, a list.
+    words after `--`, a list.
     """
     return lambda function: CommandTask(command(function), example, options, optional=optional, rest=rest)
 

@@ -110,7 +110,7 @@ def run(arguments: list[str]) -> int:
             command = namespace[parsed[-1].name]
             if not isinstance(command, CommandTask) or not command.rest:
                 why, fix = "there is no program that they could be for", f"./inv {parsed[-1].name} --help"
-                raise UsageError(f"./inv {parsed[-1].name} takes no words behind --", why, fix)
+                raise UsageError(f"./inv {parsed[-1].name} takes no words after --", why, fix)
             argument = Argument(name=command.rest)
             argument.set_value(rest, cast=False)
             parsed[-1].add_arg(argument)

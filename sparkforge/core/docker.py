@@ -39,7 +39,7 @@ class Complaints(Record):
 
 
 def explained(text: str, failure: str, fix: str) -> SparkforgeError:
-    """Return the error for what docker printed: a known one by name, else an EngineError with the last lines."""
+    """Return the error for what docker printed: a known one, else an EngineError with the last lines."""
     if match := NO_SPACE.search(text):
         return StorageError("the Docker engine has no space left", match[0].strip()[:500], PRUNE, code="storage.full")
     for row in tables.load(TABLE, Complaints).complaints:

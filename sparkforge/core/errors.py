@@ -2,7 +2,7 @@
 
 A message has three parts: what failed, why, and the next command to run. The command is whole, or a change of the one
 that was called: `--option VALUE`, `without --option`, `NAME=VALUE`, `unset NAME`, or `again` for none; then
-`completed` completes it. A remark stands behind `   # `. A program that calls `./inv` reads the exit code for the
+`completed` completes it. A remark follows `   # `. A program that calls `./inv` reads the exit code for the
 family; `code` tells the cases of a family apart. `lab/errors.toml` explains each code.
 """
 

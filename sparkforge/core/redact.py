@@ -78,7 +78,7 @@ OWN_TOKENS = (
     r"|pplx-|npm_|ntn_|rubygems_|AIza|EAAA|dapi)[\w+/=-]{16,})"
 )
 # Top-level domains of a host name without a scheme. Those that are also the end of a file or module name (py, rs, sh,
-# io, app, dev) count only behind a label with a digit or hyphen.
+# io, app, dev) count only after a label with a digit or hyphen.
 DOMAINS = (
     r"(?:com|net|org|edu|gov|mil|cloud|biz|tech|online|site|xyz|arpa|lan|corp|intranet|localdomain|onion"
     r"|de|at|ch|uk|fr|nl|eu|us|jp|cn|ru|se|dk|fi|pt|gr|cz|hu|ro|ie|br|mx|au|nz|kr|tw|za|il|tr|ua|ca|in|sg|hk)"
@@ -142,7 +142,7 @@ def _is_secret_name(name: str) -> bool:
 
 
 def _named_value(match: re.Match[str]) -> str:
-    """Replace the value behind a secret's name; keep words that are no secrets, such as None."""
+    """Replace the value after a secret's name; keep words that are no secrets, such as None."""
     if HARMLESS_NAME.fullmatch(match["name"]):
         return match[0]
     prefix = match[0][: match.start("value") - match.start()]
@@ -193,7 +193,7 @@ def _rules() -> list[tuple[re.Pattern[str], Replacement]]:
         (USER_INFO, f"{TOKEN}@"),
         *((pattern, TOKEN) for plugin in chosen for pattern in plugin.denylist),
         (OWN_TOKENS, TOKEN),
-        # Headers: their value goes on behind a space.
+        # Headers: their value goes on after a space.
         ((rf"(?i)(authorization{QUOTE}?\s{{0,4}}(?>=>|%3D|[:=,])\s{{0,4}}+(?:b?{QUOTE})?+"
          r"(?:(?:bearer|basic|token|negotiate|api-?key|ntlm|oauth)\s+)?+)"
          r"(?!<token>)(?:(?:digest|aws4-hmac-sha256)\s[^\n]+|[^\s\"'\\]+(?:[ \t]+(?!-)[^\s\"'\\]+)?)"), rf"\1{TOKEN}"),
@@ -223,7 +223,7 @@ def _rules() -> list[tuple[re.Pattern[str], Replacement]]:
         (r"(?i)(?<![\w.:-])(?:0x)?(?:[0-9a-f]{4}:){3}[0-9a-f]{4}(?![\w:])", "<address>"),
         ((r"(?i)(?<![\w.])(?<!::)(?![0-9a-f:]{40})(?=[0-9a-f]{0,4}:[0-9a-f]{0,4}:)[0-9a-f:]{2,39}(?:(?:\d{1,3}\.){3}\d{1,3})?"
          r"(?:%\w+)?(?![\w:]|\.\d)"), _address),
-        # Four numbers are a version behind a comparison, the word, or cuDNN's name: 9.20.0.48.
+        # Four numbers are a version after a comparison, the word, or cuDNN's name: 9.20.0.48.
         ((r"(?i)(?<![\w.])(?<![=<>~!]=)(?<!cudnn )(?<!cu\d\d-)(?<!ersion )(?<!ersion=)(?<!ersion: )(?<!ersion = \")"
          r"(?<!ersion\": \")(?:\d{1,3}\.){3}\d{1,3}(?![\w.]\d)"), _address),
         (r"(?i)\b(?:MIG-)?(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4,12}){4}(?:/\d{1,3}){0,2}", "<gpu>"),

@@ -64,7 +64,7 @@ def split_flag(argument: str) -> tuple[str, str | None]:
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
-    """Return the last value of `flag`, behind it or behind an equals sign; None if it is not there or has none."""
+    """Return the last value of `flag`, after it or after an equals sign; None if it is not there or has none."""
     value = None
     for index, argument in enumerate(arguments):
         name, inline = split_flag(argument)

@@ -31,7 +31,7 @@ class ImageOptions:
     """How an image is built: `way` is `wheel` (upstream's vLLM) or `source` (vLLM compiled from source).
 
     `packs` is a place of kernel packs. For another `platform` than the engine's, such as linux/arm64, the image has the
-    architecture behind its name. A `reproducible` one can be rebuilt bit for bit (`bake`).
+    architecture after its name. A `reproducible` one can be rebuilt bit for bit (`bake`).
     """
 
     way: str = "wheel"

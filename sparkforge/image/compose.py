@@ -18,8 +18,8 @@ from sparkforge.core.tables import parse_object
 PROJECT, SERVICE = "sparkforge", "vllm"
 FILE = "docker-compose.yml"  # its service extends that of a stack (deploy/stacks.yml), which STACK names
 STACK = "SPARKFORGE_STACK"
-CLUSTER = "docker-compose.cluster.yml"  # behind the others: one node's part of a model over several machines
-CLUSTER_CPU = "docker-compose.cluster.cpu.yml"  # behind that: a node without RDMA and GPU
+CLUSTER = "docker-compose.cluster.yml"  # after the others: one node's part of a model over several machines
+CLUSTER_CPU = "docker-compose.cluster.cpu.yml"  # after that: a node without RDMA and GPU
 OVERRIDE = "docker-compose.override.yml"  # Compose reads it by itself only where no file is named
 CACHE = "cache"  # the Compose volume with compiled code
 KEY = "api_key"  # the Compose secret with the server's API key
@@ -66,7 +66,7 @@ def files() -> list[Path]:
 def compose(*arguments: str | Path, more: Sequence[str] = ()) -> list[str | Path]:
     """Return the arguments of `docker` for a Compose command on our files.
 
-    `more` are further files of the checkout, behind ours and the user's.
+    `more` are further files of the checkout, after ours and the user's.
     """
     chosen = [*files(), *(paths.ROOT / name for name in more)]
     file_options: list[str | Path] = [option for path in chosen for option in ("--file", path)]
@@ -100,7 +100,7 @@ def resolve(env: Mapping[str, str]) -> Service:
 def resolved(env: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, Any]:
     """Return the whole project as Compose resolves it: every variable replaced, every path absolute.
 
-    `more` are further files of the checkout behind ours.
+    `more` are further files of the checkout, after ours.
     """
     text = docker(compose("config", "--format", "json", more=more), env=env if more else _named(env))
     try:
@@ -139,7 +139,7 @@ def service_of(document: Mapping[str, Any], port: int = 0) -> Service:
 def up(env: Mapping[str, str], log: Path, tell: Callable[[str], None], *, more: Sequence[str] = ()) -> None:
     """Create and start the service's container; the image must be there. Output goes to `log`.
 
-    `more` are further files of the checkout behind ours.
+    `more` are further files of the checkout, after ours.
     """
     arguments = compose("up", "--detach", "--no-build", SERVICE, more=more)
     docker_logged(arguments, log, tell, env if more else _named(env))

@@ -141,7 +141,7 @@ def bill(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
 
 def licence_report(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
     """Return the licences of an image's packages, with their texts. Raises IntegrityError, EngineError."""
-    manifest(client, image, stack)  # another's image is refused by name
+    manifest(client, image, stack)  # raises IntegrityError for an image that is not ours
     text = _file(client, image, LICENCES, stack)
     _require_named(client, image, stack, text, "licence report")
     return text

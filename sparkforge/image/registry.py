@@ -82,7 +82,7 @@ def pull(stack: str, reference: str, expected: Expected) -> None:
     if not REFERENCE.fullmatch(reference):
         why = "an image is pulled by digest, which identifies its content; a tag can be moved"
         failure = f"{reference[:200]!r} names no digest"
-        raise UsageError(failure, why, "./inv image.pull --help   # the digest stands behind @sha256:")
+        raise UsageError(failure, why, "./inv image.pull --help   # the digest follows @sha256:")
     with engine.connected() as client:
         was_local = True
         try:

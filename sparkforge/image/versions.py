@@ -2,7 +2,7 @@
 
 A stack's image has up to three tags in its repository: the moving one that Compose names (`spark`), the version, made
 of vLLM's version and the hash of the locks and patch queues (`spark-0.32.0-1a2b3c4d5e6f`), and its own name, the
-version with the image's id behind it. Version and moving tag go over to the next image; the own name stays, so that no
+version followed by the image's id. Version and moving tag go over to the next image; the own name stays, so that no
 image is ever left without one.
 """
 

@@ -14,7 +14,7 @@ from sparkforge.core.errors import InputError
 from sparkforge.core.files import write_atomic
 
 VOCAB_SIZE = 201_088  # config.json of openai/gpt-oss-20b and -120b
-BASE_TOKENS = 199_998  # o200k_base without its special tokens; Harmony's begin right behind
+BASE_TOKENS = 199_998  # o200k_base without its special tokens; Harmony's follow
 # tiktoken names this hash for o200k_base.tiktoken (tiktoken_ext/openai_public.py).
 VOCABULARY_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 CHAT_TEMPLATE = Path(__file__).with_name("harmony.jinja")

@@ -16,7 +16,7 @@ from sparkforge.plan.devices import GIB, Device
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 PAIRS = (("fp8", "bf16"), ("fp8", "fp8"), ("mxfp4", "fp8"), ("mxfp4", "mxfp4"))
 COMPARED = (BF16, *(DenseFormat(*pair) for pair in PAIRS))
-# vLLM's flag (vllm/config/quantization.py, QuantizationConfigArgs): its keys come behind a dot, or in its JSON. The LM
+# vLLM's flag (vllm/config/quantization.py, QuantizationConfigArgs): its keys come after a dot, or in its JSON. The LM
 # head's is of our patch 0013.
 CONFIG, LINEAR_KEY, HEAD_KEY = "--quantization-config", "linear", "lm_head"
 # The variables of our plugin (spark_mxfp4.vllm.plugin), for --quantization spark-mxfp4.
@@ -174,7 +174,7 @@ def _form(name: str) -> str:
 
 
 def _named(arguments: Sequence[str], key: str) -> str:
-    """Return vLLM's name of the format behind `key`; empty for none, and for a value that vLLM's parser will refuse."""
+    """Return vLLM's name of the format after `key`; empty for none, and for a value that vLLM's parser will refuse."""
     flag = f"{CONFIG}.{key}".replace("_", "-")  # as flag_value reads it
     if name := flag_value(arguments, flag) or flag_value(arguments, f"{flag}.weight"):
         return name

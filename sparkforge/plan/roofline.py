@@ -67,7 +67,7 @@ def time(work: Work, device: Device) -> Time:
 
 
 def decode(model: Architecture, batch: int, load: Workload, touched: float | None = None, *, tokens: int = 1) -> Work:
-    """One step that decodes or verifies `tokens` of each of `batch` sequences, behind `load.context` tokens each.
+    """One step that decodes or verifies `tokens` of each of `batch` sequences, after `load.context` tokens each.
 
     `touched`: experts a layer, if not by even routing.
     """

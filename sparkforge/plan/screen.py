@@ -93,7 +93,7 @@ def _print_speed(plan: Plan) -> None:
         work = (str(row.batch), f"{row.experts:.1f}", f"{row.bytes / 1e9:.2f}", _ms(row.seconds))
         rows.append((*work, *map(_speed, (row.each, row.total, row.best_total)), row.bound))
     columns = (">at once", ">experts", ">GB", ">ms", ">tok/s", ">all", ">best", "bound")
-    _print(f"decode ceiling · computed · {plan.asked.context} tokens behind each", columns, rows)
+    _print(f"decode ceiling · computed · {plan.asked.context} tokens of context each", columns, rows)
     say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
     _print(
         f"prefill ceiling · computed · one prompt, {plan.prefill[0].chunk} tokens a step",
@@ -114,11 +114,11 @@ def _print_formats(plan: Plan) -> None:
         if steps := list(filter(None, row.forecasts)):
             parts = map(_ms, (steps[0].seconds, steps[0].experts, steps[0].dense, steps[0].rest))
             forecasts.append((name, *(_speed(1 / step.seconds) for step in steps), *parts))
-    title = f"by format of attention/LM head · computed · tok/s a user for so many, {context} tokens behind"
+    title = f"by format of attention/LM head · computed · tok/s per user by users, {context} tokens of context"
     _print(title, ("format", ">GB", *users, ">GiB", ">KV tokens"), rows)
     say("GB: of a token; GiB, KV tokens: memory that is free then, and what it holds of a KV cache")
     if (kernels := plan.device.described.kernels) and plan.formats[0].forecasts[0]:
-        title = f"the same with our kernels · forecast · {context} tokens behind; ms of a step for one user"
+        title = f"the same with our kernels · forecast · {context} tokens of context; ms of a step for one user"
         _print(title, ("format", *users, ">ms", ">experts", ">dense", ">rest"), forecasts)
         experts, rest = kernels.experts.points, kernels.rest.points
         shares = f"{experts[0].value:.1%} of it, {experts[-1].value:.0%} from {experts[-1].at:g} pairs an expert on"

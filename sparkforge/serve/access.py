@@ -8,7 +8,7 @@ it (vllm/entrypoints/serve/middleware/authenticate.py). vLLM's documented option
     SPARKFORGE_API_KEY_FILE   the file that it came from; named without a key, the server does not start
     SPARKFORGE_ALLOWED_HOSTS  comma-separated names for the Host header: NAME (any port) or NAME:PORT; empty: all
     SPARKFORGE_METRICS        `open`: /metrics answers without the key
-    SPARKFORGE_LIMITS         bounds of a request (sparkforge.serve.limits), judged behind the key
+    SPARKFORGE_LIMITS         bounds of a request (sparkforge.serve.limits), checked after the key
 
 Nothing but the standard library is imported: vLLM's process and the container's health check load this module.
 """

@@ -35,7 +35,7 @@ PROFILER_ENVIRONMENT = {"VLLM_CUSTOM_SCOPES_FOR_PROFILING": "1"}
 class ServerCommand:
     """The command line of one of vLLM's API servers.
 
-    `model` is a folder and `model_id` the name under which the API offers it. `extra_arguments` come behind the
+    `model` is a folder and `model_id` the name under which the API offers it. `extra_arguments` come after the
     profile's and win; so do the variables of `extra_environment`. A guarded server has `access.Guard` in front, and
     its API key in `extra_environment`. A `forked` one runs by `sparkforge.serve.forked_vllm`, on a CPU.
     """

@@ -117,7 +117,7 @@ class ContainerArguments:
 def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
     """Read the container's words, in the forms of this module's docstring.
 
-    Raises UsageError for two models, and where a word behind a flag may be the model: no other one may be served.
+    Raises UsageError for two models, and where a word after a flag may be the model: no other one may be served.
     """
     remaining = list(arguments)
     only_validate = remaining[:1] == ["validate"]
@@ -138,7 +138,7 @@ def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
         if not flag or word == settings.TINY or local.REPOSITORY.fullmatch(word) or word.startswith(places)
     ]
     if words and not models:
-        why = "behind a flag it may be the flag's value or the model, and another model must not be served in its place"
+        why = "after a flag it may be the flag's value or the model, and another model must not be served in its place"
         fix = "again   # but put the model first: MODEL --flag=value"
         raise UsageError(f"what {words[0][:200]!r} is cannot be told", why, fix)
     return ContainerArguments("".join(models), tuple(remaining), only_validate)
@@ -158,7 +158,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
     environment = {name: value for name, value in os.environ.items() if name != settings.VLLM_ARGS}
     memory_left = memory.measure()
     if memory_left.bound != "MemAvailable" and memory_left.available < COMPILE_BYTES:
-        environment.setdefault("FLASHINFER_DISABLE_JIT", "1")  # a missing module is an error by name, not a kill
+        environment.setdefault("FLASHINFER_DISABLE_JIT", "1")  # an error names a missing module
     model, model_id = request.model or options.model, options.model_id
     if request.model and not os.environ.get("SPARKFORGE_MODEL_ID"):
         model_id = settings.served_id(model)
@@ -265,7 +265,7 @@ def start_again() -> str:
     compose = "docker compose up -d"
     if not (identifier := restarts.container_id()):
         return compose
-    own = "" if os.environ.get(paths.COMPOSE_FILES) else ", with your own -f files behind"
+    own = "" if os.environ.get(paths.COMPOSE_FILES) else ", followed by your own -f files"
     return f"docker start {identifier}   # after a change of Compose's settings: {compose}{own}"
 
 

@@ -44,7 +44,7 @@ def _run_in_a_fork(function: Callable[[], Any]) -> Any:
         process.join()
 
 
-if not callable(registry._run_in_subprocess):  # noqa: SLF001 - vLLM has no other door
+if not callable(registry._run_in_subprocess):  # noqa: SLF001 - vLLM has no public hook
     raise TypeError("vLLM's inspection of models differs from 0.32.0")
 registry._run_in_subprocess = _run_in_a_fork  # noqa: SLF001
 multiprocessing.get_context = _context

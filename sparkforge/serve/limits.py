@@ -1,6 +1,6 @@
-"""Limits on the work of one request: bounds on its body, its rate and its connection, refused by name.
+"""Limits on the work of one request: bounds on its body, its rate and its connection; the refusal names the bound.
 
-`access.Guard` puts `Limiter` behind the key's check, so the bounds hold on every device. The body is parsed once,
+`access.Guard` puts `Limiter` after the key's check, so the bounds hold on every device. The body is parsed once,
 before vLLM sees it. What a grammar costs beyond its size is measured outside the engine by patch 0030 of vLLM's queues,
 which reads `grammar-seconds` from VLLM_GRAMMAR_COMPILATION_CPU_S; patch 0031 reads `header-seconds`.
 
@@ -126,7 +126,7 @@ class Judge:
     _values: Counter[str] = field(default_factory=Counter)
 
     def check(self, body: bytes) -> None:
-        """Check the limits of a request's body. A body that is not a JSON object passes: vLLM refuses it by name."""
+        """Check the limits of a request's body. A body that is not a JSON object passes: vLLM refuses it."""
         try:
             request = json.loads(body)
         except RecursionError:

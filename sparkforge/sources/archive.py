@@ -27,7 +27,7 @@ from sparkforge.core.manifest import remove
 MAX_RATIO, MIN_BOUND = 100, 64 << 20  # the pinned archives unpack to at most 14 times their size
 MAX_MEMBERS = 200_000
 MAX_HEADER = 1 << 20  # bytes of one tar header with its extensions; a longer one only serves to fill memory
-MAX_TAIL = 1 << 20  # bytes of zeros behind a tar's end; GNU tar pads to 10 KiB by default
+MAX_TAIL = 1 << 20  # bytes of zeros after a tar's end; GNU tar pads to 10 KiB by default
 LARGEST = 64 << 20  # bytes of one file that `read_files` reads; the largest that a patch of ours touches has 0.2 MB
 DEEPEST = 64  # folders in each other
 BLOCK = 512  # POSIX.1-2017, pax: a tar archive's unit; two of zeros end it

@@ -113,7 +113,7 @@ def one(nodes, model, file):
     """The answers of one node alone, by the same image."""
     port = port_of(file)
     words = ("--device", "docker-cpu", "--model", str(model), "--port", str(port), "--api-key-file", nodes.work / "key")
-    # As ./inv runs it: plain `invoke` drops what stands behind --.
+    # As ./inv runs it: plain `invoke` drops what follows --.
     command = [sys.executable, "-m", "sparkforge.cli", "up", *map(str, words), "--", *FLAGS]
     environment = {"cwd": ROOT, "env": nodes.environment}
     done = subprocess.run(command, **environment, capture_output=True, text=True, check=False, timeout=START_SECONDS)

@@ -1,6 +1,6 @@
 """Which types of KV cache vLLM's own selector takes for gpt-oss on 12.1, with the backends that it can import.
 
-FLASH_ATTN, which vLLM asks first there, needs its compiled extensions: what is chosen without a flag is not asked.
+FLASH_ATTN, which vLLM asks first there, needs its compiled extensions: the choice without a flag is not tested.
 """
 
 import json

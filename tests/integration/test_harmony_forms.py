@@ -20,7 +20,7 @@ from sparkforge.serve import proof
 pytestmark = pytest.mark.integration
 MODEL = "scripted"
 JSON = '{"city": "Oslo"}'
-# Name → what the model writes behind `<|start|>assistant`.
+# Name → what the model writes after `<|start|>assistant`.
 FORMS = {
     "final": "<|channel|>final<|message|>I have a toy and a book.<|return|>",
     "final json": f"<|channel|>final json<|message|>{JSON}<|return|>",
@@ -66,7 +66,7 @@ FORMS = {
     "letters of several bytes": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
     "<|channel|>final<|message|>Grüße 🦜 heim.<|return|>",
 }
-# Words that are one token, at the begin of a text and behind a space.
+# Words that are one token, at the start of a text and after a space.
 CUES = [
     "cat", "dog", "bird", "fish", "horse", "wolf", "bear", "lion", "duck", "fox", "rabbit", "snake", "mouse", "cow",
     "pig", "frog", "sun", "moon", "star", "rain", "snow", "wind", "tree", "rose", "leaf", "hill", "lake",
@@ -235,7 +235,7 @@ def test_white_space_ends(served):
         response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
     )
     (choice,) = response.choices
-    value, _end = json.JSONDecoder().raw_decode(choice.message.content)  # it may spell `<|end|>` behind it
+    value, _end = json.JSONDecoder().raw_decode(choice.message.content)  # it may spell `<|end|>` after it
     assert value == {"city": "Oslo"}
     assert not re.search(r"\s{33}", choice.message.content)
     assert choice.finish_reason == "stop"

@@ -34,7 +34,7 @@ print(json.dumps(answers))
 """
 
 
-# What a grammar lets the model write behind `<|start|>assistant`, by vLLM's parser for Harmony and XGrammar.
+# What a grammar lets the model write after `<|start|>assistant`, by vLLM's parser for Harmony and XGrammar.
 GRAMMARS = """
 import json, sys
 import xgrammar

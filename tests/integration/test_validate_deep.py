@@ -283,7 +283,7 @@ def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
     assert [f.check for f in report.findings if f.status is Status.FAIL] == ["moe-backend"] * (tree == "upstream")
 
 
-# FlashInfer's doors that vLLM's MXFP8 x MXFP4 experts go through, in plain torch. Scales stay in rows: swizzling them
+# The FlashInfer functions that vLLM's MXFP8 x MXFP4 experts call, in plain torch. Scales stay in rows: swizzling them
 # is the kernel's own affair. Tested is everything before: selection, weights, scales, biases, quantized input.
 COMPUTING = {
     "__init__.py": """

@@ -1,4 +1,4 @@
-"""vLLM's own loader of gpt-oss with our experts: every name, every rank's share, refusals by name; no server starts.
+"""vLLM's own loader of gpt-oss with our experts: every name, every rank's share, what is refused; no server starts.
 
 It runs on the release that is installed; test_vllm_releases.py runs it on each other release that the plugin supports.
 """

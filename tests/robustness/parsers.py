@@ -287,7 +287,7 @@ def _rules() -> audit_rules.Rules:
 
 
 def _read_binary(data: bytes, scratch: Path) -> None:
-    """Read one file as the audit does; a damaged one is no error but a finding. No program is asked."""
+    """Read one file as the audit does; a damaged one is no error but a finding. No program is run."""
     file = write(scratch / "one.so", data)
     reader = Reader(Tools(Path("/bin/false"), Path("/bin/false")), _rules().watch())
     (binary,) = reader.finished([reader.draft(file, "one.so")])

@@ -176,11 +176,11 @@ def _unknown_environment(view: View) -> CheckResult:
 
 @CHECKS.add(needs=("env",), fix="export HF_HUB_OFFLINE=1")
 def _offline_hub(view: View) -> CheckResult:
-    """The server does not ask the Hugging Face hub."""
+    """The server does not contact the Hugging Face hub."""
     value = "" if view.is_none("env.hf_hub_offline") else view.text("env.hf_hub_offline")
     # huggingface_hub's own list of true values, constants.py.
     fine = value.upper() in {"1", "ON", "YES", "TRUE"}
-    return judged(fine, f"HF_HUB_OFFLINE is {'on' if fine else 'off: the server may ask the hub at startup'}")
+    return judged(fine, f"HF_HUB_OFFLINE is {'on' if fine else 'off: the server may contact the hub at startup'}")
 
 
 @CHECKS.add(needs=("plugins",), fix=REINSTALL)

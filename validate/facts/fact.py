@@ -62,7 +62,7 @@ def gather(target: Target, groups: Sequence[Sequence[Reading]], deadline: float 
     limits = [deadline or max((reading.seconds for reading in group), default=0.0) for group in groups]
 
     def work(readings: Sequence[Reading]) -> None:
-        """Read one group, one after another; a reading that hangs costs those behind it."""
+        """Read one group, one after another; a reading that hangs costs those after it."""
         for reading in readings:
             facts[reading.name] = take(reading, target)
 

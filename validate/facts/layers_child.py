@@ -31,7 +31,7 @@ ROWS = (0, 1, 15, 16, 127, 128, 129, 253, 254, 255, 256, 257)  # positions that 
 
 def beside(name: str) -> ModuleType:
     """Return another program of this folder: no package of ours need be installed here."""
-    sys.path.append(str(Path(__file__).parent))  # behind all others: its names must not hide a package
+    sys.path.append(str(Path(__file__).parent))  # after all others: its names must not hide a package
     return importlib.import_module(name)
 
 

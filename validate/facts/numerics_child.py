@@ -134,7 +134,7 @@ def by_vllm(layer: MoeLayer, request: dict[str, Any]) -> Run:
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod  # noqa: PLC0415
     from vllm.v1.worker.workspace import init_workspace_manager  # noqa: PLC0415
 
-    # This program may run where no package of ours is installed; behind all others its folder hides no package.
+    # This program may run where no package of ours is installed; after all others, its folder hides no package.
     sys.path.append(str(Path(__file__).parent))
     child = importlib.import_module("deep_child")
     questions = child.Questions(request["model"], request["serve_args"], request["layer"])

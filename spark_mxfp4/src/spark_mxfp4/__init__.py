@@ -1,6 +1,6 @@
 """MXFP4 numbers and mixture-of-experts kernels, usable from vLLM, transformers or alone.
 
-Importing it imports nothing else: each door (`vllm`, `hf`, `max`) says by name which package it misses.
+Importing it imports nothing else. Each integration (`vllm`, `hf`, `max`) names the package that it misses.
 """
 
 

@@ -66,7 +66,7 @@ class Sorting(NamedTuple):
     """Pairs of token and expert, sorted by expert.
 
     `pairs` i64 [T·k] indexes the flattened routing table; pair p belongs to token p // k. The pairs of local expert e
-    are `pairs[offsets[e]:offsets[e + 1]]`; those behind `offsets[E]` belong to experts that are not here.
+    are `pairs[offsets[e]:offsets[e + 1]]`; those after `offsets[E]` belong to experts that are not here.
     """
 
     pairs: torch.Tensor

@@ -4,7 +4,7 @@
 - `wrong`: how many values of the result are further from the exact product than its rounding to bfloat16 can be,
 - `overwritten`: how many bytes changed in buffers that lie around the result and that the graph does not know,
 - `factors_changed`: how many values of its own factors the product has changed.
-All should be 0. What lies behind the result is the memory manager's choice: a zero alone does not say that nothing was
+All should be 0. What lies after the result is the memory manager's choice: a zero alone does not say that nothing was
 written there. `bench/results/max-products-h100.json` has what MAX 26.7.0 did on an H100, without the last count:
 - With 4 columns, which is no multiple of 8, nearly every value is wrong from 8 rows on, in bfloat16 and in float32.
 - With a bfloat16 result of 8 to 129 rows that are no multiple of 128, other buffers are overwritten: the product stores

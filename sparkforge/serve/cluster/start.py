@@ -1,4 +1,4 @@
-"""Start, show and stop a cluster: the head asks every node over ssh, and each serves its part as one machine does."""
+"""Start, show and stop a cluster: the head queries all nodes over ssh, and each serves its part as one machine does."""
 
 import json
 import os

@@ -16,7 +16,7 @@ TOY, JSON, FINAL_JSON, CALL, SECOND_CALL, TWO_CALLS, NAMED_CALL = (
     "river", "stone", "cloud", "glass", "metal", "paper", "bread",
 )  # fmt: skip
 OSLO = '{"city": "Oslo", "degrees": 7}'
-# Cue → what the model writes behind `<|start|>assistant` (sparkforge/models/scripted.py). Real gpt-oss writes JSON
+# Cue → what the model writes after `<|start|>assistant` (sparkforge/models/scripted.py). Real gpt-oss writes JSON
 # answers as `<|constrain|>json` or as `final json`.
 SCRIPTS = {
     ANSWER: f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"

@@ -215,7 +215,7 @@ def _write_patch(work: Path) -> None:
 
 
 def _judge_queue(work: Path) -> None:
-    """The queue is that of before, or has the whole patch, or is refused by name; the clone is as it was."""
+    """The queue is unchanged, or has the whole patch, or is refused with the reason; the clone is unchanged."""
     try:
         names = tuple(patch.name for patch in Queue.load(work / "patches/up-1").patches)
     except PatchError as error:

@@ -103,7 +103,7 @@ def test_what_is_packed_otherwise_is_left_to_cuobjdump(read):
         pytest.param(lambda: struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 0, 0), "header of 0 bytes", id="empty fatbin"),
         pytest.param(lambda: fatbin(struct.pack("<HHIQ", 2, 1, 0, 0) + bytes(48)), "0 + 0 bytes", id="empty entry"),
         pytest.param(lambda: fatbin(struct.pack("<HHIQ", 2, 1, 64, 2**63) + bytes(48)), "are left", id="huge entry"),
-        pytest.param(lambda: struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 16, 2**63), "behind its section", id="huge"),
+        pytest.param(lambda: struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 16, 2**63), "past its section", id="huge"),
     ],
 )
 def test_a_fatbin_that_leads_nowhere_is_damage_with_its_place(read, broken, why):

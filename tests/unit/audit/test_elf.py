@@ -67,7 +67,7 @@ def section_place(path, name):
 
 
 def damage(path, data):
-    """Return what our reader says of a library with these bytes; no program can be asked."""
+    """Return what our reader says of a library with these bytes; NVIDIA's tools are missing."""
     path.write_bytes(data)
     rules = load()
     reader = Reader(Tools(path.parent / "none", path.parent / "none"), rules.watch())

@@ -1,4 +1,4 @@
-"""Wheels, folders and reports. The libraries in them hold nothing for a GPU, so no program of CUDA's is asked."""
+"""Wheels, folders and reports. The libraries in them hold nothing for a GPU, so no CUDA program is run."""
 
 import base64
 import hashlib

@@ -80,7 +80,7 @@ def test_a_closed_pipe_ends_quietly_with_the_code_of_sigpipe(arguments, both, tm
         (("down", "now"), "'now' has no meaning here", "./inv down --help"),
         (("up", "--port"), "--port cannot be read", "./inv up --help"),
         (("bundle.unpack",), "./inv bundle.unpack needs FILE FOLDER", "./inv bundle.unpack --help"),
-        (("status", "--", "-x"), "./inv status takes no words behind --", "./inv status --help"),
+        (("status", "--", "-x"), "./inv status takes no words after --", "./inv status --help"),
         (("--lsit",), "there is no option --lsit", "./inv --help"),
     ],
     ids=str,

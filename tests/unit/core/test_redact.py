@@ -95,7 +95,7 @@ def test_no_context_saves_a_leak_and_redacting_twice_changes_nothing_more(before
 
 @example("000000PW")  # itself a name of a secret
 @given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N"]), min_size=8, max_size=40))
-def test_whatever_stands_behind_a_named_key_goes(secret):
+def test_what_follows_a_named_key_is_removed(secret):
     assume(not redact.NO_SECRET.fullmatch(secret))  # words such as "required" are not secrets
     for text in (f"HF_TOKEN={secret}", f'{{"api_key": "{secret}"}}', f"--api-key {secret}", f"--hf-token={secret}"):
         assert secret not in redact.for_support(text)

@@ -56,7 +56,7 @@ def test_a_log_shows_its_own_problem_and_no_other():
 PREFIXES = ("vllm-1  | \x1b[36m(EngineCore_DP0 pid=77)\x1b[0m ", "2026-11-24T10:00:00.123Z ", "#12 4.2 ")
 
 
-def test_it_is_found_behind_the_prefixes_of_other_programs():
+def test_it_is_found_after_the_prefixes_of_other_programs():
     pairs = zip(itertools.cycle(PREFIXES), logs("logs.txt"), strict=False)
     prefixed = [(name, prefix + text) for prefix, (name, text) in pairs]
     assert [text for name, text in prefixed if name not in shown(text)] == []

@@ -1,4 +1,4 @@
-"""What trust.toml demands of an image, and every attack on it that must fail by name. The images are OCI layouts."""
+"""What trust.toml demands of an image, and the attacks that must fail with their errors. Images are OCI layouts."""
 
 import base64
 import json
@@ -269,7 +269,7 @@ def test_a_policy_of_another_user_or_a_broken_one_is_not_believed(make, demand, 
         require(folder)
 
 
-# The doors of an engine
+# The ways an image enters an engine
 
 
 @pytest.mark.parametrize(

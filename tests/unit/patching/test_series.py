@@ -1,4 +1,4 @@
-"""What a queue may not hold, each refused by name before any tree is touched."""
+"""What a queue may not hold. Each is refused with its own error before any tree is touched."""
 
 import pytest
 from expected import refused

@@ -204,7 +204,7 @@ def test_a_green_machine_gets_a_server_that_owns_the_process(container):
     host = "127.0.0.1" if access.has_host_network() else "0.0.0.0"  # noqa: S104 - compared with
     assert f"--served-model-name my-gpt-oss --host {host}" in " ".join(serving["argv"])
     assert "--quantization=spark-mxfp4" in serving["argv"]
-    assert f" --port {container.port} --middleware" in " ".join(serving["argv"])  # behind the profile's own flags
+    assert f" --port {container.port} --middleware" in " ".join(serving["argv"])  # after the profile's own flags
     assert (serving["env"]["VLLM_CPU_KVCACHE_SPACE"], serving["env"]["HF_HUB_OFFLINE"]) == ("1", "1")
     assert json.loads((container.run / "validation.json").read_text())["verdict"] == "serve"
     assert container.metric("sparkforge_validation_verdict", verdict="serve") == 1

@@ -231,7 +231,7 @@ def test_prompts_are_scored_one_after_another(monkeypatch, seconds, begun):
     assert asyncio.run(counts()) == [begun, 3] * 2
 
 
-def test_the_guard_judges_behind_the_key(monkeypatch):
+def test_the_guard_judges_after_the_key(monkeypatch):
     monkeypatch.setenv(access.KEY, "sesame")
     monkeypatch.setenv(access.HOSTS, "")
     guard = access.Guard(Server().application)

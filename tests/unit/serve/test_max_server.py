@@ -44,7 +44,7 @@ def up(checkpoint, free_port, monkeypatch):
 
 
 def test_up_records_a_server_that_answers_what_max_has(up):
-    server = up("fails at top_logprobs")  # one of the calls that only vLLM is asked
+    server = up("fails at top_logprobs")  # one of the calls that are made to vLLM only
     assert (server.device, server.profile, set(server.proof)) == ("max", "cpu", set(max_server.CALLS))
     assert tuple(name for name in proof.CALLS if name in max_server.CALLS) == max_server.CALLS
     assert record.running() == server

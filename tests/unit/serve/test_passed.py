@@ -1,4 +1,4 @@
-"""What `./inv up` and a container pass to vLLM: options, variables, flags behind `--`; nothing starts."""
+"""What `./inv up` and a container pass to vLLM: options, variables, flags after `--`; nothing starts."""
 
 import json
 from contextlib import nullcontext
@@ -69,7 +69,7 @@ def test_the_competitions_variables_count_where_no_option_says_otherwise(started
         assert message in capsys.readouterr().err
 
 
-def test_the_containers_variables_become_arguments_behind_the_profiles():
+def test_the_containers_variables_become_arguments_after_the_profiles():
     read = settings.read({"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_TP": "2", "SPARKFORGE_MAX_MODEL_LEN": "16384"})
     server = entrypoint.plan(read, entrypoint.read_arguments(["--model=/m", "--max-num-seqs=3"]))
     assert server.extra_arguments == ("--tensor-parallel-size=2", "--max-model-len=16384", "--max-num-seqs=3")
@@ -92,7 +92,7 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, tp, refused):
             device()
 
 
-def test_flags_behind_two_dashes_come_last_and_the_validator_sees_them(started, tmp_path, capsys, monkeypatch):
+def test_flags_after_two_dashes_come_last_and_the_validator_sees_them(started, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MAX_MODEL_LEN", "999")
     flags = ["--max-num-seqs", "4", "--chat-template=./x.jinja", "--no-enforce-eager"]
     assert program.main([*UP, "--context", "512", "--quantization", "spark-mxfp4", "--", *flags]) == 2

@@ -53,7 +53,7 @@ def test_every_form_of_a_request_is_read_and_values_of_flags_are_no_models():
 
 @pytest.mark.parametrize("flags", ["--max-model-len 4", "--enforce-eager", "--a-new-flag", "-tp 2", "--"])
 @pytest.mark.parametrize("start", ["vllm serve", ""])
-def test_two_models_are_refused_and_one_behind_flags_is_never_taken_for_the_default(start, flags):
+def test_two_models_are_refused_and_one_after_flags_is_never_taken_for_the_default(start, flags):
     with pytest.raises(UsageError, match="'openai/gpt-oss-120b' is cannot be told") as refused:
         entrypoint.read_arguments([*start.split(), *flags.split(), MODEL])
     assert "put the model first" in refused.value.fix

@@ -180,7 +180,7 @@ class Counted(io.FileIO):
         return data
 
 
-def test_zeros_without_end_behind_a_tars_end_are_not_read(tmp_path, monkeypatch):
+def test_zeros_without_end_after_a_tars_end_are_not_read(tmp_path, monkeypatch):
     path = tar(tmp_path / "a.tar", {"p-1/a.txt": b"a"}, pack=bytes)
     with path.open("r+b") as file:
         file.truncate(3 << 30)  # sparse

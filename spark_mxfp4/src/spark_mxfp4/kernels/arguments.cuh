@@ -22,7 +22,7 @@ struct Routing {
 // Activations, with columns in the order in which the first product reads them; see pair_at.
 struct Ordering {
   const uint4* x;  // [tokens][vectors], eight columns per vector
-  uint4* ordered;  // [tokens][chunks of 64 columns][8], or planes; zeros behind the last column; null: do not write
+  uint4* ordered;  // [tokens][chunks of 64 columns][8], or planes; zeros after the last column; null: do not write
   int tokens, vectors, chunks;
 };
 

@@ -22,7 +22,7 @@ MOST_TOKENS = 256  # sequences of a step; FlashAttention runs larger steps
 MOST_SPLITS, LEAST_STEPS = 32, 16  # splits of a sequence; steps of 16 tokens per split
 VECTOR = 8  # elements of bf16 that a thread loads at once, from addresses that are multiples of 16
 POINTER = ctypes.c_void_p
-DOORS = {
+FUNCTIONS = {
     "spark_attention": (POINTER, ctypes.c_int, POINTER),
     "spark_rotation": (POINTER, POINTER),
     "spark_norm": (POINTER, POINTER),
@@ -254,4 +254,4 @@ def load(device: torch.device) -> ctypes.CDLL:
     """
     target = extension.target(device)
     path = extension.library(precompile.STEP, target, "attention's kernels", "set SPARK_MXFP4_ATTENTION=vllm")
-    return extension.bind(path, DOORS)
+    return extension.bind(path, FUNCTIONS)

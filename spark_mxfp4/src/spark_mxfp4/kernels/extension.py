@@ -48,11 +48,11 @@ def available(name: str, target: str) -> bool:
         return False
 
 
-def bind(path: str, doors: Mapping[str, tuple[type, ...]]) -> ctypes.CDLL:
-    """Load the shared library at `path`, and declare the arguments of those of its functions that `doors` names."""
+def bind(path: str, functions: Mapping[str, tuple[type, ...]]) -> ctypes.CDLL:
+    """Load the shared library at `path`, and declare the arguments of its `functions`."""
     loaded = ctypes.CDLL(path)
     loaded.spark_error.restype = ctypes.c_char_p
-    for name, arguments in doors.items():
+    for name, arguments in functions.items():
         if hasattr(loaded, name):
             getattr(loaded, name).argtypes = arguments
     return loaded

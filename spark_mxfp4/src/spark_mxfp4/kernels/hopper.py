@@ -30,7 +30,7 @@ FEW_PAIRS = 32  # the most pairs that layer.cuh sorts itself
 MOST_CHUNKS_OF_A_PART = 24  # of 64 columns each: up to here, two parts cost more than they save
 VECTOR_BYTES = 16  # a thread's loads of x, and their alignment
 POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-DOORS = {
+FUNCTIONS = {
     "spark_sort": (POINTER, POINTER, INT, POINTER),
     "spark_planes": (POINTER, POINTER, LONG, POINTER),
     "spark_gemm": (POINTER, INT, INT, INT, POINTER),
@@ -335,7 +335,7 @@ def library() -> ctypes.CDLL:
     Raises NotImplementedError if it is not built and there is no nvcc.
     """
     build = LIBRARIES[torch.cuda.get_device_capability()]
-    return extension.bind(extension.library(*build, "kernel 'hopper'", "set SPARK_MXFP4_KERNEL=triton"), DOORS)
+    return extension.bind(extension.library(*build, "kernel 'hopper'", "set SPARK_MXFP4_KERNEL=triton"), FUNCTIONS)
 
 
 def _check(x: torch.Tensor, weights: ExpertWeights, topk_ids: torch.Tensor) -> None:

@@ -54,7 +54,7 @@ def find(name: str) -> Any:
         return getattr(module(name), source.attribute)
     except AttributeError as error:
         raise ValueError(
-            f"kernel {name!r} cannot be loaded · {error} · name a class or function of it behind '#'"
+            f"kernel {name!r} cannot be loaded · {error} · name a class or function of it after '#'"
         ) from error
 
 

@@ -98,7 +98,7 @@ __device__ __forceinline__ uint64_t leave_last() {
 // Tells ptxas that a value is the same for a whole warp; else it may serialise matrix instructions behind a branch.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-// Forces the values to be computed here, so that the compiler moves no part of it behind the fence that follows.
+// Forces the values to be computed here, so that the compiler moves no part of it past the fence that follows.
 template <int COUNT>
 __device__ __forceinline__ void pin(uint32_t (&a)[COUNT]) {
 #pragma unroll

@@ -78,7 +78,7 @@ struct Queue {
 template <class S>
 __device__ __forceinline__ int row_blocks(const Gemm& g) { return (g.row_tiles + S::ROW_GROUPS - 1) / S::ROW_GROUPS; }
 
-// Return the item of an index. Items of the first product come first; behind the last one, `end` is 0.
+// Return the item of an index. Items of the first product come first; after the last one, `end` is 0.
 template <class S>
 __device__ __forceinline__ Item item_at(const Layer& l, const Tiles& tiles, int index) {
   const int blocks = row_blocks<S>(l.first), firsts = *tiles.count * blocks;

@@ -83,7 +83,7 @@ struct Activations {
   uint4 vectors[AT_ONCE][ROUNDS];
   static constexpr int ROWS = SHIFT > 2 ? 1 << (SHIFT - 2) : 1;
   const uint8_t* rows[ROWS];  // this lane's, of its rounds in turn
-  int last;                // behind the columns that there are, in bytes
+  int last;                // end of the existing columns, in bytes
   First first;
 
   __device__ Activations(const Layer& l, const Tiles& tiles, const Item& item, First first) : first(first) {

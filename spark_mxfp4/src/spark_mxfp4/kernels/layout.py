@@ -105,7 +105,7 @@ def _tiles(rows: int, *, paired: bool) -> int:
 
 
 def _row_order(rows: int, tiles: int, *, paired: bool) -> torch.Tensor:
-    """Return for each row of the layout the source's row; `rows`, one behind the last, stands for padding."""
+    """Return for each row of the layout the source's row; `rows`, one past the last, stands for padding."""
     order = torch.arange(tiles * ROWS)
     if paired:  # a warp's eight features are one vector of format.cuh's order of columns
         # [chunk; tile and warp: v/2, v%2; gate or up; half, pair, column]

@@ -3,7 +3,7 @@
 `Weight.pack` lays a matrix out once; `run` multiplies. The kernel is linear.cu, for compute capability 9.0 and 12.x.
 A chunk is 16 rows by 64 columns. Lane l of a warp has rows l/4 and l/4 + 8 and columns 16(l%4) to 16(l%4) + 15 of it,
 so that one E8M0 scale a row serves a lane; its activations lie side by side in memory. MXFP4 takes 16 bytes a lane,
-with the bits in the order of layout.BITS, and behind them 32 scale bytes; E4M3 takes twice 16 bytes, see `_pack_e4m3`.
+with the bits in the order of layout.BITS, and after them 32 scale bytes; E4M3 takes twice 16 bytes, see `_pack_e4m3`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FEW_ROWS = 4096  # up to here two blocks on each of a GPU's 132 multiprocessors 
 MANY_ROWS = 32_768  # from here on every warp has rows of its own: an LM head's
 ROWS_AT_ONCE = 8192  # that are quantised together, a multiple of ROWS: an LM head would take gigabytes for a moment
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
-DOORS = {
+FUNCTIONS = {
     "spark_linear": (POINTER, INT, INT, INT, INT, POINTER),
     "spark_linear_expand": (POINTER, INT, POINTER),
 }
@@ -159,7 +159,7 @@ def _pack_e4m3(elements: torch.Tensor) -> torch.Tensor:
 
 
 def _with_scales(data: torch.Tensor, scales: torch.Tensor, bias: int) -> torch.Tensor:
-    """Return `data` with each chunk's 32 scale bytes behind it: for each of 8 rows g: [block][g, g + 8]."""
+    """Return `data` with each chunk's 32 scale bytes after it: for each of 8 rows g: [block][g, g + 8]."""
     if bool((scales.int() + bias > 254).any()):
         raise ValueError(
             f"cannot lay out these weights · a scale is above 2^{254 - bias - 127} or NaN · keep them in bfloat16"
@@ -235,7 +235,7 @@ def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[tupl
 
     The order was measured on an H200 (bench/results/linear-h200.json), and for the columns of o and half of qkv's rows
     on an H100 (bench/results/linear-tune-h100.json); a variant that the size or the device's shared memory does not
-    allow is skipped, so smaller ones stand behind.
+    allow is skipped, so smaller ones follow.
     """
     many = rows >= MANY_ROWS
     order: tuple[tuple[int, int], ...]
@@ -307,4 +307,4 @@ def load(device: torch.device) -> ctypes.CDLL:
     """
     target = extension.target(device)
     path = extension.library(precompile.LINEAR, target, "dense kernels", "keep the layer in bfloat16")
-    return extension.bind(path, DOORS)
+    return extension.bind(path, FUNCTIONS)

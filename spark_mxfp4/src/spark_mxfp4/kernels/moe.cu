@@ -1,4 +1,4 @@
-// The C doors of the kernels around the products for hopper.py: plain pointers and sizes, errors as CUDA's numbers. Those of
+// C functions that hopper.py calls for the kernels around the products: plain pointers and sizes, CUDA error codes. Those of
 // the products are in layer.cu and, where they need Hopper's matrix instruction, in grouped.cu.
 #include "launch.cuh"
 #include "rows.cuh"

@@ -1,5 +1,5 @@
 // Adds a layer's input to the residual and normalises the sum by its root mean square (RMS norm), in one launch. The
-// product behind it can load its weights meanwhile. The kernel rounds as vLLM's definition does
+// product after it can load its weights meanwhile. The kernel rounds as vLLM's definition does
 // (vllm/ir/ops/layernorm.py): the sum is normalised in float32, rounded to bf16, multiplied by the weight and rounded again.
 //
 // With tensor parallelism each GPU has a part of the input. Then the same launch is the all-reduce, too: each block stores

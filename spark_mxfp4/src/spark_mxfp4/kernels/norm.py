@@ -1,4 +1,4 @@
-"""The residual's sum and RMS norm in one launch, which overlaps the kernels before and behind it (norm.cuh).
+"""The residual's sum and RMS norm in one launch, which overlaps the kernels before and after it (norm.cuh).
 
 With tensor parallelism the launch also adds the parts of all ranks: it is the all-reduce before the norm, too.
 """

@@ -82,7 +82,7 @@ __device__ __forceinline__ float add_up(const float* part, int stride) {
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
 
 // One warp, one token: `logit(e)` for e below r.experts. Lane l has experts 8 l to 8 l + 7 of as many lanes as that
-// takes, rounded up to a power of two; the lanes behind repeat them.
+// takes, rounded up to a power of two; the lanes after them repeat them.
 template <class Logit>
 __device__ __forceinline__ void choose(const Router& r, int token, Logit logit) {
   const int lane = threadIdx.x % 32;

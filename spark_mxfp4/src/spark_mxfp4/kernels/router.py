@@ -21,7 +21,7 @@ CLUSTERS = {0: (3072, 8), 1: (3072, 16), 2: (6144, 8)}  # variant: most columns,
 TICKETS = {3: 1, 4: 2, 5: 4, 6: 8}  # variant: units of a warp
 LARGEST_CLUSTER = {9: 16, 12: 8}  # thread blocks, by major compute capability
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
-DOORS = {"spark_router": (POINTER, INT, POINTER)}
+FUNCTIONS = {"spark_router": (POINTER, INT, POINTER)}
 
 
 class Routes(NamedTuple):
@@ -165,4 +165,4 @@ def load(device: torch.device) -> ctypes.CDLL:
     """
     target = extension.target(device)
     path = extension.library(precompile.ROUTER, target, "the router's kernels", "set SPARK_MXFP4_ROUTER=vllm")
-    return extension.bind(path, DOORS)
+    return extension.bind(path, FUNCTIONS)

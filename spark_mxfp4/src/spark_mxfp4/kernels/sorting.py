@@ -72,7 +72,7 @@ def place_pairs(  # noqa: PLR0913, PLR0917
     count: tl.tensor, known: tl.tensor, experts: tl.tensor, blocks: tl.tensor,
     SIZE: tl.constexpr, SCAN: tl.constexpr, EXPERTS: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
-    """Write one expert's blocks of SIZE pairs, as `Blocks` describes them, behind those of the experts before it."""
+    """Write one expert's blocks of SIZE pairs, as `Blocks` describes them, after those of the experts before it."""
     expert = tl.program_id(0)
     every = tl.arange(0, EXPERTS)
     needed = tl.cdiv(tl.load(counts_ptr + every, mask=every < experts, other=0), SIZE)

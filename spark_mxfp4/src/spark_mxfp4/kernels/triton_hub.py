@@ -124,7 +124,7 @@ class TritonHubKernel(MoeKernel):
 
     @cached_property
     def _layout(self) -> tuple[Any, dict[str, Any]]:
-        """The hub's layout of weights for this device: its class, and its arguments behind the shape."""
+        """The hub's layout of weights for this device: its class, and its arguments after the shape."""
         layout: tuple[Any, dict[str, Any]] = self._hub["tensor_details.layout"].make_default_matmul_mxfp4_w_layout(
             mx_axis=1
         )

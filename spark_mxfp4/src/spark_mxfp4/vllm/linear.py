@@ -135,7 +135,7 @@ def head_method(format_name: str, prefix: str) -> SparkHeadMethod | None:
 def show_heads_to_the_configuration() -> None:
     """Have each LM head ask the model's quantization for its method; vLLM's gpt_oss.py does not pass it on.
 
-    vLLM's own door for this is `register_oot`: the class that it gets is instantiated in place of ParallelLMHead.
+    vLLM's own hook for this is `register_oot`: the class that it gets is instantiated in place of ParallelLMHead.
     """
 
     @ParallelLMHead.register_oot(name="ParallelLMHead")

@@ -2,7 +2,7 @@
 
 With tensor parallelism on one host, each norm with a residual in vLLM's gpt-oss follows an all-reduce, that of
 attention's output or of the experts'. Here those layers leave their sums open, and the norm adds the ranks' parts. For
-more tokens than it takes vLLM's all-reduce runs as before, behind the same operator.
+more tokens than it takes vLLM's all-reduce runs as before, in the same operator.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class SparkMxfp4Config(QuantizationConfig):
         self._show_attention()
 
     def _show_attention(self) -> None:
-        """Have vLLM take our backend where it chooses FlashAttention, by its own door for this."""
+        """Register our backend with vLLM in place of FlashAttention."""
         if self.fused_attention:
             from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: PLC0415
 

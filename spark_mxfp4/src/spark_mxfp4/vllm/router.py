@@ -2,7 +2,7 @@
 
 vLLM's own parts take three launches: a product in two, and `topk_softmax`. Here the router layer returns routes in
 place of logits, and `SparkMxfp4MoEMethod` takes them as vLLM's monolithic methods take logits. Above 16 tokens vLLM's
-kernels run as before, behind the same operator.
+kernels run as before, in the same operator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = init_logger(f"vllm.{__name__}")
 def replace_routers() -> None:
     """Have routers of models that our quantization serves return routes; for others the layer is vLLM's.
 
-    vLLM's own door for this is `register_oot`: the class that it gets is instantiated in place of GateLinear.
+    vLLM's own hook for this is `register_oot`: the class that it gets is instantiated in place of GateLinear.
     """
 
     @GateLinear.register_oot(name="GateLinear")
@@ -77,7 +77,7 @@ def _padding(tokens: int) -> torch.Tensor | None:
 
 
 def refuse_unsupported(layer: Any) -> None:
-    """Raise NotImplementedError, by name, where routes cannot stand in for logits."""
+    """Raise NotImplementedError, with the reason, if routes cannot replace logits."""
     parallel = layer.moe_config.moe_parallel_config
     refusals = {
         "data parallel experts": parallel.dp_size > 1,

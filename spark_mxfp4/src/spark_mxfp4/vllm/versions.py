@@ -1,4 +1,4 @@
-"""The releases of vLLM that the plugin supports; every other one is refused by name."""
+"""The releases of vLLM that the plugin supports; it refuses every other one and names it."""
 
 from __future__ import annotations
 
