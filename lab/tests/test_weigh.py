@@ -1,4 +1,4 @@
-"""What the laboratory counts: lines, words, commands; names of families in code."""
+"""`lab.weigh` counts lines, words and commands; `lab.names` finds names of model families in code."""
 
 from lab import names, weigh
 

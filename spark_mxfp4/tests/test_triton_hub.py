@@ -1,4 +1,4 @@
-"""Kernels hubs in the shape of triton_kernels: run, quantised and laid out by the hub, refused by what they lack.
+"""Kernels hubs with the interface of triton_kernels: run, quantised and laid out by the hub, refused by what they lack.
 
 The hub is a stand-in of our own, in torch.
 """

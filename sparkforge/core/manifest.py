@@ -98,7 +98,7 @@ def once(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path
             )
             write_json(beside(temporary), asdict(manifest))
             for old, aside in ((beside(path), beside(_aside(path))), (path, _aside(path))):
-                remove(aside)  # an older one; `path` itself exists
+                remove(aside)  # left by an earlier run
                 with suppress(FileNotFoundError):
                     old.rename(aside)
             temporary.rename(path)
@@ -125,7 +125,7 @@ def _aside(path: Path) -> Path:
 
 
 def _recover(path: Path) -> None:
-    """Repair what a killed or failed run left: the old artifact is in place again, or the new one is, whole."""
+    """Repair the state after a killed or failed run: put the old artifact back, or complete the new one."""
     aside, name = _aside(path), re.escape(path.name)
     for manifest in _matching(path.parent, rf"\.{name}\.\d+\.tmp{re.escape(SUFFIX)}"):
         temporary = manifest.with_name(manifest.name.removesuffix(SUFFIX))

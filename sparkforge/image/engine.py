@@ -106,7 +106,7 @@ def named(error: Exception) -> SparkforgeError:
     """Return our error for one of the SDK's."""
     if isinstance(error, APIError) and error.response is not None:
         return explained(str(error.explanation or error), f"the engine answered {error.status_code}", "docker info")
-    text = str(error)  # of the SDK, requests and urllib3, each around the one below
+    text = str(error)  # the SDK's error wraps that of requests, which wraps that of urllib3
     if innermost := re.search(r"\w+Error\(\d[^()]*\)", text):
         text = innermost[0]
     if "timed out" in text.lower():
@@ -182,7 +182,7 @@ def state(client: docker.DockerClient, container: str) -> State | None:
 
 
 def _since(started: str, moment: str) -> bool:
-    """Tell whether a moment is not before a start, both as the engine writes them; yes if one of them is unknown."""
+    """Tell whether `moment` is not before `started`, two times of the engine; yes if one of them is unknown."""
     try:
         return datetime.fromisoformat(moment) >= datetime.fromisoformat(started)
     except (ValueError, TypeError):
@@ -222,7 +222,7 @@ def service_container(client: docker.DockerClient, project: str, service: str) -
 def _cdi_devices(info: dict[str, Any]) -> tuple[str, ...]:
     """Return the NVIDIA devices of the Container Device Interface, as the engine or the files of its folders name them.
 
-    Engines since API 1.50 list what they discovered; older ones only where they look.
+    Engines since API 1.50 list the devices that they discovered; older ones list only the folders that they search.
     """
     names = [str(device.get("ID", "")) for device in info.get("DiscoveredDevices") or []]
     if discovered := tuple(sorted(name for name in names if name.startswith(f"{CDI_KIND}="))):

@@ -31,7 +31,7 @@ MARK = "SPARKFORGE_SERVER"  # in the environment of each process of a server: th
 NAME = "server.json"
 MODELS = "fleet/models"  # below the state folder: a state folder for each model of a fleet
 LONGEST = 1 << 16  # bytes; a record has a few hundred
-# Exit codes after an end that somebody asked for, by SIGINT or SIGTERM (supervise.py).
+# Exit codes after a requested end, by SIGINT or SIGTERM (supervise.py).
 CLEAN_EXITS = {0, 130, 143}
 LATEST = 1e11  # Unix time that every calendar has
 

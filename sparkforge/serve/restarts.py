@@ -1,7 +1,7 @@
-"""Whether a container starts its server again: after each end that nobody asked for it waits longer, then it holds.
+"""Restarts of a container's server: the pause grows with each unrequested end, and then the container holds.
 
-Docker starts a container that failed at once, again and again with `unless-stopped`, and a server that takes a Spark to
-its limit at every start would wedge it at every start. So the entrypoint keeps count, in SPARKFORGE_STATE, which
+Docker restarts a failed container immediately, and with `unless-stopped` without end. A server that takes a Spark to
+its limit at every start would then wedge it at every start. So the entrypoint keeps count, in SPARKFORGE_STATE, which
 outlives the container and the machine's power: a start without an end counts as a failed one. Too many of them, and the
 container stays up, unhealthy and without a server, until a person stops or restarts it (decision 0018).
 """
@@ -32,7 +32,7 @@ FIRST_SECONDS, FACTOR, LONGEST_SECONDS = 2.0, 4, 300.0  # 2, 8, 32 … from one 
 
 
 class ServerFailure(Record):
-    """An end that nobody asked for: when, in Unix time, and why as far as it is known."""
+    """An unrequested end: when, in Unix time, and why as far as it is known."""
 
     ended: float
     why: str
@@ -47,7 +47,7 @@ class Starts(Record):
 
 
 def read(identity: Sequence[str], now: float) -> Starts:
-    """Return the recorded starts of this container: the last start has ended, and old failures are left out."""
+    """Return this container's recorded starts without old failures; a start without a recorded end counts as failed."""
     try:
         known = Starts.model_validate(read_json(paths.state() / NAME))
     except (OSError, ValueError, ValidationError):

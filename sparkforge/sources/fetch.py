@@ -1,7 +1,7 @@
 """Fetch a pinned file: from the cache if its bytes are still right, else from the index, hashed while it streams.
 
-The index is pip's, with the folders that pip is configured to look into; a component that it does not have, such as
-torch without CUDA, names one of its own. A download stops at the size that the pin names. Processes that want the same
+The index is pip's, with the folders that pip is configured to look into. A component that pip's index lacks, such as
+torch without CUDA, names its own index. A download stops at the size that the pin names. Processes that want the same
 file wait for one another.
 """
 
@@ -101,7 +101,7 @@ def fetch(package: str, filename: str, sha256: str, size: int | None = None, ind
                 url, listed = f"{index}/{quote(filename)}", None
             try:
                 attempts()(download, url, target, sha256, http, size or listed)
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError) as error:  # an index lists any URL
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError) as error:  # of a listed URL
                 why = reason(error) if isinstance(error, httpx.HTTPError) else str(error)[:300]
                 fix = "again   # first check the network, or set PIP_FIND_LINKS to a folder that has it"
                 failure, why = f"cannot fetch {filename}", f"the transfer failed: {why}"

@@ -1,4 +1,4 @@
-"""How the embedded container ends, when its engine dies and on SIGTERM. After the tests that need it running."""
+"""How the embedded container ends: when its engine dies, and on SIGTERM. Runs after the tests that need it."""
 
 import http.client
 import json

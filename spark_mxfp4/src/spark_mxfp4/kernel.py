@@ -54,7 +54,7 @@ class MoeKernel(ABC):
         return weights
 
     def tune(self, prepared: ExpertWeights) -> None:  # noqa: B027 (most kernels have nothing to choose)
-        """Choose what depends on the layer's sizes; called once, when only `prepared` weights are left."""
+        """Choose settings that depend on the layer's sizes; called once, when only `prepared` weights are in memory."""
 
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:  # noqa: ARG002
         """Undo `prepare` for weights of the sizes H and I."""

@@ -25,9 +25,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the values [..., K] of `blocks` (u8 [..., K/32, 16]) and `scales` (u8 [..., K/32]) in `dtype`.
 
-    Exact in float64, float32 and bfloat16, subnormals included, save that a product of 2^128 or more is infinite below
-    float64. float16 is the float32 value rounded to nearest, even on ties. Scale 255 makes its 32 values NaN.
-    Raises ValueError for other shapes or dtypes.
+    Exact in float64, float32 and bfloat16, subnormals included, except that a product of 2^128 or more is infinite in
+    float32 and bfloat16. float16 is the float32 value rounded to nearest, even on ties. Scale 255 makes its 32 values
+    NaN. Raises ValueError for other shapes or dtypes.
     """
     check_packed(blocks, scales)
     _check_dtype(dtype)
@@ -42,9 +42,10 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (blocks u8 [..., K/32, 16], scales u8 [..., K/32]) of `x` (float [..., K], K a multiple of 32).
 
     The scale is 2^(floor(log2(largest magnitude)) - 2), as the specification proposes, held within E8M0's 2^-127 to
-    2^127; so magnitudes up to 8 scales occur and those above 6 saturate to 6. Elements round to nearest, even on
-    ties, and keep their sign, zero's too. A block of zeros has scale byte 0. A block with a NaN or an infinity becomes
-    NaN as a whole (scale byte 255, elements 0): E2M1 holds neither, and a silent finite value would hide the fault.
+    2^127. So magnitudes up to 8 times the scale occur, and those above 6 times saturate to 6. Elements round to
+    nearest, even on ties, and keep their sign, zero's too. A block of zeros has scale byte 0. A block with a NaN or an
+    infinity becomes NaN as a whole (scale byte 255, elements 0): E2M1 holds neither, and a finite value would hide the
+    fault.
     Quantising what `dequantize` gave loses no finite value, though it may choose other bytes.
     Raises ValueError for other shapes or dtypes.
     """
@@ -56,8 +57,8 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (elements float8_e4m3fn [..., K], scales u8 [..., K/32]) of `x` (float [..., K], K a multiple of 32).
 
-    As `quantize`, with E4M3 elements: the scale is 2^(floor(log2(largest magnitude)) - 8), magnitudes above 448 scales
-    saturate, and a block with a NaN or an infinity becomes NaN as a whole. Raises ValueError for other shapes, dtypes.
+    As `quantize`, with E4M3 elements: the scale is 2^(floor(log2(largest magnitude)) - 8), magnitudes above 448 times
+    the scale saturate, and a block with a NaN or an infinity becomes NaN. Raises ValueError for other shapes or dtypes.
     """
     scaled, scales = _scaled(x, E4M3_EMAX)
     scaled = torch.where((scales != SCALE_NAN).unsqueeze(-1), scaled, 0.0).clamp(-E4M3_LARGEST, E4M3_LARGEST)
@@ -126,7 +127,7 @@ def _round_to_codes(scaled: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _pair_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return 65,536 entries, each two values of `dtype` seen as one wider number; the index is 256 · scale + byte."""
+    """Return 65,536 pairs of values in `dtype`, each viewed as one wider number; the index is 256 · scale + byte."""
     elements = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=torch.float64)
     byte = torch.arange(256)
     powers = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - SCALE_BIAS)

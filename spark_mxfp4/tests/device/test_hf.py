@@ -1,6 +1,6 @@
 """`spark_mxfp4.hf` on a GPU: tokens of transformers' own dequantised path, and what loading the 20b shape costs.
 
-`TRITON_HUB=FOLDER` runs a kernels hub in the shape of triton_kernels too.
+`TRITON_HUB=FOLDER` runs a kernels hub with the interface of triton_kernels too.
 
     python -m pytest tests/device/test_hf.py
 """

@@ -1,4 +1,4 @@
-"""The interpreter whose torch vLLM's extensions are compiled against, and the CMake that configures them.
+"""The interpreter with the torch for which vLLM's extensions are compiled, and the CMake that configures them.
 
 vLLM's CMake files run that interpreter: they ask its torch for headers and flags, and its jinja2 generates kernels.
 """

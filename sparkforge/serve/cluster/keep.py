@@ -1,9 +1,9 @@
 """`python -P -m sparkforge.serve.cluster.keep CONFIG`: starts a cluster again, in order, when a node's part has ended.
 
-`cluster.up` starts it on the machine that the commands run on, in a session of its own. It asks the head, whose part
-ends whenever another's does. After an end that nobody asked for it pauses as one machine's server does (restarts.py),
-waits until every node answers, ends what is left, and starts as `cluster.up` does: check, validation, workers, head.
-After too many failures it gives up.
+`cluster.up` starts this keeper on the machine that the commands run on, in a session of its own. It polls the head,
+whose part ends whenever another node's does. After an unrequested end it pauses as one machine's server does
+(restarts.py), waits until every node answers, ends what is left, and starts as `cluster.up` does: check, validation,
+workers, head. After too many failures it gives up.
 """
 
 import os
@@ -25,7 +25,7 @@ from sparkforge.serve.restarts import ServerFailure
 
 PURPOSE = "start a cluster again"
 LOCK, NOTE, LOG = "cluster.lock", "cluster.keep.json", "logs/cluster.log"  # in SPARKFORGE_STATE
-LOOK_SECONDS = 5.0  # a question starts an interpreter on the node
+LOOK_SECONDS = 5.0  # each query starts an interpreter on the node
 BEGIN_SECONDS = 30.0
 RETURN_SECONDS = 1800.0  # a machine's own restart, with a check of its disks
 END_SECONDS = 200.0  # more than the keeper's own `down` takes
@@ -37,7 +37,7 @@ def running() -> int | None:
 
 
 def state() -> dict[str, Any]:
-    """Return its `state`, the reason (`why`), and the number of `failures` that it remembers."""
+    """Return the keeper's `state`, the reason (`why`), and the number of `failures` that it remembers."""
     note: dict[str, Any] = {"state": "off", "why": "nothing starts a part again", "failures": 0}
     with suppress(OSError, ValueError):
         read = read_json(paths.state() / NOTE)
@@ -47,15 +47,16 @@ def state() -> dict[str, Any]:
 
 
 def refuse_second() -> None:
-    """Raise ServerError if one runs: it may be about to start the nodes."""
+    """Raise ServerError if a keeper runs: it may be about to start the nodes."""
     if pid := running():
         why = f"pid {pid} serves it, or is about to start it again: {state()['why']}"
-        raise ServerError("a cluster is kept by this checkout", why, "./inv cluster.down", code="server.running")
-    (paths.state() / NOTE).unlink(missing_ok=True)  # of one that gave up
+        failure = "this checkout already keeps a cluster running"
+        raise ServerError(failure, why, "./inv cluster.down", code="server.running")
+    (paths.state() / NOTE).unlink(missing_ok=True)  # of a keeper that gave up
 
 
 def begin(config: ClusterConfig) -> int:
-    """Start it, and return its process id once it holds its lock. Raises ServerError."""
+    """Start a keeper, and return its process id once it holds its lock. Raises ServerError."""
     command = [sys.executable, "-m", __name__, config.model_dump_json(by_alias=True)]
     pid = spawn(command, log=paths.state() / LOG, env=os.environ, cwd=paths.ROOT)
     started, deadline = started_at(pid), time.monotonic() + BEGIN_SECONDS
@@ -74,7 +75,7 @@ def end() -> None:
         return
     started, deadline = started_at(pid), time.monotonic() + END_SECONDS
     with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGTERM)  # also the questions that it has put to nodes
+        os.killpg(pid, signal.SIGTERM)  # its ssh processes too
     while started_at(pid) == started:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -86,7 +87,7 @@ def end() -> None:
 
 
 def keep(config: ClusterConfig) -> None:
-    """Start the cluster again after each end that nobody asked for; return after one that somebody asked for.
+    """Start the cluster again after each unrequested end; return after a requested one.
 
     Raises ServerError after too many failures.
     """
@@ -104,9 +105,9 @@ def keep(config: ClusterConfig) -> None:
 
 
 def _next_end(config: ClusterConfig) -> str:
-    """Wait until the head's part has ended, and return why; empty if somebody asked for it."""
+    """Wait until the head's part has ended, and return why; empty if that was requested."""
     while True:
-        with suppress(SparkforgeError):  # one that does not answer may still serve
+        with suppress(SparkforgeError):  # a head that does not answer may still serve
             answer = start.ask(config, config.head, "status")
             if answer["state"] == "stopped" or answer.get("asked"):
                 return ""
@@ -123,7 +124,7 @@ def _start_again(config: ClusterConfig, failures: tuple[ServerFailure, ...]) -> 
     deadline = time.monotonic() + RETURN_SECONDS
     try:
         while silent := [name for name, node in start.status(config).items() if node["state"] == "silent"]:
-            why = f"{', '.join(silent)} does not answer"  # one that restarts is no failure
+            why = f"{', '.join(silent)} does not answer"  # a node that restarts is no failure
             _note("waiting", why, failures)
             if time.monotonic() > deadline:
                 why = f"{why} for {RETURN_SECONDS:g} s"

@@ -328,7 +328,7 @@ class ContainerNode(Container):
 
     @classmethod
     def state(cls) -> dict[str, Any]:
-        """Say whether the container runs, and if it has ended, how, and whether somebody asked for it."""
+        """Say whether the container runs, and if it has ended, how, and whether that was requested."""
         container = identity()
         with engine.connected() as client:
             state = engine.state(client, container) if container else None

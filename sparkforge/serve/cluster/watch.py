@@ -32,7 +32,7 @@ ENDED = 24  # sparkforge.core.errors.ServerError's code
 TOKEN = "SPARKFORGE_CLUSTER_TOKEN"  # noqa: S105 - a variable's name
 MEMORY = "its memory guard ended it"  # serve/supervise.py sends SIGURG first, which whoever does not know it ignores
 ORPHANED = "its supervisor was killed"  # the kernel sends SIGTERM then: serve/supervise.py asks for it
-STOPPED = "it was stopped"  # by a signal: somebody's wish, or a machine that shuts down in order
+STOPPED = "it was stopped"  # by a signal: on request, or because the machine shuts down in order
 END = "cluster.end.json"  # in SPARKFORGE_STATE: which other node ended this one's part
 # Read by people, and by the doctor.
 MESSAGE = """✗ node {node} ended this node's part of the server [server.cluster]

@@ -1,4 +1,4 @@
-"""Serve in a container: engine, image, Compose, the container's own validation, the start's proof."""
+"""Serve in a container: engine, image, Compose, the container's own validation, first answers."""
 
 import os
 import shlex
@@ -31,7 +31,7 @@ from sparkforge.serve.restarts import TOO_OFTEN
 
 # 65 GB of weights from a disk, and 15 to 25 minutes of compiling if no kernel is cached (docs/reference/checks.md).
 READY_SECONDS = 3600.0
-CACHE = "/var/cache/sparkforge"  # where the image has its volume; a folder of compiled code an image (deploy/start)
+CACHE = "/var/cache/sparkforge"  # the image's volume, with a folder of compiled code for each image (deploy/start)
 LOG_LINES = 400  # of the container's log, that are read
 # Compose's variables: the address to publish on, flags for vLLM, the model.
 BIND, FLAGS, MODEL = access.BIND, settings.VLLM_ARGS, "SPARKFORGE_MODEL"
@@ -98,15 +98,17 @@ class Container(Device):
                 image = engine.require_image(*needed)
             # A rollback goes back to an older image; a start never does.
             self.evidence = trust.require(client, image, service.stack, back=bool(self.plan.image))
-            signers = sorted(set(self.evidence.signed.values())) if self.evidence else ["nobody: none is demanded"]
-            tell(f"{image.short_id}, signed by {', '.join(signers)}")
+            signed = "no signature is required"
+            if self.evidence:
+                signed = f"signed by {', '.join(sorted(set(self.evidence.signed.values())))}"
+            tell(f"{image.short_id}, {signed}")
 
     def validate(self) -> str:
         """Leave it to the container, which validates itself before it serves: only it has the packages and the GPU."""
         return "the container validates itself"
 
     def start(self) -> Server:
-        """Start the container; whenever it raises, the container is stopped, not removed.
+        """Start the container. If that raises, the container is stopped; Ctrl-C also removes it.
 
         On a GPU the tiny model must first give its recorded answers in the same container, if the plan wants that.
         """
@@ -142,7 +144,7 @@ class Container(Device):
                 record.write(server)
                 record.begun_path().unlink()
                 server = _wait(client, server, service.stack, settings.family(self.plan.model), tell)
-        except BaseException as error:  # without a waiting caller the server must not stay; its log stays if it failed
+        except BaseException as error:  # no server may be left; after a failure its log stays, with the container
             with suppress(SparkforgeError):  # the first error is the one to report
                 self.end(docker_compose.down if isinstance(error, KeyboardInterrupt) else docker_compose.stop)
             raise
@@ -156,7 +158,7 @@ class Container(Device):
         record.forget()  # not before: where the engine does not answer, `./inv down` must still find it
 
     def remember(self, server: Server) -> None:
-        """Record the start with its image, which gets its own name, and its folder of compiled code."""
+        """Record the start with the image's id and digests, and give the image a name that stays."""
         trust.accept(self.service.stack, self.evidence)
         if self.service.environment.get("SPARKFORGE_VALIDATE", settings.STRICT) != settings.STRICT:
             say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
@@ -228,21 +230,21 @@ def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
 
 
 def _log_begin(client: docker.DockerClient, container: str) -> float:
-    """Return since when, in seconds since the epoch, a container's log is of this start; 0 if that is not known.
+    """Return the time (seconds since the epoch) at which the log of a container's last start begins; 0 if unknown.
 
     A container that was stopped and is started again has the lines of its earlier runs.
     """
     state = engine.state(client, container)
-    if state is None or state.restarts:  # Docker started it again already: why is in the lines before
+    if state is None or state.restarts:  # Docker started it again already: the earlier lines say why
         return 0.0
     with suppress(ValueError):
-        # The engine writes the time down when the program runs, which may have printed by then.
+        # The engine records the time once the program runs; it may have printed before that.
         return max(0.0, datetime.fromisoformat(state.started).timestamp() - 1)
     return 0.0
 
 
 def _wait(client: docker.DockerClient, server: Server, stack: str, family: str, tell: Callable[[str], None]) -> Server:
-    """Wait until the container is healthy and has proved what clients call; return the record with that."""
+    """Wait until the container is healthy and has answered the test calls; return the record with their results."""
 
     def is_healthy() -> bool:
         """Return the result of the container's health check; raise if it cannot become healthy any more."""

@@ -183,7 +183,7 @@ def test_a_draft_takes_memory_and_pays_above_the_break_even(capsys):
     fewer = show(capsys, draft="eagle3:3").speculation
     assert (fewer.draft.tokens, fewer.draft.passes) == (3, 3)
     assert 2.3 < fewer.rows[0].break_even < 2.4
-    assert fewer.rows[0].gains[-2:] == (None, None)  # three and the model's own are the most
+    assert fewer.rows[0].gains[-2:] == (None, None)  # a step gives at most three drafted tokens and the model's own
     block = planner.read_draft("ngram:5", planner.read_subject("qwen3-0.6b", KNOWN))
     assert (block.tokens, block.passes) == (5, 0)
 

@@ -42,7 +42,7 @@ def convert_and_replace(
     """Quantise a gpt-oss model's bf16 experts to MXFP4, layer by layer, and put ours in their place; return the model.
 
     `kernel` is a name as `registry.load` takes it (default: SPARK_MXFP4_KERNEL, else `triton` on CUDA and `torch`
-    elsewhere), or a kernels hub in the shape of triton_kernels: an imported package, or the path of its folder. A hub
+    elsewhere), or a kernels hub with triton_kernels' interface: an imported package, or the path of its folder. A hub
     quantises and lays out weights by its own functions (`kernels.triton_hub`). With `device` experts are quantised
     there, one at a time, and the rest of the model follows. At most one layer's experts exist twice. Experts that are
     packed already, by us or by transformers' stock kernels, keep their bytes and change kernel and device only, so a

@@ -120,7 +120,7 @@ class Weight:
 
 
 def reference(matrix: torch.Tensor, format_: Format) -> torch.Tensor:
-    """Return the float32 matrix [N, K] that `Weight.pack` of the same arguments stands for."""
+    """Return the float32 values [N, K] of the weight that `Weight.pack` returns for the same arguments."""
     return torch.cat([_reference_rows(rows, format_) for rows in matrix.split(ROWS_AT_ONCE)])
 
 

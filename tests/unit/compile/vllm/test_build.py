@@ -92,7 +92,7 @@ def test_cmake_making_another_architecture_of_it_is_an_error(order):
 def test_what_a_killed_build_compiles_is_waited_for_and_the_next_run_finishes(order, tmp_path):
     """SIGKILL to the process that builds: its compiler lives on and holds the lock, and the next run waits for it.
 
-    It waits before it asks ninja: that would remove the compiler's depfile.
+    It waits before it runs ninja, which would remove the compiler's depfile.
     """
     extension_order = order("spinloop", "fs_io_C")
     vllm_build.configure(extension_order)
@@ -133,7 +133,7 @@ def test_a_unit_alone_is_compiled_audited_and_not_linked(order, capsys):
         vllm_build.compile_units(extension_order, ["csrc/none.cu"])
     vllm_build.compile_units(extension_order, ["csrc/fs*.cpp"])
     assert order.compiled() == []
-    assert vllm_build.build(extension_order).units == 2  # the whole goes on from there
+    assert vllm_build.build(extension_order).units == 2  # the full build continues from there
 
 
 def test_repositories_that_cannot_be_had_are_left_out_where_that_is_asked(small, tmp_path, capsys):

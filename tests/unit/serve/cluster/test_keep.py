@@ -1,4 +1,4 @@
-"""What starts a cluster again, and what does not: ends of a head, failures, and somebody's wish."""
+"""What starts a cluster again, and what does not: ends of a head, failures, and requested ends."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SILENT = NetworkError("spark2 cannot be reached by ssh", "No route to host", "ss
 
 @dataclass
 class Stage:
-    """What nodes answer, by name and one after the other (the last again and again), and what is done with them."""
+    """Nodes with prepared answers, of which the last repeats, and the actions and pauses that follow."""
 
     config: ClusterConfig
     answers: dict[str, list[Any]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ AGAIN, SECOND_PAUSE = ["down", "up"], restarts.FIRST_SECONDS * restarts.FACTOR
         ({"spark": [SILENT, SILENT, STOPPED]}, [], [], None, None),  # it may still serve
         # A start that fails is a failure too.
         ({"spark": [DIED, RUNS, STOPPED]}, ["no memory"], AGAIN * 2, SECOND_PAUSE, "it did not start: no memory"),
-        # A node that restarts is waited for, and that is none.
+        # Waiting for a node that restarts is no failure.
         (
             {"spark": [DIED, RUNS, RUNS, RUNS, STOPPED], "spark2": [SILENT, SILENT, RUNS]},
             [], AGAIN, restarts.FIRST_SECONDS, DIED["why"],
@@ -103,7 +103,7 @@ def test_after_three_failures_it_gives_up_and_says_so_and_one_that_is_gone_does_
     assert keep.state()["state"] == "gave up"
     assert "3 times within 60 min" in keep.state()["why"]
     assert keep.state()["why"].endswith(DIED["why"])
-    keep.refuse_second()  # a start, which may be without a keeper
+    keep.refuse_second()  # does not raise: no keeper runs
     assert keep.state()["state"] == "off"
     keep._note("watching", "spark", ())
     assert keep.state()["state"] == "off"  # nobody holds the lock
@@ -125,12 +125,12 @@ exec sleep 1000
     nodes = [node.model_copy(update={"ssh": f"n{number}"}) for number, node in enumerate(stage.config.nodes)]
     pid = keep.begin(stage.config.model_copy(update={"nodes": tuple(nodes)}))
     assert keep.running() == pid
-    with pytest.raises(ServerError, match="is kept"):
+    with pytest.raises(ServerError, match="keeps a cluster"):
         keep.refuse_second()
     wait_for(lambda: (tmp_path / "asked").exists() and (tmp_path / "asked").read_text())
     began = time.monotonic()
     keep.end()
-    assert time.monotonic() - began < 20  # and not what a question may take
+    assert time.monotonic() - began < 20  # it does not wait for the query's timeout
     assert keep.running() is None
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "asked").read_text()), 0)
