@@ -15,8 +15,7 @@ import re
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,9 +53,6 @@ BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems", "enum")
 REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}|[()]|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 BIG_BODY = 256 << 10  # bytes; from there on a body is judged in a thread
-# Tokens of prompts are scored for one request at a time: each takes milliseconds of a CPU, and the engine computes some
-# of every running request in a step. An answer may go on for long after the prompt, so the next one waits no longer.
-SCORING_SECONDS = 60
 LARGEST = 10**12
 # HTTP status → the type that OpenAI's and Anthropic's errors have for it, "invalid_request_error" for others.
 KINDS = {401: "access_error", 403: "access_error", 404: "access_error", 429: "rate_limit_error"}
@@ -122,7 +118,6 @@ class Judge:
     """
 
     limits: Mapping[str, int]
-    scores: bool = False  # the request asks for log probabilities of its prompt
     _values: Counter[str] = field(default_factory=Counter)
 
     def check(self, body: bytes) -> None:
@@ -153,11 +148,14 @@ class Judge:
         self._sequences(request)
         self._sampling(request)
         echoed = request.get("echo") and (request.get("logprobs") is not None or "prompt" not in request)
-        self.scores = bool(echoed or request.get("prompt_logprobs") is not None)
-        if self.scores:
+        if echoed or request.get("prompt_logprobs") is not None:
             tokens = sum(type(item) is int for level in _levels(request.get("prompt")) for item in level)
             name = "prompt" if "prompt" in request else "messages"
-            self._most("scored-tokens", tokens or count // 2, "tokens of prompts with log probabilities", name)
+            tokens = tokens or count // 2
+            self._most("scored-tokens", tokens, "tokens of prompts with log probabilities", name)
+            each = max(_number(request.get(kind)) for kind in ("logprobs", "top_logprobs", "prompt_logprobs"))
+            several = max(1, _number(request.get("n")))
+            self._most("scores", several * tokens * (1 + each), "log probabilities of prompts", name)
         self._schemas(request)
 
     def _most(self, name: str, number: int, what: str, parameter: str | None = None) -> None:
@@ -299,7 +297,6 @@ class Limiter:
         self._running: Counter[str] = Counter()
         # One at a time: parsing holds the interpreter's lock, for which the event loop waits behind each thread.
         self._big_bodies = asyncio.Lock()
-        self._scoring = asyncio.Semaphore()
         sys.setswitchinterval(SWITCH_SECONDS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -322,9 +319,8 @@ class Limiter:
         try:
             self._admit(counted)
             try:
-                if read_whole := await self._read(dict(scope["headers"]), receive):
-                    async with self._turn() if read_whole[1] else nullcontext():
-                        await self._app(scope, read_whole[0], bounded_send)
+                if whole := await self._read(dict(scope["headers"]), receive):
+                    await self._app(scope, whole, bounded_send)
             finally:
                 self._running -= Counter(counted.values())  # which drops counts of 0
         except RequestError as error:
@@ -339,23 +335,8 @@ class Limiter:
                 raise LimitError(name, f"{self._running[key]} requests are running; try again in a second")
         self._running.update(counted.values())
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Wait until no other request scores its prompt, for SCORING_SECONDS at most after the last one began."""
-        await self._scoring.acquire()
-        late = asyncio.get_running_loop().call_later(SCORING_SECONDS, self._scoring.release)
-        try:
-            yield
-        finally:
-            if late.when() > asyncio.get_running_loop().time():  # else it has run, or runs next
-                late.cancel()
-                self._scoring.release()
-
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> tuple[Receive, bool] | None:
-        """Return a `receive` that yields the checked body, and whether its prompt is scored; None if the client left.
-
-        Raises RequestError.
-        """
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> Receive | None:
+        """Return a `receive` that yields the checked body; None if the client left early. Raises RequestError."""
         most, body, more = self._limits["body-bytes"] or sys.maxsize, bytearray(), True
         length = headers.get(b"content-length", b"0")[:18]
         size = int(length) if length.isdigit() else 0
@@ -371,8 +352,8 @@ class Limiter:
             raise LimitError("body-seconds", "the body did not arrive in time") from None
         if size > most:
             raise LimitError("body-bytes", f"the body has more than {most:,} bytes")
-        judge = Judge(self._limits)
         if b"multipart/" not in headers.get(b"content-type", b"").lower():
+            judge = Judge(self._limits)
             if len(body) > BIG_BODY:
                 async with self._big_bodies:
                     await asyncio.to_thread(judge.check, bytes(body))
@@ -383,4 +364,4 @@ class Limiter:
         async def whole() -> Message:
             return messages.pop() if messages else await receive()
 
-        return whole, judge.scores
+        return whole

@@ -38,7 +38,7 @@ PASSING = {
     "agents' schemas": schema(properties(60, required=["p1"], additionalProperties=False)),
     "tools": {"tools": [{"type": "function", "function": {"parameters": properties(20)}} for _ in range(64)]},
     "a prompt of tokens": {"prompt": list(range(100_000))},
-    "scores": {"prompt": [1] * 4096, "echo": True, "logprobs": 0},
+    "scores": {"prompt": [1] * 4096, "echo": True, "logprobs": 3},
     "no scores": {"prompt": [1] * 4097, "echo": True, "prompt_logprobs": None},
     "an image": {"messages": [{"content": [{"image_url": {"url": "data:image/png;base64," + "A" * 3_000_000}}]}]},
     "odd text": {"prompt": "🦜\\ud800\0\uffff"},
@@ -64,6 +64,7 @@ REFUSED = {
         {"prompt": [[1] * 2049] * 2, "prompt_logprobs": 1}, {"prompt": "é" * 8194, "prompt_logprobs": -1},
         {"messages": [{"content": "x" * 8194}], "echo": True},
     ],
+    "scores": [{"prompt": [1] * 4000, "echo": True, "logprobs": 4}, {"prompt": [1] * 800, "prompt_logprobs": 20}],
     "tools": [{"tools": [{}] * 257}],
     "schema-bytes": [{"tools": [{"description": "x" * 600_000}]}],
     "schema-depth": [
@@ -203,32 +204,6 @@ def test_more_requests_at_once_are_told_to_come_back(name):
     assert (b"retry-after", b"1") in start["headers"]
     assert json.loads(body["body"])["error"]["type"] == "rate_limit_error"
     assert answers == 3
-
-
-@pytest.mark.parametrize(("seconds", "begun"), [(60, 2), (0, 3)])
-def test_prompts_are_scored_one_after_another(monkeypatch, seconds, begun):
-    monkeypatch.setattr(limits, "SCORING_SECONDS", seconds)
-    scored = json.dumps({"prompt": [1], "prompt_logprobs": 0}).encode()
-
-    async def rounds(server):
-        for _ in range(2):  # a turn is given back once
-            read, before = asyncio.Event(), server.answers
-
-            async def slow(_message, read=read):
-                await read.wait()
-
-            running = [asyncio.create_task(server.ask(scored, send=send)) for send in (slow, None)]
-            await server.ask(b"{}")
-            await asyncio.sleep(0.01)
-            yield server.answers - before
-            read.set()
-            await asyncio.gather(*running)
-            yield server.answers - before
-
-    async def counts():
-        return [count async for count in rounds(Server())]
-
-    assert asyncio.run(counts()) == [begun, 3] * 2
 
 
 def test_the_guard_judges_after_the_key(monkeypatch):
