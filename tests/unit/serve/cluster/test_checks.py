@@ -87,8 +87,8 @@ BROKEN = [
     ("firewall", lambda s: replace(s, reaches={}), "not tried"),
     ("free-memory", lambda s: node(s, memory=MEMORY), "spark2 1.0 GiB"),
     ("split", lambda s: replace(s, model=None), "not known"),
-    ("split", lambda s: config(s, tensor=3), "64 heads are no multiple of 3"),
-    ("split", lambda s: config(s, tensor=3, expert=True), "128 experts are no multiple of 3"),
+    ("split", lambda s: config(s, tensor=3), "64 heads are not a multiple of 3"),
+    ("split", lambda s: config(s, tensor=3, expert=True), "128 experts are not a multiple of 3"),
     ("split", lambda s: replace(s, head="mxfp4"), "100544 columns"),
 ]
 WARNED = [
@@ -126,7 +126,7 @@ def test_the_size_of_an_expert_is_split_by_all_nodes_of_both_ways(healthy):
         return finding(config(replace(healthy, model=model), **settings), "split")
 
     assert split(2880).status is Status.PASS
-    assert "size of 2882 is no multiple of 4" in split(2882).evidence
+    assert "size of 2882 is not a multiple of 4" in split(2882).evidence
     assert "no pipeline" in split(2880, device="embedded", tensor=1).evidence
 
 

@@ -117,7 +117,7 @@ BAD = [
     ('interface = "eth0"}', f'interface = "{"e" * 16}"}}', "interface"),
     (TOP, 'schema = 1\nmodel = "--help"', "pattern"),
     (TOP, 'schema = 1\nmodel = "a\\nb"', "pattern"),
-    (TOP, 'schema = 1\nflags = ["serve"]', "is no flag"),
+    (TOP, 'schema = 1\nflags = ["serve"]', "is not a flag"),
     (TOP, 'schema = 1\nflags = ["--seed=\\u001b[2J"]', "pattern"),
     (TOP, 'schema = 1\nflags = ["--api_key"]', "cannot be passed to vLLM"),
     (TOP, 'schema = 1\nflags = ["--node-rank=1"]', "cluster.up sets it for each node"),
