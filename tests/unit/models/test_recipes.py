@@ -81,7 +81,7 @@ GOOD = recipes.weights(KNOWN["qwen3-0.6b"]).weight_bytes()
 @pytest.mark.parametrize(
     ("config", "total", "message"),
     [
-        ({**CONFIG, "model_type": "glm4_moe"}, GOOD, "another architecture"),
+        ({**CONFIG, "model_type": "glm4_moe"}, GOOD, "unknown architecture"),
         ({**CONFIG, "quantization_config": {"quant_method": "fp8", "config_groups": {"a": 1, "b": 2}}}, GOOD, "format"),
         ({**CONFIG, "num_hidden_layers": 40}, GOOD, "promises"),
     ],

@@ -70,7 +70,7 @@ BROKEN = [
     ("link", lambda s: nodes(s, address="192.168.177.99"), "not 192.168.177.99"),
     ("control-network", lambda s: nodes(s, interface="wlP9s9", address="192.168.0.32"), "WiFi carries"),
     ("control-network", lambda s: nodes(s, interface=HALF, address="192.168.178.12"), "2 subnets"),
-    ("rdma", lambda s: nodes(s, hcas=()), "NCCL takes TCP"),
+    ("rdma", lambda s: nodes(s, hcas=()), "NCCL uses TCP"),
     ("rdma", lambda s: nodes(s, hcas=("mlx5_0",)), "spark2 has no mlx5_0"),
     ("rdma", lambda s: device(s, "rocep1s0f1", state="DOWN"), "rocep1s0f1 of spark2 is DOWN"),
     ("rdma", lambda s: node(s, infiniband=None), "no /dev/infiniband"),
@@ -127,7 +127,7 @@ def test_the_size_of_an_expert_is_split_by_all_nodes_of_both_ways(healthy):
 
     assert split(2880).status is Status.PASS
     assert "size of 2882 is not a multiple of 4" in split(2882).evidence
-    assert "no pipeline" in split(2880, device="embedded", tensor=1).evidence
+    assert "not support a pipeline" in split(2880, device="embedded", tensor=1).evidence
 
 
 def test_no_lock_has_the_nccl_that_hangs_between_two_sparks():

@@ -107,7 +107,7 @@ BAD = [
     ('name = "b", ', 'name = "a", ', "same name"),
     ("10.0.0.2", "10.0.0.1", "same address"),
     *(("10.0.0.2", address, "address") for address in ("spark-2", "::1")),
-    *(("10.0.0.2", bad, "no address of one") for bad in ("0.0.0.0", "224.0.0.1")),  # noqa: S104
+    *(("10.0.0.2", bad, "not the address of one") for bad in ("0.0.0.0", "224.0.0.1")),  # noqa: S104
     ("10.0.0.2", "127.0.0.1", "loopback"),
     ('ssh = "b"', 'ssh = "-oProxyCommand=x"', "ssh"),
     ('ssh = "b"', 'ssh = "me@-l"', "ssh"),
