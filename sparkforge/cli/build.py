@@ -56,7 +56,7 @@ def chosen_jobs(jobs: str) -> str:
 
 
 def image_path(name: str) -> str:
-    """Return the absolute path that a user named, else the name as it is: of an image or a repository.
+    """Return a user's path as an absolute path; return the name of an image or a repository unchanged.
 
     Raises UsageError for an unknown option, which Invoke takes for a name.
     """
@@ -69,7 +69,7 @@ def program_path(flag: str, text: str) -> str:
     """Return the absolute path of an interpreter on the command line, empty for none. Raises UsageError."""
     path = caller_path(text)
     if path and not (Path(path).is_file() and os.access(path, os.X_OK)):
-        raise UsageError(f"{flag} {text[:80]!r} is no interpreter", "no program is there", f"without {flag}")
+        raise UsageError(f"{flag} {text[:80]!r} is not an interpreter", "it is not a program", f"without {flag}")
     return path
 
 
@@ -90,14 +90,14 @@ class BuildOptions:
 
     engine: str = option("native, or docker: the stack's container image", "native")
     from_: str = option("wheel: upstream's vLLM with patched Python; source: vLLM's own extensions compiled", "wheel")
-    only: str = option("native, one part alone: sources (those that come by git too), or toolchain (the compilers)")
+    only: str = option("native: only one part: sources (also those from git), or toolchain (the compilers)")
     jobs: str = option(JOBS, "auto")
-    python: str = option("native: interpreter that serves, which the kernels are for")
+    python: str = option("native: interpreter of the server that uses the kernels")
     compile_python: str = option("native, from source: interpreter with torch and CUDA to compile against")
     sources: str = option("native: folder of an unpacked bundle, used instead of the network, or of git checkouts")
     packs: str = option(PACKS)
-    platform: str = option("docker: what the image is for, such as linux/arm64; default: the engine's")
-    reproducible: bool = option("docker: file times are the commit's, so that another machine can rebuild it", False)
+    platform: str = option("docker: platform of the image, such as linux/arm64; default: the engine's")
+    reproducible: bool = option("docker: file times are the commit's, so that another build is identical", False)
     stack: str = option(STACK)
 
 
@@ -114,14 +114,14 @@ def build(_ctx: Context, options: BuildOptions) -> None:
         why = "native builds have the parts sources and toolchain"
         raise UsageError(f"--only {options.only} does not go with --engine {options.engine}", why, "./inv build --help")
     build_for = "./inv build --engine docker --platform"
-    machine_of(options.platform, build_for)  # which refuses one that is not known
+    machine_of(options.platform, build_for)  # refuses an unknown platform
     if options.platform and options.engine != "docker":
         fix = f"{build_for} {shlex.quote(options.platform)}"
         raise UsageError("--platform is for images", "a native build is for this machine", fix)
     stack, sources = chosen_stack(options.stack), caller_path(options.sources)
     if sources and not Path(sources).is_dir():
-        failure = f"--sources {options.sources[:80]!r} is no folder"
-        raise UsageError(failure, "no folder is there", "without --sources")
+        failure = f"--sources {options.sources[:80]!r} is not a folder"
+        raise UsageError(failure, "there is no such folder", "without --sources")
     if options.only == "sources":
         from sparkforge.sources import offline, trees
 
@@ -153,9 +153,7 @@ def build(_ctx: Context, options: BuildOptions) -> None:
         image = ImageOptions(options.from_, options.jobs, packs_place, options.platform, options.reproducible)
         build_image(stack, Steps(1), image)
     else:
-        raise UsageError(
-            f"--engine {options.engine!r} is not known", "there are native and docker", "./inv build --help"
-        )
+        raise UsageError(f"--engine {options.engine!r} is not known", "choose native or docker", "./inv build --help")
 
 
 @dataclass(frozen=True)
@@ -163,14 +161,14 @@ class KernelOptions:
     """Options of `./inv build.kernels`."""
 
     set: str = option("a set of the stack's kernel table, such as gpt-oss, or all; default: the image's")
-    arch: str = option("12.1a: the DGX Spark's; default: the image's")
+    arch: str = option("architecture, such as 12.1a (DGX Spark); default: the image's")
     jobs: str = option(JOBS, "auto")
     output: str = option("folder of the kernels; build and server must see it under the same path")
     python: str = option("interpreter of the environment that serves, with the patched FlashInfer")
-    platform: str = option("what the modules are for, such as linux/arm64; default: this machine's")
+    platform: str = option("platform of the modules, such as linux/arm64; default: this machine's")
     packs: str = option(PACKS)
-    publish: str = option("put the modules there, as a kernel pack")
-    key: str = option("with --publish: sign it by this key, as image.sign does")
+    publish: str = option("folder or repository to store the modules in, as a kernel pack")
+    key: str = option("with --publish: sign the pack with this key, as image.sign does")
     stack: str = option(STACK)
 
 
@@ -185,9 +183,9 @@ def build_kernels(_ctx: Context, options: KernelOptions) -> None:
     key_file = Path(caller_path(options.key)) if options.key else None
     if key_file and not options.publish:
         fix = "without --key"
-        raise UsageError("--key has no meaning here", "it signs what --publish puts away", fix)
+        raise UsageError("--key has no meaning here", "it signs the pack of --publish", fix)
     if key_file:
-        signing.private_key(key_file)  # refused before minutes go into the modules
+        signing.private_key(key_file)  # refuse a bad key before minutes of work
     request = KernelRequest(
         chosen_stack(options.stack),
         options.set,
@@ -206,7 +204,7 @@ def build_kernels(_ctx: Context, options: KernelOptions) -> None:
 @task(
     example="./inv patch --machine aarch64",
     stack=STACK,
-    machine="x86_64 or aarch64: the wheels for it; default: this machine's",
+    machine="machine of the wheels, x86_64 or aarch64; default: this one",
     dry_run="compare with the lock, keep nothing",
 )
 def patch_make(_ctx: Context, stack: str = "", machine: str = "", dry_run: bool = False) -> None:
@@ -233,9 +231,7 @@ class DevelopmentOptions:
         "vllm: folder of an unpacked bundle, or with a git checkout for each repository; default: the network"
     )
     jobs: str = option(JOBS, "auto")
-    accept: bool = option(
-        "compile nothing: note that what you compiled yourself is made from the sources as they are", False
-    )
+    accept: bool = option("compile nothing: record that your own build was made from the present sources", False)
     stack: str = option(STACK)
     units: str = option(
         "vllm: compile and audit only these files: comma-separated patterns, or `changed` for those that you edited"
@@ -247,7 +243,8 @@ class DevelopmentOptions:
 def dev_build(_ctx: Context, options: DevelopmentOptions, name: str) -> None:
     """Compile a mounted checkout in the development container.
 
-    Within the job planner's memory bound, for the stack's architecture. Says what was compiled and where it lies.
+    It stays within the job planner's memory bound, compiles for the stack's architecture, and prints the results'
+    paths.
     """
     from sparkforge.image import dev
 
@@ -261,14 +258,14 @@ def dev_build(_ctx: Context, options: DevelopmentOptions, name: str) -> None:
 @task(
     example="./inv audit .sparkforge/kernels --machine aarch64",
     paths="files or folders: .cubin, .o, .so, .whl; comma-separated",
-    module="modules that must be there, comma-separated",
-    machine="x86_64 or aarch64, that the files must be for",
+    module="modules that must be present, comma-separated",
+    machine="machine that the files must be for: x86_64 or aarch64",
     output="JSON file for the whole report",
 )
 def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output: str = "") -> None:
-    """Check which kernels binaries hold for SM121.
+    """Check the SM121 kernels in binaries.
 
-    Reads the machine code, kernel by kernel, and refuses what breaks a rule.
+    It reads the machine code, kernel by kernel, and fails if a rule is broken.
     """
     from sparkforge.audit.report import run_audit
     from sparkforge.compile import toolchain
@@ -285,10 +282,10 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
 
 @task(example="./inv image.verify --stack embedded", stack=STACK, image=IMAGE)
 def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
-    """Print an image and check that this checkout made it.
+    """Check that this checkout made an image, and print it.
 
-    Prints its digests and its inputs. Patches and locks must be those of the checkout, and the signatures
-    those that trust.toml demands.
+    It prints the image's digests and inputs. Patches and locks must be those of the checkout, and the image must have
+    the signatures that trust.toml requires.
     """
     from sparkforge.image import inspect, trust
     from sparkforge.image.build import expected
@@ -303,7 +300,7 @@ def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
     optional="image",
     image=IMAGE,
     stack=STACK,
-    output="a file for it; default: stdout",
+    output="file to write; default: stdout",
     licences="instead: print every licence, with its text",
     check_vulnerabilities="instead: compare with OSV's records: a .zip, .json or folder",
 )
@@ -317,7 +314,8 @@ def image_sbom(
 ) -> None:
     """Print an image's bill of materials, CycloneDX 1.6.
 
-    Every package with version, licence, source and hash, our patches, and the machine code of each kernel module.
+    It lists every package with version, licence, source and hash, our patches, and the machine code of each kernel
+    module.
     """
     from sparkforge.image import inspect, vulnerabilities
 
@@ -337,14 +335,14 @@ def image_sbom(
     example="./inv image.sign ~/sparkforge.pem",
     key="file with an Ed25519 key in PEM that only you can read",
     image=IMAGE,
-    builder="URI of what built the image, for its provenance; default: an own build",
-    folder="an OCI layout for the signatures, made if it is not there, in place of the image's registry",
+    builder="URI of the builder, for the image's provenance; default: your own build",
+    folder="an OCI layout for the signatures, made if it is missing, in place of the image's registry",
     stack=STACK,
 )
 def image_sign(_ctx: Context, key: str, image: str = "", builder: str = "", folder: str = "", stack: str = "") -> None:
     """Sign an image, its provenance and its bill of materials.
 
-    The image must be this checkout's. The signatures go beside it into its registry, if it was pushed to one.
+    The image must be this checkout's. The signatures are stored with it in its registry, if it was pushed to one.
     """
     from sparkforge.image import signing
     from sparkforge.image.build import expected
@@ -388,7 +386,7 @@ def image_publish(_ctx: Context, repository: str, stack: str = "", image: str = 
 def image_pull(_ctx: Context, reference: str, stack: str = "") -> None:
     """Pull an image by digest in place of building it.
 
-    It is checked against this checkout before Compose serves it; a wrong one is removed again.
+    It is checked against this checkout before Compose serves it; if it does not match, it is removed again.
     """
     from sparkforge.image import registry
     from sparkforge.image.build import expected

@@ -27,15 +27,15 @@ CONFIG = "the cluster's file; default: cluster.toml in the checkout"
     folder="absolute path of the checkout on the other machines; default: this one's path",
 )
 def cluster_discover(_ctx: Context, nodes: str = "", device: str = "docker", folder: str = "") -> None:
-    """Propose a cluster.toml from what machines say of their networks.
+    """Propose a cluster.toml from the networks of machines.
 
-    It asks over ssh, and changes nothing on any machine. Where a cable has no addresses it prints the commands that
-    configure it.
+    It queries the machines over ssh, and changes nothing on them. If a cable has no addresses, it prints the commands
+    that configure it.
     """
     from sparkforge.serve.cluster import config, discover
 
     if device not in ("docker", "docker-cpu", "embedded"):
-        why, fix = "there are docker, docker-cpu and embedded", "./inv cluster.discover --device docker"
+        why, fix = "choose from docker, docker-cpu and embedded", "./inv cluster.discover --device docker"
         raise UsageError(f"--device {device!r} is not known", why, fix)
     proposed = discover.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
     echo(config.text(proposed), end="")
@@ -43,7 +43,7 @@ def cluster_discover(_ctx: Context, nodes: str = "", device: str = "docker", fol
 
 @task(example="./inv cluster.check", config=CONFIG, json_="print the findings as JSON")
 def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
-    """Check all nodes before a model is served over them.
+    """Check all nodes before a model is served on them.
 
     It queries every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that none failed.
     """
@@ -69,7 +69,8 @@ def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
 
     It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
     node's part ends, the others end within 30 seconds and say which it was. A process on this machine then starts all
-    again, as often as a single machine's server; --no-restart leaves it out. Not verified with GPUs or a DGX Spark.
+    parts again, as often as a single machine's server, unless --no-restart is given. Not verified with GPUs or a DGX
+    Spark.
     """
     from sparkforge.serve.cluster import keep, start
 
@@ -83,7 +84,7 @@ def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
 
 @task(example="./inv cluster.status", config=CONFIG, json_="print the states as JSON")
 def cluster_status(_ctx: Context, config: str = "", json_: bool = False) -> None:
-    """Show what every node does, and what starts them again.
+    """Show every node's state, and that of the process that starts them again.
 
     Exit code 0 means that all parts run; 24 that one does not, or does not answer.
     """
@@ -101,7 +102,7 @@ def cluster_status(_ctx: Context, config: str = "", json_: bool = False) -> None
 
 @task(example="./inv cluster.logs --lines 100", config=CONFIG, lines="lines of each node's log, 1 to 400")
 def cluster_logs(_ctx: Context, config: str = "", lines: str = "40") -> None:
-    """Show the end of every node's log, its name before each line."""
+    """Show the end of every node's log, with its name before each line."""
     from sparkforge.serve.cluster import start
 
     start.show_logs(_read(config), whole_number("--lines", lines))
@@ -130,7 +131,7 @@ def cluster_down(_ctx: Context, config: str = "") -> None:
 def cluster_sync(_ctx: Context, config: str = "", model: str = "", image: bool = False, dry_run: bool = False) -> None:
     """Send the head's model and image to the other nodes.
 
-    They go over the link. Files that are there already are not sent; one that is cut off is resumed.
+    They go over the link. Files that exist already are not sent; an interrupted one is resumed.
     """
     from sparkforge.serve.cluster import sync
 

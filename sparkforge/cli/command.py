@@ -44,8 +44,8 @@ SIGNALLED = 128  # plus the signal's number, as shells have it: 130 Ctrl-C, 143 
 class CommandTask(Task):  # type: ignore[type-arg]
     """An Invoke task with an example for its help, and without generated short flags."""
 
-    # Invoke itself has no positional argument that may be left out. It must be given there, but to `up`, which nearly
-    # everybody runs without one: that has an option instead. In program.py it may be left out.
+    # Invoke itself has no optional positional arguments: run by Invoke, `up` has an option instead, and other commands
+    # require the argument. In program.py it may be left out.
     run_by_invoke: ClassVar[bool] = True
 
     def __init__(
@@ -66,7 +66,7 @@ class CommandTask(Task):  # type: ignore[type-arg]
         super().__init__(body, auto_shortflags=False, help=dict(self.texts))
 
     def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
-        """Return the arguments for the parser, with their help each time: Invoke takes the texts away."""
+        """Return the arguments for the parser, with their help, because Invoke removes the texts at each call."""
         self.help = dict(self.texts)
         arguments: list[Argument] = super().get_arguments(ignore_unknown_help)
         for argument in arguments:
@@ -136,7 +136,7 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        """Raises Invoke's Exit, which prints nothing, for everything but a fault of ours."""
+        """Raises Invoke's Exit, which prints nothing, for everything but a bug of ours."""
         # stdout escapes what its encoding lacks: half a surrogate pair in an answer, anything but ASCII in LANG=C.
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -171,7 +171,7 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _look_at_state(function: str) -> None:
-    """Close the state folder to others. Raises StorageError where it cannot be used, unless the command needs none."""
+    """Close the state folder to other users. Raises StorageError if it cannot be used, unless it is not needed."""
     if function in STATELESS:
         return
     paths.require_state()
@@ -180,10 +180,10 @@ def _look_at_state(function: str) -> None:
 
 
 def whole_command(fix: str, function: Callable[..., Any], values: Mapping[str, Any]) -> str:
-    """Return an error's `fix` as a whole command (see `core.errors`), from what was called.
+    """Return an error's `fix` as a complete command (see `core.errors`), from the called command.
 
-    `function` is the called command's, `values` its parameter → value. Values that are long or have no printable form
-    are left out. For an option that the command does not have, it is the command's help.
+    `function` is the called command's, `values` maps its parameters to values. Long or unprintable values are left out.
+    For an option that the command does not have, the fix is the command's help.
     """
     from sparkforge.cli import namespace  # it imports this module
 
@@ -209,7 +209,7 @@ def _flag(parameter: str) -> str:
 
 
 def _words(function: Callable[..., Any], values: Mapping[str, Any], kept: str = "") -> list[str]:
-    """Return a command's parameters as words of a shell, without options that have their default, but for `kept`."""
+    """Return a command's parameters as words of a shell, without options that have their default, except `kept`."""
     words, rest = list[str](), list[str]()
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
         value = values.get(parameter.name, parameter.default)
@@ -272,7 +272,7 @@ def whole_number(flag: str, text: str) -> int:
             return int(text)
     except ValueError:
         pass
-    raise UsageError(f"{flag} {text[: 2 * DIGITS]!r} is no number", "it takes a whole number", "--help")
+    raise UsageError(f"{flag} {text[: 2 * DIGITS]!r} is not valid", "it takes a whole number", "--help")
 
 
 def listed(text: str) -> list[str]:

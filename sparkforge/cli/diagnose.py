@@ -1,4 +1,4 @@
-"""Commands that find out what is wrong, or prove that nothing is."""
+"""Commands that find faults, or show that there are none."""
 
 import os
 from dataclasses import replace
@@ -39,8 +39,8 @@ def doctor(_ctx: Context, log: str = "", state: str = "", json_: bool = False, b
     profile="embedded, or spark: which checks are required",
     stack="the stack of pins.toml that is installed; default: the profile's",
     model="folder of a gpt-oss checkpoint; default: the tiny one",
-    port="port that the server will take",
-    python="interpreter that will serve; default: the one that embedded `./inv up` serves with",
+    port="port that the server will use",
+    python="interpreter of the server; default: that of embedded `./inv up`",
     json_="print the report as JSON",
 )
 def validate(
@@ -64,9 +64,9 @@ def validate(
     stack = chosen_stack(stack) if stack else named(profile).stack
     number = whole_number("--port", port)
     if not 0 < number < 65536:
-        raise UsageError(f"--port {port} is no port", "ports are 1 to 65535", "--port 8000")
+        raise UsageError(f"--port {port} is not a port", "ports are 1 to 65535", "--port 8000")
     if model and not Path(caller_path(model)).is_dir():
-        raise UsageError(f"--model {model[:80]} is no folder", "it takes a checkpoint's folder", "without --model")
+        raise UsageError(f"--model {model[:80]} is not a folder", "it takes a checkpoint's folder", "without --model")
     default = (
         settings.DEFAULTS[profile][0] if profile in settings.DEFAULTS else capabilities.find(os.environ)[1].profile
     )
@@ -96,18 +96,18 @@ def validate(
 @task(
     example="./inv qualify --model ~/models/gpt-oss-120b",
     device="gpu or embedded; default: gpu where an NVIDIA driver is loaded",
-    model="folder of a gpt-oss checkpoint: it is started, gated and loaded too",
-    python="interpreter of an environment that you made, with device gpu",
+    model="folder of a gpt-oss checkpoint to start, gate and benchmark too",
+    python="with device gpu: interpreter of your own environment",
     profile="serve profile; default: the device's",
-    again="run finished parts once more",
+    again="run finished parts again",
 )
 def qualify(
     _ctx: Context, device: str = "", model: str = "", python: str = "", profile: str = "", again: bool = False
 ) -> None:
-    """Run what settles the hardware ledger, and write one report.
+    """Run the tests for the hardware ledger, and write one report.
 
-    It serves without a container. A killed run continues where it was. The report holds no name, address or path of
-    this machine; it is .sparkforge/qualify/report.json, with report.html for people.
+    It serves without a container. A killed run continues with its unfinished parts. The report holds no name, address
+    or path of this machine; it is .sparkforge/qualify/report.json, with report.html for people.
     """
     from sparkforge.image.devices import EMBEDDED, GPU
     from sparkforge.qualify import report
@@ -119,7 +119,7 @@ def qualify(
 
     device = device or (GPU if has_driver() else EMBEDDED)
     if device not in (GPU, EMBEDDED):
-        raise UsageError(f"--device {device} cannot be qualified", "it is gpu or embedded", "./inv qualify")
+        raise UsageError(f"--device {device} cannot be qualified", "choose gpu or embedded", "./inv qualify")
     kind, python = Gpu if device == GPU else Embedded, caller_path(python) if python else ""
     plan = StartPlan(device, profile=profile, python=python, trial=True)
     own = kind(replace(plan, model=caller_path(model))) if model else None

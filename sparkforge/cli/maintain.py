@@ -18,7 +18,7 @@ class CleanOptions:
 
     module: str = option("modules to remove, comma-separated, such as 'fused_moe_*'")
     changed: str = option("changed source files, comma-separated: remove the modules built from them")
-    stale: bool = option("remove what other versions left", False)
+    stale: bool = option("remove modules of other versions", False)
     all_: bool = option("remove every module; asks first", False)
     list_: bool = option("instead: list the modules, their sizes, and what uses them", False)
     dry_run: bool = option(DRY_RUN, False)
@@ -36,14 +36,14 @@ def clean_cache(_ctx: Context, options: CleanOptions) -> None:
     """
     only_list = CleanOptions(list_=True, root=options.root, container=options.container)
     if options.list_ and options != only_list:
-        why = "it removes nothing; it goes with --root or --container"
-        raise UsageError("--list goes with none of these options", why, "./inv clean-cache --list")
+        why = "it removes nothing; only --root or --container go with it"
+        raise UsageError("--list cannot be combined with these options", why, "./inv clean-cache --list")
     if options.container:
         from sparkforge.image import volume
 
         if options.changed or options.root:
             why, fix = "the container has other paths", "./inv clean-cache --container --module 'fused_moe_*'"
-            raise UsageError("--container goes without --changed and --root", why, fix)
+            raise UsageError("--container cannot be combined with --changed and --root", why, fix)
         flags = {"--stale": options.stale, "--all": options.all_, "--dry-run": options.dry_run, "--yes": options.yes}
         arguments = ["--module", options.module] if options.module else []
         arguments += [name for name, chosen in flags.items() if chosen]
@@ -68,7 +68,7 @@ def clean_cache(_ctx: Context, options: CleanOptions) -> None:
     machine="x86_64 or aarch64; default: this one",
     python="such as 3.12; default: this one",
     more="more locks, comma-separated, such as spark",
-    key="sign it by this key, as image.sign does: OUTPUT.sig",
+    key="sign it with this key, as image.sign does, into OUTPUT.sig",
 )
 def bundle_make(
     _ctx: Context,
@@ -89,7 +89,7 @@ def bundle_make(
 
     file, chosen, key_file = Path(caller_path(output)), chosen_stack(stack), Path(caller_path(key))
     if key:
-        signing.private_key(key_file)  # refused before minutes go into the bundle
+        signing.private_key(key_file)  # refuse a bad key before minutes of work
     sha256 = bundle.make_and_report(file, stack=chosen, machine=machine, python=python, more=listed(more))
     bill = sbom.of_bundle(file, chosen, pins.load())
     write_atomic(file.with_name(f"{file.name}.cdx.json"), bill)
@@ -100,11 +100,11 @@ def bundle_make(
 @task(
     example="./inv bundle.unpack spark.tar /srv/bundle --sha256 0123…",
     file="the bundle",
-    folder="where its members go",
-    sha256="of the whole file, as `./inv bundle` printed it",
+    folder="folder for its members",
+    sha256="sha256 of the bundle, as `./inv bundle` printed it",
 )
 def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> None:
-    """Unpack a bundle and verify every member of it, and the signature that trust.toml demands."""
+    """Unpack a bundle; verify each member, and the signature that trust.toml requires."""
     from sparkforge.image import trust
     from sparkforge.sources import bundle
 

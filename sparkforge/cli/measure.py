@@ -29,7 +29,7 @@ def with_options(
 ) -> Callable[[Callable[[Options], None]], CommandTask]:
     """Make a command with the options `names` of the table, which its function gets as one mapping.
 
-    `texts` are help texts in place of the table's, and those of options that it does not have.
+    `texts` are help texts that replace the table's, and those of options that the table lacks.
     """
 
     def decorate(function: Callable[[Options], None]) -> CommandTask:
@@ -50,8 +50,8 @@ def with_options(
 def acc(options: Options) -> None:
     """Run the accuracy gate on a served model.
 
-    It takes the shape of a load, as the competition's command does; the gate is the same for every shape. The text that
-    gpt-oss is scored on is wikitext-2 (raw, test), 4.7 MB, checked against its pin.
+    It accepts the shape of a load, as the competition's command does; the gate is the same for every shape. The text
+    that gpt-oss is scored on is wikitext-2 (raw, test), 4.7 MB, checked against its pin.
     """
     from sparkforge.bench import runs
 
@@ -71,7 +71,7 @@ def perf(options: Options) -> None:
 
 @with_options(COMMANDS["submit"], "team", example="./inv bench.submit my-team")
 def submit(options: Options) -> None:
-    """Gate, load, and post what passed.
+    """Run the gate and the load, and post a passed result.
 
     Posts to --to; without --to nothing leaves this machine.
     """
@@ -86,7 +86,7 @@ def submit(options: Options) -> None:
     after="a result, or several, comma-separated",
 )
 def compare(_ctx: Context, before: str, after: str) -> None:
-    """Print which of two results is faster, if not noise.
+    """Print which of two results is faster, beyond noise.
 
     Each side is one result file, or several of the same load, separated by commas.
     """
@@ -116,14 +116,14 @@ def bakeoff(options: Options) -> None:
 @with_options(
     ("isl", "osl", "conc", "port", "limit", "output", "trace"),
     example="./inv bench.profile   # after ./inv up --profiler",
-    isl="tokens in; default 512 [ISL]",
-    osl="tokens out; default 32 [OSL]",
+    isl="prompt tokens; default 512 [ISL]",
+    osl="answer tokens; default 32 [OSL]",
     conc="requests at once; default 4 [CONC]",
     port="port on this machine; default: where ./inv up serves [PORT]",
-    trace="show this trace of torch's profiler, run nothing",
+    trace="show this trace of torch's profiler, and run nothing",
 )
 def profile(options: Options) -> None:
-    """Profile a small load: which part of the model takes the time.
+    """Profile a small load: the time of each part of the model.
 
     The server needs ./inv up --profiler.
     """

@@ -26,7 +26,7 @@ def models(_ctx: Context, json_: bool = False) -> None:
     repository="a recipe, or a repository such as openai/gpt-oss-120b",
     revision="a commit, tag or branch; default: the pinned one",
     to="the folder to write; default: models/NAME in the checkout, where Compose looks",
-    mirror="folder with a copy of it, instead of the hub",
+    mirror="folder with a copy of the repository, instead of the hub",
     replace="replace files in a folder that pull did not write, or that holds another model",
 )
 def pull(
@@ -34,8 +34,8 @@ def pull(
 ) -> None:
     """Download a checkpoint and check every hash.
 
-    Its config.json comes first: a model that no family describes is refused before its weights. Fetches only what vLLM
-    reads, and resumes what was interrupted.
+    It fetches config.json first, and refuses a model of an unknown family before its weights. It fetches only the files
+    that vLLM reads, and resumes interrupted ones.
     """
     from sparkforge.models import hub, local, recipes
 
@@ -46,7 +46,7 @@ def pull(
         why = "a repository is OWNER/NAME on the hub; a folder, or the tiny model, is served as it is"
         is_path = repository.startswith((".", "/", "~"))
         fix = f"./inv up --model {shlex.quote(repository)}" if is_path else "./inv models   # lists what pull takes"
-        raise UsageError(f"{repository[:100]!r} is no repository", why, fix)
+        raise UsageError(f"{repository[:100]!r} is not a repository", why, fix)
     hub.fetch_and_report(repository, revision, caller_path(to), caller_path(mirror), replace=replace)
 
 
@@ -54,14 +54,14 @@ def pull(
 def list_(_ctx: Context, json_: bool = False) -> None:
     """List the models on this machine, their size and what uses them.
 
-    It looks where pull writes and into Hugging Face's cache, in which a blob counts once.
+    It lists pull's folder and Hugging Face's cache, in which a blob counts once.
     """
     from sparkforge.serve import stored
 
     stored.show(os.environ, as_json=json_)
 
 
-@task(example="./inv rm gpt-oss-120b", model="a name or a folder of the list", yes="do not ask")
+@task(example="./inv rm gpt-oss-120b", model="a name or a folder from ./inv list", yes="do not ask")
 def rm(_ctx: Context, model: str, yes: bool = False) -> None:
     """Remove a model from this machine, unless something uses it."""
     from sparkforge.serve import stored
@@ -77,12 +77,12 @@ class PlanOptions:
     device: str = option(
         "spark, h100, h200, b200, rtx-pro-6000, rtx-5090, or this: the machine that you are on", "spark"
     )
-    context: str = option("tokens a sequence, prompt and answer; default 8192, or the device's profiles")
+    context: str = option("tokens per sequence, prompt and answer; default 8192, or what the device's profiles allow")
     concurrency: str = option("sequences at once; default 4")
     kv_dtype: str = option("type of the KV cache: auto, bf16 or fp8", "auto")
     resident: str = option("GB that the system and other programs keep in use; default: the device's measured value")
-    nodes: str = option("plan also for so many machines together, such as 2; default: the recipe's")
-    draft: str = option("what speculation gains: ngram, or a draft of the recipe; eagle3:3 for 3 tokens")
+    nodes: str = option("plan also for this many machines together, such as 2; default: the recipe's")
+    draft: str = option("compute the gain of speculation with ngram or a draft of the recipe; eagle3:3 for 3 tokens")
 
 
 @task(

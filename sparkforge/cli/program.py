@@ -24,7 +24,7 @@ from sparkforge.core.console import echo, show_error
 from sparkforge.core.errors import SparkforgeError, UsageError
 
 CommandTask.run_by_invoke = False  # _parse leaves a positional argument out
-# What `./inv --list` shows, by the user's job. `NAME.*` stands for the commands of a collection that no other line has.
+# What `./inv --list` shows, by the user's job. `NAME.*` stands for a collection's commands that are in no other place.
 GROUPS = {
     "serve": ("up", "down", "status", "logs", "chat", "run", "rollback", "service.*", "cluster.*", "max.*"),
     "build": ("build", "build.*", "patch", "dev.*", "audit", "image.*"),
@@ -37,7 +37,7 @@ OTHER_NAMES = {"ps": "status", "model.fetch": "pull"}
 IN_A_CLONE = ("pins.lock", "test", "check", "qualify.accept")  # a wheel lacks the files that they need
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 HELP = ("-h", "--help")
-ALONE = {"--fleet": "fleet.toml"}  # option → its value where none follows
+ALONE = {"--fleet": "fleet.toml"}  # option → its value if none follows
 WIDEST = 100  # columns
 SHELLS = {"bash": "", "zsh": "autoload -U compinit bashcompinit && compinit && bashcompinit\n"}
 COMPLETION = """{before}_sparkforge() {{
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         except Exit as error:
             return error.code
     except BrokenPipeError:  # `./inv --list | head`: ends as other programs do, with the code of SIGPIPE
-        null = os.open(os.devnull, os.O_WRONLY)  # for what Python still has to print
+        null = os.open(os.devnull, os.O_WRONLY)  # for later output of Python
         for number in (1, 2):
             os.dup2(null, number)
         return SIGNALLED + signal.SIGPIPE
@@ -109,7 +109,7 @@ def run(arguments: list[str]) -> int:
         if rest is not None:
             command = namespace[parsed[-1].name]
             if not isinstance(command, CommandTask) or not command.rest:
-                why, fix = "there is no program that they could be for", f"./inv {parsed[-1].name} --help"
+                why, fix = "it starts no program that takes them", f"./inv {parsed[-1].name} --help"
                 raise UsageError(f"./inv {parsed[-1].name} takes no words after --", why, fix)
             argument = Argument(name=command.rest)
             argument.set_value(rest, cast=False)
@@ -132,7 +132,7 @@ def _information(arguments: list[str], rest: list[str] | None, contexts: Mapping
             if value in SHELLS:
                 return COMPLETION.format(before=SHELLS[value])
             fix = "./inv --print-completion-script bash"
-            raise UsageError(f"there is no completion for {value or 'no shell'}", f"it is {' or '.join(SHELLS)}", fix)
+            raise UsageError(f"there is no completion for {value or 'no shell'}", f"choose {' or '.join(SHELLS)}", fix)
     return None
 
 
@@ -160,7 +160,7 @@ def _parse(arguments: list[str]) -> list[ParserContext]:
 
 
 def _require_options(context: ParserContext, arguments: list[str], contexts: dict[str, ParserContext]) -> None:
-    """Raise UsageError for an option that a command has not: Invoke would take it for a positional argument."""
+    """Raise UsageError for an option that a command lacks: Invoke would take it for a positional argument."""
     is_value = False
     for word in _with_two_dashes([str(context.name), *arguments], contexts)[1:]:
         if is_value:
@@ -202,7 +202,7 @@ def require(name: str, names: Iterable[str]) -> str:
 
 
 def usage_error(error: ParseError, contexts: dict[str, ParserContext], arguments: Sequence[str]) -> UsageError:
-    """Return the error for what Invoke's parser refused in the words of a command line."""
+    """Return the error for a command line that Invoke's parser refused."""
     command = [*error.context.aliases, str(error.context.name)][0] if error.context else ""
     help_command = f"./inv {command} --help"
     text = str(error)
@@ -211,7 +211,7 @@ def usage_error(error: ParseError, contexts: dict[str, ParserContext], arguments
         if not word.startswith("-"):
             if (inner := f"{command}.{word}") in contexts:
                 return UsageError(f"{word!r} has no meaning here", "a dot joins the two words", f"./inv {inner}")
-            why = f"./inv {command} takes no such argument, and it is no command; quote a text with spaces"
+            why = f"./inv {command} takes no such argument, and there is no such command; quote a text with spaces"
             return UsageError(f"{word!r} has no meaning here", why, help_command)
         why, fix = _nearest(name := word.partition("=")[0], contexts[command].flags, help_command, "")
         if nearest := contexts[command].flags.get(fix):
@@ -293,7 +293,7 @@ def _summary(name: str) -> str:
 
 
 def command_help(context: ParserContext, name: str) -> str:
-    """Return the usage, description, options and example of a command that was called `name`."""
+    """Return the usage, description, options and example of a command, called as `name`."""
     command = namespace[context.name]
     positional = [argument for argument in context.args.values() if argument.positional]
     optional, rest = (command.may_be_left_out, command.rest_text) if isinstance(command, CommandTask) else ("", "")

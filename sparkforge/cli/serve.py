@@ -36,11 +36,11 @@ class ServeOptions:
         "auto, embedded (vLLM's CPU build), gpu (its CUDA build, without Docker), docker, or docker-cpu", "auto"
     )
     model: str = option(
-        "folder, or repository that is on this machine; default: gpt-oss-120b, without a GPU a tiny one [MODEL]"
+        "folder, or repository that is on this machine; default: gpt-oss-120b, or a tiny one without a GPU [MODEL]"
     )
     profile: str = option("a table of sparkforge/serve/profiles.toml: safe, fast, long-context, …")
     port: str = option("port to listen on; default 8000 [PORT]")
-    host: str = option("IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file")
+    host: str = option("IP address to listen on; default 127.0.0.1; one that others can reach needs --api-key-file")
     context: str = option("longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]")
     api_key_file: str | None = option(
         "file with the API key that clients must send: one line, readable only by you", None
@@ -54,7 +54,7 @@ class ServeOptions:
 def planned(options: ServeOptions) -> StartPlan:
     """Return the plan for a command's options and the environment; print which device serves, and why.
 
-    MODEL, PORT and MAX_MODEL_LEN are used where the option is not given. Raises UsageError, InputError or StorageError.
+    MODEL, PORT and MAX_MODEL_LEN are used if the option is not given. Raises UsageError, InputError or StorageError.
     """
     from sparkforge.core.vllm_flags import NAMES, passable
     from sparkforge.image.devices import CONTAINERS
@@ -119,13 +119,13 @@ class UpOptions(ServeOptions):
 
     recipe: str = option("a recipe, see ./inv models; default: the device's default model", positional=True)
     fleet: str = option("several models at one URL: a fleet.toml; default: that of this folder, or of the state folder")
-    quantization: str = option("spark-mxfp4: our own experts, with the profile of this name or --profile")
+    quantization: str = option("spark-mxfp4: our own expert kernels, with the profile of this name or --profile")
     profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
     tiny_first: bool = option(
         "on a GPU: the tiny model must give its recorded answers before another one is loaded", True
     )
     foreground: bool = option("stay, show the log, stop the server on Ctrl-C", False)
-    hold: bool = option("after a refused validation wait and validate again, as the systemd unit does", False)
+    hold: bool = option("after a failed validation wait and validate again, as the systemd unit does", False)
     offline: str = option(OFFLINE)
 
 
@@ -247,13 +247,13 @@ def logs(_ctx: Context, follow: bool = False) -> None:
     example='./inv chat --system "Answer in one sentence."',
     optional="message",
     message="answer this one message and end",
-    system="system prompt: instructions that stand before the conversation",
+    system="system prompt: instructions before the conversation",
     max_tokens="longest answer in tokens; default 64 for one message, 1024 in a conversation",
 )
 def chat(_ctx: Context, message: str, system: str = "", max_tokens: str = "") -> None:
     """Talk with the model, or get one answer.
 
-    Without MESSAGE it is a conversation, in which the model sees what was said before. Where stdin is a pipe or a file,
+    Without MESSAGE it is a conversation, in which the model sees what was said before. If stdin is a pipe or a file,
     its text is the message.
     """
     from sparkforge.serve import record
@@ -272,9 +272,9 @@ def chat(_ctx: Context, message: str, system: str = "", max_tokens: str = "") ->
     profile="as in ./inv up",
 )
 def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: str = "") -> None:
-    """Talk with a model, which is started if it is not served.
+    """Talk with a model; start it if it is not served.
 
-    It combines `up` and `chat`: the server stays. A server of another model is not replaced.
+    It combines `up` and `chat`: the server keeps running. A server of another model is not replaced.
     """
     from sparkforge.image.devices import EMBEDDED, FLEET
     from sparkforge.serve import record, status, stored

@@ -1,9 +1,8 @@
 """Make `.venv` from `locks/tools.txt`: `python3 -m sparkforge.core.bootstrap ROOT`, which `./inv` runs.
 
-It runs before anything is installed, so it needs the standard library only; the same holds for what it imports.
+It runs before anything is installed, so it and its imports need the standard library only.
 
-The copy of the lock in `.venv/.complete` is written when all the rest is on the disk; without it the folder counts as
-half-made and is made anew.
+The copy of the lock in `.venv/.complete` is written last; without it the folder counts as incomplete and is made again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MARK = ".made-by-sparkforge"
 
 
 def main(root: Path) -> None:
-    """Make or repair `root`/.venv while holding a lock, so that two first runs do not meet. Raises ProcessError."""
+    """Make or repair `root`/.venv while holding a lock, so that two first runs do not collide. Raises ProcessError."""
     venv, lock = root / ".venv", root / "locks" / "tools.txt"
     if find_spec("ensurepip") is None or find_spec("venv") is None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -34,7 +33,7 @@ def main(root: Path) -> None:
         fix = f"sudo apt install python{version}-venv   # then the same command again"
         raise ProcessError(f"Python {version} cannot make a virtual environment", why, fix, code="process.setup")
     if os.geteuid() == 0 and os.environ.get("SUDO_UID") and (owner := root.stat().st_uid):
-        why = f"root would own it, and {root} belongs to uid {owner}, who could not renew it"
+        why = f"root would own it, and {root} belongs to uid {owner}, who could not update it"
         fix = f"{root}/inv --list, which makes it; then run the same command with sudo again"
         raise ProcessError(".venv is not made with sudo", why, fix, code="process.setup")
     state = root / ".sparkforge"
@@ -50,13 +49,13 @@ def main(root: Path) -> None:
 
 
 def is_complete(venv: Path, lock: Path) -> bool:
-    """Tell whether `venv` was made to its end from this very lock."""
+    """Tell whether `venv` was completely made from this lock."""
     stamp = venv / ".complete"
     return stamp.is_file() and stamp.read_bytes() == lock.read_bytes()
 
 
 def make(venv: Path, lock: Path) -> None:
-    """Make `venv` anew and install the lock; a folder that we did not make is not touched."""
+    """Make `venv` again and install the lock; a folder that we did not make is not touched."""
     if venv.exists():
         if not (venv / MARK).exists():
             fix = f"mv {venv} {venv}.old   # then the same command again"
@@ -71,7 +70,7 @@ def make(venv: Path, lock: Path) -> None:
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     failure = "cannot install locks/tools.txt"
     uv = re.search(r"(?m)^uv==.*\\\n(?: +--hash=.*\n)+", lock.read_text(encoding="utf-8"))
-    if uv:  # it installs the rest in a third of pip's time, if it needs none of pip's settings that it does not have
+    if uv:  # uv needs a third of pip's time, but supports only some of pip's settings
         (venv / "uv.txt").write_text(uv[0])
         run([*pip, *locked, str(venv / "uv.txt")], failure)
         command = [python, "-m", "uv", "pip", "install", "--python", python, "--compile-bytecode", *locked, str(lock)]
@@ -79,12 +78,12 @@ def make(venv: Path, lock: Path) -> None:
         run([*pip, *locked, str(lock)], failure)
     temporary = venv / ".complete.tmp"
     shutil.copyfile(lock, temporary)
-    os.sync()  # everything that .complete vouches for, before it appears
+    os.sync()  # everything else must be on the disk before .complete
     temporary.replace(venv / ".complete")
 
 
 def uv_variables(python: str) -> dict[str, str]:
-    """Return uv's settings: the index and the CA bundle that are pip's, since uv reads no configuration of pip's."""
+    """Return uv's settings, with the index and CA bundle of pip, whose configuration uv does not read."""
     files = installers.pip_files(python)
     index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or files.get("index-url", "")
     variables = {"UV_DEFAULT_INDEX": index, "SSL_CERT_FILE": os.environ.get("PIP_CERT") or files.get("cert", "")}
@@ -101,7 +100,7 @@ def attempt(command: list[str], variables: Mapping[str, str] | None = None) -> s
 
 
 def run(command: list[str], failure: str) -> None:
-    """Run one step of the setup, again if the index is busy; say why it failed if it does. Raises ProcessError."""
+    """Run one step of the setup, and repeat it if the index is busy. Raises ProcessError with the cause."""
     told = partial(print, file=sys.stderr)
     if refused := installers.insist(partial(attempt, command), told, "locks/tools.txt"):
         raise ProcessError(failure, refused.cause, refused.fix, code="process.setup")
@@ -114,5 +113,5 @@ if __name__ == "__main__":
         sys.stderr.write(f"✗ {error.what} [{error.code}]\n  why:  {error.why}\n  next: {error.fix}\n")
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
-        sys.stderr.write("\nInterrupted; the next ./inv makes .venv anew.\n")
+        sys.stderr.write("\nInterrupted; the next ./inv makes .venv again.\n")
         raise SystemExit(130) from None

@@ -25,7 +25,7 @@ from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
 
 # C0 without tab and line feed, DEL, C1, bidirectional embeddings, overrides and isolates, lone surrogates.
 UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
-LONGEST = 4096  # characters of an unfinished sequence that is kept; what follows a longer one is shown as text
+LONGEST = 4096  # characters of an unfinished sequence that are kept back; more are shown as text
 HIDDEN = "***"
 # A password may hold an unescaped @, /, ? or #. After a colon that does not begin a port, it ends at the last @.
 USER_INFO = re.compile(
@@ -46,8 +46,8 @@ _SEQUENCE = re.compile(
 class Sanitiser:
     """Removes control sequences (ECMA-48) from a text that comes in pieces, cut anywhere.
 
-    A carriage return becomes a line feed: what stands before it stays visible. A lone surrogate becomes U+FFFD. What
-    comes out holds no control character but tab and line feed.
+    A carriage return becomes a line feed, so that the text before it stays visible. A lone surrogate becomes U+FFFD.
+    The output has no control characters except tab and line feed.
     """
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class Sanitiser:
 
 
 def safe(text: str) -> str:
-    """Return a whole text without anything that a terminal would obey (see `Sanitiser`)."""
+    """Return a whole text without control sequences (see `Sanitiser`)."""
     return Sanitiser().feed(text) if _UNSAFE.search(text) else text
 
 
 def for_people(text: str) -> str:
-    """Return `text` as people see it: with commands as they are called here, and without passwords of URLs."""
+    """Return `text` for people: with the commands of this installation, and without passwords in URLs."""
     return paths.as_called_here(without_passwords(text))
 
 
@@ -101,7 +101,7 @@ class _SafeConsole(Console):
 
 @cache
 def console() -> Console:
-    """Return the console on stderr; plain text where stderr is no terminal or NO_COLOR is set.
+    """Return the console on stderr; plain text if stderr is not a terminal or NO_COLOR is set.
 
     It interprets neither markup nor emoji codes, because texts may come from a server.
     """
@@ -147,7 +147,7 @@ def _write(text: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to print
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for later output of Python
         fix = "again   # first free some space there, or send the output elsewhere"
         raise StorageError(
             "cannot write the output", "the disk that it is written to is full", fix, code="storage.full"
@@ -195,7 +195,7 @@ class Steps:
 
 @contextmanager
 def download_bar(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a transfer of `total` bytes; yields a function that takes the number of bytes that came in."""
+    """Show a transfer of `total` bytes; yields a function that takes the number of received bytes."""
     columns = (
         bars.TextColumn("{task.description}", markup=False),
         bars.BarColumn(),

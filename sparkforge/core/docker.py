@@ -1,4 +1,4 @@
-"""The one way in which Sparkforge runs the `docker` command, and what its complaints and the engine's mean."""
+"""The only way in which Sparkforge runs the `docker` command, and the meaning of its errors and the engine's."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ _REGISTRY = re.compile(r"https?://([^/\s\"]+)/v2/")  # in a message; takes the p
 _BUILD_STEP = re.compile(r"^#\d+ (\[[^\]]+\] .{0,60})", re.MULTILINE)
 TABLE = Path(__file__).with_name("complaints.toml")
 NO_SPACE = re.compile(r"^.*(?:no space left on device|disk quota exceeded).*$", re.IGNORECASE | re.MULTILINE)
-PRUNE = "docker system df && docker builder prune   # build cache is the first thing to go"
+PRUNE = "docker system df && docker builder prune   # remove the build cache first"
 
 
 class Complaint(Record):
@@ -55,7 +55,8 @@ def explained(text: str, failure: str, fix: str) -> SparkforgeError:
 def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, fix: str = "") -> str:
     """Run `docker` in the checkout with `arguments` to its end and return what it printed on stdout.
 
-    `env` is added to ours. Raises EngineError if there is no such command, and what `explained` returns.
+    `env` is added to ours. Raises EngineError without a docker command; after a failure, the error that `explained`
+    returns.
     """
     result = run_unchecked([program(), *arguments], cwd=paths.ROOT, env=env)
     if result.returncode:
@@ -69,9 +70,10 @@ def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = N
 def docker_logged(
     arguments: Sequence[str | Path], log: Path, update: Callable[[str], None], env: Mapping[str, str] | None = None
 ) -> None:
-    """Run a long `docker` command with its output in `log`; `update` gets the build step it is at.
+    """Run a long `docker` command with its output in `log`; `update` gets the current build step.
 
-    An exception here, such as Ctrl-C, ends it. Raises as `docker` does; the fix of an unknown failure is the log.
+    An exception here, such as Ctrl-C, ends the command. Raises as `docker` does; for an unknown failure the fix is to
+    read the log.
     """
     child = Child([program(), *arguments], log=log, env=env or {}, cwd=paths.ROOT)
     try:
@@ -95,5 +97,5 @@ def program() -> str:
 
 
 def require_plugin(name: str) -> str:
-    """Return the version of `docker NAME` (buildx or compose). Raises EngineError if it is not there."""
+    """Return the version of `docker NAME` (buildx or compose). Raises EngineError if it is missing."""
     return docker([name, "version"]).strip().splitlines()[0]

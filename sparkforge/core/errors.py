@@ -1,9 +1,9 @@
 """The errors: one class and one exit code for each family, one stable code string for each case.
 
-A message has three parts: what failed, why, and the next command to run. The command is whole, or a change of the one
-that was called: `--option VALUE`, `without --option`, `NAME=VALUE`, `unset NAME`, or `again` for none; then
-`completed` completes it. A remark follows `   # `. A program that calls `./inv` reads the exit code for the
-family; `code` tells the cases of a family apart. `lab/errors.toml` explains each code.
+A message has three parts: what failed, why, and the next command to run. The command is complete, or only a change to
+the called command, from which `completed` makes a complete one: `--option VALUE`, `without --option`, `NAME=VALUE`,
+`unset NAME`, or `again` for no change. A remark follows `   # `. A program that calls `./inv` reads the exit code for
+the family; `code` tells the cases of a family apart. `lab/errors.toml` explains each code.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NetworkError(SparkforgeError):
 
 
 class IntegrityError(SparkforgeError):
-    """Something is not what its hash or its manifest says; nothing of it was kept."""
+    """Data does not match its hash or its manifest; nothing of it was kept."""
 
     exit_code, family = 12, "integrity"
 
@@ -125,10 +125,10 @@ def with_remark(fix: str, remark: str) -> str:
 
 
 def completed(fix: str, command: str, change: Callable[[str, str | None], str] | None = None) -> str:
-    """Return an error's `fix` as a whole command; one that is whole already stays as it is.
+    """Return an error's `fix` as a complete command; a complete one is returned unchanged.
 
-    `command` is the called one. `change(option, value)` returns it with another option: `value` is empty for a flag
-    without a value, None for an option to leave out. By default the option is put behind the command.
+    `command` is the called command. `change(option, value)` returns it with another option: `value` is empty for a flag
+    without a value, None for an option to leave out. By default the option is appended to the command.
     """
     advice = CHANGE.fullmatch(fix)
     if advice is None:

@@ -1,9 +1,9 @@
-"""An event: what a log says about a fault, whichever program wrote it. Read once, in memory that does not grow with it.
+"""Find the faults in a log, whichever program wrote it. The log is read once, in bounded memory.
 
 A server's log, journalctl, dmesg, `docker logs`, Compose, BuildKit and `docker inspect` are accepted, with colours,
-bytes that are no text, endless lines and a last line without a line end. Lines that differ in long numbers only (times,
+invalid UTF-8, lines of any length and a last line without a line end. Lines that differ in long numbers only (times,
 addresses, request ids) are one line with a count. `Event.faults` are the lines that say that something broke;
-`Event.decisive` is the one that says why.
+`Event.decisive` is the line that says why.
 """
 
 import io
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-TEXT = 2000  # bytes of a line that are looked at together; a longer line comes in pieces
+TEXT = 2000  # bytes of a line that are parsed together; a longer line is split
 OVERLAP = 400  # bytes that two pieces of a line have in common
 SHOWN = 300  # characters of a line that are shown
 END = 5  # lines at the end of a log in which LAST_WORDS count
@@ -37,7 +37,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 PREFIXES = _pattern("PREFIXES")
 JOURNAL = re.compile(r"^(?:\w{3} [ \d]\d [\d:]{8} )?(?:[\w.-]+ )?([\w./@-]{2,60})(?:\[\d+\])?: ")
 PROGRAMS = _pattern("PROGRAMS")
-# Programs and units of a desktop or of the system, which the kernel and systemd report on beside the server's.
+# Programs and units of a desktop or of the system, on which the kernel and systemd report too.
 FOREIGN = re.compile(
     r"^(?:systemd: (?:Failed to start )?|traps: )?(?:gnome|gdm|Xorg|Xwayland|firefox|chrom|snap|cups|apt-|fwupd|"
     r"packagekit|bluetooth|NetworkManager|ModemManager|avahi|colord|cron|ssh|tracker|xdg-|pipewire|wireplumber|pulseaudio|polkit|apport|"
@@ -57,7 +57,7 @@ EXCEPTION = re.compile(
 NO_FAULT = _pattern("NO_FAULT")
 CHAIN = re.compile(r"^(?:Traceback|The above exception was the direct cause|During handling of the above exception)")
 CODE = re.compile(r"^\s{4,}|^\s*[\^~]+\s*$")  # the source line of a traceback's frame
-FRAME = re.compile(r"^\s+\S|^\s*$")  # in a traceback, what is indented is no error of its own
+FRAME = re.compile(r"^\s+\S|^\s*$")  # in a traceback, an indented line is not an error by itself
 FILE = re.compile(r'^\s+File "[^"]*", line \d+')
 BARE = re.compile(r"[\w.]+:?\s*")  # an exception's type without a message
 XID = re.compile(r"\bXid \((?:PCI:)?[\w:.]+\): (\d+)|\bXid[ :](\d+)\b")
@@ -80,7 +80,7 @@ NVRM = _pattern("NVRM")
 DEATH = _pattern("DEATH")
 CONSEQUENCE = _pattern("CONSEQUENCE")
 NOISE = _pattern("NOISE")
-# The server took requests again; a new start of the server.
+# Signs that the server takes requests, and that it was started again.
 ALIVE = re.compile(r"Application startup complete|\"(?:POST /\S+|GET /health) HTTP/[\d.]+\" 200")
 BANNER = re.compile(r"non-default args:|vLLM API server version|Initializing a V1 LLM engine")
 ORDERLY = _pattern("ORDERLY")
@@ -92,9 +92,9 @@ PART = re.compile(r"^\s+(why|next):\s*(.*)$")
 class Line:
     """A line, without the prefixes of programs that passed it on, and its meaning.
 
-    `level` is the log level, empty where the program has none; `exception` the type of an exception; `cause` the number
-    of the line with the exception that led to it; `code` and `signal` how a process ended; `parts` the `why` and `next`
-    of an error of ours; `survived` says that the server took requests afterwards.
+    `level` is the log level, empty if the program has none; `exception` is the type of an exception, and `cause` the
+    number of the line with the exception that led to it; `code` and `signal` say how a process ended; `parts` has the
+    `why` and `next` of a Sparkforge error; `survived` says that the server took requests afterwards.
     """
 
     number: int
@@ -114,12 +114,12 @@ class Line:
 
     @property
     def quiet(self) -> bool:
-        """Whether it was logged as information: a prompt that was logged may hold any words."""
+        """Whether the line was logged as DEBUG or INFO; such a line may quote a prompt with any words."""
         return self.level in QUIET
 
     @property
     def is_fault(self) -> bool:
-        """Whether it says that something broke."""
+        """Whether the line says that something broke."""
         if self.quiet or self.level in {"WARNING", "FOREIGN"} or self.exception.endswith("Warning"):
             return False
         if NOISE.search(self.text):
@@ -139,12 +139,12 @@ class Line:
 
     @property
     def are_last_words(self) -> bool:
-        """Whether a program that ended with it has failed."""
+        """Whether a program whose last line this is has failed."""
         return not self.level and bool(LAST_WORDS.search(self.text)) and not NOISE.search(self.text)
 
     @property
     def told(self) -> str:
-        """The text as it is shown; an exception without a message with its next line, or where it was raised."""
+        """The displayed text; for an exception without a message, also the next line or where it was raised."""
         if not BARE.fullmatch(self.text):
             return self.shown
         following = strip(self.after[0])[0] if self.after else ""
@@ -156,13 +156,13 @@ class Line:
 
     @property
     def shown(self) -> str:
-        """The text as it is shown."""
+        """The displayed text."""
         return self.text.strip()[:SHOWN]
 
 
 @dataclass
 class Event:
-    """A parsed log: lines with a meaning, in order, and the numbers of the shutdown request and of the last line."""
+    """A parsed log: its relevant lines in order, and the line numbers of the shutdown request and of the end."""
 
     lines: list[Line] = field(default_factory=list)
     ended: int = 0
@@ -181,7 +181,7 @@ class Event:
 
     @property
     def decisive(self) -> Line | None:
-        """The line that says why: the last exception, Xid, NVRM or error line that is no consequence of another."""
+        """The line that says why: the last exception, Xid, NVRM or error line that is not a consequence of another."""
         faults = self.faults
         causes = [line for line in faults if not CONSEQUENCE.search(line.text)] or faults
         for kind in (
@@ -233,7 +233,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 class _Reader:
-    """The lines so far, those to be recognised again, and the error of ours whose parts are still to come."""
+    """The state of reading a log: the lines so far, repeated ones, and an error of ours that is not complete yet."""
 
     def __init__(self) -> None:
         self.first: list[Line] = []
@@ -241,12 +241,12 @@ class _Reader:
         self.quiet: deque[Line] = deque(maxlen=KEPT_LINES)
         self.seen: dict[int, Line | None] = {}
         self.ended = self.length = 0
-        self.pending: list[Line] = []  # faults since the last start, which a sign of life excuses
+        self.pending: list[Line] = []  # faults since the last start, which a sign of life cancels
         self.exception: dict[str, int] = {}  # by process: the line of its last exception
         self.chained: set[str] = set()
         self.block: _Block | None = None
         self.before: deque[str] = deque(maxlen=3)  # the last lines of the log
-        self.latest: deque[Line | None] = deque(maxlen=2)  # and what they say, if that is kept
+        self.latest: deque[Line | None] = deque(maxlen=2)  # those lines parsed, if they are kept
 
     def read(self, number: int, raw: bytes) -> None:
         """Take the next line of the log."""
@@ -316,7 +316,7 @@ class _Block:
     parts: dict[str, list[str]] = field(default_factory=dict)
 
     def ends_with(self, text: str) -> bool:
-        """Take the next line of the log; tell whether the error ends with it: `next:`, or a line of something else."""
+        """Take the next line of the log; tell whether the error ends with it: `next:`, or an unrelated line."""
         self.left -= 1
         if part := PART.match(text):
             self.part = part[1]

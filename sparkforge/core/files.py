@@ -1,8 +1,8 @@
-"""Files that are whole or absent: written beside their place, synced, renamed; and a lock between processes.
+"""Atomic writes (temporary file, sync, rename), bounded reads, and a lock between processes.
 
-JSON and TOML that anybody may have written are read bounded in size, in depth, and never from a pipe or device. Their
-readers raise OSError, which names the file, or DocumentError. DocumentError is a ValueError too, so a caller that
-reports malformed files in its own words catches both with `except (OSError, ValueError)`.
+JSON and TOML from any source are read with limits of size and depth, and never from a pipe or device. The readers raise
+OSError, which names the file, or DocumentError. DocumentError is a ValueError too, so a caller that reports malformed
+files in its own words catches both with `except (OSError, ValueError)`.
 """
 
 import errno
@@ -27,9 +27,9 @@ from sparkforge.core.errors import StorageError
 CHUNK = 1 << 20
 LARGEST = 64 << 20  # bytes of a file; our largest result has 3 MB
 LARGEST_TOML = 4 << 20  # bytes; tomllib is slow, and our tables are written by hand
-MOST_DOTS = 10**8  # squares of the dots of each line, summed: tomllib's time for a dotted key grows like that
+MOST_DOTS = 10**8  # sum of each line's squared number of dots, as tomllib's time for dotted keys grows
 MOST_VALUES = 10_000_000  # of one JSON text, by its commas and brackets: Python takes about 100 bytes for each
-DEEPEST = 64  # tables and lists inside each other; what writes such a value again needs several calls a level
+DEEPEST = 64  # nested tables and lists; a writer of such a value needs several calls per level
 HOLDER_SECONDS = 0.5  # until a process that has just got a lock has written its id into the file
 
 
@@ -69,7 +69,7 @@ def atomic_file(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
     while True:  # the file's lock shows that its writer lives
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         temporary = Path(name)
-        with suppress(OSError):  # a file system without locks: nothing is ever swept there
+        with suppress(OSError):  # a file system without locks; nothing is swept there
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             break
@@ -106,7 +106,7 @@ def sweep_temporaries(folder: Path, pattern: str) -> int:
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> None:
     r"""Replace `path` by `data` (text as UTF-8) in one step.
 
-    A lone surrogate, as in a file name that is no UTF-8, is written as `\udcff`, which JSON reads back.
+    A lone surrogate, as in a file name that is not UTF-8, is written as `\udcff`, which JSON reads back.
     """
     with atomic_file(path, mode=mode) as file:
         file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
@@ -118,14 +118,14 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
 
 
 def disk_full(directory: Path) -> StorageError:
-    """Build the error for a file system without room, with what is left on it."""
+    """Return the error for a full file system, with its free space."""
     free = shutil.disk_usage(existing_part(directory)).free
     why, fix = f"the file system is full ({free / 1e9:.1f} GB free)", "again   # first free some space"
     return StorageError(f"cannot write under {directory}", why, fix, code="storage.full")
 
 
 def existing_part(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that is there; never raises, whatever the name is."""
+    """Return `path`, or the nearest existing folder above it; never raises, whatever the name is."""
     return next((part for part in (path, *path.parents) if os.path.exists(part)), Path("/"))  # noqa: PTH110 - see above
 
 
@@ -135,18 +135,18 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         why = f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed"
-        places = "~/.cache/sparkforge/files may go too; SPARKFORGE_STATE moves the state"
+        places = "~/.cache/sparkforge/files can be removed too; SPARKFORGE_STATE moves the state"
         fix = f"./inv list   # ./inv rm removes a model; {places}"
         raise StorageError(f"not enough room for {purpose}", why, fix, code="storage.full")
 
 
 def untrusted(path: Path, why: str, fix: str) -> StorageError:
     """Return the error for a file whose content decides what is run, and that others may have written."""
-    return StorageError(f"{path} is not believed", why, fix, code="storage.access")
+    return StorageError(f"{path} is not trusted", why, fix, code="storage.access")
 
 
 def unreadable(folder: Path) -> tuple[str, str] | None:
-    """Return why this process cannot read the files of a folder, and what helps; None if it can, or it is not there.
+    """Return why this process cannot read a folder's files, and the fix; None if it can, or the folder is missing.
 
     Links are followed, as in a snapshot of Hugging Face's cache, whose files are links into another folder.
     """
@@ -164,7 +164,7 @@ def unreadable(folder: Path) -> tuple[str, str] | None:
 
 
 def _denied(path: Path) -> tuple[str, str] | None:
-    """Return which part of a path denies reading it, and to whom, and the command that changes that."""
+    """Return which part of a path denies reading it, and to whom, and the command that fixes that."""
     for part in (*reversed(path.parents), path):
         mode = (os.R_OK if part == path else 0) | (os.X_OK if part.is_dir() else 0)
         if not part.exists() or os.access(part, mode):
@@ -177,7 +177,7 @@ def _denied(path: Path) -> tuple[str, str] | None:
         )
         by_group = status.st_mode & stat.S_IRGRP and status.st_mode & stat.S_IXGRP
         user = f"--group-add {status.st_gid}" if by_group else f"--user {status.st_uid}:{status.st_gid}"
-        return why, f"chmod -R a+rX {part}   # of a container: the folder that is mounted there; or docker run {user}"
+        return why, f"chmod -R a+rX {part}   # in a container: of the mounted folder; or docker run {user}"
     return None
 
 
@@ -206,7 +206,7 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
 
 
 def holder(path: Path, purpose: str) -> int | None:
-    """Return the id of the process of ours that holds the lock `path` for `purpose`; None if there is none.
+    """Return the id of our process that holds the lock `path` for `purpose`; None if there is none.
 
     A killed holder leaves its line in the file, so the process must have the file open, too.
     """
@@ -230,7 +230,7 @@ def _holder(path: Path) -> str:
 
 
 class DocumentError(StorageError, ValueError):
-    """A file is not the JSON or TOML that it should be; as text, only the reason."""
+    """A file is not valid JSON or TOML; str() returns only the reason."""
 
     def __init__(self, origin: str, why: str) -> None:
         fix = "again   # first correct or remove that file"
@@ -252,11 +252,11 @@ def read_bytes(path: Path, *, largest: int = LARGEST) -> bytes:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
-            raise DocumentError(str(path), "it is no file but a pipe, socket or device")
+            raise DocumentError(str(path), "it is not a file but a pipe, socket or device")
         with open(handle, "rb", closefd=False) as file:
             data = file.read(largest + 1)
     except OSError as error:
-        raise type(error)(error.errno, error.strerror, str(path)) from error  # a read names no file
+        raise type(error)(error.errno, error.strerror, str(path)) from error  # errors of read() do not name the file
     finally:
         os.close(handle)
     if len(data) > largest:
@@ -285,9 +285,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes | str, origin: str, *, finite: bool = True) -> Any:
-    """Return the value in JSON text; `origin` says in errors where it is from. Raises DocumentError.
+    """Return the value in JSON text; `origin` names its source in errors. Raises DocumentError.
 
-    Without `finite` NaN and infinity are let through, which Python's own writer writes where there is no figure.
+    Without `finite`, NaN and infinity are accepted; Python's json module writes them for missing figures.
     """
     text = _text(data, origin) if isinstance(data, bytes) else data
     if len(text) > MOST_VALUES and sum(map(text.count, ",[{")) > MOST_VALUES:
@@ -299,7 +299,7 @@ def _text(data: bytes, origin: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DocumentError(origin, f"it is no text: byte {error.start} is {data[error.start]:#x}") from None
+        raise DocumentError(origin, f"it is not text: byte {error.start} is {data[error.start]:#x}") from None
 
 
 def _parsed(parse: Callable[[str], Any], text: str, origin: str, form: str, *, finite: bool = True) -> Any:
@@ -308,7 +308,7 @@ def _parsed(parse: Callable[[str], Any], text: str, origin: str, form: str, *, f
     except RecursionError:
         raise DocumentError(origin, f"it is nested deeper than {DEEPEST} levels") from None
     except ValueError as error:
-        raise DocumentError(origin, f"it is no {form}: {' '.join(str(error).split())[:200]}") from None
+        raise DocumentError(origin, f"it is not {form}: {' '.join(str(error).split())[:200]}") from None
     levels: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         if not levels:

@@ -1,7 +1,7 @@
-"""The one way in which Sparkforge runs git: apart from the caller's repository and from anybody's configuration.
+"""The only way in which Sparkforge runs git: independent of the caller's repository and of git configurations.
 
-Hooks, `git rebase --exec` and `git bisect run` set GIT_DIR, GIT_INDEX_FILE and GIT_WORK_TREE, which outrank the folder
-that git is started in. A filter or an attributes file of the user would change what is checked out.
+Hooks, `git rebase --exec` and `git bisect run` set GIT_DIR, GIT_INDEX_FILE and GIT_WORK_TREE, which override the folder
+in which git is started. A filter or an attributes file of the user would change what is checked out.
 """
 
 import os
@@ -13,7 +13,7 @@ from sparkforge.core.errors import ProcessError
 from sparkforge.core.process import run_unchecked
 
 INSTALL = "sudo apt install git   # then the same command again"
-# Which certificates to trust on the way to a commit; the commit itself is compared with its pin.
+# Certificates for downloads are inherited; the downloaded commit is compared with its pin.
 INHERITED_VARIABLES = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
 ENVIRONMENT = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
@@ -22,12 +22,12 @@ ENVIRONMENT = {
     "GIT_TERMINAL_PROMPT": "0",
     "GIT_ASKPASS": "true",
 }
-# The two files are read from $XDG_CONFIG_HOME/git even where no configuration names them (gitignore(5)).
+# git reads the two files from $XDG_CONFIG_HOME/git even if no configuration names them (gitignore(5)).
 SETTINGS = ("core.autocrlf=false", "core.attributesFile=/dev/null", "core.excludesFile=/dev/null")
 
 
 def environment(folder: Path) -> dict[str, str | None]:
-    """Return the variables for git in `folder`; None removes one. A repository that `folder` lies in is not found."""
+    """Return the variables for git in `folder`; None removes one. git finds no repository above `folder`."""
     inherited = dict.fromkeys(
         name for name in os.environ if name.startswith("GIT_") and name not in INHERITED_VARIABLES
     )
@@ -37,9 +37,9 @@ def environment(folder: Path) -> dict[str, str | None]:
 def git(
     folder: Path, *arguments: str | Path, settings: Sequence[str] = (), ends: Sequence[int] = (0,)
 ) -> subprocess.CompletedProcess[str]:
-    """Run git in `folder` with further `settings` (`-c`) and return it with its output as text.
+    """Run git in `folder` with further `settings` (`-c`) and return the result with its output as text.
 
-    Raises ProcessError, with git's message, if it cannot be started or its exit code is none of `ends`.
+    Raises ProcessError, with git's message, if it cannot be started or its exit code is not in `ends`.
     """
     options = [argument for setting in (*SETTINGS, *settings) for argument in ("-c", setting)]
     result = run_unchecked(["git", *options, *arguments], cwd=folder, env=environment(folder), fix=INSTALL)

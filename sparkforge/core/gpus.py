@@ -1,4 +1,4 @@
-"""Queries of the NVIDIA GPUs by nvidia-smi. A cluster node without our code is asked by probe.py instead."""
+"""Queries of NVIDIA GPUs by nvidia-smi. On cluster nodes without our code, probe.py does this instead."""
 
 import csv
 import math
@@ -22,7 +22,7 @@ def hidden(env: Mapping[str, str]) -> bool:
 
 
 def query(*fields: str, units: bool = True, env: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-    """Return field → text for each GPU, of those that `env` makes visible to CUDA if it chooses.
+    """Return field → text for each GPU, or for each that CUDA_VISIBLE_DEVICES in `env` names.
 
     `units`: sizes as "143771 MiB", else as "143771".
     Raises ProbeError if nvidia-smi is absent, fails, hangs or lists no GPU.
@@ -49,7 +49,7 @@ def number(text: str) -> float | None:
 
 
 def held() -> dict[int, int]:
-    """Return process id → bytes that it holds of GPUs; empty where nvidia-smi is absent, fails or hangs."""
+    """Return process id → bytes of GPU memory that it holds; empty where nvidia-smi is absent, fails or hangs."""
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     sizes = Counter[int]()
     with suppress(ProbeError, ValueError):
@@ -59,12 +59,12 @@ def held() -> dict[int, int]:
     return sizes
 
 
-# The fields of `state`. A Spark reports no limit of its power.
+# The fields of `states`. A Spark reports no power limit.
 STATE_FIELDS = (
     *("clocks.sm", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu"),
     "clocks_event_reasons.active",
 )
-BUSY = 0.5  # share of the last second in which a kernel ran; an idle GPU lowers its clock, and rightly
+BUSY = 0.5  # share of the last second in which a kernel ran; an idle GPU lowers its clock normally
 HALF = 0.5  # of the highest SM clock. A Spark in good order keeps 2,400 of 3,003 MHz under load (docs/hardware.md)
 IDLE = 0x1
 POWER_CYCLE = (
@@ -76,7 +76,7 @@ SETTING = "sudo nvidia-smi -rgc   # removes a limit that somebody set"
 
 
 class ClockReason(NamedTuple):
-    """A bit of nvidia-smi's clocks_event_reasons; `alone`: worth a warning whatever the clock is."""
+    """A bit of nvidia-smi's clocks_event_reasons; `alone`: worth a warning at any clock."""
 
     name: str
     fix: str
@@ -111,7 +111,7 @@ class GpuState:
 
     @classmethod
     def read(cls, row: Mapping[str, object]) -> Self:
-        """Return the state that a row of STATE_FIELDS describes, whatever is missing in it."""
+        """Return the state that a row of STATE_FIELDS describes; fields may be missing."""
         *texts, mask = (str(row.get(field)) for field in STATE_FIELDS)
         clock, max_clock, power, power_limit, temperature, busy = map(number, texts)
         reasons = int(mask, 16) if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", mask) else 0
@@ -135,10 +135,10 @@ class GpuState:
         return ", ".join(parts)
 
     def fault(self) -> tuple[str, str]:
-        """Return what holds the clock down and the next command; two empty texts if nothing does.
+        """Return the reason for a low clock and the next command; two empty texts if the clock is in order.
 
-        A low clock is a fault only under load. A Spark's power supply can hold it down although the driver names no
-        reason.
+        A low clock is a fault only under load. A Spark's power supply can keep the clock low although the driver names
+        no reason.
         """
         slow = self.clock is not None and self.max_clock is not None and self.clock < HALF * self.max_clock
         low = slow and self.busy is not None and self.busy >= BUSY and not self.reasons & IDLE

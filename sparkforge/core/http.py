@@ -1,6 +1,6 @@
-"""HTTP responses with a limit on their bytes and on their time: read whole, or as streamed events.
+"""HTTP responses with limits on bytes and time, read completely or as streamed events.
 
-As the specification of server-sent events says, lines are cut at CR and LF only; httpx's own `iter_lines` also cuts at
+By the specification of server-sent events, lines end at CR and LF only; httpx's own `iter_lines` also cuts at
 U+2028, U+0085 and others, which JSON may hold unescaped.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 
 ANSWER_BYTES = 64 << 20  # the prompt logprobs of 131,072 tokens are the largest answer that we ask for
-EVENT_BYTES = 8 << 20  # of one event, or without one; a piece of an answer has some kilobytes
+EVENT_BYTES = 8 << 20  # of one event; an event usually has a few kilobytes
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 ENCODINGS = ("", "identity", "gzip", "deflate")  # no lists such as "gzip, gzip": each level can expand a thousandfold
 
@@ -25,7 +25,7 @@ class LimitError(httpx.TransportError):
 def request(
     client: httpx.Client, method: str, url: str, *, seconds: float, limit: int = ANSWER_BYTES, **options: Any
 ) -> httpx.Response:
-    """Send a request and return the whole response: at most `limit` bytes, unpacked, within `seconds`.
+    """Send a request and return the whole response: at most `limit` decompressed bytes, within `seconds`.
 
     The time is checked when bytes arrive; the client's read timeout limits the wait for them. Raises LimitError and
     httpx's other errors.
@@ -38,7 +38,7 @@ def request(
 
 
 def whole(response: httpx.Response, *, seconds: float, limit: int = ANSWER_BYTES) -> httpx.Response:
-    """Read the rest of a streamed response and return it whole. Raises the same errors as `request`."""
+    """Read the rest of a streamed response and return a complete one. Raises the same errors as `request`."""
     deadline, body = time.monotonic() + seconds, bytearray()
     if (encoding := response.headers.get("content-encoding", "").lower()) not in ENCODINGS:
         raise LimitError(f"the answer is encoded as {encoding[:40]!r}")
@@ -60,7 +60,7 @@ class ServerSentEvent(NamedTuple):
 
 
 class _Reader:
-    """The events in a response's bytes. Raises LimitError after too many bytes without an event, or too late."""
+    """The events in a response's bytes. Raises LimitError after too many bytes without an event, or after too long."""
 
     def __init__(self, response: httpx.Response, seconds: float) -> None:
         content_type = response.headers.get("content-type", "").partition(";")[0].strip()

@@ -31,7 +31,7 @@ SHA256 = re.compile(r"sha256=([A-Za-z0-9_-]{43})")
 IMPORTABLE = (".py", ".pyc", ".so")
 WORKERS = min(8, os.cpu_count() or 1)
 UNCHECKED_HASH = 0b01  # flags of an unchecked hash-based .pyc: Python does not compare the source's hash; PEP 552
-REINSTALL = "./inv up   # first remove the package's environment; it is installed again"
+REINSTALL = "./inv up   # first remove the package's environment; this installs it again"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RecordLine:
 
 @dataclass(frozen=True)
 class Installed:
-    """A distribution in a site-packages, by its dist-info folder; `lines` lack those of the installer."""
+    """A distribution in site-packages: its dist-info folder, and RECORD's lines without those of the installer."""
 
     info: Path
     name: str
@@ -67,7 +67,7 @@ class Installed:
 
     @property
     def packages(self) -> Path:
-        """The site-packages."""
+        """The site-packages folder."""
         return self.info.parent
 
     @property
@@ -82,7 +82,7 @@ class Installed:
         compiled: Mapping[str, str] | None = None,
         added: Collection[str] | None = (),
     ) -> list[str]:
-        """Return how its files differ from RECORD, as `path: change`, sorted; empty if they do not.
+        """Return how the distribution's files differ from RECORD, as `path: change`, sorted; empty if they do not.
 
         Files in or below `left_out` may be missing. The hashes of `compiled` (path → sha256) replace those of RECORD.
         Files that RECORD does not list are allowed below the folders `added`; None allows them everywhere.
@@ -195,8 +195,7 @@ def _extra(packages: str, wanted: Collection[str], added: Collection[str]) -> It
 def _is_stale(folder: str, name: str) -> bool:
     """Tell whether Python would run a `.pyc` in a `__pycache__` that was not compiled from the present source.
 
-    Only an unchecked hash-based `.pyc` (PEP 552), as in our images, can be stale: Python itself recompiles one with
-    another timestamp.
+    Only an unchecked hash-based `.pyc` (PEP 552), as in our images, can be stale: Python recompiles others by itself.
     """
     with suppress(OSError), Path(folder, name).open("rb") as file:
         header = file.read(16)

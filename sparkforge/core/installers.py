@@ -1,6 +1,6 @@
 """Errors of pip and uv as one line: the cause, the next step, and whether to try again.
 
-It needs the standard library alone: `sparkforge.core.bootstrap` runs before anything is installed.
+It needs the standard library only, because `sparkforge.core.bootstrap` runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SETTINGS = "pip config list; env | grep -E '^(PIP|UV)_'"
 
 
 class Refusal(NamedTuple):
-    """Why pip or uv refused. `busy`: the same command may succeed later."""
+    """Why pip or uv failed. `busy`: the same command may succeed later."""
 
     cause: str
     fix: str
     busy: bool = False
 
 
-# Progress lines and URLs say nothing about a refusal, whatever words are in them.
+# Progress lines and URLs say nothing about the cause, whatever words are in them.
 _PROGRESS = re.compile(
     r"(?m)^\s*(?:Collecting|Downloading|Fetching|Using cached|Looking in|Processing|Requirement already|Resolved"
     r"|Prepar\w+|Installing|Building) .*$"
@@ -66,7 +66,7 @@ def refusal(output: str) -> Refusal:
 
 
 def pip_files(python: str) -> dict[str, str]:
-    """Return the settings in the files that pip reads; none if `python` has no pip, as in an environment of uv's."""
+    """Return the settings in the files that pip reads; none if `python` has no pip, as in an environment made by uv."""
     command = [python, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout
     settings = {}
@@ -78,9 +78,9 @@ def pip_files(python: str) -> dict[str, str]:
 
 
 def insist(attempt: Callable[[], str], say: Callable[[str], None], name: str) -> Refusal | None:
-    """Run pip or uv by `attempt`, again if the index is busy; return why it refused at last, or None if it did not.
+    """Run pip or uv by `attempt`, again if the index is busy; return the last failure, or None after success.
 
-    `attempt` returns what the program printed if it failed, and an empty text otherwise. `name` is what is fetched.
+    `attempt` returns what the program printed if it failed, and an empty text otherwise. `name` says what is installed.
     """
     for wait in (*RETRY_SECONDS, 0.0):
         output = attempt()

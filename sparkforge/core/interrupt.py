@@ -1,7 +1,7 @@
-"""SIGTERM and SIGHUP as exceptions, so that what is cleaned up after Ctrl-C is cleaned up after them as well.
+"""Turn SIGTERM and SIGHUP into exceptions, so that they cause the same cleanup as Ctrl-C.
 
-Python's own handler raises KeyboardInterrupt between any two steps, also between the start of a program and the note
-that it was started. `held` keeps such steps together.
+Python's own handler raises KeyboardInterrupt between any two steps, also between the start of a program and the record
+of that start. `held` keeps such steps together.
 """
 
 import signal
@@ -14,7 +14,7 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class TerminatedError(KeyboardInterrupt):
-    """Someone asked this process to end, by the signal `number`."""
+    """The signal `number` asked this process to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -31,7 +31,7 @@ class _State:
 
 def _handle(number: int, _frame: FrameType | None) -> None:
     if number != signal.SIGINT and _State.ending is not None:
-        return  # a second one must not cut the first one's cleaning up short; Ctrl-C and SIGKILL do
+        return  # a second signal must not cut short the cleanup of the first; Ctrl-C and SIGKILL may
     if number != signal.SIGINT:
         _State.ending = number
     if _State.depth:
@@ -44,7 +44,8 @@ def _handle(number: int, _frame: FrameType | None) -> None:
 def caught() -> Iterator[None]:
     """While inside, SIGINT raises KeyboardInterrupt, and SIGTERM and SIGHUP raise TerminatedError, in the main thread.
 
-    A signal that is ignored stays so (nohup). Outside the main thread this does nothing: Python handles signals there.
+    An ignored signal stays ignored (nohup). In other threads this does nothing: Python handles signals in the main
+    thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -62,13 +63,13 @@ def caught() -> Iterator[None]:
 
 
 def ending() -> int | None:
-    """Return the signal that ends this process, also where someone has taken its exception; None if none came."""
+    """Return the signal that ends this process, even if its exception was caught; None if none came."""
     return _State.ending
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Keep the exceptions of signals back while inside; the last one is raised at the end."""
+    """Delay the exceptions of signals while inside; the last one is raised at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

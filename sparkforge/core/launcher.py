@@ -1,8 +1,8 @@
-"""The command `sparkforge` of an installed wheel: it lays out the files that the wheel carries, and runs there.
+"""The command `sparkforge` of an installed wheel: it unpacks the files in the wheel, and runs the command line there.
 
-They become a checkout in the user's data folder, once for each wheel, so that environments, Docker and systemd find a
-folder that stays, also where `uvx` made one for a single run. Files of the user in it stay. This module needs the
-standard library only, as does what it imports: the wheel has nothing else outside of the files that it carries.
+The files become a checkout in the user's data folder, once per wheel, so that environments, Docker and systemd find a
+permanent folder even if `uvx` installed the wheel for a single run. The user's files in it stay. This module and its
+imports need the standard library only, because the wheel installs nothing else.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ CARRIED = Path(__file__).parents[1] / "checkout"  # setup.py puts it there; a ch
 
 
 def main() -> None:
-    """Run the command line, in an editable installation by `./inv`. Does not return."""
+    """Run the command line; an editable installation runs `./inv`. Does not return."""
     arguments = sys.argv[1:]
     if not CARRIED.is_dir():
         os.execv(paths.ROOT / "inv", ["./inv", *arguments])  # noqa: S606 - no shell is wanted
     root = paths.user_folder("data")
     try:
         os.environ["INV_CWD"] = str(Path.cwd())  # relative paths on the command line start there
-        # What the command starts finds the whole packages there before the few modules of the wheel.
+        # Child processes find the complete packages there before the few modules of the wheel.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         lay_out(CARRIED, root)
         os.chdir(root)
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def lay_out(carried: Path, root: Path) -> None:
-    """Make the files in `root` those of the wheel; the list of them is replaced last, so a killed run is repeated."""
+    """Update the files in `root` to those of the wheel; their list is replaced last, so a killed run is repeated."""
     files = (carried / paths.WHEEL_LIST).read_text(encoding="utf-8")
     mark = root / paths.WHEEL_LIST
     before = mark.read_text(encoding="utf-8") if mark.is_file() else ""

@@ -1,8 +1,8 @@
-"""A stage: reads artifacts, writes one artifact (a file or a folder) and a JSON manifest beside it.
+"""A stage reads artifacts, and writes one artifact (a file or a folder) with a JSON manifest beside it.
 
-A stage whose inputs are those in its manifest does nothing. Otherwise the new artifact is made whole beside the old
-one, which is then moved aside together with its manifest, and removed only when the new artifact and its manifest
-are in place. The next run repairs the state after a kill; an artifact never lies beside the manifest of another one.
+A stage whose inputs are those in its manifest does nothing. Otherwise the new artifact is completed under a temporary
+name; then the old artifact is moved aside with its manifest, and removed only when the new ones are in place. The next
+run repairs the state after a kill; an artifact never has the manifest of another one.
 """
 
 import os
@@ -51,7 +51,7 @@ def beside(path: Path) -> Path:
 
 
 def load(path: Path) -> Manifest | None:
-    """Return the manifest of the artifact at `path`; None if there is none that this Sparkforge understands."""
+    """Return the manifest of the artifact at `path`; None if it is missing or has another schema."""
     try:
         manifest = Manifest(**read_json(beside(path)))
     except (OSError, ValueError, TypeError):
@@ -78,8 +78,9 @@ def is_intact(manifest: Manifest, folder: Path) -> bool:
 def once(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> tuple[Manifest, bool]:
     """Have `make` write the artifact unless it exists; return its manifest and whether it was made now.
 
-    `make` gets a path beside `path` that it must create; it appears as `path` only when all of it is on the disk.
-    Raises what `make` raises, and StorageError while another process makes the same artifact; nothing is left then.
+    `make` gets a path beside `path` that it must create; it is renamed to `path` only when all of it is on the disk.
+    Raises what `make` raises, and StorageError while another process makes the same artifact; after an error nothing is
+    left.
     """
     if (manifest := current(path, stage, inputs)) and not os.path.lexists(_aside(path)):
         return manifest, False

@@ -1,7 +1,8 @@
 """The resources left for this process: bytes of memory and CPUs, under every cgroup (version 1 or 2) that contains it.
 
-On a Spark CPU and GPU share one memory. What a served model has taken is in no process's resident size and in no
-cgroup's usage, but it is missing from MemAvailable; so MemAvailable is always asked, and the cgroups can only lower it.
+On a Spark CPU and GPU share one memory. The memory of a served model is in no process's resident size and in no
+cgroup's usage, but it is missing from MemAvailable. So MemAvailable is always read, and the cgroups can only lower the
+result.
 """
 
 import math
@@ -18,7 +19,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes that can be had now, the CPUs, and what set the bound on the bytes: "MemAvailable" or a cgroup's folder."""
+    """Available bytes, CPUs, and the source of the bytes' bound: "MemAvailable" or a cgroup's folder."""
 
     available: int
     cores: int
@@ -59,7 +60,7 @@ def measure(root: Path = Path("/")) -> Machine:
 def largest_process(least: int = GIB) -> str:
     """Name the process with the most memory among those that we may see: "python3 (pid 12), 8.1 GiB".
 
-    Empty if none holds `least` bytes; what is smaller is not worth stopping.
+    Empty if none holds `least` bytes; stopping smaller ones helps little.
     """
     sizes = [
         (process.info["memory_info"].rss, process.info["name"], process.pid)
@@ -71,7 +72,7 @@ def largest_process(least: int = GIB) -> str:
 
 
 def in_gib(count: float) -> str:
-    """Format bytes as GiB, or as MiB where that says more."""
+    """Format bytes as GiB, or as MiB below 1 GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
 
 
@@ -145,7 +146,7 @@ def _fields(path: Path) -> list[str]:
 
 
 def numbers(file: Path) -> dict[str, int]:
-    """Return the numbers in a file of the kernel by the words before them, one without by ""; none without the file."""
+    """Return word → number for each line of a kernel file ("" if no word precedes it); empty without the file."""
     values: dict[str, int] = {}
     with suppress(OSError):
         for line in file.read_text(encoding="utf-8").splitlines():

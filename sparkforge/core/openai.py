@@ -1,4 +1,4 @@
-"""The one client of an OpenAI API: health, models, completions, chats and streams, each bounded in size and time."""
+"""The client of an OpenAI API: health, models, completions, chats and streams, each bounded in size and time."""
 
 import ipaddress
 import json
@@ -23,13 +23,13 @@ READ_SECONDS = 600.0  # for a piece of a stream: the first token of a long promp
 ANSWER_SECONDS = 3600.0  # for a whole answer
 ERROR_BYTES, ERROR_SECONDS = 1 << 20, 10.0  # of an error's JSON
 POLL_SECONDS = 0.25
-# JSON of another shape.
+# Exceptions for JSON with unexpected content.
 WRONG_SHAPE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, *WRONG_SHAPE)
 LAST_EVENTS = {"response.completed", "response.incomplete", "response.failed"}  # of the Responses API, without [DONE]
-# vLLM's own count of what it generated, over all requests (vllm/v1/metrics/loggers.py, 0.32.0).
 LONGEST = 4096  # characters of a line of /metrics that is parsed; vLLM's have 100
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, LookupError)  # lines that are no metrics
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, LookupError)  # of lines without metrics
+# vLLM's count of generated tokens over all requests (vllm/v1/metrics/loggers.py, 0.32.0).
 COUNTER = "vllm:generation_tokens_total"
 
 
@@ -43,7 +43,7 @@ class StreamDelta(NamedTuple):
 
 @dataclass(frozen=True)
 class Served:
-    """A model that an endpoint offers; `max_model_len` is 0 if the endpoint does not say."""
+    """A model that an endpoint offers; `max_model_len` is 0 if unknown."""
 
     name: str
     max_model_len: int
@@ -51,7 +51,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI API at `url` (without /v1) and the model to ask for.
+    """An OpenAI API at `url` (without /v1) and the model to request.
 
     `key` is the API key, by default `OPENAI_API_KEY`; `read_seconds` is the longest silence. Raises UsageError if `url`
     is not an HTTP URL.
@@ -67,7 +67,7 @@ class Endpoint:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of an httpx client for it."""
+        """The keyword arguments of an httpx client for the endpoint."""
         return {
             "base_url": self.url,
             "timeout": httpx.Timeout(10.0, read=self.read_seconds, pool=None),
@@ -83,7 +83,7 @@ class Endpoint:
             return False
 
     def accepts_key(self) -> bool:
-        """Tell whether the server takes the API key; true if it does not answer."""
+        """Tell whether the server accepts the API key; true if it does not answer."""
         try:
             return self.get("/v1/models", seconds=HEALTH_SECONDS).status_code != HTTPStatus.UNAUTHORIZED
         except ServerError:
@@ -99,7 +99,7 @@ class Endpoint:
         return self._request("POST", path, seconds, json=body)
 
     def post(self, path: str, body: Mapping[str, Any], seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
-        """POST JSON and return the JSON object of a successful response. Raises ServerError for any other."""
+        """POST JSON and return the JSON object of a successful response. Raises ServerError for other responses."""
         response = self.send(path, body, seconds)
         if response.is_error:
             raise response_error(response, path)
@@ -191,7 +191,7 @@ class Endpoint:
         return tokens if valid else None
 
     def generated(self) -> float | None:
-        """Return how many tokens the server has generated since it began; None if it keeps no such count."""
+        """Return how many tokens the server has generated since its start; None if it does not count them."""
         try:
             response = self.get("/metrics")
             counts = metric_values(response.text, (COUNTER,)).get(COUNTER) if response.is_success else None
@@ -200,7 +200,7 @@ class Endpoint:
         return sum(counts) if counts and math.isfinite(sum(counts)) else None
 
     def generated_since(self, before: float | None) -> float | None:
-        """Return how many tokens it has generated since `generated` returned `before`; None if either is unknown."""
+        """Return how many tokens were generated since `generated` returned `before`; None if either is unknown."""
         after = self.generated() if before is not None else None
         return after - before if before is not None and after is not None else None
 
@@ -213,18 +213,18 @@ class Endpoint:
             return ""
 
     def served(self) -> Served:
-        """Return the model to measure: the one that was asked for, or the only one. Raises ServerError, UsageError."""
+        """Return the model to measure: the requested one, or the first one. Raises ServerError, UsageError."""
         response = self.get("/v1/models")
         try:
             offered = {str(m["id"]): int(m.get("max_model_len") or 0) for m in response.json()["data"]}
         except WRONG_SHAPE as error:
             why = f"/v1/models answered {response.status_code}: {response.text[:200]}"
             fix = "--help   # check PORT, or give --url"
-            raise ServerError(f"{self.url} is no OpenAI API", why, fix, code="server.reply") from error
+            raise ServerError(f"{self.url} is not an OpenAI API", why, fix, code="server.reply") from error
         name = self.model or next(iter(offered), "")
-        if name not in offered:  # MODEL may be openai/gpt-oss-120b, or a folder, while the server says gpt-oss-120b
+        if name not in offered:  # MODEL may be openai/gpt-oss-120b, or a folder, while the served name is gpt-oss-120b
             matching = [known for known in offered if last_part(known) == last_part(name)]
-            name = matching[0] if matching else name  # several: it answers to both names
+            name = matching[0] if matching else name  # several: the server accepts both names
         if name not in offered:
             models = ", ".join(offered) or "none"
             raise UsageError(
@@ -235,7 +235,7 @@ class Endpoint:
     def wait_until_serving(self, deadline: float, alive: Callable[[], bool]) -> bool:
         """Wait for health, then for one token; False if `alive()` ends or `deadline` (monotonic) passes before.
 
-        Raises ServerError if it is healthy and cannot generate.
+        Raises ServerError if the server is healthy but cannot generate.
         """
         if not wait_until(self.healthy, deadline, alive):
             return False
@@ -253,7 +253,7 @@ def wait_until(condition: Callable[[], bool], deadline: float, alive: Callable[[
 
 
 def headers(key: str) -> dict[str, str]:
-    """Return the headers with which a request has the API key, if there is one."""
+    """Return the headers with the API key, empty without a key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -276,7 +276,7 @@ def require_url(url: str, option: str, example: str) -> None:
     except (ValueError, httpx.InvalidURL) as error:
         why = str(error)
     if why:
-        raise UsageError(f"{option} is no URL of a server", why, example)
+        raise UsageError(f"{option} is not the URL of a server", why, example)
 
 
 def last_part(model: str) -> str:
@@ -298,9 +298,9 @@ def _reply_error(problem: str, why: str, length: int = 300) -> ServerError:
 
 
 def metric_values(text: str, names: Collection[str]) -> dict[str, list[float]]:
-    """Return the finite values of each of `names` that is there, one for each set of labels.
+    """Return the finite values of each metric in `names`, one for each set of labels.
 
-    Raises one of MALFORMED for lines that are no metrics.
+    Raises one of MALFORMED for lines that are not metrics.
     """
     lines = [line for line in text.splitlines() if line.startswith(tuple(names)) and len(line) < LONGEST]
     values_by_name: dict[str, list[float]] = {}

@@ -1,7 +1,7 @@
 """The folders: the checkout, its state, and the user's cache.
 
 `SPARKFORGE_ROOT` (set in the image), `SPARKFORGE_STATE` and `SPARKFORGE_CACHE` (set by tests) move them. An installed
-wheel has its checkout, with the models, in the user's data folder and its state in that for state (USER_FOLDERS).
+wheel has its checkout, with the models, in the user's data folder, and its state in the state folder (USER_FOLDERS).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(os.environ.get("SPARKFORGE_ROOT") or Path(__file__).resolve().parent
 
 WHEEL_LIST = ".wheel"  # the files that a wheel laid out, with their hashes
 INSTALLED = (ROOT / WHEEL_LIST).is_file()
-# What is kept where for a user, by the XDG base directory specification: variable, folder in the home without it.
+# A user's folders by the XDG base directory specification: the variable, and the default folder in the home.
 USER_FOLDERS = {
     "data": ("XDG_DATA_HOME", ".local/share"),  # an installed wheel's checkout, models, settings
     "state": ("XDG_STATE_HOME", ".local/state"),  # an installed wheel's environments, logs, records
@@ -33,7 +33,7 @@ COMPOSE_FILES = "SPARKFORGE_COMPOSE_FILE"
 COMPOSE_PROFILE = "SPARKFORGE_COMPOSE_PROFILE"
 DEFAULT_COMPOSE_FILES = ["docker-compose.yml"]  # Compose finds it by itself, with the override file
 COMPOSE_VERBS = "build|config|down|exec|logs|ps|pull|restart|run|start|stop|up"
-SHARED = "SPARKFORGE_SHARED_STATE"  # set for a model of a fleet, whose own state is one of its records alone
+SHARED = "SPARKFORGE_SHARED_STATE"  # set for a model of a fleet, whose own state folder has only its records
 OF_THE_HOST = ("docker", "sudo", "systemctl", "loginctl", "journalctl")  # no image has them
 
 
@@ -44,7 +44,7 @@ def user_folder(kind: str) -> Path:
 
 
 def as_called_here(text: str) -> str:
-    """Return a text with commands and folders of a checkout as they are called where a wheel is installed."""
+    """Return a text; in an installed wheel, a checkout's commands and folders are replaced by the wheel's."""
     if not INSTALLED:
         return text
     text = re.sub(r"(?<![\w/.])sudo \./inv\b", f"sudo {ROOT}/inv", text)  # root has another home, and no `sparkforge`
@@ -55,10 +55,10 @@ def as_called_here(text: str) -> str:
 
 
 def where_it_runs(advice: str, root: Path = ROOT) -> str:
-    """Return an advised command, with a word on where it runs if that is not here.
+    """Return an advised command, with a remark if it must run on the host.
 
-    An image has no Compose files; that for development has an `./inv`, the one that serves has none. A `docker compose`
-    in it gets the `-f` files with which the container was made.
+    An image has no Compose files; the development image has `./inv`, the serving image does not. `docker compose` gets
+    the `-f` files with which the container was made.
     """
     if (root / "docker-compose.yml").exists():
         return completed(advice, "./inv up")
@@ -88,7 +88,7 @@ def compose_options(environment: Mapping[str, str]) -> str:
     return "".join(f"{shlex.quote(word)} " for word in options)
 
 
-OWN = {"envs", "hold.lock", "models", "serve.lock", "starts.json", "up.json", "validation.json"}  # of a state folder
+OWN = {"envs", "hold.lock", "models", "serve.lock", "starts.json", "up.json", "validation.json"}  # in a state folder
 
 
 def state() -> Path:
@@ -98,7 +98,7 @@ def state() -> Path:
 
 
 def require_state() -> None:
-    """Raise StorageError if the state folder is there and cannot be used, or is named and cannot be made."""
+    """Raise StorageError if the state folder cannot be used, or SPARKFORGE_STATE names one that cannot be made."""
     folder, variable = state(), "SPARKFORGE_STATE"
     part = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
     why = ""
@@ -127,9 +127,9 @@ def _of_others(folder: Path) -> bool:
 
 
 def secure_state() -> Path:
-    """Return the state folder, made if it is not there, and open to its owner alone.
+    """Return the state folder; create it if it is missing, and close it to other users.
 
-    Commands trust the records in it, such as the one of the server's process. The mode of another user's folder is not
+    Commands trust the records in it, such as that of the server's process. The mode of another user's folder is not
     changed: `sparkforge.serve.record` refuses its records.
     """
     folder = state()
@@ -157,7 +157,7 @@ def environment(name: str) -> Path:
 
 
 def typed(text: str | Path) -> Path:
-    """Return the place that a person named, with its `~` expanded.
+    """Return the path that a user typed, with its `~` expanded.
 
     Raises UsageError for the home of an unknown user.
     """
@@ -165,5 +165,5 @@ def typed(text: str | Path) -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise UsageError(
-            f"there is no place {text}", "nobody has that home", "--help   # write its path out, from /"
+            f"there is no path {text}", "that user does not exist", "--help   # write the absolute path"
         ) from error

@@ -1,4 +1,4 @@
-"""The one way in which Sparkforge runs other programs: to their end, detached, measured, or as probes that may hang."""
+"""The only way in which Sparkforge runs programs: to their end, detached, measured, or as probes that may hang."""
 
 import os
 import shlex
@@ -28,7 +28,7 @@ LONGEST_OUTPUT = 16 << 20  # bytes that are read of what a probe printed
 
 
 class RunOptions(TypedDict, total=False):
-    """The keywords of `run`: those of `run_unchecked`, which says what they mean."""
+    """The keywords of `run`; `run_unchecked` documents them."""
 
     cwd: Path | None
     env: Mapping[str, str | None] | None
@@ -60,8 +60,8 @@ def run_unchecked(
     """Run `command` to its end, whatever its exit code is, and return it with stdout and stderr as text.
 
     `env` is added to this process's environment; None removes a variable. Raises ProcessError, with `fix` as the next
-    step, if it cannot be started or runs longer than `seconds`. If we are interrupted or time is up, it ends with all
-    that it has started.
+    step, if it cannot be started or runs longer than `seconds`. If we are interrupted or time is up, the program and
+    all its descendants are ended.
     """
     variables = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
     pipe = subprocess.PIPE
@@ -95,8 +95,8 @@ def _started(command: Sequence[str | Path], fix: str = "", **options: Any) -> su
     except (OSError, ValueError) as error:  # ValueError: a NUL in an argument or a variable
         if isinstance(error, ValueError):
             fix = "--help   # correct that argument"
-        elif (folder := options.get("cwd")) and not Path(folder).is_dir():  # not the program is what is missing
-            fix = f"--help   # name a folder that is there, in place of {folder}"
+        elif (folder := options.get("cwd")) and not Path(folder).is_dir():  # the folder is missing, not the program
+            fix = f"--help   # name an existing folder in place of {folder}"
         fix = fix or f"command -v {shlex.quote(str(command[0]))}   # install it"
         raise ProcessError(f"cannot run {command[0]}", str(error), fix, code="process.failed") from error
 
@@ -182,8 +182,8 @@ def watch(
 ) -> int | None:
     """Run `command` for at most `seconds`, with our stdout and stderr or `streams`; return its code, None if too late.
 
-    A program that outlives its time, or an exception in this process such as a signal's, is killed with all its
-    descendants: probes sit in sessions of their own. Raises ProbeError if the program cannot be started.
+    When its time is up, or after an exception here such as a signal's, the program is killed with all its descendants.
+    Raises ProbeError if the program cannot be started.
     """
     try:
         child = subprocess.Popen(
@@ -203,7 +203,7 @@ def watch(
 
 
 def require(answer: ProgramOutput, name: str, seconds: float) -> str:
-    """Return the stdout of a program that ended well; raise ProbeError that says how it ended otherwise."""
+    """Return the stdout of a program that ended well; otherwise raise ProbeError that says how it ended."""
     if answer.code is None:
         raise ProbeError(f"{name} did not answer within {seconds:g} s")
     if answer.code != 0:
@@ -218,10 +218,10 @@ def ending(code: int) -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    """The end of a program: its exit code (-N for signal N) and what it used, together with those that it waited for.
+    """The end of a program: its exit code (-N for signal N) and its usage with that of the children it waited for.
 
     `peak` is the kernel's own high-water mark, in bytes, of the resident size of the *largest single process* among
-    them: exact for a driver whose stages run one after another, too low where stages run side by side. It is never
+    them: exact for a driver whose stages run one after another, too low where stages run in parallel. It is never
     below the size that this process had when it started the program.
     """
 
@@ -241,7 +241,7 @@ class Child:
         self.pid = self._process.pid
 
     def poll(self) -> Usage | None:
-        """Return how it ended; None while it runs."""
+        """Return how the program ended; None while it runs."""
         pid, status, used = os.wait4(self.pid, os.WNOHANG)
         if pid == 0:
             return None
@@ -249,7 +249,7 @@ class Child:
         return Usage(self._process.returncode, used.ru_maxrss * 1024, used.ru_utime + used.ru_stime)
 
     def end(self) -> None:
-        """End it and every process of its session."""
+        """End the program and every process of its session."""
         if self._process.returncode is None:
             terminate_session(self.pid)
             self._process.returncode = -signal.SIGTERM
@@ -269,9 +269,9 @@ def resident_sizes(leaders: Iterable[int]) -> dict[int, int]:
 
 
 def started_at(pid: int) -> float | None:
-    """Start time of a live process in seconds since the epoch; None if there is none or only its zombie.
+    """Start time of a live process in seconds since the epoch; None if there is no such process or only its zombie.
 
-    Process ids are used again, so a record of a process is the pair (pid, start time).
+    Process ids are reused, so a record of a process is the pair (pid, start time).
     """
     if not _is_program(pid):
         return None
@@ -283,7 +283,7 @@ def started_at(pid: int) -> float | None:
 
 
 def _is_program(pid: int) -> bool:
-    """Tell whether a number, perhaps of a damaged record, can be the id of a process that we may end.
+    """Tell whether a number, perhaps from a damaged record, can be the id of a process that we may end.
 
     To the kernel -1 is every process of this user and 0 our own group; 1 is the system's first.
     """
@@ -352,7 +352,7 @@ def session_members(leader: int) -> list[int]:
 
 
 def _wait_for_end(leader: int, pids: Sequence[int], seconds: float) -> bool:
-    """Wait until all of `pids` have ended; return whether they have. `leader` may be our own child, and is reaped."""
+    """Wait until all of `pids` have ended; return whether they have. If `leader` is our own child, it is reaped."""
     deadline = time.monotonic() + seconds
     while True:
         with suppress(ChildProcessError):

@@ -1,4 +1,4 @@
-"""Arguments, errors and exit codes of programs that run without `./inv`, the same as those of its commands."""
+"""Arguments, errors and exit codes of programs that run without `./inv`, the same as in its commands."""
 
 import argparse
 import csv
@@ -61,7 +61,7 @@ def exit_code(program: Callable[[], object]) -> int:
     return 0
 
 
-# Exceptions of parsers that met a malformed file or answer, where the caller raised no error of ours.
+# Exceptions of parsers for malformed files or responses, if the caller did not convert them.
 UNREADABLE = (
     *(UnicodeError, RecursionError, EOFError, json.JSONDecodeError, tomllib.TOMLDecodeError, csv.Error),
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error, OverflowError),
@@ -71,7 +71,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def declare(error: Exception) -> SparkforgeError | None:
-    """Turn an exception caused by bad input or by the machine into an error of ours; return None for a bug of ours.
+    """Turn an exception caused by bad input or by the machine into a SparkforgeError; return None for a bug of ours.
 
     This is the last resort: code that reads a file or an answer should raise a more precise error. A bug keeps its
     traceback.
@@ -106,7 +106,7 @@ def _of_system(error: OSError) -> SparkforgeError:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the error's own words in one line, and where in our code it arose."""
+    """Return the error's message in one line, and where in our code it arose."""
     text = " ".join(str(error).encode(errors="backslashreplace").decode().split())[:300] or type(error).__name__
     return f"{text} ({_where(error)})"
 

@@ -1,8 +1,8 @@
 """Removes identifying details from a text or JSON value: tokens, paths, host names, addresses.
 
-What is the same on every machine stays, so that somebody can still read a log. Secrets go before places. Every
-repetition that is tried at each position is bounded, possessive, or begins where a word begins: a log may hold a
-megabyte without a space.
+Text that is the same on every machine stays, so that a log remains readable. Secrets are replaced before places. Every
+repetition that is tried at each position is bounded, possessive, or starts at the start of a word, because a log may
+have a megabyte without a space.
 """
 
 import getpass
@@ -37,7 +37,7 @@ KEYWORD = (
     r"(?:[_-](?:base|value|b64|base64|hex|prod|test|old|new|live|id|string|\d{1,3})|\d{1,2})?"
 )
 SECRET_NAME = re.compile(rf"-*[\w.-]{{0,128}}?{KEYWORD}", re.IGNORECASE)
-# Names with such an ending whose value is no secret.
+# Names with such an ending whose value is not a secret.
 HARMLESS_NAME = re.compile(
     r"(?i)(?:.*[_.-])?(?:public|cache|dict|group|hash|index|sort|primary|foreign|lookup|request|query|mapping|state|json"
     r"|attn|q|k|map|row|store)[_-]?keys?"
@@ -65,8 +65,8 @@ VALUE = (
     r"|(?P<bare>(?!<token>)(?:[^\s\"'`,;&)\]}\\]|\\(?![nrt\"'])"
     r"|[,;&)\]}](?![\w.-]{0,64}[=:]|[\s\"'`,;&)\]}]|$))++))"
 )
-# Plugins of detect-secrets for tokens without a prefix of their own. The patterns of others look back and forth without
-# bound, or hit words.
+# Plugins of detect-secrets for tokens without a prefix of their own. The patterns of the other plugins scan without
+# bound, or match ordinary words.
 DETECTORS = ("Discord", "GitLab", "Mailchimp", "Slack", "Telegram", "Twilio")
 # Tokens with a prefix, also in a log that was cut off, where detect-secrets does not match them.
 OWN_TOKENS = (
@@ -100,7 +100,7 @@ def for_support(value: Any) -> Any:
     names = {socket.gethostname(), socket.gethostname().partition(".")[0], str(ROOT), str(Path.home())}
     with suppress(KeyError, OSError):
         names.add(getpass.getuser())
-    # Whole names only, and not within a hyphened name: a machine called gpt is no part of gpt-oss.
+    # Whole names only, not parts of hyphenated ones: on a machine called gpt, gpt-oss stays.
     telling = sorted(names - {"", "/", "root", "localhost"}, key=len, reverse=True)
     own = re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in telling) or r"(?!)")
 
@@ -120,7 +120,7 @@ def for_support(value: Any) -> Any:
             items: list[Any] = []
             for item in value:  # ["--api-key", "…"], ["authorization", "…"]
                 is_flag = isinstance(item, str) and item.startswith("-")
-                # Behind a secret's name stands its value, whatever that looks like.
+                # A secret's value follows its name, whatever it looks like.
                 is_word = isinstance(item, str) and not _is_secret_name(name) and _is_secret_name(item)
                 is_name = not secret and (is_flag or is_word)
                 items.append(walk(item, "" if is_name else name))
@@ -131,7 +131,7 @@ def for_support(value: Any) -> Any:
         if not isinstance(value, str) or (
             name.endswith("version") and re.fullmatch(r"\d+(?:\.\d+){1,4}[\w.+-]*", value)
         ):
-            return value  # 9.20.0.48 is cuDNN's version and no address
+            return value  # 9.20.0.48 is cuDNN's version, not an address
         return redacted(value)
 
     return walk(value, "")
@@ -142,7 +142,7 @@ def _is_secret_name(name: str) -> bool:
 
 
 def _named_value(match: re.Match[str]) -> str:
-    """Replace the value after a secret's name; keep words that are no secrets, such as None."""
+    """Replace the value after a secret's name; keep words that are not secrets, such as None."""
     if HARMLESS_NAME.fullmatch(match["name"]):
         return match[0]
     prefix = match[0][: match.start("value") - match.start()]
@@ -193,7 +193,7 @@ def _rules() -> list[tuple[re.Pattern[str], Replacement]]:
         (USER_INFO, f"{TOKEN}@"),
         *((pattern, TOKEN) for plugin in chosen for pattern in plugin.denylist),
         (OWN_TOKENS, TOKEN),
-        # Headers: their value goes on after a space.
+        # Headers: their value continues after a space.
         ((rf"(?i)(authorization{QUOTE}?\s{{0,4}}(?>=>|%3D|[:=,])\s{{0,4}}+(?:b?{QUOTE})?+"
          r"(?:(?:bearer|basic|token|negotiate|api-?key|ntlm|oauth)\s+)?+)"
          r"(?!<token>)(?:(?:digest|aws4-hmac-sha256)\s[^\n]+|[^\s\"'\\]+(?:[ \t]+(?!-)[^\s\"'\\]+)?)"), rf"\1{TOKEN}"),
@@ -217,13 +217,13 @@ def _rules() -> list[tuple[re.Pattern[str], Replacement]]:
         (r"(?m)^(?=[^A-Z\n]{0,80}[A-Z])[A-Za-z0-9+/=]{60,80}$", TOKEN),
         (rf"(?i)(?<![a-z0-9+.-])(?!file:)([a-z][a-z0-9+.-]{{1,30}})://(?!{PUBLIC}(?:[:/?#\s\"'>)\]]|$))[^\s/\"'?#]+",
          r"\1://<host>"),
-        # Hardware addresses with bytes or words apart, and GUIDs of InfiniBand.
+        # Hardware addresses with separated bytes or words, and GUIDs of InfiniBand.
         (r"(?i)(?<![\w:-])(?:[0-9a-f]{2}[:-]){5,19}[0-9a-f]{2}(?![\w:-])", "<address>"),
         (r"(?i)(?<![\w.:-])[0-9a-f]{4}([.:-])[0-9a-f]{4}\1[0-9a-f]{4}(?![\w.:-]\w|\w)", "<address>"),
         (r"(?i)(?<![\w.:-])(?:0x)?(?:[0-9a-f]{4}:){3}[0-9a-f]{4}(?![\w:])", "<address>"),
         ((r"(?i)(?<![\w.])(?<!::)(?![0-9a-f:]{40})(?=[0-9a-f]{0,4}:[0-9a-f]{0,4}:)[0-9a-f:]{2,39}(?:(?:\d{1,3}\.){3}\d{1,3})?"
          r"(?:%\w+)?(?![\w:]|\.\d)"), _address),
-        # Four numbers are a version after a comparison, the word, or cuDNN's name: 9.20.0.48.
+        # Four numbers are a version after a comparison, the word version, or cuDNN's name: 9.20.0.48.
         ((r"(?i)(?<![\w.])(?<![=<>~!]=)(?<!cudnn )(?<!cu\d\d-)(?<!ersion )(?<!ersion=)(?<!ersion: )(?<!ersion = \")"
          r"(?<!ersion\": \")(?:\d{1,3}\.){3}\d{1,3}(?![\w.]\d)"), _address),
         (r"(?i)\b(?:MIG-)?(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4,12}){4}(?:/\d{1,3}){0,2}", "<gpu>"),
@@ -238,7 +238,7 @@ def _rules() -> list[tuple[re.Pattern[str], Replacement]]:
         ((r"(?i)\b[a-z]:(?:\\{1,4}|/)Users(?:\\{1,4}|/)[^\\/\s\"']{1,64}|(?<![\w./~-])~[a-z_][\w.-]{0,31}(?=/)"
          r"|/(?:mnt|media|data|srv|scratch|export|nfs|net|var)/"
          r"(?:[\w.+-]{1,64}/){0,4}?(?:home|users|people|user)/[\w.+@~-]{1,128}/?(?![\w/])"), "<path>"),
-        # A home wherever it stands (-I/home/anna/include), any other path where one can begin.
+        # A home anywhere (-I/home/anna/include); another path only where a path can begin.
         ((r"/(?:home|Users|root|media|mnt)(?:/[\w.+@~%-]+)+/?"
          r"|(?:(?<![\w./>])|(?<=file://))~?/(?:[\w.+@~%-]+/)*[\w.+@~%-]+/?"), _path),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Frozen records that refuse unknown keys, and typed readers of TOML and JSON whose errors name the place."""
+"""Frozen records that refuse unknown keys, and typed readers of TOML and JSON with the place of each error."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,12 +46,12 @@ def load(path: Path, shape: type[Table]) -> Table:
         raise InputError(f"cannot read {path}", error.strerror or str(error), fix, code="input.table") from error
     except ValidationError as error:
         raise InputError(f"{path.name} is malformed", first_fault(error), edit, code="input.table") from error
-    except ValueError as error:  # no TOML, or no text at all
-        raise InputError(f"{path.name} is no TOML", " ".join(str(error).split()), edit, code="input.table") from error
+    except ValueError as error:  # not TOML, or not text
+        raise InputError(f"{path.name} is not TOML", " ".join(str(error).split()), edit, code="input.table") from error
 
 
 def parse_record(data: Any, origin: str, shape: type[Table]) -> Table:
-    """Return JSON, as text or parsed, as a record of `shape`; `origin` names it in errors. Raises DocumentError."""
+    """Return JSON (text or parsed) as a record of `shape`; `origin` names it in errors. Raises DocumentError."""
     value = parse_json(data, origin) if isinstance(data, (bytes, str)) else data
     try:
         return shape.model_validate(value)
@@ -60,19 +60,19 @@ def parse_record(data: Any, origin: str, shape: type[Table]) -> Table:
 
 
 def parse_object(data: bytes | str, origin: str, shape: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON object in `data`, whose keys that `shape` names have its types. Raises DocumentError.
+    """Return the JSON object in `data`, after a check of the keys in `shape`. Raises DocumentError.
 
-    `shape` gives the types of what is used of a document that others write; `origin` names it in errors.
+    `shape` has only the keys that we use of a document from others; `origin` names the document in errors.
     """
     value = parse_json(data, origin)
     if not isinstance(value, dict):
-        raise DocumentError(origin, f"it is no JSON object: {str(value)[:40]}")
+        raise DocumentError(origin, f"it is not a JSON object: {str(value)[:40]}")
     parse_record(value, origin, shape)
     return value
 
 
 def first_fault(error: ValueError) -> str:
-    """Return the first fault that a record's check found, with its place; of any other error its text."""
+    """Return the first fault that a record's check found, with its place; for another error, its text."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

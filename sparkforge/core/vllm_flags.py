@@ -1,8 +1,8 @@
-"""vLLM's flags: which ones `./inv up` sets itself, which take values, and how a list of arguments is read.
+"""vLLM's flags: those that `./inv up` sets itself, those that take values, and the reading of argument lists.
 
-It reads a list as vLLM's own parser does (vllm/utils/argparse_utils.py, FlexibleArgumentParser): underscores stand for
-hyphens, the beginning of a flag for the flag, `-tp` for its long form, and the last occurrence wins. It imports the
-standard library and `core.errors` only: vLLM's process loads it.
+Lists are read as by vLLM's own parser (vllm/utils/argparse_utils.py, FlexibleArgumentParser): underscores count as
+hyphens, a prefix as the flag, `-tp` as its long form, and the last occurrence wins. This module imports only the
+standard library and `core.errors`, because vLLM's process loads it.
 """
 
 import tomllib
@@ -53,7 +53,7 @@ SWITCHES = ("--enable-", "--disable-", "--no-", "--enforce-eager", "--trust-remo
 
 
 def split_flag(argument: str) -> tuple[str, str | None]:
-    """Return the flag of an argument in its long form, with hyphens, and the value in the same argument, if any."""
+    """Return the flag of an argument in its long form, with hyphens, and the value in the argument, if any."""
     name, equals, value = argument.partition("=")
     if name.startswith("--"):
         return name.replace("_", "-"), value if equals else None
@@ -64,7 +64,7 @@ def split_flag(argument: str) -> tuple[str, str | None]:
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
-    """Return the last value of `flag`, after it or after an equals sign; None if it is not there or has none."""
+    """Return the last value of `flag`, after it or after an equals sign; None if it is missing or has no value."""
     value = None
     for index, argument in enumerate(arguments):
         name, inline = split_flag(argument)
@@ -130,11 +130,11 @@ def positional(arguments: Sequence[str]) -> list[tuple[str, str]]:
 def passable(flags: Sequence[str], *, relative_to: str | None) -> tuple[str, ...]:
     """Return a user's flags as vLLM gets them. Raises UsageError for one that would break what `./inv up` sets.
 
-    A value that begins with ./, ../ or ~ is a path: below the folder `relative_to`, if one is named, it becomes
-    absolute, since vLLM runs in another folder. A container has its own files.
+    A value that begins with ./, ../ or ~/ is a path. It is made absolute from the folder `relative_to`, since vLLM runs
+    in another folder; None, for a container with its own files, leaves it as it is.
     """
     if flags and not flags[0].startswith("-"):
-        raise UsageError(f"{flags[0]!r} is no flag", "only flags of vLLM may follow --", "./inv up -- --max-num-seqs 4")
+        raise UsageError(f"{flags[0]!r} is not a flag", "only vLLM's flags follow --", "./inv up -- --max-num-seqs 4")
     for word in flags:
         name, refused = word.partition("=")[0].replace("_", "-"), meant(word, REFUSED)
         if word == "--":

@@ -309,7 +309,7 @@ def _add_manifests(state: Path, evidence: Evidence) -> None:
 
 def _add_server(state: Path, evidence: Evidence) -> None:
     server = evidence.server
-    with suppress(StorageError):  # a record that is not believed
+    with suppress(StorageError):  # a record that is not trusted
         if leftovers := record.leftovers(state):
             evidence.add_fact("server.leftovers", len(leftovers), record.describe_left(leftovers))
     if server and server.container:

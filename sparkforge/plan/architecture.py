@@ -26,8 +26,8 @@ BLOCK = 32  # MXFP4 elements that share one scale
 KV_BYTES = {"bf16": 2, "fp8": 1}  # a key or value element; vLLM's --kv-cache-dtype auto is the model's own bf16
 KV_BLOCK = 16  # tokens in a block of the KV cache: vLLM 0.32.0, vllm/config/cache.py DEFAULT_BLOCK_SIZE
 STATES = 2  # blocks per sequence and linear layer (vllm/v1/kv_cache_interface.py, MambaSpec, mamba_cache_mode "align")
-LATENT_BLOCK = 128  # if a model also has linear layers, a block of latent attention has a multiple of so many tokens
-STEPS_UNDER_WAY = 2  # with asynchronous scheduling, vLLM's own choice: vllm/config/vllm.py, max_concurrent_batches
+LATENT_BLOCK = 128  # in a model with linear layers, the tokens of a latent attention block are a multiple of this
+STEPS_UNDER_WAY = 2  # with asynchronous scheduling, vLLM's default (vllm/config/vllm.py, max_concurrent_batches)
 DECODING = STEPS_UNDER_WAY  # tokens that a decoding sequence has in flight: one a step
 TOLERANCE = 0.02  # share of the computed bytes: formulas leave out some tensors, such as scales of FP8 blocks
 LARGEST = 10**9  # larger sizes in a config.json are refused
@@ -37,9 +37,9 @@ CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 class Draft(Record):
     """The drafter that proposes a model's next tokens, as in vLLM's --speculative-config.
 
-    For a step's `tokens` the drafter reads its weights, `bytes` in all, `passes` times: `tokens` times if it proposes
-    them one by one, once if it proposes a block, 0 times if it only searches a table. `repository` is empty if the
-    checkpoint contains the draft, or no weights are needed.
+    To propose the `tokens` of a step, the drafter reads its weights (`bytes`) `passes` times: `tokens` times if it
+    proposes them one by one, once if it proposes a block, 0 times if it only searches a table. `repository` is empty if
+    the checkpoint contains the draft, or no weights are needed.
     """
 
     method: str
@@ -50,14 +50,14 @@ class Draft(Record):
     source: str = Field(min_length=1)
 
     def flag(self) -> str:
-        """Return vLLM's flag for a draft model in the folder where ./inv pull writes, as a container sees it."""
+        """Return vLLM's flag; a draft model is in /models, where a container sees the folder that ./inv pull fills."""
         model = f', "model": "/models/{self.repository.rpartition("/")[2]}"' if self.repository else ""
         method = f'{{"method": "{self.method}", "num_speculative_tokens": {self.tokens}{model}}}'
         return f"{SPECULATION}='{method}'"
 
 
 class KnownModel(Record):
-    """The sizes in a model's config.json, and their source. `tensor_bytes`: of all weights, None if not known.
+    """The sizes in a model's config.json, and their source. `tensor_bytes` is the size of all weights, None if unknown.
 
     `repository` is OWNER/NAME on the hub, empty for none.
     """
@@ -72,7 +72,7 @@ class KnownModel(Record):
 
 @dataclass(frozen=True)
 class DenseFormat:
-    """The format of the attention's projections and of the LM head. Keys of BITS; bf16 means the checkpoint's own."""
+    """The formats of the attention's projections and of the LM head: keys of BITS; bf16 means as in the checkpoint."""
 
     attention: str = "bf16"
     head: str = "bf16"
@@ -110,8 +110,9 @@ class Architecture:
     """A model's sizes, by the names of families.toml. `window` is in tokens, the forms are keys of BITS.
 
     A dense model has no experts. For one token in one layer, `active` is the summed width of the MLPs that compute it,
-    and `kv_elements` the number of elements it takes in the KV cache. `score_flops` are the operations of attention for
-    a pair of tokens in one layer. `state` is the bytes of a sequence in all linear layers, at any length.
+    and `kv_elements` is the number of elements that it takes in the KV cache. `score_flops` are the operations of
+    attention for a pair of tokens in one layer. `state` is the bytes that all linear layers keep for a sequence of any
+    length.
     """
 
     family: str
@@ -151,7 +152,7 @@ class Architecture:
 
     @property
     def expert(self) -> int:
-        """Weights of one expert of one layer: gate and up, and down; without biases."""
+        """Number of weights of one expert in one layer (gate, up, down), without biases."""
         return 3 * self.hidden * self.intermediate
 
     @property
@@ -212,15 +213,16 @@ class Architecture:
     def kv_held(self, context: int, kv: str) -> int:
         """Bytes of KV blocks that a sequence of `context` tokens holds while it decodes.
 
-        vLLM's hybrid allocator: a full layer keeps every token; a sliding one the last window - 1, those in flight, and
-        one block more, as a window may begin inside a block (vllm/v1/kv_cache_interface.py, SlidingWindowSpec).
+        In vLLM's hybrid allocator a full layer keeps every token. A sliding layer keeps the last window - 1 tokens, the
+        tokens in flight, and one more block because a window may begin inside a block (SlidingWindowSpec in
+        vllm/v1/kv_cache_interface.py).
         """
         return self.kv_admitted(context, DECODING, kv)
 
     def kv_admitted(self, context: int, in_flight: int, kv: str) -> int:
         """Bytes that must be free before vLLM admits a sequence of up to `context` tokens.
 
-        A sliding layer also keeps the tokens of the steps under way, `in_flight` of them: STEPS_UNDER_WAY steps of
+        A sliding layer also keeps the `in_flight` tokens of the steps under way: STEPS_UNDER_WAY steps of
         --max-num-batched-tokens (vllm/config/vllm.py, max_in_flight_tokens). If a model has linear layers, vLLM makes
         every block so large that it holds a linear layer's state (vllm/platforms/interface.py,
         _align_hybrid_block_size). With prefix caching, which is on by default, a sequence has STATES blocks in each
@@ -250,7 +252,7 @@ def read(path: Path) -> Architecture:
 
 
 def parse(config: Any, where: str) -> Architecture:
-    """Return the architecture of a config.json's content. `where` names it in errors. Raises InputError."""
+    """Return the architecture of a config.json's content. `where` names the file in errors. Raises InputError."""
     name = families.name_of(config, where)
     family, stored = families.load()[name], families.stored(config, name, where)
     sizes: dict[str, int] = {}

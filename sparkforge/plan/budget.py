@@ -34,7 +34,7 @@ class Workload:
 
 
 class Line(Record):
-    """One use of memory. `share`: it counts against vLLM's --gpu-memory-utilization."""
+    """One use of memory. `share`: whether it counts against vLLM's --gpu-memory-utilization."""
 
     name: str
     bytes: int
@@ -68,9 +68,9 @@ def kv_bytes(model: Architecture, load: Workload) -> int:
 
 
 def activation_bytes(model: Architecture, load: Workload) -> int:
-    """Estimate of the largest step's activations, all in bf16 but the logits.
+    """Estimate of the bytes of the largest step's activations; all but the logits are in bf16.
 
-    MLPs: gate, up and their product in the width that a token takes, and one output row per expert of a token;
+    MLPs: gate, up and their product in a token's active width, and one output row per expert of a token;
     attention: queries, keys, values; the hidden states four times (residual, normed, attention's and MLPs' output);
     logits of every sequence in float32.
     """

@@ -1,4 +1,4 @@
-"""What serves on each compute capability (capabilities.toml), and whether this machine's GPU can be had.
+"""What serves on each compute capability (capabilities.toml), and whether this machine's GPU can serve.
 
 Nothing here imports torch: a GPU that cannot serve is refused before an environment of 8 GB is made.
 """
@@ -50,7 +50,7 @@ def load(table: Path = TABLE) -> dict[str, Capability]:
 def find(environ: Mapping[str, str], share: float = 1 - IN_USE) -> tuple[str, Capability]:
     """Return the name of the GPU that serves, and its row. Raises RefusalError if none of this machine's can.
 
-    `environ` may choose by CUDA_VISIBLE_DEVICES; of several GPUs the first one that it lists serves.
+    CUDA_VISIBLE_DEVICES in `environ` may choose GPUs; the first one that it lists serves.
     `share` is the part of the GPU's memory that must be free.
     """
     if gpus.hidden(environ):
@@ -73,11 +73,11 @@ def find(environ: Mapping[str, str], share: float = 1 - IN_USE) -> tuple[str, Ca
         served = ", ".join(f"{number} ({line.gpus})" for number, line in known.items())
         raise _refusal(f"{name} has compute capability {capability}; there are kernels for {served}", WITHOUT_GPU)
     if row["mig.mode.current"] == "Enabled":
-        raise _refusal(f"{name} is divided by MIG, with which nothing here was tried", "sudo nvidia-smi -mig 0")
+        raise _refusal(f"{name} is divided by MIG, which was not tested", "sudo nvidia-smi -mig 0")
     total, used = (gpus.number(row[field]) for field in ("memory.total", "memory.used"))
     if total and used and used > (1 - share) * total:  # [N/A] on a GB10, whose memory is the system's
         why = f"{used:,.0f} of {total:,.0f} MiB of {name} are in use, and {share:.0%} must be free"
-        raise _refusal(why, "nvidia-smi shows by which process; end it, or choose another GPU by CUDA_VISIBLE_DEVICES")
+        raise _refusal(why, "nvidia-smi shows the process; end it, or choose another GPU with CUDA_VISIBLE_DEVICES")
     return name, known[capability]
 
 

@@ -16,8 +16,8 @@ from sparkforge.plan.devices import GIB, Device
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 PAIRS = (("fp8", "bf16"), ("fp8", "fp8"), ("mxfp4", "fp8"), ("mxfp4", "mxfp4"))
 COMPARED = (BF16, *(DenseFormat(*pair) for pair in PAIRS))
-# vLLM's flag (vllm/config/quantization.py, QuantizationConfigArgs): its keys come after a dot, or in its JSON. The LM
-# head's is of our patch 0013.
+# vLLM's flag (vllm/config/quantization.py, QuantizationConfigArgs) takes keys after a dot or in JSON. The key of the LM
+# head is from our patch 0013.
 CONFIG, LINEAR_KEY, HEAD_KEY = "--quantization-config", "linear", "lm_head"
 # The variables of our plugin (spark_mxfp4.vllm.plugin), for --quantization spark-mxfp4.
 LINEAR_VARIABLE, HEAD_VARIABLE = "SPARK_MXFP4_LINEAR", "SPARK_MXFP4_LM_HEAD"
@@ -33,7 +33,7 @@ class ServerOptions(Record):
     variables: dict[str, str]
 
     def number(self, flag: str, default: float) -> float:
-        """Return a flag's value. Raises InputError if one is not a number."""
+        """Return a flag's value. Raises InputError if it is not a number."""
         value = flag_value(self.arguments, flag)
         return default if value is None else _number(flag, value)
 
@@ -43,16 +43,16 @@ class ServerOptions(Record):
 
     @property
     def dense(self) -> DenseFormat:
-        """Formats of its dense layers in memory: on a processor our plugin expands them to bf16 again."""
+        """Formats of the dense layers in memory: bf16 on a processor, where our plugin expands them."""
         return BF16 if self.for_processors else dense_format(self.arguments, self.variables)
 
     @property
     def for_processors(self) -> bool:
-        """Whether it is for vLLM's CPU build."""
+        """Whether the profile is for vLLM's CPU build."""
         return CPU_SPACE in self.variables
 
     def load(self, asked: Workload) -> Workload:
-        """Return the workload with this profile's bounds and formats; the KV cache is FP8 if either says so."""
+        """Return the workload with this profile's bounds and formats; the KV cache is FP8 if either asks for it."""
         batched = int(self.number("--max-num-batched-tokens", BATCHED_TOKENS))
         kv = "fp8" if "fp8" in {asked.kv, kv_type(self.arguments)} else asked.kv
         sequences = int(self.number("--max-num-seqs", SEQUENCES))
@@ -77,14 +77,14 @@ class ProfileFit(Record):
 def verdicts(
     model: Architecture, device: Device, asked: Workload, profiles: Mapping[str, ServerOptions]
 ) -> list[ProfileFit]:
-    """Judge the profiles that are made for the device, in the order of caution."""
+    """Judge the profiles that are made for the device, the most cautious first."""
     return [_verdict(name, profiles[name], model, device, asked) for name in candidates(device, profiles)]
 
 
 def candidates(device: Device, profiles: Mapping[str, ServerOptions]) -> list[str]:
-    """Return the profiles for the device: those of its row, then those like them with fewer bits, as in the table.
+    """Return the profiles for the device: those of its row, then similar ones with fewer bits, in the table's order.
 
-    The latter trade accuracy for speed, so they come last: only a bake-off can say that one is good enough.
+    The latter trade accuracy for speed; only a bake-off shows whether they are good enough.
     """
     first = [name for name in device.profiles if name in profiles]
     processors = any(profiles[name].for_processors for name in first)
@@ -102,7 +102,7 @@ def dense_formats(device: Device, profiles: Mapping[str, ServerOptions]) -> list
 
 
 def recommended(verdicts: Sequence[ProfileFit]) -> ProfileFit | None:
-    """Return the first profile that fits; `verdicts` are in the order of caution."""
+    """Return the first profile that fits; the most cautious of `verdicts` is the first."""
     return next((verdict for verdict in verdicts if not verdict.against), None)
 
 
@@ -121,9 +121,9 @@ def _verdict(name: str, profile: ServerOptions, model: Architecture, device: Dev
         # vLLM does not start unless one sequence of --max-model-len fits.
         least = budget.make(model, device, replace(load, context=longest, concurrency=1)).share
         objections |= {
-            f"its share of {share:g} is more than the {most:.2f} that can be had": share > most,
-            f"one sequence of its --max-model-len needs a share of {least:.2f}, it has {share:g}": least > share,
-            f"this needs a share of {needed:.2f}, it has {share:g}": needed > share,
+            f"its share of {share:g} is more than the {most:.2f} available": share > most,
+            f"one sequence of its --max-model-len needs a share of {least:.2f}, not {share:g}": least > share,
+            f"this load needs a share of {needed:.2f}, not {share:g}": needed > share,
         }
     return ProfileFit(
         name=name,
@@ -145,7 +145,7 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        failure, why = "sparkforge/serve/profiles.toml is malformed", f"{name} is {text!r}, which is no number from 0"
+        failure, why = "sparkforge/serve/profiles.toml is malformed", f"{name} is {text!r}, not a number from 0"
         raise InputError(failure, why, "less sparkforge/serve/profiles.toml   # correct it", code="input.table")
     return value
 
@@ -174,7 +174,7 @@ def _form(name: str) -> str:
 
 
 def _named(arguments: Sequence[str], key: str) -> str:
-    """Return vLLM's name of the format after `key`; empty for none, and for a value that vLLM's parser will refuse."""
+    """Return the format that vLLM's flag names for `key`; empty for none, and for a value that vLLM rejects."""
     flag = f"{CONFIG}.{key}".replace("_", "-")  # as flag_value reads it
     if name := flag_value(arguments, flag) or flag_value(arguments, f"{flag}.weight"):
         return name

@@ -1,9 +1,9 @@
-"""One model over several machines: memory of each, bytes over the link, speed at best, and when own servers win.
+"""One model on several machines: memory of each, bytes over the link, best speed, and when replicas win.
 
 Four ways to use N machines with one GPU each: `tensor` splits every layer, `expert` splits attention and whole experts,
-`pipeline` gives each machine a part of the layers, `replicas` are N servers of their own that share the users. Computed
-from the same roofline as one machine's plan, plus the link's cited latencies. Left out, as there: all that is not
-bytes, arithmetic or the link. Experts are taken to be spread evenly over the machines.
+`pipeline` gives each machine a part of the layers, `replicas` are N separate servers that share the users. Everything
+is computed from the same roofline as a plan for one machine, plus the link's cited latencies: only bytes, arithmetic
+and the link count. Experts are assumed to be spread evenly over the machines.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from sparkforge.plan.roofline import Work
 
 USERS = (1, 4, 8, 16, 32, 64)
 MOST_NODES = 128
-MOST_USERS = 1024  # up to which a crossover is looked for
+MOST_USERS = 1024  # the search for a crossover ends here
 HIDDEN_BYTES = 2  # a hidden state's element, bf16
 Way = Literal["tensor", "expert", "pipeline", "replicas"]
 SPLIT: tuple[Way, ...] = ("tensor", "expert", "pipeline")
@@ -28,7 +28,7 @@ WAYS: tuple[Way, ...] = (*SPLIT, "replicas")
 
 
 class ClusterSpeed(Record):
-    """Tokens a second of all users together, at best: of one machine, and of each way. None: not known."""
+    """Upper bounds of the tokens per second of all users: on one machine, and with each way. None: not known."""
 
     users: int
     single: float | None
@@ -36,9 +36,10 @@ class ClusterSpeed(Record):
 
 
 class WayRow(Record):
-    """A way to use the machines. Bytes are of one machine; `link_bytes` go out of one machine for a token of one user.
+    """A way to use the machines. Bytes are per machine; `link_bytes` is what one machine sends for a token of one user.
 
-    `against` says why the model cannot be split so; empty if it can. `share` is of the device's memory.
+    `against` has the reasons why the model cannot be split this way; empty if it can. `share` is of the device's
+    memory.
     """
 
     way: Way
@@ -52,9 +53,9 @@ class WayRow(Record):
 
 
 class ClusterPlan(Record):
-    """The additions of `./inv plan --nodes N`.
+    """The part of a plan that `./inv plan --nodes N` adds.
 
-    `crossover`: users from which servers of their own win; None: they do not.
+    `crossover` is the number of users from which replicas win; None: they do not.
     """
 
     nodes: int
@@ -94,25 +95,25 @@ def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> Cl
 
 
 def objections(model: Architecture, nodes: int, way: Way) -> tuple[str, ...]:
-    """Return why vLLM cannot split the model so; empty if it can."""
+    """Return the reasons why vLLM cannot split the model this way; empty if it can."""
     split_attention, width = way in ("tensor", "expert"), model.intermediate or model.active
     against = {
-        f"{model.heads} heads are no multiple of {nodes}": split_attention and model.heads % nodes,
-        f"{model.kv_heads} KV heads and {nodes} machines are no multiples of each other": split_attention
+        f"{model.heads} heads are not a multiple of {nodes}": split_attention and model.heads % nodes,
+        f"neither {model.kv_heads} KV heads nor {nodes} machines are a multiple of the other": split_attention
         and model.kv_heads % nodes
         and nodes % model.kv_heads,
-        f"{model.experts} experts are no multiple of {nodes}": way == "expert" and model.experts % nodes,
+        f"{model.experts} experts are not a multiple of {nodes}": way == "expert" and model.experts % nodes,
         f"{model.layers} layers are fewer than {nodes}": way == "pipeline" and model.layers < nodes,
-        # vLLM 0.32.0, models/gpt_oss.py:390, compares with all processes, those of a pipeline too.
-        f"an intermediate size of {width} is no multiple of {nodes}": way != "replicas" and width % nodes,
+        # vLLM 0.32.0 (models/gpt_oss.py:390) compares with the number of all processes, also in a pipeline.
+        f"an intermediate size of {width} is not a multiple of {nodes}": way != "replicas" and width % nodes,
     }
     return tuple(objection for objection, applies in against.items() if applies)
 
 
 def reduce_seconds(link: Interconnect, size: float, nodes: int) -> float:
-    """Seconds of one all-reduce of `size` bytes: the cited latencies between their sizes, beyond them the bandwidth.
+    """Seconds of one all-reduce of `size` bytes: from the cited latencies, and beyond their sizes from the bandwidth.
 
-    They were measured with two machines. A ring of N takes N - 1 times the steps, each with 2/N of the bytes.
+    The latencies were measured with two machines. A ring of N takes N - 1 times the steps, each with 2/N of the bytes.
     """
     piece, last = size * 2 / nodes, link.latency.points[-1].at
     beyond = max(0.0, piece - last) / (link.bandwidth.value * 1e9)
@@ -122,9 +123,9 @@ def reduce_seconds(link: Interconnect, size: float, nodes: int) -> float:
 def link_bytes(model: Architecture, nodes: int, way: Way) -> float:
     """Bytes that one machine sends for a token of one user.
 
-    `tensor` and `expert`: an all-reduce of the hidden state after attention and after the experts of each layer and one
-    after the embedding, 2(N-1)/N of it each, and the machine's part of the logits. `pipeline`: one hidden state and the
-    residual beside it.
+    `tensor` and `expert`: all-reduces of the hidden state (after the embedding, and after attention and experts of each
+    layer), each of which sends 2(N-1)/N of it, and the machine's part of the logits. `pipeline`: one hidden state and
+    its residual.
     """
     hidden = HIDDEN_BYTES * model.hidden
     if way == "replicas":
@@ -152,7 +153,7 @@ def speeds(model: Architecture, device: Device, load: Workload, nodes: int, user
 
 
 def total(model: Architecture, device: Device, load: Workload, nodes: int, users: int, way: Way) -> float | None:
-    """Return the tokens a second of all `users` together by one way; None if it is impossible or not known."""
+    """Return the tokens a second of all `users` together with one way; None if it is impossible or not known."""
     if device.link is None or objections(model, nodes, way):
         return None
     if way == "replicas":
@@ -167,7 +168,7 @@ def total(model: Architecture, device: Device, load: Workload, nodes: int, users
 
 
 def split(model: Architecture, load: Workload, batch: int, nodes: int) -> Work:
-    """Return a decode step's work on one of `nodes` machines that split it; router and norms are on each."""
+    """Return a decode step's work on one of `nodes` machines that split it; each has all routers and norms."""
     work, whole = roofline.decode(model, batch, load), _replicated_bytes(model, load.dense)
     shared = (work.expert_flops / nodes, work.dense_flops / nodes, work.expert_bytes / nodes)
     return Work((work.bytes - whole) / nodes + whole, *shared, tokens=batch)
@@ -187,7 +188,7 @@ def _way(model: Architecture, device: Device, load: Workload, nodes: int, way: W
         weights, cache, padding = (-(-size * most // model.layers) for size in (weights, cache, padding))
     else:
         whole = _replicated_bytes(model, load.dense)
-        copies = 1 if model.latent else min(nodes, model.kv_heads)  # each machine has the latent vectors
+        copies = 1 if model.latent else min(nodes, model.kv_heads)  # every machine has all latent vectors
         weights, cache = (weights - whole) // nodes + whole, cache // copies
         narrow = replace(model, intermediate=-(-model.intermediate // nodes // BLOCK) * BLOCK)
         padding = narrow.padding_bytes(device.align) if way == "tensor" else padding // nodes
@@ -210,11 +211,11 @@ def _recommend(ways: Sequence[WayRow], load: Workload, crossover: int | None) ->
     split: list[Way] = [way for way in SPLIT if way in fitting]
     if not fitting:
         possible = [row for row in ways if not row.against] or list(ways)
-        return min(possible, key=lambda row: row.share).way, "no way fits; this needs least of each machine"
+        return min(possible, key=lambda row: row.share).way, "no way fits; this one needs the least memory per machine"
     if "replicas" not in fitting:
-        return split[0], "one machine does not hold the model"
+        return split[0], "one machine cannot hold the model"
     if crossover is not None and load.concurrency >= crossover:
-        return "replicas", f"from {crossover} users on, servers of their own have more tokens a second in all"
+        return "replicas", f"from {crossover} users on, replicas have more tokens a second in total"
     if not split:
-        return "replicas", "the model cannot be split so"
-    return split[0], f"{load.concurrency} users have more tokens a second than with servers of their own"
+        return "replicas", "the model cannot be split"
+    return split[0], f"{load.concurrency} users get more tokens a second than with replicas"

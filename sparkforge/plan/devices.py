@@ -21,12 +21,12 @@ GIB = 1 << 30
 COPY_BYTES = 32 << 20  # a thread's buffer; two of them are more than its share of a cache
 COPY_THREADS = 20  # as many cores as a Spark has: at most 1.3 GB for a moment
 COPY_ROUNDS = 4
-CPU_HOST = 4.0  # GiB beside weights and KV cache: vLLM's CPU build took 3.7 GB with the tiny model, x86-64, eager
+CPU_HOST = 4.0  # GiB besides weights and KV cache: vLLM's CPU build took 3.7 GB with the tiny model, x86-64, eager
 CPU_PROFILES = ("embedded",)
 
 
 class Point(Record):
-    """A value where something else is `at`."""
+    """A point of a curve: its `value` at the place `at`."""
 
     at: float
     value: float
@@ -40,7 +40,7 @@ class Curve(Record):
     date: str
 
     def at(self, place: float) -> float:
-        """Return the value there."""
+        """Return the value at `place`."""
         for low, high in itertools.pairwise(self.points):
             if low.at < place <= high.at:
                 return low.value + (place - low.at) / (high.at - low.at) * (high.value - low.value)
@@ -48,19 +48,19 @@ class Curve(Record):
 
 
 class Interconnect(Record):
-    """The network between several of a device: NCCL's bus bandwidth in GB/s (10⁹), and an all-reduce's µs by bytes."""
+    """The network between devices: NCCL's bus bandwidth in GB/s (10⁹), and the µs of an all-reduce by its bytes."""
 
     bandwidth: Figure
     latency: Curve
 
 
 class Kernels(Record):
-    """What our kernels reach, as the assumptions of a forecast (forecast.py).
+    """The assumptions about our kernels in a forecast (forecast.py).
 
-    `read` is the memory's rate in GB/s, `experts` the experts' share of it by pairs of token and expert for each
-    expert, `instructions` what a scheduler issues for 64 x 64 weights by the same, `slots` what it can issue while
-    the memory brings them, `gap` the µs before each layer's experts, `dense` the share that dense products reach,
-    `rest` the µs of each layer in kernels that read no weights and between kernels, by tokens.
+    `read` is the memory bandwidth in GB/s; `experts` and `dense` are the shares of it that experts, by tokens per
+    expert, and dense products reach. A scheduler issues `instructions`, by tokens per expert, for 64 x 64 weights, and
+    can issue `slots` while the memory delivers them. `gap` is the µs before each layer's experts, and `rest` the µs per
+    layer between kernels and in kernels that read no weights, by tokens.
     """
 
     read: Figure
@@ -73,11 +73,11 @@ class Kernels(Record):
 
 
 class Device(Record):
-    """What serves. Memory in GiB, bandwidth in GB/s, rates in TFLOP/s without sparsity; None: not known.
+    """A device that serves. Memory in GiB, bandwidth in GB/s, rates in TFLOP/s without sparsity; None: not known.
 
-    `resident` is in use before a server starts, `runtime` what vLLM's share holds besides weights, KV cache and
-    activations, `host` what vLLM takes outside its share of a unified memory, `most` the highest share for vLLM,
-    `align` what the experts' sizes are padded to, `kernels` what our own reach there.
+    `resident` is the memory in use before a server starts, `runtime` the part of vLLM's share that is not weights, KV
+    cache or activations, `host` the memory that vLLM takes outside its share of a unified memory, and `most` the
+    highest share for vLLM. The experts' sizes are padded to multiples of `align`.
     """
 
     about: str
@@ -134,7 +134,7 @@ def named(name: str) -> Device:
 
 
 def by_gpu(name: str) -> Device | None:
-    """Return the device whose GPU calls itself `name`; None for one that the table does not have."""
+    """Return the device of the GPU that nvidia-smi calls `name`; None if the table has no row for it."""
     spaced = name.replace("-", " ")
     return next((d for d in table().values() if any(known in spaced for known in d.names)), None)
 
@@ -154,8 +154,8 @@ def this_machine(gpu: str) -> Device:
 def describe(gpu: str, total: int, free: int, bandwidth: float | None) -> Device:
     """Return a machine with `total` and `free` bytes of memory: the table's row for its GPU, or the processor alone.
 
-    `free` is what a server can get, within the container's limit. `bandwidth` is the processor's in bytes a second,
-    None if it is not known. Raises UsageError for a GPU that the table does not have.
+    `free` is what a server can get, within the container's limit. `bandwidth` is the processor's memory bandwidth in
+    bytes a second, None if it is not known. Raises UsageError for a GPU that the table does not have.
     """
     size = _measured(total / GIB, "/proc/meminfo MemTotal")
     resident = _measured((total - free) / GIB, "MemTotal - MemAvailable, within the container's limit")
@@ -177,21 +177,21 @@ def describe(gpu: str, total: int, free: int, bandwidth: float | None) -> Device
         why_align="our plugin takes the sizes as they are",
         memory=size,
         resident=resident,
-        runtime=_bound(0.0, "without a GPU there are none"),
+        runtime=_bound(0.0, "no CUDA context and no graphs without a GPU"),
         host=_bound(CPU_HOST, "vLLM's CPU build took 3.7 GB with the tiny model"),
-        most=_bound(1.0, "there is no share to keep to on a processor"),
-        bandwidth=_measured(bandwidth / 1e9, "copies of buffers, all cores, in this very run") if bandwidth else None,
+        most=_bound(1.0, "vLLM's share does not apply to a processor"),
+        bandwidth=_measured(bandwidth / 1e9, "buffers copied on all cores in this run") if bandwidth else None,
     )
 
 
 def copy_speed() -> float:
-    """Measure the bytes a second that this machine's memory moves, read and written, with a thread on every core."""
+    """Measure the bytes a second that this machine's memory reads and writes, with one thread per core."""
     cores = min(COPY_THREADS, len(os.sched_getaffinity(0)))
     pairs = [(ctypes.create_string_buffer(COPY_BYTES), ctypes.create_string_buffer(COPY_BYTES)) for _ in range(cores)]
 
     def copy(pair: tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]) -> None:
         for _ in range(COPY_ROUNDS):
-            ctypes.memmove(pair[0], pair[1], COPY_BYTES)  # releases the interpreter's lock
+            ctypes.memmove(pair[0], pair[1], COPY_BYTES)  # releases the GIL
 
     with ThreadPoolExecutor(cores) as pool:
         list(pool.map(copy, pairs))  # the first touch of every page is not counted

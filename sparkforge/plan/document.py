@@ -1,6 +1,7 @@
 """A plan as a document, sparkforge-plan/1: the output of `./inv plan --json`, and the content of its tables.
 
-`plan.schema.json` is made from this: `python3 -m sparkforge.plan.document > sparkforge/plan/plan.schema.json`.
+`plan.schema.json` is generated from this module: `python3 -m sparkforge.plan.document >
+sparkforge/plan/plan.schema.json`.
 """
 
 import json
@@ -26,7 +27,7 @@ class Asked(Record):
 
 
 class ModelRow(Record):
-    """The model. `on_disk` is the checkpoint's real size where it is known, `computed` the sum of the parts; bytes."""
+    """The model; in bytes, `computed` is the sum of its parts, and `on_disk` the checkpoint's size if it is known."""
 
     name: str
     source: str
@@ -61,7 +62,7 @@ class Capacity(Record):
 
 
 class DecodeRow(Record):
-    """Upper bounds of a decode step. `each` and `total` are tokens per second, by user and in all; None: not known.
+    """Upper bounds of a decode step. `each` and `total` are tokens per second, of one user and of all; None: not known.
 
     `best_total` is the total if all tokens choose the same experts.
     """
@@ -77,11 +78,11 @@ class DecodeRow(Record):
 
 
 class FormatRow(Record):
-    """Dense layers in one format: `bytes` that a token of one user reads, `freed_bytes` of memory against bf16.
+    """Dense layers in one format: a token of one user reads `bytes`, and bf16 would take `freed_bytes` more memory.
 
     For each number of `users`, `each` is the upper bound of tokens per second of one user (None: not known), and
-    `forecasts` has the parts of a step with our kernels. `kv_tokens` is the number of tokens that the freed bytes add
-    to the KV cache. `profiles` are those that serve the dense layers in this format.
+    `forecasts` has the times of a step's parts with our kernels. `kv_tokens` is the number of tokens that the freed
+    bytes add to the KV cache. `profiles` are those that serve the dense layers in this format.
     """
 
     name: str
@@ -106,7 +107,7 @@ class CacheRow(Record):
 
 
 class PrefillRow(Record):
-    """Reading one prompt alone: bounds of its speed. `seconds` is the least time to the first token; None: not known.
+    """Bounds of the prefill speed of a single prompt. `seconds` is the least time to the first token; None: not known.
 
     `forecast` is the expected time to the first token with our kernels.
     """
@@ -133,7 +134,7 @@ class SpeculationRow(Record):
 
 
 class Speculation(Record):
-    """Speculative decoding at best, by even routing: real tokens of one sequence share more experts."""
+    """Upper bounds of speculative decoding with even routing; real tokens of one sequence share more experts."""
 
     draft: Draft
     accepted: tuple[float, ...]
@@ -168,7 +169,7 @@ class Plan(Record):
 
 
 def schema() -> str:
-    """Return `plan.schema.json` as it must be."""
+    """Return the content of `plan.schema.json`."""
     return json.dumps(Plan.model_json_schema(), indent=2, sort_keys=True) + "\n"
 
 

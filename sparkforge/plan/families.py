@@ -1,6 +1,6 @@
 """families.toml: the families of models that the project knows, one row each, and the formulas of their sizes.
 
-No other module names a family, an architecture or a parser: it asks the row of the model that it has.
+No other module names a family, an architecture or a parser: other modules read the row of their model's family.
 """
 
 import ast
@@ -41,17 +41,17 @@ class Reason(Record):
 
 
 class Stored(Record):
-    """In which forms a checkpoint of one quantisation method keeps its experts, and its other layers but the head."""
+    """The formats of a checkpoint of one quantisation method: of its experts, and of its other layers but the head."""
 
     experts: Form = "bf16"
     dense: Form = "bf16"
 
 
 class PartRow(Record):
-    """Weights of one kind over all layers: formulas of `count` elements in `form`, and of `plain` ones in bf16.
+    """Weights of one kind over all layers: formulas of the elements in `form` (`count`) and of those in bf16 (`plain`).
 
-    `form`: that of the experts, that of the dense layers (a server may quantise `attention` further), or bf16, as in
-    `router`. Embedding and LM head are the same in all families, so no row has them.
+    `form` is the format of the experts, of the dense layers (a server may quantise `attention` further), or bf16, which
+    `router` means too. Embedding and LM head are the same in all families, so no row has them.
     """
 
     name: str
@@ -61,7 +61,7 @@ class PartRow(Record):
 
 
 class Sizes(Record):
-    """Formulas over the keys of config.json and over the sizes above each; a plain key must be there and above 0."""
+    """Formulas of keys of config.json and of sizes above them; a formula that is only a key needs a value above 0."""
 
     hidden: Formula = "hidden_size"
     layers: Formula = "num_hidden_layers"
@@ -73,13 +73,13 @@ class Sizes(Record):
     experts: Formula = "0"
     top_k: Formula = "0"
     intermediate: Formula = "0"  # of one routed expert
-    active: Formula = "top_k * intermediate"  # width of all MLPs of a layer that a token takes
+    active: Formula = "top_k * intermediate"  # summed width of the MLPs that compute a token in a layer
     expert_layers: Formula = "layers"
     draft_layers: Formula = "0"  # on disk and not loaded
     sliding_layers: Formula = "0"
     linear_layers: Formula = "0"
     window: Formula = "0"
-    kv_elements: Formula = "2 * kv_heads * head_dim"  # that a token takes in a full or sliding layer's KV cache
+    kv_elements: Formula = "2 * kv_heads * head_dim"  # of a token in a full or sliding layer's KV cache
     score_flops: Formula = "4 * heads * head_dim"  # of attention for a pair of tokens in one layer
     state: Formula = "0"  # bytes that a sequence takes in all linear layers, however long it is
 
@@ -102,9 +102,9 @@ class Experts(Record):
 class Chat(Record):
     """The family's message format.
 
-    `asks_for_reasoning`: --reasoning-parser is passed; otherwise vLLM chooses it by the model. `tokens` are those of
-    the vocabulary that the proof's requests force by a bias; without them it sends no forced request and no canary, but
-    adds `request` to each chat, so that what a grammar forces comes first.
+    With `asks_for_reasoning`, --reasoning-parser is passed; otherwise vLLM chooses the parser by the model. `tokens`
+    are the token ids that start-up requests (serve/proof.py) force by a logit bias. Without them no forced request and
+    no canary is sent, and each chat gets the keys of `request`, so that the answer begins with what a grammar forces.
     """
 
     tokenizer: str
@@ -117,11 +117,11 @@ class Chat(Record):
 
 
 class Family(Record):
-    """One row. A serve profile's flags and variables in `without` are left out: they are for other experts.
+    """One row. `without` lists a serve profile's flags and variables to leave out, as they are for other experts.
 
-    `served` is the model that is served where none is named. `sinks`: of the attention; `attention_backends` are those
-    that vLLM may select on 12.x, none for no claim. `tiny` names the tiny checkpoint that proves the family without
-    hardware, empty for none. `untrimmed` are the entries of deploy/trim.toml that it needs.
+    `served` is the default model. `sinks`: whether attention has sinks. `attention_backends` are those that vLLM may
+    select on 12.x; empty: no claim. `tiny` names the tiny checkpoint that tests the family without hardware, empty for
+    none. `untrimmed` are the entries of deploy/trim.toml that the family needs in an image.
     """
 
     about: str
@@ -140,7 +140,7 @@ class Family(Record):
     parts: tuple[PartRow, ...]
 
     def flags(self) -> dict[str, Reason]:
-        """The flags of vLLM that the family needs, below those of a serve profile."""
+        """The flags of vLLM that the family needs in addition to a serve profile's."""
         flags = {"--tool-call-parser": self.chat.tool_call_parser}
         return flags | ({"--reasoning-parser": self.chat.reasoning_parser} if self.chat.asks_for_reasoning else {})
 
@@ -158,45 +158,45 @@ def load(table: Path = TABLE) -> Mapping[str, Family]:
 
 
 def default() -> str:
-    """Return the family of the models that are served where none is named."""
+    """Return the family of the default models."""
     return next(iter(load()))
 
 
 def defaults() -> tuple[str, ...]:
-    """Return the models that are served where none is named: the large one, and the tiny one without a GPU."""
+    """Return the default models: the large one, and the tiny one without a GPU."""
     row = load()[default()]
     return row.served, row.tiny
 
 
 def name_of(config: Any, where: str) -> str:
-    """Return the family of a config.json's content. `where` names it in errors. Raises InputError."""
+    """Return the family of a config.json's content. `where` names the file in errors. Raises InputError."""
     if not isinstance(config, Mapping):
-        raise InputError(f"{where} is no model's configuration", "it holds no table of keys", LIST, code="input.config")
+        raise InputError(f"{where} is not a model's configuration", "it is not an object", LIST, code="input.config")
     kind, known = str(config.get("model_type")), load()
     name = next((name for name, family in known.items() if family.model_type == kind), "")
     if not name:
         kinds = ", ".join(family.model_type for family in known.values())
         why = f"its model_type is {kind[:60]!r}, and the known types are {kinds}"
-        raise InputError(f"{where} is of another architecture", why, LIST, code="input.config")
+        raise InputError(f"{where} has an unknown architecture", why, LIST, code="input.config")
     named = config.get("architectures")
     if named is not None and (not isinstance(named, list) or not set(map(str, named)) & {*known[name].architectures}):
         loaded = ", ".join(known[name].architectures)
-        why = f"its architectures are {str(named)[:80]}, of {kind} vLLM is to load {loaded}"
-        raise InputError(f"{where} is of another architecture", why, LIST, code="input.config")
+        why = f"its architectures are {str(named)[:80]}, and those of {kind} are {loaded}"
+        raise InputError(f"{where} has an unknown architecture", why, LIST, code="input.config")
     return name
 
 
 def stored(config: Mapping[str, Any], name: str, where: str) -> Stored:
-    """Return how a checkpoint of the family keeps its weights. Raises InputError for a method that it has none of."""
+    """Return the formats of a checkpoint's weights. Raises InputError for a quantisation that the family lacks."""
     method, known = method_of(config), load()[name].quantization
     if method in known:
         return known[method]
-    why = f"its quantization is {method[:60]!r}; known of {name} are {', '.join(known)}"
+    why = f"its quantization is {method[:60]!r}; {name} has {', '.join(known)}"
     raise InputError(f"{where}: the weights' format is not known", why, LIST, code="input.config")
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """Return the quantisation of a config.json in a word: `none`, vLLM's method, or two of them with a plus."""
+    """Return the quantisation of a config.json: `none`, vLLM's method, or two methods joined by a plus."""
     settings = config.get("quantization_config")
     if settings is None:
         return UNQUANTIZED
@@ -210,10 +210,10 @@ def method_of(config: Mapping[str, Any]) -> str:
 
 
 def evaluate(formula: str, value: Callable[[str], int | None]) -> int | None:
-    """Return a formula's value: numbers, names, + - * //, `a or b` (the first that is there), `a if b else c`.
+    """Return the value of a formula of numbers, names, + - * //, `a or b` (the first that exists), `a if b else c`.
 
-    `value` gives that of a name, None for one that is not there. Raises ValueError for anything else, KeyError with
-    the name for arithmetic with one that is not there.
+    `value` returns the value of a name, None if it does not exist. Raises ValueError for other syntax, KeyError with
+    the name for arithmetic with a missing value.
     """
 
     def number(node: ast.expr) -> int:
@@ -239,5 +239,5 @@ def evaluate(formula: str, value: Callable[[str], int | None]) -> int | None:
     try:
         tree = ast.parse(formula, mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"{formula!r} is no formula") from error
+        raise ValueError(f"{formula!r} is not a formula") from error
     return visit(tree)

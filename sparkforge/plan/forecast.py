@@ -1,6 +1,6 @@
-"""How long a step takes with our kernels: the figures of `devices.Kernels` over a model's bytes.
+"""The expected time of a step with our kernels, from the figures of `devices.Kernels` and a model's bytes.
 
-`roofline` computes an upper bound; this is the expected time. Nothing of it was measured on a Spark.
+`roofline` computes the upper bound of the speed. No forecast was compared with a Spark yet.
 """
 
 import math
@@ -13,7 +13,7 @@ from sparkforge.plan.budget import Workload
 from sparkforge.plan.devices import Device
 from sparkforge.plan.roofline import Work
 
-TILE = 64  # tokens that our kernel's widest tile holds: an expert that more tokens chose is read again
+TILE = 64  # tokens in our kernel's widest tile; an expert that more tokens chose is read again
 
 
 class Forecast(Record):
@@ -36,7 +36,7 @@ def few_tokens(model: Architecture, device: Device) -> int | None:
 
 
 def step(model: Architecture, device: Device, work: Work, link: float = 0.0) -> Forecast | None:
-    """Return the forecast of `work`; None if the experts are not ours, or this kind of attention was not measured."""
+    """Return the forecast of `work`; None without our experts' kernels, or for attention that was not measured."""
     kernels, bf16 = device.kernels, device.flops("bf16")
     if kernels is None or bf16 is None or model.experts_form != "mxfp4" or model.latent or model.linear_layers:
         return None

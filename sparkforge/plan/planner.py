@@ -34,7 +34,7 @@ from sparkforge.plan.speed import CitedFigure, Measured
 BATCHES = (1, 4, 16)  # of the decode table, besides the requested one
 USERS = (1, 4, 16, 64)  # of the tables of formats, of profiles and of speculation
 ACCEPTED = (1.7, 2.4, 3.2, 4.4, 6.3)  # tokens that a step gains on average, the model's own among them
-PROMPTS = (1024, 8192)  # of the prefill table, beside the context
+PROMPTS = (1024, 8192)  # of the prefill table, besides the context
 MOST_DRAFTED = 32  # tokens a step; published drafts propose up to 16
 MOST_SEQUENCES = 100_000
 PROFILES = "sparkforge/serve/profiles.toml"
@@ -57,7 +57,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to plan for; `measured` is the newest speed of it on this machine's GPU."""
+    """A model to plan for; `measured` is its newest speed on this machine's GPU."""
 
     name: str
     source: str
@@ -77,10 +77,10 @@ def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
     try:
         path = Path(name).expanduser()
         exists = path.exists()
-    except (OSError, RuntimeError, ValueError):  # a name too long, a home that nobody has, a byte that no name has
+    except (OSError, RuntimeError, ValueError):  # a name too long, a NUL in it, an unknown user's home
         exists = False
     if not exists:
-        why = f"it is no folder, no file, and none of {', '.join(known)}"
+        why = f"it is neither a file or folder nor one of {', '.join(known)}"
         raise InputError(f"there is no model {name[:200]!r}", why, families.LIST, code="input.config")
     model = architecture.read(path)
     sizes = [file.stat().st_size for file in path.glob("*.safetensors")] if path.is_dir() else []
@@ -98,12 +98,12 @@ def read_load(
     concurrency = parse_whole(request.concurrency or DEFAULT_CONCURRENCY, "--concurrency", 1, MOST_SEQUENCES)
     kv = request.kv_dtype
     if kv not in ("auto", *KV_BYTES):
-        raise UsageError(f"--kv-dtype {kv!r} is not known", f"there are auto, {', '.join(KV_BYTES)}", "--kv-dtype auto")
+        raise UsageError(f"--kv-dtype {kv!r} is not known", f"choose auto, {', '.join(KV_BYTES)}", "--kv-dtype auto")
     return Workload(context, concurrency, "bf16" if kv == "auto" else kv, sequences=concurrency)
 
 
 def read_draft(name: str, subject: Subject) -> Draft | None:
-    """Return --draft NAME or NAME:TOKENS, None if it is empty. Raises UsageError for one that the model has not."""
+    """Return the draft of --draft NAME or NAME:TOKENS; None if empty. Raises UsageError for an unknown draft."""
     known = {**speed.judging().drafts, **subject.drafts}
     row, number = (known.get(name.partition(":")[0]), name.partition(":")[2]) if name else (None, "")
     if name and row is None:
@@ -128,7 +128,7 @@ def read_device(name: str, resident: str, gpu: str) -> Device:
     except ValueError:
         value = -1.0
     if not math.isfinite(value) or value < 0:
-        raise UsageError(f"--resident {resident} has no meaning", "it is a number of GB from 0", "--resident 6")
+        raise UsageError(f"--resident {resident} is not valid", "it takes a number of GB from 0", "--resident 6")
     figure = device.resident.model_copy(update={"value": value * 1e9 / GIB, "source": f"{TOLD} by --resident"})
     return device.model_copy(update={"resident": figure})
 
@@ -141,7 +141,7 @@ def make_plan(
     request: PlanRequest,
     figures: Sequence[CitedFigure] = (),
 ) -> Plan:
-    """Return the plan; `figures` are other people's. With `request.nodes` it is also for so many machines together.
+    """Return the plan; `figures` are published by others. With `request.nodes` it also covers that many machines.
 
     Raises InputError for a table that is malformed, UsageError for several machines of a device whose network is not
     known.
@@ -151,7 +151,7 @@ def make_plan(
     verdicts = choose.verdicts(model, device, load, profiles)
     recommended = choose.recommended(verdicts)
     nearest = recommended or min(verdicts, key=lambda verdict: len(verdict.against), default=None)
-    if recommended:  # else the step is vLLM's own, for as many sequences as requested
+    if recommended:  # otherwise a step has vLLM's default size, and as many sequences as requested
         load = profiles[recommended.name].load(load)
     memory = budget.make(model, device, load)
     caches = []
@@ -207,7 +207,7 @@ def require_fit(plan: Plan) -> None:
     asked_for = f"{plan.asked.concurrency} x {plan.asked.context} tokens"
     needed, most = (share * plan.memory_bytes / GIB for share in (plan.fit.needed_share, plan.fit.most_share))
     failure = f"{plan.model.name} with {asked_for} does not fit {plan.device.described.about}"
-    why = f"{plan.fit.missing_bytes / GIB:.1f} GiB are missing: vLLM's part needs {needed:.1f}, it can have {most:.1f}"
+    why = f"{plan.fit.missing_bytes / GIB:.1f} GiB are missing: vLLM needs {needed:.1f} and can have {most:.1f}"
     raise RefusalError(failure, why, plan.advice, code="validation.too-large")
 
 

@@ -1,9 +1,9 @@
 """How fast a model can decode and prefill at best: bytes over bandwidth, arithmetic over rate, whichever takes longer.
 
-A ceiling, not a forecast: reading, computing and everything else are taken to overlap perfectly. What is counted: all
-weights that a step touches, the keys and values that it reads and writes, and the products' arithmetic. What is not:
-activations, norms, softmax, sampling, launches. Dense layers in fewer bits are read as such and multiplied at the rate
-of bf16, as weight-only kernels do.
+A ceiling, not a forecast: reading, computing and everything else are assumed to overlap perfectly. It counts all
+weights that a step touches, the keys and values that it reads and writes, and the arithmetic of matrix products, but no
+activations, norms, softmax, sampling or launches. Dense layers in fewer bits are read as such and multiplied at the
+rate of bf16, as in weight-only kernels.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def experts_touched(experts: int, top_k: int, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step of `tokens` must do at least: bytes of memory traffic, and FLOP by the rate that they run at."""
+    """The least work of a step of `tokens`: bytes of memory traffic, and FLOP by the rate at which they run."""
 
     bytes: float
     expert_flops: float
@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Time:
-    """How long `work` takes at least, in seconds, and what bounds it. None: the device's figures are not known."""
+    """The least time of `work`, in seconds, and its bound. None: the device's figures are not known."""
 
     work: Work
     memory: float | None
@@ -69,7 +69,7 @@ def time(work: Work, device: Device) -> Time:
 def decode(model: Architecture, batch: int, load: Workload, touched: float | None = None, *, tokens: int = 1) -> Work:
     """One step that decodes or verifies `tokens` of each of `batch` sequences, after `load.context` tokens each.
 
-    `touched`: experts a layer, if not by even routing.
+    `touched` is the number of experts per layer; None: as with even routing.
     """
     context, kv, dense, rows = load.context, load.kv, load.dense, batch * tokens
     hit = experts_touched(model.experts, model.top_k, rows) if touched is None else touched
@@ -81,7 +81,7 @@ def decode(model: Architecture, batch: int, load: Workload, touched: float | Non
 
 
 def break_even(model: Architecture, device: Device, batch: int, load: Workload, draft: Draft) -> float | None:
-    """Tokens that a sequence must gain a step before `draft` pays: the step's time over that of a step without it.
+    """Tokens that a sequence must gain per step before `draft` pays: the step's time over that of a step without it.
 
     The draft's weights are read `draft.passes` times; its arithmetic and its own KV cache are left out. None: the
     bandwidth is not known.
@@ -125,7 +125,7 @@ def first_token_seconds(model: Architecture, device: Device, prompt: int, prompt
 
 
 def weights_read(model: Architecture, touched: float, dense: DenseFormat) -> float:
-    """Bytes of all layers' weights that a step reads: all but the experts, and of these `touched` ones a layer."""
+    """Bytes of the layers' weights that a step reads: `touched` experts per layer, and all other weights."""
     always = sum(part.bytes for part in model.parts(dense)[1:-1] if part.role != "experts")
     return always + model.expert_layers * touched * model.expert_bytes
 
@@ -136,7 +136,7 @@ def head_bytes(model: Architecture, dense: DenseFormat) -> float:
 
 
 def token_bytes(model: Architecture, kv: str) -> int:
-    """Bytes that each token moves by itself: its embedding, and its keys and values written."""
+    """Bytes that each token moves: its embedding, which is read, and its keys and values, which are written."""
     return 2 * model.hidden + model.kv_token(kv)
 
 

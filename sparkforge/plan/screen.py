@@ -1,4 +1,4 @@
-"""The command `./inv plan`: from its options to tables in a terminal, or JSON."""
+"""The command `./inv plan`: compute a plan from its options, and print tables or JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,8 +31,8 @@ def report(
     """Compute the plan and print it.
 
     `figures` are those of sparkforge/bench/baselines.toml, and `gpu` is the name of this machine's GPU, for the device
-    `this`. Raises InputError and UsageError; RefusalError, after the plan was printed, if it does not fit, or if the
-    last measured speed is far too low.
+    `this`. Raises InputError and UsageError. After printing, raises RefusalError if the workload does not fit, or if
+    the last measured speed is far too low.
     """
     device = planner.read_device(request.device, request.resident, gpu)
     load = planner.read_load(request, subject.model, device, profiles)
@@ -82,7 +82,7 @@ def _print_memory(plan: Plan) -> None:
     title = f"memory · computed · {asked.concurrency} x {asked.context} tokens, KV in {asked.kv}"
     _print(title, ("use", ">GiB", "share", "from"), uses)
     verdict = "fits" if fit.fits else f"does not fit: {_gib(fit.missing_bytes)} GiB are missing"
-    say(f"{verdict}: a share of {fit.needed_share:.2f} is needed, {fit.most_share:.2f} can be had")
+    say(f"{verdict}: it needs a share of {fit.needed_share:.2f}, {fit.most_share:.2f} is available")
     say(f"at {asked.context} tokens each: at most {fit.most_sequences} sequences")
     say(f"with {asked.concurrency} sequences: at most {fit.most_tokens} tokens each")
 
@@ -94,15 +94,15 @@ def _print_speed(plan: Plan) -> None:
         rows.append((*work, *map(_speed, (row.each, row.total, row.best_total)), row.bound))
     columns = (">at once", ">experts", ">GB", ">ms", ">tok/s", ">all", ">best", "bound")
     _print(f"decode ceiling · computed · {plan.asked.context} tokens of context each", columns, rows)
-    say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
+    say("experts: with even routing; best: tok/s of all if every token chose the same experts; GB, ms: per step")
     _print(
         f"prefill ceiling · computed · one prompt, {plan.prefill[0].chunk} tokens a step",
         (">prompt", ">ms to first token", ">tok/s", "bound", ">ours, ms (forecast)"),
         [(str(row.prompt), _ms(row.seconds), _speed(row.rate), row.bound, _ms(row.forecast)) for row in plan.prefill],
     )
     if plan.few_tokens:
-        say(f"experts: ours (profile spark-mxfp4) read each weight once in steps of up to {plan.few_tokens:,} tokens,")
-        say("CUTLASS's (safe, fast) in every step: take ours for decoding · by arithmetic, not run on 12.1")
+        say(f"experts: our kernels (spark-mxfp4) read each weight once in steps of up to {plan.few_tokens:,} tokens,")
+        say("CUTLASS's (safe, fast) do so in every step: use ours for decoding · computed, not run on 12.1")
 
 
 def _print_formats(plan: Plan) -> None:
@@ -114,15 +114,15 @@ def _print_formats(plan: Plan) -> None:
         if steps := list(filter(None, row.forecasts)):
             parts = map(_ms, (steps[0].seconds, steps[0].experts, steps[0].dense, steps[0].rest))
             forecasts.append((name, *(_speed(1 / step.seconds) for step in steps), *parts))
-    title = f"by format of attention/LM head · computed · tok/s per user by users, {context} tokens of context"
+    title = f"formats of attention/LM head · computed · tok/s per user by users, {context} tokens of context"
     _print(title, ("format", ">GB", *users, ">GiB", ">KV tokens"), rows)
-    say("GB: of a token; GiB, KV tokens: memory that is free then, and what it holds of a KV cache")
+    say("GB: read for a token; GiB, KV tokens: memory that the format frees, and the KV cache that fits there")
     if (kernels := plan.device.described.kernels) and plan.formats[0].forecasts[0]:
         title = f"the same with our kernels · forecast · {context} tokens of context; ms of a step for one user"
         _print(title, ("format", *users, ">ms", ">experts", ">dense", ">rest"), forecasts)
         experts, rest = kernels.experts.points, kernels.rest.points
-        shares = f"{experts[0].value:.1%} of it, {experts[-1].value:.0%} from {experts[-1].at:g} pairs an expert on"
-        say(f"assumed, of an H100, not of a Spark: {kernels.read.value:g} GB/s; experts at {shares},")
+        shares = f"{experts[0].value:.1%} of it, {experts[-1].value:.0%} from {experts[-1].at:g} tokens per expert on"
+        say(f"assumed, mostly from an H100: {kernels.read.value:g} GB/s; experts at {shares},")
         gap, dense = f"{kernels.gap.value:g} µs between layers", f"dense at {kernels.dense.value:.0%}"
         say(f"{gap}; {dense}; rest {rest[0].value:g} to {rest[-1].value:g} µs a layer (--json: sources)")
     for packed in plan.formats[1:]:
@@ -132,7 +132,7 @@ def _print_formats(plan: Plan) -> None:
     title = f"KV cache by type · computed · sequences of {context} tokens that fit"
     _print(title, ("type", ">bytes a token", ">sequences", ">tokens"), rows)
     if plan.formats[1:]:
-        say("fewer bits cost accuracy: ./inv bench.bakeoff --profiles A,B measures both and ranks what passes the gate")
+        say("fewer bits cost accuracy: ./inv bench.bakeoff --profiles A,B measures both and ranks those that pass")
 
 
 def _print_cited(plan: Plan) -> None:
@@ -142,19 +142,19 @@ def _print_cited(plan: Plan) -> None:
         speeds = (f"{row.cited:.1f}", _speed(row.computed), f"{row.share:.0%}", _speed(row.forecast))
         rows.append((whose, row.shape, QUANTITIES[row.quantity], *speeds, f"{row.dense} {row.kv}"))
         before = row.whose
-    title = "others' tok/s (cited), the bound for their formats (computed), ours in these (forecast)"
+    title = "others' tok/s (cited), the bound in their formats (computed), our kernels in these (forecast)"
     _print(title, ("whose", "in/out", "", ">cited", ">bound", ">share", ">ours", "formats"), rows)
     if any(figure.share > 1 for figure in plan.cited):
-        say("over 100 %: those requests shared more experts than even routing has them share")
+        say("over 100 %: those requests shared more experts than with even routing")
 
 
 def _print_speculation(speculation: Speculation) -> None:
-    """Print how many tokens a step must gain before the draft pays, and what so many gain."""
+    """Print how many tokens a step must gain before the draft pays, and the speedup for several numbers of tokens."""
     draft = speculation.draft
     rows = list[tuple[str, ...]]()
     for row in speculation.rows:
         rows.append((row.dense, str(row.batch), *(_number(gain, ".2f") for gain in (row.break_even, *row.gains))))
-    title = f"speculation · computed · {draft.method} of {draft.tokens} · times the speed, by tokens gained a step"
+    title = f"speculation · computed · {draft.method}, {draft.tokens} tokens · speedup by tokens gained per step"
     columns = ("format", ">at once", ">break-even", *(f">{tokens}" for tokens in speculation.accepted))
     _print(title, columns, rows)
     say(f"draft: {draft.repository or draft.method} · {draft.source}")
@@ -168,7 +168,7 @@ def _print_cluster(plan: ClusterPlan) -> None:
         memory = (_gib(row.weights_bytes), _gib(row.kv_bytes), f"{row.share:.2f}")
         rows.append((row.way, *memory, verdict, f"{row.link_bytes / 1e3:.0f}", _ms(row.link_seconds)))
     columns = ("way", ">weights GiB", ">KV GiB", ">share", "", ">kB a token", ">ms a step")
-    _print(f"{plan.nodes} machines · computed · of one machine; over the link for one user", columns, rows)
+    _print(f"{plan.nodes} machines · computed · memory of one machine; link traffic of one user", columns, rows)
     for row in plan.ways:
         for objection in row.against:
             say(f"{row.way}: {objection}")
@@ -176,7 +176,7 @@ def _print_cluster(plan: ClusterPlan) -> None:
     _print("tok/s of all users · computed", (">users", ">one machine", *(f">{way}" for way in cluster.WAYS)), rows)
     say(f"a server works on {plan.sequences} users at once (--max-num-seqs); the others wait")
     crossover = "no number of users" if plan.crossover is None else f"{plan.crossover} users on"
-    say(f"servers of their own have more tokens a second in all from {crossover}")
+    say(f"replicas have more tokens a second in total from {crossover}")
     say(f"{plan.nodes} machines: {plan.recommended}, because {plan.why}")
 
 

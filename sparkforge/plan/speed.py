@@ -1,4 +1,4 @@
-"""Speeds against what a device allows: the newest benchmark result of this machine, and what others published."""
+"""Compare speeds with a device's bounds: this machine's newest benchmark result, and published figures."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from sparkforge.plan.budget import BATCHED_TOKENS, Workload
 from sparkforge.plan.devices import Device
 
 FILE = Path(__file__).with_name("plan.toml")
-NAMES = ("Spark, ", "Two Sparks, ")  # how the figures' names begin that are of one Spark, and of two
-ANY_PROMPT = 1024  # tokens, where a source does not say how many
+NAMES = ("Spark, ", "Two Sparks, ")  # prefixes of the names of figures of one Spark, and of two
+ANY_PROMPT = 1024  # tokens, for a source that does not give the prompt's length
 
 
 class SpeedThreshold(Record):
-    """A bound beyond which a speed warns, the reason for it, and the usual causes; below `refuse` it is refused."""
+    """A bound beyond which a speed gives a warning, its reason, and usual causes; below `refuse` it is an error."""
 
     value: float = Field(gt=0)
     refuse: float = Field(default=0, ge=0)
@@ -31,7 +31,7 @@ Form = Literal["bf16", "fp8", "mxfp8", "mxfp4", "q8_0"]
 
 
 class CitedFormat(Record):
-    """How a cited server keeps the attention's projections (`dense`), LM head and KV cache; its step, its machines."""
+    """A cited server's formats of attention projections (`dense`), LM head and KV cache; its step size and machines."""
 
     name: str
     dense: Form
@@ -67,14 +67,14 @@ class Judging(Record):
     cited: Cited
     thresholds: SpeedThresholds
     formats: tuple[CitedFormat, ...]
-    drafts: dict[str, Draft]  # that any model takes; a recipe has its own
+    drafts: dict[str, Draft]  # for any model; recipes have their own
 
 
 @dataclass(frozen=True)
 class Measured:
     """What `./inv bench.perf` measured: tokens, and medians in milliseconds; `tpot_ms` None for answers of one token.
 
-    `where` names the result in sentences, if it is not the present one.
+    `where` names the result in messages, if it is not the current one.
     """
 
     prompt: int
@@ -86,7 +86,7 @@ class Measured:
 
 
 class Comparison(Record):
-    """A measured figure and its computed bound, with a sentence about both; `causes` only where it is far under."""
+    """A measured figure and its computed bound, with a sentence about both; `causes` only if it is far off."""
 
     told: str
     measured: float
@@ -96,20 +96,20 @@ class Comparison(Record):
 
 
 def judging() -> Judging:
-    """Read the table. Raises InputError."""
+    """Read plan.toml. Raises InputError."""
     return load(FILE, Judging)
 
 
 def ceiling(model: Architecture, device: Device, batch: int, load: Workload) -> float | None:
-    """Tokens a second that each of `batch` sequences can decode at most, by even routing; None if not known."""
+    """Most tokens a second that each of `batch` sequences can decode, with even routing; None if not known."""
     seconds = roofline.time(roofline.decode(model, batch, load), device).seconds
     return 1.0 / seconds if seconds else None
 
 
 def compare(model: Architecture, device: Device, measured: Measured, served: Workload) -> Iterator[Comparison]:
-    """Yield the decode speed a sequence (tokens a second) and the first token's time (ms) against their bounds.
+    """Compare the decode speed per sequence (tokens a second) and the time to the first token (ms) with their bounds.
 
-    `served` says how the server kept its KV cache and dense layers, and its --max-num-batched-tokens.
+    `served` has the formats of the server's KV cache and dense layers, and its --max-num-batched-tokens.
     """
     bounds = judging().thresholds
     load = replace(served, context=measured.prompt + measured.answer // 2)
@@ -130,7 +130,7 @@ def compare(model: Architecture, device: Device, measured: Measured, served: Wor
 
 
 class CitedFigure(Record):
-    """Figures that others published. `shape` is isl, osl, concurrency; 0 is unknown."""
+    """Figures that others published. `shape` is input tokens, output tokens, concurrency; 0: unknown."""
 
     name: str
     shape: tuple[int, int, int]

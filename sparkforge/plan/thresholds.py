@@ -1,6 +1,6 @@
-"""When memory is too little to go on: the table `thresholds.toml`, for plans and for the guard that watches a server.
+"""The least memory that must stay available (thresholds.toml), for plans and for the guard that watches a server.
 
-It imports the standard library only, as the guard does.
+This module imports the standard library only, as the guard does.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Thresholds:
     grace_seconds: float
 
     def end_below(self, total: int) -> int:
-        """Bytes available, of `total`, below which the server is asked to end. A plan leaves as much."""
+        """Bytes available, of `total`, below which the server is asked to end. A plan leaves this much free."""
         return int(min(self.end_gib * GIB, self.end_share * total))
 
     def kill_below(self, total: int) -> int:
-        """Bytes available, of `total`, below which it is killed at once."""
+        """Bytes available, of `total`, below which the server is killed at once."""
         return int(min(self.kill_gib * GIB, self.kill_share * total))
 
     def moved_to(self, end_gib: float) -> Thresholds:
-        """Return the same with another first bound in GiB; the second one is half of it."""
+        """Return the thresholds with `end_gib`, and with half of it as `kill_gib`."""
         return replace(self, end_gib=end_gib, kill_gib=end_gib / 2)
 
 
@@ -48,9 +48,9 @@ def load() -> Thresholds:
 
 
 def configured(env: Mapping[str, str]) -> Thresholds | None:
-    """Return the thresholds, with the bound that VARIABLE names; None for 0, which asks for no guard.
+    """Return the thresholds, with the bound that VARIABLE sets; None for 0, which turns the guard off.
 
-    Raises ValueError unless it is a number of GiB.
+    Raises ValueError if it is not a number of GiB.
     """
     text = env.get(VARIABLE, "")
     if not text:
@@ -60,5 +60,5 @@ def configured(env: Mapping[str, str]) -> Thresholds | None:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1024:
-        raise ValueError(f"{VARIABLE} is {text[:40]!r}, which is no number of GiB from 0")
+        raise ValueError(f"{VARIABLE} is {text[:40]!r}, not a number of GiB from 0")
     return load().moved_to(value) if value else None

@@ -1,1 +1,1 @@
-"""Start, stop and ask a server, embedded or in a container."""
+"""Start, stop and query a server, embedded or in a container."""

@@ -1,11 +1,11 @@
 """Access to the server: the file with the API key, and the middleware with which vLLM guards every route.
 
 vLLM 0.32.0's own key guards /v1, /v2, /inference and /cohere only: `POST /invocations` answers a whole chat without
-it (vllm/entrypoints/serve/middleware/authenticate.py). vLLM's documented option for that loads `Guard`:
+it (vllm/entrypoints/serve/middleware/authenticate.py). vLLM's documented option for middleware loads `Guard`:
 `--middleware sparkforge.serve.access.Guard`. It reads environment variables, since everybody can read arguments:
 
-    VLLM_API_KEY              the key; vLLM's own check takes it from here too
-    SPARKFORGE_API_KEY_FILE   the file that it came from; named without a key, the server does not start
+    VLLM_API_KEY              the key; vLLM's own check reads it here too
+    SPARKFORGE_API_KEY_FILE   the key's file; if it is set without a key, the server does not start
     SPARKFORGE_ALLOWED_HOSTS  comma-separated names for the Host header: NAME (any port) or NAME:PORT; empty: all
     SPARKFORGE_METRICS        `open`: /metrics answers without the key
     SPARKFORGE_LIMITS         bounds of a request (sparkforge.serve.limits), checked after the key
@@ -39,7 +39,7 @@ SECRET = "/run/secrets/api_key"  # noqa: S105 - where Compose puts the key's fil
 LONGEST_KEY = 4096
 KEY_TEXT = re.compile(r"[\x21-\x7e]+")  # the characters that an Authorization header takes unquoted
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:\[\],/@]+)(?::([0-9]{1,5}))?")
-# Scaling of a cluster's engines. One machine has none, and a single POST makes vLLM answer 503 to everybody.
+# Scaling of a cluster's engines. One machine does not need it, and one POST makes vLLM answer 503 to everybody.
 CLOSED_PATHS = frozenset({"/scale_elastic_ep", "/is_scaling_elastic_ep"})
 
 
@@ -80,7 +80,8 @@ class Guard:
     def _refusal(self, scope: Scope) -> RequestError | None:
         headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        # A page of a foreign site can make its own name point to 127.0.0.1 (DNS rebinding); its requests say that name.
+        # A page of a foreign site can make its own name point to 127.0.0.1 (DNS rebinding); its requests have that name
+        # as Host.
         named = [value for name, value in headers if name == b"host"]
         host = HOST.fullmatch(named[0].decode("latin-1").lower()) if len(named) == 1 else None
         if self._hosts and not (host and self._hosts & {host[0], host[1], "*"}):
@@ -92,7 +93,7 @@ class Guard:
         is_right = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
         if not self._digest or (is_right and scheme.lower() == b"bearer"):
             return None
-        # A browser's CORS question carries no key, and vLLM's CORS middleware answers it.
+        # A browser's CORS preflight has no key, and vLLM's CORS middleware answers it.
         asked = {b"origin", b"access-control-request-method"} <= {name for name, _ in headers}
         if scope["type"] == "http" and (path in self._open_paths or (scope["method"] == "OPTIONS" and asked)):
             return None
@@ -100,7 +101,7 @@ class Guard:
 
 
 def hosts(text: str) -> list[str]:
-    """Return the names between commas, as the Host header is compared with them."""
+    """Return the comma-separated names in lower case, to compare the Host header with."""
     return [name for part in text.split(",") if (name := part.strip().lower())]
 
 
@@ -109,7 +110,7 @@ def named_hosts(text: str, example: str = "--allow-hosts spark.local") -> list[s
     names = hosts(text)
     if malformed := [name for name in names if name != "*" and not HOST.fullmatch(name)]:
         why = "it takes NAME, NAME:PORT or [IPV6]:PORT, comma-separated"
-        raise UsageError(f"{malformed[0][:80]!r} is no host", why, example)
+        raise UsageError(f"{malformed[0][:80]!r} is not a host", why, example)
     return names
 
 
@@ -127,8 +128,8 @@ def loopback_hosts(port: int) -> list[str]:
 def served_hosts(host: str, port: int, named: Sequence[str]) -> list[str]:
     """Return the Host headers of clients of a server that listens on the address `host`.
 
-    On all addresses of this machine and with no host named, any name will do: such a server has a key, which a foreign
-    web page does not know.
+    On all addresses of this machine and with no host named, any name is accepted: such a server has a key, which a
+    foreign web page does not know.
     """
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared with, not bound
         return loopback_hosts(port) if named else ["*"]
@@ -150,7 +151,7 @@ def listen_address(host: str, key_file: str | None) -> str:
         ip = ipaddress.ip_address({"": LOOPBACK[1], "localhost": LOOPBACK[1]}.get(host, host))
     except ValueError:
         why = "it takes an address of this machine, such as 127.0.0.1 or 192.168.1.20; 0.0.0.0 is all of them"
-        raise UsageError(f"--host {host[:80]!r} is no IP address", why, "hostname -I") from None
+        raise UsageError(f"--host {host[:80]!r} is not an IP address", why, "hostname -I") from None
     if not ip.is_loopback and not key_file:
         why = "other machines reach that address, and without a key everybody there may use the server"
         raise UsageError(f"--host {ip} needs --api-key-file", why, f"{KEY_FIX} --host {ip}")
@@ -174,7 +175,7 @@ def require_key(address: str, key: str) -> None:
     try:
         is_loopback = address == "localhost" or ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError as error:
-        raise UsageError(f"{address[:60]!r} is no address", str(error)[:100], f"{BIND}=127.0.0.1") from error
+        raise UsageError(f"{address[:60]!r} is not an address", str(error)[:100], f"{BIND}=127.0.0.1") from error
     if not is_loopback and not key:
         why = "every machine that reaches this one could use the server"
         make = "(umask 077; openssl rand -hex 32 > key); a container reads it as uid 1000: sudo chown 1000 key"
@@ -191,7 +192,7 @@ def has_host_network(interfaces: Path = Path("/sys/class/net")) -> bool:
 
 
 def refuse_inherited_key(environment: Mapping[str, str]) -> None:
-    """Raise UsageError for a key in the environment of `./inv up`: its clients would not know of it."""
+    """Raise UsageError for a key in the environment of `./inv up`: its clients would not know it."""
     if environment.get(KEY):
         raise UsageError(
             f"{KEY} is set", "the key of a server comes from a file", f"unset {KEY}   # --api-key-file names the file"
@@ -230,10 +231,10 @@ def read_key(path: Path, *, private: bool = True) -> str:
     key = data.decode("ascii", "replace").strip()
     failure, why, fix = "", "", on("ls -lL", path)
     if not stat.S_ISREG(status.st_mode):
-        failure, why = f"cannot read the API key in {path}", "it is no regular file"
+        failure, why = f"cannot read the API key in {path}", "it is not a regular file"
     elif private and status.st_uid not in {0, os.geteuid()}:
         failure, why = f"the API key in {path} is not ours", f"its owner is uid {status.st_uid}"
-    # The content before the mode: no advice changes or overwrites a file that holds something else.
+    # The content is checked before the mode, so that no advice changes or overwrites a file with other content.
     elif len(data) > LONGEST_KEY or not KEY_TEXT.fullmatch(key):
         why = "it must hold one line of printable ASCII without spaces" if data.strip() else "it is empty"
         failure = f"there is no API key in {path}"
@@ -263,5 +264,5 @@ def configured_key(environment: Mapping[str, str]) -> tuple[str, Path]:
 
 
 def digest(key: str) -> str:
-    """Return the sha256 of a key, by which the health check sees that the file now holds another; empty for none."""
+    """Return the sha256 of a key, with which the health check notices a changed key; empty for none."""
     return hashlib.sha256(key.encode()).hexdigest() if key else ""

@@ -37,7 +37,7 @@ class ServerCommand:
 
     `model` is a folder and `model_id` the name under which the API offers it. `extra_arguments` come after the
     profile's and win; so do the variables of `extra_environment`. A guarded server has `access.Guard` in front, and
-    its API key in `extra_environment`. A `forked` one runs by `sparkforge.serve.forked_vllm`, on a CPU.
+    its API key in `extra_environment`. A `forked` one runs with `sparkforge.serve.forked_vllm`, on a CPU.
     """
 
     model: str
@@ -53,7 +53,7 @@ class ServerCommand:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The arguments for vLLM."""
-        named, extra = taken(self.extra_arguments, NAMES)  # by who runs the image; the model's own names answer too
+        named, extra = taken(self.extra_arguments, NAMES)  # the user's names; the model's own work too
         names = dict.fromkeys(name for model_id in (*named, self.model_id) for name in api_names(model_id))
         flags = ("--model", self.model, NAMES, *names)
         address = ("--host", self.host, "--port", str(self.port))
@@ -64,7 +64,7 @@ class ServerCommand:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that it needs."""
+        """The variables that the server needs."""
         return {**ENVIRONMENT, **(self.profile.variables() if self.profile else {}), **self.extra_environment}
 
     def command(self, python: str | Path) -> tuple[str, ...]:
@@ -80,25 +80,25 @@ class ServerCommand:
     def address(self) -> tuple[str, int]:
         """Return the host and the port on which it listens. Raises UsageError for an invalid port.
 
-        An abbreviated flag, which vLLM would take and `flag_value` does not see, is refused too.
+        An abbreviated flag, which vLLM would accept and `flag_value` does not see, is refused too.
         """
         for word in self.arguments:
             flag, name = meant(word, (HOST, PORT)), word.partition("=")[0]
             if flag and name != flag:
                 raise UsageError(
-                    f"vLLM reads {name} as {flag}", "the address must be plain to see", f"again   # with {flag}"
+                    f"vLLM reads {name} as {flag}", "the address must be explicit", f"again   # with {flag}"
                 )
         host, port = (flag_value(self.arguments, flag) or "" for flag in (HOST, PORT))
         if port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536:
             return host, int(port)
         fix = "without --port   # it is 8000 in the image"
-        raise UsageError(f"--port {port!r} is no port", "ports are 1 to 65535", fix)
+        raise UsageError(f"--port {port!r} is not a port", "ports are 1 to 65535", fix)
 
 
 def api_names(model_id: str) -> tuple[str, ...]:
-    """Return the names that the server answers to, `model_id` first: with and without the owner of a hub's repository.
+    """Return the model's names in the API, `model_id` first: with and without the owner of a hub's repository.
 
-    Guides ask for openai/gpt-oss-120b and for gpt-oss-120b, whatever the model was started by.
+    Guides use openai/gpt-oss-120b and gpt-oss-120b, however the model was started.
     """
     owner, _, name = model_id.rpartition("/")
     if owner:
@@ -109,7 +109,7 @@ def api_names(model_id: str) -> tuple[str, ...]:
 def served_name(directory: Path) -> str:
     """Return the name under which the API offers a checkpoint.
 
-    Raises InputError if it is of no known family, StorageError if it cannot be read.
+    Raises InputError if its family is unknown, StorageError if it cannot be read.
     """
     local.family_of(directory)
     return local.name_of(directory)

@@ -15,7 +15,7 @@ from sparkforge.serve.record import Server
 
 PROMPT = "> "
 ONCE_TOKENS, TOKENS = 64, 1024  # the longest answer by default: to one message, and in a conversation
-LONGEST = 1 << 20  # characters of a message on stdin; more is no message
+LONGEST = 1 << 20  # characters of a message on stdin; a longer one is an error
 
 
 class Conversation:
@@ -30,8 +30,8 @@ class Conversation:
     def ask(self, text: str) -> None:
         """Print the answer to `text` as it comes, and remember both.
 
-        An answer without content, which reasoning alone has filled, is forgotten with its question. Raises ServerError,
-        and then remembers neither; and KeyboardInterrupt, and then remembers what came of the answer.
+        An answer with reasoning only is forgotten with its question. After a ServerError both are forgotten; after a
+        KeyboardInterrupt the received part of the answer is remembered.
         """
         question = {"role": "user", "content": text.encode("utf-8", "replace").decode()}
         self._content, self._finish_reason = "", ""
@@ -48,7 +48,7 @@ class Conversation:
             say(f"the answer was cut: --max-tokens is {self.max_tokens}, or the context is full")
 
     def _pieces(self, question: dict[str, str]) -> Iterator[str]:
-        """Yield the answer's text; on a terminal a line break stands between reasoning and content."""
+        """Yield the answer's text; on a terminal a line break separates reasoning and content."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, *self.messages, question]
         reasoned = False
@@ -69,7 +69,7 @@ def answer_once(server: Server, message: str, max_tokens: int = ONCE_TOKENS, sys
 
 
 def message_on_stdin() -> str:
-    """Return the message that a pipe or a file brings; empty if stdin is a terminal. Raises UsageError."""
+    """Return the message from a pipe or a file; empty if stdin is a terminal. Raises UsageError."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     try:
@@ -118,5 +118,5 @@ def _next_line() -> str | None:
         echo()
         say("Ctrl-D ends the conversation")
     except UnicodeDecodeError as error:
-        say(f"this line is no text: {error.reason}")
+        say(f"this line is not text: {error.reason}")
     return ""

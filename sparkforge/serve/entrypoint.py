@@ -9,8 +9,8 @@ MODEL is a folder, or a repository such as openai/gpt-oss-120b that a mounted ca
 it is SPARKFORGE_MODEL. FLAGS are vLLM's; they override the profile's. Other programs (bash, python,
 nvidia-smi) are run by deploy/start, without validation.
 
-The validator's report goes to the log, to SPARKFORGE_RUN/validation.json and to a Prometheus textfile beside it. Only
-after a verdict that lets the server start is there a readiness file, and this process replaces itself by
+The validator's report goes to the log, to SPARKFORGE_RUN/validation.json and to a Prometheus textfile beside it. If the
+verdict lets the server start, this process writes a readiness file and replaces itself with
 sparkforge/serve/supervise.py, which runs vLLM's API server and judges its end. A failed validation ends with exit code
 30 (docs/concepts/validation.md), or with SPARKFORGE_REFUSED=hold waits and validates again.
 """
@@ -54,9 +54,9 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Validate and become the server; returns an exit code only if that did not come about."""
+    """Validate and become the server; return an exit code only if no server starts."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(TERMINATED))  # a container's first process has no default that would
+        signal.signal(number, lambda *_: sys.exit(TERMINATED))  # a container's first process has no default handlers
     try:
         if list(arguments[:1]) in (["--help"], ["-h"]):
             echo(str(__doc__))
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
             access.require_key(host, server.environment.get(access.KEY, ""))
         if request.only_validate:
             return int(validate(options, server)["exit_code"])
-        if not os.environ.get(CLUSTER):  # else serve/cluster/keep.py counts the failures and pauses
+        if not os.environ.get(CLUSTER):  # for a cluster, serve/cluster/keep.py does this
             restarts.admit([socket.gethostname(), *server.command(sys.executable)], options.run)
         if options.refused == settings.HOLD:
             hold.until_admitted(lambda: admit(options, server), lambda line: _held(options, line))
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def become(server: ServerCommand) -> NoReturn:
-    """Replace this process by the server's supervisor, which passes signals on and never ends with 0 by itself."""
+    """Replace this process with the server's supervisor, which passes signals on and never ends with 0 by itself."""
     command = server.command(sys.executable)
     if options := os.environ.get(CLUSTER):
         command = (sys.executable, "-P", str(WATCH), *json.loads(options), "--", *command)
@@ -115,9 +115,9 @@ class ContainerArguments:
 
 
 def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
-    """Read the container's words, in the forms of this module's docstring.
+    """Read the container's arguments, in the forms of this module's docstring.
 
-    Raises UsageError for two models, and where a word after a flag may be the model: no other one may be served.
+    Raises UsageError for two models, and if a word after a flag may be the model: no other model may be served.
     """
     remaining = list(arguments)
     only_validate = remaining[:1] == ["validate"]
@@ -140,14 +140,14 @@ def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
     if words and not models:
         why = "after a flag it may be the flag's value or the model, and another model must not be served in its place"
         fix = "again   # but put the model first: MODEL --flag=value"
-        raise UsageError(f"what {words[0][:200]!r} is cannot be told", why, fix)
+        raise UsageError(f"{words[0][:200]!r} is ambiguous", why, fix)
     return ContainerArguments("".join(models), tuple(remaining), only_validate)
 
 
 def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
     """Return the server that the settings and the request describe; the request's arguments come last and win.
 
-    Writes the tiny model if that is asked for. Raises what `profiles.named`, `settings.secrets`, `local.find` and
+    Writes the tiny model if it is requested. Raises what `profiles.named`, `settings.secrets`, `local.find` and
     `write_tiny` raise, and UsageError for an API key among the arguments.
     """
     arguments = (*options.arguments, *request.arguments)
@@ -158,7 +158,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
     environment = {name: value for name, value in os.environ.items() if name != settings.VLLM_ARGS}
     memory_left = memory.measure()
     if memory_left.bound != "MemAvailable" and memory_left.available < COMPILE_BYTES:
-        environment.setdefault("FLASHINFER_DISABLE_JIT", "1")  # an error names a missing module
+        environment.setdefault("FLASHINFER_DISABLE_JIT", "1")  # a missing module is an error that names it
     model, model_id = request.model or options.model, options.model_id
     if request.model and not os.environ.get("SPARKFORGE_MODEL_ID"):
         model_id = settings.served_id(model)
@@ -178,11 +178,11 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
             say(f"NOTE: the server can read your token {token}; without it: docker run {mount}")
     family = settings.family(model)
     if flag_value(arguments, QUANTIZATION) == "mxfp4":
-        # It names the checkpoint's own format. Beside a profile it would do more: with a flag of --quantization-config
-        # vLLM takes it for the linear layers too, and on a CPU it stands for stock vLLM's method, which needs AMX.
-        say(f"{QUANTIZATION} mxfp4 is what the checkpoint is already: the profile says what computes it")
+        # `mxfp4` names the checkpoint's own format. With a profile it would do more: with --quantization-config vLLM
+        # applies it to the linear layers too, and on a CPU it selects stock vLLM's method, which needs AMX.
+        say(f"{QUANTIZATION} mxfp4 is the checkpoint's format already; the profile chooses the kernels")
         arguments = tuple(without_flag(arguments, QUANTIZATION))
-    # On the machine's own network nothing stands before the server; in a container's, the host publishes the port.
+    # On the host's network nothing is in front of the server; on a container's, the host publishes the port.
     any_address = "0.0.0.0"  # noqa: S104
     return ServerCommand(
         model=model,

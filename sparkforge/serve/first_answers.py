@@ -1,4 +1,4 @@
-"""The tiny model's recorded answers, which a GPU must give by the kernels of a larger model before that is loaded."""
+"""The tiny model's recorded answers, which a GPU must reproduce with the kernels of a larger model first."""
 
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +11,7 @@ from sparkforge.core.tables import Record
 
 ANSWERS = Path(__file__).with_name("first_answers.json")  # by lab/first_answers.py, in float32
 TOKENS = 12  # generated after each prompt
-MARGIN = 2.0  # by which each is ahead of the next best at least: rounding must not change a token
+MARGIN = 2.0  # least lead of each token over the next best: rounding must not change a token
 LIMIT = 0.10  # mean difference of the log probabilities: bfloat16 gives 0.012 on a CPU, and 8 bits round more
 
 
@@ -38,12 +38,12 @@ def compare(endpoint: Endpoint) -> float:
             _first, *tables = scored["prompt_logprobs"]
             scores = [float(table[str(token)]["logprob"]) for token, table in zip(tokens[1:], tables, strict=True)]
         except openai.NO_ANSWER as error:
-            raise _wrong(f"a prompt of {len(answer.prompt)} tokens was answered in another form: {error!r}") from error
+            raise _wrong(f"the answer to {len(answer.prompt)} tokens has another form: {error!r}") from error
         if tuple(generated) != answer.tokens:
-            raise _wrong(f"after {len(answer.prompt)} tokens it generates {generated}, float32 {list(answer.tokens)}")
+            raise _wrong(f"after {len(answer.prompt)} tokens it generates {generated}, not {list(answer.tokens)}")
         differences += [abs(own - there) for own, there in zip(scores, answer.logprobs, strict=True)]
     if not fmean(differences) <= LIMIT:
-        raise _wrong(f"log probabilities differ by {fmean(differences):.2f} on average, {LIMIT} is rounding")
+        raise _wrong(f"log probabilities differ by {fmean(differences):.2f} on average; rounding gives {LIMIT} at most")
     return fmean(differences)
 
 

@@ -23,7 +23,7 @@ from transformers import tokenization_utils_tokenizers
 from vllm.model_executor.models import registry
 from vllm.renderers import hf
 
-IN_THE_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on a CPU vLLM replaces `uni` by `mp`
+IN_THE_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on a CPU vLLM replaces `uni` with `mp`
 get_context = multiprocessing.get_context
 fork = get_context("fork")
 

@@ -1,8 +1,8 @@
 """`python3 -m sparkforge.serve.health`: the container's HEALTHCHECK. Exit code 0: validated, started and answering.
 
-It needs the readiness file, which only a passed validation writes (`sparkforge/serve/entrypoint.py`), the API key that
-the server started with still in its file, and 200 from /health on the loopback address. It runs twice a minute beside
-the server, so it imports the standard library only.
+It requires the readiness file, which is written only after validation (`sparkforge/serve/entrypoint.py`), an unchanged
+API key in its file, and 200 from /health on the loopback address. It runs twice a minute beside the server, so it
+imports the standard library only.
 """
 
 import http.client

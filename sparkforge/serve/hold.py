@@ -1,7 +1,8 @@
-"""Waiting after a refused start under a unit or a restart policy: validate again instead of ending.
+"""Wait after a refused start under a systemd unit or a restart policy, and validate again instead of ending.
 
-A supervisor such as systemd or Docker cannot tell that nothing has changed: a machine that is not fit to serve
-would validate in a loop, for minutes each time. A held start asks again after 30 s, 1, 2, 4, … and at most 30 minutes.
+A supervisor such as systemd or Docker does not know whether anything has changed: a machine that is not fit to serve
+would validate in a loop, for minutes each time. A held start validates again after 30 s, 1, 2, 4, … and at most 30
+minutes.
 """
 
 import os
@@ -30,9 +31,9 @@ def until_admitted(
     tell: Callable[[str], None],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> T:
-    """Call `start` until no validator refuses, and return its value; `tell` gets what is waited for, in one line.
+    """Call `start` until no validator refuses, and return its value; `tell` gets a line about each pause.
 
-    `waiting` is entered while it waits.
+    The context `waiting` is entered during each pause.
     """
     seconds = FIRST
     while True:
@@ -49,7 +50,7 @@ def until_admitted(
 
 
 def held(command: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a command with a parameter `hold`: with it a refusal is told to systemd and waited out, else raised."""
+    """Wrap a command with a parameter `hold`: if it is set, report a refusal to systemd, and run the command again."""
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:

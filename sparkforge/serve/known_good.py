@@ -1,10 +1,10 @@
-"""The starts that are known to be good, and `./inv rollback`, which goes back to one of them.
+"""Known good starts, and `./inv rollback`, which goes back to one of them.
 
-A start is recorded once its validation passed and it has proved what clients call (`sparkforge.serve.proof`): its plan,
+A start is recorded once it passed validation and the start-up test (`sparkforge.serve.proof`): its plan,
 with the image's id, or the hash of the embedded device's environment. Of a key, only the file's path is kept.
 
-A rollback looks for what the start needs before it ends the server that runs. The old start must prove itself as with
-`up`. Only then is it recorded and does its image get the tag that Compose serves.
+A rollback checks that everything the start needs is there before it ends the running server. The old start must pass
+the same tests as with `up`. After that it is recorded, and its image gets the tag that Compose serves.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ Starter = Callable[[StartPlan], Callable[[], Server]]
 
 @dataclass(frozen=True)
 class KnownGood:
-    """A start that proved itself at `time`, in Unix time, while the checkout was at the commit `revision`.
+    """A start that passed its test at `time`, in Unix time, while the checkout was at the commit `revision`.
 
     `name` and `digests` are those of a container's image; an embedded start has the hash of its `environment`.
     """
@@ -64,14 +64,15 @@ STARTS = TypeAdapter(list[KnownGood])
 
 
 def intent_path() -> Path:
-    """Return the file that has a rollback's target, until the target's start has proved itself."""
+    """Return the file that has a rollback's target until that start has passed its test."""
     return paths.state() / "rollback.json"
 
 
 def read() -> list[KnownGood]:
     """Return the recorded starts, newest first.
 
-    Raises StorageError for a record that cannot be read, or that somebody else may have written: it says what is run.
+    Raises StorageError for a record that cannot be read, or that others may have written, because it decides what is
+    run.
     """
     path = paths.state() / NAME
     try:
@@ -86,7 +87,7 @@ def read() -> list[KnownGood]:
 
 
 def add(start: KnownGood) -> None:
-    """Record a start as the newest; one with the same content goes away, and so does what HISTORY has no room for."""
+    """Record a start as the newest; remove one with the same content, and those beyond HISTORY."""
     others = [entry for entry in read() if (entry.plan, entry.environment) != (start.plan, start.environment)]
     paths.secure_state()
     starts = STARTS.dump_python([start, *others][:HISTORY], mode="json")
@@ -105,7 +106,7 @@ def remember(server: Server, plan: StartPlan, **more: Any) -> None:
 
 
 def hashed(inputs: Mapping[str, Any]) -> str:
-    """Return the hash of what something is made from."""
+    """Return the hash of an environment's inputs."""
     return hashlib.sha256(json.dumps(dict(inputs), sort_keys=True).encode()).hexdigest()
 
 
@@ -118,10 +119,10 @@ def show_list() -> None:
 
 
 def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Server | None:
-    """Go back to start `number`, else to the one before what runs, and return the server; with `dry_run` only say how.
+    """Go back to start `number`, else to the one before the running one; with `dry_run` only print the changes.
 
-    `starter` checks a plan and returns what starts it. Raises ServerError if something is missing, or if the start does
-    not prove itself; nothing runs then.
+    `starter` checks a plan and returns the function that starts it. Raises ServerError if something is missing, and
+    then changes nothing, or if the start fails, and then no server runs.
     """
     from sparkforge.image import engine, versions  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
@@ -145,7 +146,7 @@ def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Se
         return None
     with record.remembered(), launch.alone():
         if serves:
-            say("the server that runs is that start, and goes on")
+            say("the running server is that start, and keeps running")
         else:
             write_json(intent_path(), {"to": start.time})
             try:
@@ -172,9 +173,9 @@ def _failed(failure: str, why: str, fix: str = LIST) -> ServerError:
 
 
 def _choose(starts: list[KnownGood], number: int, running: Server | None) -> KnownGood:
-    """Return the start to go back to: number `number`, that of an interrupted rollback, or the last one before now.
+    """Return the start to go back to: number `number`, that of an interrupted rollback, or the previous one.
 
-    That is the newest one, unless it runs and no newer image has been built.
+    The previous one is the newest, unless that runs and no newer image has been built.
     """
     if not starts:
         raise _failed("there is no known good start", "./inv up records one that proved itself", "./inv up")
@@ -206,7 +207,7 @@ def _tagged(start: KnownGood) -> str:
 
 
 def _changes(start: KnownGood, newest: KnownGood) -> Iterator[str]:
-    """Yield what going back changes. Raises an error for an image or an environment that cannot be had any more."""
+    """Yield the changes of a rollback. Raises an error for an image or an environment that no longer exists."""
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
     plan = start.plan
@@ -217,7 +218,7 @@ def _changes(start: KnownGood, newest: KnownGood) -> Iterator[str]:
         if (tagged := _tagged(start)) != plan.image:
             yield f"image: {tagged[:19] or 'missing'}, will be {start.name}"
     else:
-        # There is one environment of a name, made from the locks of the checkout.
+        # Each name has one environment, made from the locks of the checkout.
         inputs = environments.inputs(Environment(plan.stack), pins.load())
         if hashed(inputs) != start.environment:
             why = "the environment was made from other locks than this checkout has"

@@ -1,4 +1,4 @@
-"""Start a server and stop it: one at a time for a checkout, detached, its log in a file, nothing left behind."""
+"""Start and stop a server: one at a time per checkout, detached, with its log in a file, and nothing left behind."""
 
 import errno
 import os
@@ -25,8 +25,8 @@ from sparkforge.serve import hold, logs, proof, record
 from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.supervise import supervised
 
-# vLLM gives its processes titles, and setproctitle writes those over their environment in /proc unless told not to.
-# The mark of a server stands there.
+# vLLM gives its processes titles, and setproctitle writes these over the environment in /proc, which has the mark of a
+# server, unless this is set.
 KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
 READY_SECONDS = 900.0  # a slow disk and two cores; a broken start ends by itself long before
 LOCK, START = "serve.lock", hold.START
@@ -38,7 +38,7 @@ CANCEL_SECONDS = 100.0  # for a start to end in order: Compose gives a container
 class Launch:
     """A launch: a command with the environment added to ours, the plan that it serves, and its model's folder.
 
-    `calls` are those of `proof.CALLS` that prove a server other than vLLM. `family` is the model's, by default that of
+    `calls` are those of `proof.CALLS` that test a server other than vLLM. `family` is the model's, by default that of
     the default models.
     """
 
@@ -98,7 +98,7 @@ def check_free(port: int, host: str = LOOPBACK, command: str = "./inv up") -> No
 def check_port(port: int, host: str, command: str = "./inv up") -> None:
     """Raise ServerError if a program has the port, UsageError for an invalid number; `command` takes --port."""
     if not 0 < port < 65536:
-        raise UsageError(f"{port} is no port", "ports are 1 to 65535", f"{command} --port 8000")
+        raise UsageError(f"{port} is not a port", "ports are 1 to 65535", f"{command} --port 8000")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         # As uvicorn binds: a port in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -122,7 +122,7 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
     """
     with ExitStack() as stack:
         check_free(launch.plan.port, launch.plan.address)
-        with interrupt.held():  # none may run that we do not know of
+        with interrupt.held():  # no server may run unrecorded
             server = _spawn(launch)
             stack.push(lambda kind, *_: end(server) if kind else None)  # also Ctrl-C: nobody waits for it then
 
@@ -143,7 +143,7 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
 
 
 def begin(launch: Launch) -> Server:
-    """Start what proves itself elsewhere, a cluster's worker or a fleet, and return its record. Inside `starting`."""
+    """Start a server that is tested elsewhere (cluster's worker, fleet); return its record. Call inside `starting`."""
     refuse_second()
     with interrupt.held():
         return _spawn(launch)
@@ -152,10 +152,10 @@ def begin(launch: Launch) -> Server:
 def proved(
     server: Server, seconds: float, key: str, stack: str, calls: tuple[str, ...] = (), family: str = ""
 ) -> Server:
-    """Prove within `seconds` what clients call, and the stack's patches; record and return the server with it.
+    """Run the start-up test, with the stack's patches, within `seconds`; record and return the server with its result.
 
-    `family` is that of the model. With `calls` only those of `proof.CALLS` are sent: the server is not vLLM, and no
-    stack's. Raises ServerError.
+    `family` is that of the model. With `calls` only those of `proof.CALLS` are sent, for a server that is not vLLM.
+    Raises ServerError.
     """
     queues = [] if calls else series.queues(pins.load(), stack)
     patches = [patch.name for _, queue in queues for patch in queue.patches]
@@ -204,7 +204,7 @@ def stop() -> Server | None:
     if leftovers:
         say(f"{record.describe_left(leftovers)}; they are ended")
         terminate(leftovers)
-    if (recorded and recorded.container) or record.begun_path().exists():  # one that has ended goes too
+    if (recorded and recorded.container) or record.begun_path().exists():  # also one that has ended
         _remove_container()
         record.forget()
     elif removed or (leftovers and not (recorded and recorded.alive)):

@@ -1,7 +1,7 @@
-"""Limits on the work of one request: bounds on its body, its rate and its connection; the refusal names the bound.
+"""Limits on the work of one request: bounds on its body, its rate and its connection; errors name the bound.
 
 `access.Guard` puts `Limiter` after the key's check, so the bounds hold on every device. The body is parsed once,
-before vLLM sees it. What a grammar costs beyond its size is measured outside the engine by patch 0030 of vLLM's queues,
+before vLLM sees it. The compile time of a grammar is measured outside the engine by patch 0030 of vLLM's queues,
 which reads `grammar-seconds` from VLLM_GRAMMAR_COMPILATION_CPU_S; patch 0031 reads `header-seconds`.
 
     SPARKFORGE_LIMITS="sequences=32, body-seconds=120"     # 0 switches a bound off
@@ -23,8 +23,8 @@ from typing import Any
 from sparkforge.core.errors import UsageError
 
 VARIABLE = "SPARKFORGE_LIMITS"
-# After so many seconds a thread that parses a large body gives the interpreter's lock to the event loop. The loop takes
-# that lock many times in a request: with Python's default of 5 ms other clients waited for seconds.
+# After this time a thread that parses a large body releases the GIL to the event loop. The loop needs the GIL many
+# times in a request: with Python's default of 5 ms other clients waited for seconds.
 SWITCH_SECONDS = 0.0005
 PATCHED = {"grammar-seconds": "VLLM_GRAMMAR_COMPILATION_CPU_S", "header-seconds": "VLLM_HTTP_TIMEOUT_HEADERS"}
 
@@ -47,12 +47,12 @@ class Bound:
 LIMITS = {  # name → bound
     name: Bound(**row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
-MANY = 4096  # tokens that an answer counts without max_tokens
+MANY = 4096  # tokens counted for an answer without max_tokens
 GRAMMARS = ("response_format", "structured_outputs", "output_config", "output_format", "text")
 BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems", "enum")
 REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}|[()]|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-BIG_BODY = 256 << 10  # bytes; from there on a body is judged in a thread
+BIG_BODY = 256 << 10  # bytes; a larger body is checked in a thread
 LARGEST = 10**12
 # HTTP status → the type that OpenAI's and Anthropic's errors have for it, "invalid_request_error" for others.
 KINDS = {401: "access_error", 403: "access_error", 404: "access_error", 429: "rate_limit_error"}
@@ -114,7 +114,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 class Judge:
     """Compares one body with the bounds; `check` raises LimitError for the first that it exceeds.
 
-    It raises RequestError for text that has half of a surrogate pair.
+    It raises RequestError for text with a lone surrogate.
     """
 
     limits: Mapping[str, int]
@@ -131,17 +131,16 @@ class Judge:
         self._tree(request, "json-depth", "json-values", "the body", None)
         if not isinstance(request, dict):
             return
-        # Half of a surrogate pair, which JSON can hold and UTF-8 cannot: tokenizers, grammars and vLLM's engine fail at
-        # it, each in its way.
+        # A lone surrogate, which JSON can hold and UTF-8 cannot: tokenizers, grammars and vLLM's engine fail with it.
         for name, value in request.items() if SURROGATE.search(body) else ():
             try:
                 json.dumps([name, value], ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
                 half = f"U+{ord(error.object[error.start]):04X}"
                 parameter = name.encode(errors="replace").decode()
-                why = f"{parameter} has half of a surrogate pair ({half}), which UTF-8 cannot hold"
+                why = f"{parameter} has a lone surrogate ({half}), which UTF-8 cannot hold"
                 raise RequestError(why, parameter) from None
-        # What the tokenizer gets, which serves one request at a time; base64 data gets an error of its own.
+        # The text for the tokenizer, which serves one request at a time; base64 data gets another error.
         texts = (item for level in _levels(request) for item in level if isinstance(item, str))
         count = sum(len(text) for text in texts if not text.startswith("data:"))
         self._most("text", count, "characters of texts")
@@ -201,7 +200,7 @@ class Judge:
             self._most("logprobs", _number(request.get(name)), name, name)
 
     def _schemas(self, request: dict[str, Any]) -> None:
-        """Judge tools and whatever a grammar is made of; bounds on bytes and values are for all of them together."""
+        """Check tools and the sources of grammars; bounds on bytes and values apply to their sum."""
         if isinstance(tools := request.get("tools"), list):
             self._most("tools", len(tools), "tools", "tools")
         size = 0
@@ -295,7 +294,7 @@ class Limiter:
     def __init__(self, app: Application, environment: Mapping[str, str]) -> None:
         self._app, self._limits = app, read(environment)
         self._running: Counter[str] = Counter()
-        # One at a time: parsing holds the interpreter's lock, for which the event loop waits behind each thread.
+        # One at a time, because parsing holds the GIL, for which the event loop waits.
         self._big_bodies = asyncio.Lock()
         sys.setswitchinterval(SWITCH_SECONDS)
 

@@ -1,4 +1,4 @@
-"""The server's log: follow it, and pick the lines of it that explain a failure."""
+"""The server's log: follow it, and select the lines that explain a failure."""
 
 import re
 import time
@@ -49,9 +49,9 @@ def read(log: Path) -> str:
 
 
 def explain(text: str) -> list[str]:
-    """Return the lines of a log that explain a failure, without prefixes: the decisive one and what led to it first.
+    """Return the lines of a log that explain a failure, without prefixes: first the decisive one and its causes.
 
-    If nothing in it says that something broke, these are its very last lines but for warnings.
+    If the log reports no fault, these are its last lines without warnings.
     """
     event = events.read_text(f"{text}\n")
     if decisive := event.decisive:
@@ -67,14 +67,14 @@ def explain(text: str) -> list[str]:
 def failure(problem: str, text: str, command: str) -> ServerError:
     """Return the error for a server that failed, with the lines of its log that explain it; `command` prints them all.
 
-    Its next command is the doctor's.
+    Its next command is `./inv doctor`.
     """
     why = "\n        ".join(explain(text) or ["its log is empty"])
     return ServerError(problem, why, f"./inv doctor   # the whole log: {command}", code="server.start")
 
 
 def milestone(text: str) -> str:
-    """Return what a starting server did last by its log, for a person; empty if nothing is known yet."""
+    """Return the last step of a starting server by its log, for a person; empty if none is known yet."""
     milestones = [(text.rfind(sign), meaning) for sign, meaning in MILESTONES if sign in text]
     return max(milestones)[1] if milestones else ""
 

@@ -1,6 +1,6 @@
 """Serve profiles (profiles.toml): from a profile's name to vLLM's flags and variables, each with its reason.
 
-And whether a recipe can be served here by one, on the stack and in this machine's memory, before a download.
+It also checks, before a download, whether a stack and this machine's memory can serve a recipe.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,27 +27,27 @@ from sparkforge.plan.families import Family, Reason
 from validate.facts import gpu
 
 TABLE = Path(__file__).with_name("profiles.toml")
-OUR_EXPERTS = "spark-mxfp4"  # our experts: vLLM's name of our plugin's method, and the profile with them on a GPU
-CHECKPOINT_FORMAT = "mxfp4"  # vLLM's name of the format that our experts take
-KERNEL_VARIABLE = "SPARK_MXFP4_KERNEL"  # as spark_mxfp4.registry has it, which imports torch
+OUR_EXPERTS = "spark-mxfp4"  # vLLM's name of our plugin's quantization method, and our GPU profile with it
+CHECKPOINT_FORMAT = "mxfp4"  # vLLM's name of the format that our expert kernels read
+KERNEL_VARIABLE = "SPARK_MXFP4_KERNEL"  # as in spark_mxfp4.registry, which imports torch
 Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
 
 
 class ServeProfile(Record):
-    """vLLM's settings for one kind of use; `extends` names the profile or base whose settings it has too.
+    """vLLM's settings for one kind of use; `extends` names the profile or base whose settings it inherits.
 
-    A base with `family` has the flags of the model's family too.
+    A base with `family` also has the flags of the model's family.
     """
 
     about: str = ""
     extends: str = ""
     family: bool = False
-    device: Literal["", "embedded", "gpu"] = ""  # empty: a Spark; what extends a profile is for its device
+    device: Literal["", "embedded", "gpu"] = ""  # empty: a Spark; inherited by `extends`
     flags: dict[Flag, Reason] = Field(default_factory=dict)
     environment: dict[str, Reason] = Field(default_factory=dict)
 
     def merge(self, base: Self) -> Self:
-        """Return this profile with what `base` has and it does not set itself."""
+        """Return this profile, with `base`'s settings where it has none."""
         return type(self)(
             about=self.about or base.about,
             extends=self.extends or base.extends,
@@ -62,7 +62,7 @@ class ServeProfile(Record):
         return tuple(f"{flag}={setting.value}" if setting.value != "" else flag for flag, setting in self.flags.items())
 
     def options(self) -> ServerOptions:
-        """Return what a plan reads of the profile."""
+        """Return the profile's settings for a plan."""
         return ServerOptions(about=self.about, arguments=self.arguments(), variables=self.variables())
 
     def replaced_by(self, flags: Sequence[str]) -> Iterator[str]:
@@ -72,7 +72,7 @@ class ServeProfile(Record):
             own = next((flag for flag in self.flags if name in {flag, flag.replace("--", "--no-", 1)}), "")
             if own:
                 value = f" ({self.flags[own].value})" if self.flags[own].value != "" else ""
-                yield f"{word.partition('=')[0]} takes the place of the profile's {own}{value}"
+                yield f"{word.partition('=')[0]} replaces the profile's {own}{value}"
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables."""
@@ -86,7 +86,7 @@ class StackProfiles(Record):
 
 
 class ServeProfiles(Record):
-    """The table as it is written: profiles, bases that no server is started with, and what stacks have otherwise."""
+    """The table: profiles, bases that profiles extend, and the stacks' overrides."""
 
     profiles: dict[str, ServeProfile]
     bases: dict[str, ServeProfile] = Field(default_factory=dict)
@@ -101,13 +101,13 @@ class ServeProfiles(Record):
         return self
 
     def on_stack(self, stack: str) -> Self:
-        """Return the table as it is on a stack; the same for a stack that has nothing otherwise."""
+        """Return the table with a stack's overrides."""
         own = self.stacks.get(stack, StackProfiles())
         changed = {name: p.merge(self.profiles.get(name, ServeProfile())) for name, p in own.profiles.items()}
         return self.model_copy(update={"profiles": {**self.profiles, **changed}, "stacks": {}})
 
     def for_family(self, family: Family) -> Self:
-        """Return the table for models of one family: with its flags, without those that it does not take."""
+        """Return the table for models of one family: with its flags, without those that it does not support."""
 
         def changed(profile: ServeProfile) -> ServeProfile:
             flags = {**profile.flags, **(family.flags() if profile.family else {})}
@@ -126,7 +126,7 @@ class ServeProfiles(Record):
         """Return a profile with its inherited settings. Raises ValueError for an unknown or circular `extends`."""
         table: Mapping[str, ServeProfile] = {**self.bases, **self.profiles}
         if name in below or name not in table:
-            raise ValueError(f"{below[-1] if below else name} extends {name!r}, which is itself or not there")
+            raise ValueError(f"{below[-1] if below else name} extends {name!r}, which is circular or missing")
         profile = table[name]
         if not profile.extends:
             return profile
@@ -135,7 +135,7 @@ class ServeProfiles(Record):
 
 
 def load(table: Path = TABLE, *, stack: str = "", family: str = "") -> dict[str, ServeProfile]:
-    """Read every profile, as it is on `stack` for models of `family`, by default that of the default models.
+    """Read every profile for `stack` and models of `family`, by default that of the default models.
 
     Raises InputError for a table that cannot be read or is malformed.
     """
@@ -172,7 +172,7 @@ def with_quantization(
     if quantization in ("", CHECKPOINT_FORMAT):
         return profile, tuple(flags)
     if quantization != OUR_EXPERTS:
-        why = f"it takes {OUR_EXPERTS}, our experts, or {CHECKPOINT_FORMAT}, the checkpoint's; others follow --"
+        why = f"it takes {OUR_EXPERTS} (our kernels) or {CHECKPOINT_FORMAT} (the checkpoint's); others follow --"
         fix = f"--quantization {OUR_EXPERTS}   # others: ./inv up -- {QUANTIZATION} {quantization[:40]}"
         raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
     short = next((word for word in flags if word.startswith("-q")), None)  # vLLM's short form: -q NAME, -qNAME
@@ -184,13 +184,13 @@ def with_quantization(
         if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
             why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"
             fix = f"without --profile   # our experts; or without {QUANTIZATION}"
-            raise UsageError(f"{QUANTIZATION} {OUR_EXPERTS} has no effect beside --profile {profile}", why, fix)
+            raise UsageError(f"{QUANTIZATION} {OUR_EXPERTS} has no effect with --profile {profile}", why, fix)
         return profile, (*flags, f"{QUANTIZATION}={OUR_EXPERTS}")
     return OUR_EXPERTS if gpu else "embedded", tuple(flags)
 
 
 def require_recipe(name: str, recipe: Recipe, stack: str, device: str, context: int = 0) -> None:
-    """Raise UsageError for a recipe of other stacks, RefusalError for one that this machine's memory does not hold.
+    """Raise UsageError for a recipe of other stacks, RefusalError for one that does not fit this machine's memory.
 
     Both name the nearest recipe that can be served. `context` is --max-model-len, 0 for the profile's.
     """
@@ -208,7 +208,7 @@ def require_recipe(name: str, recipe: Recipe, stack: str, device: str, context: 
 
 
 def require_fit(name: str, recipe: Recipe, stack: str, machine: Device, profile: str = "", context: int = 0) -> None:
-    """Raise RefusalError if one sequence of the longest length does not fit the machine beside the weights.
+    """Raise RefusalError if the weights and one sequence of the longest length do not fit the machine.
 
     `profile` is the serve profile, empty for the recipe's.
     """

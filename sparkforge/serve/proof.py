@@ -1,14 +1,15 @@
-"""The proof of a server before it counts as ready: one request for each thing that clients call, checked on the wire.
+"""The start-up test of a server before it counts as ready: one request for each feature that clients call.
 
 A healthy server can still be unable to answer: kernels compile, and fail, at the first request that needs them; log
-probabilities, JSON and tool calls each need others; and an answer can come with its content lost. A small model that
-speaks little sense proves a server too: what it writes is forced, by a grammar that leaves no free text and by a bias
-for the tokens that the grammar leaves it a choice of. Random weights may fail: the grammar lets them spell Harmony's
-special tokens as text.
+probabilities, JSON and tool calls need further kernels; and an answer can lose its content. The test also works with a
+small model that writes little sense, because its output is forced: by a grammar without free text, and by a logit bias
+where the grammar leaves a choice. Random weights may fail: the grammar lets them spell Harmony's special tokens as
+text.
 
-The calls are sent side by side: a server answers them all in little more time than the longest takes.
+The calls are sent concurrently, so all of them take little longer than the longest.
 
-A call with a `patch` is the canary of that patch: it fails on upstream's release, and is sent where the stack has it.
+A call with a `patch` is the canary of that patch: it fails on upstream's release, and is sent if the stack has the
+patch.
 """
 
 import json
@@ -29,11 +30,11 @@ from sparkforge.plan import families
 
 TOKENS = 64  # three times what the forced answers take
 CHAT_TOKENS = 4
-CALL_TOKENS = 24  # twice what a call's header takes, which a model may spell in more tokens than it must
+CALL_TOKENS = 24  # twice a call's header, which a model may spell in more tokens than needed
 WHOLE_SCHEMA_TOKENS = 300  # the hundred names of REFERRING_TOOL alone are more; without them the prompt has about 90
 ABOVE_ZERO = 1e-3  # for a log probability: vLLM rounds to float32, and the likeliest token is nearly certain
 SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the patch allows, which are two tokens
-# Tokens of the vocabulary whose forms the patch queues are about; families.toml says what each is.
+# Vocabulary tokens of the forms that the patch queues change; families.toml explains each.
 FORCED = next(family.chat.tokens for family in families.load().values() if family.chat.tokens)
 FINAL, TO, JSON, BRACE, SPACES, END = (str(FORCED[word]) for word in ("final", "to", "json", "brace", "spaces", "end"))
 SPECIAL = (*(str(FORCED[word]) for word in ("start", "channel", "message")), END)
@@ -51,10 +52,10 @@ FURTHER_FAILURES = "; failed, too: "  # between why the first call failed and th
 CITIES = ["Paris", "Rome"]
 ANSWER = "<|channel|>final<|message|>{}<|end|><|return|>"
 JSON_ANSWER = "<|channel|>final json<|message|>{}<|end|><|return|>"
-# In channel `final`: where `commentary` may be written, text may stand before the call.
+# In channel `final`, because text may precede the call where `commentary` is allowed.
 SPELLED_CALL = ' to=functions.get_weather<|channel|>final json<|message|>{"city": "Paris"}<|end|><|return|>'
-LINE = " and ".join(CITIES * 4)  # so long that a prompt is worked off while it is written
-PROSE = "One two three four five six. " * 80  # about 600 tokens; the faults that are reported need 320
+LINE = " and ".join(CITIES * 4)  # so long that another prompt is processed while it is generated
+PROSE = "One two three four five six. " * 80  # about 600 tokens; the reported faults need 320
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -70,13 +71,14 @@ TOOL: dict[str, Any] = {
 class ProofRequest:
     """A request and the check of its answer; `fault` returns what is wrong, or nothing.
 
-    It gets the answer's JSON, or the list of all events' JSON if the request asks for a stream, or the error's message
-    if the server must refuse the request with the status `refused`. It may raise one of `openai.WRONG_SHAPE` for an
-    answer of another shape. `continued` has the fields that differ in a second request, which continues the response by
-    its ID; `fault` then gets both answers as a list. `beside` has the fields that differ in a second request, which is
-    sent once the stream of the first has content; `fault` then gets the stream's events and the second answer. `patch`
-    names the patch without which there is a fault. `spelled` is the expected answer for a server with a draft, which
-    takes no bias: it may write these tokens and no others. Without `spelled` the request proves nothing there.
+    `fault` gets the answer's JSON, or the list of all events' JSON if the request asks for a stream, or the error's
+    message if the server must refuse the request with the status `refused`. It may raise one of `openai.WRONG_SHAPE`
+    for an answer of another shape. `continued` has the fields that differ in a second request, which continues the
+    response by its ID; `fault` then gets both answers as a list. `beside` has the fields that differ in a second
+    request, which is sent once the stream of the first has content; `fault` then gets the stream's events and the
+    second answer. `patch` names the patch without which there is a fault. `spelled` is the expected answer for a server
+    with a draft, which supports no bias: only the tokens of `spelled` are allowed. Without `spelled` the request tests
+    nothing there.
     """
 
     path: str
@@ -90,9 +92,9 @@ class ProofRequest:
 
 
 class Limit(NamedTuple):
-    """A fault of the server's that is known, which does not keep it from being ready: the check's words, and whose.
+    """A known fault that does not keep a server from being ready: how the check describes it, and its reason.
 
-    With `patch` in the stack's queue it is no limit any more.
+    If the stack has `patch`, the fault is an error.
     """
 
     fault: str
@@ -103,11 +105,11 @@ class Limit(NamedTuple):
 def prove(
     endpoint: Endpoint, timeout: float, patches: Collection[str] = (), calls: Collection[str] = (), family: str = ""
 ) -> dict[str, str]:
-    """Send CALLS, of the canaries those of `patches`; return call → nothing, or the known limit that its answer shows.
+    """Send CALLS, with the canaries of `patches`; return call → empty, or the known limit that its answer shows.
 
-    The calls are in the order of CALLS; `calls` are those that another server than vLLM has, all if there are none. A
-    `family` of another vocabulary, by default that of the default models, gets no canaries, and no token is forced.
-    Raises ServerError, which names each call that failed, if one is answered wrongly, or not within `timeout` seconds.
+    The calls are in the order of CALLS; `calls` names the only ones to send, for a server other than vLLM. `family` is
+    by default that of the default models; one with another vocabulary gets no canaries, and no token is forced. Raises
+    ServerError, which names each failed call, if one is answered wrongly, or not within `timeout` seconds.
     """
     chat = families.load()[family or families.default()].chat
     ask = fault_of if chat.tokens else partial(fault_of, added=chat.request)
@@ -145,15 +147,15 @@ def describe(outcome: Mapping[str, str]) -> str:
 
 
 def fault_of(name: str, endpoint: Endpoint, timeout: float, *, added: Mapping[str, Any] | None = None) -> str:
-    """Send one of CALLS and return what is wrong with its answer. Raises ServerError where there is none.
+    """Send one of CALLS and return what is wrong with its answer. Raises ServerError without one.
 
-    With `added`, of a family whose tokens are others, no token is forced, and a chat has these keys too.
+    With `added`, for a family with another vocabulary, no token is forced, and chats have these keys too.
     """
     call = CALLS[name]
     if added is not None:
         body = {key: value for key, value in call.body.items() if key != BIAS}
         if body.get("max_tokens", 0) > CHAT_TOKENS:
-            body["max_tokens"] *= 2  # another vocabulary may have shorter words
+            body["max_tokens"] *= 2  # another vocabulary may have shorter tokens
         call = replace(call, body={**body, **(added if call.path == CHAT else {})})
     return _fault_of(name, call, endpoint, timeout)
 
@@ -210,7 +212,7 @@ def unanswered(name: str, why: str) -> ServerError:
 
 
 def tool_call_fault(message: Mapping[str, Any], *, begun: bool = False) -> str:
-    """Return what is wrong with a chat message that should call TOOL for a city, or with `begun` start to."""
+    """Return what is wrong with a chat message that should call TOOL for a city, or with `begun` begin such a call."""
     calls = message.get("tool_calls") or []
     if not calls:
         return f"no tool was called; content is {str(message.get('content'))[:60]!r}"
@@ -222,7 +224,7 @@ def tool_call_fault(message: Mapping[str, Any], *, begun: bool = False) -> str:
     try:
         arguments = parse_json(function["arguments"], "the arguments")
     except ValueError:
-        return f"the arguments are no JSON: {function['arguments'][:80]!r}"
+        return f"the arguments are not JSON: {function['arguments'][:80]!r}"
     return "" if isinstance(arguments, dict) and arguments.get("city") else f"the arguments name no city: {arguments!r}"
 
 
@@ -265,7 +267,7 @@ def _streamed_content(events: Iterable[Any]) -> str:
 
 
 def _mixed(answers: Any) -> str:
-    """Judge both contents without the end of a message as text: a small model spells it after a prompt so strange."""
+    """Judge both contents without an end token spelled as text, which a small model writes after such a prompt."""
     events, response = answers
     line = _streamed_content(events)
     content = response["choices"][0]["message"]["content"] if response else None
@@ -298,7 +300,7 @@ def _chat_logprobs(response: Any) -> str:
 
 
 def _prompt_logprobs(response: Any) -> str:
-    _first, *tokens = response["choices"][0]["prompt_logprobs"]  # nothing stands before the first token
+    _first, *tokens = response["choices"][0]["prompt_logprobs"]  # the first token has none
     return _logprobs(entry["logprob"] for token in tokens for entry in token.values())
 
 
@@ -328,7 +330,7 @@ def _json_fault(content: str) -> str:
     try:
         value = parse_json(content, "the content")
     except ValueError:
-        return f"the content is no JSON: {content[:80]!r}"
+        return f"the content is not JSON: {content[:80]!r}"
     valid = isinstance(value, dict) and list(value) == ["city"] and value["city"] in CITIES
     return _unless(valid, f"the content does not follow the schema: {content[:80]!r}")
 
@@ -407,7 +409,7 @@ def _biased(*tokens: str) -> dict[str, int]:
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 PLACE = _schema(city={"type": "string", "enum": CITIES})
 PLACE_FORMAT = _format(PLACE, strict=True)
-# Without `strict` vLLM's grammar takes any JSON as arguments.
+# Without `strict` vLLM's grammar accepts any JSON as arguments.
 STRICT_TOOL = {**TOOL, "function": {**TOOL["function"], "parameters": PLACE, "strict": True}}
 CITY_NUMBERS = [f"city {number}" for number in range(100)]
 REFERRING_SCHEMA = {
@@ -418,7 +420,7 @@ REFERRING_SCHEMA = {
 REFERRING_TOOL = {"type": "function", "function": {"name": "visit", "parameters": REFERRING_SCHEMA}}
 NONSENSE = {"type": "nonsense"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
-WRITE = _biased(FINAL, *SPECIAL)  # the model begins a final message and writes a text there, special tokens too
+WRITE = _biased(FINAL, *SPECIAL)  # the model begins a final message and writes text into it, also special tokens
 CALL_AS_TEXT = f"<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary<|message|>{CITIES[0]}"
 OUTPUT_OF_PARTS = [
     {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": "{}"},
@@ -592,14 +594,14 @@ CALLS: Mapping[str, ProofRequest] = {
 # Pattern of the error message of each refusal that is a known limit of a server, and its fault in LIMITS.
 KNOWN_REFUSALS = (
     (STORE, NO_STORE),
-    (r"Response with id '\S+' not found", NOT_KEPT),  # a wrong path or model has other words
+    (r"Response with id '\S+' not found", NOT_KEPT),  # a wrong path or model has another message
     (r"maximum context length|maximum model length|max_model_len", TOO_LONG),
     (REFUSED_BIAS, UNFORCED),
 )
 STORE_LIMIT = Limit(NO_STORE, f"previous_response_id is off, {STORE}=1 turns it on")
 LOST_LIMIT = Limit(LOST, "content is lost, vLLM #41902", "0004-read-final-json-as-content-type.patch")
-# Patches of the queues for 0.32.0 and 0.33.0 cure two of them; the vLLM of the stack ngc-25.12 is older. That nothing
-# is stored, or that there is a store in each of several processes, is the user's choice.
+# Patches of the queues for 0.32.0 and 0.33.0 fix two of them; the vLLM of the stack ngc-25.12 is older. Whether
+# responses are stored, and in how many processes, is the user's choice.
 _LIMITS: Mapping[str, Sequence[Limit]] = {
     "a JSON answer": [LOST_LIMIT],
     "a long prompt beside an answer": [Limit(TOO_LONG, "--max-model-len leaves no room for it"), LOST_LIMIT],
@@ -613,7 +615,7 @@ _LIMITS: Mapping[str, Sequence[Limit]] = {
     ],
     "a response that fails": [STORE_LIMIT],
 }
-# A server with a draft refuses every bias: what no spelled answer replaces is not proved, and named.
+# A server with a draft refuses every bias: requests without a spelled answer are not tested, and are listed.
 DRAFT_LIMIT = Limit(UNFORCED, f"not proved, {UNFORCED}")
 LIMITS: Mapping[str, Sequence[Limit]] = {
     name: [*_LIMITS.get(name, ()), *([DRAFT_LIMIT] if BIAS in call.body else ())] for name, call in CALLS.items()

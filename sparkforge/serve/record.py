@@ -1,6 +1,6 @@
 """The plan of a start, the record of the server that runs, and the failure of the last `./inv up`.
 
-The server's is one JSON record, believed only if we wrote it and while its process lives.
+The server's record is one JSON file, used only if we wrote it and while its process lives.
 
 Commands send the API key to the address in the record. So the file and its folder must be ours and closed to others,
 the process must be ours, and a key is read only from the file that the process or container itself was started with.
@@ -27,13 +27,13 @@ from sparkforge.core.process import session_members, started_at, with_variable
 from sparkforge.core.vllm_flags import passable
 from sparkforge.serve import access
 
-MARK = "SPARKFORGE_SERVER"  # in the environment of each process of a server: the state folder whose server it is
+MARK = "SPARKFORGE_SERVER"  # in the environment of each process of a server: the server's state folder
 NAME = "server.json"
 MODELS = "fleet/models"  # below the state folder: a state folder for each model of a fleet
 LONGEST = 1 << 16  # bytes; a record has a few hundred
 # Exit codes after a requested end, by SIGINT or SIGTERM (supervise.py).
 CLEAN_EXITS = {0, 130, 143}
-LATEST = 1e11  # Unix time that every calendar has
+LATEST = 1e11  # latest Unix time that is accepted
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class End:
 class Server:
     """A started server: a process of ours, or a container (then `pid` is 0 and `log` is empty).
 
-    `started` is the process's start time, since process ids are used again, or since when the
-    container's log is of this start. `key_file` holds its API key, if any. `profile` is the serve profile.
-    `proved` is when its start was proved, in Unix time, 0 before that, and `proof` what `sparkforge.serve.proof.prove`
-    returned then, after `proof_seconds`.
+    `started` is the process's start time, since process ids are reused, or the time at which the log of a container's
+    start begins. `key_file` holds its API key, if any. `profile` is the serve profile. `proved` is the Unix time at
+    which it passed the start-up test, 0 before that, and `proof` is what `sparkforge.serve.proof.prove` returned, after
+    `proof_seconds`.
     """
 
     pid: int
@@ -140,7 +140,7 @@ def end_path(state: Path | None = None) -> Path:
 
 
 def begun_path() -> Path:
-    """Return the file that is there while a container is started and `server.json` does not name it yet."""
+    """Return the file that exists while a container is started and `server.json` does not name it yet."""
     return paths.state() / "container.begun"
 
 
@@ -158,7 +158,7 @@ def write(server: Server) -> None:
 def read(path: Path | None = None) -> Server | None:
     """Return the recorded server, dead or alive; None if there is none or the record is unreadable.
 
-    `path` is the record, if it is another state's. Raises StorageError for a record that somebody else may have
+    `path` is the record of another state folder. Raises StorageError for a record that somebody else may have
     written.
     """
     path = path or record_path()
@@ -196,8 +196,8 @@ def leftovers(state: Path | None = None) -> list[int]:
     """Return the processes of servers of this checkout that the running server, if there is one, does not own.
 
     A killed server leaves its engine and its workers, and a killed `./inv up` a server that nobody recorded. They are
-    known by a variable that every process of a server inherits. `state` is the state folder, if it is another one. The
-    models of a fleet have folders of their own.
+    recognised by a variable that every process of a server inherits. `state` is another state folder. The models of a
+    fleet have folders of their own.
     """
     server = read(state / record_path().name if state else None)
     own_pids = list[int]()
@@ -220,7 +220,7 @@ def describe_left(pids: Sequence[int]) -> str:
 
 
 def last_end(since: float, pid: int = 0, state: Path | None = None) -> End | None:
-    """Return how the server of that time, and process, ended, as supervise.py wrote it down; None if nobody did."""
+    """Return the end that supervise.py recorded since that time, for `pid` unless that is 0; None without one."""
     try:
         value = read_json(end_path(state))
         end = End(int(value["code"]), bool(value["asked"]), float(value["time"]), str(value.get("why", "")))
@@ -260,14 +260,14 @@ def require_ours(path: Path, status: os.stat_result) -> None:
     if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise untrusted(path, f"other users can write into {path.parent}", f"chmod 700 {path.parent}")
     if not stat.S_ISREG(status.st_mode):
-        raise untrusted(path, "it is no regular file", on("rm", path))
+        raise untrusted(path, "it is not a regular file", on("rm", path))
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         why = f"its mode is {stat.S_IMODE(status.st_mode):04o}, and we write 0600"
         raise untrusted(path, why, f"chmod 600 {path}   # if you started this server; else: rm {path}")
 
 
 FAILURE = "failure.json"
-# The command was wrong, not the server: an argument, a model or a stack that is not there, a second start.
+# The command was wrong, not the server: an argument, a missing model or stack, a second start.
 NOT_FAILURES = {"usage", "input.model", "input.pins", "server.running", "storage.busy"}
 
 
@@ -285,7 +285,7 @@ class Failure:
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """Write down an error of ours that is raised inside, and raise it again; an end without one forgets the last."""
+    """Record a SparkforgeError that is raised inside, and raise it again; success removes the last record."""
     began = time.time()
     try:
         yield
@@ -315,14 +315,14 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class StartPlan:
-    """The plan of a start: model, device, address and access. Every device takes it whole.
+    """The plan of a start: model, device, address and access. Every device uses the same plan.
 
     `model` is a folder, empty for the device's default, and `model_id` its name in the API, empty for the folder's
     name. An empty `profile` or `stack` is the device's default. `host` is an IP address, empty for loopback. `key_file`
     has the API key that clients must send, `hosts` further names for the Host header. `flags` are vLLM's own and win
     over the profile's. `variables` are the environment, with --context as MAX_MODEL_LEN. `image` is the id of a
     container's image, empty for the one that Compose names. `python` is the interpreter of an environment that the user
-    made. A `profiled` server can be asked for traces. With `tiny_first` a GPU serves the tiny model before a larger
+    made. A `profiled` server can write traces. With `tiny_first` a GPU serves the tiny model before a larger
     one, and its answers must be the recorded ones. A `trial` ends with this process, unless it is a
     container, and is never recorded as known good.
     """
@@ -352,7 +352,7 @@ class StartPlan:
 
 
 def checked_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return vLLM's flags of a configuration file. Raises ValueError for one that `./inv up` does not take either."""
+    """Return vLLM's flags of a configuration file. Raises ValueError for one that `./inv up` refuses."""
     try:
         return passable(flags, relative_to=None)
     except UsageError as error:

@@ -71,7 +71,7 @@ def recent(failures: Sequence[ServerFailure], now: float) -> tuple[ServerFailure
 
 
 def summary(failures: Sequence[ServerFailure]) -> str:
-    """Say how often it failed, and how the last time."""
+    """Return how often the server failed, and why it failed last."""
     return f"{len(failures)} times within {WINDOW_SECONDS / 60:g} min; the last time {failures[-1].why}"
 
 
@@ -86,7 +86,7 @@ def pause_seconds(failures: Sequence[ServerFailure], now: float) -> float:
 def admit(identity: Sequence[str], run: Path) -> None:
     """Wait as long as this start must; after too many failures hold the container and never return.
 
-    A signal that ends the entrypoint meanwhile comes from a person: it forgets the failures.
+    A signal that ends the entrypoint meanwhile comes from a person, so the failures are forgotten.
     """
     starts = read(identity, time.time())
     _write(starts)

@@ -1,6 +1,6 @@
 """The systemd service that starts a server at boot.
 
-The unit runs `./inv up --foreground --hold`, so a start at boot is the start that a person makes: environment, model,
+The unit runs `./inv up --foreground --hold`, so a start at boot has the same steps as a manual one: environment, model,
 validation, server, first answers. systemd gets the readiness notification after those answers.
 """
 
@@ -32,7 +32,7 @@ from sparkforge.core.process import run_unchecked
 from sparkforge.serve import record
 
 CODE = "server.service"
-MACHINE = Path("/")  # below it lie SYSTEM_UNITS, BOOTED and LINGERING
+MACHINE = Path("/")  # the folder above SYSTEM_UNITS, BOOTED and LINGERING
 SYSTEM_UNITS = "etc/systemd/system"
 BOOTED = "run/systemd/system"  # sd_booted(3)
 BY_HAND = "./inv up   # by hand; or let Docker start it: docs/guide/docker.md, Restarts"
@@ -42,10 +42,10 @@ SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
 
 @dataclass(frozen=True)
 class ServiceUnit:
-    """A unit to write: the arguments of `./inv up`, and whose it is.
+    """A unit to write: the arguments of `./inv up`, and its owner.
 
-    `user` is the account of a system unit, empty for a user's own. `version` is systemd's. `environment` are variables
-    of the unit, `places` folders that must be mounted before.
+    `user` is the account of a system unit, empty for a user's own. `version` is systemd's. `environment` has variables
+    of the unit, and `places` has folders that must be mounted before it starts.
     """
 
     arguments: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class ServiceUnit:
     root: Path = paths.ROOT
 
     def text(self) -> str:
-        """Return the unit's text, its mark included. Raises UsageError for a path that no unit can hold."""
+        """Return the unit's text, its mark included. Raises UsageError for a path that a unit cannot hold."""
         true = {
             "system" if self.user else "user",
             "docker" if self.container else "embedded",
@@ -83,10 +83,10 @@ class ServiceUnit:
 
 
 class Manager:
-    """A service manager, the system's or this user's own, which is asked about our unit.
+    """The system's or this user's service manager, for queries about our unit.
 
-    `file` is that unit, `option` the scope in our commands' words; `sudo` and `systemctl` are how an advised command
-    that changes the unit begins.
+    `file` is the unit's file, and `option` selects the manager in our commands; advised commands that change the unit
+    begin with `sudo` or `systemctl`.
     """
 
     def __init__(self, system: bool) -> None:
@@ -121,7 +121,7 @@ class Manager:
 
 
 def version() -> int:
-    """Return systemd's version. Raises ServerError where systemd is not what runs this machine."""
+    """Return systemd's version. Raises ServerError if systemd does not run this machine."""
     booted = MACHINE / BOOTED
     if not shutil.which("systemctl") or not booted.is_dir():
         missing = "there is no systemctl" if not shutil.which("systemctl") else f"there is no {booted}"
@@ -184,7 +184,7 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
 
 
 def remove(*, system: bool) -> None:
-    """Stop the service and remove what `install` wrote, with `system` the system's, else this user's before it.
+    """Stop the service and remove its unit: with `system` the system's, else this user's or, without one, the system's.
 
     Raises ServerError if there is none, or StorageError.
     """
@@ -206,8 +206,8 @@ def remove(*, system: bool) -> None:
 
 
 def _require_ours(manager: Manager) -> str | None:
-    """Return the unit that stands there, None for none. Raises StorageError for one of somebody else."""
-    text, why = "", "it is edited, or no ./inv service.install wrote it; lines of yours go into a drop-in"
+    """Return the installed unit's text, None for none. Raises StorageError for a unit that we did not write."""
+    text, why = "", "it was edited, or ./inv service.install did not write it; put your own lines into a drop-in"
     try:
         if not os.path.lexists(manager.file):
             return None
@@ -226,11 +226,11 @@ def _require_ours(manager: Manager) -> str | None:
 TEMPLATE = "deploy/sparkforge.service"
 NAME = "sparkforge.service"
 GROWING_SINCE = 254  # the first systemd with RestartSteps= and RestartMaxDelaySec= (its NEWS)
-# No restart cures a wrong argument, a missing model, a wrong hash, a broken patch or a refusal.
+# A restart does not fix a wrong argument, a missing model, a wrong hash, a broken patch or a refusal.
 LASTING = (UsageError, InputError, IntegrityError, PatchError, RefusalError)
 MARK = "# Written by `./inv service.install` of {root}; sha256 of what follows: {digest}\n"
-# Taken over from the shell that installs, if they are set there. No name of a secret belongs in here, and not
-# SPARKFORGE_VALIDATE: a check that was switched off for one start is not off at every boot.
+# Variables that a unit takes over from the installing shell. Secrets must not be among them, nor SPARKFORGE_VALIDATE: a
+# check that was switched off for one start must not be off at every boot.
 CARRIED = (
     "SPARKFORGE_STATE", "SPARKFORGE_CACHE", "SPARKFORGE_COMPOSE_FILES", "SPARKFORGE_STACK", "SPARKFORGE_MODELS",
     "SPARKFORGE_MODEL", "SPARKFORGE_MODEL_NAME", "SPARKFORGE_MODEL_ID", "SPARKFORGE_SERVE_PROFILE", "SPARKFORGE_BIND",
@@ -269,10 +269,10 @@ def quoted(word: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text that systemd takes as it is to the line's end, such as WorkingDirectory=. Raises UsageError."""
+    """Return a value that systemd reads unquoted to the line's end, as of WorkingDirectory=. Raises UsageError."""
     if text.endswith("\\") or any(ord(letter) < 32 or "\ud800" <= letter <= "\udfff" for letter in text):
         why = "a unit's line holds UTF-8 without control characters and does not end with a backslash"
         raise UsageError(
-            f"{text!r} cannot stand in a unit", why, "again   # first move the checkout, the model or the state folder"
+            f"{text!r} cannot be in a unit", why, "again   # first move the checkout, the model or the state folder"
         )
     return text.replace("%", "%%")

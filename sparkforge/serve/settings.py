@@ -20,11 +20,11 @@ from sparkforge.serve import access, command_line, limits, profiles
 from sparkforge.serve.health import RUN
 
 STRICT, WARN, OFF = "strict", "warn", "off"
-EXIT, HOLD = "exit", "hold"  # what a container does that its validator refuses
+EXIT, HOLD = "exit", "hold"  # what a container does after a failed validation
 FAMILY = families.load()[families.default()]
 TINY, TINY_ID = "tiny", FAMILY.tiny
-HF_TOKEN, HF_TOKEN_FILE = "/run/secrets/hf_token", "SPARKFORGE_HF_TOKEN_FILE"  # a file; what names another one
-SECONDS = 800.0  # the whole validation: facts 8 s, torch and vLLM 240 s, numerics and layers 180 s each, and some air
+HF_TOKEN, HF_TOKEN_FILE = "/run/secrets/hf_token", "SPARKFORGE_HF_TOKEN_FILE"  # the file; its variable
+SECONDS = 800.0  # the whole validation: facts 8 s, torch and vLLM 240 s, numerics and layers 180 s each, and a margin
 VLLM_ARGS = "VLLM_ARGS"  # vLLM's flags, quoted as in a shell; not a variable of vLLM's own
 CONTEXT_VARIABLE = "MAX_MODEL_LEN"
 NUMBERS = {"TP": "--tensor-parallel-size", CONTEXT_VARIABLE: CONTEXT}  # variables of the gpt-oss competition → flags
@@ -42,7 +42,7 @@ class Settings:
     """The container's settings. `model` is a folder, OWNER/NAME or `tiny`; `seconds` bounds the whole validation.
 
     `stack` is the image's; empty outside one. `traces` is where vLLM's profiler writes; empty for no profiler.
-    `arguments` are those of vLLM that variables ask for. `bind` is the address on which the host publishes the server,
+    `arguments` are vLLM's arguments from variables. `bind` is the address on which the host publishes the server,
     empty if it is not set.
     """
 
@@ -61,7 +61,7 @@ class Settings:
 
 
 def validation_mode(env: Mapping[str, str]) -> str:
-    """Return whether a refused validation keeps the server from starting: STRICT, WARN or OFF. Raises UsageError."""
+    """Return whether a failed validation keeps the server from starting: STRICT, WARN or OFF. Raises UsageError."""
     return _one_of(env, "SPARKFORGE_VALIDATE")
 
 
@@ -75,7 +75,7 @@ def _one_of(env: Mapping[str, str], variable: str) -> str:
 
 
 def judge(env: Mapping[str, str]) -> None:
-    """Raise UsageError for the first variable whose value has no meaning on any device.
+    """Raise UsageError for the first variable whose value is invalid on every device.
 
     A start calls this before an environment, an image or a model is made, and a container before its validation.
     """
@@ -116,7 +116,7 @@ def _seconds(env: Mapping[str, str]) -> float:
 
 
 def read(env: Mapping[str, str]) -> Settings:
-    """Read the SPARKFORGE_ variables. Raises UsageError for a value that has no meaning, here or on a CPU."""
+    """Read the SPARKFORGE_ variables. Raises UsageError for an invalid value, in general or on a CPU."""
     judge(env)
     profile = _one_of(env, "SPARKFORGE_PROFILE")
     serve_profile, model = DEFAULTS[profile]
@@ -125,7 +125,7 @@ def read(env: Mapping[str, str]) -> Settings:
     known = profiles.load(stack=stack)  # an unknown profile is refused where its flags are read
     if profile == "embedded" and serve_profile in known and known[serve_profile].device != "embedded":
         own = ", ".join(name for name, settings in known.items() if settings.device == "embedded")
-        why = f"this stack serves without a GPU, by {own}"
+        why = f"without a GPU this stack has {own}"
         fix = f"{SERVE_PROFILE}=embedded"
         raise UsageError(f"the serve profile {serve_profile} needs a GPU", why, fix)
     return Settings(
@@ -152,7 +152,7 @@ def served_id(model: str) -> str:
 
 
 def vllm_args(env: Mapping[str, str]) -> list[str]:
-    """Return vLLM's arguments in VLLM_ARGS, split as a shell would. Raises UsageError for what cannot be split."""
+    """Return vLLM's arguments in VLLM_ARGS, split as a shell would. Raises UsageError if that fails."""
     try:
         split = shlex.split(env.get(VLLM_ARGS) or "")
     except ValueError as error:
@@ -163,9 +163,9 @@ def vllm_args(env: Mapping[str, str]) -> list[str]:
 
 
 def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
-    """Return vLLM's arguments for the gpt-oss competition's variables TP and MAX_MODEL_LEN, their names after `prefix`.
+    """Return vLLM's arguments for the competition's variables TP and MAX_MODEL_LEN, whose names follow `prefix`.
 
-    A variable that is empty or not there leaves the serve profile's. Raises UsageError if one is not a number.
+    An empty or missing variable leaves the serve profile's value. Raises UsageError if one is not a number.
     """
     numbers = {name: env.get(f"{prefix}{name}", "") for name in NUMBERS}
     for name, text in numbers.items():
@@ -176,7 +176,7 @@ def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
 
 
 def require_gpus(count: str) -> None:
-    """Raise UsageError if TP is `count`, more than nvidia-smi lists; without a GPU, others say so."""
+    """Raise UsageError if `count` (TP) is more than nvidia-smi lists; later checks report a missing GPU."""
     wanted = int(count or 1)
     with suppress(ProbeError):
         if 1 < wanted > (present := len(gpus.query("name", env=os.environ))):
@@ -193,7 +193,7 @@ def with_context(environment: Mapping[str, str], context: str, flags: Sequence[s
     if not context:
         return dict(environment)
     if not _is_count(context):
-        failure, fix = f"--context {context[:40]!r} is no length", "./inv up --context 8192"
+        failure, fix = f"--context {context[:40]!r} is not a length", "./inv up --context 8192"
         raise UsageError(failure, "it takes tokens, above 0", fix)
     if (value := flag_value(flags, CONTEXT)) is not None:
         failure = f"--context {context} and {CONTEXT} {value}"
@@ -202,17 +202,17 @@ def with_context(environment: Mapping[str, str], context: str, flags: Sequence[s
 
 
 def family(model: str) -> str:
-    """Return the family of the checkpoint in a folder; the default one for none, and for one that will be refused."""
+    """Return the family of the checkpoint in a folder; the default one without a folder, or if it is refused later."""
     with suppress(InputError, StorageError):
         return local.family_of(paths.typed(model).absolute()) if model else families.default()
     return families.default()
 
 
 def checkpoint(model: str, folder: str) -> str:
-    """Return the folder of the checkpoint that a person named: `folder` if it is one, or that of a repository.
+    """Return the folder of the checkpoint that a user named: `folder` if it is one, or that of a repository.
 
-    An empty `model` stays empty, and a path stays a path. Raises InputError for a repository that is not here,
-    StorageError for one that cannot be read.
+    An empty `model` stays empty, and a path stays a path. Raises InputError for a repository that is not on this
+    machine, StorageError for one that cannot be read.
     """
     if not model or Path(folder).is_dir() or not local.REPOSITORY.fullmatch(model):
         return folder
@@ -222,9 +222,8 @@ def checkpoint(model: str, folder: str) -> str:
 def secrets(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that hand file secrets to the server.
 
-    Raises StorageError for a secret that is there and cannot be read, or that was named and is not there, and for an
-    API key's file without a key: a server must not start without the key that it was meant to have. An empty token is
-    none.
+    Raises StorageError for a secret that cannot be read, or that was named and is missing, and for an API key's file
+    without a key: a server must not start without its intended key. An empty token counts as none.
     """
     key, path = access.configured_key(env)
     variables = access.variables(key, str(path)) if key else {}

@@ -208,7 +208,7 @@ def report(server: Server) -> StatusReport:
 
 
 def fleet() -> list[dict[str, Any]]:
-    """Return the state of each model, from the file that the fleet's process writes; empty before the first one."""
+    """Return the state of each model, from the file that the fleet's process writes; empty without that file."""
     try:
         return list(read_json(paths.state() / FLEET_FILE)["models"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -390,7 +390,7 @@ def _iso(moment: float) -> str:
 
 
 def schema() -> str:
-    """Return `status.schema.json` as it must be."""
+    """Return the content of `status.schema.json`."""
     return json.dumps(StatusReport.model_json_schema(mode="serialization"), indent=2) + "\n"
 
 
@@ -401,7 +401,7 @@ curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
 
 
 def show_ready(server: Server) -> None:
-    """Say where the model answers and how to ask it."""
+    """Print the model's URL and an example request."""
     echo(f"{server.url}/v1")
     key = f'  -H "Authorization: Bearer $(cat {shlex.quote(server.key_file)})" \\\n' if server.key_file else ""
     say(READY.format(url=server.url, model_id=server.model_id, key=key))
@@ -410,7 +410,7 @@ def show_ready(server: Server) -> None:
 def stay(server: Server) -> None:
     """Show the log until the server ends; at Ctrl-C stop the server.
 
-    Returns if somebody asked it to end, as `./inv down` elsewhere does. Raises ServerError if it ended by itself.
+    Returns after a requested end, as by `./inv down` elsewhere. Raises ServerError if it ended by itself.
     """
     log = Path(server.log)
     try:

@@ -25,12 +25,12 @@ from sparkforge.serve import record, status
 from sparkforge.serve.command_line import api_names
 from sparkforge.serve.record import Server
 
-REMOVED = ".sparkforge-removed"  # a folder that a removal has renamed: `.NAME`, the process and this
+REMOVED = ".sparkforge-removed"  # suffix of a folder that is being removed, after `.NAME.PID`
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A checkpoint on this machine; `folder` is the whole of a repository in a hub's cache."""
+    """A checkpoint on this machine; `folder` is a whole repository if it is in a hub's cache."""
 
     name: str
     folder: Path
@@ -40,7 +40,7 @@ class StoredModel:
 
 
 def find_all(env: Mapping[str, str]) -> list[StoredModel]:
-    """Return every checkpoint, begun fetches too, by name. Folders that this process cannot read are left out."""
+    """Return every checkpoint by name, also incomplete downloads, without folders that this process cannot read."""
     fetched = [paths.ROOT / "models", local.MODELS, paths.state() / "models"]
     if compose := env.get("SPARKFORGE_MODELS"):
         fetched.append(Path(compose))
@@ -70,7 +70,7 @@ def find_all(env: Mapping[str, str]) -> list[StoredModel]:
 def find(name: str, env: Mapping[str, str]) -> StoredModel:
     """Return the checkpoint of a name, with or without its owner, or in a folder.
 
-    Raises InputError with the nearest names for an unknown one, UsageError for one that is there twice.
+    Raises InputError with the nearest names for an unknown one, UsageError for one that exists twice.
     """
     models = find_all(env)
     exact = [model for model in models if name == model.name or Path(name).absolute() == model.folder]
@@ -104,7 +104,7 @@ def show(env: Mapping[str, str], *, as_json: bool) -> None:
 
 
 def remove(name: str, env: Mapping[str, str], *, yes: bool) -> None:
-    """Remove a checkpoint, after a question: renamed first, so that no half of it can be found.
+    """Remove a checkpoint, after a question; it is renamed first, so that a half-removed one is never found.
 
     Raises StorageError for one that is in use, and the errors of `find`.
     """
@@ -129,7 +129,7 @@ def remove(name: str, env: Mapping[str, str], *, yes: bool) -> None:
             renamed = folder.with_name(f".{folder.name}.{os.getpid()}{REMOVED}")
             folder.rename(renamed)
             fsync_directory(folder.parent)
-            if users := _users(folder, model.name, None, _programs()):  # started while the question stood
+            if users := _users(folder, model.name, None, _programs()):  # started meanwhile
                 renamed.rename(folder)
                 raise StorageError(f"{model.name} is in use", ", ".join(users), fix, code="storage.busy")
             shutil.rmtree(renamed)

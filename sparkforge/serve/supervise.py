@@ -3,10 +3,10 @@
 vLLM's API server ends with code 0 when its engine process has died, and a killed API server leaves the engine and
 its workers behind. This process is the server's parent and the reaper of all that descends from it: it passes signals
 on, ends what the server leaves, and writes down how the server ended. If it is killed itself, the server gets SIGTERM.
-Meanwhile it watches the memory (`MemoryWatch`): before there is none left, it ends the server and says why. The bounds
-are data: `sparkforge/plan/thresholds.toml`. For other programs than servers take earlyoom.
+It also watches the memory (`MemoryWatch`): before none is left, it ends the server and says why. The bounds are in
+`sparkforge/plan/thresholds.toml`. For programs other than servers use earlyoom.
 
-It runs as a file, below the server's own interpreter or another one: it imports the standard library, psutil, and
+It runs as a file, with the server's interpreter or another one, so it imports only the standard library, psutil, and
 modules of ours that need no more.
 """
 
@@ -38,16 +38,16 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 MCL_CURRENT, MCL_FUTURE = 1, 2  # mlockall(2)
 STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 WATCHED_SIGNALS = {*STOPS, signal.SIGCHLD}
-FIRST_VICTIM = "500"  # the kernel, where it must kill, takes the server before us and before a login
+FIRST_VICTIM = "500"  # oom_score_adj: the kernel kills the server before us and before a login
 # The code for an unrequested end with code 0: sparkforge.core.errors.ServerError's code, which is "the server ended".
 ENDED = 24
 NOT_STARTED = 127  # as shells have it
 SIGNALLED = 128  # plus the signal's number
 GRACE_SECONDS = 5.0  # for processes that the server left
-LONG_SECONDS = 3600.0  # between two looks where there is no guard
+LONG_SECONDS = 3600.0  # between two samples without a guard
 CACHE_SECONDS = 5.0  # between two looks at the page cache
 LONGEST_SECONDS = 3600.0  # a start takes no longer (container.READY_SECONDS)
-TURN_SECONDS = 0.1  # between two looks while the server ends
+TURN_SECONDS = 0.1  # between two samples while the server ends
 UNLIMITED = 1 << 50  # bytes: cgroup version 1 writes 2^63 for no limit
 RECENT_SECONDS = 30.0  # a server whose process the kernel killed ends within that time
 MACHINE, LIMIT = "this machine", "the container's or cgroup's limit"
@@ -84,9 +84,9 @@ class Trouble:
 class MemoryWatch:
     """The memory limits of a server: the machine and, with `around`, the cgroups of this process.
 
-    It samples what the kernel says: MemAvailable, which on a GB10 falls with what CUDA takes, and every memory cgroup
-    with a limit (version 1 or 2), which does not count CUDA's part (docs/concepts/memory-guard.md).
-    `root` is where /proc and the cgroup mounts are looked up. Raises OSError where there is no /proc/meminfo.
+    It samples MemAvailable, which falls with CUDA's allocations on a GB10, and every memory cgroup with a limit
+    (version 1 or 2), which does not count those allocations (docs/concepts/memory-guard.md). `root` is where /proc and
+    the cgroup mounts are looked up. Raises OSError where there is no /proc/meminfo.
     """
 
     def __init__(self, limits: Thresholds, root: Path = Path("/"), *, around: bool = False) -> None:
@@ -95,7 +95,7 @@ class MemoryWatch:
         # The innermost group first, whether it has a limit now or not.
         flavours = FLAVOURS if around else ()
         self._groups = [(group, kind) for kind in flavours for group in groups(root, kind.file_system, "memory")]
-        self._low: Counter[Path] = Counter()  # how many looks in a row were below the first bound
+        self._low: Counter[Path] = Counter()  # how many samples in a row were below the first bound
         # The innermost cgroup counts this server's own processes; the machine's counter is everybody's.
         counters = [group / KILLS[kind.file_system] for group, kind in self._groups]
         self._counter = next((file for file in counters if "oom_kill" in numbers(file)), root / "proc/vmstat")
@@ -130,9 +130,10 @@ class MemoryWatch:
         return numbers(self._counter).get("oom_kill", 0)
 
     def killed(self) -> str:
-        """Say where the kernel itself killed a process for memory; empty if it did not.
+        """Return where the kernel killed a process for memory; empty if it did not.
 
-        In the server's cgroup since the watch began; where none counts, on the machine within the last seconds.
+        Kills count in the server's cgroup since the watch began; without a counter there, on the machine in the last
+        seconds.
         """
         if not (kills := self._kills() - self._before):
             return ""
@@ -145,7 +146,7 @@ def supervised(
 ) -> tuple[str, ...]:
     """Return the command that runs `command` under this program.
 
-    `end` is the file that will say how it ended, `weights` the folder whose files leave the page cache once read. A
+    `end` is the file to record the end in, `weights` the folder whose files are dropped from the page cache. A
     `trial` ends with the process that starts it, even if that is killed.
     """
     options = (*(("--end", str(end)) if end else ()), *(("--weights", weights) if weights else ()))
@@ -196,7 +197,7 @@ def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str =
 class _Keeper:
     """Ends the server for memory: SIGTERM, then SIGKILL of its process group after a moment, or at once.
 
-    `trouble` is the first reason, `period` how many seconds to wait for the next look.
+    `trouble` is the first reason, `period` the number of seconds until the next sample.
     """
 
     def __init__(self, server: int, watch: MemoryWatch | None) -> None:
@@ -207,7 +208,7 @@ class _Keeper:
         self._grace = watch.limits.grace_seconds if watch else GRACE_SECONDS
 
     def look(self, now: float) -> None:
-        """Look, and do what must be done."""
+        """Sample memory, and end the server if necessary."""
         trouble = self._watch.look(now) if self._watch else None
         if trouble and not self.trouble:
             self.trouble, self._since, self.period = trouble, now, min(self.period, TURN_SECONDS)
@@ -229,7 +230,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.parent:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != options.parent:  # it died before prctl, so that no signal comes
+        if os.getppid() != options.parent:  # the parent died before prctl, so no signal comes
             return SIGNALLED + signal.SIGTERM
     watch = None
     try:
@@ -254,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
 def _become(command: Sequence[str], parent: int, mask: set[int | signal.Signals]) -> None:
     """Replace the forked child by the server. Never returns."""
     try:
-        if os.getppid() != parent:  # it died before prctl, so that no signal comes
+        if os.getppid() != parent:  # the parent died before prctl, so no signal comes
             os._exit(SIGNALLED + signal.SIGTERM)
         os.setpgid(0, 0)  # so that one call kills all of it
         with suppress(OSError):
@@ -268,7 +269,7 @@ def _become(command: Sequence[str], parent: int, mask: set[int | signal.Signals]
 
 
 def _reap(server: int) -> int | None:
-    """Take every child that has ended from the kernel's table; return the server's code, -N for signal N."""
+    """Reap every child that has ended; return the server's code, -N for signal N."""
     code = None
     with suppress(ChildProcessError):
         while True:
@@ -296,7 +297,7 @@ def _end_the_rest() -> None:
 
 
 def drop(folder: str) -> None:
-    """Drop what the page cache holds of a folder's weights, as far as no process has it mapped and it is written."""
+    """Drop a folder's weights from the page cache, except pages that are mapped or not written yet."""
     for file in Path(folder).glob("*.safetensors"):
         with suppress(OSError):
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -309,10 +310,10 @@ def drop(folder: str) -> None:
 def tend(folder: str, mask: Iterable[int]) -> NoReturn:
     """Drop a folder's weights from the page cache while a start can read them; then end this process.
 
-    `mask` are the signals to block. vLLM reads a checkpoint once. What it leaves in the page cache, on a Spark the
-    GPU's memory too, can be dropped by the kernel, but cudaMemGetInfo counts it as used, and a start has to reclaim it
-    in the middle of its largest allocations. posix_fadvise(DONTNEED) needs no right but to read. It drops pages that no
-    process has mapped: a shard that is being read loses its read-ahead at most.
+    `mask` are the signals to block. vLLM reads a checkpoint once. The pages that stay in the page cache, which on a
+    Spark is the GPU's memory too, can be dropped by the kernel. But cudaMemGetInfo counts them as used, and a start has
+    to reclaim them in the middle of its largest allocations. posix_fadvise(DONTNEED) needs only read permission. It
+    drops only unmapped pages: a shard that is being read loses its read-ahead at most.
     """
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

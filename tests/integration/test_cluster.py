@@ -44,7 +44,7 @@ def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
     code, checks = findings(nodes)
     assert {name: item["evidence"] for name, item in checks.items() if item["status"] == "fail"} == {}
     assert code == 0
-    assert checks["firewall"]["evidence"] == "2 ways between nodes"
+    assert checks["firewall"]["evidence"] == "2 connections between nodes"
 
 
 def test_a_smaller_mtu_at_the_other_end_is_named(nodes):
@@ -110,7 +110,7 @@ def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_pat
         assert [part.wait(30) for part in parts] == [24, 24]
         assert time.monotonic() - began < 30
     assert [json.loads(end.read_text())["node"] for end in ends] == ["worker", "head"]
-    assert {json.loads(end.read_text())["why"] for end in ends} == {"nothing came from it for 10 s"}
+    assert {json.loads(end.read_text())["why"] for end in ends} == {"it sent nothing for 10 s"}
 
 
 def test_a_link_that_is_down_ends_with_the_node_that_is_not_reached(nodes):

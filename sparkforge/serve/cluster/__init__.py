@@ -1,5 +1,5 @@
-"""One model over several machines: from cluster.toml to facts of all nodes, findings, and servers that end together.
+"""One model on several machines: cluster.toml, facts of all nodes, checks, and servers that end together.
 
-In goes cluster.toml and what every node says about itself; out come findings, and vLLM's own multi-node engine running
-on all nodes. The scheduler, the parallelism and the network traffic are vLLM's.
+The inputs are cluster.toml and the facts that every node reports; the results are findings, and vLLM's own multi-node
+engine running on all nodes. The scheduler, the parallelism and the network traffic are vLLM's.
 """

@@ -1,7 +1,7 @@
-"""Checks before a cluster starts: facts of all nodes, what comes from one to another, and a judgement of both.
+"""Checks before a cluster starts, of the facts of all nodes and of the network between them.
 
-Each check is a failure that others met. `CHECKS` has all in the order of the report; docs/reference/cluster.md explains
-each.
+Each check is for a failure that users reported. `CHECKS` has all in the order of the report; docs/reference/cluster.md
+explains each.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,22 +36,23 @@ from validate.checks.finding import (
 from validate.report import one_line
 
 FULL_MTU = 9000  # RDMA packets of 4096 bytes need more than 4200; 1500 leaves 1024
-# Registering NCCL's buffers fails with ENOMEM while the page cache has all memory. Our own bound.
+# Registering NCCL's buffers fails with ENOMEM while the page cache takes all memory. Our own bound.
 LEAST_FREE = 4 * GIB
-# Gloo and vLLM's message queues listen on ports that the kernel chooses: a firewall that lets only named ones through
-# stops them. One such port stands for all.
+# Gloo and vLLM's message queues listen on ports that the kernel chooses: a firewall that allows only named ports blocks
+# them. This port represents them all.
 CHOSEN_PORT = 47_113
 # A Spark's cable takes tens of microseconds, a switch a few more, WiFi milliseconds. Every layer waits for two
 # all-reduces: 1 ms each would be 72 ms a token of gpt-oss-120b. Our own bound.
 ROUND_TRIP_SECONDS = 1e-3
-MARLIN_TILE = 128  # columns: a quantised LM head's part of 100,544 is no multiple (eugr/spark-vllm-docker issue 136)
+# Columns. 100,544, a node's part of a quantised LM head, is not a multiple (eugr/spark-vllm-docker issue 136).
+MARLIN_TILE = 128
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """The facts of a cluster: the configuration, facts or error of every node, and what comes from one node to another.
+    """The facts of a cluster: the configuration, facts or error of every node, and the network between nodes.
 
-    `model` has the sizes of what will be served, `head` is its LM head's format.
+    `model` has the sizes of the model to serve, and `head` is the format of its LM head.
     """
 
     config: ClusterConfig
@@ -104,7 +105,7 @@ def evaluate_all(cluster: ClusterFacts) -> list[Finding]:
 
 @CHECKS.add(fix="ssh NODE true   # then ssh-copy-id NODE")
 def _nodes(cluster: ClusterFacts) -> CheckResult:
-    """Every node answers over ssh, without a question."""
+    """Every node answers over ssh without a prompt."""
     silent = {name: error for name, error in cluster.errors.items() if name not in cluster.facts}
     if silent:
         first = next(iter(silent.values()))
@@ -152,7 +153,7 @@ def _link(cluster: ClusterFacts) -> CheckResult:
 
 @CHECKS.add(fix="./inv cluster.discover   # then name a wired interface in cluster.toml")
 def _control_network(cluster: ClusterFacts) -> CheckResult:
-    """The control network is one subnet, and no WiFi."""
+    """The control network is one subnet and not WiFi."""
     subnets, radio = set(), []
     for node, facts in cluster.nodes():
         interface = facts.interface(node.interface)
@@ -169,11 +170,11 @@ def _control_network(cluster: ClusterFacts) -> CheckResult:
 
 @CHECKS.add(needs=GPUS, fix="ibdev2netdev   # then hcas in cluster.toml")
 def _rdma(cluster: ClusterFacts) -> CheckResult:
-    """Every RDMA device that cluster.toml names is there and active."""
+    """Every RDMA device that cluster.toml names exists and is active."""
     problems = []
     for node, facts in cluster.nodes():
         if not node.hcas:
-            problems.append(f"{node.name} names no hcas, so that NCCL takes TCP: two machines are slower than one then")
+            problems.append(f"{node.name} names no hcas, so NCCL uses TCP, with which two machines are slower than one")
         for name in node.hcas:
             device = facts.device(name)
             if device is None:
@@ -218,7 +219,7 @@ def _mtu(cluster: ClusterFacts) -> CheckResult:
 
 
 def _add_reach(name: str, meaning: str, problem: Callable[[Reach], str], fix: str) -> None:
-    """Add a check of what comes from one node to another; `problem` returns what is wrong with a way."""
+    """Add a check of the network from one node to another; `problem` returns what is wrong with a connection."""
 
     @CHECKS.add(name=name, meaning=meaning, fix=fix)
     def _reached(cluster: ClusterFacts) -> CheckResult:
@@ -228,7 +229,7 @@ def _add_reach(name: str, meaning: str, problem: Callable[[Reach], str], fix: st
         for (sender, receiver), reach in cluster.reaches.items():
             if why := reach.why if isinstance(reach, SparkforgeError) else problem(reach):
                 problems.append(f"from {sender} to {receiver}: {why}")
-        return judged(not problems, "; ".join(problems) or f"{len(cluster.reaches)} ways between nodes")
+        return judged(not problems, "; ".join(problems) or f"{len(cluster.reaches)} connections between nodes")
 
 
 def _slow(reach: Reach) -> str:
@@ -248,7 +249,7 @@ _add_reach(
     "round-trip",
     "Small packets between the nodes all come back, the fastest within 1 ms.",
     _slow,
-    "reseat or change the cable, and leave WiFi, tunnels and other traffic out of the way between the nodes",
+    "reseat or change the cable, and keep WiFi, tunnels and other traffic off the path between the nodes",
 )
 _add_reach(
     "firewall",
@@ -286,18 +287,18 @@ def _split(cluster: ClusterFacts) -> CheckResult:
     ways: list[tuple[int, plan.Way]] = [(config.tensor, layers), (config.pipeline, "pipeline")]
     problems = [objection for count, way in ways if count > 1 for objection in plan.objections(model, count, way)]
     if min(config.tensor, config.pipeline) > 1 and model.intermediate % len(config.nodes):
-        problems.append(f"an intermediate size of {model.intermediate} is no multiple of {len(config.nodes)}")
+        problems.append(f"an intermediate size of {model.intermediate} is not a multiple of {len(config.nodes)}")
     # The second node's buffers are never made: gpu_model_runner.py:5801.
     if config.pipeline > 1 and not config.has_gpus:
-        problems.append("vLLM's CPU build serves no pipeline")
+        problems.append("vLLM's CPU build does not support a pipeline")
     if cluster.head != "bf16" and config.tensor > 1 and model.vocab // config.tensor % MARLIN_TILE:
         columns = model.vocab // config.tensor
-        problems.append(f"an LM head in {cluster.head} has {columns} columns a node, no multiple of {MARLIN_TILE}")
+        problems.append(f"an LM head in {cluster.head} has {columns} columns per node, not a multiple of {MARLIN_TILE}")
     return judged(not problems, "; ".join(problems) or f"tensor {config.tensor}, pipeline {config.pipeline}")
 
 
 def look(config: ClusterConfig) -> ClusterFacts:
-    """Return what there is to judge: facts of all nodes, and what comes from one to another."""
+    """Return the facts of all nodes, and of the network between them."""
     image = f"sparkforge/vllm:{config.stack}" if config.in_containers else ""
     answers = remote.on_all(
         config.nodes, lambda node: node_facts.ask(node, ports=config.ports(node), model=config.model, image=image)
@@ -311,7 +312,7 @@ def look(config: ClusterConfig) -> ClusterFacts:
     recipes, model = models.load(), None
     served = Path(settings.DEFAULTS["spark"][1]).name if config.has_gpus else settings.TINY_ID
     title = Path(config.model).name if config.model else served
-    with suppress(InputError):  # its folder is not on this machine, and its name is not known
+    with suppress(InputError):  # the folder is not on this machine, and the name is not known
         own = title in recipes
         model = architecture.parse(recipes[title].config, title) if own else architecture.read(Path(config.model))
     return ClusterFacts(config, known, errors, _reaches(config, known), model=model, head=rows[name].dense.head)
@@ -331,7 +332,7 @@ def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tupl
     ways = [way for way in ways if way[0].name in known and way[1].name in known]
 
     def receive(node: ClusterNode) -> dict[tuple[str, str], Reach | SparkforgeError]:
-        """Try the ways to a node one after the other: they may need the same port."""
+        """Try the connections to a node one after the other, as they may need the same port."""
         answers: dict[tuple[str, str], Reach | SparkforgeError] = {}
         for sender, receiver, own, other, ports in ways:
             if receiver == node:

@@ -1,4 +1,4 @@
-"""cluster.toml: the nodes, their addresses and network devices, and how the model is split over them."""
+"""cluster.toml: the nodes, their addresses and network devices, and how the model is split among them."""
 
 import ipaddress
 from pathlib import Path
@@ -39,8 +39,8 @@ class ClusterNode(Record):
 
     `python` is the interpreter that serves on the embedded device; empty: that of the environment in `state`.
 
-    `address` is its own on the network that carries vLLM's control traffic, `interface` the device with that address,
-    `hcas` the RDMA devices that NCCL uses: both halves of each port.
+    `address` is the node's own on the network that carries vLLM's control traffic, `interface` the device with that
+    address, `hcas` the RDMA devices that NCCL uses: both halves of each port.
     """
 
     name: Name
@@ -54,9 +54,10 @@ class ClusterNode(Record):
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables with which Gloo, NCCL and vLLM take the control network and both halves of each port.
+        """Variables with which Gloo, NCCL and vLLM use the control network and both halves of each port.
 
-        Left alone, Gloo takes the address of the host's name, which is often loopback's, and NCCL any interface.
+        Without them Gloo takes the address of the host's name, which is often the loopback address, and NCCL any
+        interface.
         """
         return {
             "VLLM_HOST_IP": self.address,
@@ -82,10 +83,10 @@ class ClusterConfig(Record):
     device: Literal["docker", "docker-cpu", "embedded"] = Field(
         "docker", description="docker; without GPUs docker-cpu, or embedded: vLLM's CPU build without a container"
     )
-    model: Argument = Field("", description="a folder, the same on every node; empty: what the device serves by itself")
+    model: Argument = Field("", description="a folder, the same on every node; empty: the device's default model")
     profile: Argument = Field("", description="a table of sparkforge/serve/profiles.toml; empty: the device's own")
     flags: Annotated[tuple[Flag, ...], AfterValidator(checked_flags)] = Field(
-        (), description="vLLM's own, which win over the profile's"
+        (), description="vLLM's own flags, which override the profile's"
     )
     tensor: int = Field(2, ge=1, description="machines that share each layer")
     pipeline: int = Field(
@@ -110,7 +111,7 @@ class ClusterConfig(Record):
         for wrong, why in (
             (len(names) < count, "two nodes have the same name"),
             (len(set(addresses)) < count, "two nodes have the same address"),
-            (several, f"{several} is no address of one machine: take the node's own on the control network"),
+            (several, f"{several} is not the address of one machine; use the node's own on the control network"),
             (local and (len(local) < count or self.has_gpus), "other machines cannot reach a node's loopback address"),
             (
                 self.tensor * self.pipeline != count,
@@ -129,12 +130,12 @@ class ClusterConfig(Record):
 
     @property
     def in_containers(self) -> bool:
-        """Tell whether each node's part is a container; else it is a process of the embedded device."""
+        """Whether each node's part is a container; otherwise it is a process of the embedded device."""
         return self.device != EMBEDDED
 
     @property
     def has_gpus(self) -> bool:
-        """Tell whether the parts compute on GPUs, between which NCCL and RDMA carry the model; else Gloo does."""
+        """Whether the parts compute on GPUs, with traffic over NCCL and RDMA; otherwise over Gloo."""
         return self.device == DOCKER
 
     @property

@@ -20,8 +20,8 @@ GUIDE = "docs/guide/two-machines.md, The link"
 def find_nodes(destinations: Sequence[str], device: str, folder: str) -> ClusterConfig:
     """Query machines by their ssh destinations, the head first, and return a configuration; `local` is this machine.
 
-    Raises UsageError for fewer than two, a malformed name, or one machine named twice; the first node's error if one
-    does not answer; RefusalError if they share no network.
+    Raises UsageError for fewer than two machines, a malformed name, or a machine named twice; the error of the first
+    node that does not answer; RefusalError if they share no network.
     """
     refused = "cannot make a cluster.toml of these machines"
     fix = "./inv cluster.discover --nodes local,spark-2   # each machine once; --folder takes an absolute path"
@@ -87,12 +87,12 @@ def propose(
 
 
 def split(nodes: int) -> dict[str, int]:
-    """Return tensor parallelism for powers of two, which divide a model's heads; else pipeline parallelism."""
+    """Return tensor parallelism for powers of two, which divide a model's heads; otherwise pipeline parallelism."""
     return {"tensor": nodes, "pipeline": 1} if nodes & (nodes - 1) == 0 else {"tensor": 1, "pipeline": nodes}
 
 
 def shared(facts: Mapping[str, NodeFacts], name: str) -> dict[IPv4Network, NetworkInterface]:
-    """Return the subnets that a node's fast interfaces share with another node, each with the interface."""
+    """Return the subnets that a node's fast interfaces share with other nodes, each with its interface."""
     others = {network for other in facts if other != name for network in _networks(facts[other])}
     return {network: interface for network, interface in _networks(facts[name]).items() if network in others}
 

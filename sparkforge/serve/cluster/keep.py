@@ -27,7 +27,7 @@ PURPOSE = "start a cluster again"
 LOCK, NOTE, LOG = "cluster.lock", "cluster.keep.json", "logs/cluster.log"  # in SPARKFORGE_STATE
 LOOK_SECONDS = 5.0  # each query starts an interpreter on the node
 BEGIN_SECONDS = 30.0
-RETURN_SECONDS = 1800.0  # a machine's own restart, with a check of its disks
+RETURN_SECONDS = 1800.0  # for a machine's restart, with a check of its disks
 END_SECONDS = 200.0  # more than the keeper's own `down` takes
 
 

@@ -1,14 +1,14 @@
-"""`python -m sparkforge.serve.cluster.node < REQUEST`: one node's part of a cluster, as its head asks for it over ssh.
+"""`python -m sparkforge.serve.cluster.node < REQUEST`: one node's part of a cluster, which the head requests over ssh.
 
 The request is a JSON object with an `action` and the cluster's configuration; the answer is a JSON object on stdout,
-and messages for people go to stderr. It uses what serves one machine: validator, launch, record and log.
+and messages for people go to stderr. It uses the same validator, launch, record and log as a single machine.
 
   validate  run the validator for this node's part of the server
   begin     start a worker and return at once
   start     start the head's part, and wait for its first answers
   status    say whether this node's part runs, and how it ended
   logs      the last `lines` of its log
-  down      end it, and what a killed one left
+  down      end it, and the processes that a killed one left
 """
 
 import json
@@ -72,7 +72,7 @@ class NodeError(Record):
 
 
 class NodeAnswer(Record, extra="allow"):
-    """A node's answer: an error, or what `ANSWER_KEYS` names for the action, and more for people and programs."""
+    """A node's answer: an error, or the key that `ANSWER_KEYS` has for the action, and further keys."""
 
     error: NodeError | None = None
     state: str = ""
@@ -89,7 +89,7 @@ ANSWER_KEYS = {"validate": "verdict", "begin": STATE, "start": "url", "status": 
 
 
 def end_path() -> Path:
-    """Return the path of the record of the node that ended this one's part."""
+    """Return the path of the record that names the node that ended this node's part."""
     return paths.state() / watch.END
 
 
@@ -142,7 +142,7 @@ class EmbeddedNode(Embedded):
 
     @classmethod
     def state(cls) -> dict[str, Any]:
-        """Say how the part is, and which other node ended it."""
+        """Return the part's state, and which other node ended it."""
         state = super().state()
         if state["state"] == "ended" and (loss := lost()):
             state |= {"why": f"node {loss['node']}: {loss['why']}", "asked": loss["why"] == watch.STOPPED}
@@ -150,12 +150,12 @@ class EmbeddedNode(Embedded):
 
 
 def answer(request: NodeRequest) -> dict[str, Any]:
-    """Do what is asked for. Raises the errors of the part, and InputError for an action that there is not."""
+    """Run the requested action. Raises the errors of the part, and InputError for an unknown action."""
     config = request.config
     part: type[EmbeddedNode | ContainerNode] = ContainerNode if config.in_containers else EmbeddedNode
     match request.action:
         case "validate":
-            launch.refuse_second()  # a failed start would end it with the rest
+            launch.refuse_second()  # the cleanup after a failed start would end that server too
             device = part(config, request.node, request.token)
             device.prepare()
             return {"verdict": device.validate()}
@@ -221,7 +221,7 @@ class ContainerRdma(Record):
     def problems(self) -> Iterator[str]:
         """Yield the problems."""
         if not any(name.startswith("uverbs") for name in self.devices):
-            yield "there is no /dev/infiniband/uverbs*, so NCCL would take TCP"
+            yield "there is no /dev/infiniband/uverbs*, so NCCL would use TCP"
         elif not any(name.startswith("uverbs") for name in self.open):
             yield "its user may not open /dev/infiniband/uverbs*"
         if self.memlock != UNLIMITED:
@@ -257,7 +257,7 @@ class ContainerNode(Container):
         self.compose_files = (docker_compose.CLUSTER, *further)
 
     def prepare(self) -> None:
-        """Do nothing: `cluster.check` has found the same image on every node."""
+        """Do nothing: `cluster.check` found the same image on every node."""
 
     def validate(self) -> str:
         """Validate this node's part in its container, and the container's access to RDMA."""
@@ -284,7 +284,7 @@ class ContainerNode(Container):
         return "serve"
 
     def begin(self) -> None:
-        """Start a worker's container and return at once. Raises what Compose raises; `cluster.up` ends it then."""
+        """Start a worker's container and return at once. Raises what Compose raises; then `cluster.up` ends it."""
         paths.secure_state()
         write_atomic(record.begun_path(), f"{docker_compose.project()}\n")  # what `launch.down` ends
         started = time.time()
@@ -295,7 +295,7 @@ class ContainerNode(Container):
         record.begun_path().unlink(missing_ok=True)
 
     def start(self) -> Server:
-        """Start the head's container. Raises ServerError if NCCL took TCP in place of RDMA."""
+        """Start the head's container. Raises ServerError if NCCL uses TCP instead of RDMA."""
         project = docker_compose.resolved(self.env, self.compose_files)
         self.service = docker_compose.service_of(project, self.config.port)
         if self.service.key_file:
@@ -303,7 +303,7 @@ class ContainerNode(Container):
         server = self.serve(lambda _: None)
         if self.config.has_gpus and (carried := transport(self.log())).tcp:
             keep_log()
-            launch.stop()  # not `down`, which would end the holder of the start's lock: this process
+            launch.stop()  # not `down`, which would end this process, the holder of the start's lock
             fix = "./inv cluster.check; ./inv cluster.logs shows why"
             raise ServerError("NCCL took TCP in place of RDMA", carried.description, fix, code="server.cluster")
         return server

@@ -1,6 +1,6 @@
-"""What the head asks of a node that may have nothing of ours: `python3 - ARGUMENT < probe.py` prints a JSON object.
+"""The head's queries of a node, which may have no code of ours: `python3 - ARGUMENT < probe.py` prints JSON.
 
-It runs by that machine's own Python 3.9 or newer, as the user that ssh logs in, and imports the standard library alone.
+It runs with that machine's Python, 3.9 or newer, as the user of the ssh login, and imports only the standard library.
 A fact that cannot be read is null, and `errors` says why.
 
 The argument is a JSON object with a `mode`:
@@ -27,12 +27,12 @@ from typing import Any
 
 HEADERS = 28  # bytes of an IPv4 and a UDP header
 EDGE = 1 << 20  # bytes at both ends of a file that its fingerprint reads
-IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: do not fragment, whatever the kernel knows of the path
-COMPARED = (".safetensors", ".json")  # suffixes of the files that all nodes must have alike
+IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: do not fragment, at any path MTU
+COMPARED = (".safetensors", ".json")  # suffixes of the files that must be the same on all nodes
 CONNECT_SECONDS = 3.0
 ECHOES, ECHO_BYTES = 50, 16  # small packets there and back
-FAREWELLS = 5  # packets of a byte, which end the other side where the large one did not come through
-ECHO_SECONDS = 2.0  # for all of them, and again for late ones
+FAREWELLS = 5  # packets of one byte, which end the listener if the large packet was lost
+ECHO_SECONDS = 2.0  # for all small packets, and again for late ones
 PROGRAM_SECONDS = 20
 
 
@@ -72,7 +72,7 @@ def program(*argv: str) -> str:
 
 
 def interfaces(root: Path) -> list[dict[str, Any]]:
-    """Return every interface but loopback: its IPv4 networks, state, MTU, and the PCI function that it is, if any."""
+    """Return every interface but loopback: its IPv4 networks, state, MTU, and PCI function, if any."""
     networks = {
         entry["ifname"]: [f"{a['local']}/{a['prefixlen']}" for a in entry["addr_info"] if a.get("family") == "inet"]
         for entry in json.loads(program("ip", "-j", "addr"))
@@ -139,7 +139,7 @@ def is_taken(port: int) -> bool:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of the names, sizes and both ends of a model's files: 65 GB are not read for it."""
+    """Return a hash of the names, sizes and both ends of a model's files, without reading all 65 GB."""
     digest = hashlib.sha256()
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix in COMPARED)
     if not files:
@@ -155,15 +155,15 @@ def fingerprint(folder: Path) -> str:
 
 
 def listen(options: dict[str, Any]) -> dict[str, Any]:
-    """Answer connections and packets for `duration` seconds at most, or until a packet that is no small one."""
+    """Answer connections and packets for `duration` seconds at most, or until a packet of another size."""
     opened: list[socket.socket] = []
     for port in options["ports"]:
-        for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):  # who gets a connection sends packets next
+        for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):  # a peer that gets a connection sends packets next
             server = socket.socket(socket.AF_INET, kind)
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 server.bind((options["address"], port))
-            except OSError:  # another program's, which answers for itself
+            except OSError:  # another program has the port, and answers
                 continue
             if kind == socket.SOCK_STREAM:
                 server.listen()
@@ -177,12 +177,12 @@ def listen(options: dict[str, Any]) -> dict[str, Any]:
                 packet, sender = server.recvfrom(1 << 16)
                 server.sendto(packet[:ECHO_BYTES], sender)
                 if len(packet) != ECHO_BYTES:
-                    return {}  # it is what the other side sends last
+                    return {}  # the sender's last packet
     return {}
 
 
 def reach(options: dict[str, Any]) -> dict[str, Any]:
-    """Return why ports cannot be connected to, how small packets come back, and why a full one does not pass."""
+    """Return the blocked ports with reasons, the results of small packets, and why a full packet does not pass."""
     deadline = time.monotonic() + 2 * CONNECT_SECONDS
     blocked = {}
     for port in options["ports"]:
@@ -206,11 +206,11 @@ def reach(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def connect(source: str, address: str, port: int, deadline: float) -> str:
-    """Return why a TCP connection cannot be made; "" if it can. One that is refused is tried until the deadline."""
+    """Return why a TCP connection cannot be made; "" if it can. A refused one is tried again until the deadline."""
     while True:
         try:
             socket.create_connection((address, port), CONNECT_SECONDS, (source, 0)).close()
-        except ConnectionRefusedError as error:  # the other side's listener may not be there yet
+        except ConnectionRefusedError as error:  # the other side may not listen yet
             if time.monotonic() > deadline:
                 return str(error.strerror)
             time.sleep(0.1)
@@ -221,7 +221,7 @@ def connect(source: str, address: str, port: int, deadline: float) -> str:
 
 
 def echoes(options: dict[str, Any]) -> dict[str, Any]:
-    """Return how many small packets were `sent`, how many are `lost`, and the seconds of the `fastest` way and back."""
+    """Return how many small packets were `sent`, how many are `lost`, and the seconds of the `fastest` round trip."""
     sent: dict[int, float] = {}
     seconds: dict[int, float] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
@@ -237,12 +237,12 @@ def echoes(options: dict[str, Any]) -> dict[str, Any]:
         try:
             sender.bind((options["source"], 0))
             sender.connect((options["address"], options["ports"][0]))
-            for number in range(ECHOES):  # one after the other: a burst would measure how soon a busy machine wakes up
+            for number in range(ECHOES):  # one after the other: a burst would measure how fast a busy machine wakes up
                 sent[number] = time.monotonic()
                 sender.send(number.to_bytes(ECHO_BYTES, "big"))
                 receive(time.monotonic() + ECHO_SECONDS / ECHOES)
             receive(time.monotonic() + ECHO_SECONDS)
-        except (OSError, KeyError):  # nothing more comes, or it is no answer to us
+        except (OSError, KeyError):  # nothing more arrives, or it is not our packet
             pass
     return {"sent": ECHOES, "lost": ECHOES - len(seconds), "fastest": min(seconds.values(), default=None)}
 

@@ -24,7 +24,7 @@ from sparkforge.serve.cluster.config import ClusterNode
 
 CONNECT_SECONDS = 10
 SSH_FAILED = 255  # ssh(1): the connection, not the program
-# BatchMode: no question is asked. Alive: a node that has lost its power is noticed within 15 s.
+# BatchMode: ssh does not prompt. ServerAlive: a node without power is noticed within 15 s.
 OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 SSH = ("ssh", *(word for option in OPTIONS for word in ("-o", option)))
 Result = TypeVar("Result")
@@ -64,7 +64,7 @@ def document(
 ) -> Answer:
     """Return the JSON object that a program prints on a node.
 
-    Raises the errors of `output`, and InputError for an answer of another shape.
+    Raises the errors of `output`, and InputError for a malformed answer.
     """
     text = output(node, argv, seconds=seconds, stdin=stdin)
     try:
@@ -91,7 +91,7 @@ def on_every(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]
 
 
 def on_all(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result | SparkforgeError]:
-    """Call a function as `on_every` does; an error stands in its node's place: the other results are still needed."""
+    """Call a function as `on_every` does; a failed node's result is its error, so that the other results are kept."""
 
     def attempt(node: ClusterNode) -> Result | SparkforgeError:
         try:
@@ -132,7 +132,7 @@ class NetworkInterface(Record):
 
     @property
     def port(self) -> str:
-        """Which physical port it belongs to: halves of one differ in the PCI domain only; empty for no ConnectX."""
+        """Its physical port; the halves of a port differ in the PCI domain only. Empty for other than ConnectX."""
         return self.pci.rpartition(".")[2] if self.driver == CONNECTX else ""
 
 
@@ -189,7 +189,7 @@ def ask(node: ClusterNode, **options: Any) -> NodeFacts:
 def reach(
     sender: ClusterNode, receiver: ClusterNode, ports: Sequence[int], mtu: int, addresses: tuple[str, str]
 ) -> Reach:
-    """Try ports and a packet of `mtu` bytes from one node to another, by programs of ours at both ends.
+    """Try ports and a packet of `mtu` bytes from one node to another, with probe.py at both ends.
 
     `addresses` are the sender's and the receiver's. Raises what `ask_probe` raises.
     """

@@ -1,6 +1,6 @@
 """`./inv cluster.sync`: the head's model and image go to the other nodes over the link.
 
-rsync sends the files: it compares them by their checksums, sends only what differs, and goes on where it was cut off.
+rsync sends the files: it compares them by their checksums, sends only what differs, and resumes interrupted transfers.
 docker sends the image.
 """
 
@@ -26,34 +26,34 @@ from sparkforge.models.hub import MODEL_FILES
 from sparkforge.serve.cluster import probe, remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 
-SEND_SECONDS = 6 * 3600.0  # of 65 GB over a link of 10 GB/s, or over a cable of 1 Gb/s
+SEND_SECONDS = 6 * 3600.0  # for 65 GB over a link of 10 GB/s, or over a cable of 1 Gb/s
 FLUSH_SECONDS = 3600.0
-SILENT_SECONDS = 60  # until rsync gives up a connection that says nothing; it says something while it hashes
-RESUME = "./inv cluster.sync   # it goes on where it was"
+SILENT_SECONDS = 60  # until rsync gives up a silent connection; it is not silent while it hashes
+RESUME = "./inv cluster.sync   # it resumes the transfer"
 # The files that vLLM reads and cluster.check compares.
 PATTERNS = (*MODEL_FILES, *(f"*{suffix}" for suffix in probe.COMPARED))
-# A file that is there in part or damaged is mended in place, with the bytes that differ; parents are made.
+# A partial or damaged file is repaired in place with the bytes that differ; parent folders are created.
 RSYNC = (
     "rsync", "--dirs", "--times", "--copy-links", "--inplace", "--no-whole-file", "--checksum", "--mkpath", "--fsync",
     "--out-format=%n", "--exclude=*/", *(f"--include={pattern}" for pattern in PATTERNS), "--exclude=*",
 )  # fmt: skip
 RSYNC_VERSION = "3.2.4"  # the first one with --fsync; --mkpath is of 3.2.3
-INSTALL = "sudo apt update && sudo apt install rsync"  # upgrades one that is there
+INSTALL = "sudo apt update && sudo apt install rsync"  # upgrades an installed one
 
 
 def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False) -> None:
     """Copy the model's folder from the head to every other node.
 
-    A folder that is not there appears when all its files are there. Raises UsageError without a model, InputError for a
-    folder without one, and what `sending_error` returns; the same command resumes a transfer that was cut off.
+    A missing folder appears only when all its files are complete. Raises UsageError without a model, InputError for a
+    folder without one, and what `sending_error` returns; the same command resumes an interrupted transfer.
     """
     folder, head = model or config.model, config.head
     if not folder:
         fix = "--model /models/gpt-oss-120b   # or model in cluster.toml"
         raise UsageError("no model is named", "cluster.toml names none", fix)
-    if not folder.startswith("/"):  # it would be relative to another folder on each node, and no shell expands a ~
+    if not folder.startswith("/"):  # a relative path differs on each node, and no shell expands a ~
         fix = f"--model {shlex.quote(str(paths.typed(folder).absolute()))}   # or model in cluster.toml"
-        raise UsageError(f"the model {folder} is no absolute path", "it names a folder on every node", fix)
+        raise UsageError(f"the model {folder} is not an absolute path", "it names a folder on every node", fix)
     try:
         remote.output(head, ["sh", "-c", 'cd "$0" && ls config.json *.safetensors', folder], seconds=SILENT_SECONDS)
     except ProcessError as error:
@@ -90,9 +90,9 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, *, dry_run: b
 
 
 def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
-    """Return the ssh command with which the head reaches a node at the link, and whom it logs in as.
+    """Return the ssh command with which the head reaches a node over the link, and its login.
 
-    User, key and port are those of `ssh NODE`; the host key is the one that is known by that name.
+    User, key and port are those of `ssh NODE`; the host key is the one known by that name.
     """
     command = [*remote.SSH, "-o", "UpdateHostKeys=no"]
     if not node.ssh:
@@ -136,8 +136,8 @@ def sending_error(error: ProcessError, head: ClusterNode, node: ClusterNode) -> 
 def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
     """Load the head's image on every other node that has none, or another one, and compare the ids.
 
-    Raises UsageError on the embedded device, InputError if the head has no image, NetworkError, and IntegrityError for
-    another image there, or one that trust.toml does not take.
+    Raises UsageError on the embedded device, InputError if the head has no image, NetworkError, and IntegrityError if
+    the node then has another image, or trust.toml refuses the image.
     """
     if not config.in_containers:
         raise UsageError("there is no image to send", f"device {config.device} has none", "without --image")
@@ -148,7 +148,7 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
         raise InputError(f"{config.head.name} has no image {name}", why, fix)
     if trust.is_demanding():
         if config.head.ssh:
-            why = "trust.toml demands signatures, and they are looked for where the image is"
+            why = "trust.toml requires signatures, which are checked where the image is"
             raise UsageError("this machine is not the head", why, "./inv cluster.sync --image   # on the head")
         trust.print_trust(config.stack, wanted)
     for node in config.workers:
@@ -174,6 +174,6 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
 
 
 def image_id(node: ClusterNode, name: str) -> str:
-    """Return an image's id on a node; empty if it is not there. Raises what `remote.output` raises for no docker."""
+    """Return an image's id on a node; empty if it is missing. Raises what `remote.output` raises without docker."""
     argv = ["docker", "image", "ls", "--no-trunc", "--format", "{{.ID}}", name]
     return next(iter(remote.output(node, argv, seconds=SILENT_SECONDS).splitlines()), "")

@@ -1,9 +1,9 @@
-"""`python -P watch.py OPTIONS -- COMMAND`: runs a node's part of a server, and ends it when another node's has ended.
+"""`python -P watch.py OPTIONS -- COMMAND`: run a node's part of a server, and end it when another node's part ends.
 
-vLLM watches the workers of its own machine only: without this, a head whose other machine is gone keeps its port open
-and answers nobody, and a worker whose head is gone waits for ever. The nodes hold a connection to the head on the
-control network and send a line a second. If a node's connection breaks, no line arrives from it, or it reports that
-its server has ended, all other nodes end their parts, and write the node's name into their log and the file `--end`.
+vLLM watches the workers of its own machine only: without this, a head that has lost a worker keeps its port open and
+answers nobody, and a worker whose head is gone waits for ever. The nodes hold a connection to the head on the control
+network and send a line a second. If a node's connection breaks, its lines stop, or it reports that its server has
+ended, all other nodes end their parts, and write the node's name into their log and the file `--end`.
 
 It runs as a file below the supervisor (sparkforge/serve/supervise.py) and imports the standard library alone.
 """
@@ -25,13 +25,13 @@ from typing import Any
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # ten lines lost: the cable, the machine, or its kernel
-GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL: vLLM waits for answers that nobody can compute any more
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL: vLLM waits for answers that cannot be computed any more
 TURN_SECONDS = 0.2
-LONGEST_LINE = 4096  # bytes; a longer one is not of ours
+LONGEST_LINE = 4096  # bytes; we send no longer ones
 ENDED = 24  # sparkforge.core.errors.ServerError's code
 TOKEN = "SPARKFORGE_CLUSTER_TOKEN"  # noqa: S105 - a variable's name
-MEMORY = "its memory guard ended it"  # serve/supervise.py sends SIGURG first, which whoever does not know it ignores
-ORPHANED = "its supervisor was killed"  # the kernel sends SIGTERM then: serve/supervise.py asks for it
+MEMORY = "its memory guard ended it"  # serve/supervise.py sends SIGURG first, which other programs ignore
+ORPHANED = "its supervisor was killed"  # the kernel then sends SIGTERM, by PR_SET_PDEATHSIG in serve/supervise.py
 STOPPED = "it was stopped"  # by a signal: on request, or because the machine shuts down in order
 END = "cluster.end.json"  # in SPARKFORGE_STATE: which other node ended this one's part
 # Read by people, and by the doctor.
@@ -42,7 +42,7 @@ MESSAGE = """✗ node {node} ended this node's part of the server [server.cluste
 
 @dataclass
 class Peer:
-    """A connection to another node: its name once it has said hello, what came of a line, and when the last came."""
+    """A connection to another node: its name after its hello, the begun line, and the time of the last data."""
 
     link: socket.socket
     name: str = ""
@@ -74,10 +74,10 @@ class NodeWatch:
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def turn(self) -> Loss | None:
-        """Listen for a moment, send what is due, and return the loss of a node if there is one."""
+        """Receive for a moment, send a line if it is due, and return the loss of a node if there is one."""
         now = time.monotonic()
         if not self._settings.listen and not self._peers:
-            with suppress(OSError):  # the head may not be there yet
+            with suppress(OSError):  # the head may not listen yet
                 link = socket.create_connection((self._settings.address, self._settings.port), timeout=TURN_SECONDS)
                 self._add(Peer(link, name=self._settings.peers[0]))
                 self._send({"hello": self._settings.node, "token": self._token})
@@ -88,17 +88,17 @@ class NodeWatch:
             self._send({})
         for peer in [peer for peer in self._peers if now - peer.heard > SILENT_SECONDS]:
             if peer.name:
-                return Loss(peer.name, f"nothing came from it for {SILENT_SECONDS:g} s")
+                return Loss(peer.name, f"it sent nothing for {SILENT_SECONDS:g} s")
             self._drop(peer)  # a connection that sent no token
         missing = self._expected if self._settings.listen else () if self._peers else self._settings.peers
         if missing and now - self._begun > self._settings.join:
-            return Loss(", ".join(sorted(missing)), f"it did not come within {self._settings.join:g} s")
+            return Loss(", ".join(sorted(missing)), f"it did not connect within {self._settings.join:g} s")
         return None
 
     def tell(self, node: str, why: str) -> None:
         """Tell the other nodes that the server ends, and because of which node.
 
-        A server can end before the first turn: a node that has connected by then, and its hello, are taken first.
+        A server can end before the first turn, so waiting connections and their hellos are accepted first.
         """
         for _ in ("connection", "hello"):
             self._receive(0)
@@ -161,14 +161,14 @@ class NodeWatch:
         for peer in self._peers:
             if self._settings.listen and not peer.name:
                 continue
-            with suppress(OSError):  # a broken one is noticed when it is read
+            with suppress(OSError):  # a broken connection is noticed when it is read
                 peer.link.send(json.dumps(message).encode() + b"\n")
 
 
 def _message(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, or too deep
+    except (ValueError, RecursionError):  # not JSON, or too deep
         return {}
     return message if isinstance(message, dict) else {}
 
@@ -222,11 +222,11 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = argparse.ArgumentParser(prog="watch", description=__doc__)
     result.add_argument("--node", required=True, help="this node's name")
-    result.add_argument("--address", required=True, help="the head's, on the control network")
+    result.add_argument("--address", required=True, help="the head's address on the control network")
     result.add_argument("--port", type=int, required=True)
     result.add_argument("--listen", action="store_true", help="this is the head")
     result.add_argument("--peers", required=True, type=lambda text: text.split(","), help="the nodes to hear from")
-    result.add_argument("--join", type=float, default=600.0, help="seconds in which they must have come")
+    result.add_argument("--join", type=float, default=600.0, help="seconds in which they must connect")
     result.add_argument("--end", type=Path, help="JSON file to write when another node ended the server")
     result.add_argument("command", nargs="+")
     return result

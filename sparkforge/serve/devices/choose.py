@@ -16,7 +16,7 @@ from sparkforge.serve.record import StartPlan
 
 NAMES = (AUTO, EMBEDDED, GPU, DOCKER, DOCKER_CPU)
 NVIDIA_DRIVER = "proc/driver/nvidia/version"
-PRODUCT = "sys/class/dmi/id/product_name"  # "NVIDIA_DGX_Spark" and the like; by public reports, not seen by us
+PRODUCT = "sys/class/dmi/id/product_name"  # such as "NVIDIA_DGX_Spark", by public reports; not checked by us
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def has_driver(root: Path = Path("/")) -> bool:
 
 
 def choose(name: str, root: Path = Path("/"), processor: str = platform.machine()) -> Choice:
-    """Return the device of that name; `auto` looks at the machine, whose files lie under `root`.
+    """Return the device of that name; `auto` chooses by the machine, whose files lie under `root`.
 
     Raises UsageError for an unknown name.
     """
@@ -70,7 +70,7 @@ def _without_docker(reason: str) -> Choice:
 
 
 def device_for(plan: StartPlan, build: Callable[[str, Steps], None]) -> Device:
-    """Return the device of a plan, which is checked; `build(stack, steps)` makes a missing image."""
+    """Check a plan and return its device; `build(stack, steps)` makes a missing image."""
     if plan.device == EMBEDDED:
         from sparkforge.serve.devices.in_environment import Embedded  # noqa: PLC0415 - only one of them is loaded
 

@@ -52,7 +52,7 @@ class Container(Device):
 
     compose_files: tuple[str, ...] = ()  # further files of the checkout, read after docker-compose.yml
     service: Service
-    evidence: trust.Evidence | None = None  # who vouches for the image, if trust.toml demands that
+    evidence: trust.Evidence | None = None  # the image's signers, if trust.toml requires signatures
 
     def __init__(self, plan: StartPlan, build: ImageBuilder) -> None:
         super().__init__(plan)
@@ -73,10 +73,10 @@ class Container(Device):
                 raise EngineError(error.what, error.why, fix, code="engine.gpu") from error
             tell(f"Docker {docker_engine.version} on {docker_engine.platform}{gpus}")
         _require_passed_on(service, self.env)
-        settings.read(service.environment)  # what the container would refuse must not cost an image and a start
+        settings.read(service.environment)  # refuse now what the container would refuse, before an image is built
         access.require_key(service.host, service.key_file)
         if service.key_file:
-            access.read_key(Path(service.key_file), private=False)  # before minutes go into an image
+            access.read_key(Path(service.key_file), private=False)  # before minutes are spent on an image
         if docker_engine.leaks_loopback_ports and service.host == LOOPBACK:
             key = "" if service.key_file else "; or start with --api-key-file FILE"
             say(LEAK.format(version=docker_engine.version, key=key))
@@ -93,7 +93,7 @@ class Container(Device):
             except EngineError as error:
                 if error.code != "engine.image" or self.plan.image:
                     raise
-                trust.require_buildable(service.stack)  # before minutes go into what would be refused
+                trust.require_buildable(service.stack)  # before minutes are spent on an image that would be refused
                 self.build(service.stack, self.steps)
                 image = engine.require_image(*needed)
             # A rollback goes back to an older image; a start never does.
@@ -104,7 +104,7 @@ class Container(Device):
             tell(f"{image.short_id}, {signed}")
 
     def validate(self) -> str:
-        """Leave it to the container, which validates itself before it serves: only it has the packages and the GPU."""
+        """Do nothing: the container validates itself before it serves, as only it has the packages and the GPU."""
         return "the container validates itself"
 
     def start(self) -> Server:
@@ -126,7 +126,7 @@ class Container(Device):
             return self.serve(tell)
 
     def serve(self, tell: Callable[[str], None]) -> Server:
-        """Start the service and return it once it proved itself."""
+        """Start the service and return it once it has passed the start-up test."""
         service, inside = self.service, settings.read(self.service.environment)
         try:
             paths.secure_state()
@@ -201,14 +201,14 @@ def variables(plan: StartPlan) -> dict[str, str]:
         else:
             environment |= {"SPARKFORGE_MODELS": str(folder.parent), MODEL: f"/models/{folder.name}"}
     numbers = {name: plan.variables.get(name) or os.environ.get(name, "") for name in settings.NUMBERS}
-    settings.arguments(numbers)  # a wrong one must not cost a start
+    settings.arguments(numbers)  # an invalid value is refused before a start
     settings.require_gpus(numbers["TP"])
     further = {**numbers, BIND: plan.host, FLAGS: shlex.join(plan.flags)}
     return {**environment, **{name: value for name, value in further.items() if value}}
 
 
 def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
-    """Raise UsageError if the Compose files, which may be a user's own, leave out what was asked for."""
+    """Raise UsageError if the Compose files, which may be a user's own, ignore a requested option."""
     fix = (
         f"docker compose config   # compare your files ({docker_compose.EXTRA_FILES}) with "
         "docker-compose.yml of this checkout"

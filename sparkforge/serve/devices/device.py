@@ -17,7 +17,7 @@ from sparkforge.serve.record import Server, StartPlan
 class Device(ABC):
     """Runs the server of one plan.
 
-    The constructor checks the plan and the variables, before minutes go into an environment or an image.
+    The constructor checks the plan and the variables, before minutes are spent on an environment or an image.
 
     `start` below calls `prepare`, `validate` and `start`; a cluster's node calls the same methods one by one.
     """
@@ -35,17 +35,17 @@ class Device(ABC):
 
     @abstractmethod
     def validate(self) -> str:
-        """Judge machine, software and model; return the verdict in a line. Raises RefusalError for a refusal."""
+        """Validate machine, software and model; return the verdict in a line. Raises RefusalError if they fail."""
 
     @abstractmethod
     def start(self) -> Server:
-        """Start the server, record it, and return it once it has proved itself.
+        """Start the server, record it, and return it once it has passed the start-up test.
 
         Raises ServerError or RefusalError; whenever it raises, nothing is left running.
         """
 
     def try_tiny(self, serve: Callable[[Callable[[str], None]], Server], end: Callable[[], object]) -> None:
-        """Serve the tiny model by `serve`, compare its first answers with the recorded ones, and `end` it.
+        """Serve the tiny model with `serve`, compare its first answers with the recorded ones, and `end` it.
 
         Raises what `serve` and `first_answers.compare` raise; nothing is left running.
         """
@@ -54,12 +54,12 @@ class Device(ABC):
             try:
                 difference = first_answers.compare(server.endpoint)
             finally:
-                with suppress(SparkforgeError):  # it may have ended by itself: then the comparison says what is wrong
+                with suppress(SparkforgeError):  # if it has ended by itself, the comparison's error says why
                     end()
             tell(f"the tiny model's tokens are right, its log probabilities differ by {difference:.3f} from float32")
 
     def remember(self, server: Server) -> None:  # noqa: B027 - a device may have no way back
-        """Record a start that proved itself as known good. Raises OSError or an error of ours."""
+        """Record a start as known good. Raises OSError or a SparkforgeError."""
 
     @classmethod
     def stop(cls) -> str:
@@ -92,7 +92,7 @@ class Device(ABC):
 
 
 def start(device: Device) -> Server:
-    """Prepare environment or image and model, validate, start the server, and return it once it has proved itself.
+    """Prepare environment or image and model, validate, start the server, and return it after its start-up test.
 
     Raises the device's errors; nothing is left running then.
     """
@@ -110,6 +110,6 @@ def run(device: Device) -> Server:
     if not device.plan.trial:
         try:
             device.remember(server)
-        except (OSError, SparkforgeError) as error:  # such as a full disk, for which no server is ended
+        except (OSError, SparkforgeError) as error:  # such as a full disk, which is no reason to end the server
             say(f"WARNING: this start is not recorded as known good, so ./inv rollback cannot come back to it: {error}")
     return server

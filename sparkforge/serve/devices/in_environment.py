@@ -37,9 +37,8 @@ from validate.facts.target import Options, Target
 class InEnvironment(Device):
     """vLLM in an environment of this checkout, or in that of the plan's interpreter.
 
-    `python` and `model` name an interpreter and a checkpoint that are there; without them `prepare` makes both.
-    Making one raises UsageError, InputError, RefusalError, or StorageError for a key file that `access.read_key`
-    refuses.
+    `python` and `model` name an existing interpreter and checkpoint; without them `prepare` makes both. The constructor
+    raises UsageError, InputError, RefusalError, or StorageError for a key file that `access.read_key` refuses.
     """
 
     name: ClassVar[str]  # of the device
@@ -49,7 +48,7 @@ class InEnvironment(Device):
     def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
         self.profile = self.choose_profile(plan)
         if plan.python:
-            python = paths.typed(plan.python).absolute()  # not resolved: a virtual environment is found by its link
+            python = paths.typed(plan.python).absolute()  # not resolved: the link's path finds a virtual environment
             if not (python.is_file() and os.access(python, os.X_OK)):
                 why = "there is no such interpreter"
                 raise UsageError(f"cannot serve with {python}", why, "without --python")
@@ -97,7 +96,7 @@ class InEnvironment(Device):
         return self.plan.model_id or (served_name(self.model) if self.plan.model else TINY_ID)
 
     def prepare(self) -> None:
-        """Make the environment and the tiny model, unless they are there. Raises what `environments.ensure` raises."""
+        """Make the environment and the tiny model if they are missing. Raises what `environments.ensure` raises."""
         for line in self.profile.replaced_by(self.own_flags):
             say(line)
         if self._makes_environment:
@@ -111,7 +110,7 @@ class InEnvironment(Device):
             tell(f"{self.model_id} in {self.model}")
 
     def validate(self) -> str:
-        """Run the validator in the environment that will serve. SPARKFORGE_VALIDATE=warn lets a refused start go on."""
+        """Run the validator in the environment that will serve. SPARKFORGE_VALIDATE=warn continues after a failure."""
         report = paths.state() / "validation.json"
         command: list[str | Path] = [self.python, "-m", "validate", "--profile", self.validator, "--json", report]
         command += ["--foreign"] if self.plan.python else []
@@ -151,7 +150,7 @@ class InEnvironment(Device):
         }
         flags = (*(command_line.profiler_arguments(command_line.traces_folder()) if plan.profiled else ()), *plan.flags)
         if is_tiny := plan.model_id == TINY_ID:
-            # Without the flag vLLM looks for a template in a processor, and reads the vocabulary a second time for it.
+            # Without the flag vLLM looks for a template in a processor, and for that reads the vocabulary again.
             flags = ("--chat-template", str(self.model / "chat_template.jinja"), *flags)
         server = ServerCommand(
             str(self.model), plan.model_id, plan.address, plan.port, self.profile, flags, variables,
@@ -161,14 +160,14 @@ class InEnvironment(Device):
         return Launch(server.command(self.python), server.environment, plan, self.model, family=family)
 
     def start(self) -> Server:
-        """Start vLLM and prove what clients call."""
+        """Start vLLM and run the start-up test."""
         with self.steps.step("server", "vLLM starts") as tell:
             server = launch.start(self.launch(), tell)
             tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
         return server
 
     def remember(self, server: Server) -> None:
-        """Record the start with the hash of its environment, if that is ours and a validation could refuse it."""
+        """Record the start with the hash of its environment, if that is ours and its validation could fail it."""
         if self.validation_mode != settings.STRICT:
             say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
             return
@@ -282,9 +281,9 @@ def preloaded(python: Path) -> dict[str, str]:
 
 
 class Gpu(InEnvironment):
-    """vLLM on one NVIDIA GPU; what serves on it is the row of capabilities.toml for its compute capability.
+    """vLLM on one NVIDIA GPU; capabilities.toml has its kernels and profile by compute capability.
 
-    Making one raises RefusalError for a GPU that cannot serve, and what `InEnvironment` raises.
+    The constructor raises RefusalError for a GPU that cannot serve, and what `InEnvironment` raises.
     """
 
     name = GPU
@@ -337,11 +336,11 @@ class Gpu(InEnvironment):
             tell(f"{file.parent}, {'compiled' if changed else 'unchanged'}")
 
     def variables(self) -> dict[str, str]:
-        """Return those with which FlashInfer finds the compiled modules."""
+        """Return the variables with which FlashInfer finds the compiled modules."""
         return self.built
 
     def start(self) -> Server:
-        """Start vLLM; before a larger model is loaded, the tiny one must answer by the same flags as it is recorded.
+        """Start vLLM; before a larger model is loaded, the tiny one must give its recorded answers with the same flags.
 
         Raises what `launch.start` and `try_tiny` raise.
         """

@@ -22,7 +22,7 @@ from sparkforge.serve.settings import CONTEXT_VARIABLE
 MAX = Environment("max")
 ARCHITECTURE = "spark_mxfp4.max.architecture"  # from the library's wheel
 # On a CPU MAX has no gpt-oss; our architecture runs it in float32, for tests and small models.
-# MAX plans with a share of the memory that its driver calls free; 0.9, its default, may be too little for gpt-oss-120b
+# MAX uses a share of the memory that the driver reports as free; its default, 0.9, may be too little for gpt-oss-120b
 # on a GPU of 80 GB (spark_mxfp4/docs/max.md).
 DEVICES = {
     "cpu": ("--devices", "cpu", "--quantization-encoding", "float32"),
@@ -50,9 +50,9 @@ def variables() -> dict[str, str]:
 class MaxServer(Device):
     """MAX's server, detached; `plan.profile` is cpu or gpu, MAX_MODEL_LEN the longest sequence in tokens.
 
-    Without a model it is the tiny one. The record is the checkout's one server, so that `status`, `chat`, `logs` and
-    `down` are as for vLLM. MAX has no API key, so it binds the loopback address. The constructor raises UsageError or
-    InputError.
+    Without a model it serves the tiny one. It is recorded as the checkout's server, so that `status`, `chat`, `logs`
+    and `down` work as for vLLM. MAX has no API key, so it binds the loopback address. The constructor raises UsageError
+    or InputError.
     """
 
     command, step_count = "./inv max.up", 3

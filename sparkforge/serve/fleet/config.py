@@ -1,4 +1,4 @@
-"""fleet.toml, and its plan: which models stay resident, and which are started when a request asks for them."""
+"""fleet.toml, and its plan: which models stay resident, and which are started by a request."""
 
 import math
 import os
@@ -61,14 +61,14 @@ class FleetConfig(Record):
         for model, row in self.models.items():
             for name in names(model, row.aliases):
                 if owners.setdefault(name, model) != model:
-                    raise ValueError(f"{owners[name]} and {model} both answer to {name}")
+                    raise ValueError(f"{owners[name]} and {model} both have the name {name}")
         return self
 
 
 class Member(Record):
     """A model of a running fleet: its names, the bytes that it needs of `pool`, and the arguments of its `./inv up`.
 
-    `folder` holds the checkpoint; it is empty for the tiny one, which `up` makes. `pool` is gpu for a model on a GPU
+    `folder` holds the checkpoint; it is empty for the tiny model, which `up` makes. `pool` is gpu for a model on a GPU
     with memory of its own, else host. `idle_seconds` is 0 for a model that is never stopped for being idle.
     """
 
@@ -130,7 +130,7 @@ def make_plan(config: FleetConfig, folder: Path, free: Mapping[str, int], more: 
         largest = max((member.needed for member in own if member not in stays), default=0)
         if _sum(stays) + largest > size:
             rows = [f"{m.name}: {m.needed / GB:.1f} GB{', resident' if m in stays else ''}" for m in own]
-            why = f"{(_sum(stays) + largest) / GB:.1f} GB are needed at once, {size / GB:.1f} GB can be had ({pool})"
+            why = f"{(_sum(stays) + largest) / GB:.1f} GB are needed at once, {size / GB:.1f} GB are available ({pool})"
             fix = (
                 "again   # fewer `resident = true`, a smaller `memory` or `context` in fleet.toml, or end "
                 "other programs"
@@ -161,7 +161,7 @@ def _member(name: str, row: FleetModel, folder: Path, free: Mapping[str, int], m
     else:
         place = settings.checkpoint(model, str(folder / model))
         if not Path(place).is_dir():
-            why = f"{model} is no recipe ({', '.join(known)}), no repository and no folder below {folder}"
+            why = f"{model} is neither a recipe ({', '.join(known)}) nor a repository or folder below {folder}"
             raise InputError(f"there is no model for {name}", why, "./inv list; ./inv models", code="input.model")
         named = ["--model", place]
     weights = sum(file.stat().st_size for file in Path(place).glob("*.safetensors")) if place else 0

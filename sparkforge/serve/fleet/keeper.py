@@ -1,7 +1,7 @@
 """`python -m sparkforge.serve.fleet.keeper`: runs HAProxy, starts and stops a fleet's models, answers other requests.
 
-It is the server that the record names: `supervise.py` is its parent, and whatever it started ends with it. It runs in
-the state folder, starts each model by `./inv up` with a state folder of its own, and ends it by `./inv down`. One start
+It is the server in the record: `supervise.py` is its parent, and all that it started ends with it. It runs in the state
+folder, starts each model with `./inv up` in a state folder of its own, and ends it with `./inv down`. It runs one start
 or stop at a time, so that memory is counted once.
 """
 
@@ -45,8 +45,8 @@ from sparkforge.serve.status import FLEET_FILE
 PLAN = f"{FOLDER}/plan.json"
 NAMES = "SPARKFORGE_SERVED_NAMES"  # read by `./inv up`: further names of the model, comma-separated
 LOOK_SECONDS = 1.0
-DRAIN_SECONDS = 600.0  # for the answers of a model that must make room
-RETRY_SECONDS = 30.0  # after a start that failed; until then its reason is the answer
+DRAIN_SECONDS = 600.0  # for the running answers of a model that is stopped for another
+RETRY_SECONDS = 30.0  # after a failed start; until then requests get its error
 END_SECONDS = 90.0  # for all models to end: a container has 60 s
 STOPPED, STARTING, READY, DRAINING, FAILED = "stopped", "starting", "ready", "draining", "failed"
 
@@ -70,7 +70,7 @@ class Running:
         return paths.state() / FOLDER / "models" / self.member.name
 
     def run(self, *arguments: str, environment: dict[str, str]) -> Child:
-        """Start a command of ours for this model."""
+        """Start an `./inv` command for this model."""
         env = {
             "SPARKFORGE_STATE": str(self.folder), paths.SHARED: str(paths.state()),
             "COMPOSE_PROJECT_NAME": re.sub(r"[^\w-]", "-", f"{compose.project()}-{self.member.name}".lower()),
@@ -90,12 +90,12 @@ class Keeper:
         self.ending = False
 
     def wake(self, name: str) -> str:
-        """Have a model serve; return why it does not, empty if it does."""
+        """Make a model serve; return why it does not, empty if it does."""
         with self.moving:
             model = self.models[name]
             if self.ending:
                 return "the fleet is ending"
-            if model.state == READY and model.server:  # by another request, or HAProxy was started anew meanwhile
+            if model.state == READY and model.server:  # started by another request, or HAProxy was restarted meanwhile
                 router.admit(name, model.server.port)
                 return ""
             if model.state == FAILED and time.monotonic() - model.since < RETRY_SECONDS:
@@ -139,7 +139,7 @@ class Keeper:
             time.sleep(LOOK_SECONDS)
 
     def end(self) -> None:
-        """Stop every model, all at once, and a start that is under way."""
+        """Stop every model at the same time, and a start that is under way."""
         self.ending = True
         with self.moving:
             downs = [model.run("down", environment={}) for model in self.models.values() if model.folder.exists()]
@@ -208,7 +208,7 @@ class Keeper:
         up = ["up", *member.arguments, "--port", str(port), "--allow-hosts", hosts]
         up += ["--api-key-file", self.fleet.key_file] if self.fleet.key_file else []
         up += [] if not any(other.used for other in self.models.values()) else ["--no-tiny-first"]  # once is enough
-        # Where memory runs out, a resident model ends last.
+        # If memory runs out, a resident model ends last.
         limits = thresholds.configured({thresholds.VARIABLE: self.fleet.guard})
         order = sorted(self.fleet.members, key=lambda other: not other.resident)[::-1]
         share = 1 - order.index(member) / (2 * len(order))
@@ -248,7 +248,7 @@ class Keeper:
 
 
 class Answers(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """Answers HAProxy by a socket: `/wake/NAME`, and requests that no model can answer."""
+    """Answers HAProxy over a socket: `/wake/NAME`, and requests that no model can answer."""
 
     daemon_threads, request_queue_size = True, 512
 
@@ -301,14 +301,14 @@ class Answer(BaseHTTPRequestHandler):
             else:
                 self._refuse(503, known[name].error or f"{name} has just ended; send the request again")
             return
-        self._refuse(400, "the body is no JSON object")
+        self._refuse(400, "the body is not a JSON object")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer an unknown method in JSON."""
         self._refuse(code, message or explain or "")
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
-        """Write no log: HAProxy has one."""
+        """Write no log, as HAProxy writes one."""
 
     def _refuse(self, status: int, message: str, parameter: str | None = None) -> None:
         kind = {400: "invalid_request_error", 404: "not_found_error"}.get(status, "server_error")
@@ -362,7 +362,7 @@ def main() -> int:
             threading.Thread(target=target, daemon=True).start()
         haproxy, listened = None, True
         try:
-            while listened:  # one that was killed is started anew, one that cannot listen is not
+            while listened:  # start HAProxy again if it was killed, but not if it could not listen
                 listened = False
                 ports = {
                     n: m.server.port for n, m in keeper.models.items() if m.server and m.state in (READY, DRAINING)
@@ -389,7 +389,7 @@ def main() -> int:
 
 
 def start(file: Path, plan: StartPlan) -> Server:
-    """Start the fleet of a fleet.toml where `plan` says, and return it once its resident models have proved themselves.
+    """Start the fleet of a fleet.toml at `plan`'s address, and return it once its resident models serve.
 
     It uses the plan's address, port, key, hosts and interpreter. Raises what `config.make_plan` and `launch.starting`
     raise, and ServerError for a resident model that does not start; nothing is left running then.

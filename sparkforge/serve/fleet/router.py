@@ -1,9 +1,9 @@
 """HAProxy in front of a fleet: its configuration, and its admin socket (decision 0033).
 
 It reads `model` in a request's body and passes the request on, with its Host header and its key, to the server of that
-model. A request for a model that does not serve waits until the fleet's process has started it; what no model can
-answer, such as /v1/models, that process answers. One thread: between the look at a model's state and the count of its
-requests nothing else happens in HAProxy, so no stop comes between the two.
+model. A request for a model that does not serve waits until the fleet's process has started it; that process also
+answers requests without a model, such as /v1/models. HAProxy has one thread, so that no stop can come between its check
+of a model's state and its count of that model's requests.
 """
 
 import csv
@@ -19,9 +19,9 @@ from sparkforge.core.files import write_atomic
 from sparkforge.serve import access, limits
 from sparkforge.serve.fleet.config import Fleet
 
-FOLDER = "fleet"  # below the state folder, in which HAProxy and the fleet's process run: a socket's path is short then
+FOLDER = "fleet"  # below the state folder, where HAProxy and the fleet's process run, so that socket paths are short
 KEEPER, ADMIN = f"{FOLDER}/keeper.sock", f"{FOLDER}/admin.sock"
-UNBOUNDED = 64 << 20  # bytes of a body, of which HAProxy holds the whole, where no bound is set
+UNBOUNDED = 64 << 20  # bytes of a body without another bound; HAProxy buffers the whole body
 DRAIN_SECONDS = 10  # for running answers when the fleet ends
 CONFIGURATION, LUA = (Path(__file__).with_name(name) for name in ("haproxy.cfg", "router.lua"))
 BACKEND = """backend {name}

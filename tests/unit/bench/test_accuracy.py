@@ -104,7 +104,7 @@ BROKEN = {
     "content is None": ("content", {"content": None}),
     "no word in it": ("content", {"content": "!!!!!!"}),
     "the first token is ' the'": ("first_token", {"first": " the"}),
-    "the arguments are no JSON": ("tool_call", {"tool_arguments": '{"city": '}),
+    "the arguments are not JSON": ("tool_call", {"tool_arguments": '{"city": '}),
     "the arguments name no city": ("tool_call", {"tool_arguments": "{}"}),
     "which was not offered": ("tool_call", {"tool_name": "rm"}),
 }

@@ -145,5 +145,5 @@ def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_pa
     "url", ["http://127.0.0.1:x", "http://127.0.0.1:99999", "http://[", "http://", "ftp://h", "http://a\0b"]
 )
 def test_a_url_that_is_none_is_refused_before_anything_is_asked(url):
-    with pytest.raises(UsageError, match="is no URL"):
+    with pytest.raises(UsageError, match="is not the URL"):
         settings.endpoint(BenchSettings({"url": url}, {}))

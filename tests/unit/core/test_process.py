@@ -69,4 +69,4 @@ def test_a_folder_that_is_not_there_is_named_and_not_the_program(tmp_path):
     """It once said to install git, which was there."""
     with pytest.raises(ProcessError, match=r"gone") as caught:
         run(["git", "status"], cwd=tmp_path / "gone", fix="install git")
-    assert caught.value.fix == f"--help   # name a folder that is there, in place of {tmp_path / 'gone'}"
+    assert caught.value.fix == f"--help   # name an existing folder in place of {tmp_path / 'gone'}"

@@ -221,7 +221,7 @@ fix = "f"
     [
         (("", 'colour = "red"'), "signature.0.colour: Extra inputs are not permitted"),
         (('line = "x"', 'line = "("'), "signature.0.line: Input should be a valid regular expression"),
-        ((GOOD, "[[signature]"), "it is no TOML"),
+        ((GOOD, "[[signature]"), "it is not TOML"),
     ],
 )
 def test_a_malformed_table_is_refused_by_name(tmp_path, change, message):

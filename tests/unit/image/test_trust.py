@@ -259,7 +259,7 @@ def test_an_older_image_needs_a_rollback_and_a_rollback_makes_it_the_last(make, 
         (lambda path: path.write_text("schema = 1\n[images]\ndemand = []\n"), "input.table", "'keys' or 'identities'"),
         (lambda path: path.write_text(path.read_text().replace("MCow", "AAAA")), "input.table", "public"),
         (lambda path: path.write_text(path.read_text() + '\nkeys = ["x"]'), "input.table", "names no key: x"),
-        (lambda path: path.write_text("schema = 1\n[" * 9), "input.table", "no TOML"),
+        (lambda path: path.write_text("schema = 1\n[" * 9), "input.table", "not TOML"),
     ],
 )  # fmt: skip
 def test_a_policy_of_another_user_or_a_broken_one_is_not_believed(make, demand, change, code, reason):

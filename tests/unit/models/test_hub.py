@@ -351,7 +351,7 @@ def test_a_recipes_draft_is_fetched_though_no_family_describes_it_and_another_mo
     hub.fetch_and_report(draft, "", str(target), "")
     assert "./inv up gpt-oss-120b -- --speculative-config=" in capsys.readouterr().err
     server.repository = "somebody/llama"
-    with pytest.raises(errors.InputError, match="is of another architecture"):
+    with pytest.raises(errors.InputError, match="has an unknown architecture"):
         hub.fetch_and_report("somebody/llama", "", str(target.with_name("llama")), "")
 
 

@@ -71,7 +71,7 @@ def test_a_recipe_is_fetched_by_its_repository_and_planned_by_both_names(capsys)
 @pytest.mark.parametrize("word", ["/root/x", "./x", "~/x", "a/b/c", "a b/c", "openai/", "tiny-gpt-oss"])
 def test_only_a_repository_can_be_pulled(word, capsys):
     assert program.main(["pull", word]) == 2
-    assert f"{word!r} is no repository" in capsys.readouterr().err
+    assert f"{word!r} is not a repository" in capsys.readouterr().err
 
 
 CONFIG = KNOWN["qwen3-0.6b"].config
@@ -81,7 +81,7 @@ GOOD = recipes.weights(KNOWN["qwen3-0.6b"]).weight_bytes()
 @pytest.mark.parametrize(
     ("config", "total", "message"),
     [
-        ({**CONFIG, "model_type": "glm4_moe"}, GOOD, "another architecture"),
+        ({**CONFIG, "model_type": "glm4_moe"}, GOOD, "unknown architecture"),
         ({**CONFIG, "quantization_config": {"quant_method": "fp8", "config_groups": {"a": 1, "b": 2}}}, GOOD, "format"),
         ({**CONFIG, "num_hidden_layers": 40}, GOOD, "promises"),
     ],

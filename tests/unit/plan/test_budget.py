@@ -93,7 +93,7 @@ def test_padding_of_gpt_oss_120b_for_cutlass():
 
 
 WRONG = {
-    "another architecture": ({"model_type": "llama"}, "another architecture"),
+    "another architecture": ({"model_type": "llama"}, "unknown architecture"),
     "zero experts": ({"num_local_experts": 0}, "num_local_experts makes no sense"),
     "a size that is text": ({"hidden_size": "2880"}, "hidden_size makes no sense"),
     "a size that is true": ({"vocab_size": True}, "vocab_size makes no sense"),

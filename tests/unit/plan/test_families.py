@@ -74,9 +74,9 @@ def test_a_dense_model_has_no_experts_and_those_of_a_mixed_checkpoint_their_own_
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "glm4_moe"}, "another architecture"),
-        ({"architectures": ["LlamaForCausalLM"]}, "another architecture"),
-        ({"architectures": "Qwen3MoeForCausalLM"}, "another architecture"),
+        ({"model_type": "glm4_moe"}, "unknown architecture"),
+        ({"architectures": ["LlamaForCausalLM"]}, "unknown architecture"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "unknown architecture"),
         ({"quantization_config": {"quant_method": "fp8", "routed_experts_quant_method": "nvfp4"}}, "not known"),
         ({"quantization_config": {"quant_method": "fp8", "config_groups": {"a": {}, "b": {}}}}, "not known"),
         ({"quantization_config": {"quant_method": "fp8", "quant_algo": "MIXED_PRECISION"}}, "not known"),

@@ -338,7 +338,7 @@ def test_a_key_file_without_a_key_stops_the_start_and_an_empty_token_does_not(co
         ((), {"SPARKFORGE_VALIDATE_SECONDS": "-1"}, 2, "-1"),
         ((), {"SPARKFORGE_PROFILER": "yes"}, 2, "yes"),
         ((), {"SPARKFORGE_RUN": "/proc/none"}, 28, "cannot write into /proc/none"),
-        (("--port", "many"), {}, 2, "'many' is no port"),
+        (("--port", "many"), {}, 2, "'many' is not a port"),
         (("--api-key", "sesame"), {}, 2, "--api-key may not be an argument"),
         ((), {"VLLM_ARGS": "--api-key sesame"}, 2, "--api-key may not be an argument"),
         ((), {"SPARKFORGE_BIND": "192.168.1.7"}, 2, "192.168.1.7 would open the server without an API key"),

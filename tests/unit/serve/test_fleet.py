@@ -179,8 +179,8 @@ def test_key_host_and_unknown_models_are_judged_before_a_model(fleet, folder):
         (404, b'{"model": "rde"}', "The model `rde` does not exist; the nearest: red, green"),
         (400, b'{"prompt": "x"}', "the body names no model"),
         (400, b'{"model": 1}', "the body names no model"),
-        (400, b'{"model": "\xff"}', "the body is no JSON object"),
-        (400, b"[" * 100_000, "the body is no JSON object"),
+        (400, b'{"model": "\xff"}', "the body is not a JSON object"),
+        (400, b"[" * 100_000, "the body is not a JSON object"),
     ):
         refused = client.post("/v1/completions", content=body)
         assert (refused.status_code, refused.json()["error"]["message"]) == (status, message)
@@ -307,7 +307,7 @@ def test_models_that_cannot_be_together_are_refused_with_figures(folder):
     file = written(folder, red={"resident": True, "memory": 6}, green={"memory": 5}, blue={"memory": 3})
     with pytest.raises(RefusalError) as refused:
         config.make_plan(config.read(file), folder, {"host": 10_000_000_000})
-    assert "11.0 GB are needed at once, 10.0 GB can be had (host)" in str(refused.value)
+    assert "11.0 GB are needed at once, 10.0 GB are available (host)" in str(refused.value)
     assert "green: 5.0 GB" in str(refused.value)
     members = config.make_plan(config.read(file), folder, {"host": 12_000_000_000})
     assert [member.resident for member in members] == [True, False, False]
@@ -331,11 +331,11 @@ def test_models_of_one_gpu_get_shares_of_its_memory(folder, fake_nvidia_smi):
 @pytest.mark.parametrize(
     ("models", "message"),
     [
-        ({"red": {"aliases": ["x"]}, "green": {"aliases": ["openai/x"]}}, "red and green both answer to"),
+        ({"red": {"aliases": ["x"]}, "green": {"aliases": ["openai/x"]}}, "red and green both have the name"),
         ({"red": {"flags": ["--port=1"]}}, "--port cannot be passed to vLLM"),
         ({"red": {"idle": -1}}, "models.red.idle"),
         ({"red": {"colour": 1}}, "models.red.colour"),
-        ({"nowhere": {}}, "nowhere is no recipe"),
+        ({"nowhere": {}}, "nowhere is neither a recipe"),
     ],
 )
 def test_a_fleet_that_makes_no_sense_is_refused_by_name(folder, models, message):
@@ -350,7 +350,7 @@ def test_a_fleet_that_makes_no_sense_is_refused_by_name(folder, models, message)
         (b"schema = 1\n", "models: Field required"),
         (b"schema = 1\n" + b"[models.red]\n" * 2, "twice"),
         (b'schema = 1\n[models."a b"]\n', "a b"),
-        (b"\xd0\x00", "it is no text"),
+        (b"\xd0\x00", "it is not text"),
     ],
 )
 def test_a_file_that_is_no_fleet_is_refused_by_name(folder, text, message):

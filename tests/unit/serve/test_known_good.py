@@ -58,7 +58,7 @@ def test_the_newest_is_first_the_same_start_is_there_once_and_the_history_is_bou
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "message"), [("{", 0o600, "cannot read the known good starts"), ("{}", 0o666, "is not believed")]
+    ("text", "mode", "message"), [("{", 0o600, "cannot read the known good starts"), ("{}", 0o666, "is not trusted")]
 )
 def test_a_record_that_cannot_be_trusted_is_named_and_not_overwritten(state, text, mode, message):
     (state / "known-good.json").write_text(text)
@@ -90,7 +90,7 @@ def test_a_rollback_goes_to_the_last_good_start_before_what_runs(monkeypatch, ca
     assert bool(stopped) == bool(running and running[0] != port)
     said = capsys.readouterr().err
     assert ("port: 2, will be 1" in said) == (port == 1)
-    assert ("that start, and goes on" in said) == (bool(running) and not stopped)
+    assert ("that start, and keeps running" in said) == (bool(running) and not stopped)
 
 
 def test_without_another_start_there_is_nothing_to_go_back_to():

@@ -115,7 +115,7 @@ CALL = {"message": {"tool_calls": [{"function": {"name": "get_weather", "argumen
         ("good", ("response_format", {"message": {"content": '{"city": "Oslo"}'}}), "the content does not follow"),
         ("good", FORM, "the request for a JSON answer: content is null (finish_reason 'length')"),
         ("good", ("tools", {"message": {"content": "It rains."}}), "no tool was called; content is 'It rains.'"),
-        ("good", ("tools", CALL), "the request for a tool call: the arguments are no JSON"),
+        ("good", ("tools", CALL), "the request for a tool call: the arguments are not JSON"),
     ],
 )
 def test_an_answer_that_clients_cannot_use_is_named(behaviour, changes, message):

@@ -67,7 +67,7 @@ def test_a_cpu_serves_in_float32_and_a_gpu_in_the_checkpoint_s_format(checkpoint
     [
         (("--device", "tpu"), "unknown device 'tpu'"),
         (("--context", "0"), "--context 0"),
-        (("--port", "0"), "0 is no port"),
+        (("--port", "0"), "0 is not a port"),
         (("--model", "."), "no model in"),
         (("--model", "nobody/nothing"), "nobody/nothing is not on this machine"),
     ],

@@ -62,7 +62,7 @@ def test_the_competitions_variables_count_where_no_option_says_otherwise(started
     assert [(plan.model, plan.port, plan.flags) for plan in plans] == [
         (str(tmp_path), port, flags) for port in (8888, 8001)
     ]
-    for name, value, message in (("PORT", "abc", "PORT 'abc' is no number"), ("TP", "8", "TP=8 has no meaning here")):
+    for name, value, message in (("PORT", "abc", "PORT 'abc' is not valid"), ("TP", "8", "TP=8 has no meaning here")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert program.main(UP) == UsageError.exit_code
@@ -104,8 +104,8 @@ def test_flags_after_two_dashes_come_last_and_the_validator_sees_them(started, t
     assert launched.command[at : at + len(wanted)] == wanted
     assert launched.command.index("--max-num-seqs=16") < at
     output = capsys.readouterr().err
-    assert "--max-num-seqs takes the place of the profile's --max-num-seqs (16)" in output
-    assert "--no-enforce-eager takes the place of the profile's --enforce-eager" in output
+    assert "--max-num-seqs replaces the profile's --max-num-seqs (16)" in output
+    assert "--no-enforce-eager replaces the profile's --enforce-eager" in output
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_our_experts_are_a_profile_or_a_flag_beside_one(profile, gpu, asked):
         ("-- --enforce-eager -- b", "-- cannot", "./inv up --"),
         ("-- --nnodes 2", "--nnodes cannot", "./inv cluster.discover"),
         ("-- --help", "--help cannot", "vLLM's flags"),
-        ("-- a-model", "'a-model' is no flag", "./inv up --"),
+        ("-- a-model", "'a-model' is not a flag", "./inv up --"),
         # Another quantization
         ("--quantization fp8", "--quantization 'fp8' is not known", "./inv up -- --quantization fp8"),
         ("--quantization spark-mxfp4 -- -qmxfp4", "-qmxfp4 is also among the flags after --", "-- -qmxfp4"),
         # A context of no length, and an address that is open or none
-        ("--context 0", "--context '0' is no length", ""),
+        ("--context 0", "--context '0' is not a length", ""),
         ("--context 512 -- --max_model_len 256", "--context 512 and --max-model-len 256", ""),
-        ("--host spark.local", "--host 'spark.local' is no IP address", ""),
+        ("--host spark.local", "--host 'spark.local' is not an IP address", ""),
         ("--host 192.168.1.20", "--host 192.168.1.20 needs --api-key-file", ""),
         ("--host ::", "--host :: needs --api-key-file", ""),
     ],
@@ -278,7 +278,7 @@ def test_a_kernel_of_the_shell_that_the_container_does_not_get_is_refused(
 
 @pytest.mark.parametrize("profile", ["fast-dense-8", "fast-dense-4"])
 def test_a_profile_with_vllms_experts_is_refused_beside_ours(profile):
-    with pytest.raises(UsageError, match=f"has no effect beside --profile {profile}"):
+    with pytest.raises(UsageError, match=f"has no effect with --profile {profile}"):
         profiles.with_quantization("spark-mxfp4", profile, (), gpu=True)
     assert profiles.with_quantization("", profile, (), gpu=True) == (profile, ())
 
@@ -310,7 +310,7 @@ def test_the_address_is_the_last_one_on_the_command_line():
     assert server().address() == ("127.0.0.1", 8000)
     assert server(extra_arguments=("--port=8001", "--host", "::")).address() == ("::", 8001)
     for port in ("none", "0", "65536"):
-        with pytest.raises(UsageError, match="is no port"):
+        with pytest.raises(UsageError, match="is not a port"):
             server(extra_arguments=("--port", port)).address()
 
 

@@ -70,7 +70,7 @@ def test_a_record_that_others_can_open_or_replace_is_not_believed(written, place
     path, right = (record.record_path(), "600") if place == "record" else (paths.state(), "700")
     path.chmod(mode)
     for command in (record.running, launch.stop, lambda: launch.check_free(8000), context.running_server):
-        with pytest.raises(StorageError, match=f"is not believed .* chmod {right}") as caught:
+        with pytest.raises(StorageError, match=f"is not trusted .* chmod {right}") as caught:
             command()
         assert caught.value.code == "storage.access"
     assert evidence.collect_state(paths.state()).server is None  # the doctor goes on without it
@@ -91,8 +91,8 @@ def test_a_link_a_fifo_and_a_folder_are_not_believed(written, tmp_path):
     path.rename(tmp_path / "elsewhere.json")
     for make, why in (
         (lambda: path.symlink_to(tmp_path / "elsewhere.json"), "it is a link"),
-        (lambda: os.mkfifo(path, 0o600), "no regular file"),
-        (lambda: path.mkdir(0o700), "no regular file"),
+        (lambda: os.mkfifo(path, 0o600), "not a regular file"),
+        (lambda: path.mkdir(0o700), "not a regular file"),
     ):
         make()
         with pytest.raises(StorageError, match=why):

@@ -46,7 +46,7 @@ def test_words_are_escaped_and_no_variable_is_replaced():
     assert 'ExecStart=:"/srv/100%% x/inv" "up" "--foreground" "--hold"' in text
     assert "WorkingDirectory=/srv/100%% x\n" in text
     for path in ("/srv/a\nExecStart=x", "/srv/\udcff", "/srv/a\\"):
-        with pytest.raises(UsageError, match="cannot stand in a unit"):
+        with pytest.raises(UsageError, match="cannot be in a unit"):
             written(root=Path(path))
 
 

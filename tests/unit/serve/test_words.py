@@ -54,7 +54,7 @@ def test_every_form_of_a_request_is_read_and_values_of_flags_are_no_models():
 @pytest.mark.parametrize("flags", ["--max-model-len 4", "--enforce-eager", "--a-new-flag", "-tp 2", "--"])
 @pytest.mark.parametrize("start", ["vllm serve", ""])
 def test_two_models_are_refused_and_one_after_flags_is_never_taken_for_the_default(start, flags):
-    with pytest.raises(UsageError, match="'openai/gpt-oss-120b' is cannot be told") as refused:
+    with pytest.raises(UsageError, match="'openai/gpt-oss-120b' is ambiguous") as refused:
         entrypoint.read_arguments([*start.split(), *flags.split(), MODEL])
     assert "put the model first" in refused.value.fix
     with pytest.raises(UsageError):
@@ -152,7 +152,7 @@ def test_an_address_that_other_machines_reach_needs_a_key():
         # The container runs as uid 1000, which cannot read another user's key file of mode 600.
         assert "sudo chown 1000 key; sudo chmod 440 key" in caught.value.fix
         access.require_key(address, "sesame")
-    with pytest.raises(UsageError, match="'eth0' is no address"):
+    with pytest.raises(UsageError, match="'eth0' is not an address"):
         access.require_key("eth0", "sesame")
 
 

