@@ -208,7 +208,7 @@ CODES = _codes()
 
 
 def _check_order(script: Script) -> None:
-    """Assert that the contexts give the script's tokens one by one, and a prompt's end is not mistaken for the script."""
+    """Assert that the contexts give the script's tokens one by one, and that a prompt's end is not mistaken for it."""
     written = [*[-1] * CONTEXT, *harmony.encode(OPENING)]  # after any prompt
     for token in script.tokens:
         assert script.following(written) == token, f"{script.cue}: its begin would be written again"
@@ -224,7 +224,7 @@ def _weight(context: Sequence[int]) -> float:
 
 
 def _turn(back: float) -> Floats:
-    """Return the angles by which RoPE rotates its 32 pairs over `back` tokens (YaRN, as set by `tiny_format.config`)."""
+    """Return the angles by which RoPE rotates its 32 pairs over `back` tokens (YaRN, as in `tiny_format.config`)."""
     base, factor, length, fast, slow = 150_000, 32.0, 4096, 32.0, 1.0
     pairs = np.arange(HEAD_DIM // 2)
     low, high = (HEAD_DIM * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (fast, slow))

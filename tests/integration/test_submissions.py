@@ -141,9 +141,7 @@ def flashinfer(running, large_folder, tmp_path_factory):
 
 def outcomes(process, tree, submissions, scratch):
     """Run the tests of submissions on `tree` in a fork of `process`; return {submission: {test: passed?}}."""
-    shutil.copytree(
-        submissions[0].parent / "tests", scratch / "tests", dirs_exist_ok=True
-    )  # may remain from an interrupted run
+    shutil.copytree(submissions[0].parent / "tests", scratch / "tests", dirs_exist_ok=True)  # may exist already
     report = scratch / "report.xml"
     options = (
         "-q",

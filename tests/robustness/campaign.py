@@ -81,7 +81,7 @@ def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
 
 
 def _shares(costs: dict[str, float]) -> list[tuple[str, float]]:
-    """Return the share of the time for each name, the longest first; shares are proportional to the root of the cost."""
+    """Return the share of the time for each name, the longest first, in proportion to the root of its cost."""
     roots = {name: cost**0.5 for name, cost in costs.items()}
     return sorted(((name, root / sum(roots.values())) for name, root in roots.items()), key=lambda pair: -pair[1])
 

@@ -299,7 +299,7 @@ class Runner:
     def _heal(
         self, before: dict[str, str], reference: dict[str, str], counts: Counts, ended: Ended
     ) -> list[tuple[str, str]]:
-        """Check a broken run's files, run again and check again, in one child because forking takes most of the time."""
+        """Check a broken run's files, run again and check again, in one child, as forking takes most of the time."""
         healing = self.run(self._healing)
         after = self.scenario.snapshot(self.work)
         more = sorted(after.keys() - reference.keys())

@@ -46,7 +46,7 @@ def _act(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """If a folder has a manifest, every file that it lists has the listed content."""
+    """If a folder has a manifest, every listed file is absent or has the listed content."""
     folder = work / "state/models/tiny"
     if record := manifest.load(folder):
         for name, sha256 in record.outputs.items():

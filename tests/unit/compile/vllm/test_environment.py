@@ -1,4 +1,4 @@
-"""Interpreters that do not fit are refused with all that they lack; each is a program that answers as one would."""
+"""Unsuitable interpreters are refused with everything that they lack; fake programs replace the interpreters."""
 
 import json
 import os
@@ -17,7 +17,7 @@ GOOD = {
 
 @pytest.fixture
 def interpreter(tmp_path):
-    """Make a program that answers the probe with GOOD and what is changed; a CMake 4.1.2 lies beside it."""
+    """Make a program that answers the probe with GOOD and the changes, with a CMake 4.1.2 in its folder."""
 
     def make(cmake="4.1.2", **changes):
         answer = json.dumps({**GOOD, "include": str(tmp_path), **changes})
@@ -29,13 +29,13 @@ def interpreter(tmp_path):
     return make
 
 
-def test_one_that_fits_is_taken_with_the_cmake_beside_it(interpreter, tmp_path):
+def test_a_suitable_interpreter_is_used_with_the_cmake_in_its_folder(interpreter, tmp_path):
     examined = vllm_env.examine(interpreter(), "spark")
     assert examined.cmake == tmp_path / "cmake"
     assert examined.versions == {"torch": "2.13.0+cu130", "built for python": "3.12.3", "cmake": "4.1.2"}
 
 
-def test_all_that_is_wrong_is_told_at_once(interpreter):
+def test_all_problems_are_reported_together(interpreter):
     with refused("compile.inputs", r"not 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools"):
         vllm_env.examine(interpreter(torch="2.11.0", cuda="", missing=["jinja2", "setuptools"]), "spark")
 
