@@ -119,7 +119,7 @@ def test_a_pack_lists_its_content_and_is_not_used_for_other_inputs(world, tmp_pa
 
 
 def rewritten(data, *, index=None, **changes):
-    """Return the tar with entries of index.json replaced by `index`, and the library's `name` or content `library`."""
+    """Return the tar with entries of index.json replaced by `index`, and the library's name or content replaced."""
     out = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(data)) as tar, tarfile.open(fileobj=out, mode="w") as changed:
         for member in tar:
