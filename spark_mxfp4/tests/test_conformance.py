@@ -83,7 +83,7 @@ def test_restore_must_give_the_bytes_back():
         def run(self, *arguments):
             return moe(*arguments)
 
-    assert "restore does not give back" in conformance.run_case(Lossy("lossy"), CASES["a batch"]).problem
+    assert "restore does not return" in conformance.run_case(Lossy("lossy"), CASES["a batch"]).problem
 
 
 class MadeUpBias(MoeKernel):
@@ -106,7 +106,7 @@ def test_restore_may_return_a_zero_bias_but_no_other():
     kernel = MadeUpBias("made up")
     assert not conformance.run_case(kernel, CASES["no bias"]).problem
     kernel.bias = 1.0
-    assert "restore does not give back" in conformance.run_case(kernel, CASES["no bias"]).problem
+    assert "restore does not return" in conformance.run_case(kernel, CASES["no bias"]).problem
 
 
 def test_only_experts_on_another_device_may_be_refused():

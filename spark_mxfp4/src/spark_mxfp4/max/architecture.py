@@ -245,7 +245,7 @@ class PackedModel(GptOssModel):
 
     @property
     def signal_buffers(self) -> list[Buffer]:
-        """On a CPU one byte for each device, because nothing is reduced there; otherwise MAX's own."""
+        """Return one byte for each device on a CPU, because nothing is reduced there; otherwise MAX's own buffers."""
         if _is_cpu(self.devices):
             return [Buffer(DType.uint8, [1]) for _ in self.devices]
         return list(super().signal_buffers)
@@ -270,7 +270,7 @@ class PackedModel(GptOssModel):
 
 
 class PackedPlanner(GptOssMemoryPlanner):
-    """The memory of a step's activations: MAX's own plan, or one without experts in bfloat16."""
+    """The memory of a step's activations: MAX's own plan, or a plan without experts in bfloat16."""
 
     def estimate_activation_memory(self, pipeline_config: Any, huggingface_config: Any) -> int:
         """Return the bytes to keep free of weights and KV cache."""
