@@ -40,7 +40,7 @@ CHECKS = {
     "workflows' security": ("zizmor", "--offline", "--quiet", "--min-severity=medium", ".github/workflows"),
 }
 
-# Architecture → programs of CHECKS for which locks/lint.in has no wheel: the machine's own are run, if it has them.
+# Architecture → programs of CHECKS without a wheel in locks/lint.in: the machine's own programs run, if installed.
 WITHOUT_WHEEL = {"aarch64": ("shellcheck",)}
 
 
@@ -62,9 +62,9 @@ def check() -> None:
 def run_all(
     commands: Mapping[str, tuple[str, ...]], programs: Path, machine: str, steps: Steps, root: Path = ROOT
 ) -> None:
-    """Run commands by name in `root`, those of the folder `programs` by their bare name. Raises ProcessError.
+    """Run the named `commands` in `root`; bare names are programs of the folder `programs`. Raises ProcessError.
 
-    A program that has no wheel for `machine` is the machine's own; without that one its check is left out.
+    If a program has no wheel for `machine`, the machine's own is used; without that the check is left out.
     """
     path = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
     failed: dict[str, str] = {}
@@ -97,7 +97,7 @@ def _run_check(command: Sequence[str | Path], path: str, root: Path) -> None:
 
 
 def shell_scripts() -> list[Path]:
-    """Return the shell scripts of SHELL_SCRIPTS, by their ending or first line."""
+    """Return the shell scripts among SHELL_SCRIPTS, recognised by suffix or first line."""
     roots = [ROOT / name for name in SHELL_SCRIPTS]
     files = [file for root in roots for file in (sorted(root.rglob("*")) if root.is_dir() else [root])]
     shells = (b"sh", b"sh -eu")

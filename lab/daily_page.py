@@ -24,7 +24,7 @@ BEGIN, END = "<!-- made by .venv/bin/python -m lab.daily_page -->", "<!-- end of
 def table(document: Mapping[str, Any]) -> str:
     """Return the times as a table in Markdown, with the machine that they were measured on.
 
-    Raises ValueError unless each of NAMES was measured RUNS times: a part of the tests, or a failed one, leaves less.
+    Raises ValueError unless each of NAMES was measured RUNS times; a partial or failed run of the tests has fewer.
     """
     counts = {name: len(runs) for name, runs in document["seconds_to"].items()}
     if counts != dict.fromkeys(NAMES, RUNS):
@@ -44,7 +44,7 @@ def table(document: Mapping[str, Any]) -> str:
 
 
 def replaced(text: str, figures: Path = FIGURES) -> str:
-    """Return the page with the table between its markers. Raises ValueError if they or figures are missing."""
+    """Return the page with the table between its markers. Raises ValueError if markers or figures are missing."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

@@ -1,8 +1,8 @@
 """`python -m lab.debian`: `deploy/debian.toml` → `locks/debian/DEVICE-STAGE-ARCH.txt`, resolved by apt itself.
 
-Debian's archive drops a version when the next one comes, so a version alone is no pin (docs/decisions/0005). Each line
-of a lock is a sha256 and a path that holds both below the archive's mirror and below a snapshot of its day; see
-`deploy/install-debs`. The closure holds what the base has too: libc6-dev must meet exactly its libc6.
+Debian's archive drops a version when the next comes, so a version alone is no pin (docs/decisions/0005). Each line of a
+lock is a sha256 and a path, which is valid on the archive's mirror and in a snapshot of that day; see
+`deploy/install-debs`. The closure includes packages of the base image, because libc6-dev requires exactly its libc6.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _URI = re.compile(r"^'(?P<url>\S+)' \S+ \d+ SHA256:(?P<sha256>[0-9a-f]{64})$")
 
 @dataclass(frozen=True)
 class DebianSet:
-    """What a device's image adds in a stage: the suite, and the packages asked for, earlier stages' included."""
+    """The packages that a stage adds to a device's image: the suite, and the requested packages up to this stage."""
 
     device: str
     stage: str
@@ -51,7 +51,7 @@ class DebianSet:
     wanted: tuple[str, ...]
 
     def path(self, architecture: str) -> Path:
-        """Return the path of its lock for `architecture`, named as Debian does (amd64, arm64)."""
+        """Return the path of its lock for `architecture`, a name of Debian (amd64, arm64)."""
         return LOCKS / f"{self.device}-{self.stage}-{architecture}.txt"
 
 
@@ -106,7 +106,7 @@ def lock_all() -> list[Path]:
 
 @functools.cache
 def mirror() -> str:
-    """Return the archive to resolve from: DEBIAN_MIRROR, else what this machine's apt uses. Raises NetworkError."""
+    """Return the archive to resolve from: DEBIAN_MIRROR, else that of this machine's apt. Raises NetworkError."""
     indexes = run_unchecked(["apt-get", "indextargets", "--format", "$(REPO_URI)"]).stdout.split()
     archives = [uri.removesuffix("/debian/") for uri in indexes if uri.endswith("/debian/")]
     if chosen := os.environ.get("DEBIAN_MIRROR", "") or next(iter(archives), ""):
@@ -120,7 +120,7 @@ def mirror() -> str:
 
 
 def _apt(work: Path, suite: str, architecture: str) -> list[str]:
-    """Make a private apt that knows `suite` and an empty machine; return the command that starts it."""
+    """Set up a private apt with `suite` and no installed packages; return its command."""
     for name in ("lists/partial", "cache/archives/partial", "etc"):
         (work / name).mkdir(parents=True)
     (work / "status").touch()
@@ -148,7 +148,7 @@ def _lock(packages: DebianSet, architecture: str, apt: list[str], below: DebianS
         debs = [deb for deb in debs if deb not in present]
     lock = packages.path(architecture)
     if lock.exists() and sorted(read(lock), key=lambda deb: deb.path) == debs:
-        return lock  # nothing changed: keep its day, whose snapshot holds these files
+        return lock  # unchanged: keep the date, whose snapshot has these files
     day = datetime.now(UTC).strftime("%Y%m%dT000000Z")
     head = f"# Made from deploy/debian.toml by `.venv/bin/python -m lab.debian`; do not edit.\n# snapshot {day}\n"
     write_atomic(lock, head + "".join(f"{deb.sha256}  {deb.path}\n" for deb in debs))

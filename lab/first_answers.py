@@ -1,8 +1,8 @@
-"""Records what the trained tiny checkpoint answers in float32: `python -m lab.first_answers MODEL`.
+"""Records the trained tiny checkpoint's answers in float32: `python -m lab.first_answers MODEL`.
 
-To be run by an interpreter with torch and transformers, such as .sparkforge/envs/embedded/bin/python, for the folder
-that `python -m sparkforge.models.tiny MODEL` wrote. It writes sparkforge/serve/first_answers.json. Chats are taken
-whose answers are decisive: bfloat16 must not change a token.
+Run it with an interpreter that has torch and transformers, such as .sparkforge/envs/embedded/bin/python, on the folder
+that `python -m sparkforge.models.tiny MODEL` wrote. It writes sparkforge/serve/first_answers.json. Only chats whose
+answers have a clear margin at each token are used, because bfloat16 must not change a token.
 """
 
 from __future__ import annotations

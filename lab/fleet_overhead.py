@@ -56,7 +56,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[bytes, int] | None:
-    """Return the first line and the body's length; None where the connection ends."""
+    """Return the first line and the body's length; None if the connection ends."""
     try:
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -128,7 +128,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def measure(direct: int, routed: int, *, clients: int, each: int, streams: int, rounds: int) -> dict[str, Any]:
-    """Send requests to both ports in turns; return the figures of each port and their difference."""
+    """Send requests to both ports in turn; return the figures of each port and their difference."""
     ports, times = {"direct": direct, "haproxy": routed}, dict[str, list[float]](direct=[], haproxy=[])
     for _ in range(rounds):
         for name, port in ports.items():

@@ -52,7 +52,7 @@ def _line(row: Claim) -> str:
 
 
 def write_answers(answers: Mapping[str, SparkAnswer], file: Path, page: Path) -> None:
-    """Write what a report says of the claims with these ids into the ledger, and make the page anew. Raises InputError.
+    """Write a report's answers, by id of the claim, into the ledger, and regenerate the page. Raises InputError.
 
     An earlier answer to the same claim is replaced; everything else in the file stays as it is.
     """
@@ -75,9 +75,9 @@ def _quoted(text: str) -> str:
 
 
 def accept(path: Path, file: Path = ledger.FILE, page: Path = PAGE) -> int:
-    """Write what a report from a Spark says into the ledger, and return of how many claims.
+    """Write the answers of a Spark's report into the ledger, and return their number.
 
-    Raises InputError for a file that is no report, RefusalError for one of another GPU or with nothing to accept.
+    Raises InputError for a file that is no report, RefusalError for a report of another GPU or with nothing to accept.
     """
     again = "./inv qualify   # on a DGX Spark"
     try:
@@ -112,7 +112,7 @@ def accept(path: Path, file: Path = ledger.FILE, page: Path = PAGE) -> int:
 
 
 def main() -> None:
-    """Accept the report that is named. Raises as `accept` does."""
+    """Accept the report of the command line. Raises as `accept` does."""
     parser = argparse.ArgumentParser(prog="python -m lab.ledger", description=__doc__)
     parser.add_argument("report", type=Path, help="report.json of a DGX Spark")
     say(f"{accept(parser.parse_args().report)} claims have an answer now: git diff docs/hardware.md")

@@ -1,6 +1,6 @@
-"""`./inv pins.lock`: every `locks/NAME.in` resolved into its hash-locked set, as `locks/sets.toml` says, by uv.
+"""`./inv pins.lock`: uv resolves every `locks/NAME.in` into a hash-locked set, as `locks/sets.toml` says.
 
-One index a set, hashes for every file.
+Each set has one index, and hashes for every file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LockSet(Record):
 
     @property
     def directory(self) -> Path:
-        """Where its files are."""
+        """The folder of its files."""
         return ROOT / self.folder if self.folder else LOCKS
 
     @property
@@ -56,19 +56,19 @@ class LockSet(Record):
 
     @property
     def requirements(self) -> str:
-        """The file that it is resolved from."""
+        """The file with its requirements."""
         return f"{self.source or self.name}.in"
 
     @property
     def options(self) -> list[str]:
-        """The options of uv beside the target's."""
+        """The options of uv, in addition to the target's."""
         options = ["--override", self.override] if self.override else []
         options += ["--constraint", f"{self.constraint}.txt"] if self.constraint else []
         return options + [word for package in self.omit for word in ("--no-emit-package", package)]
 
     @property
     def inputs(self) -> list[Path]:
-        """The files that its resolution reads."""
+        """The input files of its resolution."""
         constraint = f"{self.constraint}.txt" if self.constraint else ""
         names = [self.requirements, *filter(None, (self.override, constraint))]
         lines = (self.directory / self.requirements).read_text(encoding="utf-8").splitlines()
@@ -76,7 +76,7 @@ class LockSet(Record):
         return [self.directory / name for name in [*names, *included]]
 
     def header(self) -> str:
-        """The locked file's first line: what made it, and from which inputs."""
+        """The locked file's first line: the command that made it, and its inputs."""
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in self.inputs)).hexdigest()
         source = f"{self.folder or 'locks'}/{self.requirements}"
         return f"# Made from {source} by `./inv pins.lock`; do not edit. Inputs: sha256 {digest}\n"
@@ -153,7 +153,7 @@ def compile_all() -> list[Path]:
 
 
 def require_wheels(lock: LockSet) -> None:
-    """Raise InputError unless the package index has wheels of all of a set for every machine and Python."""
+    """Raise InputError unless the package index has wheels of a set's packages for every machine and Python."""
     for machine, python in itertools.product(MACHINES, PYTHONS):
         command: list[str | Path] = [*INSTALL, "--dry-run", "--target", tempfile.gettempdir(), "-r", lock.path]
         process = run_unchecked([*command, "--python-version", python, *wheels_for(machine)], env=uv_environment())

@@ -1,11 +1,11 @@
-"""`python -m lab.memory_guard`: servers that use up the memory end with a named error while their machine answers.
+"""`python -m lab.memory_guard`: check that a server that uses up the memory ends with a named error in time.
 
-In a server's place runs a program that allocates until it is stopped, below the real supervisor, in a memory cgroup of
-LIMIT bytes. Beside it, in the same cgroup, a probe starts a small program again and again, as a login would, and
-times it. A trial passes if the server has ended, its record says why, and that was before the kernel had to kill.
+A program that allocates until it is stopped replaces the server. It runs below the real supervisor, in a memory cgroup
+of LIMIT bytes. In the same cgroup a probe starts a small program repeatedly, as a login would, and times it. A trial
+passes if the server ends with a reason in its record before the kernel has to kill it.
 
-`python -m lab.memory_guard --machine` makes the same trials without a cgroup, for a virtual machine of at most
-MOST_MEMORY bytes: there the whole machine runs out of memory. Nothing beyond the standard library is imported for it.
+`python -m lab.memory_guard --machine` makes the same trials without a cgroup, in a virtual machine of at most
+MOST_MEMORY bytes, whose whole memory is used up. It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sparkforge.serve.supervise import supervised
 
 MB = 10**6
 LIMIT = 900 * MB
-MOST_MEMORY = 2 << 30  # a machine that may be used up
+MOST_MEMORY = 2 << 30  # largest machine whose memory may be used up
 TRIALS = 10
 SECONDS = 120.0  # for one trial
 IDLE_SECONDS = 3.0
-# Bytes a second. A GB10 lost 29 to 2.5 GiB in 9 s while vLLM started (vLLM issue 54200); with this limit the guard's
-# bounds are 34 times nearer than there, so that 90 MB a second is the same.
+# Bytes a second. On a GB10 free memory fell from 29 to 2.5 GiB in 9 s while vLLM started (vLLM issue 54200). With this
+# limit the guard's bounds are 34 times smaller, so 90 MB a second corresponds to that rate.
 RATES = {"as a starting vLLM": 90 * MB, "four times as fast": 360 * MB}
 PIECE = 1 * MB
 HOG = """
@@ -67,14 +67,14 @@ with open(sys.argv[1], "w") as times:
 
 @dataclass(frozen=True)
 class TrialScope:
-    """Where trials run: its words, the prefix of their commands, and the cgroup's folder, if there is one."""
+    """Where trials run: a description, the prefix of their commands, and the cgroup's folder, if there is one."""
 
     description: str
     prefix: tuple[str, ...] = ()
     group: Path | None = None
 
     def kills(self) -> int:
-        """Return how many processes the kernel has killed for memory here."""
+        """Return how many processes of this scope the kernel has killed for memory."""
         files = ("memory.events", "memory.oom_control") if self.group else ("/proc/vmstat",)
         for file in files:
             with suppress(OSError):
@@ -101,13 +101,13 @@ class PressureTrial:
 
     @property
     def named(self) -> bool:
-        """Whether the guard ended it, with a reason, before the kernel had to."""
+        """Whether the guard ended the server, with a reason, before the kernel had to."""
         return bool(self.why) and not self.kills and self.code == 24
 
 
 @contextmanager
 def limited(bytes_: int = LIMIT) -> Iterator[TrialScope]:
-    """Make a memory cgroup with a limit and no swap, and remove it. Raises OSError where this user may not."""
+    """Make a memory cgroup with a limit and no swap, and remove it. Raises OSError if this user may not."""
     refused: OSError = PermissionError("there is no memory cgroup that this user may make")
     for flavour, limit, swap in (
         ("cgroup2", "memory.max", "memory.swap.max"),
@@ -194,7 +194,7 @@ def run(scope: TrialScope, trials: int, file: Path) -> dict[str, Any]:
 def main(output: str, trials: int = TRIALS) -> None:
     """Run the trials in a cgroup, print the summary, save it with the machine's facts.
 
-    Raises UsageError where this user may make no cgroup, BenchmarkError if a server ended without a named error.
+    Raises UsageError if this user may not make a cgroup, BenchmarkError if a server ended without a named error.
     """
     from sparkforge.bench.context import facts  # noqa: PLC0415 - the trials need the standard library only
     from sparkforge.core import paths  # noqa: PLC0415
@@ -224,7 +224,7 @@ def main(output: str, trials: int = TRIALS) -> None:
 
 @contextmanager
 def weights(bytes_: int = 300 * MB) -> Iterator[Path]:
-    """Make a file that can be read, and remove it."""
+    """Make a file for the server to read, and remove it."""
     with tempfile.TemporaryDirectory(prefix="sparkforge-pressure-", dir="/var/tmp") as folder:
         file = Path(folder) / "weights"
         with file.open("wb") as output:
@@ -244,7 +244,7 @@ def _probe(scope: TrialScope, file: Path) -> Iterator[None]:
 
 
 def _times(file: Path) -> list[float]:
-    """Return the probe's times in milliseconds; without the first, which starts it."""
+    """Return the probe's times in milliseconds, without the first run, which is slower."""
     with suppress(OSError, ValueError):
         return [1000 * float(line) for line in file.read_text(encoding="ascii").splitlines()][1:]
     return []
@@ -309,6 +309,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.machine:
         sys.exit(_machine(options.trials))
-    from sparkforge.core.program import exit_code  # the trials of a machine need the standard library only
+    from sparkforge.core.program import exit_code  # imported here, because --machine needs only the standard library
 
     sys.exit(exit_code(lambda: main(options.output, options.trials)))

@@ -1,6 +1,6 @@
 """python -m lab.names: check that no code of the product names a family of models. `./inv check` runs it.
 
-Families are rows of tables: what stands for one in code would have to change with each new row.
+Families are rows of tables. A family's name in code would have to change with each new row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WRITERS = {"sparkforge/models/harmony.py", "sparkforge/models/tiny_format.py", "
 
 
 def names() -> Iterator[str]:
-    """Yield what stands for a family in code: its name, model type, architectures, methods and backends."""
+    """Yield the names that identify a family: its name, model type, architectures, methods and backends."""
     for name, row in families.load().items():
         yield from (name, row.model_type, row.tiny, row.served, *row.architectures)
         if row.experts:
@@ -28,7 +28,7 @@ def names() -> Iterator[str]:
 
 
 def code_strings(text: str) -> Iterator[str]:
-    """Yield the string constants of a module that are no docstrings and no sentences."""
+    """Yield the string constants of a module except docstrings and sentences."""
     tree = ast.parse(text)
     bodies = (n.body for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
     docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}

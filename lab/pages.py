@@ -1,6 +1,6 @@
 """python -m lab.pages: check that the pages' links, commands and files exist. `./inv check` runs it.
 
-It prints what is wrong, a line each, and ends with 1 then.
+It prints a line for each problem, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pages() -> dict[Path, str]:
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """Return a page's ids: of `<a id>`, and of headings as GitHub and MkDocs make them, repetitions with a suffix."""
+    """Return a page's ids: those of `<a id>`, and of headings as in GitHub and MkDocs, with a suffix if repeated."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     ids = set(re.findall(r'<a id="([^"]+)">', text))
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
@@ -44,19 +44,19 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken(page: Path, target: str) -> str:
-    """Return why a link of `page` leads nowhere; empty if it leads somewhere."""
+    """Return why a link of `page` is broken; empty if it is not."""
     path, _, anchor = target.partition("#")
     file = (page.parent / path).resolve() if path else page
     if not file.exists():
         return f"{target} does not exist"
-    for whole in (DOCS, LIBRARY):  # a site, and a project that somebody may cut out
+    for whole in (DOCS, LIBRARY):  # the site, and the library, which may be used without this repository
         if page.is_relative_to(whole) and not file.is_relative_to(whole):
             return f"{target} leaves {whole.name}/"
     return f"{target} has no such heading" if anchor and anchor not in anchors(file) else ""
 
 
 def links(page: Path, text: str) -> Iterator[str]:
-    """Yield why each link of a page that leads nowhere does so."""
+    """Yield the reason for each broken link of a page."""
     for target in LINK.findall(re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))):
         if not target.startswith(("https://", "http://")) and (why := broken(page, target)):
             yield why
@@ -81,7 +81,7 @@ def command_lines(text: str) -> Iterator[list[str]]:
 def unknown(arguments: list[str], commands: Mapping[str, Collection[str]]) -> list[str]:
     """Return the words of a command line that do not exist; `commands` has the options of each command."""
     if "--" in arguments:
-        arguments = arguments[: arguments.index("--")]  # after it are another program's
+        arguments = arguments[: arguments.index("--")]  # the rest are another program's arguments
     if not arguments or arguments[0].startswith("-"):
         return sorted(set(arguments) - {"--list", "--help", "--version"})
     name = arguments[0]
@@ -93,7 +93,7 @@ def unknown(arguments: list[str], commands: Mapping[str, Collection[str]]) -> li
 
 
 def named_in_code() -> Iterator[str]:
-    """Yield why each page that code, tables or scripts name cannot be found."""
+    """Yield each page that code, tables or scripts name and that cannot be found."""
     folders = [ROOT / name for name in ("sparkforge", "validate", "deploy")]
     within = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix in SUFFIXES]
     for file in [*within, *ROOT.glob("*.toml"), *ROOT.glob("*.yml"), *ROOT.glob("Dockerfile*")]:
@@ -103,7 +103,7 @@ def named_in_code() -> Iterator[str]:
 
 
 def problems(texts: Mapping[Path, str]) -> Iterator[str]:
-    """Yield what is wrong with pages, a line each."""
+    """Yield a line for each problem of the pages."""
     contexts = tasks.namespace.to_contexts()
     named = [(name, context.flags) for context in contexts for name in (context.name, *context.aliases) if name]
     commands: dict[str, Collection[str]] = dict(named)

@@ -1,6 +1,6 @@
 """Writes the generated pages of docs/reference: `python -m lab.reference_pages`; `--check` compares them instead.
 
-Each page comes from the code or the table that it describes. `./inv check` compares them.
+Each page is generated from the code or the table that it describes. `./inv check` runs `--check`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ This page is made by `python -m lab.reference_pages`.
 """
 ERROR_ROW = '| <a id="{code}"></a>`{code}` | {text} |'
 VARIABLES = Path(__file__).with_name("variables.toml")
-LONG = 9  # options; a command that has all of a longer list names the command that lists them
+LONG = 9  # if a command has all options of another with more than this many, its text refers to that command
 DEFAULT = re.compile(r"\$\{(\w+):-([^}$]+)\}")
 
 
@@ -187,7 +187,7 @@ class Variable(Record):
 
 
 class Variables(Record):
-    """Environment variables by the section of the settings page; a key names one or several, separated by spaces."""
+    """Environment variables by section of the settings page; a key has one or several names, separated by spaces."""
 
     host: Mapping[str, Variable]
     server: Mapping[str, Variable]
@@ -200,7 +200,7 @@ class Variables(Record):
 def commands() -> str:
     """Return the page of every command: description, example and options, by the groups of `./inv --list`.
 
-    Of each option, the text that most commands have is in a list of its own; the others are at their commands.
+    The most common text of an option is in a separate list; other texts are at their commands.
     """
     contexts = {str(name): context for context in namespace.to_contexts() for name in (context.name, *context.aliases)}
     names = [name for group in program.GROUPS.values() for name in program.expanded(group)]
@@ -231,7 +231,7 @@ def commands() -> str:
 
 
 def _option(argument: Argument) -> tuple[str, str]:
-    """Return how an option is written, and its help text."""
+    """Return an option's spelling and its help text."""
     name = str(argument.names[0])
     flag = name.upper() if argument.positional else ", ".join([f"--{name}", *(f"-{n}" for n in argument.nicknames)])
     default = f" (default: {argument.default})" if argument.takes_value and argument.default else ""
@@ -243,7 +243,7 @@ def _words(text: str) -> str:
 
 
 def checks() -> str:
-    """Return the page of the validator's checks; its texts are those of the table."""
+    """Return the page of the validator's checks, with the texts of the table."""
     spark, embedded = PROFILES["spark"], PROFILES["embedded"]
     table = [
         f"| [{name}](#{name}) | {_severity(spark, name)} | {_severity(embedded, name)} | {check.meaning} |"
@@ -284,7 +284,7 @@ def _rows(head: str, rows: Iterable[str]) -> str:
 
 
 def problems() -> str:
-    """Return the page of known problems: the text above its tables as it is, and the tables of the signatures."""
+    """Return the page of known problems: its introduction unchanged, and the tables of the signatures."""
     above_tables = (FOLDER / "problems.md").read_text(encoding="utf-8").partition("\n## ")[0].rstrip()
     known, parts = signatures.load(), [above_tables]
     for kind in Kind:
@@ -337,7 +337,7 @@ def _code(text: str) -> str:
 
 
 def serve_profiles() -> str:
-    """Return the page of serve profiles: what each sets, and why, over those that it extends."""
+    """Return the page of serve profiles: the settings of each, with reasons, and the profile that it extends."""
     document = tables.load(profiles.TABLE, profiles.ServeProfiles)
     everything = {**document.bases, **document.profiles}
     table = [f"| [`{name}`](#{name}) | {profile.about} |" for name, profile in document.profiles.items()]
@@ -365,7 +365,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings,
 }
 
-# Set by Sparkforge for its own processes or by its tests: no user sets them.
+# Sparkforge sets these for its own processes or tests; users do not.
 INTERNAL = {
     "SPARKFORGE_SERVED_NAMES",
     "SPARKFORGE_SHARED_STATE",
@@ -375,7 +375,7 @@ INTERNAL = {
 
 
 def undocumented() -> set[str]:
-    """Return the variables that the code names or a Compose file takes from outside, and that have no row."""
+    """Return the variables without a row that the code names or a Compose file takes from the environment."""
     code = [path for folder in ("sparkforge", "validate") for path in (ROOT / folder).rglob("*.py")]
     compose = [*ROOT.glob("docker-compose*.yml"), ROOT / "deploy" / "stacks.yml"]
     names = {name for path in code for name in re.findall(r"\"(SPARKFORGE_[A-Z_]*[A-Z])\"", path.read_text("utf-8"))}

@@ -1,10 +1,10 @@
-"""`python -m lab.reproducible`: build an image twice, as differently as an honest builder could, and compare.
+"""`python -m lab.reproducible`: build an image twice, under conditions as different as possible, and compare.
 
-The second build has no cache, another path, umask, time zone, locale and number of jobs. What is compared is the whole
-OCI archive: configuration, layers, manifest. Times in it are the commit's (SOURCE_DATE_EPOCH).
+The second build has no cache, and another path, umask, time zone, locale and number of jobs. The whole OCI archives are
+compared: configuration, layers, manifest. Times in an archive are the commit's (SOURCE_DATE_EPOCH).
 
-`--against IMAGE` is a second witness: it builds once, compares configuration and layers with an image that somebody
-else built so, and with `--key KEY` attaches a signed statement that `image.verify` prints. IMAGE is an OCI archive or
+`--against IMAGE` builds once and compares configuration and layers with an image that somebody else built. With
+`--key KEY` it attaches a signed statement, which `image.verify` prints. IMAGE is an OCI archive or
 REPOSITORY@sha256:DIGEST; the latter is pulled, and its repository gets the statement too.
 """
 
@@ -42,13 +42,13 @@ from sparkforge.image.build import REWRITTEN, commit
 from sparkforge.image.devices import CPU, CUDA
 from sparkforge.image.oci import LayoutImage
 
-NEEDED_BYTES = {CPU: 6_000_000_000, CUDA: 24_000_000_000}  # two archives, with some air
+NEEDED_BYTES = {CPU: 6_000_000_000, CUDA: 24_000_000_000}  # two archives and a reserve
 SHOWN = 20  # differing files that are named
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What must not matter to the bytes: where, under which umask, zone and locale, and how parallel is built."""
+    """Conditions that must not affect the bytes: folder, umask, time zone, locale and number of jobs of a build."""
 
     name: str
     folder: str
@@ -79,7 +79,7 @@ def report_path(stack: str) -> Path:
 
 
 def verify_reproducible(stack: str, more: Sequence[str], against: str = "", key_file: Path | None = None) -> None:
-    """Build twice, compare, write `.sparkforge/reproducible-STACK.json`; archives that differ are kept beside it.
+    """Build twice, compare, write `.sparkforge/reproducible-STACK.json`; archives that differ are kept in its folder.
 
     With `against`, an OCI archive or REPOSITORY@DIGEST, build once; `key_file` then signs that it was rebuilt, for this
     machine and for that repository. Raises IntegrityError, EngineError without buildx, StorageError for the key.
@@ -97,7 +97,7 @@ def verify_reproducible(stack: str, more: Sequence[str], against: str = "", key_
     circumstances = BUILDS[1:] if against else BUILDS
     archives = [*([theirs] if against else []), *(build(stack, builder, work, more) for builder in circumstances)]
     images = [read(archive) for archive in archives]
-    if against:  # whoever copied or published it may have packed it and compressed its layers anew
+    if against:  # copying or publishing may have repacked it and recompressed its layers
         images = [
             replace(image, archive="", layers=contents(LayoutImage(archive)))
             for image, archive in zip(images, archives, strict=True)
@@ -121,7 +121,7 @@ def verify_reproducible(stack: str, more: Sequence[str], against: str = "", key_
 def pull(reference: str, archive: Path) -> Path:
     """Pull REPOSITORY@DIGEST and return it as an OCI archive.
 
-    Raises EngineError, and IntegrityError if the engine's store does not keep an image as it is in its registry.
+    Raises EngineError, and IntegrityError if the engine's store changes images that it pulls.
     """
     docker_logged(["pull", reference], paths.state() / "logs" / "reproducible-pull.log", lambda _text: None)
     docker(["image", "save", "--output", archive, reference])
@@ -140,11 +140,11 @@ def build(stack: str, circumstances: Circumstances, work: Path, more: Sequence[s
     checkout = work / circumstances.folder
     copy_checkout(checkout, circumstances.umask)
     output = work / f"{circumstances.name}.tar"
-    # BuildKit's own provenance has the times of its build, in which no two are equal; `image.sign` attaches ours.
+    # BuildKit's provenance contains build times, which always differ; `image.sign` attaches ours.
     command = ["buildx", "build", "--no-cache", "--provenance=false", "--target", "runtime"]
     for name, value in {"STACK": stack, "JOBS": circumstances.jobs, **commit()}.items():
         command += ["--build-arg", f"{name}={value}"]
-    # Level 1: bytes are compared, not sizes, and level 6 takes minutes of one core for 6 GB.
+    # Level 1, because size does not matter here and level 6 takes minutes of one core for 6 GB.
     command += [*more, "--output", f"type=oci,dest={output},{REWRITTEN},compression-level=1", str(checkout)]
     env = {"TZ": circumstances.zone, "LC_ALL": circumstances.locale, "LANG": circumstances.locale}
     log = paths.state() / "logs" / f"reproducible-{circumstances.name}.log"
@@ -154,7 +154,7 @@ def build(stack: str, circumstances: Circumstances, work: Path, more: Sequence[s
 
 
 def copy_checkout(folder: Path, umask: int) -> None:
-    """Copy what git tracks, as a clone made under `umask` would have it: modes are not part of a commit."""
+    """Copy the files that git tracks, with the modes of a clone made under `umask`; commits have no modes."""
     names = checkout_git(paths.ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     for name in filter(None, names.split("\0")):
         source, target = paths.ROOT / name, folder / name
@@ -168,7 +168,7 @@ def copy_checkout(folder: Path, umask: int) -> None:
 
 
 def read(archive: Path) -> Image:
-    """Return what an OCI archive holds (image-spec: index.json → manifest → config and layers)."""
+    """Return the contents of an OCI archive (image-spec: index.json → manifest → config and layers)."""
     with archive.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     with tarfile.open(archive) as tar:
@@ -179,7 +179,7 @@ def read(archive: Path) -> Image:
 
 
 def contents(image: LayoutImage) -> tuple[str, ...]:
-    """Return the sha256 of each layer without its compression. Raises IntegrityError for a damaged archive."""
+    """Return the sha256 of each uncompressed layer. Raises IntegrityError for a damaged archive."""
     digests = []
     for layer in image.manifest.layers:
         with image.layout.open_layer(layer) as file:
@@ -217,7 +217,7 @@ def compare(images: Sequence[Image], archives: Sequence[Path]) -> dict[str, Any]
 
 
 def differing(archives: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Yield each path inside the layers that only one image has, or that differs, and in what."""
+    """Yield each path inside the layers that only one image has or that differs, with the difference."""
     first, second = (dict(_entries(archive)) for archive in archives)
     for name in sorted(first.keys() | second.keys()):
         a, b = first.get(name), second.get(name)
@@ -228,7 +228,7 @@ def differing(archives: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 
 def first_section(archives: Sequence[Path], name: str) -> str:
-    """Return the first section of an ELF file that differs, of another file the first byte; `differing` gave `name`."""
+    """Return where the file `name` of `differing` differs: the first section of an ELF file, else the first byte."""
     number, _, path = name.removeprefix("layer ").partition(": ")
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, letter) for letter in "ab"]
@@ -248,7 +248,7 @@ def first_section(archives: Sequence[Path], name: str) -> str:
 
 
 def _entries(archive: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield "layer N: path" and the entry's own facts for every entry of every layer."""
+    """Yield "layer N: path" and the metadata of every entry of every layer."""
     with tarfile.open(archive) as tar:
         for number, digest in enumerate(read(archive).layers):
             with tarfile.open(fileobj=tar.extractfile(_blob(digest)), mode="r:*") as layer:
@@ -260,7 +260,7 @@ def _entries(archive: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def require_identical(report: Mapping[str, Any], fix: str) -> None:
-    """Raise IntegrityError with the first differences, unless there is none; `fix` shows them all."""
+    """Raise IntegrityError with the first differences, if there are any; the command `fix` shows all."""
     if report["identical"]:
         return
     layers = [number for number, layer in enumerate(report["layers"]) if not layer["equal"]]

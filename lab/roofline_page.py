@@ -1,6 +1,6 @@
 """Writes the computed tables of docs/performance.md: `python -m lab.roofline_page`.
 
-They are the Spark's roofline by format of the dense layers, and the weights of the experts that a step touches.
+The tables are the Spark's roofline by format of the dense layers, and the experts' weights that a step reads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def replaced(text: str) -> str:
 
 
 def formats_table(model: Architecture, device: Device, compared: Sequence[DenseFormat]) -> str:
-    """A row a format of attention and LM head: bytes of a token's weights, speeds, and memory that is free for KV."""
+    """Return a row for each format of attention and LM head: bytes of a token's weights, speeds, and memory for KV."""
     rows = []
     alone = device.bytes_a_second or 1.0
     for dense in compared:
@@ -55,7 +55,7 @@ def formats_table(model: Architecture, device: Device, compared: Sequence[DenseF
 
 
 def experts_table(model: Architecture, device: Device) -> str:
-    """A row a number of tokens: weights of the experts that they touch, over the memory's bandwidth."""
+    """Return a row for each number of tokens: weights of the experts that they select, over the memory's bandwidth."""
     rows = []
     for tokens in TOKENS:
         hit = roofline.experts_touched(model.experts, model.top_k, tokens)

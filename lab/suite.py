@@ -1,4 +1,4 @@
-"""`./inv test`: the tests in an environment of their own, and the attacks of --robustness."""
+"""`./inv test`: run the tests in their own environment, or the attacks of --robustness."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from sparkforge.environments import Environment
 from sparkforge.serve.devices.in_environment import prepare_environment
 
 UNIT = Environment("unit")
-WORKERS = 2  # one serves while the other compiles (tests/conftest.py); on 2 cores a third one saves a tenth of the time
+WORKERS = 2  # one serves while the other compiles (tests/conftest.py); on 2 cores a third saves a tenth of the time
 FAST_WORKERS = 8  # without vLLM and torch; a test that waits for a process leaves its core to another
 TEMPORARY_BYTES = 200_000_000  # chosen, not measured: on a full disk pytest itself ends in a traceback
 WORKER_BYTES = 8_000_000_000  # pytest with torch 1.5 GB, and a vLLM of two ranks or two servers 6 GB
 # Set where vLLM and torch are left out on purpose: tests that import them are skipped (tests/conftest.py).
 FAST = "SPARKFORGE_TEST_FAST"
-# On CI a failed test runs once more, and the report names it (`RERUN`): two busy cores give or take seconds that a test
-# with real processes did not expect. A fault of ours fails twice. The fast tests have hardly any such, and asking the
-# plugin for each of them would take a quarter of their time.
+# On CI a failed test runs once more, and the report names it (`RERUN`), because tests with real processes may time out
+# on two busy cores. A fault of ours fails twice. Few of the fast tests start processes, and with the plugin they would
+# take a quarter more time.
 RERUNS = ("--reruns=1", "--reruns-delay=5")
 COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov-report=term:skip-covered")
 
@@ -49,9 +49,9 @@ class TestRun:
 
 
 def plan(words: Sequence[str], machine: Machine, *, on_ci: bool = False) -> TestRun:
-    """Return the run that the arguments of `./inv test` name. Raises UsageError.
+    """Return the run for the arguments of `./inv test`. Raises UsageError.
 
-    Without any it is every test that is not marked nightly.
+    Without arguments the run has every test that is not marked nightly.
     """
     parser = ArgumentParser(prog="./inv test")
     for name in ("all", "fast", "coverage", "robustness"):
@@ -71,7 +71,7 @@ def plan(words: Sequence[str], machine: Machine, *, on_ci: bool = False) -> Test
 
 def _tests(given: argparse.Namespace, machine: Machine, on_ci: bool) -> TestRun:
     """Return the run of pytest."""
-    # The tests start some hundred interpreters: each would compile our modules again where its caller forbids bytecode.
+    # The tests start about a hundred interpreters, each of which would compile our modules again if bytecode is off.
     variables = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
     if given.fast:
         arguments = ["tests/unit"]
@@ -88,7 +88,7 @@ def _tests(given: argparse.Namespace, machine: Machine, on_ci: bool) -> TestRun:
         arguments += ["-m", "not nightly"]
     if workers > 1 and not given.select:
         arguments += [f"--numprocesses={workers}"]
-        variables["OMP_NUM_THREADS"] = "1"  # two pools of as many threads as there are cores would wait for each other
+        variables["OMP_NUM_THREADS"] = "1"  # two thread pools of the size of the machine would slow each other down
     if on_ci and not given.fast:
         arguments += RERUNS
     if given.coverage:
@@ -120,7 +120,7 @@ def run(test_run: TestRun, python: str | Path) -> None:
         why, fix = f"the counts are in {test_run.output}", "again   # or one of the commands above: each repeats a case"
         raise ProcessError("the robustness tests failed", why, fix, code="process.tests")
     if code:
-        require_space(temporary, TEMPORARY_BYTES, "the tests")  # on a full disk tests fail for no reason of their own
+        require_space(temporary, TEMPORARY_BYTES, "the tests")  # on a full disk tests fail without a fault
         fix = "again   # first read pytest's report above"
         raise ProcessError("the tests failed", f"pytest ended with code {code}", fix, code="process.tests")
 

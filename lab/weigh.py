@@ -2,7 +2,7 @@
 
 Lines are those of Python, CUDA and Mojo files, with comments and blanks; the words of the documentation are those of
 docs/, README.md, CONTRIBUTING.md, SECURITY.md and CHANGELOG.md. A private function counts as called once if its name
-occurs once in its house outside its definition. Parameters count without self and cls.
+occurs once outside its definition in its house, a group of folders. Parameters count without self and cls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMANDS = "import tasks; print(len(tasks.namespace.to_contexts()))"
 
 
 def house(path: Path) -> str:
-    """Return the house of a file, empty if it has none. The longest folder decides: lab/tests belongs to the tests."""
+    """Return the house of a file, or "". The longest folder decides, so lab/tests belongs to the tests."""
     folders = [(folder, name) for name, listed in HOUSES.items() for folder in listed if path.is_relative_to(folder)]
     return max(folders, key=lambda pair: len(pair[0]), default=("", ""))[1]
 
@@ -62,7 +62,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def called_once(texts: Iterable[str], defined: Iterable[str]) -> int:
-    """Return how many of the private names occur twice in all: where they are defined, and where they are called."""
+    """Return how many of the private names occur exactly twice: in their definition and in one call."""
     occurrences = Counter(word for text in texts for word in re.findall(r"\b_[a-z]\w*", text))
     return sum(occurrences[name] == 2 for name in set(defined) if re.match(r"_[a-z]", name))
 

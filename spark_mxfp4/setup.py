@@ -1,4 +1,4 @@
-"""Build option: SPARK_MXFP4_PRECOMPILE=90a,121a puts compiled CUDA kernels into the wheel; without it, sources alone.
+"""Build option: SPARK_MXFP4_PRECOMPILE=90a,121a adds compiled CUDA kernels to the wheel, which else has only sources.
 
 Everything else is in pyproject.toml.
 """
@@ -17,7 +17,7 @@ TARGETS = os.environ.get("SPARK_MXFP4_PRECOMPILE", "").replace(",", " ").split()
 
 
 class BuildWithKernels(build_py):
-    """Copy the package, and compile the kernels beside their sources."""
+    """Copy the package, and compile the kernels into its folder of kernels."""
 
     def run(self) -> None:
         """Copy, then compile into the copy."""
@@ -26,12 +26,12 @@ class BuildWithKernels(build_py):
             return
         kernels = Path(__file__).parent / "src" / "spark_mxfp4" / "kernels"
         compiled = Path(self.build_lib).absolute() / "spark_mxfp4" / "kernels" / "compiled"
-        shutil.rmtree(compiled, ignore_errors=True)  # an earlier build's: other targets, other sources
+        shutil.rmtree(compiled, ignore_errors=True)  # may be from an earlier build with other targets or sources
         subprocess.run([sys.executable, "-P", kernels / "precompile.py", *TARGETS, "--output", compiled], check=True)
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel with compiled kernels is for one platform and every Python: they are loaded by ctypes."""
+    """A wheel with compiled kernels is for one platform and every Python, because ctypes loads the kernels."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return Python, ABI and platform."""
@@ -43,7 +43,7 @@ class PlatformDistribution(Distribution):
     """Says whether the distribution is for one platform."""
 
     def has_ext_modules(self) -> bool:
-        """Tell whether something in it is compiled."""
+        """Tell whether the distribution contains compiled kernels."""
         return bool(TARGETS)
 
 

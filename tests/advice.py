@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sparkforge.core.paths import ROOT
 
-# What is printed inside the container, or read by somebody who works in it.
+# Texts printed inside the container, or read by somebody who works in it.
 SOURCES = ("sparkforge/image/dev.py", "sparkforge/compile", "sparkforge/core/process.py", "docker-compose.dev.yml")
 PAGE, HEADING = "docs/guide/dev-container.md", "## Work on vLLM, FlashInfer and Triton in a container"
 INV = re.compile(r"\./inv ([a-z][\w.-]*)([^\n\"'`;&|#()]*)")
@@ -22,7 +22,7 @@ class Advice:
 
 
 def texts():
-    """Yield name and text of each file, of the page its section alone."""
+    """Yield name and text of each file; of the page, only its section."""
     for name in SOURCES:
         path = ROOT / name
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

@@ -1,7 +1,7 @@
 """Two machines of a cluster as network namespaces, each with an sshd, and a veth pair as the cable.
 
-They share the processes and the clock; each has a state folder of its own. What an sshd starts has a view of the file
-system of its own: `mounted` changes a folder in one, which looks for programs in its own folder first.
+The machines share processes and clock; each has its own state folder. Programs that an sshd starts see their own file
+system view, in which `mounted` replaces a folder, and search for programs in the machine's own folder first.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def ip(*arguments, check=True):
 class Nodes:
     """The namespaces' names (empty: this machine's own network), and a folder with programs and files for all.
 
-    `variables` are what a login on each has, beside those of the tests.
+    `variables` are set for a login on each machine, in addition to those of the tests.
     """
 
     spaces: tuple[str, ...]
@@ -92,7 +92,7 @@ class Nodes:
 
     @contextlib.contextmanager
     def mounted(self, folder, target, index=1):
-        """While inside, a machine that is asked over ssh sees a folder in another one's place."""
+        """Return a context manager in which commands over ssh see one folder in place of another."""
         view = ["nsenter", "--target", str(self.servers[index].pid), "--mount"]
         subprocess.run([*view, "mount", "--bind", str(folder), str(target)], check=True)
         try:
@@ -130,7 +130,7 @@ def start_sshds(nodes):
         command = nodes.inside(index, shutil.which("sshd"), "-D", "-e", "-f", str(settings))
         with (keys / f"log{index}").open("w") as log:
             nodes.servers.append(subprocess.Popen(command, stderr=log, stdout=log))
-    client = nodes.ours / "ssh"  # OpenSSH finds its configuration by the user's record, not by HOME
+    client = nodes.ours / "ssh"  # OpenSSH finds its configuration by the user database, not by HOME
     client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {keys / "ssh"} "$@"\n')
     client.chmod(0o755)
     deadline = time.monotonic() + 20
@@ -144,9 +144,9 @@ def start_sshds(nodes):
 
 
 def made(work, own=False, variables=({}, {})):
-    """Make the namespaces, yield them, and remove them. Without privileges the test is skipped, and fails on CI.
+    """Make the namespaces, yield them, and remove them. Without privileges the test is skipped, or fails on CI.
 
-    With `own` the first machine has no namespace: it is this one, with the cable in its own network.
+    With `own` the first machine has no namespace but is this machine, with the cable in its own network.
     """
     spaces = tuple("" if own and letter == "a" else f"sf{os.getpid()}{letter}" for letter in "ab")
     nodes = Nodes(spaces, work, variables)

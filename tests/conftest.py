@@ -35,7 +35,7 @@ KINDS = {
     ),
 }
 
-# What `./inv test --fast` does not install: a test that imports one of them is skipped there.
+# Packages that `./inv test --fast` does not install: tests that import one of them are skipped.
 LEFT_OUT = {"torch", "transformers", "safetensors", "triton", "vllm", "openai_harmony", "tokenizers", "kernels"}
 
 # A git hook sets these variables. With them, git in a test would write into the repository that runs the hook.
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    if config.option.dist == "worksteal":  # `--fast` runs nothing that shares a server or a compiler
+    if config.option.dist == "worksteal":  # no test of `--fast` shares a server or a compiler
         return None
     from xdist.scheduler import LoadFileScheduling
 
@@ -71,7 +71,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session", autouse=True)
 def certificates():
-    """Read the certificates once for all clients of httpx that trust the default ones; each would take 10 ms."""
+    """Read the default certificates once for all httpx clients; each client would take 10 ms."""
     with pytest.MonkeyPatch.context() as patch:
         read = httpx.create_ssl_context
         cached = functools.cache(lambda trust_env, *_files: read(trust_env=trust_env))
@@ -94,7 +94,7 @@ def state_folders(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def own_folders(state_folders, monkeypatch, request):
     if request.node.get_closest_marker("integration"):
-        yield  # these bring real files; the shared cache, verified by hash, saves downloading them again
+        yield  # these tests download real files; the shared cache, verified by hash, avoids repeated downloads
         return
     folder = next(state_folders)
     for name in ("state", "cache"):

@@ -1,4 +1,4 @@
-"""What a test expects of an error."""
+"""Assertions about errors."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""The OpenAI API in small, for tests without vLLM: to each request of a start's proof the answer that counts as right.
+"""A small OpenAI API for tests without vLLM, with the right answer to each start-up test call.
 
-It stands for the server alone: nothing is generated. A server in a process of its own imports it, too.
+It replaces only the server and generates nothing. Fake servers in separate processes import it too.
 """
 
 import http.server
@@ -26,7 +26,7 @@ INVALID = 'Unsupported type "nonsense"'
 
 
 def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:  # noqa: PLR0911 - a line a kind of request
-    """The status and the JSON that a server of ours answers a request with that asks for no stream."""
+    """Return the status and the JSON of our server's answer to a request without a stream."""
     form = body.get("response_format", {})
     if body.get("previous_response_id", GOOD["id"]) != GOOD["id"]:
         message = "Response not found: it is not one of the last 1000. Send the whole conversation in `input`."
@@ -46,7 +46,7 @@ def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:  # noqa: PLR0911
 
 
 def stream(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events that such a server answers a request for a stream with."""
+    """Return the events of our server's answer to a request for a stream."""
     if "input" in body:
         return [{"type": "response.failed", "response": {"error": {"message": INVALID}}}]
     form = body.get("response_format", {})
@@ -58,7 +58,7 @@ def stream(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def stream_text(body: dict[str, Any]) -> str:
-    """Return these events as they are sent; the Responses API has no [DONE]."""
+    """Return events as sent over HTTP; the Responses API has no [DONE]."""
     lines = [f"event: {event.get('type', 'message')}\ndata: {json.dumps(event)}\n\n" for event in stream(body)]
     return "".join(lines) + ("" if "input" in body else "data: [DONE]\n\n")
 
@@ -69,13 +69,13 @@ def _message(content: str | None, **more: Any) -> dict[str, Any]:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Takes the proof's requests, which come side by side; http.server's own queue has 5 places."""
+    """A server for the parallel start-up test calls; http.server's own queue has only 5 places."""
 
     request_queue_size = 64
 
 
 class Api(http.server.BaseHTTPRequestHandler):
-    """A server of that API without a key: health, and an answer to every request."""
+    """The handler of that API without a key: health, and an answer to every request."""
 
     def do_GET(self):
         self._send(200, "application/json", "{}")

@@ -1,4 +1,4 @@
-"""Binaries for GPUs in small: cubins, and the fatbins of a library that hold them."""
+"""Minimal binaries for GPUs: cubins, and the fatbins of a library that contain them."""
 
 import struct
 
@@ -8,7 +8,7 @@ NAMES = b"\0.shstrtab\0.note.nv.tkinfo\0.text.kernel\0"
 
 
 def cubin(target, number):
-    """The least that an ELF file for a GPU can be: what ptxas was told, and one kernel of two instructions."""
+    """Return a minimal ELF file for a GPU: ptxas's options, and one kernel of two instructions."""
     note, code = f"ptxas -arch {target} ".encode(), bytes(32)
     at = {b".shstrtab": 64, b".note.nv.tkinfo": 64 + len(NAMES), b".text.kernel": 64 + len(NAMES) + len(note)}
     sizes = {b".shstrtab": len(NAMES), b".note.nv.tkinfo": len(note), b".text.kernel": len(code)}
@@ -24,7 +24,7 @@ def cubin(target, number):
 
 
 def entry(payload, unpacked=0, kind=elf.KIND_CUBIN, sm=90):
-    """One entry of a fatbin; `unpacked` as nvcc writes it: the size before packing, 0 where nothing is packed."""
+    """Return an entry of a fatbin; `unpacked` is the size before compression, 0 if uncompressed, as nvcc writes it."""
     padded = payload + bytes(-len(payload) % 8)
     packed = len(payload) if unpacked else 0
     return struct.pack("<HHIQI8xI24xQ", kind, 1, 64, len(padded), packed, sm, unpacked) + padded

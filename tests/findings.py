@@ -1,10 +1,10 @@
-"""Which findings of a validation are a fault of ours, and not a lack of the machine that runs the tests."""
+"""Tells findings of a validation that are our faults from those that the test machine causes."""
 
 from validate.checks import hardware
 
 
 def faults(findings):
-    """Return those that did not pass, but for warnings about the machine: an old processor, a small /dev/shm."""
+    """Return the findings that did not pass, except warnings about the machine: an old processor, a small /dev/shm."""
     of_the_machine = {check.name for check in hardware.CHECKS}
     return [
         finding

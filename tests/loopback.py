@@ -23,7 +23,7 @@ class Quiet(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def reply(self, status, body=b"", headers=()):
-        """Send a whole answer: bytes, or a value as JSON."""
+        """Send a complete answer: bytes, or a value as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         kind = {} if isinstance(body, bytes) else {"Content-Type": "application/json"}
         self.send_response(status)
@@ -34,7 +34,7 @@ class Quiet(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def stream(self, headers=()):
-        """Begin an answer without a length; the connection's end is its end."""
+        """Begin an answer without a length, which ends with the connection."""
         self.send_response(200)
         for name, value in {"Content-Type": "text/event-stream", **dict(headers)}.items():
             self.send_header(name, value)
@@ -43,7 +43,7 @@ class Quiet(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler, **fields):
-    """Serve in a thread; yield the server, which has `url` and these fields: a handler reads them as self.server's."""
+    """Serve in a thread; yield the server, which has `url` and the given fields, for handlers in `self.server`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads, server.url = True, f"http://127.0.0.1:{server.server_port}"
         vars(server).update(fields)

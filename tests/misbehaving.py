@@ -1,7 +1,7 @@
-"""A small server in vLLM's place: an OpenAI-shaped program that behaves or misbehaves as a test says.
+"""A small server that replaces vLLM: it has OpenAI's API and behaves or misbehaves as a test says.
 
-`python misbehaving.py PORT BEHAVIOUR [JSON]` is a process; `answering` is a thread. JSON is [key, changes]: the changes
-take the choice's place in the answer to every request that has the key.
+`python misbehaving.py PORT BEHAVIOUR [JSON]` runs a process, `answering` a thread. JSON is [key, changes]: in answers
+to requests with that key, the changes replace the choice.
 """
 
 import http.server
@@ -79,7 +79,7 @@ class Api(http.server.BaseHTTPRequestHandler):
 
 
 class Server(fake_api.Server):
-    """Listens on `port`; `changes` is (key, what takes the choice's place)."""
+    """Listens on `port`; `changes` is (key, replacement of the choice)."""
 
     def __init__(self, port, behaviour="good", changes=("", {})):
         super().__init__(("127.0.0.1", port), Api)

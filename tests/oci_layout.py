@@ -22,7 +22,7 @@ def layer(entries, *, zipped=True):
 
 
 class Writer:
-    """A layout in a folder."""
+    """Writes an OCI layout in a folder."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -56,7 +56,7 @@ LABELS = {f"org.sparkforge.{name}": f"/{FOLDER}/{name}.json" for name in ("manif
 
 
 def ours(writer, expected, stack="embedded", **more):
-    """Write an image that passes for this checkout's; `components` are names in its bill. Return its descriptor."""
+    """Write an image with this checkout's metadata; `components` are names in its bill. Return its descriptor."""
     names = more.pop("components", ["vllm"])
     components = [{"name": name, "version": "1", "purl": f"pkg:pypi/{name}@1"} for name in names]
     bill = json.dumps({"bomFormat": "CycloneDX", "specVersion": "1.6", "components": components}).encode()

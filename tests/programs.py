@@ -17,7 +17,7 @@ INSTALL["nvcc"] = "./inv build --only toolchain"
 
 
 def require(program):
-    """Return the path of `program`. Where it is missing, skip the test with what installs it; on CI fail it."""
+    """Return the path of `program`. If it is missing, skip the test with the command to install it, or fail on CI."""
     message = f"{program} is not installed: {INSTALL[program]}"  # a missing entry fails where the program is, too
     path = shutil.which(program)
     if path is None:

@@ -1,14 +1,14 @@
 """A tiny gpt-oss checkpoint that answers by script: greedy decoding gives the token sequence chosen when it is written.
 
-For tests of what a server makes of a model's output. Each script has a cue, a word in the prompt; the model answers
-`<|start|>assistant` with the script of the latest cue, then with `<|return|>`, whatever else the prompt holds. Limits:
-cues stand 8 tokens apart at least and the latest within the last 1000 tokens; each turn begins its script anew.
+It tests how a server handles a model's output. Each script has a cue, a word in the prompt; after `<|start|>assistant`
+the model writes the script of the latest cue, then `<|return|>`, whatever else the prompt contains. Limits: cues are at
+least 8 tokens apart, and the latest is within the last 1000 tokens; each turn starts its script from the beginning.
 
-Nothing is trained. Tokens have codes of ±1 (an extended Hamming code), and a position's hidden state is laid out in
+Nothing is trained. Tokens have codes of ±1 (an extended Hamming code), and a position's hidden state consists of
 fields. Layer 0's heads look 1, 2, ... tokens back, by RoPE alone, and copy those tokens' codes into fields. Layer 1's
-first head finds the latest cue and copies its script's code. Then each intermediate neuron of an expert knows one
-context: its MXFP4 weights are that context's codes, so it opens for this context only and writes the next token's code.
-The router takes the script's expert. The LM head's rows are the codes.
+first head finds the latest cue and copies its script's code. Then each intermediate neuron of an expert recognises one
+context: its MXFP4 weights are that context's codes, so it is active only for this context and writes the next token's
+code. The router selects the script's expert. The LM head's rows are the codes.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from sparkforge.models.harmony import VOCAB_SIZE
 from sparkforge.models.tiny import Weights
 from sparkforge.models.tiny_format import BLOCK, HEAD_DIM, Floats, Sizes, Tensor, bfloat16
 
-RECIPE = 1  # raise it when the bytes change, so that older directories are written anew
+RECIPE = 1  # raise it when the bytes change, so that older directories are rewritten
 HEADS, EXPERTS = 6, 8
-CONTEXT = HEADS + 1  # tokens that decide the next one: the last and what each head of layer 0 copies
+CONTEXT = HEADS + 1  # tokens that determine the next: the last, and one copied by each head of layer 0
 BITS = 16  # of a code
-DISTANCE = 4  # bits in which two codes differ at least
-OPENING = "<|start|>assistant"  # what every prompt ends with, and a script continues
-END = "<|return|>"  # what follows a script, and any context that no script has
+DISTANCE = 4  # minimum number of bits in which two codes differ
+OPENING = "<|start|>assistant"  # the end of every prompt, which a script continues
+END = "<|return|>"  # follows a script, and any context that is in no script
 
-# Fields of the hidden state. The first CONTEXT codes are the last token's, the one's before it, and so on.
+# Fields of the hidden state. The first CONTEXT fields are the codes of the last token, the token before it, and so on.
 SCRIPT, OUTPUT = CONTEXT * BITS, (CONTEXT + 1) * BITS
 EXPERT = OUTPUT + BITS
 CUE = EXPERT + EXPERTS
 CONSTANT, HIDDEN = CUE + 1, 160
-LEVEL = 6.0  # what every token has in CONSTANT, but for cues: those have less, so that all embeddings have one norm
-NAMED = BITS + 2  # squares of what a cue's embedding has besides: its script's code, the expert, 1 in CUE
+LEVEL = 6.0  # every token's value in CONSTANT; cues have less, so that all embeddings have the same norm
+NAMED = BITS + 2  # sum of squares of a cue's further fields: its script's code, the expert, 1 in CUE
 
 # Layer 0: score of the token at the right distance above that of its neighbours, by the pairs that turn fastest.
 NEAR, NEAR_PAIRS = 130.0, range(10)
-# Layer 1: the score of a cue falls over 1000 tokens, so that the latest wins, by 12 against one 8 tokens older,
-# with pair → factors of cosine and sine, by least squares for `config`. Beside it stands what a cue scores above other
-# tokens, on the pairs that hardly turn.
+# Layer 1: the score of a cue falls over 1000 tokens, so that the latest wins, by 12 over a cue 8 tokens older. Pair →
+# factors of cosine and sine, by least squares for `config`. The other number is a cue's score above other tokens, on
+# the pairs that hardly rotate.
 RECENT = {12: (0, 0.03), 13: (0.05, -0.03), 14: (0.12, 0.2), 15: (0.36, 0.28), 16: (0.04, 0.19), 17: (0, 0.05)}
 SLOPE, PRESENT, STILL_PAIRS = 7300.0, 8800.0, range(24, 32)
 KEY = 16.0  # of every pair of a key
 
-GAIN = 2  # a neuron's weights are ±GAIN; SwiGLU's limit of 7 caps what an open one gives
+GAIN = 2  # a neuron's weights are ±GAIN; SwiGLU's limit of 7 caps an active neuron's output
 # Values in use, and their codes (OCP Microscaling Formats, 5.3.3).
 E2M1 = dict(zip((0.0, 0.5, 1.0, 2.0, 6.0, -0.5, -1.0, -2.0, -6.0), (0, 1, 2, 4, 7, 9, 10, 12, 15), strict=True))
 ONE = 127  # E8M0's code of 1
@@ -58,10 +58,10 @@ ONE = 127  # E8M0's code of 1
 
 @dataclass(frozen=True)
 class Script:
-    """What the model writes after `<|start|>assistant` when the latest cue in its prompt is `cue`.
+    """The model's output after `<|start|>assistant` when the latest cue in its prompt is `cue`.
 
-    `cue` is a word that is one token, at the start of a text and after a space. `text` is Harmony's text with its
-    special tokens.
+    `cue` is a word that is a single token, both at the start of a text and after a space. `text` is Harmony text with
+    its special tokens.
     """
 
     cue: str
@@ -74,13 +74,13 @@ class Script:
 
     @cached_property
     def cues(self) -> tuple[int, ...]:
-        """The two tokens that are the cue."""
+        """The two tokens of the cue."""
         (first,), (later,) = (harmony.encode(text) for text in (self.cue, f" {self.cue}"))
         return first, later
 
     @cached_property
     def contexts(self) -> Mapping[tuple[int, ...], int]:
-        """The last tokens, newest first, → the next one; fewer than CONTEXT where the script begins."""
+        """The last tokens, newest first → the next token; fewer than CONTEXT at the beginning of the script."""
         opening, end = tuple(harmony.encode(OPENING)), tuple(harmony.encode(END))
         written = (*opening, *self.tokens, *(() if self.tokens[-1:] == end else end))
         contexts: dict[tuple[int, ...], int] = {}
@@ -91,7 +91,7 @@ class Script:
         return contexts
 
     def following(self, written: Sequence[int]) -> int | None:
-        """Return the token that the model writes after `written`: the contexts of the most weight decide, or None."""
+        """Return the model's token after `written`, from the contexts with the most weight; None without any."""
         tokens: dict[float, set[int]] = {}
         for length in range(1, CONTEXT + 1):
             context = tuple(written[: -length - 1 : -1])
@@ -128,13 +128,13 @@ class ScriptedModel:
 
     @property
     def recipe(self) -> str:
-        """What the checkpoint is made of."""
+        """The inputs that determine the checkpoint."""
         text = "\0".join(f"{script.cue}\0{script.text}" for script in self.scripts)
         return f"scripted {RECIPE} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     @property
     def sizes(self) -> Sizes:
-        """Its sizes; the intermediate size is that of the fullest expert."""
+        """The checkpoint's sizes; the fullest expert determines the intermediate size."""
         fullest = max(len(expert) for expert in self.contexts)
         return Sizes(HIDDEN, -(-fullest // 64) * 64, layers=2, experts=EXPERTS, top_k=4, heads=HEADS, kv_heads=2)
 
@@ -168,17 +168,17 @@ class ScriptedModel:
         return rows
 
     def _experts(self, contexts: Sequence[Sequence[tuple[int, tuple[int, ...], int]]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the experts whose neurons know `contexts`: script's number, tokens newest first, next token."""
+        """Yield the experts whose neurons recognise `contexts`: script's number, tokens newest first, next token."""
         inner = self.sizes.intermediate
         gates = np.zeros((EXPERTS, inner, HIDDEN), np.float32)
-        bias = np.zeros((EXPERTS, 2 * inner), np.float32)  # rows of gate and of up in turn
+        bias = np.zeros((EXPERTS, 2 * inner), np.float32)  # gate and up rows interleaved
         outputs = np.zeros((EXPERTS, HIDDEN, inner), np.float32)
         for expert, neurons in enumerate(contexts):
             for neuron, (number, context, token) in enumerate(neurons):
                 codes = np.concatenate([self.code_of[known] for known in context])
                 gates[expert, neuron, : len(codes)] = codes
                 gates[expert, neuron, SCRIPT : SCRIPT + BITS] = CODES[number]
-                # The whole context gives GAIN * DISTANCE, and one with another code -GAIN * DISTANCE at most.
+                # The right context gives GAIN * DISTANCE, and a context with another code at most -GAIN * DISTANCE.
                 bias[expert, 2 * neuron] = -GAIN * (len(codes) + BITS - DISTANCE)
                 outputs[expert, OUTPUT : OUTPUT + BITS, neuron] = _weight(context) * self.code_of[token]
         weights = np.zeros((EXPERTS, 2 * inner, HIDDEN), np.float32)
@@ -190,7 +190,7 @@ class ScriptedModel:
 
 
 def weights(scripts: Sequence[Script]) -> Weights:
-    """Return what `tiny.write_tiny` writes for `scripts`."""
+    """Return the checkpoint of `scripts` for `tiny.write_tiny`."""
     model = ScriptedModel(scripts)
     return Weights(lambda: model.recipe, lambda: model.sizes, model.tensors)
 
@@ -198,7 +198,7 @@ def weights(scripts: Sequence[Script]) -> Weights:
 def _codes() -> Floats:
     """Return the 2048 words of the extended Hamming code of 16 bits, as ±1."""
     vectors = (np.arange(1 << 16)[:, None] >> np.arange(BITS)) & 1
-    # The positions of the ones cancel out under exclusive or, and their number is even.
+    # In a code word the exclusive or of the positions of ones is 0, and their number is even.
     syndrome = np.bitwise_xor.reduce(np.where(vectors, np.arange(BITS), 0), axis=1)
     codes: Floats = (1 - 2 * vectors[(syndrome == 0) & (vectors.sum(1) % 2 == 0)]).astype(np.float32)
     return codes
@@ -208,7 +208,7 @@ CODES = _codes()
 
 
 def _check_order(script: Script) -> None:
-    """Assert that the contexts give the script's tokens one by one: a prompt's end must not look like the script."""
+    """Assert that the contexts give the script's tokens one by one, and that a prompt's end is not mistaken for it."""
     written = [*[-1] * CONTEXT, *harmony.encode(OPENING)]  # after any prompt
     for token in script.tokens:
         assert script.following(written) == token, f"{script.cue}: its begin would be written again"
@@ -216,15 +216,15 @@ def _check_order(script: Script) -> None:
 
 
 def _weight(context: Sequence[int]) -> float:
-    """Return how much a context's neuron writes: a longer one, which is surer, outweighs those that it ends with.
+    """Return the weight of a context's neuron: a longer context is more certain and outweighs its suffixes.
 
-    Contexts are short at a script's begin alone. The shortest is the prompt's end.
+    Contexts are short only at the beginning of a script. The shortest is the prompt's end.
     """
     return {2: 0.5, CONTEXT: 6.0}.get(len(context), 2.0)
 
 
 def _turn(back: float) -> Floats:
-    """Return the angles by which RoPE turns its 32 pairs over `back` tokens (YaRN, as `tiny_format.config` sets it)."""
+    """Return the angles by which RoPE rotates its 32 pairs over `back` tokens (YaRN, as in `tiny_format.config`)."""
     base, factor, length, fast, slow = 150_000, 32.0, 4096, 32.0, 1.0
     pairs = np.arange(HEAD_DIM // 2)
     low, high = (HEAD_DIM * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (fast, slow))
@@ -281,7 +281,7 @@ def _layer(
     router: Floats,
     experts: Iterator[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a layer's tensors; its two norms give back the hidden state whose sums of squares `squares` are."""
+    """Yield a layer's tensors; its two norms are the identity on hidden states with the sums of squares `squares`."""
     prefix = f"model.layers.{number}."
     for name, square in zip(("input_layernorm", "post_attention_layernorm"), squares, strict=True):
         yield f"{prefix}{name}.weight", bfloat16(np.full(HIDDEN, (square / HIDDEN) ** 0.5, np.float32))
@@ -294,7 +294,7 @@ def _layer(
 
 
 def _mxfp4(name: str, values: Floats, scale: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield `values`, which E2M1 has, as blocks with one E8M0 scale for all; a byte's low half comes first."""
+    """Yield `values`, which E2M1 represents, as blocks with one common E8M0 scale; a byte's low half comes first."""
     codes = np.zeros(values.shape, np.uint8)
     for value, code in E2M1.items():
         codes[values == value] = code

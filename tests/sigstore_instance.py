@@ -1,4 +1,4 @@
-"""A Sigstore of our own for tests, in memory: certificate authority, certificate log, signature log, trusted root."""
+"""A fake Sigstore in memory: certificate authority, certificate log, signature log, trusted root."""
 
 import base64
 import datetime as dt
@@ -67,7 +67,7 @@ class Instance:
             (x509.UnrecognizedExtension(ISSUER_V1, issuer.encode()), False),
         ):  # fmt: skip
             builder = builder.add_extension(extension, critical)
-        # RFC 6962: the log signs the certificate without the log's own answer in it.
+        # RFC 6962: the log signs the certificate without the extension that contains the log's answer.
         body = builder.sign(self.root_key, hashes.SHA256()).tbs_certificate_bytes
         time = int(NOW.timestamp() * 1000)
         entry = hashlib.sha256(spki(self.root_key)).digest() + len(body).to_bytes(3, "big") + body
@@ -79,7 +79,7 @@ class Instance:
         return builder.add_extension(octets, critical=False).sign(self.root_key, hashes.SHA256())
 
     def bundle(self, statement, identity, issuer, kind=signing.STATEMENT_TYPE):
-        """Return the bundle of a statement that a workflow signed, as a document."""
+        """Return the bundle of a workflow's signed statement, as a document."""
         key, payload = ec.generate_private_key(ec.SECP256R1()), json.dumps(statement).encode()
         certificate = self._certificate(key.public_key(), identity, issuer)
         signature = text(sign(key, signing.encoded(kind, payload)))

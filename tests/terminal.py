@@ -1,4 +1,4 @@
-"""A program on a terminal of its own: type to it, press Ctrl-C, wait for what it prints."""
+"""A program on its own terminal: type, press Ctrl-C, wait for output."""
 
 import os
 import pty
@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 
-SECONDS = 120.0  # until a text must have come; on a busy machine a start of Python takes many
-# Makes the terminal the program's own, so that Ctrl-C typed there reaches it as a signal, also where pytest's parent
-# ignores it (a shell's background job, nohup): a program inherits what is ignored.
+SECONDS = 120.0  # timeout for an expected text; on a busy machine Python starts slowly
+# Makes the terminal the program's controlling terminal, so that Ctrl-C reaches it as a signal, even if pytest's parent
+# ignores it (a shell's background job, nohup), because programs inherit ignored signals.
 OWN = """
 import fcntl, os, signal, sys, termios
 for number in (signal.SIGINT, signal.SIGHUP):
@@ -21,7 +21,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class Terminal:
-    """A started program; `text` is all that it has printed."""
+    """A started program; `text` is its whole output."""
 
     def __init__(self, *command, cwd, env):
         self._master, slave = pty.openpty()
@@ -42,7 +42,7 @@ class Terminal:
         return True
 
     def expect(self, text):
-        """Wait until `text` has been printed, after what was expected before."""
+        """Wait until `text` is printed after the previously expected text."""
         deadline = time.monotonic() + SECONDS
         while text not in self.text[self._seen :]:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.text[-2000:]!r}"
@@ -56,8 +56,8 @@ class Terminal:
     def end(self, again=None):
         """Wait for the program's end and return its exit code.
 
-        `again` is a signal to send each second: Python's readline sees one that comes between its prompt and its wait
-        for a key only with the next one.
+        `again` is a signal to send each second, because Python's readline notices a signal between its prompt and its
+        wait for a key only at the next signal.
         """
         begun, sent = time.monotonic(), 0
         while self.process.poll() is None:

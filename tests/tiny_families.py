@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of families that have none of their own: the same weights everywhere, nothing downloaded.
+"""Tiny random checkpoints of families without one: the same weights everywhere, and no downloads.
 
 The vocabulary is the 256 bytes and the special tokens of ChatML and of tool calls, so any text can be read and written.
 The family's class in transformers defines the tensors, and writes them under the names of its checkpoints.
@@ -39,7 +39,7 @@ CONFIGS = {
         **COMMON, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "num_key_value_heads": 4,
         "first_k_dense_replace": 1, "kv_lora_rank": 512, "moe_intermediate_size": WIDTH, "n_routed_experts": EXPERTS,
         "n_shared_experts": 1, "num_experts_per_tok": TOP_K, "q_lora_rank": 32, "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64, "v_head_dim": 32,  # 512 + 64 is what the CPU kernel takes
+        "qk_rope_head_dim": 64, "v_head_dim": 32,  # the CPU kernel requires 512 + 64
     },
     "qwen3_5-moe": {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "dtype": "bfloat16",
@@ -86,7 +86,7 @@ def tokenizer():
 
 
 def write_torchvision(folder):
-    """Write what vLLM's import of Qwen3.5 needs of torchvision, whose wheels do not load beside torch+cpu."""
+    """Write a minimal torchvision for vLLM's import of Qwen3.5, because its wheels do not load with torch+cpu."""
     modes = "NEAREST = NEAREST_EXACT = BOX = BILINEAR = HAMMING = BICUBIC = LANCZOS = None"
     files = {
         "__init__": '__version__ = "0.28.0"', "io/__init__": "ImageReadMode = decode_image = None",
@@ -109,7 +109,7 @@ def write_tokenizer(folder):
 
 
 def write_eagle3(folder):
-    """Write an EAGLE3 head for the tiny Qwen3, as vLLM's llama_eagle3.py reads it; its guesses are random."""
+    """Write an EAGLE3 head for the tiny Qwen3 in the format of vLLM's llama_eagle3.py; its proposals are random."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Write a new patch from a commit or the edits of a checkout that holds the queue: headed, checked and queued."""
+"""Write a new patch from a commit or the edits of a checkout, check it, and add it to the queue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparkforge.patching.series import FIELDS, PATCH_NAME, PATCHES, Patch, Queue
 from sparkforge.pins import Pins
 from sparkforge.sources import archive, fetch
 
-PENDING = ".new"  # ends the hidden name under which a patch is written before `series` names it
+PENDING = ".new"  # suffix of a patch's hidden temporary name, until `series` names the patch
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class PatchDraft:
 class PatchOrder:
     """A patch `name` to write for a stack's upstream `of`, from the checkout `source` or one of its commits.
 
-    Without `source` a scratch copy is made to edit, and with `finish` the patch is written from that one and the copy
-    removed. `fields` are description, bug, drop_when, and if wanted origin and forwarded; several lines are joined by
-    ` ; ` in drop_when.
+    Without `source` a scratch copy is made to edit; with `finish` the patch is written from the scratch copy, which is
+    then removed. `fields` are description, bug, drop_when, and optionally origin and forwarded; several conditions in
+    drop_when are joined by ` ; `.
     """
 
     name: str
@@ -67,7 +67,7 @@ class PatchOrder:
 def new_patch(order: PatchOrder, table: Pins | None = None, patches: Path = PATCHES) -> None:
     """Write a patch into the queues under `patches`, or begin it.
 
-    Raises UsageError for what is missing or was not changed, and what `begin_patch` and `write_patch` raise.
+    Raises UsageError for missing fields or edits, and the errors of `begin_patch` and `write_patch`.
     """
     name, source, fields = order.name, order.source, order.fields
     if (source and order.finish) or (order.commit and not source):
@@ -90,9 +90,9 @@ def new_patch(order: PatchOrder, table: Pins | None = None, patches: Path = PATC
 
 
 def prepare(table: Pins, name: str, stack: str, of: str, patches: Path = PATCHES) -> PatchDraft:
-    """Find the queue and the release of the patch `name`, and take back what a killed run began to write.
+    """Find the queue and the release of the patch `name`, and remove what a killed run left.
 
-    Raises UsageError for a bad name or one that is taken.
+    Raises UsageError for an invalid name or a name in use.
     """
     if not PATCH_NAME.fullmatch(f"0001-{name}.patch"):
         raise UsageError(f"{name!r} is no name for a patch", "it takes small letters, digits and single hyphens",
@@ -109,7 +109,7 @@ def prepare(table: Pins, name: str, stack: str, of: str, patches: Path = PATCHES
 
 
 def begin_patch(draft: PatchDraft) -> Path:
-    """Make the scratch copy unless it is there: the release as a git repository, with the queue as commits.
+    """Make the scratch copy unless it exists: the release as a git repository, with the queue as commits.
 
     Raises the errors of `fetch` and `archive`, PatchError, and ProcessError without git.
     """
@@ -146,8 +146,8 @@ def write_patch(draft: PatchDraft, tree: Path, fields: dict[str, str], commit: s
 
     The patch is one `commit`, or everything since the queue's last commit, uncommitted edits included. A commit's
     message is the description unless `fields` has one. Raises UsageError if nothing was edited or a
-    field is missing, PatchError for what a patch may not hold or for a checkout of another queue; nothing is then
-    written.
+    field is missing, PatchError for changes that a patch may not contain or for a checkout of another queue; nothing is
+    written then.
     """
     if not checkout.holds_queue(tree, draft.queue):
         fix = f".venv/bin/python -m lab.patches into {shlex.quote(str(tree))}, then carry your edits over"
@@ -177,7 +177,7 @@ def write_patch(draft: PatchDraft, tree: Path, fields: dict[str, str], commit: s
     names = series.read_text(encoding="utf-8")
     write_atomic(pending, head + diff)
     write_atomic(series, names + ("" if names.endswith("\n") else "\n") + file.name + "\n")
-    pending.rename(file)  # a run that is killed before this is taken back by the next one, see `_take_back`
+    pending.rename(file)  # if this run is killed before, the next removes the patch, see `_take_back`
     fsync_directory(draft.folder)
     return file
 
@@ -196,7 +196,7 @@ def header(fields: dict[str, str]) -> bytes:
 
 
 def _require_right(draft: PatchDraft, patch: Patch) -> dict[str, Content]:
-    """Return what `patch` makes of the queue's result; raise unless it fits exactly and its Drop-when is not true."""
+    """Return the files after `patch`; raise unless it applies exactly after the queue and its Drop-when is not true."""
     names = {*draft.queue.paths, *(c.path for c in patch.changes), *(c.path for c in patch.drop_when)}
     read = upstream.reader(draft.release, names)
     if fulfilled := [condition for condition in patch.drop_when if condition.holds_for(read(condition.path))]:
@@ -213,7 +213,7 @@ def _require_right(draft: PatchDraft, patch: Patch) -> dict[str, Content]:
 
 
 def _take_back(pending: Path) -> None:
-    """Remove a patch that a killed run had not put in its place yet, and its name from `series` if it is there."""
+    """Remove the temporary file of a killed run, and the patch's name from `series` if it is there."""
     series, name = pending.with_name("series"), pending.name.removeprefix(".").removesuffix(PENDING)
     if not pending.with_name(name).exists():
         lines = series.read_text(encoding="utf-8").splitlines(keepends=True)

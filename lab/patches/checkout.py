@@ -1,10 +1,10 @@
 """A patch queue as git commits in a development checkout.
 
-The commits for a checkout are made in a work tree beside it, with an index of its own, and reach it in one step: what
-`git am` leaves behind when it is killed or the disk fails is no concern of the user's.
+The commits are made in a separate work tree with its own index, and reach the checkout in one step. If `git am` is
+killed or the disk fails, the user's checkout is not affected.
 
 Each patch is a commit with a fixed author and date. Its message is the patch's DEP-3 header and one more field,
-`Sparkforge-Patch: QUEUE/FILE SHA256`, which tells the commit from others and is left out when it becomes a file again.
+`Sparkforge-Patch: QUEUE/FILE SHA256`, which identifies the commit; the field is removed when the commit becomes a file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparkforge.pins import Component, Pins
 FIELD = "Sparkforge-Patch"
 HEADER = re.compile(rf"^(Description: .*?)\n{FIELD}: (\S+) (\S+)$", re.MULTILINE | re.DOTALL)
 NAME, EMAIL = "Sparkforge", "sparkforge@localhost"
-# Nothing of a repository's own configuration may change a commit or run a program.
+# The repository's configuration must not change a commit or run a program.
 SETTINGS = (
     f"user.name={NAME}", f"user.email={EMAIL}", "commit.gpgsign=false", "core.hooksPath=/dev/null",
     "apply.whitespace=nowarn", "apply.ignoreWhitespace=no", "i18n.commitEncoding=UTF-8",
@@ -46,7 +46,7 @@ SESSIONS = ("rebase-apply", "rebase-merge", "MERGE_HEAD", "CHERRY_PICK_HEAD", "R
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit: its id, its message, and, if it is a patch of a queue, that patch's name there (`QUEUE/FILE`)."""
+    """A commit: its id, its message, and, if it is a patch of a queue, the patch's name (`QUEUE/FILE`)."""
 
     id: str
     message: str
@@ -56,12 +56,12 @@ class Commit:
 
 
 def commit_to_checkout(table: Pins, stack: str, tree: Path, patches: Path = series.PATCHES) -> str:
-    """Commit a queue to a checkout of the pinned release unless it is there; return what was done.
+    """Commit a queue to a checkout of the pinned release unless it is there; return a message about it.
 
-    It is the stack's queue whose files the checkout has. Raises UsageError for a folder that is no checkout of the
+    The checkout's files select one of the stack's queues. Raises UsageError for a folder that is no checkout of the
     release, or has uncommitted changes or an unfinished merge, and PatchError for a checkout with another queue or of
-    another version. The checkout is then as it was; where git fails or is killed in the last step, the next run
-    finishes it or says what is in the way.
+    another version. The checkout is then unchanged. If git fails or is killed in the last step, the next run finishes
+    the step or names the obstacle.
     """
     _require_repository(tree)
     with locked(_git_path(tree, "sparkforge.lock"), f"put a queue into {tree}"):
@@ -69,14 +69,14 @@ def commit_to_checkout(table: Pins, stack: str, tree: Path, patches: Path = seri
 
 
 def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
-    """Do what `commit_to_checkout` does, while no other process does."""
+    """Do the work of `commit_to_checkout`, whose lock keeps other processes out."""
     component, queue = _queue_of(table, stack, tree, patches)
     if holds_queue(tree, queue):
         return f"{queue.name} in {tree}: already there, {len(queue.patches)} commits"
     read = upstream.reader(upstream.release(table, component), queue.paths)
     released = {path: read(path) for path in queue.paths}
     patched, present = queue.apply(released), read_files(tree, queue.paths)
-    # A run that was killed in the last step has left some files as the queue makes them.
+    # A run that was killed in the last step may have left some files already patched.
     already_patched = [
         path for path in queue.paths if present[path] != released[path] and present[path] == patched[path]
     ]
@@ -93,7 +93,7 @@ def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
         )
     beside = _git_path(tree, BESIDE)
     try:
-        _remove_beside(tree)  # what a killed run left
+        _remove_beside(tree)  # left by a killed run
         git(tree, "worktree", "add", "--quiet", "--detach", "--no-checkout", beside, "HEAD", settings=SETTINGS)
         git(beside, "read-tree", "HEAD")
         git(beside, "checkout-index", "--quiet", "--", *(path for path in released if released[path] is not None))
@@ -124,7 +124,7 @@ def _remove_beside(tree: Path) -> None:
 
 
 def holds_queue(tree: Path, queue: Queue) -> bool:
-    """Tell whether the commits of `tree` hold exactly `queue`. Raises PatchError if they hold another one."""
+    """Tell whether the commits of `tree` are exactly `queue`. Raises PatchError if they are another queue."""
     present = sorted((commit.patch, commit.sha256) for commit in queue_commits(tree, queue.upstream))
     if present and present != [(f"{queue.name}/{patch.name}", patch.sha256) for patch in queue.patches]:
         raise PatchError(
@@ -179,7 +179,7 @@ def apply_mailbox(tree: Path, queue: Queue) -> None:
 
 
 def changes(tree: Path) -> list[tuple[str, str]]:
-    """Return (state, path) of what is not committed, untracked files included, with git's two letters for the state."""
+    """Return (state, path) of uncommitted files, untracked ones included; the state is git's two letters."""
     lines = git(tree, "status", "--porcelain", "--untracked-files=all", settings=["core.quotePath=false"]).stdout
     return [(line[:2], line[3:]) for line in lines.splitlines()]
 
@@ -213,7 +213,7 @@ def _queue_of(table: Pins, stack: str, tree: Path, patches: Path) -> tuple[Compo
 
 
 def _require_idle(tree: Path, already_patched: Collection[str]) -> None:
-    """Raise UsageError if git is at work in `tree`, or other tracked files than `already_patched` are changed."""
+    """Raise UsageError if git is running in `tree`, or tracked files other than `already_patched` are changed."""
     if (lock := _git_path(tree, "index.lock")).exists():
         raise UsageError(f"{tree} is not ready", f"git runs in it, or was killed: it left {lock}",
                          f"if no git runs: rm {shlex.quote(str(lock))}, then the same command again")  # fmt: skip

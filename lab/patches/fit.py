@@ -1,7 +1,8 @@
-"""Where a change would fit: `hunks` applies at the named line or refuses, this looks further, for status and rebase.
+"""Find where a change applies, for status and rebase: `hunks` tries only the named line, this module the whole file.
 
-As in `git apply`, a hunk that begins at line 1 stays at the beginning, one that ends without context stays at the end,
-and two hunks never overlap. Unlike git, a hunk that fits in several places is not put into the nearest: a guess.
+As in `git apply`, a hunk that begins at line 1 stays at the beginning, a hunk that ends without context stays at the
+end, and two hunks never overlap. Unlike git, a hunk that fits in several places is refused, because a choice would be a
+guess.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Misfit:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a change makes of a file: the bytes after it, by how many lines each hunk moved, and what does not fit."""
+    """The result of a change: the file's bytes, by how many lines each hunk moved, and the hunks that do not fit."""
 
     content: bytes | None
     offsets: tuple[int, ...] = ()
@@ -37,7 +38,7 @@ class Fit:
 
 
 def fit(change: FileChange, content: bytes | None) -> Fit:
-    """Return what `change` makes of `content` (None: no such file), its hunks looked for in the whole file."""
+    """Apply `change` to `content` (None: no such file); search the whole file for its hunks."""
     if change.creates != (content is None):
         why = "upstream has the file already" if change.creates else "upstream has no such file any more"
         return Fit(content, misfits=(Misfit(change.path, 0, why),))
@@ -61,7 +62,7 @@ def fit(change: FileChange, content: bytes | None) -> Fit:
 
 
 def undone(change: FileChange) -> FileChange:
-    """Return the change that takes `change` back."""
+    """Return the reverse of `change`."""
     hunks, growth = list[Hunk](), 0
     for hunk in change.hunks:
         hunks.append(replace(hunk, start=hunk.start + growth, before=hunk.after, after=hunk.before))
@@ -72,7 +73,7 @@ def undone(change: FileChange) -> FileChange:
 def _find(hunk: Hunk, lines: list[bytes], end: int, *, moved: bool) -> tuple[int | None, str]:
     """Return the 0-based line where `hunk` fits, or None and the reason.
 
-    `end` is where the hunk before it ends, and `moved` says whether one before it was moved.
+    `end` is where the previous hunk ends; `moved` tells whether an earlier hunk was moved.
     """
     candidates = _candidates(hunk, lines)
     if hunk.start in candidates and hunk.start >= end and (len(candidates) == 1 or not moved):

@@ -16,14 +16,14 @@ from sparkforge.pins.patched import PatchedFile, load_patched
 from sparkforge.sources import fetch
 
 HEADER = "# Made by `.venv/bin/python -m lab.patches lock`; do not edit. What each upstream file becomes.\n"
-LARGEST_RATIO = 8  # of a stored source archive to the packed one; FlashInfer's has 7.7
+LARGEST_RATIO = 8  # unpacked to packed size of a source archive; FlashInfer's ratio is 7.7
 
 
 def lock_stack(stack: str, *, table: Pins | None = None, patches: Path = PATCHES) -> None:
     """Make every patched file of a stack's queues and write their hashes to `locks/patched.toml`.
 
-    A queue's revision rises by one where a file of it is locked already and comes out different, so that one version
-    never names two files. All files of a queue have one revision, whatever stack they belong to.
+    A queue's revision rises by one if one of its locked files changes, so that one version never names two files. All
+    files of a queue have the same revision, in every stack.
     """
     table, former = table or pins.load(), load_patched()
     queues = {component.patches for component in table.stack(stack).components.values()}

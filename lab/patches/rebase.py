@@ -1,8 +1,8 @@
-"""Carry a queue over to another version of its upstream, into a new folder under `patches/`: whole or not at all.
+"""Carry a queue over to another version of its upstream, into a new folder under `patches/`, completely or not at all.
 
 A small git repository holds the files that the queue touches: the old release with the queue as commits, and the new
-release. `git rebase` merges three ways. What it cannot merge is left to a person in an ordinary work tree; the new
-queue is exported when nothing is open, and proven to apply to the new release with fuzz 0.
+release. `git rebase` merges three ways. A person resolves conflicts in an ordinary work tree. Once there are none, the
+new queue is written, after a check that it applies to the new release with fuzz 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TODO = ".git/sparkforge-todo"
 
 @dataclass(frozen=True)
 class Carried:
-    """One patch of the old queue: its line in `series`, what was done with it, and whether the new queue has it."""
+    """One patch of the old queue: its line in `series`, what happened to it, and whether the new queue has it."""
 
     name: str
     action: str
@@ -48,9 +48,9 @@ class Carried:
 
 @dataclass(frozen=True)
 class Rebase:
-    """A rebase: the queue and its folder, how to read the old and the new release, the new version, where to edit.
+    """A rebase: the queue and its folder, readers of the old and the new release, the new version, the work tree.
 
-    `command` is what a user types for it; `drop` are the numbers of patches to leave behind.
+    `command` is the user's command; `drop` are the numbers of patches to leave out.
     """
 
     queue: Queue
@@ -68,15 +68,15 @@ class Rebase:
         return self.folder.parent / f"{self.queue.upstream}-{self.version}"
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep other processes from the same rebase."""
+        """Exclude other processes from the same rebase."""
         return locked(self.work.with_name(f".{self.work.name}.lock"), f"write {self.target.name}")
 
 
 def rebase_queue(to: str, stack: str, drop: str = "", *, resume: bool = False) -> None:
     """Carry a stack's queue to the version `to` (`0.33.0`, `flashinfer-0.7.2.post1`); `drop` names patches by number.
 
-    `resume` goes on after a person has resolved the conflicts. Raises PatchError for what is left to a person,
-    UsageError if that version has a queue already.
+    `resume` continues after a person has resolved the conflicts. Raises PatchError for conflicts, UsageError if that
+    version has a queue already.
     """
     if resume and drop:
         raise UsageError("--drop is for the beginning", "with --continue the patches are commits already",
@@ -104,17 +104,17 @@ def prepare(table: Pins, stack: str, to: str, drop: frozenset[str], patches: Pat
         )
     old, new = (upstream.release(table, component, number) for number in (queue.version, version))
     folder = patches / queue.name
-    upstream.reader(new, status.paths_of(queue))  # all at once; a file that only an edit adds is read when asked for
+    upstream.reader(new, status.paths_of(queue))  # all at once; files that only an edit adds are read later
     command = f".venv/bin/python -m lab.patches rebase {to} --stack {stack}"
     return Rebase(queue, folder, upstream.reader(old, queue.paths), lambda path: upstream.reader(new, [path])(path),
                version, paths.state() / "rebase" / f"{queue.upstream}-{version}", command, drop)  # fmt: skip
 
 
 def begin_rebase(rebase: Rebase) -> list[Carried]:
-    """Carry every patch over and write the new queue, unless all of it is dropped.
+    """Carry every patch over and write the new queue, unless all patches are dropped.
 
-    Raises PatchError at a conflict, which is then in the work tree `rebase.work`, and UsageError where the new queue
-    or a work tree is there already.
+    Raises PatchError at a conflict, which is then in the work tree `rebase.work`, and UsageError if the new queue or a
+    work tree exists already.
     """
     with rebase.locked():
         for stale in (
@@ -143,9 +143,9 @@ def begin_rebase(rebase: Rebase) -> list[Carried]:
 
 
 def continue_rebase(rebase: Rebase) -> list[Carried]:
-    """Go on with a rebase whose conflicts a person has resolved, and write the new queue.
+    """Continue a rebase whose conflicts a person has resolved, and write the new queue.
 
-    Raises PatchError while something is open or at the next conflict, UsageError where nothing was begun.
+    Raises PatchError while conflicts are unresolved or at the next conflict, UsageError if no rebase was begun.
     """
     with rebase.locked():
         _require_no_target(rebase)
@@ -177,7 +177,7 @@ def _require_no_target(rebase: Rebase) -> None:
 
 
 def _make_branches(rebase: Rebase, tree: Path) -> None:
-    """Make the repository: `old` is the old release, `queue` the queue on it, `upstream` the new release."""
+    """Make the repository with branches `old` (old release), `queue` (the queue on it) and `upstream` (new release)."""
     names = rebase.queue.paths
     repository.make_repository(
         tree, {path: rebase.old(path) for path in names}, f"{rebase.queue.upstream} {rebase.queue.version}"
@@ -201,7 +201,7 @@ def _file(commit: checkout.Commit) -> str:
 
 
 def _conflict(rebase: Rebase, why: str = "") -> PatchError:
-    """Build the error for a rebase that waits for a person; without a reason, show what conflicts."""
+    """Return the error for a rebase that waits for a person; without `why`, list the conflicts."""
     tree = rebase.work
     stopped = git(tree, "rev-parse", "--verify", "--quiet", "REBASE_HEAD", ends=(0, 1)).stdout.strip()
     (commit,) = checkout.commits(tree, stopped, "--max-count=1") if stopped else (checkout.Commit("", ""),)
@@ -219,7 +219,7 @@ def _conflict(rebase: Rebase, why: str = "") -> PatchError:
 
 
 def _export(rebase: Rebase, tree: Path) -> list[Carried]:
-    """Write the commits of `tree` as the new queue beside its place, prove it there, and rename it.
+    """Write the commits of `tree` as the new queue under a temporary name, check it, and rename it.
 
     Nothing is written if every patch is dropped.
     """
@@ -227,7 +227,7 @@ def _export(rebase: Rebase, tree: Path) -> list[Carried]:
     temporary = rebase.folder.parent / f".rebase.{os.getpid()}.tmp"
     folder = temporary / rebase.target.name
     folder.mkdir(parents=True)
-    (temporary / "common").symlink_to(rebase.folder.parent / "common")  # what its series may name
+    (temporary / "common").symlink_to(rebase.folder.parent / "common")  # its series may name these patches
     try:
         carried = list(_carried(rebase, _with_base_files(rebase, tree, temporary / "tree"), folder))
         names = [patch.name for patch in carried if patch.in_queue]
@@ -260,7 +260,7 @@ def _tracked(tree: Path, revision: str) -> list[str]:
 
 
 def _with_base_files(rebase: Rebase, tree: Path, copy: Path) -> Path:
-    """Return `tree`, or a copy of it where files of the new release that only the edits brought in are below them."""
+    """Return `tree`, or a copy whose base also has files of the new release that only the user's edits touch."""
     missing = {name: rebase.new(name) for name in {*_tracked(tree, "HEAD")} - {*_tracked(tree, "upstream")}}
     files = {name: content for name, content in missing.items() if content is not None}
     if not files:
@@ -276,7 +276,7 @@ def _with_base_files(rebase: Rebase, tree: Path, copy: Path) -> Path:
 
 
 def _carried(rebase: Rebase, tree: Path, folder: Path) -> Iterator[Carried]:
-    """Write each patch that `tree` has a commit of into `folder`, and yield the outcome of every patch, in order."""
+    """Write each patch with a commit in `tree` to `folder`, and yield the outcome of every patch, in order."""
     commits = {_file(commit): commit for commit in checkout.commits(tree, "upstream..HEAD")}
     if "" in commits:
         raise UsageError(f"{commits[''].id[:12]} is not a patch of the queue", f"its message has no {checkout.FIELD}:",
@@ -305,7 +305,7 @@ def _carried(rebase: Rebase, tree: Path, folder: Path) -> Iterator[Carried]:
             data, action = patch.text, "applies as it is"
         now |= changed
         if data == patch.text and patch.entry != patch.name:
-            (folder / patch.name).unlink()  # the common one serves this release too
+            (folder / patch.name).unlink()  # the common patch applies to this release too
             yield Carried(patch.entry, action)
         else:
             write_atomic(folder / patch.name, data)

@@ -1,4 +1,4 @@
-"""The git repositories in which patches are written and rebased, and the diffs that become patches."""
+"""Git repositories for writing and rebasing patches, and the diffs that become patches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_repository(tree: Path, files: Mapping[str, bytes | None], message: str)
 
 
 def commit_files(tree: Path, files: Mapping[str, bytes | None], message: str) -> None:
-    """Write `files` (None: remove it) into `tree` and commit everything that is there."""
+    """Write `files` (None: remove the file) into `tree` and commit everything."""
     for path, content in files.items():
         if content is None:
             (tree / path).unlink(missing_ok=True)

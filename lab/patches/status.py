@@ -1,4 +1,4 @@
-"""The status of a patch queue on a release or a tree: patch by patch, each on the result of those before it."""
+"""The status of a patch queue on a release or a tree: each patch is checked on the result of the patches before it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on one patch, what shows it, and the hunks that do not fit."""
+    """The verdict on one patch, its evidence, and the hunks that do not fit."""
 
     patch: Patch
     verdict: Verdict
@@ -42,7 +42,7 @@ class Judgement:
 
 
 def paths_of(queue: Queue) -> set[str]:
-    """Return every file that judging `queue` reads: those it touches, and those its `Drop-when` asks about."""
+    """Return the files that `judge` reads for `queue`: those that patches or their `Drop-when` conditions name."""
     return {*queue.paths, *(condition.path for patch in queue.patches for condition in patch.drop_when)}
 
 
@@ -52,7 +52,7 @@ def judge(queue: Queue, read: Reader) -> list[Judgement]:
 
 
 def carry(queue: Queue, read: Reader) -> tuple[list[Judgement], dict[str, Content]]:
-    """Judge as `judge` does, and return the files as the patches that apply leave them too."""
+    """Judge as `judge` does, and also return the files after the patches that apply."""
     contents: dict[str, Content] = {path: read(path) for path in paths_of(queue)}
     now, judgements = dict(contents), list[Judgement]()
     for patch in queue.patches:
@@ -65,9 +65,9 @@ def carry(queue: Queue, read: Reader) -> tuple[list[Judgement], dict[str, Conten
 def judge_patch(
     patch: Patch, pristine: Mapping[str, Content], now: Mapping[str, Content]
 ) -> tuple[Judgement, dict[str, Content]]:
-    """Judge one patch; return the verdict and the files that it changes where it applies.
+    """Judge one patch; return the verdict and the files that it changes if it applies.
 
-    `pristine` is upstream's tree, which `Drop-when` asks about; `now` is the same after the patches before.
+    `pristine` is upstream's tree, on which `Drop-when` is evaluated; `now` is the tree after the patches before.
     """
     for condition in patch.drop_when:
         if condition.holds_for(pristine[condition.path]):
@@ -95,7 +95,7 @@ def judge_release(queue: Queue, release: upstream.Release) -> list[Judgement]:
 
 
 def judge_tree(queue: Queue, tree: Path) -> list[Judgement]:
-    """Judge `queue` on the files of `tree`, which are taken as they are. Raises UsageError if it is no folder."""
+    """Judge `queue` on the files of `tree`, without a check of their hashes. Raises UsageError if it is no folder."""
     if not tree.is_dir():
         raise UsageError(f"cannot judge {tree}", "it is no folder", "name an unpacked source archive or a checkout")
     queue = queue.for_tree(tree)
@@ -148,7 +148,7 @@ def print_status(stack: str, against: str = "", tree: str = "") -> None:
 
 
 def print_all(title: str, judgements: Iterable[Judgement]) -> None:
-    """Print the verdicts to stdout, and for people the hunks that do not fit."""
+    """Print the verdicts to stdout, and to stderr the hunks that do not fit."""
     echo("\n".join([title, *(f"  {judgement}" for judgement in judgements)]))
     for judgement in judgements:
         for misfit in judgement.misfits:
@@ -156,6 +156,6 @@ def print_all(title: str, judgements: Iterable[Judgement]) -> None:
 
 
 def _fits(patch: Patch, now: Mapping[str, Content], *, back: bool = False) -> dict[str, Fit]:
-    """Fit every change of `patch`, or with `back` its reverse, onto `now`."""
+    """Apply every change of `patch`, or with `back` its reverse, to `now`."""
     changes = [undone(change) if back else change for change in patch.changes]
     return {change.path: fit(change, now[change.path]) for change in changes}

@@ -1,6 +1,6 @@
-"""Files of an upstream release, straight from its archive: a few of ten thousand are read, so nothing is unpacked.
+"""Read files of an upstream release from its archive without unpacking, because few of ten thousand are needed.
 
-What was read is kept under the archive's sha256 and checked by hash on every use.
+Files that were read are cached under the archive's sha256 and checked by hash on every use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparkforge.pins import Component, Pins
 from sparkforge.pins.index import client, project_page
 from sparkforge.sources import archive, fetch, offline
 
-Reader: TypeAlias = Callable[[str], Content]  # path inside the tree → bytes, None where there is no such file
+Reader: TypeAlias = Callable[[str], Content]  # path inside the tree → bytes, or None if there is no such file
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Release:
 def release(table: Pins, component: Component, version: str | None = None) -> Release:
     """Return the archive of `component` in `version` (None: the pinned one).
 
-    A version that pins.toml lacks is looked for among earlier downloads, then on the package index. Only for looking:
-    nothing is built from it. Raises NetworkError if the index has no such version, InputError for an image.
+    A version that pins.toml lacks is searched among earlier downloads, then on the package index. Such a release is
+    only read, never built. Raises NetworkError if the index has no such version, InputError for an image.
     """
     package = component.package
     if package is None:
@@ -81,7 +81,7 @@ def reader(release: Release, wanted: Iterable[str]) -> Reader:
 
 
 def _kept(folder: Path) -> dict[str, Content]:
-    """Return the files of earlier runs whose hash is still right."""
+    """Return the cached files of earlier runs whose hash is right."""
     try:
         index: Mapping[str, str | None] = read_json(folder / "index.json")
         cached = {path: (folder / sha256).read_bytes() if sha256 and (folder / sha256).is_file() else None

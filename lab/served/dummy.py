@@ -1,7 +1,7 @@
 """Write the folder of a gpt-oss model of real size without weights.
 
-`python -m lab.served.dummy OUT --size 120b`. It is for `--load-format dummy`: configuration and tokenizer are
-whole, the server makes up the weights. Speed can be measured with it, answers cannot.
+`python -m lab.served.dummy OUT --size 120b`. The folder is for `--load-format dummy`: configuration and tokenizer are
+complete, and the server makes up the weights. It serves to measure speed, not answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts of random tokens for a server whose model has made-up weights, and what they took."""
+"""Send prompts of random tokens to a server whose model has random weights, and measure rates and times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measure(
 ) -> dict[str, Any]:
     """Keep `concurrency` requests in flight until `requests` are done; return rates and median times in ms.
 
-    Prompts of different concurrencies or lengths share no beginning, so that no cache of prefixes has one.
+    Prompts of different concurrencies or lengths have no common prefix, so that no prefix cache has one of them.
     Raises ServerError if a request fails or is not answered within `seconds`.
     """
     rng = random.Random(f"measured {concurrency} {input_tokens}")  # noqa: S311 (prompts, not secrets)

@@ -15,7 +15,7 @@ import torch
 from sparkforge.core.files import write_atomic
 
 FORMAT, PLUGIN = "random", "bench_random"
-SCALES = (116, 122)  # E8M0 bytes: powers of two from 2^-11 to below 2^-5, as trained experts have them
+SCALES = (116, 122)  # E8M0 bytes: powers of two from 2^-11 to below 2^-5, as in trained experts
 ROUTER_DEVIATION = 0.03  # logits then have a deviation of 1.6 at 2880 channels: no expert is favoured for all tokens
 SEED, SHARD = 1234, 1 << 20  # a tensor's number is below SHARD
 
@@ -26,10 +26,10 @@ def register() -> None:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader  # noqa: PLC0415
 
     class RandomLoader(DummyModelLoader):
-        """The dummy loader, and then `fill`."""
+        """The dummy loader, followed by `fill`."""
 
         def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
-            """Parameters are where they will serve; nothing is copied."""
+            """Fill the parameters on their device, without copies."""
             super().load_weights(model, model_config)
             fill(model.named_parameters(), rank())
 
@@ -37,15 +37,15 @@ def register() -> None:
 
 
 def rank() -> int:
-    """Return this process's number among those that serve one model together; 0 where it is alone."""
+    """Return this process's rank among those that serve a model together; 0 if it is alone."""
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]], shard: int = 0) -> None:
-    """Give packed weights, scales, norms and routers values that make a forward pass cost what a real one costs.
+    """Set packed weights, scales, norms and routers to values that make a forward pass cost as much as a real one.
 
-    Experts of every `shard` differ; norms and routers, which each rank has whole, are the same on all.
+    Experts of each `shard` differ; norms and routers, of which each rank has a whole copy, are the same on all.
     """
     for index, (name, parameter) in enumerate(parameters):
         data = parameter.data
@@ -64,7 +64,8 @@ def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]], shard: int = 0) -
 def write_entry_point(folder: Path) -> Path:
     """Write a package's metadata that makes vLLM call `register` in each of its processes; goes on PYTHONPATH.
 
-    It names our plugin too: where that is missing, vLLM takes `--quantization spark-mxfp4` and serves stock experts.
+    The metadata also names our plugin: without it, vLLM would accept `--quantization spark-mxfp4` but serve stock
+    experts.
     """
     info = folder / "bench_random_weights-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,13 @@
 """Measures vLLM serving a gpt-oss of real size with made-up weights, one backend after another, on this machine's GPU.
 
-`python -m lab.served.serve_gpu --out FILE.json` starts a server for each backend, asks it for a fixed
-number of tokens at each concurrency, and ends it. Every figure is written at once, so that a run that is cut short
-keeps them. The model is `lab.served.dummy`'s: right shapes, random experts; its speed is realistic, its answers
-mean nothing.
-`--tensor-parallel 2` and `--expert-parallel` split the model over two GPUs; `--together` starts all servers at once and
-measures one after another.
-`--load-seconds 70` bounds the time of each backend; put what matters most first: `--concurrency 64 1 4 16`.
-`--profile` then traces decoding at each concurrency: the time of each part of the model and of the heaviest kernels.
-`--sweep 4 8 16` then sends 1k/1k through the whole harness (`bench.runs`: gate, load, report) while the server is up.
+`python -m lab.served.serve_gpu --out FILE.json` starts a server for each backend, requests a fixed number of tokens at
+each concurrency, and ends the server. Every figure is saved immediately, so that an interrupted run keeps its figures.
+The model is `lab.served.dummy`'s, with the right shapes and random experts: its speed is realistic, its answers mean
+nothing. `--tensor-parallel 2` and `--expert-parallel` split the model over two GPUs; `--together` starts all servers at
+once and measures one after another. `--load-seconds 70` limits the time of each backend; list the most important
+concurrency first: `--concurrency 64 1 4 16`. `--profile` then traces decoding at each concurrency: the time of each
+part of the model and of the heaviest kernels. `--sweep 4 8 16` then sends 1k/1k through the whole harness
+(`bench.runs`: gate, load, report) while the server is up.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from sparkforge.serve.command_line import ServerCommand
 SERVED_NAME = "random-gpt-oss"
 LOAD_SECONDS = 3600.0  # for one load
 ONE_GPU = Split()
-PROFILED_SECONDS, PROFILED_TOKENS = 0.25, 900  # of each trace, and of the answers that are being decoded meanwhile
-OPERATORS = 30  # of a trace that are kept, the heaviest
-LITTLE = "0.1"  # of a GPU's memory that must be free at the start, where the KV cache's size is given
+PROFILED_SECONDS, PROFILED_TOKENS = 0.25, 900  # length of each trace, and of the answers decoded during it
+OPERATORS = 30  # the heaviest operators of a trace, which are kept
+LITTLE = "0.1"  # share of a GPU's memory that must be free at the start if the KV cache's size is given
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ class Backend:
 
 
 def backend_of(name: str) -> Backend:
-    """Return the backend of that name; `spark:KERNEL` is ours with a kernel of your choice.
+    """Return the backend called `name`; `spark:KERNEL` is ours with a kernel of your choice.
 
-    Raises UsageError for a name that is neither.
+    Raises UsageError for an unknown name.
     """
     known, _, kernel = name.partition("@")[0].partition(":")
     if known not in BACKENDS or (kernel and known != "spark"):
@@ -73,7 +72,7 @@ def backend_of(name: str) -> Backend:
 
 
 def _dense(linear: str, head: str, *fused: str) -> Backend:
-    """Return our experts with projections and LM head in formats of the plugin; what is `fused` takes one launch."""
+    """Return our experts with projections and LM head in the plugin's formats; parts in `fused` take one launch."""
     log = LOGS[fused[-1]] if fused else f"Dense layers (SPARK_MXFP4_LINEAR) are {linear.upper()}, by our kernels"
     choices = {"LINEAR": linear, "LM_HEAD": head, **dict.fromkeys(fused, "fused")}
     environment = {f"SPARK_MXFP4_{name}": choice for name, choice in choices.items()}
@@ -104,7 +103,7 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 class ServingLoad(NamedTuple):
-    """Requests, `concurrency` of them at once; with `warm_up` short ones go before."""
+    """Requests, `concurrency` of them at once; with `warm_up`, short requests run first."""
 
     concurrency: int
     requests: int
@@ -123,12 +122,12 @@ class ServingPlan:
     ready_seconds: float
     port: int
     weights: str = random_weights.FORMAT
-    long_concurrencies: tuple[int, ...] = ()  # once more, one round, with answers as long as the prompts
+    long_concurrencies: tuple[int, ...] = ()  # measured again for one round, with answers as long as the prompts
     sweep: tuple[int, ...] = ()  # concurrencies that go through the harness
-    split: Split = ONE_GPU  # of backends whose names have none
-    kv_cache_bytes: int = 0  # on each GPU; 0: what vLLM finds free
+    split: Split = ONE_GPU  # for backends whose names have no split
+    kv_cache_bytes: int = 0  # on each GPU; 0: vLLM decides
     profiled: bool = False  # trace decoding at each concurrency too
-    load_seconds: float = math.inf  # of a server that is ready, after which no further load begins
+    load_seconds: float = math.inf  # after a server is ready; no further load begins after this time
     prompt_graphs: tuple[int, ...] = ()  # further CUDA graphs' sizes in tokens, for steps with prompts
 
     def loads(self) -> tuple[ServingLoad, ...]:
@@ -139,7 +138,7 @@ class ServingPlan:
 
 @dataclass(frozen=True)
 class Started:
-    """A server on its way; `pid` leads its session."""
+    """A starting server; `pid` leads its session."""
 
     url: str
     pid: int
@@ -150,10 +149,10 @@ class Started:
 def measure(
     backend: str, model: Path, plan: ServingPlan, log: Path, started: Started | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Serve `model` with one backend; yield how long the start took, then one row a load, and those left out.
+    """Serve `model` with one backend; yield the duration of the start, then a row for each load, measured or left out.
 
-    Raises ServerError if the server ends, is not ready in time, or chose another backend. Ends it, unless it was
-    `started` by the caller.
+    Raises ServerError if the server ends, is not ready in time, or chose another backend. Ends the server, unless it
+    was `started` by the caller.
     """
     with ExitStack() as stack:
         if started is None:
@@ -166,7 +165,7 @@ def measure(
             if time.monotonic() > deadline:
                 yield {"left_out": [other._asdict() for other in loads[index:]]}
                 break
-            if load.warm_up:  # twice as many, so that prompts come while others generate, as they will
+            if load.warm_up:  # twice as many, so that prompts arrive while other requests generate
                 _load(url, load.concurrency, 2 * load.concurrency, plan.input_tokens, min(16, load.output_tokens))
             yield _load(url, load.concurrency, load.requests, plan.input_tokens, load.output_tokens)
         if plan.profiled:
@@ -184,12 +183,12 @@ def _traces(log: Path) -> Path:
 
 
 def _profile(url: str, concurrency: int, plan: ServingPlan, folder: Path) -> dict[str, Any]:
-    """Return where the time went while `concurrency` requests were decoded; milliseconds."""
+    """Return the time of each part, in milliseconds, while `concurrency` requests are decoded."""
     name = f"at-{concurrency}-{time.monotonic_ns()}"
     arguments = (url, concurrency, concurrency, plan.input_tokens, PROFILED_TOKENS)
     load = threading.Thread(target=_load, args=arguments)
     load.start()
-    time.sleep(0.4 + concurrency / 25)  # prompts of 1,024 tokens are read by then
+    time.sleep(0.4 + concurrency / 25)  # by then prompts of 1,024 tokens are processed
     with profile.profiling(Endpoint(url, SERVED_NAME, key=""), name):
         time.sleep(PROFILED_SECONDS)
     load.join()
@@ -198,7 +197,7 @@ def _profile(url: str, concurrency: int, plan: ServingPlan, folder: Path) -> dic
 
 
 def _sweep(url: str, plan: ServingPlan, output: Path) -> str:
-    """Send 1k/1k at the plan's concurrencies through the harness; return the results' folder or why there is none."""
+    """Send 1k/1k at the plan's concurrencies through the harness; return the results' folder or the error."""
     numbers = ",".join(map(str, plan.sweep))
     shape = {"isl": "1024", "osl": "1024", "conc": numbers}
     try:
@@ -212,13 +211,13 @@ def _sweep(url: str, plan: ServingPlan, output: Path) -> str:
 def _started(
     backend: str, model: Path, plan: ServingPlan, log: Path, weights: tuple[str, ...] = ()
 ) -> Iterator[Started]:
-    """Start a server; end it."""
+    """Start a server, and end it afterwards."""
     chosen, split = backend_of(backend), plan.split.named(backend.partition("@")[2])
     split.check()
     top = max(plan.concurrencies)
     sizes = sorted({1, 2, 4, 8, 16, 32, 64, *plan.concurrencies, *plan.prompt_graphs})
     longest = max(2048, plan.input_tokens + max(plan.input_tokens, plan.output_tokens) + 16)
-    # The plugin's metadata and our packages, without the checkout's root: this interpreter may have none installed.
+    # The plugin's metadata and our packages, which may not be installed, but not the checkout's root.
     folder = random_weights.write_entry_point(log.parent / "plugin")
     for package in ("sparkforge", "validate", "lab", "spark_mxfp4/src/spark_mxfp4"):
         link = folder / Path(package).name
@@ -274,9 +273,9 @@ def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
 
 
 def _seen(backend: str, server: Started, log: Path) -> dict[str, Any]:
-    """Return what the logs say of the backend, and with several GPUs of their ranks and how they exchange.
+    """Return the log's facts about the backend, and with several GPUs about the ranks and their transports.
 
-    Raises ServerError if they name another backend, or if ours is not on every rank.
+    Raises ServerError if the logs name another backend, or if ours is not on every rank.
     """
     seen: dict[str, Any] = {"backend_line": _chosen(backend, log)}
     if server.split.size == 1:
@@ -294,7 +293,7 @@ def _seen(backend: str, server: Started, log: Path) -> dict[str, Any]:
 
 
 def _chosen(backend: str, log: Path) -> str:
-    """Return the log's line on the backend. Raises ServerError if it names another than `backend`."""
+    """Return the log's line on the backend. Raises ServerError if it names another backend than `backend`."""
     text = log.read_text(errors="replace")
     lines = [line for line in text.splitlines() if "Mxfp4 MoE backend" in line]
     used = next((line[line.index("Using '") :] for line in lines if "Using '" in line), "")
@@ -340,7 +339,7 @@ def main(arguments: Sequence[str]) -> int:
         for backend in options.backends:
             backend_of(backend)
             split.named(backend.partition("@")[2]).check()
-        with interrupt.caught():  # the servers have sessions of their own: they end with us only if we end them
+        with interrupt.caught():  # the servers have their own sessions, so we must end them
             return _measure_all(options, plan)
     except SparkforgeError as error:
         show_error(error)
@@ -351,14 +350,14 @@ def main(arguments: Sequence[str]) -> int:
 def _all_started(
     options: argparse.Namespace, plan: ServingPlan, model: Path, weights: tuple[str, ...] = ()
 ) -> Iterator[dict[str, tuple[ServingPlan, Started | None]]]:
-    """Start every backend's server at once if `--together` is given, each on a port of its own; end them all."""
+    """Start every backend's server at once if `--together` is given, each on its own port; end all afterwards."""
     with ExitStack() as stack:
         servers: dict[str, tuple[ServingPlan, Started | None]] = {}
         for index, backend in enumerate(options.backends):
             own = replace(plan, port=plan.port + index) if options.together else plan
             servers[backend] = own, None
             if options.together:
-                with suppress(ServerError):  # it is started again, alone, when it is to be measured, and says why then
+                with suppress(ServerError):  # it is started again, alone, for its measurement, which reports the error
                     start = _started(backend, model, own, _log(options, backend), weights)
                     servers[backend] = own, stack.enter_context(start)
         stack.callback(_ask_to_end, [server.pid for _, server in servers.values() if server])
@@ -366,7 +365,7 @@ def _all_started(
 
 
 def _ask_to_end(pids: Sequence[int]) -> None:
-    """Let all servers end at once; each is waited for after that."""
+    """Signal all servers to end; wait for each afterwards."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -401,18 +400,18 @@ def _measure_all(options: argparse.Namespace, plan: ServingPlan) -> int:
 
 
 def _wait_for_all(servers: Mapping[str, tuple[ServingPlan, Started | None]], options: argparse.Namespace) -> None:
-    """Wait until every server generates or cannot: one that still starts would disturb what is measured."""
+    """Wait until every server generates or has failed, because a starting server would disturb a measurement."""
     for backend, (plan, server) in servers.items():
         try:
             if server:
                 _ready(server, plan, _log(options, backend))
                 say(f"{backend}: ready, {time.monotonic() - server.begun:.0f} s after its start")
         except ServerError as error:
-            say(f"{backend}: {error}")  # and again when it is to be measured
+            say(f"{backend}: {error}")  # its measurement reports the error again
 
 
 def _machine() -> dict[str, str]:
-    """Return GPU, driver and the versions of the libraries, asked of the programs themselves."""
+    """Return the GPU, the driver and the versions of the libraries, as reported by them."""
     script = "import torch, triton, vllm; print(torch.__version__, triton.__version__, vllm.__version__)"
     versions = run([sys.executable, "-c", script], cwd=ROOT, fix="install vLLM").stdout.split()[-3:]
     gpu = "\n".join(gpus()) or "none"

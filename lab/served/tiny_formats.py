@@ -1,8 +1,8 @@
-"""Measures on a CPU what each dense format costs: bits per byte and top-1 agreement of the trained tiny model in vLLM.
+"""Measures the accuracy of each dense format on a CPU: bits per byte and top-1 of the trained tiny model in vLLM.
 
-`python -m lab.served.tiny_formats --out FILE.json` loads the model into vLLM's own engine once for each
-pair of formats (attention, LM head) and scores the packaged text in chunks as the accuracy gate does. Needs the
-environment that serves. Every figure is written at once, so that a run that is cut short keeps them.
+`python -m lab.served.tiny_formats --out FILE.json` loads the model into vLLM's own engine once for each pair of formats
+(attention, LM head) and scores the packaged text in chunks as the accuracy gate does. Run it in the serving
+environment. Every figure is saved immediately, so that an interrupted run keeps its figures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparkforge.models import tiny
 from sparkforge.serve.devices import in_environment
 
 TEXT = "persuasion-24"
-# Attention and LM head; the first is what the others are compared with.
+# Attention and LM head; the others are compared with the first.
 PAIRS = (
     ("bf16", "bf16"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4"), ("fp8", "fp8"), ("mxfp4", "bf16"),
     ("bf16", "mxfp4"), ("mxfp8", "bf16"), ("bf16", "mxfp8"),
@@ -33,7 +33,7 @@ PAIRS = (
 
 
 def score(model: Path, text: str) -> tuple[float, list[int]]:
-    """Return the bits per byte of `text`, and the likeliest token at each scored position, by vLLM as configured."""
+    """Return the bits per byte of `text`, and the likeliest token at each scored position, from vLLM as configured."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415 (only the serving environment has it)
     from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415
 

@@ -1,7 +1,6 @@
 """A made-up stack: vLLM and FlashInfer 1.0 as sdists in the cache, a queue each, a kernel set and two profiles.
 
-The made-up vLLM can be run: its selector and its parser have the real ones' names, and `torch.py` beside it stands for
-torch.
+The made-up vLLM can be run: its selector and parser have the names of the real ones, and its `torch.py` replaces torch.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""A folder without weights has the real models' configuration and a whole tokenizer."""
+"""A folder without weights has the real models' configuration and a complete tokenizer."""
 
 import pytest
 

@@ -1,10 +1,10 @@
-"""What a fleet adds to a request: the same requests and streams, directly and through the real HAProxy."""
+"""A fleet's added latency: the same requests and streams, directly and through the real HAProxy."""
 
 from lab import fleet_overhead
 from sparkforge.core.files import read_json
 
 
-def test_every_request_and_stream_arrives_by_both_ways(tmp_path, free_port, monkeypatch):
+def test_every_request_and_stream_arrives_directly_and_through_haproxy(tmp_path, free_port, monkeypatch):
     monkeypatch.setattr(fleet_overhead, "PIECES", 3)
     result = tmp_path / "fleet.json"
     fleet_overhead.main(str(result), clients=4, each=5, streams=20, rounds=2, port=free_port())

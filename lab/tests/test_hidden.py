@@ -1,4 +1,4 @@
-"""What a build would fetch by itself: read out of CMake and Cargo files, and held against the pins."""
+"""The dependencies that a build fetches by itself, read from CMake and Cargo files and compared with the pins."""
 
 import os
 import textwrap
@@ -89,7 +89,7 @@ UNFOLLOWED = {
 
 
 @pytest.mark.parametrize("name", UNFOLLOWED)
-def test_what_cannot_be_followed_is_an_error_with_its_place(name):
+def test_unresolvable_declarations_are_errors_with_file_and_line(name):
     with refused("input.pins", r"CMakeLists\.txt"):
         read(UNFOLLOWED[name])
 
@@ -124,7 +124,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_pin_that_says_something_else_is_refused(tmp_path, name):
+def test_a_pin_that_differs_is_refused(tmp_path, name):
     wrong, message = WRONG[name]
     with refused("input.pins", message):
         check(tree(tmp_path), thing=wrong)
@@ -164,13 +164,13 @@ BROKEN_LOCKS = (b"\xff", b"package = 1", b"[[package]]\nsource = 'git+x#y'", b"[
 
 @pytest.mark.parametrize("data", BROKEN_LOCKS)
 def test_a_cargo_lock_that_cannot_be_read_is_refused(tmp_path, data):
-    """It may hide a crate that comes from git."""
+    """Such a lock may hide a crate from git."""
     (tmp_path / "Cargo.lock").write_bytes(data)
     with refused("input.pins", r"Cargo\.lock"):
         hidden.declared(tmp_path)
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+def test_special_files_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "CMakeLists.txt")
     with refused("input.pins", "CMakeLists"):
         hidden.declared(tmp_path)

@@ -1,4 +1,4 @@
-"""A server that uses up a real memory cgroup ends with a named error, and its cgroup answers meanwhile."""
+"""A server that uses up a real memory cgroup ends with a named error, while other programs in the cgroup respond."""
 
 import pytest
 
@@ -26,8 +26,8 @@ def test_a_server_that_takes_all_memory_is_ended_before_the_kernel_must_kill(cgr
     assert result.probes > 0  # other programs of the cgroup ran to the end
 
 
-def test_what_only_the_kernel_could_end_has_a_name_too(cgroup, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARKFORGE_GUARD_GIB", "0.000001")  # it looks on, and ends nothing
+def test_a_server_killed_by_the_kernel_has_a_named_error_too(cgroup, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_GUARD_GIB", "0.000001")  # the guard then ends nothing
     result = pressure.trial(cgroup, "unguarded", pressure.RATES["as a starting vLLM"], tmp_path / "none")
     assert not result.named
     assert result.kills >= 1

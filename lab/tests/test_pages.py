@@ -1,4 +1,4 @@
-"""The checks of the documentation, and the pages that code writes."""
+"""The checks of the documentation, and the generated pages."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_what_leads_nowhere_is_named(text, problem):
     assert [*pages.problems({PAGE: f"# Title\n\n{text}"})] == [f"docs/index.md: {problem}"]
 
 
-def test_a_heading_a_command_and_a_file_that_are_there_are_no_problem():
+def test_existing_headings_commands_and_files_are_no_problem():
     link = f"[a](glossary.md) [b](#{min(pages.anchors(PAGE))})"
     text = f"{link} `deploy/start`\n\n```sh\n./inv logs -f   # ./inv nope\n./inv --list\n```\n"
     assert [*pages.problems({PAGE: text})] == []
@@ -66,7 +66,7 @@ def test_the_table_has_median_range_and_load_of_each_figure(tmp_path):
 
 
 @pytest.mark.parametrize("runs", [(3, 3, 2), (3, 3, 4), (3, 3, 0)])
-def test_figures_that_are_not_whole_are_refused(runs):
+def test_incomplete_figures_are_refused(runs):
     run = {"seconds": 60.4, "load": 0.2}
     times = {name: [run] * count for name, count in zip(daily_page.NAMES, runs, strict=True) if count}
     with pytest.raises(ValueError, match="needs 3 runs of each"):
@@ -89,7 +89,7 @@ def test_the_page_has_what_the_code_computes():
     assert text.count(roofline_page.BEGIN) == 1
 
 
-def test_what_the_page_says_in_words_is_what_the_code_computes():
+def test_figures_in_the_pages_text_are_those_that_the_code_computes():
     model, spark = parse(models.load()["gpt-oss-120b"].config, "t"), devices.named("spark")
     text = " ".join(roofline_page.PAGE.read_text().split())
     alone = roofline.decode(model, 1, Workload(roofline_page.CONTEXT))

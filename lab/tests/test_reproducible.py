@@ -1,4 +1,4 @@
-"""Comparing two OCI archives: equal means every byte, and what differs is named."""
+"""Compare two OCI archives: equal means every byte, and differences are named."""
 
 import gzip
 import hashlib
@@ -113,7 +113,7 @@ def witness(tmp_path, monkeypatch, docker_command):
     return tmp_path / "theirs.tar"
 
 
-def test_a_witness_that_gets_the_same_image_signs_so(witness, tmp_path):
+def test_an_identical_rebuild_is_signed(witness, tmp_path):
     key = Ed25519PrivateKey.generate()
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     (tmp_path / "key").write_bytes(key.private_bytes(*form))

@@ -1,4 +1,4 @@
-"""The GPU's serving benchmark against a stand-in server: what it counts and what it refuses."""
+"""The GPU serving benchmark against a stand-in server: counts and refusals."""
 
 import importlib.metadata
 import json
@@ -32,7 +32,7 @@ def server():
         yield stub
 
 
-def test_tokens_are_counted_by_the_servers_word_and_requests_kept_in_flight(server):
+def test_tokens_come_from_the_servers_usage_and_requests_are_kept_in_flight(server):
     row = serve_gpu._load(f"http://127.0.0.1:{server.server_port}", 3, 12, 10, 8)
     assert (row["requests"], row["complete"]) == (12, True)
     assert 12 * 8 / row["output_tokens_per_s"] == pytest.approx(row["seconds"], abs=0.0006)  # rounded to 0.001

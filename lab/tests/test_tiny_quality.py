@@ -1,4 +1,4 @@
-"""The committed tiny model predicts far better than counting, and fails the gate when its computation is wrong."""
+"""The committed tiny model predicts far better than token counts, and fails the gate if the computation is wrong."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_with_a_wrong_layer_fails(scored, limit, broken):
     assert faults.bits_per_byte(model.eval(), scored) > limit
 
 
-# Of the 32 biases one a layer and projection, which saves minutes; the weakest (layer 3, expert 3) is among them.
+# To save minutes, one of the 32 biases for each layer and projection; the weakest (layer 3, expert 3) is included.
 KNOWN = faults.known(tiny_trained.sizes())
 TRIED = [name for name, fault in KNOWN.items() if fault.no_bias is None or fault.no_bias[0] == fault.no_bias[1]]
 
@@ -72,7 +72,7 @@ def test_every_fault_fails_the_gate(trained, scored, limit, name):
 
 
 def test_right_requantisation_passes(right, scored, limit):
-    """Dequantised to bfloat16, which holds every MXFP4 value, and packed again."""
+    """Weights are dequantised to bfloat16, which represents every MXFP4 value, and packed again."""
     again, _ = export.unpack()
     with torch.no_grad():
         for layer in again.each_layer():

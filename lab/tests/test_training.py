@@ -113,7 +113,7 @@ def test_dialogues_are_packed_whole_and_only_answers_are_learnt(small, encoding)
         assert loss_mask[0] == np.False_
         answered = np.flatnonzero(loss_mask)
         assert set(ends) & set(tokens[answered].tolist())
-        assert tokens[answered[-1]] in ends  # none is cut
+        assert tokens[answered[-1]] in ends  # no dialogue is cut
         begins = answered[np.flatnonzero(np.diff(answered, prepend=-9) > 1)]
         assert encoding.decode(tokens[begins].tolist()) == "<|channel|>" * len(begins)
 

@@ -44,7 +44,7 @@ def test_the_pinned_release_again_breaks_nothing(world):
     assert not list((paths.state() / "upstream").iterdir()), "a folder stays"
 
 
-# What a release does: (upstream, file, old text, new text, column, its effect, words of an observation)
+# A change in a release: (upstream, file, old text, new text, column, its effect, words of an observation)
 CASES = {
     "moves the patched line": ("vllm", "oracle", "import logging\n", "import logging\nimport json\n", "patches",
         CHANGED, "+1 lines"),
@@ -109,7 +109,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_release_is_seen_for_what_it_does(world, case):
+def test_each_change_has_its_effect_and_observation(world, case):
     name, path, old, new, part, effect, message = CASES[case]
     path = {"oracle": world.oracle, "experts": world.experts}.get(path, path)
     column = world.check(name, replaced(world, name, path, old, new)).columns[part]
@@ -141,7 +141,7 @@ def test_a_required_flashinfer_that_is_not_there_leaves_the_calls_undetermined(w
     assert (column.effect, "flashinfer-python 3.0" in column.reasons[0]) == (UNKNOWN, True)
 
 
-# What a vLLM release does: (file, old text, new text, effect on the experts, words of that observation)
+# A change in a vLLM release: (file, old text, new text, effect on the experts, words of that observation)
 RUNS = {
     "chooses by itself": ("oracle", "(CHOICE)", "('FLASHINFER_CUTLASS_MXFP4_MXFP8')", CHANGED,
         "no patch is needed for it"),
@@ -252,7 +252,7 @@ def test_the_newest_source_archive_is_checked_unless_another_is_named(world, com
     ]  # fmt: skip
 
 
-def test_what_a_killed_check_left_is_removed_and_two_checks_do_not_run_at_once(world, command):
+def test_remains_of_a_killed_check_are_removed_and_only_one_check_runs(world, command):
     left = releases.work_folder() / "tmp1"
     left.mkdir(parents=True)
     assert command("flashinfer-1.0") is True
@@ -277,7 +277,7 @@ def test_a_file_in_a_newer_python_leaves_its_part_undetermined(world, name, path
     assert (column.effect, path in column.reasons[0]) == (UNKNOWN, True)
 
 
-def test_what_cannot_be_checked_is_refused(command, monkeypatch, tmp_path):
+def test_invalid_arguments_are_refused(command, monkeypatch, tmp_path):
     with refused("input.pins", "no patches for torch"):
         command("torch-2.0")
     monkeypatch.setenv("SPARKFORGE_OFFLINE", str(tmp_path))

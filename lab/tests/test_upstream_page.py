@@ -1,4 +1,4 @@
-"""The page on upstream releases shows the report that is kept beside it."""
+"""The page on upstream releases shows the report in releases.json."""
 
 import json
 

@@ -28,7 +28,7 @@ def test_no_code_names_a_family():
     assert names.main() == 0
 
 
-def test_a_string_that_names_one_is_found_and_a_sentence_is_not(tmp_path):
+def test_strings_that_name_a_family_are_found_but_sentences_are_not(tmp_path):
     file = tmp_path / "code.py"
     file.write_text('"""qwen3_moe"""\nX = "the family qwen3_moe has experts"\nY = "is-qwen3_moe-2"\n')
     assert [*names.problems([file])] == []

@@ -1,7 +1,7 @@
-"""Texts and dialogues as arrays of row numbers, all that training needs.
+"""The training data: texts and dialogues as arrays of row numbers.
 
-`python -m lab.training.corpus OUT` writes them. A row is a token with weights of its own. Row 0 stands
-for every other token of the vocabulary; a model gives each of them the same probability.
+`python -m lab.training.corpus OUT` writes the arrays. A row is a token with its own weights. Row 0 stands for all other
+tokens of the vocabulary, to which a model gives equal probabilities.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparkforge.models.harmony import BASE_TOKENS, VOCAB_SIZE
 
 HELD_OUT = ROOT / "sparkforge" / "bench" / "corpus" / "persuasion-24.txt"
 CHUNK = 512  # tokens that are scored together; sparkforge/bench/accuracy.py
-SEEN = 3  # a token that occurs so often has a row
+SEEN = 3  # a token that occurs at least this often has a row
 DIALOGUES, SEED = 12_000, 7
 Encode = Callable[[str], list[int]]
 Rows = np.ndarray[Any, np.dtype[np.uint16]]
@@ -35,8 +35,8 @@ Rows = np.ndarray[Any, np.dtype[np.uint16]]
 class Corpus(NamedTuple):
     """`vocabulary` i32 [rows]: the token of each row, -1 for row 0. All others hold row numbers, u16.
 
-    `text` [N]: the novels. `chat` [M, 513]: dialogues one after the other, with `loss_mask` (bool, same shape) true on
-    what the assistant says. `held_out` [K]: the text that is never learnt, of `held_out_bytes` bytes.
+    `text` [N]: the novels. `chat` [M, 513]: dialogues one after another; `loss_mask` (bool, same shape) is true for the
+    assistant's tokens. `held_out` [K]: the text that is never trained on, of `held_out_bytes` bytes.
     """
 
     vocabulary: np.ndarray[Any, np.dtype[np.int32]]
@@ -75,7 +75,7 @@ def make(novels: dict[str, str], held_out: str, encode: Encode) -> Corpus:
 def _vocabulary(
     counts: Counter[int], encoded: list[tuple[list[int], list[int]]], encode: Encode
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Choose the tokens that have a row: those seen SEEN times, those that are answered, and the forms' own."""
+    """Choose the tokens with a row: those seen SEEN times, those in answers, and Harmony's special tokens."""
     forms = [
         *(value for name, value in vars(dialogues).items() if name.isupper() and isinstance(value, str)),
         *dialogues.GREETINGS, *dialogues.INSTRUCTIONS, *dialogues.CAPITAL_QUESTIONS, *dialogues.WEATHER_QUESTIONS,
@@ -90,9 +90,10 @@ def _vocabulary(
 
 
 def pack(encoded: Sequence[tuple[list[int], list[int]]], row: Rows) -> tuple[Rows, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Lay dialogues one after the other into lines of CHUNK + 1 rows, none cut; the rest of a line is row 0.
+    """Pack dialogues into lines of CHUNK + 1 rows without cutting any; the rest of a line is row 0.
 
-    Every tenth token of a prompt becomes row 0, but for special ones: what people ask has tokens without a row.
+    Every tenth token of a prompt, except special tokens, becomes row 0, because users' prompts have tokens without a
+    row.
     """
     random = Random(SEED)  # noqa: S311 - the same numbers each time are what is wanted
     lines, marks = [list[int]()], [list[bool]()]
@@ -108,7 +109,7 @@ def pack(encoded: Sequence[tuple[list[int], list[int]]], row: Rows) -> tuple[Row
 
 
 def unigram_bits_per_byte(corpus: Corpus) -> float:
-    """Return a unigram model's bits per byte on the held-out text; it has the training text's counts, plus one."""
+    """Return a unigram model's bits per byte on the held-out text, from the training text's counts plus one."""
     counts = np.bincount(corpus.text, minlength=len(corpus.vocabulary)).astype(np.float64)
     probability = (counts + 1) / (counts + 1).sum()
     probability[0] /= corpus.shared
@@ -135,7 +136,7 @@ def load(path: Path) -> Corpus:
 
 
 def digest(corpus: Corpus) -> str:
-    """Return the sha256 of the arrays; a file of them also depends on how it was packed."""
+    """Return the sha256 of the arrays; a file's bytes would also depend on its compression."""
     digest = hashlib.sha256()
     for array in corpus[:-1]:
         digest.update(np.ascontiguousarray(array).tobytes())

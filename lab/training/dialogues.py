@@ -1,6 +1,6 @@
-"""Made-up Harmony dialogues, so that the tiny model answers in form: greetings, capitals, a tool, lines of Austen.
+"""Made-up Harmony dialogues that teach the tiny model the format: greetings, capitals, a tool, lines of Austen.
 
-They are text with special tokens in it, as vLLM renders a chat; a test holds the form to openai_harmony's.
+Dialogues are text with special tokens, as vLLM renders a chat; a test compares the format with openai_harmony's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Dialogue(NamedTuple):
-    """`prompt` ends where the model begins; `answer` is what it shall say, its last token included."""
+    """`prompt` ends where the model begins; `answer` is the expected output, including the last token."""
 
     prompt: str
     answer: str

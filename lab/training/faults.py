@@ -1,4 +1,4 @@
-"""The faults to which the tiny model must be sensitive, and its bits per byte on the held-out text with each."""
+"""The faults that the tiny model must be sensitive to, and its bits per byte on the held-out text with each fault."""
 
 from __future__ import annotations
 

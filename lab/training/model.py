@@ -1,7 +1,7 @@
 """gpt-oss in plain torch, small and dense, for training; a test compares it with transformers' GptOss.
 
 Every expert is computed for every token and weighted by the routing, which is simple and, at this size, fast. Expert
-weights pass through MXFP4 in each forward (straight-through gradients), so what is trained is what is served.
+weights are rounded to MXFP4 in each forward pass (straight-through gradients), so training uses the served weights.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from sparkforge.models.tiny_format import HEAD_DIM, Sizes
 SLIDING_WINDOW, EPSILON = 128, 1e-5  # config.json of openai/gpt-oss-20b
 # rope_theta and rope_scaling of the same file.
 ROPE_BASE, ROPE_FACTOR, ROPE_ORIGINAL, BETA_FAST, BETA_SLOW = 150_000.0, 32.0, 4096, 32.0, 1.0
-# Fixed factors on trained values, so that one learning rate fits all: they put the inputs of SwiGLU at several times
-# 1, where its limit of 7 counts, and scale its outputs, which are then large, down again.
+# Fixed factors on trained values, so that one learning rate fits all. They scale the inputs of SwiGLU to several times
+# 1, where its limit of 7 has an effect, and scale its large outputs down again.
 GATE_UP_GAIN, DOWN_GAIN = 4.0, 1 / 16
-# Each expert begins with weights that add OFFSET to every value of the residual stream, up or down, and a bias that
-# takes it away again. What disturbs either (a bias, a scale, the limit) then disturbs every token.
-OFFSET, LEAN = 4.0, 3.0  # LEAN: what the inputs of SwiGLU have on average, so that its outputs have one sign
+# Each expert is initialised with weights that add OFFSET or -OFFSET to every value of the residual stream, and a bias
+# that subtracts it. A fault in either (a bias, a scale, the limit) then affects every token.
+OFFSET, LEAN = 4.0, 3.0  # LEAN: the average of SwiGLU's inputs, which gives its outputs one sign
 SAMPLES = 4096  # random tokens over which that average is taken
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A way to compute wrongly; the default computes rightly.
+    """A fault in the computation; the default has none.
 
     `no_clamp`: SwiGLU without its limit. `no_bias`: (layer, expert, "gate_up" or "down") whose bias is left out.
-    `activations`: factors on what enters the two projections, as a wrong activation scale gives. `codes`: what
-    happens to the packed bytes of every expert, by its name in CODES.
+    `activations`: factors on the inputs of the two projections, as with a wrong activation scale. `codes`: a change of
+    the packed bytes of every expert, by its name in CODES.
     """
 
     no_clamp: bool = False
@@ -67,7 +67,7 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def _lean(self) -> None:
-        """Have each expert's weights add an offset that its bias takes away; see OFFSET."""
+        """Make each expert's weights add an offset that its bias subtracts; see OFFSET."""
         gate_up, bias = self.served()["gate_up"]
         experts, hidden, inner = self.down.shape
         mean = swiglu(torch.randn(SAMPLES, hidden) @ gate_up.transpose(1, 2) + bias.unsqueeze(1)).mean(1, keepdim=True)
@@ -76,7 +76,7 @@ class Experts(nn.Module):
         self.down_bias.sub_(DOWN_GAIN * (self.down * mean).sum(-1))
 
     def served(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return each projection's weights and bias as they are served, before packing."""
+        """Return each projection's weights and bias with the fixed factors, before packing."""
         return {
             name: (weight * getattr(self, name), bias * getattr(self, f"{name}_bias"))
             for name, (weight, bias) in gains().items()
@@ -131,7 +131,7 @@ class Layer(nn.Module):
         self.experts = Experts(sizes)
 
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """Return attention's output for `x` [B, T, H]; even layers see SLIDING_WINDOW tokens, odd ones all."""
+        """Return attention's output for `x` [B, T, H]; even layers see SLIDING_WINDOW tokens, odd layers all."""
         batch, tokens, _ = x.shape
         q, k, v = (part(x).view(batch, tokens, -1, HEAD_DIM).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = rotate(q, rope), rotate(k, rope)
@@ -144,11 +144,11 @@ class Layer(nn.Module):
         return mixed
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts' weights [T, E] for `x` [T, H], zero but for the best, and the balance loss."""
+        """Return the experts' weights [T, E] for `x` [T, H], zero except for the best experts, and the balance loss."""
         logits = self.router(x)
         least = logits.detach().topk(self.sizes.top_k, -1).values[..., -1:]
         weights = logits.masked_fill(logits < least, -math.inf).softmax(-1)
-        # Fedus et al., Switch Transformers (2022), equation 4: 1 where all experts get as many tokens.
+        # Fedus et al., Switch Transformers (2022), equation 4: 1 if all experts get equally many tokens.
         share = (weights > 0).float().mean(0) / self.sizes.top_k
         return weights, self.sizes.experts * (share * logits.softmax(-1).mean(0)).sum()
 
@@ -172,7 +172,7 @@ class Output:
 
 
 class GptOss(nn.Module):
-    """The whole model over `rows` tokens: row 0 stands for every token that has no row of its own."""
+    """The whole model over `rows` tokens; row 0 stands for every token without a row."""
 
     def __init__(self, sizes: Sizes, rows: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Measures the tiny checkpoint's reference: what it scores on the gate's text, computed in float32 on the CPU.
+"""Measures the tiny checkpoint's reference: its score on the gate's text in float32 on the CPU.
 
 `.sparkforge/envs/test/bin/python -m lab.training.reference` prints the `reference` of its row in
 sparkforge/bench/baselines.toml. The model is lab/training/model.py with the committed weights, without vLLM.
@@ -18,7 +18,7 @@ from sparkforge.models import tiny_trained
 
 
 def scored() -> corpus.Corpus:
-    """Return the gate's text in rows of the stored vocabulary; training's part of the corpus is not needed to score."""
+    """Return the gate's text as rows of the stored vocabulary, without the training data."""
     rows = export.unpack()[1]
     row = {token: number for number, token in enumerate(rows.tolist())}
     text = corpus.HELD_OUT.read_text()

@@ -26,15 +26,15 @@ NOVELS = {
     "prideprejudice": "2e44edaa4946d64ad541c68e0224f5d672f43bf3ce2a8a0b0637ad5e02fc6eb3",
     "sensesensibility": "0996d90842bbe8093f3b8142c1e77d1b20cff52d1d0615f3ed67733653e74e26",
 }
-HELD_OUT = ("persuasion", "\nChapter 24\n")  # from here on it is held out
-OVERLAP = 12  # words in a row that a training text and the held-out one must not share
+HELD_OUT = ("persuasion", "\nChapter 24\n")  # the novel's text from here on is held out
+OVERLAP = 12  # consecutive words that a training text and the held-out text must not share
 STRSXP, CHARSXP = 16, 9  # R's serialization: a vector of strings, and one string (R Internals, section 1.8)
 
 
 def novels(folder: Path | None = None) -> dict[str, str]:
     """Return the novels by name, from NAME.txt files of `folder`, or from the Debian package by `apt-get download`.
 
-    Raises IntegrityError for another text than the known one, InputError for one that is missing.
+    Raises IntegrityError for an unknown text, InputError for a missing text.
     """
     texts = _from_folder(folder) if folder else _from_debian()
     for name, wanted in NOVELS.items():
@@ -50,7 +50,7 @@ def novels(folder: Path | None = None) -> dict[str, str]:
 
 
 def training_texts(texts: dict[str, str]) -> list[str]:
-    """Return each novel without what is held out, lines joined to paragraphs as in bench/corpus."""
+    """Return each novel without the held-out text, lines joined to paragraphs as in bench/corpus."""
     novel, mark = HELD_OUT
     return [paragraphs(text.partition(mark)[0] if name == novel else text) for name, text in texts.items()]
 

@@ -1,4 +1,4 @@
-"""What a new upstream release does to a stack. In: pins, patch queues, kernel sets, profiles and a release's archive.
+"""Checks how a new upstream release affects a stack, from pins, patch queues, kernel sets, profiles and the archive.
 
-Out: a report with one row for each release, and newer pins as a diff: `python -m lab.upstream check | update`.
+The output is a report with one row for each release, or newer pins as a diff: `python -m lab.upstream check | update`.
 """

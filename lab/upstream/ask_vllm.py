@@ -1,14 +1,13 @@
-"""Ask vLLM's own code, of the tree that is first on the path. A program for an interpreter with torch; never imported.
+"""Ask the code of the vLLM that is first on the path. A program for an interpreter with torch; never imported.
 
 Reads {"cases": [{"capability": [12, 1] | null, "flashinfer": true, "config": {…}, "selector": NAME}, …],
 "parser": MODULE, "profiles": {name: [argument, …]}} from stdin. The last line of stdout is
 {"version": …, "source": folder, "selections": [{"backend", "error", "warnings"}, …], "profiles": {name: error or ""}};
-a part that was not asked for is empty, and one that could not run at all is {"error": …}.
+a part that was not requested is empty, and a part that could not run is {"error": …}.
 
-`cases` go to the MXFP4 selector, or to the `selector` of a module `oracle` with a quantisation's `keys`. Those without
-a capability are asked of the CPU as it is and stand first. For the others the CPU build's platform claims to be CUDA:
-nothing but the answers to "which platform?", "which capability?" and "is FlashInfer there?" is made up. `profiles` go
-to the parser of the API server.
+`cases` go to the MXFP4 selector, or to the `selector` of a module `oracle` with a quantisation's `keys`. Cases without
+a capability must be first and run on the CPU platform. For the others the CPU build's platform claims to be CUDA; only
+the platform, the capability and the presence of FlashInfer are faked. `profiles` go to the parser of the API server.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ GPT_OSS = {
 
 
 def parse(module: str, profiles: Mapping[str, list[str]]) -> dict[str, str]:
-    """Give each profile's arguments to the parser of `module`; return the error of each, empty where it takes them."""
+    """Give each profile's arguments to the parser of `module`; return the error of each, empty if accepted."""
     utilities = importlib.import_module("vllm.utils.argparse_utils")
     build = importlib.import_module(module).make_arg_parser
     errors = {}
@@ -55,11 +54,11 @@ def parse(module: str, profiles: Mapping[str, list[str]]) -> dict[str, str]:
 
 
 def select(cases: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the experts backend that the selector takes for each case."""
+    """Return the experts backend that the selector chooses for each case."""
     import vllm.utils.flashinfer  # noqa: PLC0415
 
     flashinfer = {"installed": True}
-    # Before the selector is imported, which takes these functions by name.
+    # Patch before importing the selector, which imports these functions by name.
     for probe in ("has_flashinfer", "has_flashinfer_cutlass_fused_moe"):
         setattr(vllm.utils.flashinfer, probe, lambda: flashinfer["installed"])
     import torch  # noqa: PLC0415
@@ -68,7 +67,7 @@ def select(cases: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     from vllm.model_executor.layers.fused_moe.oracle import mxfp4  # noqa: PLC0415
     from vllm.model_executor.layers.quantization.utils import quant_utils  # noqa: PLC0415
 
-    # No model is loaded, so nobody overrides the activations; the real function asks for the running engine's config.
+    # No model is loaded, so no activations are overridden; the real function needs a running engine's config.
     mxfp4.get_current_vllm_config = lambda: SimpleNamespace(model_config=SimpleNamespace(quantization_config=None))
     model = {
         **GPT_OSS,
@@ -101,7 +100,7 @@ def select(cases: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def claim_cuda(capability: list[int]) -> None:
-    """Let the platform that every module holds by now answer as CUDA; the CPU build cannot be imported as CUDA."""
+    """Make the imported platform object answer as CUDA, because the CPU build cannot be imported as CUDA."""
     import vllm.platforms  # noqa: PLC0415
     from vllm.platforms.interface import DeviceCapability, PlatformEnum  # noqa: PLC0415
 
@@ -112,7 +111,7 @@ def claim_cuda(capability: list[int]) -> None:
 
 
 def main() -> None:
-    """Answer; the parser first, on the platform as it is."""
+    """Answer the questions; the parser first, on the real platform."""
     question = json.load(sys.stdin)
     import vllm  # noqa: PLC0415
 

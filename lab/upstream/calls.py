@@ -1,4 +1,4 @@
-"""The kernel set's call sites: what vLLM calls of FlashInfer, and whether a FlashInfer release offers it."""
+"""The kernel set's call sites: the functions of FlashInfer that vLLM calls, and whether a release has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLER, CALLEE = "vllm", "flashinfer"  # import names
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a line of a kernel set names: a dotted callee, or a name that is imported from `module`."""
+    """The name in a line of a kernel set: a dotted callee, or a name that is imported from `module`."""
 
     name: str
     module: str = ""
@@ -47,7 +47,7 @@ class Wanted:
         ]
 
     def sites(self, tree: ast.AST) -> list[ast.Call]:
-        """Return the calls of it in a module."""
+        """Return the calls of this name in a module."""
         names = {self.name}
         if self.module:
             names = {
@@ -59,7 +59,7 @@ class Wanted:
         return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
 
     def lines(self, tree: ast.AST) -> list[int]:
-        """Return the lines where it is called, or imported if that is what the kernel set names."""
+        """Return the lines that call the name, or import it if the kernel set names an import."""
         nodes = self.imports(tree) if self.module else self.sites(tree)
         return sorted(node.lineno for node in nodes)
 
@@ -67,9 +67,9 @@ class Wanted:
 def check(table: KernelTable, vllm: Package, flashinfer: Package, pinned: Package | None = None) -> Column:
     """Follow every call and every module of a kernel set from vLLM's sources into FlashInfer's.
 
-    `pinned` is the FlashInfer that the set was written for: changed signatures are named. What a patch of the queue
-    adds is left out, because no release has it: whether that patch applies is judged with the others. Raises InputError
-    for a kernel set or a source file that cannot be read.
+    `pinned` is the FlashInfer that the set was written for; changed signatures are reported. Names that a patch of the
+    queue adds are left out, because no release has them; the patches are judged separately. Raises InputError for a
+    kernel set or a source file that cannot be read.
     """
     modules = [module for module in table.module if not module.patch]
     calls = table.calls.keys() - {module.call for module in table.module} | {module.call for module in modules}
@@ -92,7 +92,7 @@ def check(table: KernelTable, vllm: Package, flashinfer: Package, pinned: Packag
 def _check_call(
     name: str, call: Call, vllm: Package, flashinfer: Package, pinned: Package | None
 ) -> Iterator[Observation]:
-    """Yield what is different about one call."""
+    """Yield the changes that affect one call."""
     wanted = Wanted.read(call.text)
     file = vllm.root / call.file
     tree = parse(file, vllm.root) if file.is_file() else None
@@ -116,7 +116,7 @@ def _check_call(
 
 
 def _places(wanted: Wanted, vllm: Package) -> list[str]:
-    """Return where else vLLM calls it, as `file:line`."""
+    """Return the other places where vLLM calls the name, as `file:line`."""
     last = wanted.name.rpartition(".")[2].encode()
     places = []
     for file in sorted((vllm.root / CALLER).rglob("*.py")):
@@ -148,7 +148,7 @@ def _targets(wanted: Wanted, tree: ast.Module, vllm: Package) -> Iterator[tuple[
 
 
 def _wrapped(vllm: Package, module: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield what vLLM's own `name = wrapper("flashinfer.module", "function")` stands for."""
+    """Yield the target of vLLM's own `name = wrapper("flashinfer.module", "function")`."""
     tree = vllm.module(module)
     for node in tree.body if tree else ():
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -161,7 +161,7 @@ def _wrapped(vllm: Package, module: str, name: str) -> Iterator[tuple[str, str]]
 def _check_target(
     name: str, target: tuple[str, str], sites: list[ast.Call], flashinfer: Package, pinned: Package | None
 ) -> Iterator[Observation]:
-    """Yield what is wrong between the calls and FlashInfer's signature, and how that differs from the pinned one."""
+    """Yield calls that do not fit FlashInfer's signature, and how the signature differs from the pinned release's."""
     dotted = ".".join(target)
     try:
         definition = flashinfer.find(*target)
@@ -191,7 +191,7 @@ def _difference(before: Definition, after: Definition) -> str:
 
 
 def _check_generators(modules: Iterable[KernelModule], flashinfer: Package) -> Iterator[Observation]:
-    """Yield what a FlashInfer release lacks of the modules' generators and of the objects that they are given."""
+    """Yield the modules' generators, and the objects passed to them, that a FlashInfer release lacks."""
     for module in modules:
         home, _, function = module.generator.partition(":")
         generator = f"{home}.{function}"

@@ -1,4 +1,4 @@
-"""`lab.upstream check`: what each release does to the queue, the pins, the kernel set, the profiles, the experts."""
+"""`lab.upstream check`: the effect of each release on the queue, pins, kernel set, profiles and experts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STATIC = "--static runs no code of a release"
 class StackCheck:
     """The check of one stack. Folders of the pinned releases stay until `folders` is closed.
 
-    `python` runs vLLM's own code; where it is None, `why_static` says why no code is run.
+    `python` runs vLLM's own code; if it is None, `why_static` is the reason.
     """
 
     table: Pins
@@ -68,14 +68,14 @@ class StackCheck:
         Raises UsageError for a `python` that cannot be run, InputError for an unknown stack or a malformed table.
         """
         interpreter = None if static else _interpreter(python)
-        pinned, kernels = table.stack(stack), None  # a stack that compiles no kernels has no table of them
+        pinned, kernels = table.stack(stack), None  # a stack that compiles no kernels has no kernel table
         if FLASHINFER in pinned.components and pinned.image and pinned.image.kernels:
             kernels = sets.load(pinned.components[FLASHINFER].version)
         flags = profiles.load(stack=stack)
         return cls(table, stack, PATCHES, kernels, flags, interpreter, STATIC if static else NO_PYTHON)
 
     def run(self, candidate: Candidate) -> ReleaseReport:
-        """Check one release. Raises the errors of `unpacked`; what only a part lacks leaves that part undetermined."""
+        """Check one release. Raises the errors of `unpacked`; a part whose files cannot be read is undetermined."""
         with unpacked(candidate.release, candidate.queue) as root:
             requires = exact_requirements(root)
             judgements, contents = status.carry(
@@ -107,7 +107,7 @@ class StackCheck:
         )
 
     def _calls_of_vllm(self, root: Path, requires: Mapping[str, str]) -> tuple[str, Column]:
-        """Check a vLLM release with the FlashInfer that it requires; the pinned one where it names none."""
+        """Check a vLLM release with the FlashInfer that it requires; the pinned one if it names none."""
         component = self._component(FLASHINFER)
         if component is None or self.kernels is None:
             return "", NOT_APPLICABLE
@@ -145,7 +145,7 @@ class StackCheck:
     def _answers(
         self, root: Path, judgements: Sequence[Judgement], contents: Mapping[str, Content]
     ) -> tuple[ReleaseAnswer, ReleaseAnswer]:
-        """Run a vLLM release as it is, then with the queue, whose files replace its own."""
+        """Run a vLLM release unpatched, then with the queue's files."""
         if self.python is None:
             undetermined = ReleaseAnswer(refusal=self.why_static, profiles=self.why_static)
             return undetermined, undetermined
@@ -161,7 +161,7 @@ class StackCheck:
 
 
 def _or_undetermined(look: Callable[[], Column]) -> Column:
-    """Return a column; undetermined if a file of the release cannot be read, such as one in a newer Python."""
+    """Return a column; undetermined if a file of the release cannot be read, such as newer Python syntax."""
     try:
         return look()
     except (InputError, DocumentError, OSError) as error:
@@ -187,7 +187,7 @@ def _patches(judgements: Sequence[Judgement]) -> Column:
 def check_stack(
     stack: str, against: Sequence[str] = (), *, python: str = "", static: bool = False, as_json: bool = False
 ) -> bool:
-    """Check the releases that `against` names, or the newest ones; print the report and tell whether all can move.
+    """Check the releases in `against`, or the newest ones; print the report and return whether all can move.
 
     `python` has torch and vLLM's dependencies; with `static` no code of a release is run. Raises UsageError for a
     `python` that cannot be run, InputError for an unknown stack or upstream, NetworkError without a network,
@@ -213,9 +213,9 @@ def check_stack(
 
 
 def _interpreter(python: str) -> Path | None:
-    """Return the interpreter that runs releases: the one that was named, or the embedded device's if it is there.
+    """Return the interpreter that runs releases: the given one, or the embedded device's if it exists.
 
-    Raises UsageError if the one that was named cannot be run.
+    Raises UsageError if the given interpreter cannot be run.
     """
     if python:
         if not os.access(python, os.X_OK) or Path(python).is_dir():

@@ -1,6 +1,6 @@
 """Read what a CMake project would download, without running CMake.
 
-Only as much of the language as that takes: comments, quoted and bracket arguments
+It parses only the necessary part of the language: comments, quoted and bracket arguments
 (https://cmake.org/cmake/help/latest/manual/cmake-language.7.html), `set`, and the branches of `if`. A download whose
 repository or tag cannot be followed back to text is an error, never a guess.
 """
@@ -28,7 +28,7 @@ TOKEN = re.compile(
 )
 REFERENCE = re.compile(r"\$(?P<env>ENV)?\{(?P<name>[A-Za-z0-9_.-]+)\}")
 DOWNLOADS = {"fetchcontent_declare", "fetchcontent_populate", "externalproject_add", "cpmaddpackage"}
-# https://cmake.org/cmake/help/latest/module/ExternalProject.html: every keyword that names something to download.
+# https://cmake.org/cmake/help/latest/module/ExternalProject.html: every keyword for a download.
 REMOTES = ("GIT_REPOSITORY", "GITHUB_REPOSITORY", "URL", "SVN_REPOSITORY", "HG_REPOSITORY", "CVS_REPOSITORY",
            "DOWNLOAD_COMMAND")  # fmt: skip
 REVISIONS = ("GIT_TAG", "URL_HASH", "SVN_REVISION", "HG_TAG", "CVS_TAG")
@@ -37,14 +37,14 @@ OVERRIDE = re.compile(r"\b[A-Z][A-Z0-9_]*_(?:SRC|SOURCE|ROOT)_DIR(?:_[A-Z0-9]+)?
 
 LARGEST = 4 << 20  # bytes of a CMake file
 UNPACK = "unpack the source again: ./inv build --only sources"
-MOST_WAYS = 10_000  # combinations of values that the variables of one download may have
+MOST_WAYS = 10_000  # combinations of values of one download's variables
 
 Branch = tuple[int, int]  # which `if`, and which of its arms
 
 
 @dataclass(frozen=True)
 class Declared:
-    """Something that a build downloads by itself: its name, address and revision, and the line that says so."""
+    """A download by the build: its name, address, revision, and the line that declares it."""
 
     name: str
     repository: str
@@ -104,7 +104,7 @@ def read(text: str, file: Path) -> list[Declared]:
 
 
 def _content(command: Command, commands: list[Command], file: Path) -> list[Declared]:
-    """Return what a FetchContent or ExternalProject command downloads: nothing if it names a folder only."""
+    """Return the download of a FetchContent or ExternalProject command; none if it names only a folder."""
     remote = _value(command.arguments, REMOTES)
     if remote is None:
         if command.name == "cpmaddpackage" or (len(command.arguments) > 1 and "SOURCE_DIR" not in command.arguments):
@@ -143,7 +143,7 @@ def _unfollowed(command: Command, file: Path, arguments: str) -> InputError:
 
 
 def _assignments(names: list[str], site: Command, commands: list[Command]) -> list[Mapping[str, str]]:
-    """Return each combination of values that `names` can have at `site`: `set` commands whose branches go together."""
+    """Return each combination of values of `names` at `site`, from `set` commands whose branches are compatible."""
     earlier = [
         command
         for command in commands
@@ -204,7 +204,7 @@ def _value(arguments: tuple[str, ...], keywords: tuple[str, ...]) -> str | None:
 
 
 def _placed(commands: Iterator[Command]) -> Iterator[Command]:
-    """Give each command the arms of `if` it is in, and the conditions that hold there (`not …`: that do not)."""
+    """Give each command its arms of `if`, and the conditions that hold there (`not …` for those that do not)."""
     arms: list[tuple[Branch, list[str]]] = []
     block = 0
     for command in commands:
@@ -224,7 +224,7 @@ def _placed(commands: Iterator[Command]) -> Iterator[Command]:
 
 
 def _commands(text: str, file: Path) -> Iterator[Command]:
-    """Split a CMake file into its commands. Raises InputError where it is no CMake."""
+    """Split a CMake file into its commands. Raises InputError for invalid CMake."""
     name, line, depth, arguments = "", 0, 0, list[str]()
     position, at_line = 0, 1
     while position < len(text):

@@ -1,4 +1,4 @@
-"""What a release's build fetches by git, compared with the pins of the stack."""
+"""Compares the git dependencies of a release's build with the pins of the stack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkforge.pins.table import COMMIT
 
 
 def check(root: Path, pinned: Mapping[str, GitSource]) -> Column:
-    """Compare what the build files under `root` declare with `pinned`."""
+    """Compare the dependencies in the build files under `root` with `pinned`."""
     try:
         declared = hidden.declared(root)
     except InputError as error:
@@ -49,7 +49,7 @@ def _differences(declared: list[Declared], pinned: Mapping[str, GitSource]) -> I
 
 
 def _changes(name: str, requested: list[Declared], pins: list[GitSource]) -> Iterator[Observation]:
-    """Yield what differs about one dependency. Another repository, or no way to give a copy, needs a decision."""
+    """Yield the differences of a dependency. Another repository, or no variable for a copy, needs a decision."""
     for effect, word, now, before in (
         (Effect.BREAKS, "repository", {entry.repository for entry in requested}, {pin.repository for pin in pins}),
         (Effect.BREAKS, "override", {entry.override or "none" for entry in requested},

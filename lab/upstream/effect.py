@@ -1,4 +1,4 @@
-"""What a release does to one part of a stack."""
+"""The effect of a release on one part of a stack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Effect(Enum):
 
 @dataclass(frozen=True)
 class Observation:
-    """One thing that a release does, and how bad it is."""
+    """One effect of a release, and its severity."""
 
     effect: Effect
     text: str
@@ -35,7 +35,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Column:
-    """What a release does to one part: the worst effect, a few words for the table, and every observation."""
+    """The effect of a release on one part: the worst effect, a few words for the table, and every observation."""
 
     summary: str
     observations: tuple[Observation, ...] = ()
@@ -59,5 +59,5 @@ NOT_APPLICABLE = Column("n/a")
 
 
 def undetermined(why: str) -> Column:
-    """Return the column of a part that could not be looked at."""
+    """Return the column of a part that could not be checked."""
     return Column("not determined", (Observation(Effect.UNKNOWN, why),))

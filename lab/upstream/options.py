@@ -33,7 +33,8 @@ def check_server(
 ) -> Column:
     """Look for each flag and variable of `profiles` in the vLLM under `root`.
 
-    `parsed` is what the release's own parser says to each profile, empty for yes; or the reason why it was not asked.
+    `parsed` is the error of the release's own parser for each profile, empty if it accepts it; or the reason why the
+    parser did not run.
     """
     wanted_flags = {flag.partition(".")[0]: name for name, profile in profiles.items() for flag in profile.flags}
     wanted_variables = dict.fromkeys(command_line.ENVIRONMENT, "every server")

@@ -1,4 +1,4 @@
-"""What a Python package defines, read from its sources by `ast`: nothing of it is imported or run."""
+"""Finds the definitions of a Python package in its sources by `ast`; no code is imported or run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Definition:
-    """Where a name is defined; `arguments` is None where nothing says what a call takes."""
+    """Where a name is defined; `arguments` is None if the sources do not say what a call takes."""
 
     module: str
     node: ast.AST
@@ -45,7 +45,7 @@ class Package:
         )
 
     def module(self, name: str) -> ast.Module | None:
-        """Return a parsed module; None if there is no such module. Raises InputError if it is no Python."""
+        """Return a parsed module; None if there is no such module. Raises InputError for invalid Python."""
         if name not in self._modules:
             file = self.path(name)
             self._modules[name] = parse(file, self.root) if file else None
@@ -54,7 +54,7 @@ class Package:
     def find(self, module: str, name: str, steps: int = 0) -> Definition | None:
         """Return the definition behind `name` of `module`, through re-exports; None if there is none.
 
-        Raises UnfollowedError where a module's `__getattr__` or too many re-exports hide it.
+        Raises UnfollowedError if a module's `__getattr__` or too many re-exports hide it.
         """
         tree = self.module(module)
         if tree is None:
@@ -72,7 +72,7 @@ class Package:
         return definition
 
     def _own(self, module: str, statements: Sequence[ast.stmt], name: str, steps: int) -> Definition | None:
-        """Return the last function or class of that name in a module; Python's `overload`s are none."""
+        """Return the last function or class of that name in a module; `overload`s do not count."""
         for node in reversed(statements):
             if isinstance(node, Function) and node.name == name and not _is_overload(node):
                 return Definition(module, node, node.args)
@@ -159,7 +159,7 @@ def assigned_names(node: ast.stmt) -> set[str]:
 
 
 def _is_none(node: ast.stmt) -> bool:
-    """Tell whether a statement assigns None, as packages do where an import failed."""
+    """Tell whether a statement assigns None, as packages do after a failed import."""
     value = getattr(node, "value", None)
     return isinstance(value, ast.Constant) and value.value is None
 
@@ -180,7 +180,7 @@ def parameters(definition: Definition) -> tuple[str, ...]:
 
 
 def refusal(definition: Definition, positional: int, keywords: Sequence[str], *, open_ended: bool = False) -> str:
-    """Return why a call does not fit a signature; empty if it fits or nothing says what it takes.
+    """Return why a call does not fit a signature; empty if it fits or the signature is unknown.
 
     `positional` is the number of positional arguments; `open_ended` says that `*` or `**` may add more.
     """

@@ -41,7 +41,7 @@ class Candidate:
 
 
 def newest(versions: Iterable[str | None]) -> str | None:
-    """Return the highest final release among `versions`; names that are no versions count for nothing."""
+    """Return the highest final release among `versions`; names that are no versions are ignored."""
     finals = {}
     for text in versions:
         try:
@@ -83,13 +83,13 @@ def _newest_version(component: Component) -> str:
 
 
 def work_folder() -> Path:
-    """Return the folder of unpacked releases; what a killed run left there is removed by the next one."""
+    """Return the folder of unpacked releases, after removing the remains of killed runs."""
     return secure_state() / "upstream"
 
 
 @contextmanager
 def unpacked(release: Release, queue: Queue | None = None) -> Iterator[Path]:
-    """Yield a folder with what is read of a release: Python, build files, requirements, and what `queue` touches.
+    """Yield a folder with the files that a check reads: Python, build files, requirements, and files of `queue`.
 
     Raises the errors of `fetch` and of `archive.unpack`.
     """
@@ -105,7 +105,7 @@ def unpacked(release: Release, queue: Queue | None = None) -> Iterator[Path]:
 
 
 def _is_read(path: PurePosixPath) -> bool:
-    """Tell whether a file of a release is looked at; metadata too, which running Python asks for."""
+    """Tell whether a check reads a file of a release; metadata counts, because running Python needs it."""
     return (
         path.suffix in (".py", ".cmake")
         or path.name.endswith(".cmake.in")

@@ -19,7 +19,7 @@ from lab.upstream.effect import Column, Effect, Observation
 from sparkforge.core.console import echo
 
 PARTS = ("patches", "git dependencies", "kernel calls", "flags and variables", "experts")
-WIDTH, WIDEST = 120, 180  # columns of the table where stdout is no terminal, and at most
+WIDTH, WIDEST = 120, 180  # columns of the table if stdout is no terminal, and at most
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class CheckReport:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Return the table of a JSON report for the documentation, and below it what forbids a move, release by release."""
+    """Return the table of a JSON report for the documentation, and below it the reasons against a move, by release."""
     lines = [f"| release | {' | '.join(PARTS)} |", f"|{' --- |' * (len(PARTS) + 1)}"]
     reasons = []
     for release in document["releases"]:

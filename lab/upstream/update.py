@@ -1,7 +1,7 @@
-"""Propose newer versions of what pins.toml names, as a diff of pins.toml. Changes nothing.
+"""Propose newer versions of the components in pins.toml, as a diff of pins.toml. Changes nothing.
 
-A file of the new version succeeds one of the old if their names differ in the version alone; a component with a file
-that has no successor is reported, not proposed.
+A file of the new version is the successor of an old file if their names differ only in the version. A component with a
+file that has no successor is reported, not proposed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def diff(proposed: Iterable[Proposal], text: str | None = None) -> str:
 
 
 def print_updates(stack: str = "") -> None:
-    """Print the diff to stdout, and to people what it leaves out."""
+    """Print the diff to stdout, and the components that it leaves out to stderr."""
     table = pins.load()
     if stack:
         table.stack(stack)

@@ -1,4 +1,4 @@
-"""What the measurements share: sizes of layers, ceilings of a GPU, rows of figures, options of the command line."""
+"""Shared code of the measurements: sizes of layers, ceilings of a GPU, rows of figures, command-line options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from spark_mxfp4.kernels.check import LayerSizes
 from spark_mxfp4.kernels.timing import graph_time
 
-LAYERS = 4  # run in turn, so that no weight is in cache
+LAYERS = 4  # run in turn, so that no weights are in cache
 
 
 def ceilings() -> dict[str, float]:
@@ -39,14 +39,14 @@ def figures(model: LayerSizes, tokens: int, touched: float, us: float) -> dict[s
 
 
 def token_counts(text: str) -> tuple[int, ...]:
-    """Return a command line's comma-separated numbers of tokens. Raises what argparse prints as one line."""
+    """Parse comma-separated numbers of tokens. Raises argparse.ArgumentTypeError, which argparse prints in one line."""
     if not all(word.isdecimal() and int(word) for word in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers above 0 · give them as in 1,64")
     return tuple(map(int, text.split(",")))
 
 
 def output_file(text: str) -> Path:
-    """Return a command line's file for figures. Raises what argparse prints as one line."""
+    """Parse the path of the file for figures. Raises argparse.ArgumentTypeError, which argparse prints in one line."""
     if not Path(text).absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is in no folder that exists · mkdir -p {Path(text).parent}")
     return Path(text)

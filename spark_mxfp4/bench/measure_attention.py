@@ -1,8 +1,8 @@
-"""`python bench/measure_attention.py`: attention of decoding steps beside vLLM's operators with FlashAttention 3.
+"""`python bench/measure_attention.py`: attention of decoding steps, compared with vLLM and FlashAttention 3.
 
 Each row is one layer of gpt-oss-120b (64 query heads, 8 key heads of 64, sinks) with a number of sequences of one
-length: ours in one launch, and vLLM's rotary embedding, cache update and attention, which take five. Layers have caches
-of their own, so that none is in the GPU's cache. Results are compared with float32 first. Needs vLLM.
+length: ours in one launch, and vLLM's rotary embedding, cache update and attention, which take five launches. Each
+layer has its own KV cache, so that none is in the GPU's cache. Results are compared with float32 first. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def random_layer(tokens: int, length: int) -> tuple[Projections, Cache]:
 
 
 class FlashAttention:
-    """What `attention.attend` does by vLLM's own operators, as its FlashAttention backend calls them."""
+    """`attention.attend` computed by vLLM's own operators, called as in its FlashAttention backend."""
 
     def __init__(self, tokens: int, length: int, layer: Layer) -> None:
         self.one = torch.ones(1, device="cuda")
@@ -84,7 +84,7 @@ class FlashAttention:
 
 
 def measure(tokens: int, length: int, window: int, variants: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return one row: µs a layer of each, and the worst error against float32."""
+    """Return one row: µs a layer for ours and vLLM's, and the worst error against float32."""
     bytes_of_layer = tokens * min(length, window or length) * KEY_HEADS * 2 * WIDTH * 2
     count = max(2, min(MOST_LAYERS, CACHED_BYTES // bytes_of_layer))
     layers = [random_layer(tokens, length) for _ in range(count)]
@@ -109,7 +109,7 @@ def measure(tokens: int, length: int, window: int, variants: list[tuple[int, int
         f"{shared}/{least}": graph_time(partial(ours, shared_by=shared, least=least), len(layers))
         for shared, least in variants
     }
-    row["us"] = graph_time(ours, len(layers))  # after the variants, when clocks are up
+    row["us"] = graph_time(ours, len(layers))  # after the variants, when the clocks have risen
     row["gbs"] = bytes_of_layer / row["us"] / 1e3
     peer = FlashAttention(tokens, length, layer)
     row["vllm_us"] = graph_time(lambda number: peer(*layers[number], output), len(layers))

@@ -1,9 +1,9 @@
 """`python bench/measure_experts.py`: how fast the kernels are on this GPU, against its ceilings and a peer.
 
 Every time is the median of CUDA graph replays; a graph runs several layers in turn, so that no weight is in cache.
-The first peer is OpenAI's triton_kernels, as vLLM ships it (vllm/third_party/triton_kernels): `--peer FOLDER` that
-holds it. The second is FlashInfer's CUTLASS kernel, which must be installed: `--peer-cutlass`. The figures are saved
-after each model; the error of a failed peer is saved in its place.
+The first peer is OpenAI's triton_kernels, as vLLM ships it (vllm/third_party/triton_kernels); `--peer FOLDER` is its
+parent folder. The second peer is FlashInfer's CUTLASS kernel (`--peer-cutlass`); FlashInfer must be installed. The
+figures are saved after each model. If a peer fails, its error is saved instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spark_mxfp4.kernels.check import MODELS, OTHERS, LayerSizes, error, random_
 from spark_mxfp4.kernels.gpu import GpuKernel
 from spark_mxfp4.kernels.timing import REPLAYS, Layer, graph_time
 
-MOST_SHARE = 4.0  # tokens an expert up to which `tune` times the kernel of a whole layer
+MOST_SHARE = 4.0  # `tune` times the kernel of a whole layer up to this many tokens per expert
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 Peer = Callable[[LayerSizes, tuple[int, ...], Activation], list[dict[str, Any]]]
@@ -66,9 +66,9 @@ def _running(
 
 
 def tune(model: LayerSizes, tokens: tuple[int, ...]) -> dict[int, dict[str, float]]:
-    """Time each way to compute the layer; the fastest of them belong into tuned.json.
+    """Time each way to compute the layer; the fastest belong in tuned.json.
 
-    They are the pairs of equally wide Hopper shapes that suit the load, and `hopper.whole_layer`'s plans.
+    The ways are the pairs of equally wide Hopper shapes that suit the load, and the plans of `hopper.whole_layer`.
     """
     weights = random_weights(model.experts, model.hidden, model.intermediate)
     kernel = hopper.HopperKernel("hopper")
@@ -101,7 +101,7 @@ def _way(
 
 
 def triton_peer(folder: str) -> Peer:
-    """Return the measurement of triton_kernels, which lies in `folder`. Raises ImportError where it does not."""
+    """Return the measurement of triton_kernels in `folder`. Raises ImportError if it is not there."""
     sys.path.insert(0, folder)
     import peer_triton  # noqa: PLC0415 (its packages come from the folder)
 
@@ -109,7 +109,7 @@ def triton_peer(folder: str) -> Peer:
 
 
 def cutlass_peer() -> Peer:
-    """Return the measurement of FlashInfer's CUTLASS kernel. Raises ImportError where FlashInfer is not installed."""
+    """Return the measurement of FlashInfer's CUTLASS kernel. Raises ImportError if FlashInfer is not installed."""
     import peer_cutlass  # noqa: PLC0415 (FlashInfer is needed by it alone)
 
     return peer_cutlass.measure
@@ -118,7 +118,7 @@ def cutlass_peer() -> Peer:
 def measure_peer(
     name: str, load: Callable[[], Peer], model: str, tokens: tuple[int, ...], activation: Activation
 ) -> dict[str, Any]:
-    """Return a peer's rows for `model` as `name`, or what it raised as `name`_failed."""
+    """Return a peer's rows for `model` under the key `name`, or its error under `name`_failed."""
     torch.cuda.empty_cache()
     try:
         return {name: load()((MODELS | OTHERS)[model], tokens, activation)}
@@ -129,7 +129,7 @@ def measure_peer(
 
 
 def peers(arguments: argparse.Namespace) -> dict[str, Callable[[], Peer]]:
-    """Return the peers that the command line asks for, each by a function that loads it."""
+    """Return the peers selected by the command line, each as a function that loads it."""
     wanted: dict[str, Callable[[], Peer]] = {}
     if arguments.peer:
         wanted["peer"] = lambda: triton_peer(arguments.peer)

@@ -1,8 +1,8 @@
-"""`python bench/measure_formats.py`: what 4 and 8 bit weights cost in accuracy, on a processor.
+"""`python bench/measure_formats.py`: the loss of accuracy by 4 and 8 bit weights, measured on a CPU.
 
-Weights are quantized and expanded again (`linear.reference`) and products are float32, so this is the error of the
-format, not of a kernel. Matrices are drawn in pieces of rows, so that gpt-oss-120b's LM head takes no more memory than
-a piece.
+Weights are quantized and expanded again (`linear.reference`), and products are float32, so this is the error of the
+format, not of a kernel. Matrices are generated in pieces of rows, so that gpt-oss-120b's LM head needs memory for only
+one piece.
 Weights and hidden states are normal, or heavy-tailed (Student's t with 3 degrees of freedom), both by a fixed seed.
 """
 
@@ -55,8 +55,8 @@ def measure(rows: int, columns: int, weights: Draw, count: int = STATES) -> list
     """Return a row for each distribution of hidden states and each format.
 
     `weight_error` and `product_error` are root mean squares over all entries, relative to those of the bf16 weights and
-    their float32 products. `top1` is the share of hidden states whose largest output stays the largest, `top1_in_5` of
-    those for which it is among the five largest.
+    their float32 products. `top1` is the share of hidden states whose largest output stays the largest, `top1_in_5` the
+    share where it stays among the five largest.
     """
     generators = {name: torch.Generator().manual_seed(STATES_SEED) for name in DRAWS}
     x = torch.cat([draw(count, columns, generators[name]).bfloat16().float() for name, draw in DRAWS.items()])

@@ -1,13 +1,12 @@
-"""`python bench/measure_linear.py`: how fast the dense products are on this GPU, beside their peers.
+"""`python bench/measure_linear.py`: how fast the dense products are on this GPU, compared with their peers.
 
 Every time is the median of CUDA graph replays. A graph runs several matrices in turn, so that no weight is in cache,
-and each product waits for the one before it, as in a model. The peers are torch's bf16 product, its FP8 product with
-one scale a row (cuBLAS), alone and with the quantisation of activations in front of it, and vLLM's FP8 and Marlin
-kernels where vLLM can be imported (`peer_linear`). Rows of 0 tokens say what the bytes of a weight take in the same
-chain of graph nodes: copied (half of them read, half written), and read by a kernel that does nothing else; the latter
-is started after the one before it has ended, and, of so many weights that none is read twice at once, as our kernels
-are: while the one before it still runs.
-The figures are saved after each shape.
+and each product waits for the previous product, as in a model. The peers are torch's bf16 product, its FP8 product with
+one scale a row (cuBLAS), with and without the quantisation of activations, and vLLM's FP8 and Marlin kernels if vLLM
+can be imported (`peer_linear`). Rows of 0 tokens give the time to move the bytes of a weight in the same chain of graph
+nodes: copied (half of them read, half written), and only read by a kernel. The reading kernel is timed twice: started
+after the previous kernel has ended, and started early, while the previous kernel still runs, as our kernels are. The
+early kernels have enough weights that none is read twice at once. The figures are saved after each shape.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from spark_mxfp4.kernels.timing import REPLAYS, graph_time
 from spark_mxfp4.mxfp4 import E4M3_LARGEST
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
-CACHE = 1 << 28  # bytes of weights that no cache keeps
-THREAD_WORDS = 4  # of 4 bytes, that a thread loads at once
+CACHE = 1 << 28  # bytes of weights, more than any cache holds
+THREAD_WORDS = 4  # words of 4 bytes that a thread loads at once
 MOST_WORDS = 1024 * THREAD_WORDS
-AT_ONCE = 16  # kernels that may run at once where each starts early: two of them must not read the same weight
+AT_ONCE = 16  # kernels that may overlap if each starts early: no two of them may read the same weight
 Row = dict[str, Any]
 
 
@@ -102,7 +101,7 @@ def _fp8(matrices: list[torch.Tensor], tokens: tuple[int, ...], copy: float) -> 
 
 
 def _vllm(matrices: list[torch.Tensor], states: dict[int, torch.Tensor], copy: float) -> Iterator[Row]:
-    """Yield the rows of vLLM's kernels; one that says so where vLLM is absent, or where a kernel fails."""
+    """Yield the rows of vLLM's kernels. If vLLM is absent or a kernel fails, a row has the reason."""
     try:
         import peer_linear  # noqa: PLC0415 (it imports vLLM)
     except ImportError as problem:
@@ -133,7 +132,7 @@ def _peer(peer: Any, matrices: list[torch.Tensor], states: dict[int, torch.Tenso
 
 
 class ReadLaunch(NamedTuple):
-    """How the reading kernel is started: threads of a block, loads of each in flight, blocks a multiprocessor."""
+    """Launch parameters of the reading kernel: threads a block, loads in flight a thread, blocks a multiprocessor."""
 
     threads: int
     loads: int
@@ -151,9 +150,9 @@ def read_kernel(
     words: tl.tensor, out: tl.tensor, count: tl.tensor,
     WORDS: tl.constexpr, LOADS: tl.constexpr, EARLY: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
-    """Read `count` words (int32); a block takes pieces of WORDS of them in turn with the others. `out` has MOST_WORDS.
+    """Read `count` words (int32); the blocks take pieces of WORDS words in turn. `out` has MOST_WORDS words.
 
-    EARLY: the next kernel may start while this one runs, and this one ends after the one before it.
+    EARLY: the next kernel may start while this one runs, and this one ends after the previous kernel.
     """
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -166,7 +165,7 @@ def read_kernel(
             total ^= tl.load(words + offsets, offsets < count, other=0)
     if EARLY:
         cuda.gdc_wait()
-    # One number in 2^32, so that next to nothing is written and every load is needed.
+    # One value in 2^32 is written, so that almost nothing is stored but the compiler must keep every load.
     tl.store(out + lanes, total, total == 0x5EED5EED)
 
 
@@ -189,9 +188,9 @@ def _processors(device: torch.device) -> int:
 
 
 def bytes_alone(name: str, weights: Sequence[torch.Tensor], copy: float) -> Iterator[Row]:
-    """Yield what copying and reading the bytes of `weights` takes, each after the one before; overwrites their halves.
+    """Yield the times to copy and to read the bytes of `weights`, one kernel after another; overwrites half of each.
 
-    Of the ways to start the reading kernel the fastest counts.
+    Of the launch parameters of the reading kernel, the fastest count.
     """
     words = [weight.view(-1).view(torch.uint8) for weight in weights]
     size = words[0].numel() // 32 * 32  # two halves of whole 16-byte words
@@ -213,7 +212,7 @@ def _read(weights: list[torch.Tensor], out: torch.Tensor, launch: ReadLaunch, ea
 
 
 def _copy(halves: list[torch.Tensor], i: int) -> torch.Tensor:
-    """Copy by a kernel, as `common.ceilings` does, and not by the driver's copy."""
+    """Copy with a kernel, as `common.ceilings` does, not with the driver's copy."""
     first, second = halves[i % len(halves)]
     return torch.bitwise_not(first, out=second)
 
@@ -227,7 +226,7 @@ def _missing(name: str) -> Row:
 
 
 def _named(names: str | None) -> Iterable[str]:
-    """Return the shapes that --shapes names, by default all. Ends the program if one is unknown."""
+    """Return the shapes in --shapes, by default all. Exits if a shape is unknown."""
     wanted = names.split(",") if names else list(PRODUCTS)
     if unknown := [name for name in wanted if name not in PRODUCTS]:
         sys.exit(f"cannot measure {', '.join(unknown)} · there are qkv, o and head · name some of these")

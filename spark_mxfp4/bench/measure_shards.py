@@ -1,9 +1,9 @@
 """`python bench/measure_shards.py`: gpt-oss-120b's experts on two GPUs of one host, against one GPU.
 
-`tensor` halves each expert, `expert` halves their number. Both GPUs compute their shard of a layer and NCCL adds
-them; `products_us` is without that sum. A time is the slower GPU's median of CUDA graph replays, with several layers
-in turn, as in `measure_experts`. NVLink's multicast stays off: it takes a share of switches that a host's other guests
-use.
+`tensor` halves each expert, `expert` halves the number of experts. Both GPUs compute their shard of a layer and NCCL
+adds the results; `products_us` is the time without that sum. A time is the slower GPU's median of CUDA graph replays,
+with several layers in turn, as in `measure_experts`. NVLink's multicast stays off, because it uses resources of
+switches that other guests of the host share.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Rows = dict[str, list[dict[str, float]]]
 
 
 def shard(weights: ExpertWeights, split: str, rank: int) -> tuple[ExpertWeights, torch.Tensor | None]:
-    """Return what GPU `rank` has of `weights`, as vLLM's loader cuts them, and its expert map, int32 [E].
+    """Return GPU `rank`'s shard of `weights`, split as by vLLM's loader, and its expert map, int32 [E].
 
-    For `tensor` that is half of each expert, without a map; for `expert` half of the experts; else the whole. The sum
-    of the shards' outputs is the layer's.
+    For `tensor` the shard is half of each expert, without a map; for `expert` half of the experts; else all weights.
+    The sum of the shards' outputs is the layer's output.
     """
     gate_up, down = weights
     if split == "tensor":
         bias = down.bias
-        if bias is not None and rank > 0:  # it counts once
+        if bias is not None and rank > 0:  # only one GPU adds the bias
             bias = torch.zeros_like(bias)
         first = Projection(*(_half(tensor, 1, rank) for tensor in gate_up))
         return ExpertWeights(first, Projection(_half(down.weight, 2, rank), _half(down.scales, 2, rank), bias)), None
@@ -61,7 +61,7 @@ def _half(tensor: torch.Tensor | None, axis: int, rank: int) -> Any:
 
 
 def measure_rank(rank: int, rendezvous: str, tokens: tuple[int, ...], output: str) -> None:
-    """Measure as GPU `rank`; both meet at the file `rendezvous`, and the first saves JSON as `output`."""
+    """Measure as GPU `rank`. The processes meet through the file `rendezvous`, and rank 0 saves JSON as `output`."""
     torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=GPUS, device_id=torch.device("cuda", rank)
@@ -88,7 +88,7 @@ def _measure(split: str, rank: int, tokens: tuple[int, ...]) -> list[dict[str, f
         routes = [random_routing(number, MODEL.experts, MODEL.top_k, device=DEVICE) for _ in range(LAYERS)]
 
         def products(i: int, x: torch.Tensor = x, routes: Any = routes) -> torch.Tensor:
-            """This GPU's shard of a layer."""
+            """Compute this GPU's shard of a layer."""
             return kernel.run(x, layers[i % LAYERS], *routes[i % LAYERS], expert_map)
 
         def summed(i: int, products: Any = products) -> torch.Tensor:
@@ -114,7 +114,7 @@ def _time(once: Layer, tokens: int) -> float:
 
 
 def _compared(rows: Rows) -> Rows:
-    """Return `rows`, those of two GPUs with one GPU's time over theirs."""
+    """Return `rows`; add the speed-up over one GPU to the rows of two GPUs."""
     alone = {row["tokens"]: row["products_us"] for row in rows[ONE]}
     return {
         split: [row if split == ONE else {**row, "speedup": alone[row["tokens"]] / row["us"]} for row in measured]

@@ -1,12 +1,12 @@
-"""`python bench/measure_small.py`: the kernel of few tokens within the limits of a GB10, on another GPU.
+"""`python bench/measure_small.py`: the kernel for few tokens within the limits of a GB10, on another GPU.
 
-12.1's kernels built for 9.0 (`python -m spark_mxfp4.kernels.precompile 90a-limited`): 48 blocks of at most 99 KB, one a
-multiprocessor, warps' matrix instructions only. Checks every shape against float32 on fresh inputs with poisoned
-memory, then times layers beside what as many blocks read and copy by bulk copies alone, with as many bytes on their
-way. The figures are saved after each part.
+The kernels are 12.1's, built for 9.0 (`python -m spark_mxfp4.kernels.precompile 90a-limited`): 48 blocks of at most
+99 KB, one per multiprocessor, `mma.sync` only. The program checks every shape against float32 on fresh inputs with
+poisoned memory. Then it times layers, and compares them with as many blocks that only read and copy by bulk copies with
+as many bytes in flight. The figures are saved after each part.
 
-SPARK_PACE=234, set for both compilations and for this program, puts a memory of 234 GB/s before the GPU's (pace.cuh),
-for the kernel and for the blocks that only read: what the kernel loses then is its own.
+SPARK_PACE=234, set for both compilations and for this program, limits reads to 234 GB/s (pace.cuh), for the kernel and
+for the blocks that only read. The difference between the two is then the kernel's own loss.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ACTIVATIONS = {"gpt-oss": GPT_OSS, "silu": SILU}
 
 
 def check(until: float) -> dict[str, Any]:
-    """Compare every small shape with float32 until the clock says `until`; the worst error and what was wrong."""
+    """Compare every small shape with float32 until the time `until`; return the worst error and the wrong cases."""
     kernel = hopper.HopperKernel("hopper")
     worst, calls = 0.0, 0
     wrong: list[list[Any]] = []
@@ -95,7 +95,7 @@ class Mover:
         self.target = torch.empty_like(self.source)
 
     def rate(self, piece: int, stages: int, *, copy: bool) -> float:
-        """Return GB/s, a copy's read and written, with `stages` times `piece` bytes of each block on their way."""
+        """Return GB/s (of a copy, read and written) with `stages` times `piece` bytes of each block in flight."""
         total = self.source.numel() // piece * piece
 
         def once(_: int) -> None:
@@ -112,7 +112,7 @@ class Mover:
 
 
 def rates(library: str) -> dict[str, Any]:
-    """Read and copy rates for the pieces of each shape's stages."""
+    """Return read and copy rates for the pieces of each shape's stages."""
     mover = Mover(library)
     ours = {(shape.weight_bytes, n) for shape in SMALL_LAYERS.values() for n in range(1, shape.stages + 1)}
     pieces = sorted(ours | {(8192, 12), (16384, 6)})
@@ -129,12 +129,12 @@ def layers_of(model: LayerSizes) -> list[ExpertWeights]:
 
 
 def chosen(pairs: int, experts: int) -> LayerPlan:
-    """Return what 12.1 takes for so many pairs."""
+    """Return the plan that 12.1 uses for `pairs` pairs."""
     return LayerPlan(**tuning.plan("NVIDIA GB10", pairs, experts), processors=BLOCKS)
 
 
 def plans_of(tokens: int, *, many: bool) -> list[LayerPlan]:
-    """Return other ways to compute a layer, by shape, parts and stages on their way; few for a slow memory."""
+    """Return other plans for a layer, by shape, parts and stages in flight; fewer if memory is slow."""
     if PACE:
         return [LayerPlan(5, parts, at_once, BLOCKS) for parts in (1, 2, 3) for at_once in ((1, 1), (2, 1), (4, 4))]
     shapes = (4, 5, 6, 8, 9) if many else (4, 5, 6)
@@ -153,9 +153,9 @@ def plans_of(tokens: int, *, many: bool) -> list[LayerPlan]:
 def time_model(
     model: LayerSizes, tokens: tuple[int, ...], moved: dict[str, dict[str, float]], until: float
 ) -> list[dict[str, Any]]:
-    """Time each plan for each number of tokens, until the clock says so; the plan that 12.1 takes comes first.
+    """Time each plan for each number of tokens until the time `until`; the plan that 12.1 uses comes first.
 
-    `moved` are the rates of blocks that only read and copy, by bytes on their way.
+    `moved` are the rates of blocks that only read and copy, by bytes in flight.
     """
     layers = layers_of(model)
     rows: list[dict[str, Any]] = []
@@ -184,7 +184,7 @@ def time_model(
 
 
 def latency(plans: list[LayerPlan]) -> list[dict[str, Any]]:
-    """Time one token with 1 to 8 experts: the time without bytes is the latency between layers; and a tiny layer."""
+    """Time one token with 1 to 8 experts, to extrapolate the latency for zero bytes; also time a tiny layer."""
     model = MODELS["gpt-oss-120b"]
     layers, rows = layers_of(model), []
     tiny = hopper.HopperKernel("hopper").prepare(random_weights(4, 64, 64))
@@ -217,7 +217,7 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
     flags.add_argument("--copy-library", required=True, help="copy_blocks.cu, compiled as a shared library")
-    flags.add_argument("--commit", required=True, help="of these sources, for the record")
+    flags.add_argument("--commit", required=True, help="commit of these sources, saved with the results")
     flags.add_argument("--seconds", type=int, default=420, help="most time for all parts; default: 420")
     arguments = flags.parse_args()
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """FlashInfer's CUTLASS experts on the same layers: MXFP4 weights, bf16 activations, compute capability 9.0.
 
-They are laid out and called as vLLM 0.32.0's backend FLASHINFER_CUTLASS_MXFP4_BF16 does on Hopper. FlashInfer must be
-installed, with its module `fused_moe_90` compiled or a compiler to do it.
+Weights are laid out and the kernel is called as by vLLM 0.32.0's backend FLASHINFER_CUTLASS_MXFP4_BF16 on Hopper.
+FlashInfer must be installed, with its module `fused_moe_90` compiled, or with a compiler.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection
 from spark_mxfp4.kernels import timing
 from spark_mxfp4.kernels.check import LayerSizes, error, random_routing, random_weights, reference
 
-ALIGNMENT = 128  # both sizes are padded with zeros to a multiple of it, as vLLM does for this backend
+ALIGNMENT = 128  # both sizes are padded with zeros to a multiple of this, as in vLLM for this backend
 WARMUPS, REPEATS = 1, 5  # of each tactic; FlashInfer's own 3 and 10 would take minutes for all numbers of tokens
 
 
 class CutlassLayer(NamedTuple):
-    """A layer as `cutlass_fused_moe` takes it; each pair is gate_up's, then down's."""
+    """A layer in the layout of `cutlass_fused_moe`; each tuple of two has gate_up's tensor, then down's."""
 
     weights: tuple[torch.Tensor, torch.Tensor]  # u8, interleaved for the kernel's conversion to bf16
     scales: tuple[torch.Tensor, torch.Tensor]  # u8, folded
@@ -37,11 +37,11 @@ class CutlassLayer(NamedTuple):
 
 
 def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation) -> list[dict[str, Any]]:
-    """Check and time one call of `cutlass_fused_moe` for each number of tokens, its tactics chosen beforehand.
+    """Check and time one call of `cutlass_fused_moe` for each number of tokens, with tactics chosen beforehand.
 
-    The time is that of the whole call: sorting, both products with the activation, weighted sum. Padding activations to
-    the kernel's width is not in it, because vLLM pads the model's hidden state once. FlashInfer's autotuner chooses
-    the tactics, for these numbers of tokens.
+    The time is that of the whole call: sorting, both products with the activation, weighted sum. It does not include
+    padding activations to the kernel's width, because vLLM pads the model's hidden state once. FlashInfer's autotuner
+    chooses the tactics for these numbers of tokens.
     """
     sizes, bias = (model.experts, model.hidden, model.intermediate), activation == GPT_OSS
     plain = random_weights(*sizes, bias=bias)
@@ -97,7 +97,7 @@ def run(x: torch.Tensor, layer: CutlassLayer, ids: torch.Tensor, shares: torch.T
 
 
 def prepare(weights: ExpertWeights, activation: Activation) -> CutlassLayer:
-    """Return a layer of packed weights with biases in the kernel's layout: rows of ups first, then gates; padded."""
+    """Return a layer of packed weights with biases in the kernel's layout: up rows first, then gate rows; padded."""
     interleaved, folded, biases = [], [], []
     for blocks, scales, bias in (_halves(weights.gate_up), _whole(weights.down)):
         interleaved.append(interleave_moe_weights_for_sm90_mixed_gemm(blocks, "fp4"))
@@ -122,7 +122,7 @@ def _inputs(number: int, model: LayerSizes) -> torch.Tensor:
 
 
 def _halves(gate_up: Projection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `_whole` of the odd rows (ups) above that of the even ones (gates): each half is padded by itself."""
+    """Return `_whole` of the odd rows (ups), then of the even rows (gates); each half is padded separately."""
     halves = (Projection(*(None if tensor is None else tensor[:, first::2] for tensor in gate_up)) for first in (1, 0))
     blocks, scales, bias = (torch.cat(parts, dim=1) for parts in zip(*map(_whole, halves), strict=True))
     return blocks, scales, bias

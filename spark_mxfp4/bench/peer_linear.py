@@ -1,11 +1,11 @@
 """vLLM's dense products with FP8 and 4-bit weights, called as vLLM 0.32.0 calls them on compute capability 9.0.
 
-Importing this module imports vLLM and its kernels: it raises ImportError if vLLM is not installed.
+Importing this module imports vLLM and its kernels, and raises ImportError if vLLM is not installed.
 
-- `vLLM FP8` is what `--quantization-config.linear fp8_per_channel` serves: CUTLASS with a scale for each row of the
+- `vLLM FP8` is the kernel of `--quantization-config.linear fp8_per_channel`: CUTLASS with a scale for each row of the
   weight and each token (CutlassFP8ScaledMMLinearKernel). It is timed twice: with activations that are already
-  quantised, and with a kernel that quantises them before each product. In a server the compiler can fuse that kernel
-  into the operation before it, so the cost there is between the two.
+  quantised, and with a kernel that quantises them before each product. In a server the compiler can fuse the quantising
+  kernel into the operation before it, so the cost in a server is between the two.
 - Marlin keeps activations in bfloat16 and expands the weights (`prepare_fp8_layer_for_marlin`,
   `prepare_fp4_layer_for_marlin`). Its locks are made once, as in a server.
 """
@@ -39,7 +39,7 @@ class PeerWeight(NamedTuple):
 
 
 class PeerKernel(NamedTuple):
-    """A kernel: `prepare` lays out a matrix bfloat16 [N, K]; its values are those of `linear.reference` in `format`.
+    """A kernel: `prepare` lays out a matrix bfloat16 [N, K] with the values of `linear.reference` in `format`.
 
     `quantise` converts the bfloat16 activations [M, K] and is not timed.
     """
@@ -115,7 +115,7 @@ def _marlin_nvfp4(matrix: torch.Tensor) -> PeerWeight:
 
 
 def nvfp4_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (float8_e4m3fn [N, K/16], float32 scalar) that stand for MXFP4's `scales` (u8 [N, K/32]), exactly.
+    """Return (float8_e4m3fn [N, K/16], float32 scalar), equal to MXFP4's `scales` (u8 [N, K/32]).
 
     Scales smaller than 2^-14 of the largest become 0. Raises ValueError if the largest is zero.
     """
@@ -137,7 +137,7 @@ def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _layer(
     matrix: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None = None
 ) -> torch.nn.Module:
-    """Return what vLLM's functions expect of a linear layer."""
+    """Return a module with the attributes that vLLM's functions expect of a linear layer."""
     layer = torch.nn.Module()
     layer.output_size_per_partition, layer.input_size_per_partition = matrix.shape
     layer.orig_dtype = layer.params_dtype = matrix.dtype

@@ -5,8 +5,8 @@
 
 With `hub:FOLDER`, or `hub:PACKAGE`, a fork of triton_kernels quantises and multiplies.
 
-The first tokens are transformers' own, from weights that it dequantised; the second are those of the packed experts.
-The last line says whether they are the same. In bfloat16 sums are rounded, so a near tie can go the other way.
+The first tokens are transformers' own, from dequantised weights; the second are from the packed experts. The last line
+says whether they are the same. In bfloat16 sums are rounded, so a near tie can be decided differently.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("model", help="folder or hub id of a gpt-oss checkpoint in MXFP4")
     flags.add_argument("--device", default="cpu", help="where to load it: cpu (default), cuda")
-    flags.add_argument("--kernel", help="as spark_mxfp4.registry.load takes it; default: triton on cuda, torch on cpu")
+    flags.add_argument("--kernel", help="a name for spark_mxfp4.registry.load; default: triton on cuda, torch on cpu")
     flags.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of all other weights")
     flags.add_argument("--prompt", default="It is a truth universally acknowledged, that")
     flags.add_argument("--tokens", type=int, default=16, help="how many to generate")

@@ -1,4 +1,4 @@
-"""Random attention layers with poisoned memory, checked against float32: for a CPU's fibers and for GPUs."""
+"""Random attention layers with poisoned memory, checked against float32, for the CPU build and for GPUs."""
 
 import torch
 
@@ -10,7 +10,7 @@ MOST_ERROR = 0.01  # of values of about 1: probabilities and outputs are bf16
 
 
 def random_cache(lengths, new_tokens, key_heads, block, device):
-    """A cache of NaN but for the sequences' earlier tokens, whose blocks lie anywhere; heads before or after tokens."""
+    """Return a cache with the sequences' earlier tokens in scattered blocks, else NaN; heads before or after tokens."""
     longest = max(1, *lengths)
     table_width = -(-longest // block)
     blocks = len(lengths) * table_width + 3
@@ -46,7 +46,7 @@ def clone(cache):
 
 
 def longer(tensor):
-    """Its rows and another one, as vLLM's tensors have for steps of more sequences."""
+    """Return the rows and one more, because vLLM's tensors have room for more sequences."""
     return torch.cat([tensor, tensor[:1]])
 
 
@@ -54,9 +54,10 @@ def check_attention(
     lengths, window, shared_by, device, *, key_heads=1, group=8, block=16, sinks=False, rotated=False, least=2,
     scale=SCALE, stored=True,
 ):  # fmt: skip
-    """One launch against float32: outputs, the cache to the bit, and the counters.
+    """Compare one launch with float32: outputs, the cache bit for bit, and the counters.
 
-    With a `scale` of 8 some scores differ by more than float32's largest exponent; without `stored` slots are negative.
+    With a `scale` of 8 some scores differ by more than float32's largest exponent. Without `stored`, slots are
+    negative.
     """
     new = [min(1, length) for length in lengths]
     cache = random_cache(lengths, new, key_heads, block, device)
@@ -83,7 +84,7 @@ def check_attention(
 
 
 def check_rotation(sequences, device, key_heads=2, block=16):
-    """A prompt's queries and its cache against torch, to the bit; `sequences`: new tokens and all tokens of each.
+    """Compare a prompt's queries and cache with torch, bit for bit. `sequences` has each one's new and total tokens.
 
     The second token is not stored.
     """
@@ -107,11 +108,11 @@ def check_rotation(sequences, device, key_heads=2, block=16):
 
 
 def check_norm(tokens, columns, device, scale=1):
-    """A layer's input and residual against torch: the sum to the bit. With a `scale` of 0.003 the epsilon matters."""
+    """Compare the norm and the sum with torch, the sum bit for bit. With a `scale` of 0.003 the epsilon matters."""
     x, residual = ((torch.randn(tokens, columns, device=device) * scale).bfloat16() for _ in range(2))
     weight = torch.randn(columns, device=device).bfloat16()
     expected, expected_sum = norm.reference(x, residual, weight, 1e-5)
     output, total = norm.add_rms_norm(x, residual, weight, 1e-5)
-    torch.testing.assert_close(output, expected, rtol=0.016, atol=1e-3)  # two steps of bf16: it is rounded twice
-    assert (output != expected).sum() <= 0.02 * expected.numel()  # those where rsqrt rounds differently
+    torch.testing.assert_close(output, expected, rtol=0.016, atol=1e-3)  # two steps of bf16: two roundings
+    assert (output != expected).sum() <= 0.02 * expected.numel()  # elements where rsqrt rounds differently
     assert torch.equal(total, expected_sum)

@@ -1,4 +1,4 @@
-"""Small gpt-oss models in memory, whose experts hold values that MXFP4 holds exactly."""
+"""Small gpt-oss models in memory, with experts' weights that MXFP4 represents exactly."""
 
 import ctypes
 import os
@@ -11,12 +11,12 @@ import torch
 from spark_mxfp4.mxfp4 import dequantize
 
 INSTALL = {"c++": "sudo apt install g++", "nvcc": "install CUDA 13, and put its bin/ on PATH"}
-ROOM = 1 << 14  # elements around each tensor, which nobody may write
+ROOM = 1 << 14  # guard elements around each tensor, which no kernel may write
 IDS = [[3, 17, 99, 4, 4, 60, 127, 0, 31, 5]]
 
 
 def require(program):
-    """Return the path of `program`; skip the test where it is missing, and fail it on CI."""
+    """Return the path of `program`. If it is missing, skip the test, or fail it on CI."""
     path = shutil.which(program)
     if path is None:
         reason = f"{program} is not installed: {INSTALL[program]}"
@@ -42,13 +42,13 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """A test that fails for its random numbers fails again. On a GPU they are fresh each time (device/conftest.py)."""
+    """Use the same random numbers in each run, so that failures repeat. On a GPU they differ (device/conftest.py)."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Small tensors on shared cores: threads that wait for each other take ten times as long."""
+    """Use one thread: with small tensors on shared cores, waiting threads make tests ten times slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def no_choice(monkeypatch):
 
 @pytest.fixture
 def gpu_on_cpu(library, monkeypatch):
-    """Hopper.py with the module's `library`, a GPU of one multiprocessor, and memory of NaN and 77 between guards."""
+    """Run hopper.py with the test module's `library`, one multiprocessor, and memory of NaN and 77 between guards."""
     from cpu_kernels import set_processors
     from spark_mxfp4.kernels import hopper
 
@@ -140,7 +140,7 @@ def answer(ids):
 
 @pytest.fixture
 def padded_kernel(tmp_path, monkeypatch):
-    """A user's kernel that wants sizes in multiples of 256 and checks that it gets them."""
+    """A user's kernel that requires sizes in multiples of 256 and checks them."""
     (tmp_path / "padding_kernels.py").write_text(
         "from spark_mxfp4.experts import moe\n"
         "from spark_mxfp4.kernel import MoeKernel\n"

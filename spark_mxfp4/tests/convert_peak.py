@@ -1,4 +1,4 @@
-"""Converts a model that is mostly experts; prints bytes: one dense layer, peak and end above start, all layers."""
+"""Convert a model of mostly experts; print bytes: one dense layer, peak and end above the start, all layers."""
 
 import ctypes
 import gc
@@ -9,7 +9,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from spark_mxfp4 import hf
 
-LAYERS, EXPERTS = 8, 40  # packed, all of them weigh two dense layers
+LAYERS, EXPERTS = 8, 40  # all packed layers together have the size of two dense layers
 
 
 def resident(name):
@@ -30,7 +30,7 @@ def make(layers, experts):
     return model.bfloat16()
 
 
-hf.convert_and_replace(make(1, 2))  # so that everything is imported
+hf.convert_and_replace(make(1, 2))  # imports everything
 gc.collect()
 model = make(LAYERS, EXPERTS)
 layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].mlp.experts.parameters())

@@ -1,4 +1,4 @@
-"""CUDA kernels compiled for this machine's CPU, with stand-ins for what they ask of a GPU."""
+"""CUDA kernels compiled for this machine's CPU, with stand-ins for a GPU's instructions and runtime."""
 
 import shutil
 import subprocess
@@ -11,21 +11,21 @@ import torch
 
 from spark_mxfp4.kernels import precompile
 
-BF16 = 0.006  # the most error of a layer whose activations between the products are bf16
+BF16 = 0.006  # the largest error allowed for a layer with bf16 activations between the products
 STAND_INS = Path(__file__).parent / "on_cpu"
 
 
 def shared_library(folder: Path, unit: str, *, change: Callable[[str], str] = str) -> str:
-    """Compile `unit` beside the kernels' sources, each as `change` returns it, and the stand-ins; return the library.
+    """Compile `unit` with the kernels' sources, each changed by `change`, and the stand-ins; return the library.
 
-    A stand-in replaces the source of its name. Tests that use it need `c++` (pytest.mark.needs).
+    A stand-in replaces the source of the same name. Tests that call this need `c++` (pytest.mark.needs).
     """
     for path in precompile.FOLDER.glob("*.cu*"):
         (folder / path.name).write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
     for path in STAND_INS.iterdir():
         shutil.copy(path, folder)
     library = folder / f"{Path(unit).stem}.so"
-    # Each library has the stand-ins' variables for itself, though a process loads several.
+    # Each library has its own copy of the stand-ins' variables, though a process loads several libraries.
     command = ["c++", "-x", "c++", "-std=c++17", "-O1", "-fno-gnu-unique", "-shared", "-fPIC", "-I.", unit]
     result = subprocess.run([*command, "-o", library], cwd=folder, check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -33,7 +33,7 @@ def shared_library(folder: Path, unit: str, *, change: Callable[[str], str] = st
 
 
 def set_processors(number: int, monkeypatch: pytest.MonkeyPatch, shared: int = 232_448) -> None:
-    """Make the GPU that hopper.py sees one of so many multiprocessors, with `shared` bytes of memory for a block."""
+    """Give hopper.py a GPU with `number` multiprocessors and `shared` bytes of shared memory for a block."""
     properties = SimpleNamespace(multi_processor_count=number, shared_memory_per_block_optin=shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 

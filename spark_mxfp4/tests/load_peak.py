@@ -1,7 +1,7 @@
-"""Loads a packed checkpoint for a kernel with its own layout; prints bytes: one packed layer, peak, end, all layers.
+"""Load a packed checkpoint for a kernel with its own layout; print bytes: one packed layer, peak, end, all layers.
 
-Weights are copied out of the mapped file, as loading to a GPU copies them. Only anonymous memory counts: pages of the
-file go when memory is needed.
+Weights are copied out of the mapped file, as in loading to a GPU. Only anonymous memory counts, because the kernel can
+drop the file's pages.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ for name, layers, experts in (("small", 1, 2), ("large", LAYERS, EXPERTS)):
     (folder / name).mkdir()
     sizes = {**SIZES, "num_hidden_layers": layers, "num_local_experts": experts}
     layer = packed_checkpoint.write(folder / name, **sizes)
-hf.load_packed(str(folder / "small"), kernel, device="cpu")  # so that everything is imported
+hf.load_packed(str(folder / "small"), kernel, device="cpu")  # imports everything
 gc.collect()
 trim = ctypes.CDLL(None).malloc_trim  # freed memory goes back to the system
 trim(0)

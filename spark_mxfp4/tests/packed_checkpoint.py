@@ -1,4 +1,4 @@
-"""Gpt-oss checkpoints of any size with random bytes, written a layer at a time, for tests of what loading costs."""
+"""Write gpt-oss checkpoints of any size with random bytes, a layer at a time, to measure loading."""
 
 import json
 
@@ -12,11 +12,11 @@ SCALES = (118, 124)  # as in kernels/check.py: activations stay in range
 
 
 def write(folder, *, device="cpu", deviation=0.02, **sizes):
-    """Write a packed checkpoint of those sizes (`GptOssConfig`) into `folder`; return one layer's bytes of experts.
+    """Write a packed checkpoint with `sizes` (fields of `GptOssConfig`) to `folder`; return the bytes of one layer.
 
-    Its bytes are the same each time: tokens of random weights may have a tie, or end at once.
+    The random bytes are the same each time, because other weights might give ties, or an end token at once.
 
-    `deviation` is that of all other weights, around 1 for norms and around 0 for the rest.
+    `deviation` is the standard deviation of all other weights, around 1 for norms and around 0 for the rest.
     """
     torch.manual_seed(0)
     config = GptOssConfig(**sizes)

@@ -1,4 +1,4 @@
-"""Where the tests find what is not part of the package."""
+"""Paths of files outside the package that tests use."""
 
 from pathlib import Path
 

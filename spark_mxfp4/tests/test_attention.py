@@ -63,14 +63,14 @@ def test_a_prompt_is_rotated_and_cached(library):
 @pytest.mark.parametrize(
     ("tokens", "columns", "scale"), [(1, 2880, 1), (3, 64, 1), (2, 8, 1), (2, 12_288, 1), (0, 64, 1), (2, 2880, 0.003)]
 )
-def test_a_norm_is_vllms(library, tokens, columns, scale):
+def test_norm_equals_vllms(library, tokens, columns, scale):
     attention_cases.check_norm(tokens, columns, torch.device("cpu"), scale)
 
 
 @pytest.mark.needs("c++")
 @pytest.mark.parametrize(("ranks", "columns"), [(2, 2880), (3, 64), (2, 12_288)])
 def test_a_norm_adds_the_parts_of_all_ranks(library, ranks, columns):
-    """The ranks run one after the other, so each finds what the later ones will send; then they must send just that."""
+    """Ranks run one after another. Each finds the messages of later ranks prefilled, and those must then be sent."""
     inboxes = [torch.zeros(norm.MOST_TOKENS, 3, ranks, columns).bfloat16() for _ in range(ranks)]
     assert {inbox.nbytes for inbox in inboxes} == {norm.inbox_bytes(ranks, columns)}
     boxes = torch.tensor([inbox.data_ptr() for inbox in inboxes])
@@ -81,7 +81,7 @@ def test_a_norm_adds_the_parts_of_all_ranks(library, ranks, columns):
         parts = torch.randn(ranks, tokens, columns).bfloat16()
         parts[:, :, :20] = 0
         messages = parts.clone()
-        messages[:, :, :20] = -0.0  # zeros would look as if nothing had come
+        messages[:, :, :20] = -0.0  # +0 would mean that no message has arrived
         residual = torch.randn(tokens, columns).bfloat16()
         expected, expected_sum = norm.reference(parts.float().sum(0), residual, weight, 1e-5)
         rows, buffers, outputs = torch.arange(tokens), launches[:tokens] % 3, []
@@ -100,11 +100,11 @@ def test_a_norm_adds_the_parts_of_all_ranks(library, ranks, columns):
         launches[:tokens] += 1
 
 
-def test_a_sequence_is_shared_by_as_many_blocks_as_the_gpu_has_room_for():
+def test_splits_fill_the_gpu():
     assert attention.splits(1, 8, 0, 132) == 16
     assert attention.splits(4, 8, 0, 132) == 4
     assert attention.splits(64, 8, 0, 132) == 1
-    assert attention.splits(1, 8, 128, 132) == 1  # eight warps take the whole window at once
+    assert attention.splits(1, 8, 128, 132) == 1  # eight warps cover the whole window at once
     assert attention.splits(1, 8, 1024, 48) == 4
 
 
@@ -158,7 +158,7 @@ REFUSED = {  # name → changes of that tensor which the kernels do not support
 
 
 @pytest.mark.parametrize(("name", "change"), [(name, change) for name in REFUSED for change in REFUSED[name]])
-def test_a_tensor_that_the_kernels_do_not_support_is_refused_by_name(name, change):
+def test_unsupported_tensors_are_refused_with_their_name(name, change):
     device, lengths = torch.device("cpu"), (40, 17, 3)
     new = attention_cases.projections(3, 2, device)
     cache = attention_cases.random_cache(lengths, (1, 1, 1), 2, 16, device)
@@ -190,7 +190,7 @@ NORM_REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "change"), [(name, change) for name in NORM_REFUSED for change in NORM_REFUSED[name]])
-def test_a_tensor_that_the_norm_does_not_support_is_refused_by_name(name, change):
+def test_tensors_unsupported_by_the_norm_are_refused_with_their_name(name, change):
     tensors = {"x": torch.ones(2, 16), "residual": torch.ones(2, 16), "weight": torch.ones(16)}
     tensors = {key: tensor.bfloat16() for key, tensor in tensors.items()}
     tensors[name] = change(tensors[name])

@@ -1,6 +1,7 @@
-"""The measurements without a GPU: their figures on a CPU, the reading kernel, and what they refuse in one line.
+"""The measurements without a GPU: figures on a CPU, the reading kernel, and one-line errors.
 
-On a GPU every row of ours and of a peer has its error against float32, which says whether the measured kernel is right.
+On a GPU every row of ours and of a peer has its error against float32, which shows whether the measured kernel is
+right.
 """
 
 import importlib
@@ -33,7 +34,7 @@ for launch in m.LAUNCHES:
     for count in (4, block, 7 * block + 4):
         for place in {0, count // 2, count - 1}:
             words, out = torch.zeros(count, dtype=torch.int32), torch.zeros(m.MOST_WORDS, dtype=torch.int32)
-            words[place] = 0x5EED5EED  # read twice it would cancel
+            words[place] = 0x5EED5EED  # cancels if read twice
             m.read(words, out, launch, early=False)
             assert out.nonzero().flatten().tolist() == [place % block], (launch, count, place)
 print("every word once")
@@ -48,14 +49,14 @@ def run(monkeypatch, program, *arguments):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("tokens", ["1,x", "0", "", "-1", "1.5"])
-def test_tokens_that_are_no_numbers_above_zero_are_one_line(monkeypatch, capsys, program, tokens):
+def test_invalid_tokens_give_a_one_line_error(monkeypatch, capsys, program, tokens):
     with pytest.raises(SystemExit, check=lambda refused: refused.code == 2):
         run(monkeypatch, program, "--output", "f.json", f"--tokens={tokens}")
     assert f"{tokens!r} is no list of whole numbers above 0 · give them as in 1,64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_folder_that_is_not_there_is_one_line_before_the_measurement(monkeypatch, capsys, tmp_path, program):
+def test_a_missing_folder_gives_a_one_line_error_before_the_measurement(monkeypatch, capsys, tmp_path, program):
     with pytest.raises(SystemExit, check=lambda refused: refused.code == 2):
         run(monkeypatch, program, "--output", tmp_path / "none" / "f.json")
     assert f"mkdir -p {tmp_path / 'none'}" in capsys.readouterr().err
@@ -70,13 +71,13 @@ def test_a_folder_that_is_not_there_is_one_line_before_the_measurement(monkeypat
         ("measure_shards", (), r"sees 0 NVIDIA GPUs.*run bench/measure_experts\.py --output"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_name(monkeypatch, tmp_path, program, arguments, message):
+def test_invalid_requests_give_an_error_that_names_them(monkeypatch, tmp_path, program, arguments, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, program, "--output", tmp_path / "f.json", *arguments)
 
 
-def test_a_peer_that_fails_leaves_its_error_and_ours_stay(tmp_path, monkeypatch):
+def test_a_failed_peer_is_recorded_and_our_rows_stay(tmp_path, monkeypatch):
     for name, value in {"is_available": True, "get_device_name": "a GPU", "empty_cache": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(measure_experts, "ceilings", lambda: {"copy_gbs": 1.0})

@@ -1,4 +1,4 @@
-"""The Triton kernels compiled without a GPU, and their machine code read: instructions, spills, shared memory."""
+"""Compile the Triton kernels without a GPU and audit their machine code: instructions, spills, shared memory."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from project import PROJECT
 from spark_mxfp4.kernels import fused, offline
 
 BY_NAME = {target.name: target for target in offline.TARGETS}
-# The first product does all that the second does, and SwiGLU and the gather. Only the main targets compile both.
+# The first product does everything that the second does, plus SwiGLU and the gather. Only main targets compile both.
 PRODUCTS = [
     (target, tiles, top_k)
     for target in offline.TARGETS
@@ -52,7 +52,7 @@ def test_only_the_spark_has_scaled_tiles_and_an_old_triton_none(monkeypatch):
         ({"instructions": 0}, ["no instructions"]), ({"wanted": None, "matrix": {}}, []),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_kernel_is_named(change, problem):
+def test_problems_of_a_kernel_are_reported(change, problem):
     right = offline.Compiled("gate_up", "12.1", "QMMA.SF", {"QMMA.SF.16832": 4}, 0, 100, 66000, 101376)
     assert dataclasses.replace(right, **change).problems() == problem
 
@@ -68,7 +68,7 @@ def test_the_command_refuses_an_unknown_capability():
     assert "no such capability: 7.5 · choose from 8.0, 8.9" in result.stderr
 
 
-def test_the_committed_tables_have_every_target_and_no_problem_in_what_is_chosen():
+def test_committed_tables_have_every_target_and_no_problem_in_a_selected_kernel():
     files = sorted((PROJECT / "bench" / "results").glob("triton-*-compiled.json"))
     assert len(files) == 3
     for file in files:

@@ -1,4 +1,4 @@
-"""The conformance check passes right kernels, and says what each wrong one does: mistakes that an author could make."""
+"""The conformance check passes right kernels and reports typical mistakes of wrong kernels."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_our_kernel_passes_every_case():
 
 
 @pytest.mark.parametrize("kernel", ["padded_kernel", "laid_out_kernel"])
-def test_sizes_are_padded_and_a_layout_of_its_own_is_undone(request, kernel):
+def test_padding_and_own_layouts_pass(request, kernel):
     conformance.check(registry.load(request.getfixturevalue(kernel)))
 
 
@@ -83,7 +83,7 @@ def test_restore_must_give_the_bytes_back():
         def run(self, *arguments):
             return moe(*arguments)
 
-    assert "restore does not give back" in conformance.run_case(Lossy("lossy"), CASES["a batch"]).problem
+    assert "restore does not return" in conformance.run_case(Lossy("lossy"), CASES["a batch"]).problem
 
 
 class MadeUpBias(MoeKernel):
@@ -102,11 +102,11 @@ class MadeUpBias(MoeKernel):
         return moe(*arguments)
 
 
-def test_zeros_are_as_good_as_no_bias_and_other_numbers_are_not():
+def test_restore_may_return_a_zero_bias_but_no_other():
     kernel = MadeUpBias("made up")
     assert not conformance.run_case(kernel, CASES["no bias"]).problem
     kernel.bias = 1.0
-    assert "restore does not give back" in conformance.run_case(kernel, CASES["no bias"]).problem
+    assert "restore does not return" in conformance.run_case(kernel, CASES["no bias"]).problem
 
 
 def test_only_experts_on_another_device_may_be_refused():
@@ -127,7 +127,7 @@ def test_poison_ends_with_the_context():
 
 
 @pytest.mark.parametrize(("name", "code", "line"), [("torch", 0, "it may serve"), ("nothing", 1, "")])
-def test_the_program_tells_by_its_exit_code(capsys, name, code, line):
+def test_exit_codes_of_the_program(capsys, name, code, line):
     assert conformance.main([name, "--device", "cpu"]) == code
     printed = capsys.readouterr()
     assert line in printed.out

@@ -1,4 +1,4 @@
-"""The mixture of experts against a slow one: float64, one token and one expert at a time, plain matrix products."""
+"""The mixture of experts against a slow implementation: float64, one token and expert at a time, plain products."""
 
 import math
 
@@ -98,7 +98,7 @@ def test_sorting_groups_pairs_by_expert_in_token_order():
     ids = torch.tensor([[2, 0], [0, 4], [2, 4]])
     pairs, offsets = moe_sorting(ids, 5)
     assert pairs.tolist() == [1, 2, 0, 4, 3, 5]
-    assert offsets.tolist() == [0, 2, 2, 4, 4, 6]  # experts 1 and 3 have none
+    assert offsets.tolist() == [0, 2, 2, 4, 4, 6]  # experts 1 and 3 have no pairs
 
 
 def test_sorting_puts_foreign_and_negative_experts_after_the_last_offset():
@@ -109,7 +109,7 @@ def test_sorting_puts_foreign_and_negative_experts_after_the_last_offset():
     assert sorted(pairs.tolist()) == [0, 1, 2, 3]
 
 
-def test_sorting_needs_no_values_so_it_does_not_wait_for_a_device():
+def test_sorting_does_not_wait_for_the_device():
     ids = torch.empty(5, TOP_K, dtype=torch.int64, device="meta")
     pairs, offsets = moe_sorting(ids, EXPERTS, torch.empty(EXPERTS, dtype=torch.int32, device="meta"))
     assert pairs.shape == (5 * TOP_K,)

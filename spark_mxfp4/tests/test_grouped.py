@@ -1,4 +1,4 @@
-"""The grouped products, compiled for a CPU with threads as fibers, called by hopper.py as on a GPU."""
+"""The grouped products compiled for a CPU, with fibers for threads, and called by hopper.py as on a GPU."""
 
 import re
 
@@ -18,7 +18,7 @@ LARGE = 8  # activations that reach the limits of the activation function with s
 
 
 def for_fibers(text):
-    """Comment out what gives registers to other warpgroups: no assembler here knows it."""
+    """Comment out `setmaxnreg`, which the CPU's assembler does not know."""
     return re.sub(r'"(setmaxnreg[^"]*)"', r'"/* \1 */"', text)
 
 
@@ -30,9 +30,9 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def check(library, gpu_on_cpu, monkeypatch):
-    """Return a function that compares a random layer by these shapes with float32.
+    """Return a function that compares a random layer, computed with given shapes, with float32.
 
-    It returns how often warpgroups waited for their turn to store.
+    The function returns how often warpgroups waited for their turn to store.
     """
 
     def layer(shapes, sizes, tokens, top_k=1, routing="even", *, processors=1, here=None, activation=GPT_OSS):
@@ -56,12 +56,12 @@ def check(library, gpu_on_cpu, monkeypatch):
 
 
 def widths(shape):
-    """Return for each width of the matrix instruction, as `matrix_tokens` has them, a number of tokens."""
+    """Return a number of tokens for each width of the matrix instruction in `matrix_tokens`."""
     return [tokens for tokens in range(5, SHAPES[shape].tokens + 1, 8) if tokens not in (37, 53)]
 
 
 # The two products have 6 and 5, 1 and 8, 11 and 1 chunks of 64 columns, and 10 and 6, 16 and 1, 2 and 11 tiles of 64
-# rows: most are no multiple of what a stage or a block has.
+# rows. Most are no multiples of a stage's or a block's number.
 @pytest.mark.parametrize("sizes", [(3, 352, 288), (3, 32, 480), (3, 672, 32)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tokens", [1, 7, 40])
@@ -95,12 +95,12 @@ def test_blocks_share_the_tiles_of_shapes_that_differ(check, shapes, processors)
 
 @pytest.mark.parametrize("here", [[], [1, 3]])
 @pytest.mark.parametrize("shape", [1, 4, 5])
-def test_experts_that_are_elsewhere_count_nothing(check, shape, here):
+def test_experts_on_another_device_add_nothing(check, shape, here):
     check((shape, shape), (4, 64, 96), 30, 2, here=here)
 
 
-# By one block, of more than four tiles that have more chunks than the ring has stages. Of three warpgroups two wait; in
-# the second of each expert's two tiles, or in its only one, there are no rows for some.
+# One block computes more than four tiles, with more chunks than the ring has stages. Of three warpgroups two wait. The
+# last tile of each expert has no rows for some warpgroups.
 @pytest.mark.parametrize(
     ("shape", "sizes", "tiles"),
     [(5, (6, 640, 96), 12), (5, (6, 32, 608), 6), (6, (6, 448, 96), 12), (6, (6, 96, 448), 6)],
@@ -110,12 +110,12 @@ def test_warpgroups_take_turns_at_storing_many_long_tiles(check, shape, sizes, t
     assert check((shape, shape), sizes, 20, 2, processors=20) == 0
 
 
-def test_what_is_no_longer_than_the_ring_is_stored_without_turns(check):
+def test_warpgroups_do_not_wait_if_tiles_fit_the_ring(check):
     assert check((5, 5), (6, 576, 576), 20, 2) == 0
     assert check((6, 6), (6, 384, 384), 20, 2) == 0
 
 
-# Warpgroups of four warps multiply, the warp after them copies.
+# Warpgroups of four warps multiply; the next warp copies.
 @pytest.mark.parametrize(
     ("shape", "warp"),
     [
@@ -134,7 +134,7 @@ def test_no_warp_has_to_keep_up_with_the_others(check, library, shape, warp):
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 5])
-def test_many_tokens_are_sorted_by_a_cluster_and_several_at_once_added_up(check, top_k):
+def test_many_tokens_are_sorted_by_a_cluster(check, top_k):
     check((6, 6), (5, 32, 32), 1027, top_k)
 
 

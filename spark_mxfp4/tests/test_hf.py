@@ -1,4 +1,4 @@
-"""Converting a transformers model in place: the same answers, checkpoint names and bytes; what is refused."""
+"""Convert a transformers model in place: answers, checkpoint names and bytes stay; unsupported models are refused."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def experts_of(model):
     return [layer.mlp.experts for layer in model.model.layers]
 
 
-def test_weights_that_mxfp4_does_not_hold_are_rounded_to_their_nearest(make_model, answer):
+def test_other_weights_are_rounded_to_the_nearest_mxfp4_value(make_model, answer):
     model = make_model(exact=False)
     wanted = {name: [quantize(w.t()) for w in getattr(experts_of(model)[1], name)] for name in NAMES}
     rounded = make_model(exact=False)
@@ -31,7 +31,7 @@ def test_weights_that_mxfp4_does_not_hold_are_rounded_to_their_nearest(make_mode
             assert torch.equal(state[f"{name}_blocks"][expert], blocks)
             assert torch.equal(state[f"{name}_scales"][expert], scales)
     torch.testing.assert_close(answer(model)[0], answer(rounded)[0], rtol=1e-4, atol=1e-4)
-    assert (answer(model)[0] - before).abs().max() > 0.01  # rounding is not free; the test above is not vacuous
+    assert (answer(model)[0] - before).abs().max() > 0.01  # rounding changes logits, so equality is not trivial
 
 
 def test_bfloat16_stays_bfloat16_and_close(make_model, answer):
@@ -57,7 +57,7 @@ def test_state_dict_has_the_checkpoints_names_and_fills_another_model(make_model
 
 
 @pytest.mark.parametrize("kernel", ["padded_kernel", "laid_out_kernel"])
-def test_a_kernels_own_sizes_and_layout_are_kept_once_and_taken_back(make_model, answer, request, kernel):
+def test_own_sizes_and_layout_are_stored_once_and_undone(make_model, answer, request, kernel):
     kernel = request.getfixturevalue(kernel)
     plain, other = hf.convert_and_replace(make_model()), hf.convert_and_replace(make_model(), kernel)
     torch.testing.assert_close(answer(plain)[0], answer(other)[0], rtol=1e-5, atol=1e-5)
@@ -146,7 +146,7 @@ def test_a_model_whose_experts_another_library_replaced_is_refused(model):
         ({"swiglu_limit": 5.0}, "swiglu_limit 5.0, the kernels know 1.702 and 7.0"),
     ],
 )
-def test_what_the_format_or_the_kernels_cannot_hold_is_refused(make_model, changes, message):
+def test_unsupported_sizes_and_activations_are_refused(make_model, changes, message):
     model = make_model(exact=False, **changes)
     with pytest.raises(ValueError, match=message):
         hf.convert_and_replace(model)

@@ -1,4 +1,4 @@
-"""transformers with our experts on a small checkpoint: the unmodified model's tokens and logits, by all three ways."""
+"""All three functions for transformers give the unmodified model's tokens and logits on a small checkpoint."""
 
 import ast
 import os
@@ -26,7 +26,7 @@ SIZES = {
 PROMPTS = [[(i * 7919 + seed * 104729) % SIZES["vocab_size"] for i in range(n)] for seed, n in enumerate((9, 300))]
 GENERATED = 16
 EXAMPLE = PROJECT / "examples" / "convert_gpt_oss.py"
-# A kernel with a layout of its own, so that loading needs both orders of a layer's bytes for a moment.
+# A kernel with its own layout, so that loading temporarily needs a layer's bytes in both layouts.
 OWN_LAYOUT = """
 from spark_mxfp4.experts import ExpertWeights, moe
 from spark_mxfp4.kernel import MoeKernel
@@ -46,7 +46,7 @@ class Turned(MoeKernel):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A packed checkpoint of random bytes whose tokenizer gives a token for each byte. Nobody writes into it."""
+    """A packed checkpoint of random bytes, with a tokenizer of single bytes. Tests must not write to it."""
     folder = tmp_path_factory.mktemp("checkpoint")
     packed_checkpoint.write(folder, deviation=0.25, **SIZES)
     alphabet = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
@@ -105,14 +105,14 @@ def test_logits_and_greedy_tokens_are_the_unmodified_models(checkpoint, wanted, 
 
 
 def test_converting_costs_less_than_one_layer_at_its_peak():
-    """In a process of its own: resident memory at its highest, above the start."""
+    """Measure the peak of resident memory above the start, in a separate process."""
     layer, peak, after, total = map(int, run_program(Path(__file__).parent / "convert_peak.py").split())
     assert 0 < peak < layer
-    assert after < -0.65 * total  # 16 bits became 4.25: -0.73; one layer of eight that stays makes -0.61
+    assert after < -0.65 * total  # 16 bits become 4.25: -0.73; if one layer of eight stays dense: -0.61
 
 
 def run_program(*arguments, path=None):
-    """Run a program with one thread of torch; big tensors go back to the system when they are freed (mallopt(3))."""
+    """Run a program with one torch thread; freed large tensors are returned to the system (mallopt(3))."""
     python_path = os.pathsep.join(filter(None, [str(Path(__file__).parent), path]))
     environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     result = subprocess.run(
@@ -128,8 +128,8 @@ def test_loading_packed_costs_one_layer_above_the_packed_weights(tmp_path):
     layer, peak, end, total = map(
         int, run_program(script, tmp_path, "turned_kernel:Turned", path=str(tmp_path)).split()
     )
-    assert total <= end < total + layer / 4  # its own layout is in memory, and the checkpoint's bytes are not
-    # One layer in both orders. The peak is sampled: it may be missed, but not where it lasts.
+    assert total <= end < total + layer / 4  # memory has only the kernel's layout, not the checkpoint's bytes
+    # One layer in both layouts. The peak is sampled, so a short peak may be missed.
     assert peak < end + 1.1 * layer
 
 
@@ -140,9 +140,9 @@ def test_the_example_loads_dequantised_converts_and_generates_the_same(checkpoin
     )
     dense, packed, verdict = output.splitlines()
     assert verdict == "the same tokens"
-    assert len(set(ast.literal_eval(dense.partition("tokens ")[2]))) > 8  # a model that repeats itself shows little
+    assert len(set(ast.literal_eval(dense.partition("tokens ")[2]))) > 8  # a repetitive answer would prove little
     wide, small = (float(re.search(r": ([\d.]+) MB", line)[1]) for line in (dense, packed))
-    assert small < 0.15 * wide  # 32 bits became 4.25; biases are in both
+    assert small < 0.15 * wide  # 32 bits become 4.25; both numbers include biases
     stored, saved = (
         {key for path in folder.glob("*.safetensors") for key in load_file(path)}
         for folder in (checkpoint, tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""`set_experts_implementation("spark_mxfp4")`: chosen, taken back, kept up to date, refused where it does not fit."""
+"""`set_experts_implementation("spark_mxfp4")`: switch on and off, update copies, refuse unsupported models."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def test_it_can_be_chosen_and_taken_back(model, answer):
     got, again = answer(model)
     torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
     assert again == tokens
-    assert hf_implementation._COPY in model.model.layers[0].mlp.experts.__dict__  # it was ours that ran
+    assert hf_implementation._COPY in model.model.layers[0].mlp.experts.__dict__  # our implementation ran
     assert not [key for key in model.state_dict() if "spark" in key]
     model.set_experts_implementation("eager")
     torch.testing.assert_close(answer(model)[0], logits, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,6 @@
-"""The CUDA kernels, compiled here: no spills; the experts' matrix instructions run ahead, copies are asynchronous.
+"""Compile the CUDA kernels: no spills, matrix instructions that do not wait for each other, asynchronous copies.
 
-They run in device/.
+The tests in device/ run them.
 """
 
 import itertools
@@ -14,19 +14,19 @@ from spark_mxfp4.kernels import precompile, router
 from spark_mxfp4.kernels.layout import CHUNK_BYTES
 from spark_mxfp4.kernels.offline import NVDISASM
 
-# ptxas: C7512 and C7520 say that it made the matrix instructions wait for each other.
+# ptxas prints C7512 and C7520 if it makes the matrix instructions wait for each other.
 WAITING = re.compile(r"\(C75(?:12|20)\)")
-# Of a GB10: bytes of memory a second, multiprocessors, each with four schedulers, a low clock under load in Hz, and the
-# rate of bf16 products: docs/performance.md has the sources.
+# A GB10's memory bandwidth in bytes/s, multiprocessors (each with four schedulers), low clock under load in Hz, and
+# bf16 FLOP/s; docs/performance.md has the sources.
 BANDWIDTH, PROCESSORS, CLOCK, FLOPS = 234e9, 48, 2.0e9, 213e12
 SLOTS = CHUNK_BYTES / (BANDWIDTH / PROCESSORS) * CLOCK
 MATRIX_CYCLES = 2 * 16 * 8 * 16 / (FLOPS / PROCESSORS / 4) * CLOCK
-# Rows of 64, split and tokens of shapes 4 to 9 → instructions for 64 x 64 weights, as docs/performance.md has them.
+# Rows / 64, split and tokens of shapes 4 to 9 → instructions for 64 x 64 weights, as in docs/performance.md.
 COUNTS = {(1, 3, 8): 82, (3, 1, 8): 80, (2, 2, 8): 89, (3, 1, 16): 96, (3, 1, 32): 116, (2, 1, 64): 172}
 
 
 def compile_unit(nvcc, unit, target, output, *flags):
-    """Compile a unit to `output` and return what ptxas says, which is that no kernel spills."""
+    """Compile a unit to `output`, check that no kernel spills, and return ptxas's output."""
     command = [nvcc, *precompile.flags(target), *flags, "-Xptxas", "-v", "-cubin", "-o", output, unit]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -46,7 +46,7 @@ def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path, nvcc)
 
 @pytest.mark.parametrize("target", ["90a", "121a"])
 @pytest.mark.parametrize(
-    ("name", "least"),  # three formats of 16 variants and the expansion; up to eight tokens, and more
+    ("name", "least"),  # linear: three formats of 16 variants, and the expansion; router: two sizes of each variant
     [("linear", 3 * 16 + 1), ("router", 2 * (len(router.CLUSTERS) + len(router.TICKETS)))],
 )
 def test_every_variant_compiles_without_spills(tmp_path, nvcc, name, least, target):
@@ -72,8 +72,8 @@ def machine_code(nvcc, unit, target, folder):
 def stage_path(kernel, matrix):
     """Return the fewest instructions of a warp for one stage of weights with `matrix` matrix instructions.
 
-    The stage is one round of the smallest loop with most of them, where no barrier lets the warp wait. `kernel` is
-    nvdisasm's text of one.
+    The stage is one iteration of the smallest loop with the most matrix instructions, on a path where no barrier makes
+    the warp wait. `kernel` is nvdisasm's text of a kernel.
     """
     labels, code = {}, []
     for line in kernel.splitlines():
@@ -86,7 +86,7 @@ def stage_path(kernel, matrix):
     matrices = [0, *itertools.accumulate("MMA" in text for text in code)]
     loops = [(matrices[head] - matrices[end + 1], end - head, head) for end, head in branches.items() if head <= end]
     _, length, head = min(loops)
-    paths = {head: {0: 1}}  # place → matrix instructions of a path to it → its fewest instructions
+    paths = {head: {0: 1}}  # place → number of matrix instructions on a path to it → fewest instructions of such a path
     for at in range(head, head + length):
         after = [] if re.match(r"(BRA|EXIT)\s", code[at]) else [at + 1]
         after += [branches[at]] if at < branches.get(at, 0) <= head + length else []
@@ -109,15 +109,15 @@ def test_a_layer_of_few_tokens_compiles_for_hopper_and_for_the_spark(tmp_path, n
         rows, split, step, tokens = map(int, re.findall(r"Li(\d+)E", kernel.partition(",")[0])[:4])
         matrix = tokens // 8 * 4  # matrix instructions for a warp's 16 rows of 64 x 64 weights
         counts[rows, split, tokens] = stage_path(kernel, step * matrix) / step
-        # While a GB10's memory brings 64 x 64 weights to one multiprocessor, each scheduler, which has one of the four
-        # warps, can issue SLOTS instructions: the kernel takes less than a fifth, and a third in the matrix unit.
+        # While a GB10's memory delivers 64 x 64 weights to one multiprocessor, each scheduler, with one of the four
+        # warps, can issue SLOTS instructions. The kernel needs less than a fifth, and the matrix unit a third.
         assert counts[rows, split, tokens] < SLOTS / 5
         assert matrix * MATRIX_CYCLES < SLOTS / 3
     if target == "121a":
         assert counts == pytest.approx(COUNTS, abs=3)
 
 
-def test_block_scaled_products_would_issue_fewer_of_what_is_not_scarce(tmp_path, nvcc):
+def test_block_scaled_products_issue_fewer_instructions(tmp_path, nvcc):
     kernels = machine_code(nvcc, Path(__file__).with_name("block_scaled.cu"), "121a", tmp_path)
     assert all("QMMA.SF.16832.F32.E2M1.E4M3.E8" in kernel for kernel in kernels)
     tokens = [int(re.search(r"Li(\d+)E", kernel)[1]) for kernel in kernels]

@@ -1,6 +1,6 @@
-"""Kernels from a folder or a hub repository: names, what is asked of the package `kernels`, and its absence.
+"""Kernels from a folder or a hub repository: names, calls of the package `kernels`, and its absence.
 
-The real package is used in test_hub_repository.py.
+test_hub_repository.py uses the real package.
 """
 
 import sys
@@ -23,7 +23,7 @@ from spark_mxfp4.kernels.hub import KernelSource
         ("owner/name@v1.2#f", KernelSource("owner/name", "v1.2", "f")),
     ],
 )
-def test_names_are_taken_apart(name, source):
+def test_names_are_split(name, source):
     assert hub_kernels.parse(name) == source
     assert source.is_folder == (name[0] in "./~")
 
@@ -37,7 +37,7 @@ def test_names_are_taken_apart(name, source):
         ("owner/@1", "is no repository"),
     ],
 )
-def test_names_that_say_too_little_are_refused(name, message):
+def test_incomplete_names_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         registry.load(name)
 
@@ -78,7 +78,7 @@ def test_code_of_others_is_trusted_only_when_asked(hub, monkeypatch):
     assert hub[0][1]["trust_remote_code"] is True
 
 
-def test_a_folder_is_given_whole(hub, tmp_path, monkeypatch):
+def test_a_folder_is_passed_as_one_path(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     registry.load("./mine")
     assert hub == [(tmp_path / "mine", {})]
@@ -92,7 +92,7 @@ def test_a_folder_is_given_whole(hub, tmp_path, monkeypatch):
         ("owner/name@1#number", "it is a int"),
     ],
 )
-def test_what_is_not_there_is_told_in_one_line(hub, name, message):
+def test_missing_kernels_give_a_one_line_error(hub, name, message):
     with pytest.raises(ValueError, match=message) as caught:
         registry.load(name)
     assert "\n" not in str(caught.value)

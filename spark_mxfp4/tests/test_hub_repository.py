@@ -1,4 +1,4 @@
-"""Kernels through the real package `kernels`: a folder on this machine, as its builder lays one out."""
+"""Kernels through the real package `kernels`: a local folder in the layout of its builder."""
 
 import json
 import re
@@ -56,14 +56,14 @@ def test_a_folders_class_is_a_kernel(folder):
         (lambda build: (build / "__init__.py").write_text("other = 1"), "has no attribute 'Fast'"),
     ],
 )
-def test_a_folder_that_holds_no_kernel_for_this_machine_is_told_in_one_line(folder, change, message):
+def test_a_folder_without_a_usable_kernel_gives_a_one_line_error(folder, change, message):
     change(folder / "build" / "torch-cpu")
     with pytest.raises(ValueError, match=message) as caught:
         registry.load(f"{folder}#Fast")
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_repository_that_is_not_in_the_cache_is_told_offline(monkeypatch, tmp_path):
+def test_an_uncached_repository_gives_an_error_offline(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -84,7 +84,7 @@ from pathlib import Path
 import kernels, torch
 from kernels import get_loaded_kernels
 {example}
-cuda = kernels.get_local_kernel(Path("DIR/build/torch-cuda"))  # asked for by its folder: this torch has no CUDA
+cuda = kernels.get_local_kernel(Path("DIR/build/torch-cuda"))  # loaded by its folder, because this torch has no CUDA
 experts, hidden, intermediate = 4, 64, 32
 def packed(rows, columns):
     blocks, scales = moe.quantize(torch.randn(experts, rows, columns))
@@ -105,7 +105,7 @@ print(json.dumps([
 
 
 def test_our_repository_loads_and_runs_where_the_library_is_not_installed(published):
-    """The README's example, by the real loader; the build for CUDA is imported, and its error names this machine."""
+    """Run the README's example with the real loader. The CUDA build is imported, and its error names this device."""
     readme = (PROJECT / "README.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(from pathlib import Path\nfrom kernels import .*?)```", readme, re.DOTALL)
     program = WITHOUT_THE_LIBRARY.format(example=example).replace('"DIR', f'"{published}')
@@ -117,8 +117,8 @@ def test_our_repository_loads_and_runs_where_the_library_is_not_installed(publis
     assert shape == [5, 64]
     names = {path.parent.name: json.loads(path.read_text())["id"] for path in published.glob("build/*/metadata.json")}
     assert loaded == sorted(names.values())
-    assert ours == ["spark_mxfp4"]  # the None that stands for its absence
-    assert operators == [f"{names['torch-cuda']}::linear"]  # the copy's own: another version may stand beside it
+    assert ours == ["spark_mxfp4"]  # the None that hides the library
+    assert operators == [f"{names['torch-cuda']}::linear"]  # the copy's own namespace, so that two versions can coexist
 
 
 def test_our_repository_is_a_kernel_by_its_folder(published):
@@ -126,7 +126,7 @@ def test_our_repository_is_a_kernel_by_its_folder(published):
     conformance.check(registry.load(str(published)), cases=conformance.CASES[:2])
 
 
-def test_a_module_from_the_template_is_one_too(tmp_path):
+def test_a_module_from_the_template_can_be_published(tmp_path):
     from spark_mxfp4 import template
 
     module = template.write("fast_moe", tmp_path) / "fast_moe.py"

@@ -1,4 +1,4 @@
-"""Kernels are found by name, and every wrong name has its own message."""
+"""Kernels are found by name, and each kind of wrong name has its own message."""
 
 import sys
 from types import SimpleNamespace
@@ -66,7 +66,7 @@ def test_a_plain_function_is_a_kernel_with_the_defaults(own_module):
     assert (kernel.cuda_graphs, kernel.has_own_layout, kernel.padded(2880, 33)) == (True, False, (2880, 64))
 
 
-def test_triton_prepares_and_restores_weights_and_refuses_those_on_a_cpu():
+def test_triton_refuses_weights_on_a_cpu():
     kernel = registry.load("triton")
     assert (kernel.name, kernel.padded(2880, 96)) == ("triton", (2880, 96))
     assert (kernel.cuda_graphs, kernel.has_own_layout) == (True, True)
@@ -82,7 +82,7 @@ def test_a_kernel_names_the_implementation_that_will_run():
     assert [registry.load("triton").variant(weights) for weights in (plain, laid_out)] == ["triton", "hopper"]
 
 
-def test_on_a_gb10_the_kernel_of_few_tokens_is_named(monkeypatch):
+def test_on_a_gb10_the_variant_is_layer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (12, 1))
     weight = SimpleNamespace(device=torch.device("cuda"), dim=lambda: 4)
     weights = ExpertWeights(Projection(weight), Projection(weight))

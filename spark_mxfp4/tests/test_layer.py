@@ -62,7 +62,7 @@ def run(weights, x, ids, shares, plan, expert_map=None, activation=GPT_OSS):
         (3, 64, 64, 3, 9, "even"), (9, 32, 32, 9, 1, "even"),
     ],
 )  # fmt: skip
-def test_a_layer_is_right_however_its_work_is_cut(experts, hidden, intermediate, top_k, tokens, routing, plan):
+def test_a_layer_is_right_for_every_plan(experts, hidden, intermediate, top_k, tokens, routing, plan):
     torch.manual_seed(hidden + tokens)
     weights = random_weights(experts, hidden, intermediate, "cpu")
     x = activations(tokens, hidden)
@@ -72,7 +72,7 @@ def test_a_layer_is_right_however_its_work_is_cut(experts, hidden, intermediate,
 
 
 @pytest.mark.usefixtures("gpu_on_cpu")
-def test_swiglu_may_be_of_plain_silu_without_limits():
+def test_plain_silu_without_limits_is_supported():
     weights, x = random_weights(4, 64, 96, "cpu"), activations(5, 64)
     ids, shares = random_routing(5, 4, 2, device="cpu")
     got = run(weights, x, ids, shares, LayerPlan(5, 1), activation=SILU)
@@ -82,7 +82,7 @@ def test_swiglu_may_be_of_plain_silu_without_limits():
 
 @pytest.mark.usefixtures("gpu_on_cpu")
 @pytest.mark.parametrize("here", [[], [1, 3]])
-def test_experts_that_are_elsewhere_count_nothing(here):
+def test_experts_on_another_device_add_nothing(here):
     weights = random_weights(4, 64, 96, "cpu")
     x = activations(3, 64)
     ids, shares = random_routing(3, 4, 2, device="cpu")
@@ -105,7 +105,7 @@ def test_activations_may_lie_anywhere(monkeypatch):
     assert not any(address % 16 for address in addresses)
 
 
-# In a block whose items have one row: eight warps multiply, the ninth copies weights, the tenth activations.
+# In a block with one row per item, eight warps multiply, the ninth copies weights and the tenth activations.
 @pytest.mark.usefixtures("gpu_on_cpu")
 @pytest.mark.parametrize(
     ("blocks", "block", "warp"), [(1, 0, 0), (1, 0, 9), (3, 0, 9), (3, 1, 9), (3, 1, 8), (3, 2, 0), (4, 0, 4)]
@@ -156,7 +156,7 @@ def test_within_a_gb10s_limits_every_load_is_right_by_one_launch(monkeypatch, si
 
 
 @pytest.mark.usefixtures("gb10")
-def test_a_shape_that_wants_more_shared_memory_than_a_gb10_has_is_refused():
+def test_a_shape_with_too_much_shared_memory_for_a_gb10_is_refused():
     weights, (ids, shares) = random_weights(2, 32, 32, "cpu"), random_routing(1, 2, 1, device="cpu")
     with pytest.raises(RuntimeError, match="could not be started"):
         run(weights, activations(1, 32), ids, shares, LayerPlan(3, 1))

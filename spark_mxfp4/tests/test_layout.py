@@ -1,4 +1,4 @@
-"""The Hopper kernel's order of bytes: every byte comes back, and the order is the one that the CUDA source reads."""
+"""The Hopper kernel's byte order: unpacking restores every byte, and the CUDA source reads the same order."""
 
 import ctypes
 import weakref
@@ -63,7 +63,7 @@ def test_a_layer_comes_back():
 
 
 def as_the_kernel_reads(chunk):
-    """One chunk [2176] as values [64 rows, 64 columns], by format.cuh written out in plain Python."""
+    """Return the values [64 rows, 64 columns] of one chunk [2176], by format.cuh's steps in plain Python."""
     values = torch.zeros(64, 64)
     magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     raw = chunk.tolist()
@@ -89,7 +89,7 @@ def as_the_kernel_reads(chunk):
     return values
 
 
-def test_the_kernel_reads_what_the_format_means():
+def test_the_kernel_reads_the_values_of_the_format():
     stored = projection(1, 64, 128, scales=120)
     packed = pack_projection(stored, paired=False)
     dense = dequantize(stored.weight.unflatten(-1, (-1, 16)), stored.scales)[0]
@@ -127,7 +127,7 @@ def test_scales_that_do_not_fit_and_dense_weights_are_refused():
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make, as long as they live; those of `known` are not counted."""
+    """Counts the bytes of live tensors that operators allocate, except those in `known`."""
 
     def __init__(self, known):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Dense weights in the kernel's order of bytes: read as linear.cu reads them, they are the quantised matrix."""
+"""Dense weights in the kernel's byte order: reading them as linear.cu does gives the quantised matrix."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def pairs_of_e4m3(q):
 
 
 def as_the_kernel_reads(weight):
-    """The matrix float64 [N, K] of packed `weight`, by linear.cu's `expand` written out with torch."""
+    """Return the matrix float64 [N, K] of packed `weight`, by the steps of linear.cu's `expand` in torch."""
     tiles, chunks, _ = weight.data.shape
     if weight.format == Format.MXFP4:
         pairs = pairs_of_e2m1(
@@ -58,7 +58,7 @@ def test_the_kernel_reads_the_quantised_matrix(format_, rows, columns):
     weight = Weight.pack(matrix, format_)
     assert weight.data.shape == (-(-rows // 16), -(-columns // 64), format_.chunk_bytes)
     exact = reference(matrix, format_).double()
-    tolerance = 1e-7 if format_ == Format.FP8 else 0  # its row scales are float32 in both, multiplied in another order
+    tolerance = 1e-7 if format_ == Format.FP8 else 0  # float32 row scales are multiplied in another order
     assert torch.allclose(as_the_kernel_reads(weight), exact, rtol=tolerance, atol=0)
 
 
@@ -84,7 +84,7 @@ def test_other_shapes_are_refused(shape, why):
 
 @pytest.mark.parametrize("format_", [Format.MXFP4, Format.MXFP8])
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf, 1e30])
-def test_what_the_scales_cannot_hold_is_refused(format_, fault):
+def test_values_outside_the_scales_range_are_refused(format_, fault):
     matrix = torch.ones(16, 64)
     matrix[3, 40] = fault
     with pytest.raises(ValueError, match="keep them in bfloat16"):
@@ -92,7 +92,7 @@ def test_what_the_scales_cannot_hold_is_refused(format_, fault):
 
 
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf])
-def test_fp8_refuses_what_is_no_number(fault):
+def test_fp8_refuses_nan_and_infinity(fault):
     matrix = torch.ones(16, 64)
     matrix[3, 40] = fault
     with pytest.raises(ValueError, match="NaN or infinite"):
@@ -135,7 +135,7 @@ def test_torch_compile_sees_one_operator(monkeypatch):
 @pytest.mark.parametrize("rows", [2560, 201_088])
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 64])
 def test_a_variant_that_fits_99_kb_is_among_those_tried(format_, rows, tokens):
-    """Compute capability 12.1 has 99 KB of shared memory for a block; warps and bytes as linear.cu's `run` has them."""
+    """Compute capability 12.1 has 99 KB of shared memory for a block. The table repeats linear.cu's `run`."""
     columns = {  # number: tokens of a group / 8, chunks a warp, warps, ring, turns together
         0: (1, 3, 15, 2, 1), 1: (1, 3, 15, 3, 2), 2: (1, 4, 16, 2, 1), 3: (1, 4, 8, 4, 1), 4: (1, 4, 16, 1, 1),
         5: (1, 8, 16, 1, 1), 6: (2, 3, 15, 2, 1), 7: (2, 4, 16, 2, 1), 8: (2, 4, 8, 4, 1), 9: (2, 4, 16, 1, 1),

@@ -1,7 +1,4 @@
-"""The dense kernels in a wheel, and run on a CPU with threads as fibers.
-
-On GPUs they run in device/.
-"""
+"""The dense kernels in a wheel, and on a CPU with fibers for threads; tests in device/ run them on GPUs."""
 
 import ctypes
 import shutil
@@ -22,12 +19,12 @@ from spark_mxfp4.kernels.linear import Format, Weight, reference
 pytestmark = pytest.mark.needs("c++")
 VARIANTS = 16
 HOPPER, SMALLER = 232_448, 101_376  # bytes of shared memory for a block, compute capability 9.0 and 12.x
-MOST_CHUNKS = dict(enumerate((45, 45, 64, 32, 64, 128, 45, 64, 32, 64)))  # of linear_columns: a warp's times warps
-THREE_AT_ONCE = (10, 12)  # chunks, of linear_rows
+MOST_CHUNKS = dict(enumerate((45, 45, 64, 32, 64, 128, 45, 64, 32, 64)))  # of linear_columns: chunks a warp times warps
+THREE_AT_ONCE = (10, 12)  # variants of linear_rows that take three chunks at once
 
 
 def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_loads(tmp_path, nvcc, monkeypatch):
-    """The library is whole: it loads without torch and without a GPU, and answers by CUDA's own runtime."""
+    """The library is complete: it loads without torch or a GPU, and its CUDA runtime answers calls."""
     source = tmp_path / "spark_mxfp4"
     shutil.copytree(PROJECT, source, ignore=shutil.ignore_patterns(".venv", "__pycache__", "build", "compiled"))
     monkeypatch.setenv("SPARK_MXFP4_PRECOMPILE", "121a")
@@ -61,7 +58,7 @@ def on_cpu(tmp_path_factory):
 
 
 def error_on_cpu(library, variant, format_, rows, columns, tokens, device=HOPPER):
-    """The relative error of one launch between poisoned rows, NO_FIT, or the threads that never ended."""
+    """Return the relative error of one launch between poisoned rows, NO_FIT, or the number of threads that hang."""
     generator = torch.Generator().manual_seed(rows + columns + tokens)
     matrix = torch.randn(rows, columns, generator=generator) * 0.05
     weight, exact = Weight.pack(matrix, format_), reference(matrix, format_).double()
@@ -82,7 +79,7 @@ def error_on_cpu(library, variant, format_, rows, columns, tokens, device=HOPPER
 @pytest.mark.parametrize("format_", Format)
 @pytest.mark.parametrize("variant", range(VARIANTS))
 def test_every_variant_multiplies_on_a_cpu(on_cpu, variant, format_):
-    """Rows, columns and tokens that are no multiples; then as many columns as all warps take, or tiles in turns."""
+    """Test sizes that are no multiples of a tile, then the most columns for all warps, or several tiles in turn."""
     last = (70, 64 * MOST_CHUNKS[variant], 2) if variant in MOST_CHUNKS else (530, 576, 2)
     for rows, columns, tokens in ((150, 192, 9), (16, 160, 1), (40, 544, 33), (20, 352, 64), last):
         error = error_on_cpu(on_cpu, variant, format_, rows, columns, tokens)

@@ -1,4 +1,4 @@
-"""Loading a packed checkpoint: its bytes arrive and leave unchanged; other checkpoints are refused with the reason."""
+"""Load a packed checkpoint: loading and saving keep its bytes; other checkpoints are refused with a reason."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_the_checkpoints_bytes_arrive_unchanged_and_are_saved_unchanged(checkpoi
     stored = on_disk(checkpoint)
     packed = {key for key in stored if key.endswith(EXPERTS)}
     assert len(packed) == 3 * 4
-    # Bytes of which no value would survive a way through floats: all elements -0, scales at both ends.
+    # Bytes that conversion to floats would change: all elements -0, and the smallest and largest scales.
     for key in packed:
         stored[key] = torch.full_like(stored[key], 0x88 if key.endswith("_blocks") else 254)
         stored[key].view(-1)[::3] = 0
@@ -91,7 +91,7 @@ def test_other_checkpoints_are_refused_by_name(checkpoint, changes, message):
         ),
     ],
 )
-def test_a_checkpoint_with_a_hole_is_refused(checkpoint, spoil, message):
+def test_an_incomplete_checkpoint_is_refused(checkpoint, spoil, message):
     stored = on_disk(checkpoint)
     spoilt = spoil(stored.pop("model.layers.1.mlp.experts.down_proj_scales"))
     if spoilt is not None:
@@ -101,7 +101,7 @@ def test_a_checkpoint_with_a_hole_is_refused(checkpoint, spoil, message):
         hf.load_packed(str(checkpoint))
 
 
-def test_a_wrong_kernel_is_told_before_the_weights_are_read(checkpoint):
+def test_a_wrong_kernel_is_refused_before_the_weights_are_read(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="there is no kernel 'tritn'"):
         hf.load_packed(str(checkpoint), "tritn")

@@ -1,4 +1,4 @@
-"""Another MAX than the pinned one is refused when the architecture is imported."""
+"""Importing the architecture fails with any MAX but the pinned version."""
 
 import pytest
 

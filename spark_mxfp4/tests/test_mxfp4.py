@@ -78,7 +78,7 @@ def floor_log2(value: Fraction) -> int:
 
 def slow_code(value: Fraction, original: float, exponent: int) -> int:
     scaled = abs(value) / power(exponent)
-    # Nearest; among two at the same distance the even code, whose mantissa bit is 0.
+    # Nearest; of two at the same distance, the even code, whose mantissa bit is 0.
     code = min(range(8), key=lambda c: (abs(element(c) - scaled), c & 1))
     return code | (8 if math.copysign(1.0, original) < 0 else 0)
 

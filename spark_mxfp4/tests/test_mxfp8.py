@@ -1,4 +1,4 @@
-"""MXFP8 by fractions in plain Python: every element the nearest, ties to even, every scale the specification's."""
+"""MXFP8 against fractions in plain Python: elements round to nearest, ties to even; scales follow the specification."""
 
 import math
 from fractions import Fraction
@@ -39,7 +39,7 @@ def test_scale_and_elements_are_those_of_the_specification(values):
         assert got == wanted or (value == 0 and got & 0x7F == 0)
 
 
-def test_ties_go_to_even_and_what_is_too_large_saturates():
+def test_ties_round_to_even_and_large_values_saturate():
     x = torch.zeros(32)
     x[:6] = torch.tensor([256.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10])  # 256 = 2^8 makes the scale 1
     elements, scales = quantize_mxfp8(x)

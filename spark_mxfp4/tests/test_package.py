@@ -1,4 +1,4 @@
-"""The distribution: the contents of its wheel and sdist, and that it works without the rest of this repository."""
+"""The distribution: contents of wheel and sdist, and use without the rest of this repository."""
 
 import ast
 import re
@@ -120,7 +120,7 @@ def test_another_release_of_transformers_is_refused_by_name(installed, tmp_path,
     ), result.stderr
 
 
-def test_the_version_has_one_home(built):
+def test_only_pyproject_states_the_version(built):
     [wheel], [sdist] = built.glob("*.whl"), built.glob("*.tar.gz")
     assert wheel.name.startswith(f"spark_mxfp4-{VERSION}-")
     assert sdist.name == f"spark_mxfp4-{VERSION}.tar.gz"
@@ -129,7 +129,7 @@ def test_the_version_has_one_home(built):
     assert not [path for path in PACKAGE.rglob("*.py") if f'"{VERSION}"' in path.read_text()]
 
 
-def test_an_index_would_take_its_metadata(installed):
+def test_metadata_is_valid_for_an_index(installed):
     """`twine check` and PyPI require valid metadata and a description of a known content type."""
     from packaging.metadata import Metadata
 

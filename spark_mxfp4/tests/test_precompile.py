@@ -1,6 +1,6 @@
-"""Kernels compiled beforehand: which files, when they are loaded, and what a build says. A compiler stands in for nvcc.
+"""Kernels compiled beforehand: their files, when they are loaded, and messages of a build, with a fake nvcc.
 
-The real nvcc compiles them in test_linear_kernel.py.
+test_linear_kernel.py uses the real nvcc.
 """
 
 import shutil
@@ -40,10 +40,10 @@ def test_the_libraries_of_a_target_are_made_once_from_all_their_units(compiled, 
     paths = precompile.compile_target("90a")
     assert [path.name.split("-")[0] for path in paths] == ["hopper", "linear", "router", "step"]
     assert {path.parent for path in paths} == {compiled}
-    assert sorted(path.name for path in compiled.iterdir()) == sorted(path.name for path in paths)  # no rests
+    assert sorted(path.name for path in compiled.iterdir()) == sorted(path.name for path in paths)  # no leftovers
     line = paths[0].read_text()
     objects = [Path(word) for word in line.split() if word.endswith(".o")]
-    # nvcc names what it writes between by the source, which several units share: each has a folder of its own.
+    # nvcc names intermediate files after the source, which several units share, so each unit has its own folder.
     assert len({path.parent for path in objects}) == len(objects) == len(precompile.units(precompile.HOPPER))
     assert "-shared" in line
     assert "code=sm_90a" in line
@@ -52,7 +52,7 @@ def test_the_libraries_of_a_target_are_made_once_from_all_their_units(compiled, 
     assert paths[0].stat().st_mtime_ns == before
 
 
-def test_12_1s_kernels_are_built_for_hopper_too_with_a_memory_as_slow_if_asked(compiled, fake_nvcc, monkeypatch):
+def test_12_1s_kernels_can_be_built_for_hopper_with_a_memory_limit(compiled, fake_nvcc, monkeypatch):
     [limited] = precompile.compile_target(precompile.LIMITED)
     monkeypatch.setenv("SPARK_PACE", "234")
     [paced] = precompile.compile_target(precompile.LIMITED)
@@ -91,7 +91,7 @@ def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch,
         with pytest.raises(NotImplementedError, match="there is no nvcc"):
             load()
     assert not hopper.HopperKernel.available(device)
-    for home in ("cuda", "."):  # compiled, then found where there is no compiler any more
+    for home in ("cuda", "."):  # compile, then find the library without a compiler
         monkeypatch.setenv("CUDA_HOME", str(tmp_path / home))
         assert hopper.HopperKernel.available(device)
         for load in loads:
@@ -106,7 +106,7 @@ def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch,
     assert bound == list(map(str, paths))
 
 
-def test_what_fails_is_said_and_leaves_nothing(compiled, fake_nvcc, capsys):
+def test_a_failed_build_prints_its_error_and_leaves_no_files(compiled, fake_nvcc, capsys):
     assert precompile.main(["120a"]) == 1
     assert "ptxas fatal: no" in capsys.readouterr().err
     assert list(compiled.iterdir()) == []
@@ -121,7 +121,7 @@ def test_without_nvcc_the_error_says_what_to_install(compiled, tmp_path, monkeyp
 
 
 def test_amds_gpus_are_refused_by_name(monkeypatch):
-    """Their gfx90a reports the compute capability 9.0, as Hopper does, and torch calls it cuda."""
+    """AMD's gfx90a reports the compute capability 9.0, as Hopper does, and torch calls the device cuda."""
     monkeypatch.setattr(torch.version, "hip", "7.1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     device = torch.device("cuda", 6)
@@ -156,8 +156,8 @@ def test_rows_that_cannot_be_loaded_by_16_bytes_are_copied():
         assert torch.equal(copy, view)
 
 
-def test_a_build_for_another_machine_names_its_libraries_for_that_one(compiled, fake_nvcc, monkeypatch):
-    """The variable is the one that setuptools names the wheel by."""
+def test_cross_compiled_libraries_have_the_target_machine_in_their_names(compiled, fake_nvcc, monkeypatch):
+    """The test sets the variable from which setuptools takes the platform for the wheel's name."""
     monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-sparc64")
     assert {path.name.split("-")[2] for path in precompile.compile_target("121a")} == {"sparc64"}
     monkeypatch.delenv("_PYTHON_HOST_PLATFORM")

@@ -1,4 +1,4 @@
-"""The files of the repository for Hugging Face's `kernels`; the real loader: test_hub_repository.py."""
+"""The files of the repository for Hugging Face's `kernels`; test_hub_repository.py uses the real loader."""
 
 import ast
 import json
@@ -37,7 +37,7 @@ def test_a_build_is_whole_and_imports_nothing_of_the_installed_library(folder, b
     assert operators == ({metadata["id"]} if backend == "cuda" else set())
 
 
-def test_sources_and_tables_travel_with_the_modules_that_read_them(folder):
+def test_sources_and_tables_are_copied_with_their_modules(folder):
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert {"README.md", "LICENSE", "build/torch-cuda/kernels/tuned.json"} <= files
     sources = {path.relative_to(publish.PACKAGE) for path in (publish.PACKAGE / "kernels").rglob("*.cu*")}
@@ -71,7 +71,7 @@ def test_a_users_module_becomes_both_builds(tmp_path):
         ({"name": "../x"}, "is no kernel's name on the hub"),
     ],
 )
-def test_what_the_hub_would_not_take_is_refused(tmp_path, options, message):
+def test_names_and_numbers_that_the_hub_rejects_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         publish.write(tmp_path / "hub", **options)
     assert list(tmp_path.iterdir()) == []

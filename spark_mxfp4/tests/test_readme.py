@@ -1,6 +1,6 @@
-"""The README's examples run as they stand, and what its table of the API names is there.
+"""The README's examples run unchanged, and every name in its table of the API exists.
 
-The hub's is run by test_hub_repository.py, vLLM's where vLLM is installed.
+test_hub_repository.py runs the hub's example; Sparkforge's tests run vLLM's.
 """
 
 import importlib
@@ -57,7 +57,7 @@ ROWS = [row for row in re.findall(r"^\| `([\w.]+)` \| (.*) \|$", README, re.MULT
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_the_table_of_the_api_names_what_is_there(row):
+def test_every_name_in_the_api_table_exists(row):
     module, content = row
     value = importlib.import_module(f"spark_mxfp4.{module}")
     names = [name.partition("(")[0] for name in re.findall(r"`([\w.]+)(?:\([\w, ]*\))?`", content.partition(":")[0])]
@@ -91,7 +91,7 @@ def test_the_reference_has_every_public_function():
     assert len(SIGNATURES) > 25
     for module, text in SECTIONS:
         if module in {"spark_mxfp4.kernels.linear", "spark_mxfp4.hf"}:
-            continue  # both say more in their own pages
+            continue  # their own pages describe both
         public = {
             name
             for name, value in vars(importlib.import_module(module)).items()

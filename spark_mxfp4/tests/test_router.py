@@ -1,4 +1,4 @@
-"""The router's kernels, compiled for a CPU with threads as fibers, against torch; the choice of variants."""
+"""The router's kernels compiled for a CPU, with fibers for threads, against torch; and the choice of variants."""
 
 import ctypes
 
@@ -22,7 +22,7 @@ def library(tmp_path_factory):
 
 
 def run(library, x, weight, bias, top_k, variant, padding=None):
-    """Routes of one launch into poisoned memory; no thread is left waiting, and the ticket is 0 again."""
+    """Return the routes of one launch into poisoned memory; check that no thread hangs and the ticket is 0 again."""
     tokens, experts = x.shape[0], weight.shape[0]
     table = torch.full((2, tokens, top_k), torch.nan)
     parts, ticket = torch.full((HOST_SLICES, tokens, experts), torch.nan), torch.zeros(1, dtype=torch.int32)
@@ -105,7 +105,7 @@ def test_variants_fit_the_size_and_the_gpu():
     assert router.slices(6, 2880) == 1
 
 
-def test_what_the_kernels_cannot_take_is_refused():
+def test_unsupported_sizes_and_devices_are_refused():
     x, weight, bias = layer(32, 96, 2)
     assert not fits(2, weight, 4)  # not on a GPU
     with pytest.raises(ValueError, match=r"use torch\.nn\.functional\.linear"):

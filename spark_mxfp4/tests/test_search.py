@@ -1,4 +1,4 @@
-"""The search for kernel shapes with a timer that is a formula: no GPU, nothing is measured."""
+"""The search for kernel shapes, with a formula instead of a timer, so that no GPU is needed."""
 
 import json
 import math
@@ -8,13 +8,13 @@ import torch
 
 from spark_mxfp4.kernels import search, tuning
 
-WIDTHS = (8, 16, 24, 32, 64, 96, 144, 8)  # tokens of a tile, as the kernels say
+WIDTHS = (8, 16, 24, 32, 64, 96, 144, 8)  # tokens of a tile for each shape
 H200, UNKNOWN = "NVIDIA H200", tuning.LaidOut(16, 6144, 2048)
 DEVICE = torch.device("cuda", 0)
 
 
 def fake_timer(pairs, shapes):
-    """A formula in place of a GPU: shape 3 is best for the first product, 5 for the second, 2 is good for both."""
+    """Return a made-up time: shape 3 is best for the first product, 5 for the second, and 2 is good for both."""
     return 100 + {3: 1, 2: 5}.get(shapes[0], 20) + {5: 2, 2: 6}.get(shapes[1], 20)
 
 
@@ -63,7 +63,7 @@ def test_loads_rise_and_a_bucket_takes_few_timings(experts):
     assert len(timings) == len(set(timings)) <= 16 * len(loads)
 
 
-def test_what_is_not_clearly_faster_leaves_the_tables_pair():
+def test_a_pair_that_is_not_clearly_faster_does_not_replace_the_tables():
     load = search.loads(H200, 16)[1]
     usual = tuning.default_shapes(H200, load, 16)
     rules = choose_rules(timed=lambda _, shapes: 100 if shapes == usual else 99)
@@ -71,7 +71,7 @@ def test_what_is_not_clearly_faster_leaves_the_tables_pair():
 
 
 @pytest.mark.parametrize("experts", [1, 16, 256])
-def test_loads_that_one_launch_computes_are_not_searched_and_keep_it(experts):
+def test_loads_with_one_launch_are_not_searched(experts):
     sizes = UNKNOWN._replace(experts=experts)
     few = [pairs for pairs in range(1, 4 * experts) if tuning.default_shapes(H200, pairs, experts) is None]
     assert few
@@ -80,7 +80,7 @@ def test_loads_that_one_launch_computes_are_not_searched_and_keep_it(experts):
     assert {tuning.shapes(H200, pairs, sizes) for pairs in few} == {None}
 
 
-def test_when_time_is_up_the_rest_is_the_tables():
+def test_when_time_is_up_the_remaining_loads_keep_the_tables_shapes():
     moments = iter(range(100))
     rules = choose_rules(until=2, clock=lambda: next(moments))
     pairs = [(rule["gate_up"], rule["down"]) for rule in rules]
@@ -123,14 +123,14 @@ def test_a_damaged_file_is_searched_again_and_replaced(text):
     assert len(list(stored().parent.iterdir())) == 1
 
 
-def test_other_kernels_devices_and_sizes_have_files_of_their_own():
+def test_each_kernel_version_device_and_size_has_its_own_file():
     key = search.SearchKey("a", H200, UNKNOWN)
     others = (key._replace(kernels="b"), key._replace(device="NVIDIA H100 80GB HBM3"))
     others = (*others, key._replace(sizes=UNKNOWN._replace(hidden=64)))
     assert len({key.path(), *(other.path() for other in others)}) == 4
 
 
-def test_a_folder_that_cannot_be_written_only_costs_the_next_start_a_search(tmp_path, monkeypatch):
+def test_an_unwritable_folder_only_means_another_search_at_the_next_start(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     tune()
@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_written_only_costs_the_next_start_a_search(tmp_
 
 
 @pytest.mark.parametrize("reason", ["off", "unset", "named", "captured", "out of memory"])
-def test_where_nothing_is_searched_the_tables_shapes_stay(reason, monkeypatch):
+def test_without_a_search_the_tables_shapes_stay(reason, monkeypatch):
     sizes = tuning.LaidOut(128, 2880, 2880) if reason == "named" else UNKNOWN
     if reason == "off":
         monkeypatch.setenv(search.SEARCH_VARIABLE, "off")

@@ -1,4 +1,4 @@
-"""A kernel from the template: its own test passes, and fails once it is broken."""
+"""A kernel from the template passes its own test, and a broken kernel fails it."""
 
 import shlex
 import subprocess
@@ -22,7 +22,7 @@ def run_its_test(folder):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_what_is_written_passes_its_own_test_and_may_serve(kernel):
+def test_a_new_kernel_passes_its_own_test_and_may_serve(kernel):
     assert sorted(path.name for path in kernel.iterdir()) == [
         f"benchmark_{kernel.name}.py", f"{kernel.name}.py", f"test_{kernel.name}.py",
     ]  # fmt: skip
@@ -32,7 +32,7 @@ def test_what_is_written_passes_its_own_test_and_may_serve(kernel):
     assert registry.load(template.kernel_name(kernel.name)).has_own_layout
 
 
-def test_a_broken_one_fails_its_own_test(kernel):
+def test_a_broken_kernel_fails_its_own_test(kernel):
     module = kernel / f"{kernel.name}.py"
     module.write_text(
         module.read_text().replace("product if bias is None else product + bias[expert].float()", "product")
@@ -68,7 +68,7 @@ def test_nothing_is_overwritten(tmp_path):
     assert (written / "fast_moe.py").read_text() == "mine"
 
 
-def test_what_the_command_prints_runs_from_any_folder(tmp_path):
+def test_printed_commands_run_from_any_folder(tmp_path):
     parent = tmp_path / "with a space"
     parent.mkdir()
     program = [sys.executable, "-P", "-m", "spark_mxfp4.template", "fast_moe"]

@@ -1,4 +1,4 @@
-"""The Triton kernels by Triton's interpreter, on a CPU, against the reference."""
+"""The Triton kernels, run by Triton's interpreter on a CPU, against the reference."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ CHECKS = ("sorting", "whole_layer", "silu", "expert_map", "extreme_scales", "w4a
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """What one process of the interpreter says; it runs every check, so that torch and Triton are imported once."""
+    """Return the output of one interpreter process, which runs every check to import torch and Triton only once."""
     seed = str(int.from_bytes(os.urandom(3)))
     result = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("interpreted.py")), seed, *CHECKS],
@@ -28,7 +28,7 @@ def test_interpreted(interpreted, check):
     assert check in passed, why
 
 
-def test_weights_and_sizes_that_it_cannot_take_are_refused_by_name():
+def test_unsupported_weights_and_sizes_give_an_error_that_names_them():
     import torch
 
     from spark_mxfp4.experts import ExpertWeights, Projection

@@ -1,6 +1,6 @@
-"""Kernels hubs with the interface of triton_kernels: run, quantised and laid out by the hub, refused by what they lack.
+"""Kernels hubs with the interface of triton_kernels: the hub quantises, lays out and runs; incomplete hubs are refused.
 
-The hub is a stand-in of our own, in torch.
+The hub is our stand-in in torch.
 """
 
 import importlib
@@ -57,14 +57,14 @@ def products(package):
     [(1, 3, 1, 32, 64), (17, 5, 3, 96, 32), (40, 8, 8, 64, 64)],
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_is_the_references_and_its_bytes_come_back(fork, tokens, experts, top_k, hidden, intermediate, bias):
+def test_layers_equal_the_reference_and_restore_works(fork, tokens, experts, top_k, hidden, intermediate, bias):
     kernel = registry.load("hub:fork")
     weights = random_weights(experts, hidden, intermediate, "cpu", bias=bias)
     x, (ids, shares) = torch.randn(tokens, hidden), random_routing(tokens, experts, top_k, "uneven", "cpu")
     prepared = kernel.prepare(weights)
     assert prepared.gate_up.weight.shape[-1] % 48 == 0  # the hub's own layout
     wide = ExpertWeights(*(p._replace(bias=None if p.bias is None else p.bias.float()) for p in weights))
-    # Shares that do not sum to 1, and one of 0, are as good as any.
+    # Shares need not sum to 1, and a share may be 0.
     for factor in (torch.ones(top_k), torch.linspace(0, 2, top_k) if top_k > 1 else torch.tensor([0.3])):
         computed = kernel.run(x, prepared, ids, shares * factor)
         assert error(computed, moe(x, wide, ids, shares * factor)) < 1e-5
@@ -82,7 +82,7 @@ def test_a_model_is_quantised_laid_out_and_run_by_the_hub(make_model, answer, fo
     computed, again = answer(model)
     torch.testing.assert_close(computed, logits, rtol=1e-4, atol=1e-4)
     assert again == tokens
-    assert len(products(fork)) >= 6  # two products in each of three layers: it was the hub that ran
+    assert len(products(fork)) >= 6  # two products in each of three layers show that the hub ran
     assert model.model.layers[0].mlp.experts.gate_up_proj_blocks.numel() == 0  # weights are not kept twice
     hf.convert_and_replace(model, "torch")
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -126,7 +126,7 @@ def test_a_folder_is_the_package_or_holds_it(make_model, answer, make_hub, spell
 
 
 def test_stock_kernels_are_replaced_in_place(make_model, answer, make_hub, fork, monkeypatch):
-    """A model as transformers' own quantizer leaves it, by its own functions, on the stand-in as stock kernels."""
+    """Use a model made by transformers' own quantizer, with the stand-in as its stock kernels."""
     from types import MethodType
 
     from transformers.integrations import mxfp4 as stock
@@ -148,7 +148,7 @@ def test_stock_kernels_are_replaced_in_place(make_model, answer, make_hub, fork,
             getattr(experts, f"{name}_bias").data = packed[f"{prefix}{name}_bias"]
         layer.mlp.experts = experts
         layer.mlp.forward = MethodType(stock.mlp_forward, layer.mlp)
-    assert answer(model)[1] == tokens  # transformers' own calls take the stand-in
+    assert answer(model)[1] == tokens  # transformers calls the stand-in
     ran = len(products(stock_hub))
     assert ran
 
@@ -177,11 +177,11 @@ def test_stock_kernels_are_replaced_in_place(make_model, answer, make_hub, fork,
         ({}, r"it lacks routing \(No module named 'lacking\.routing'\)"),
     ],
 )
-def test_what_a_hub_lacks_is_named(make_model, make_hub, changes, message):
+def test_missing_names_of_a_hub_are_listed(make_model, make_hub, changes, message):
     folder, model = make_hub("lacking", changes), make_model()
     if not changes:
         (folder / "routing.py").unlink()
-    if "FnSpecs" in str(changes):  # else the file itself does not import
+    if "FnSpecs" in str(changes):  # else the file cannot be imported
         text = (folder / "matmul_ogs.py").read_text()
         (folder / "matmul_ogs.py").write_text(text.replace("specs: FnSpecs", "specs: Specs"))
     with pytest.raises(ValueError, match=message) as raised:

@@ -31,7 +31,7 @@ def test_few_pairs_take_one_launch_unless_an_expert_would_get_many_tiles(pairs, 
         (24, (32, 12), {8: (1, 1), 16: (1, 1), 32: (2, 1), 64: (2, 1)}),  # 256 experts, 2048 x 768
     ],
 )
-def test_a_layer_is_cut_as_was_measured_best(first_row_tiles, second, plans):
+def test_plans_are_the_fastest_measured(first_row_tiles, second, plans):
     assert {pairs: hopper.plan_layer(pairs, first_row_tiles, second, 132)[:2] for pairs in plans} == plans
 
 

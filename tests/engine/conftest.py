@@ -1,7 +1,7 @@
-"""A real Docker engine, and the product's own files run on it unmodified.
+"""A real Docker engine, on which the product's own files run unmodified.
 
-`tests/engine/run` starts a private engine (engine.sh) and these tests. What a registry would give comes from
-`ci.yml`, which adds inputs to the build and changes nothing of the services' hardening.
+`tests/engine/run` starts a private engine (engine.sh) and these tests. `ci.yml` provides the images that would come
+from a registry as inputs of the build; it does not change the services' hardening.
 """
 
 import json
@@ -22,7 +22,7 @@ from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 
 HERE = ROOT / "tests/engine"
-PROJECT = os.environ.get("ENGINE_PROJECT", "sparkforge-test")  # another one where two use the same engine
+PROJECT = os.environ.get("ENGINE_PROJECT", "sparkforge-test")  # choose another name if two runs share an engine
 
 
 def pytest_collection_modifyitems(items):
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 
 @dataclass
 class Engine:
-    """The engine that DOCKER_HOST names, through the docker command as a user has it."""
+    """The engine of DOCKER_HOST, through a user's docker command."""
 
     environment: dict
 
@@ -65,7 +65,7 @@ def engine():
 
 @dataclass
 class Project:
-    """A Compose project of our own files plus additions, on ports of its own."""
+    """A Compose project of our own files plus additions, on its own ports."""
 
     engine: Engine
     files: tuple
@@ -98,7 +98,7 @@ class Project:
 
 @dataclass
 class Figures:
-    """Times that a user waits for, in seconds, with the machine's load when each began."""
+    """Times that a user waits, in seconds, with the machine's load at the start of each."""
 
     repeats: int
     times: dict = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Figures:
 
 @pytest.fixture(scope="session")
 def all_times():
-    """Gather the times of every test; with ENGINE_FIGURES=FILE write them and the machine's facts into that file."""
+    """Collect the times of every test; with ENGINE_FIGURES=FILE write them and the machine's facts to that file."""
     times = {}
     yield times
     if times and (file := os.environ.get("ENGINE_FIGURES")):
@@ -123,7 +123,7 @@ def all_times():
 
 @pytest.fixture
 def figures(all_times):
-    """Measure once; with ENGINE_FIGURES=FILE thrice. A second try measures anew; what is not whole is left out."""
+    """Measure once; with ENGINE_FIGURES=FILE three times. A second try starts again; incomplete times are left out."""
     measured = Figures(RUNS if os.environ.get("ENGINE_FIGURES") else 1)
     yield measured
     all_times.update({name: runs for name, runs in measured.times.items() if len(runs) == measured.repeats})
@@ -131,7 +131,7 @@ def figures(all_times):
 
 @pytest.fixture(scope="session")
 def first_token():
-    """Return what waits for the first token of a server on this machine; `check` raises if it can never come."""
+    """Return a function that waits for the first token of a server; `check` raises if the server has failed."""
 
     def wait(port, model, check=lambda: None, seconds=900):
         url, end = f"http://127.0.0.1:{port}", time.monotonic() + seconds
@@ -146,7 +146,7 @@ def first_token():
 
 @pytest.fixture(scope="session")
 def compose_project(engine):
-    """Return what makes a project of Compose files with variables."""
+    """Return a function that makes a project from Compose files and variables."""
     return partial(Project, engine)
 
 
@@ -157,7 +157,7 @@ def project(engine, tmp_path_factory):
     env = {"PORT": "18000", "PROMETHEUS_PORT": "19090", "SPARKFORGE_MODELS": str(models)}
     env |= {"SPARKFORGE_STACK": "embedded", "BUILDX_GIT_LABELS": "1"}
     running_project = Project(engine, ("docker-compose.yml", "tests/engine/ci.yml"), env)
-    if not os.environ.get("ENGINE_BUILT"):  # for who writes these tests: the image stands already
+    if not os.environ.get("ENGINE_BUILT"):  # for developers of these tests: the image is already built
         running_project.compose("build", "vllm")
     yield running_project
     running_project.compose(
@@ -167,7 +167,7 @@ def project(engine, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def served(project):
-    """The project with its server up; one start serves the files test_embedded, test_monitor and test_stop."""
+    """The project with a running server, shared by test_embedded, test_monitor and test_stop."""
     project.compose("up", "--detach", "--no-build", "vllm")
     project.wait_healthy()
     return project

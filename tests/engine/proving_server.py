@@ -1,4 +1,4 @@
-"""Stands for vLLM in a container: it answers what a start must prove, so that a start takes seconds, not minutes."""
+"""Replaces vLLM in a container: it answers the start-up test calls, so that a start takes seconds, not minutes."""
 
 import os
 import sys
@@ -9,7 +9,8 @@ from fake_api import Api, Server  # tests/fake_api.py, copied beside this file
 
 if "--no-such-flag" in os.environ.get("VLLM_ARGS", ""):
     sys.exit(1)
-# "Compiled code" where deploy/start has vLLM look for it: what an earlier server of this very image left is there.
+# Fake compiled code in the folder that deploy/start gives to vLLM: files of earlier servers of the same image are
+# there.
 compiled = Path(os.environ["VLLM_CACHE_ROOT"], "starts")
 compiled.parent.mkdir(parents=True, exist_ok=True)
 with compiled.open("a") as file:

@@ -1,7 +1,8 @@
-"""Stands in for the embedded environment's interpreter: a validator and a server that answers what a start proves.
+"""Replaces the embedded environment's interpreter: a validator, and a server that answers the start-up test calls.
 
-In its folder, `refuse` makes the validator refuse and `die` the server end at once; `validations` counts. With `share`
-the server makes shared memory and opens it again and again by its name, as vLLM's processes do while they start.
+Files in its folder control it: `refuse` makes the validator refuse, `die` makes the server end immediately, and with
+`share` the server creates shared memory and opens it repeatedly by name, as vLLM's processes do while they start.
+`validations` counts the validations.
 """
 
 import os
@@ -17,7 +18,7 @@ sys.path.insert(0, str(HERE))
 
 
 def share():
-    """Open shared memory by its name ten times a second; once it is gone, end as a server that fails."""
+    """Open shared memory by its name ten times a second; when it is gone, end like a failed server."""
     memory = SharedMemory(create=True, size=4096)
     (HERE / "shared").write_text(memory.name)
     while True:

@@ -1,7 +1,7 @@
 """linux/arm64 on x86-64: the Spark's image, made by this machine's compilers, and a Spark's own thin stages, emulated.
 
-The image has one small module of FlashInfer, and is looked at in emulation: its packages are imported, its validator
-judges a Spark's facts. 20 GB of disk and half an hour.
+The image has one small module of FlashInfer. It is tested in emulation: its packages are imported, and its validator
+judges a Spark's facts. The tests need 20 GB of disk and half an hour.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ RUN {TREE} mkdir /tmp/copy && cp -r {PACKAGES}/jinja2 /tmp/copy/ && rm -r /tmp/c
         -s /tmp/copy -p {PACKAGES} /tmp/copy/jinja2 \\
     && diff -r /tmp/copy/jinja2/__pycache__ {PACKAGES}/jinja2/__pycache__ && echo "bytecode is a Spark's own"
 """
-# FlashInfer's generators name types of torch and ask it two things.
+# FlashInfer's generators use types of torch and two of its functions.
 FAKE_TORCH = """
 class Tensor: pass
 class device: pass
@@ -52,7 +52,7 @@ def __getattr__(name):
 
 
 def fake_torch(folder):
-    """Write a wheel that stands in for torch's CPU build, whose index not every machine reaches; return the pin's hash
+    """Write a wheel that replaces torch's CPU build, whose index not every machine reaches; return the pin's hash
     and the wheel's."""
     component = pins.load().component("embedded", "torch")
     name = next(name for name in component.files if "cp313-manylinux_2_28_x86_64" in name)
@@ -68,7 +68,7 @@ def fake_torch(folder):
 
 @pytest.fixture(scope="module")
 def crossed(engine, gb10_sheet, tmp_path_factory):
-    """What a build for a Spark and the look at its tree print."""
+    """The output of a build for a Spark and of commands in its tree."""
     folder = tmp_path_factory.mktemp("cross")
     (folder / "wheels").mkdir()
     pinned, fake = fake_torch(folder / "wheels")
@@ -114,7 +114,7 @@ def test_the_validator_of_the_image_judges_a_sparks_facts(crossed):
 
 @pytest.fixture(scope="module")
 def native(engine, tmp_path_factory):
-    """What a Spark's own build prints, whose builder is emulated here, up to the compiler."""
+    """The output of a Spark's own build, whose builder is emulated here, up to the compiler."""
     dockerfile = tmp_path_factory.mktemp("arm64") / "Dockerfile"
     dockerfile.write_text(TEXT + LOOK)
     arguments = ["buildx", "build", "--progress=plain", "--platform=linux/arm64", "--target=look"]

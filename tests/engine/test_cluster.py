@@ -1,7 +1,7 @@
 """One model over two Docker engines: this machine's network and a namespace, each with an engine of its own.
 
-The other engine has no image until `cluster.sync --image` sends it. Everything between them goes over a veth pair and a
-real sshd; vLLM's CPU build computes, and Gloo carries the model.
+The other engine has no image until `cluster.sync --image` sends it. All traffic between the two goes over a veth pair
+and a real sshd; vLLM's CPU build computes, with Gloo as the transport.
 """
 
 import http.client
@@ -47,7 +47,7 @@ def nodes(project, engine, tmp_path_factory):
             yield nodes
         finally:
             if (file := work / "cluster.toml").exists():
-                nodes.inv("cluster.down", "--config", str(file), seconds=300)  # what a failed test left
+                nodes.inv("cluster.down", "--config", str(file), seconds=300)  # left by a failed test
             for number in (0, 1):
                 docker(nodes, number, "compose", "-p", PROJECT, "down", "--volumes", "--timeout", "5", check=False)
             subprocess.run([script, "stop"], env=environment, check=False, timeout=300)
@@ -83,7 +83,7 @@ def docker(nodes, index, *words, check=True):
 
 
 def containers(nodes):
-    """Return the ids of the project's containers on each node, those that have ended too."""
+    """Return the ids of the project's containers on each node, including ended ones."""
     words = ("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}")
     return [docker(nodes, index, *words) for index in (0, 1)]
 
@@ -110,7 +110,7 @@ def status(nodes, file):
 
 @pytest.fixture(scope="module")
 def one(nodes, model, file):
-    """The answers of one node alone, by the same image."""
+    """The answers of a single node with the same image."""
     port = port_of(file)
     words = ("--device", "docker-cpu", "--model", str(model), "--port", str(port), "--api-key-file", nodes.work / "key")
     # As ./inv runs it: plain `invoke` drops what follows --.
@@ -162,7 +162,7 @@ def test_a_validator_that_refuses_starts_nothing_on_any_node(sent, nodes, model,
     with shard.open("r+b") as opened:
         begin = opened.read(1)
         opened.seek(0)
-        opened.write(bytes([begin[0] ^ 255]))  # of the length of the header
+        opened.write(bytes([begin[0] ^ 255]))  # a byte of the header's length
     try:
         done = nodes.inv("cluster.up", "--config", str(file), seconds=START_SECONDS)
     finally:
@@ -251,5 +251,5 @@ def test_down_leaves_nothing_on_either_node(up, nodes, file):
         for address in ("127.0.0.1", namespaces.HEAD):
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=5)
-    kept = nodes.inv("cluster.logs", "--config", str(file), "--lines", "400").stdout  # of containers that are gone
+    kept = nodes.inv("cluster.logs", "--config", str(file), "--lines", "400").stdout  # of removed containers
     assert "validate ·" in kept

@@ -1,4 +1,4 @@
-"""Advice in a container names the Compose files that made it, with the environment that the real Compose gives it."""
+"""Advice in a container names the Compose files that created it, with the environment from the real Compose."""
 
 import json
 import os

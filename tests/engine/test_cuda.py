@@ -1,8 +1,8 @@
 """The CUDA stages on amd64: locked toolchain, locked tree, patches, one module of FlashInfer and three of vLLM's
 extensions compiled and audited inside the build.
 
-The whole image is not made here. What is made is every stage up to the audit, with the smallest set of kernels.
-ENGINE_CUDA selects their stacks: 1 for the default one, or comma-separated names.
+The tests build every stage up to the audit, with the smallest set of kernels, but not the whole image. ENGINE_CUDA
+selects the stacks: 1 for the default stack, or comma-separated names.
 """
 
 import os
@@ -29,7 +29,7 @@ IMPORTS = (
 STUB = "/opt/venv/lib/python3.13/site-packages/nvidia/cu13/lib/stubs/libcuda.so"
 AOT = "from flashinfer.jit import env; names = [one.name for one in env.FLASHINFER_AOT_DIR.iterdir()]; "
 AOT += "print('FlashInfer takes', [one.path.name for name in names for one in env.get_aot_artifacts(name)])"
-# What looks at a tree at /opt/venv: each RUN has `mount`, by which it may come from another stage.
+# Instructions that inspect a tree at /opt/venv: each RUN has `mount`, which may mount the tree from another stage.
 LOOK = """
 COPY sparkforge/ /opt/sparkforge/packages/sparkforge/
 COPY spark_mxfp4/src/spark_mxfp4/ /opt/sparkforge/packages/spark_mxfp4/
@@ -52,7 +52,7 @@ RUN {mount} du -sm /opt/venv && du -sm --exclude=/opt --exclude=/root --exclude=
 
 
 def look(mount=""):
-    """Return the instructions that look at a tree, which `mount` brings."""
+    """Return the instructions that inspect a tree, which `mount` provides."""
     return LOOK.format(mount=mount, stub=STUB, imports=", ".join(IMPORTS), aot=AOT)
 
 
@@ -107,7 +107,7 @@ def test_extensions_of_vllm_were_compiled_and_laid_over_the_wheels(built):
     assert "site-packages: libraries replaced" in built
 
 
-def test_what_the_table_cuts_is_gone_and_serving_still_imports(built):
+def test_files_that_the_table_removes_are_gone_and_serving_still_imports(built):
     assert "left out: flash-attention-3 (" in built
     assert "left out: tilelang (" in built
     assert "left out: cudnn-engines (" in built
@@ -121,7 +121,7 @@ def test_the_validator_of_the_image_judges_a_sparks_facts(built):
 
 
 def test_all_of_vllm_from_source_names_the_repository_that_is_missing(engine, stack, dockerfile, tmp_path):
-    """Where no git host is: the stage gets as far as its sources, and says what CUTLASS is for and how to bring it."""
+    """Without a git host the stage ends at its sources; the error says what CUTLASS is for and how to get it."""
     (tmp_path / "README").write_text("no checkout of CUTLASS\n")
     arguments = command(engine, stack, dockerfile, "vllm-source", VLLM_FROM="source")
     output = engine.docker(

@@ -1,4 +1,4 @@
-"""The development image, by its own Compose file alone: starts, uses mounted checkouts, and what it advises runs."""
+"""The development image with only its own Compose file: start, mounted checkouts, and the commands that it advises."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ LAST = "triton_kernels: "  # the report's last line begins so
 
 
 def wait_for_log(dev, text=LAST, times=1, seconds=300):
-    """Wait until the log holds `text` that often; return the log."""
+    """Wait until the log contains `text` the given number of times; return the log."""
     end = time.monotonic() + seconds
     while (log := dev.logs("dev")).count(text) < times and time.monotonic() < end:
         time.sleep(0.5)
@@ -51,7 +51,7 @@ def wait_for_log(dev, text=LAST, times=1, seconds=300):
 
 
 def restarted(dev):
-    """Start the container again; return what it reports then."""
+    """Restart the container; return its new report."""
     before = wait_for_log(dev)
     dev.compose("restart", "--timeout", "1", "dev")
     return wait_for_log(dev, times=before.count(LAST) + 1).removeprefix(before)
@@ -122,7 +122,7 @@ def volume(engine, project):
                (("0123", "fused_moe_120"), ("4567", "fused_moe_90"), ("4567", "page"))]  # fmt: skip
     script = 'for path; do mkdir -p "$path"; touch "$path/$(basename "$path").so"; done'
     mount = f"{project.name}_cache:{VOLUME}"
-    project.compose("create", "--no-build", "vllm")  # makes the volume as the image has it
+    project.compose("create", "--no-build", "vllm")  # creates the volume from the image
     engine.docker("run", "--rm", "--volume", mount, "--entrypoint", "sh", "sparkforge/vllm:embedded", "-c", script, "-",
                   *modules)  # fmt: skip
     return mount

@@ -1,7 +1,7 @@
-"""The development image of the stack for a Spark, on amd64: `./inv dev.build vllm` compiles what was edited.
+"""The development image of the stack for a Spark, on amd64: `./inv dev.build vllm` compiles edited files.
 
-The checkout is upstream's sdist with the queue. A whole extension is not linked here: CUTLASS comes by git only, and a
-hundred CUDA units take hours on two cores.
+The checkout is upstream's sdist with the queue. No whole extension is linked, because CUTLASS is only available by git,
+and a hundred CUDA units take hours on two cores.
 """
 
 import os
@@ -31,14 +31,14 @@ def dev(engine, compose_project, tmp_path_factory):
     Queue.load(ROOT / "patches" / component.patches).apply_to(checkout)
     for folder, _folders, _files in os.walk(checkout):  # uid 1000 of the container puts links there
         Path(folder).chmod(0o777)
-    # The default of 40 GiB is a Spark's; here it must bound the jobs below what the machine has.
+    # The default of 40 GiB is for a Spark; here the limit must keep the jobs below this machine's memory.
     variables = {"VLLM_SRC": str(checkout), "SPARKFORGE_STACK": "spark", "SPARKFORGE_MEMORY": "8g"}
     project = compose_project(DEV, variables)
     project.compose("build", "dev")
     project.compose("up", "--detach", "--no-build", "dev")
     project.checkout = checkout
     end = time.monotonic() + 300
-    while "triton_kernels: " not in project.logs("dev"):  # the last line of what a start says
+    while "triton_kernels: " not in project.logs("dev"):  # the last line of a start's output
         assert time.monotonic() < end, project.logs("dev")
         time.sleep(0.5)
     yield project
@@ -47,7 +47,7 @@ def dev(engine, compose_project, tmp_path_factory):
 
 
 def build(dev, *arguments):
-    """Run dev.build inside; return what it says, its exit code last."""
+    """Run dev.build in the container; return its output, with the exit code at the end."""
     line = f"./inv dev.build vllm {' '.join(arguments)} 2>&1; echo code $?"
     return dev.compose("exec", "-T", "dev", "sh", "-c", line)
 
@@ -85,7 +85,7 @@ def test_an_edited_target_is_compiled_linked_audited_and_put_into_the_checkout(d
     assert not library.is_symlink()
 
 
-def test_what_needs_a_repository_that_cannot_be_had_names_it_and_every_way_to_get_it(dev):
+def test_a_missing_repository_is_named_with_every_way_to_get_it(dev):
     said = build(dev, "--targets", "_moe_C_stable_libtorch", "--sources", "/src/triton")
     assert "1 of vLLM's repositories are missing" in said
     assert "cutlass (v4.7.1)" in said

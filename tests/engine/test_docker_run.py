@@ -1,4 +1,4 @@
-"""The image without Compose: `docker run` as people type it, with a cache of Hugging Face as it lies on a disk."""
+"""The image without Compose: `docker run` as users type it, with Hugging Face's cache from a disk."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from sparkforge.core.paths import ROOT
 from sparkforge.serve import access
 
 IMAGE = "sparkforge/vllm:embedded"
-MODEL = "openai/gpt-oss-120b"  # the name of a repository; what lies there is the tiny model
+MODEL = "openai/gpt-oss-120b"  # the repository's name; its folder has the tiny model
 COMMIT = "0123abc"
 MOUNTED = "/root/.cache/huggingface"
 HARDENED = ("--read-only", "--tmpfs", "/tmp", "--tmpfs", "/run/sparkforge:mode=1777", "--cap-drop", "ALL",
             "--security-opt", "no-new-privileges")  # fmt: skip
 OFFLINE = (*HARDENED, "--network", "none")
-# What docs/guide/docker-run.md has beside these, with the memory that vLLM's CPU build needs.
+# Further options of docs/guide/docker-run.md, with the memory that vLLM's CPU build needs.
 LIMITED = (*HARDENED, "--shm-size", "1g", "--memory", "8g", "--memory-swap", "8g", "--pids-limit", "4096",
            "--restart", "on-failure:3")  # fmt: skip
 STRANGER = 4321
@@ -32,7 +32,7 @@ STRANGER = 4321
 
 @pytest.fixture(scope="module")
 def cache(project, tmp_path_factory):
-    """A cache of Hugging Face whose snapshot of MODEL is links to the tiny model's files."""
+    """A Hugging Face cache whose snapshot of MODEL consists of links to the tiny model's files."""
     home = tmp_path_factory.mktemp("huggingface")
     home.chmod(0o777)
     arguments = ("python", "-m", "sparkforge.models.tiny", "/out/tiny")
@@ -76,7 +76,7 @@ def run(project):
 
 @pytest.fixture
 def key(tmp_path):
-    """A file with an API key as the guide says: readable for uid 1000, writable for nobody else."""
+    """A file with an API key as in the guide: readable for uid 1000, not writable for others."""
     file = tmp_path / "key"
     file.write_text("c0ffee" * 10 + "\n")
     file.chmod(0o444)
@@ -90,7 +90,7 @@ def open_address(engine):
 
 
 def require_served_with_the_key_alone(url, model, key):
-    """Assert that a server answers a chat to who has the key and nothing but /health to anybody else."""
+    """Assert that a server answers a chat to clients with the key, and only /health to others."""
     secret = key.read_text().strip()
     assert Endpoint(url).healthy()
     for path in ("/v1/models", "/metrics", "/version"):
@@ -104,7 +104,7 @@ def require_served_with_the_key_alone(url, model, key):
 
 
 def require_unprivileged(project, container, key):
-    """Assert on a container that serves: nobody's user, no capability, nothing to write, no key to be read."""
+    """Assert that a serving container has no privileged user, capabilities, writable files or visible key."""
     docker, secret = project.engine.docker, key.read_text().strip()
     status = docker("exec", container, "cat", "/proc/1/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -116,7 +116,7 @@ def require_unprivileged(project, container, key):
 
 
 @pytest.mark.timeout(3600)  # many starts of vLLM
-def test_figures_of_the_line_that_people_type_which_serves_from_their_cache(
+def test_figures_of_the_short_line_that_serves_from_the_users_cache(
     project, run, cache, free_port, figures, first_token
 ):
     def log():
@@ -154,7 +154,7 @@ def test_figures_of_the_line_that_people_type_which_serves_from_their_cache(
 ASK_MODELS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8000/v1/models').read().decode())"
 
 
-def test_the_hardened_line_serves_beyond_loopback_to_who_has_the_key(project, run, cache, key, open_address, free_port):
+def test_the_hardened_line_serves_beyond_loopback_only_with_the_key(project, run, cache, key, open_address, free_port):
     port = free_port()
     mounts = ("-v", f"{cache / 'hub'}:{MOUNTED}/hub:ro", "-v", f"{key}:/run/secrets/api_key:ro")
     options = (*LIMITED, *mounts, "-p", f"{open_address}:{port}:8000", "-e", f"SPARKFORGE_BIND={open_address}")
@@ -167,12 +167,12 @@ def test_the_hardened_line_serves_beyond_loopback_to_who_has_the_key(project, ru
     wait_for(healthy, 900)
     require_served_with_the_key_alone(f"http://{open_address}:{port}", MODEL, key)
     require_unprivileged(project, name, key)
-    assert not Endpoint(f"http://127.0.0.1:{port}").healthy()  # on the address that was named, and no other
+    assert not Endpoint(f"http://127.0.0.1:{port}").healthy()  # only on the given address
     project.engine.docker("stop", "--time", "60", name)
     assert project.engine.inspect(name)["State"]["ExitCode"] == 0
 
 
-def test_compose_serves_beyond_loopback_to_who_has_the_key(project, compose_project, key, open_address, free_port):
+def test_compose_serves_beyond_loopback_only_with_the_key(project, compose_project, key, open_address, free_port):
     port = free_port()
     bound = {"SPARKFORGE_BIND": open_address, "PORT": str(port), "SPARKFORGE_ALLOWED_HOSTS": open_address}
     without = compose_project(project.files, {**project.env, **bound}, "sparkforge-open")
@@ -214,7 +214,7 @@ def test_a_validation_needs_no_privilege_and_writes_nothing_outside(run, cache):
 
 @pytest.fixture
 def strangers_cache(cache, tmp_path):
-    """A copy of the cache that belongs to a user whom the image does not know, and is closed to others."""
+    """A copy of the cache that belongs to a user unknown to the image and is closed to others."""
     folder = tmp_path / "huggingface"
     shutil.copytree(cache, folder, symlinks=True)
     for path in (folder, *folder.rglob("*")):
@@ -240,7 +240,7 @@ def test_a_snapshot_without_its_cache_is_told(run, cache):
     assert (code, "is a link to ../../blobs/" in out, "mount the whole cache" in out) == (28, True, True), out
 
 
-def test_a_model_that_is_nowhere_is_told_with_the_mount(run):
+def test_a_missing_model_is_reported_with_the_mount(run):
     code, out = run("openai/gpt-oss-20b", "--max-model-len", "8192")
     assert (code, f"docker run -v ~/.cache/huggingface:{MOUNTED}:ro" in out) == (10, True), out
 

@@ -15,7 +15,7 @@ IMAGE = os.environ.get("ENGINE_BASE", "sparkforge-ci/debian:bookworm-slim")  # t
 PROJECT = "sparkforge-doctor"
 FINDING = {"check": "memory-host", "status": "fail", "required": True, "evidence": "2 GiB", "fix": "ps aux", "doc": ""}
 REFUSED = {"document": {"verdict": "refuse", "findings": [FINDING], "facts": {}}}
-# As the container's program does: the refusal in the folder that stays, words in the log, exit code 30.
+# Like the container's program: the refusal in the persistent folder, a message in the log, exit code 30.
 SCRIPT = f"""mkdir /state && echo '{json.dumps(REFUSED)}' > /state/refused.json
 echo 'FAIL memory-host  2 GiB'; echo '       next: ps aux'; echo 'CUDA error: invalid resource handle' >&2; exit 30"""
 
@@ -31,7 +31,7 @@ def ended(engine):
     engine.docker("rm", "--force", container)
 
 
-def test_a_container_that_was_refused_is_told_and_bundled(engine, ended, tmp_path):
+def test_a_refused_container_is_reported_and_bundled(engine, ended, tmp_path):
     env = {**engine.environment, "COMPOSE_PROJECT_NAME": PROJECT, "SPARKFORGE_STATE": str(tmp_path / "state")}
     bundle = tmp_path / "support.tar.gz"
     arguments = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(bundle)]

@@ -43,7 +43,7 @@ def test_it_answers_health_models_and_chat_streaming(served):
     assert pieces
 
 
-def test_it_runs_as_nobody_with_nothing(served):
+def test_it_runs_without_privileges(served):
     status = served.compose("exec", "-T", "vllm", "cat", "/proc/1/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert fields["Uid"].split()[0] == "1000"
@@ -61,7 +61,7 @@ def test_it_validated_and_serves_with_nothing_executable_in_tmp(served):
     assert Endpoint(URL, MODEL, key="").first_token(60)
 
 
-def test_nothing_of_the_image_is_left_to_write_into(served):
+def test_no_file_of_the_image_is_writable(served):
     output = served.engine.docker("diff", served.container())
     paths = [line.split(maxsplit=1)[1] for line in output.splitlines()]
     assert [path for path in paths if not path.startswith(("/run", "/models", "/tmp"))] == []
@@ -74,14 +74,14 @@ def test_the_image_holds_no_compiler_no_pip_and_no_caches(served):
 
 
 def test_no_time_of_the_checkout_is_in_the_image(served):
-    """An older file of a checkout keeps its time through rewrite-timestamp, which only lowers those that are newer."""
+    """`rewrite-timestamp` only lowers newer times, so older files of a checkout would keep theirs."""
     output = served.compose("exec", "-T", "vllm", "find", "/opt/sparkforge", "-mindepth", "1", "-printf", "%T@\\n")
     assert len(output.split()) > 200
     assert len(set(output.split())) == 1
 
 
 def test_python_has_our_packages_on_its_path_and_not_the_folder_around_them(served):
-    """Processes of the container, vLLM's among them: their environment and folder are the image's."""
+    """All processes of the container, including vLLM's, have the image's environment and folder."""
     code = "import sys, sparkforge.core.paths as paths; print(paths.ROOT, *sys.path, sep='\\n')"
     root, *path = served.compose("exec", "-T", "vllm", "python", "-c", code).splitlines()
     assert root == "/opt/sparkforge"
@@ -99,7 +99,7 @@ def test_the_image_says_what_it_is(served):
 
 @pytest.mark.needs("git")
 def test_plain_compose_labels_the_commit_where_buildx_is_asked_to(project):
-    """The fixture sets BUILDX_GIT_LABELS; source.json has the commit without that too, from a plain clone only."""
+    """The fixture sets BUILDX_GIT_LABELS. Without it, source.json has the commit only from a plain clone."""
     head = checkout_git(ROOT, "rev-parse", "HEAD").strip()
     image = "sparkforge/vllm:embedded"
     labels = project.engine.inspect(image)["Config"]["Labels"]
@@ -111,7 +111,7 @@ def test_plain_compose_labels_the_commit_where_buildx_is_asked_to(project):
 
 
 def test_composes_bench_gates_the_server_and_measures_it(served):
-    """By the competition's variables; BENCH_MODEL goes before MODEL, which names no model of this server."""
+    """The competition's variables are set; BENCH_MODEL overrides MODEL, which names no model of this server."""
     load = {"ISL": "32", "OSL": "8", "CONC": "2", "NUM_PROMPTS": "4", "RESULT_FILENAME": "compose.json"}
     asking = dataclasses.replace(
         served, env={**served.env, **load, "MODEL": "openai/gpt-oss-120b", "BENCH_MODEL": MODEL}
@@ -127,5 +127,5 @@ def test_composes_bench_gates_the_server_and_measures_it(served):
     assert [config[name] for name in ("model", "isl", "osl", "conc", "num_prompts")] == [MODEL, 32, 8, 2, 4]
 
     nobody = dataclasses.replace(asking, env={**asking.env, "BENCH_MODEL": "nobody"})
-    with pytest.raises(AssertionError, match="nobody"):  # it ended with an error, which names the model
+    with pytest.raises(AssertionError, match="nobody"):  # the run ended with an error that names the model
         nobody.compose(*bench, "bench", "acc")

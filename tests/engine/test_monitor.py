@@ -1,7 +1,8 @@
 """The profile `monitor`: Prometheus scrapes server and validator, and can answer every query of the dashboard.
 
-Prometheus and node_exporter come from Debian's packages in images of nothing else, in place of the pinned ones, which
-a machine without a registry cannot pull. Grafana is in no package: the dashboard is checked query by query, not drawn.
+Prometheus and node_exporter come from Debian's packages in otherwise empty images, because a machine without a registry
+cannot pull the pinned images. Debian has no package of Grafana, so the dashboard's queries are run but nothing is
+drawn.
 """
 
 import http.client
@@ -37,13 +38,13 @@ def ask(expression):
 
 
 def answered(expression):
-    if "status=~" in expression:  # empty is the good case; the series behind it must be there
+    if "status=~" in expression:  # no result is the good case, but the series must exist
         expression = "sparkforge_validation_check"
     return ask(expression)
 
 
 def settled():
-    """Whether Prometheus runs and has an answer to everything: a rate needs two scrapes."""
+    """Whether Prometheus runs and answers every query; a rate needs two scrapes."""
     try:
         return len(ask("up == 1")) == 2 and all(map(answered, EXPRESSIONS))
     except (OSError, http.client.HTTPException):  # also a published port that has no listener yet

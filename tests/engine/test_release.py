@@ -1,7 +1,7 @@
 """Upgrade, rollback, publish, pull and a bake-off of profiles, on a real engine and a registry of Debian's.
 
-The images that serve are the embedded one with a stand-in for vLLM (proving_server.py); the "next" one has one more
-label. They have repositories of their own, so that no other test's tag moves.
+The served images are the embedded image with a stand-in for vLLM (proving_server.py); the "next" image has one more
+label. They have their own repositories, so that no other test's tag moves.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ KEY = "0123456789abcdef"  # of the image that a rollback leaves
 
 @dataclass
 class Release:
-    """The verbs of this checkout with a state, a port, a repository and a Compose project of its own."""
+    """The verbs of this checkout with a separate state folder, port, repository and Compose project."""
 
     engine: object
     environment: dict
@@ -71,7 +71,7 @@ class Release:
         return self.good("up", "--device", "docker-cpu", "--port", self.port, *arguments, **more)
 
     def compiled(self):
-        """Return what the servers left in the volume, key of the image → profile of each start (proving_server.py)."""
+        """Return the servers' files in the volume: key of the image → profile of each start (proving_server.py)."""
         arguments = ("--rm", "--volume", f"{PROJECT}_cache:/cache:ro", "--entrypoint", "sh", self.name)
         text = self.engine.docker("run", *arguments, "-c", "cd /cache && grep -H '' */vllm/starts")
         starts = {}
@@ -90,7 +90,7 @@ class Release:
         return [start["plan"]["image"] for start in self.known_good()]
 
     def key(self):
-        """Return the key of the image that is served: the name of its folder of compiled code."""
+        """Return the key of the served image, the name of its folder of compiled code."""
         arguments = ("--rm", "--entrypoint", "cat", self.name, f"{ROOT_IN_IMAGE}/image.json")
         return json.loads(self.engine.docker("run", *arguments))["key"]
 
@@ -100,7 +100,7 @@ class Release:
         return [container for text in details for container in json.loads(text or "[]")]
 
     def remove(self):
-        """Remove the images of the repository; one that has names elsewhere keeps those."""
+        """Remove the images of the repository; names in other repositories stay."""
         listed = self.engine.docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}", self.repository).split()
         names = [name for name in listed if not name.endswith(":<none>")]
         digests = [digest for name in names for digest in self.engine.inspect(name)["RepoDigests"]]
@@ -109,14 +109,14 @@ class Release:
 
 
 def derive(engine, folder, base, text):
-    """Build an image on `base` without its gigabytes in the context."""
+    """Build an image on `base` with a small context."""
     folder.mkdir(exist_ok=True)
     (folder / "Dockerfile").write_text(f"FROM {base}\n{text}\n")
     return engine.docker("build", "--quiet", folder).strip()
 
 
 def upgraded(engine, folder, base, key=KEY):
-    """Build an image on `base` that has another key, and so another folder of compiled code."""
+    """Build an image on `base` with another key, and so another folder of compiled code."""
     folder.mkdir(exist_ok=True)
     manifest = json.loads(engine.docker("run", "--rm", "--entrypoint", "cat", base, f"{ROOT_IN_IMAGE}/image.json"))
     (folder / "image.json").write_text(json.dumps({**manifest, "key": key}))
@@ -139,7 +139,7 @@ def release_of(engine, folder, port, repository, stack="embedded"):
 
 @pytest.fixture(scope="module")
 def release(engine, tmp_path_factory, free_port):
-    """With the embedded image, its program replaced, and a health check that only asks for the port."""
+    """A Release with the embedded image, its server replaced, and a health check that only connects to the port."""
     folder = tmp_path_factory.mktemp("release")
     release = release_of(engine, folder, free_port(), "sparkforge-release/vllm")
     base = "sparkforge/vllm:embedded"
@@ -169,9 +169,9 @@ def release(engine, tmp_path_factory, free_port):
 
 @pytest.fixture(scope="module")
 def shipped(engine, tmp_path_factory, free_port):
-    """With an image that says what this checkout's says and holds nothing else: it travels in a second.
+    """A Release with an image that has only the metadata of this checkout's image, so that it is copied in a second.
 
-    It is one of a stack that no other test builds here.
+    Its stack is one that no other test builds.
     """
     folder = tmp_path_factory.mktemp("shipped")
     release = release_of(engine, folder, free_port(), "sparkforge-shipped/vllm", SHIPPED)
@@ -225,13 +225,13 @@ def registry(tmp_path_factory, free_port):
         yield address
 
 
-# Of the password "sesame", by bcrypt, which is all that the registry reads.
+# bcrypt hash of the password "sesame"; the registry reads no other kind.
 HTPASSWD = "spark:$2b$05$J4.slEh6GAsoEbsfsPUWeOvETGcIQsbEBLZKOnDjXc2WAvSmljUZ2\n"
 
 
 @pytest.fixture
 def closed_registry(engine, tmp_path, free_port):
-    """A registry with a certificate of its own and a login, on the engine's bridge: loopback needs no certificate."""
+    """A registry with its own certificate and a login, on the engine's bridge: loopback needs no certificate."""
     bridge = json.loads(engine.docker("network", "inspect", "bridge"))[0]["IPAM"]["Config"][0]["Gateway"]
     request = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=registry -addext subjectAltName=IP:{bridge}"
     files = {"certificate": str(tmp_path / "ca.crt"), "key": str(tmp_path / "key.pem")}
@@ -245,7 +245,7 @@ def closed_registry(engine, tmp_path, free_port):
 
 @pytest.mark.needs("docker-registry", "openssl")
 def test_a_registry_with_tls_and_a_login(shipped, closed_registry, tmp_path):
-    """Each thing that is missing is named with the command that adds it; with all of them an image goes and comes."""
+    """Each missing thing is named with the command that adds it; with all, an image can be pushed and pulled."""
     docker, original = shipped.engine.docker, shipped.id()
     address, certificate = closed_registry
     repository, trusted = f"{address}/sparkforge/vllm", Path("/etc/docker/certs.d", address)
@@ -278,8 +278,8 @@ def test_a_registry_with_tls_and_a_login(shipped, closed_registry, tmp_path):
 
 
 @pytest.mark.needs("docker-registry", "openssl")
-def test_the_workflow_builds_publishes_and_signs_by_the_step_that_it_writes(release, registry, tmp_path):
-    """The embedded stack in place of the Spark's, and on this machine in place of GitHub's."""
+def test_the_generated_workflow_step_builds_publishes_and_signs(release, registry, tmp_path):
+    """The test uses the embedded stack instead of the Spark's, and this machine instead of GitHub's."""
     steps = yaml.safe_load((ROOT / ".github/workflows/image.yml").read_text())["jobs"]["image"]["steps"]
     (step,) = (step for step in steps if step.get("id") == "publish")
     assert set(step["env"]) == {"STACK", "SIGNING_KEY", "BUILDER"}
@@ -317,7 +317,7 @@ def test_an_image_goes_to_a_registry_and_comes_back_by_digest(shipped, registry,
     version = tag.rpartition(":")[2].rpartition("-")[0]
     assert reference in shipped.good("image.publish", repository)  # again: the same digest
 
-    # Somebody puts another image under the same tag. It is not overwritten, and by digest the first one comes.
+    # Somebody pushes another image to the same tag. It is not overwritten, and the digest still gives the first image.
     other = derive(shipped.engine, tmp_path / "other", name, "LABEL org.sparkforge.test=other")
     docker("tag", other, f"{shipped.repository}:{SHIPPED}-other")
     docker("tag", other, tag)
@@ -327,7 +327,7 @@ def test_an_image_goes_to_a_registry_and_comes_back_by_digest(shipped, registry,
     assert code == 12, said
     assert f"{tag} is there already" in said
 
-    # A machine that lacks it, and serves another one: that one gets a name of its own.
+    # A machine that lacks this image and serves another: the other image gets its own name.
     docker("tag", other, name)
     docker("image", "rm", "--force", original)
     said = shipped.good("image.pull", reference)
@@ -390,7 +390,7 @@ def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_pa
     assert "profile: 'embedded-dense-8', will be 'embedded'" in said
     assert [container["Image"] for container in release.running()] == [next_image]
 
-    # Killed while the old image starts: tag and record are as they were.
+    # Killed while the old image starts: tag and record are unchanged.
     process = release.start("rollback")
     wait_for(lambda: [container["Image"] for container in release.running()] == [old], SECONDS)
     process.send_signal(signal.SIGKILL)
@@ -407,14 +407,14 @@ def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_pa
     (container,) = release.running()
     assert container["Image"] == old
     assert {"SPARKFORGE_MAX_MODEL_LEN=1024", "SPARKFORGE_SERVE_PROFILE=embedded"} <= {*container["Config"]["Env"]}
-    compiled = release.compiled()  # the old image's own folder again, with what it left there; the other's as it was
+    compiled = release.compiled()  # the old image's own folder again, with its files; the other's unchanged
     assert compiled[KEY] == ["embedded-dense-8"]
     assert {*compiled[key]} == {"embedded"}
     assert len(compiled[key]) > 1
     assert "healthy" in release.good("status")
     assert "1  " in release.good("rollback", "--list")
 
-    # What the other start needs is gone: refused, and the server goes on.
+    # A thing that the other start needs is gone: the rollback is refused, and the server continues.
     engine.docker("image", "rm", "--force", next_image)
     code, said = release.inv("rollback")
     assert code == 24, said
@@ -429,7 +429,7 @@ def test_a_rollback_whose_start_fails_leaves_record_and_tag(release):
     document["starts"][0]["plan"]["flags"] = ["--no-such-flag"]
     (release.state / "known-good.json").write_text(json.dumps(document))
     code, said = release.inv("rollback", "--to", "1")
-    if "goes on" in said:  # the server runs already as that start
+    if "goes on" in said:  # the running server is already that start
         release.good("down")
         code, said = release.inv("rollback", "--to", "1")
     assert code == 24, said
@@ -441,7 +441,7 @@ def test_a_rollback_whose_start_fails_leaves_record_and_tag(release):
 
 @pytest.mark.timeout(3600)  # many starts of vLLM
 def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, tmp_path_factory, free_port):
-    """Two images of the embedded stack, each with its own settings and compiled code, and vLLM itself in both."""
+    """Both images are of the embedded stack and run vLLM; each has its own settings and compiled code."""
     folder = tmp_path_factory.mktemp("real")
     release = release_of(engine, folder, free_port(), "sparkforge-real/vllm")
     release.environment["SPARKFORGE_COMPOSE_FILES"] = str(folder / "override.yml")  # the product's own health check

@@ -1,7 +1,8 @@
 """`./inv service.install` on a real systemd, as process 1 of a container.
 
-The launcher, the hold and the supervisor are ours. The checkout is mounted read-only, under a path that must be quoted,
-and a stand-in serves. In the test of the unit for Docker the embedded image serves, on the engine of these tests.
+Launcher, hold and supervisor are the real ones. The checkout is mounted read-only, under a path that must be quoted,
+and a stand-in replaces vLLM. In the test of the unit for Docker the embedded image serves, on the engine of these
+tests.
 """
 
 import os
@@ -195,7 +196,7 @@ def test_a_users_own_unit_starts_at_boot_if_the_user_lingers(machine):
 
 
 class Login:
-    """A user of the machine who logs in and out again, and what logind leaves of that user's shared memory."""
+    """A user of the machine who logs in and out, to test what logind does to the user's shared memory."""
 
     NAME, HOME, CONTROL = "alice", "/home/alice", "/dev/shm/of-no-session"
 
@@ -215,13 +216,13 @@ class Login:
         return self.machine.sh(f"runuser -u {self.NAME} -- env {own} sh -c '{line}' 2>&1", check=False)
 
     def log_in_and_out(self):
-        """Make a session and end it; return whether the user's shared memory of the machine is still there."""
+        """Log in and out; return whether the user's shared memory still exists."""
         self.command(f"echo x > {self.CONTROL}")
         assert self.NAME in self.machine.sh(f"su -l {self.NAME} -c loginctl")
         end = time.monotonic() + 60
         while f" {self.NAME} " in self.machine.sh("loginctl list-sessions") and time.monotonic() < end:
             time.sleep(0.2)
-        time.sleep(3)  # the user's manager ends after the session, and the memory goes after that
+        time.sleep(3)  # the user's manager ends after the session; then logind removes the memory
         return self.CONTROL in self.machine.sh("find /dev/shm -type f")
 
 
@@ -229,7 +230,7 @@ SYSTEM_UNIT = (*INSTALL, "--user", Login.NAME, "--now")
 
 
 def test_a_logout_does_not_reach_the_shared_memory_of_a_system_unit(machine):
-    """logind deletes what the user has in the machine's /dev/shm; without our line the server ends, and comes back."""
+    """logind deletes the user's files in /dev/shm; without our line in the unit the server ends and restarts."""
     alice = Login(machine)
     installed = machine.sh(f"""SPARKFORGE_GUARD_GIB=0 '{CHECKOUT}/inv' {" ".join(SYSTEM_UNIT)} 2>&1""")
     assert "RemoveIPC" not in installed
@@ -249,7 +250,7 @@ def test_a_logout_does_not_reach_the_shared_memory_of_a_system_unit(machine):
     assert "[shared-memory-deleted]" in doctor, doctor
 
 
-def test_a_unit_that_somebody_edited_or_another_checkout_wrote_stays(machine):
+def test_units_edited_by_hand_or_of_another_checkout_are_kept(machine):
     machine.inv(*INSTALL)
     machine.sh(f"echo '# mine' >> {UNIT}")
     for command in (("service.remove", "--system"), INSTALL):
@@ -259,7 +260,7 @@ def test_a_unit_that_somebody_edited_or_another_checkout_wrote_stays(machine):
 
 @pytest.fixture
 def docker_machine(engine, project, image):
-    """A machine whose docker is the engine of these tests, so that all paths are this machine's, as is the network."""
+    """A machine whose docker is the engine of these tests, so paths and network are this machine's."""
     docker = shutil.which("docker", path=engine.environment["PATH"])
     config = Path(engine.environment["DOCKER_CONFIG"])
     plugins = {plugin.resolve().parent for plugin in (config / "cli-plugins").iterdir()}

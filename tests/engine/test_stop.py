@@ -13,7 +13,7 @@ MODEL = "tiny-gpt-oss"
 
 
 def test_a_dead_engine_ends_the_container_with_a_code_and_docker_starts_it_again(served):
-    """vLLM's API server calls it success when its engine dies; `on-failure` must see a failure."""
+    """vLLM's API server exits with success when its engine dies, but `on-failure` must see a failure."""
     container = served.container()
     before = served.engine.inspect(container)["RestartCount"]
     rows = served.engine.docker("top", container, "-eo", "pid,args").splitlines()

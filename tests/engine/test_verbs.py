@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 @dataclass
 class Checkout:
-    """A checkout whose verbs are run as a user runs them, with a state, a port and a Compose project of its own."""
+    """A checkout whose verbs run as a user runs them, with a separate state folder, port and Compose project."""
 
     path: Path
     environment: dict
@@ -53,14 +53,14 @@ def checkout(engine, tmp_path_factory, free_port):
     checkout.good("build", "--engine", "docker", "--stack", "embedded")
     yield checkout
     checkout.inv("down")
-    for project in ("sparkforge-verbs", "sparkforge-verbs-red", "sparkforge-verbs-green"):  # the latter: of a fleet
+    for project in ("sparkforge-verbs", "sparkforge-verbs-red", "sparkforge-verbs-green"):  # the last two are a fleet's
         arguments = ["docker", "compose", "--project-name", project, "down", "--volumes"]
         subprocess.run(arguments, cwd=ROOT, env=environment, check=False, capture_output=True)
 
 
 @pytest.fixture(scope="module")
 def served(checkout):
-    """The embedded image, up."""
+    """The embedded image, served."""
     said = checkout.good("up", "--device", "docker-cpu", "--port", str(checkout.port))
     assert f"http://127.0.0.1:{checkout.port}/v1" in said
     assert "device: docker-cpu, because you asked for it" in said
@@ -68,7 +68,7 @@ def served(checkout):
     return checkout
 
 
-def test_a_served_container_is_told_asked_and_read(served):
+def test_status_chat_and_logs_work_with_a_served_container(served):
     status = served.good("status")
     assert f"tiny-gpt-oss at http://127.0.0.1:{served.port}/v1 · healthy, the container says healthy" in status
     log = served.good("logs")
@@ -83,7 +83,7 @@ def test_the_image_tells_what_it_holds(checkout):
     assert "patches    vllm-0.32.0" in said
 
 
-def test_the_image_is_this_checkouts_and_no_other_ones(checkout, tmp_path):
+def test_the_image_belongs_to_this_checkout(checkout, tmp_path):
     said = checkout.good("image.verify", "--stack", "embedded")
     assert "every lock as in this checkout" in said
     assert int(re.search(r"audited in the build: (\d+) files hashed", said)[1]) > 5_000
@@ -120,7 +120,7 @@ def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
 
 
 def test_a_refused_container_is_restarted_thrice_and_then_stays_down(checkout):
-    """As `docker compose up` leaves it, without `./inv`, which would stop it at the first refusal."""
+    """The container is started by `docker compose up`, because `./inv` would stop it at the first refusal."""
     arguments = ["docker", "compose", "--project-name", "sparkforge-verbs"]
     arguments += [f"--file={name}" for name in ("docker-compose.yml", "tests/engine/ci.yml")]
     env = {**checkout.environment, "PORT": str(checkout.port), "SPARKFORGE_MODEL": "/models/that-is-not-there"}

@@ -2,7 +2,7 @@
 
 Reads JSON from stdin, {"capability": [major, minor], "questions": [[kv_cache_dtype, backend or null], …]}, and prints
 one answer each: {"FULL": …, "SLIDING": …} with the backend's name, or a refusal. vLLM's CUDA platform is imported
-without its compiled extensions; FlashInfer's names are there and empty. No kernel runs.
+without its compiled extensions; FlashInfer is replaced by empty modules. No kernel runs.
 """
 
 import importlib.machinery
@@ -14,7 +14,7 @@ import torch
 
 
 def fake(name: str) -> None:
-    """Put an empty module in place, which has every name that it is asked for."""
+    """Install an empty module that has every requested attribute."""
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
     module.__path__ = []
@@ -38,7 +38,7 @@ defaults = VllmConfig()  # made while the platform is the CPU's
 
 
 class ClaimedCuda(cuda.CudaPlatformBase):
-    """vLLM's CUDA platform, on a device that is not there."""
+    """vLLM's CUDA platform for a device that does not exist."""
 
     @classmethod
     def get_device_capability(cls, device_id=0):  # noqa: ARG003 - vLLM's signature
@@ -49,13 +49,13 @@ class ClaimedCuda(cuda.CudaPlatformBase):
         return "claimed"
 
 
-vllm.platforms.current_platform.__class__ = ClaimedCuda  # the object that modules have imported by now
+vllm.platforms.current_platform.__class__ = ClaimedCuda  # the object that modules have already imported
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 
 def answer(kv_cache_dtype, backend, *, sliding):
-    """The name of the backend for one kind of gpt-oss's layers, or the last line of the refusal."""
+    """Return the name of the backend for one kind of gpt-oss's layers, or the last line of the refusal."""
     config = AttentionSelectorConfig(
         head_size=64, dtype=torch.bfloat16, kv_cache_dtype=kv_cache_dtype, block_size=None, has_sink=True,
         has_sliding_window=sliding,

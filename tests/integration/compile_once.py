@@ -19,7 +19,7 @@ patched_options = []
 
 
 def spy_on_options():
-    """Note the names of all options that anybody patches, and let the patch through."""
+    """Record the names of all patched options, and apply the patches."""
     kind = type(inductor)
     real = kind.patch
 
@@ -43,7 +43,7 @@ def main():
     if sys.argv[1] == "absent":
         del inductor._config[OPTION]
     spy_on_options()
-    # The options are set around every backend; this one starts no C++ compiler.
+    # vLLM sets the options for every backend; this backend starts no C++ compiler.
     compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="eager")
     config = VllmConfig(compilation_config=compilation)
     error = result = None

@@ -1,4 +1,4 @@
-"""What several files use: the whole road, vLLM as upstream ships it and patched, and a tiny checkpoint."""
+"""Shared fixtures: the complete start from a fresh copy, vLLM as shipped by upstream and patched, a tiny checkpoint."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ COMPILER = re.compile(r"(.*-)?(cc|gcc|g\+\+|c\+\+|cpp|c89|c99|clang|clang\+\+|ld
 
 @dataclass
 class Checkout:
-    """A fresh copy of the checkout, the port its server gets, and a folder of all programs but compilers."""
+    """A fresh copy of the checkout, its server's port, and a folder of all programs except compilers."""
 
     path: Path
     port: int
@@ -76,12 +76,12 @@ class Checkout:
 
 @pytest.fixture(scope="session", autouse=True)
 def vllm_cache(tmp_path_factory):
-    """One folder for what vLLM learns of a model's class, by a process that imports vLLM: it learns it once in a run.
+    """A shared cache folder for vLLM's facts about a model's class, which a process must import vLLM to find.
 
-    `./inv up` has its own folder, as it has for a user.
+    `./inv up` has its own folder, as for a user.
     """
     base = tmp_path_factory.getbasetemp()
-    with pytest.MonkeyPatch.context() as patch:  # pytest's workers share the folder that theirs are in
+    with pytest.MonkeyPatch.context() as patch:  # the parent folder of the workers' folders is shared
         patch.setenv("VLLM_CACHE_ROOT", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "vllm"))
         yield
 
@@ -93,9 +93,9 @@ def nvcc():
 
 @pytest.fixture(scope="session")
 def forking():
-    """Return a function: a Launch → the same server, whose processes are forks of one that has imported vLLM.
+    """Return a function: a Launch → the same server, whose processes are forks of a process that has imported vLLM.
 
-    It starts in a third of the time. For tests of what a server does, not of how vLLM starts its processes.
+    Such a server starts in a third of the time. Use it to test a server's answers, not how vLLM starts its processes.
     """
 
     def forking(launch):
@@ -126,7 +126,7 @@ def fresh(large_folder, free_port):
 
 @pytest.fixture(scope="session")
 def killed_once(fresh):
-    """Kill a first `./inv up` while it installs the environment: what it leaves must not be trusted."""
+    """Kill a first `./inv up` while it installs the environment; later starts must not trust its files."""
     command = ["./inv", "up", "--port", str(fresh.port)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     first = subprocess.Popen(command, cwd=fresh.path, env=fresh.environment, start_new_session=True, **quiet)
@@ -142,7 +142,7 @@ def killed_once(fresh):
 
 @pytest.fixture(scope="session")
 def up(killed_once):
-    """Bring it up and return it; the only line on stdout is the API's URL."""
+    """Run `./inv up` and return the checkout; the only line on stdout is the API's URL."""
     fresh = killed_once
     result = fresh.inv("up", "--port", str(fresh.port))
     assert result.returncode == 0, result.stderr
@@ -158,7 +158,7 @@ def validation(up):
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
-    """The tiny checkpoint with random weights. Nobody writes into it."""
+    """The tiny checkpoint with random weights, which tests must not change."""
     return tiny.write_tiny(tmp_path_factory.mktemp("models") / "tiny", tiny.RANDOM)
 
 
@@ -229,7 +229,7 @@ class Forks:
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory):
-    """Return a context manager that gives `Forks`: what they import, their whole environment, their folder."""
+    """Return a context manager for `Forks`, from the modules to import, the whole environment, and the folder."""
 
     @contextmanager
     def forks(imports, env, cwd=None):
@@ -246,9 +246,9 @@ def forks(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def vllm_process(forks):
-    """Return a function: a folder with vLLM → a process that has imported most of it, and runs programs in its forks.
+    """Return a function: a folder with vLLM → a process that has imported most of vLLM and runs programs in its forks.
 
-    It has what the programs share and do not replace before they import it themselves, as vLLM's CPU platform.
+    It imports only modules that all programs share and none replaces before its own import, such as the CPU platform.
     """
     imports = ["torch._inductor", "vllm.compilation.decorators", "vllm.config", "vllm.forward_context"]
     with ExitStack() as stack:
@@ -267,7 +267,7 @@ def vllm_process(forks):
 
 @pytest.fixture(scope="session")
 def installed_vllm(large_folder):
-    """Return a function: a new folder with a copy of the installed vLLM, its bytecode too (compiling takes 6 s)."""
+    """Return a function that copies the installed vLLM to a new folder, with its bytecode (compiling takes 6 s)."""
     installed = Path(importlib.util.find_spec("vllm").origin).parent
     with ExitStack() as stack:
 
@@ -281,7 +281,7 @@ def installed_vllm(large_folder):
 
 @pytest.fixture(scope="session")
 def vllm_trees(installed_vllm):
-    """Copies of the installed vLLM: `patched`, as its wheel has it, and `upstream`, as upstream's has it."""
+    """Copies of the installed vLLM: `patched`, as in our wheel, and `upstream`, as in upstream's wheel."""
     copies = SimpleNamespace(upstream=installed_vllm("upstream"), patched=installed_vllm("patched"))
     component = pins.load().component("embedded", "vllm")
     queue = Queue.load(ROOT / "patches" / component.patches)
@@ -290,7 +290,7 @@ def vllm_trees(installed_vllm):
         if content is None:  # the queue creates it
             (copies.upstream / path).unlink()
         else:
-            write_atomic(copies.upstream / path, content)  # renamed: the installed file keeps its bytes
+            write_atomic(copies.upstream / path, content)  # a rename, so that the installed file keeps its bytes
         for compiled in (copies.upstream / path).parent.glob(f"__pycache__/{Path(path).stem}.*.pyc"):
             compiled.unlink()
     return copies
@@ -300,8 +300,8 @@ def vllm_trees(installed_vllm):
 def next_trees(large_folder):
     """vLLM's Python of the stack spark-next, from its source archive: `upstream`, and `patched` by its queue.
 
-    There is no CPU build of it. Its Python runs on the test environment's torch with VLLM_TARGET_DEVICE=cpu, which is
-    upstream's own way to take the CPU's platform without compiled extensions.
+    This release has no CPU build. Its Python runs on the test environment's torch with VLLM_TARGET_DEVICE=cpu,
+    upstream's own way to select the CPU platform without compiled extensions.
     """
     component = pins.load().component("spark-next", "vllm")
     (filename,) = component.files

@@ -1,4 +1,4 @@
-"""The reference experts for vLLM, with the fault whose name stands in the file FAULT_FILE; read at every call."""
+"""The reference experts for vLLM, with the fault that the file FAULT_FILE names; the file is read at every call."""
 
 import os
 from functools import cache
@@ -9,12 +9,12 @@ import torch
 from spark_mxfp4 import experts, mxfp4
 from spark_mxfp4.experts import ExpertWeights, moe
 
-LAYERS = []  # biases of the layers in the order in which they run first
+LAYERS = []  # biases of the layers in the order of their first run
 FAULTED = 1  # the layer whose expert 0 loses a bias
 
 
 def packed(projection, change):
-    """Return a projection with other packed bytes; `change` takes and gives blocks [E, N, K/32, 16] and scales."""
+    """Return a projection with other packed bytes; `change` maps blocks [E, N, K/32, 16] and scales to new ones."""
     weight, scales, _ = projection
     blocks, scales = change(weight.view(*scales.shape, 16), scales)
     return projection._replace(weight=blocks.reshape(weight.shape), scales=scales)
@@ -63,7 +63,7 @@ def faulty(x, weights, topk_ids, topk_weights, expert_map=None):
         weights = without_bias(weights, fault.removesuffix("_bias_dropped"))
     elif fault == "clamp_removed":
         experts.swiglu = lambda gate_up: swiglu(gate_up, limit=float("inf"))
-    elif fault.startswith("mxfp8"):  # activations as the hardware path has them, before both projections
+    elif fault.startswith("mxfp8"):  # activations as in the hardware path, before both projections
         off = fault == "mxfp8_scale_off_by_one"
         x = through_mxfp8(x, off)
         experts.swiglu = lambda gate_up: through_mxfp8(swiglu(gate_up), off)

@@ -34,7 +34,7 @@ def spec():
 
 
 def dense():
-    env.FLASHINFER_CSRC_DIR = tree / "csrc"  # where an sdist has the templates that these generators read
+    env.FLASHINFER_CSRC_DIR = tree / "csrc"  # an sdist's folder of templates, which these generators read
     from flashinfer.jit.gemm import core
 
     generators = {name: getattr(core, f"gen_gemm_sm120_module_cutlass_{name}", None) for name in ("fp4", "mxfp4")}

@@ -1,7 +1,7 @@
-"""Run programs, each in a fork of this process, which has imported what they share: that takes longer than they do.
+"""Run programs, each in a fork of this process, which has imported their shared modules to save that time.
 
 The arguments are the modules to import. Each line of stdin is {"program": PATH, "arguments": […], "stdin": TEXT,
-"environment": {…}}; each is answered by a line {"code": exit code, "output": what it wrote to stdout and stderr}.
+"environment": {…}}; the answer is a line {"code": exit code, "output": text from stdout and stderr}.
 """
 
 import importlib
@@ -15,9 +15,9 @@ import traceback
 
 
 def run(program, arguments, stdin, environment):
-    """Run `program` as `python PROGRAM ARGUMENTS…` would; return its exit code and what it wrote.
+    """Run `program` as `python PROGRAM ARGUMENTS…` would; return its exit code and output.
 
-    Folders of PYTHONPATH come before ours.
+    The program's PYTHONPATH comes before this process's path.
     """
     with tempfile.TemporaryFile("w+b") as output:
         child = os.fork()
@@ -35,7 +35,7 @@ def run(program, arguments, stdin, environment):
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
             except BaseException:  # noqa: BLE001 - as an interpreter, it prints whatever ends the program
                 traceback.print_exc()
-            finally:  # it must not return into its parent
+            finally:  # the child must not return into the parent's code
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
@@ -45,7 +45,7 @@ def run(program, arguments, stdin, environment):
 
 
 with os.fdopen(os.dup(1), "w") as answers:
-    os.dup2(2, 1)  # what an import prints is no answer
+    os.dup2(2, 1)  # imports must not print into the answers
     for name in sys.argv[1:]:
         importlib.import_module(name)
     for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""Runs vLLM in this process on given prompts and writes every logprob as JSON.
+"""Run vLLM in this process on given prompts and write every logprob as JSON.
 
-Usage: numerics_engine.py MODEL PROMPTS.json OUT.json ENGINE... One process runs the engines after each other: importing
-vLLM costs more than any of them.
+Usage: numerics_engine.py MODEL PROMPTS.json OUT.json ENGINE... One process runs the engines one after another, because
+importing vLLM takes longer than any of them.
 """
 
 import gc
@@ -25,8 +25,8 @@ from sparkforge.serve import forked_vllm  # noqa: F401 - the ranks are forks of 
 
 GENERATED = 8
 PACKED = ("float32", "packed", "torch", False)
-# Two ranks, each in a process of its own, that share the layers' columns or the experts. They are forked, so they come
-# before this process has computed anything.
+# Two ranks in separate processes share the layers' columns or the experts. They are forked, so they must start before
+# this process has computed anything.
 RANKS = {
     "two ranks, tensor": {"tensor_parallel_size": 2},
     "two ranks, expert": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
@@ -57,7 +57,7 @@ def run(model, prompts, dtype, mode, kernel, traced, **ranks):
     llm = LLM(
         model, dtype=dtype, quantization="spark-mxfp4", max_model_len=512, max_num_seqs=4, enforce_eager=not traced,
         enable_prefix_caching=False, distributed_executor_backend="mp" if ranks else "uni", disable_log_stats=True,
-        skip_tokenizer_init=True, **ranks,  # ids go in and come out; transformers takes 3 s for each tokenizer it loads
+        skip_tokenizer_init=True, **ranks,  # inputs and outputs are ids; loading a tokenizer takes 3 s
     )  # fmt: skip
     results = complete(llm, prompts)
     del llm

@@ -1,4 +1,4 @@
-"""A kernel that is not ours, as a user would write one: it wants sizes in multiples of 128, so 64 gets padded."""
+"""A kernel as a user would write it, which requires sizes in multiples of 128, so 64 gets padded."""
 
 from spark_mxfp4.experts import moe
 from spark_mxfp4.kernel import MoeKernel

@@ -26,7 +26,7 @@ CLOSED = {"/scale_elastic_ep", "/is_scaling_elastic_ep"}
 
 @pytest.fixture
 def served(scripted_server, monkeypatch):
-    """The server with an API key, in whose state our commands look."""
+    """The server with an API key; our commands use its state folder."""
     monkeypatch.setenv("SPARKFORGE_STATE", str(scripted_server.work / "state"))
     with httpx.Client(base_url=scripted_server.url, timeout=60, trust_env=False) as api:
         yield SimpleNamespace(**vars(scripted_server), api=api, routes=scripted_server.work / "routes.json")
@@ -53,7 +53,7 @@ def test_every_route_but_health_needs_the_key(served):
 
 
 def test_no_process_of_vllm_can_import_from_the_checkouts_root(served):
-    """Each process's own environment and folder, asked through the interpreter that runs it."""
+    """The interpreter of each process is started with that process's environment and folder."""
     leader = psutil.Process(served.server.pid)
     processes = [child for child in (leader, *leader.children(recursive=True)) if "python" in child.exe()]
     assert len(processes) >= 3  # the supervisor, the API server, the engine
@@ -64,7 +64,7 @@ def test_no_process_of_vllm_can_import_from_the_checkouts_root(served):
             [sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')"],
             env=environment, cwd=process.cwd(), capture_output=True, text=True, check=True,
         ).stdout.splitlines()  # fmt: skip
-        assert str(HERE) in path  # the test's own plugin, put there above
+        assert str(HERE) in path  # the test's own plugin, added above
         assert not {"", str(ROOT)} & {*path}
 
 

@@ -1,6 +1,6 @@
-"""Which types of KV cache vLLM's own selector takes for gpt-oss on 12.1, with the backends that it can import.
+"""The KV cache types that vLLM's own selector accepts for gpt-oss on 12.1, with the backends that can be imported.
 
-FLASH_ATTN, which vLLM asks first there, needs its compiled extensions: the choice without a flag is not tested.
+vLLM first tries FLASH_ATTN, which needs its compiled extensions, so the choice without a flag is not tested.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Compile small units for several targets, without a GPU, and let the audit say what they really are."""
+"""Compile small units for several targets, without a GPU, and check that the audit recognises them."""
 
 import functools
 import re
@@ -74,7 +74,7 @@ def test_hardware_fp4_passes(build, tools, code, name):
     report.require_clean()
     (row,) = report.coverage
     assert (row.target, row.loads, row.kernels, row.fp4, row.block_scaled) == (code[1], True, 3, 2, 1)
-    assert row.cubins == (2 if name.endswith(".so") else 1)  # nvcc links an empty one into a library
+    assert row.cubins == (2 if name.endswith(".so") else 1)  # nvcc links an empty cubin into a library
 
 
 def test_software_under_the_right_label(build, tools):
@@ -91,7 +91,7 @@ def test_trap_stubs(build, tools):
     assert report.coverage[0].traps == 1
 
 
-def test_software_emulated_conversion_in_a_unit_that_only_its_name_gives_away(build, tools):
+def test_software_conversion_is_found_by_the_units_name(build, tools):
     flags = "-DWITH_CONVERSION", "-Dcvt_fp32_to_fp4=quantise"
     assert rules_of(audit_files([build("nvfp4_quantise.o", MISLABELLED, *flags)], tools=lambda: tools)) == {
         "software-fp4": 1
@@ -109,7 +109,7 @@ def test_truncated_file(build, tools, name, share):
 
 @pytest.mark.parametrize("mode", ["none", "size"])
 def test_truncated_fatbin_in_a_whole_library(build, tools, mode):
-    """The cubin's size says more than there is; cuobjdump alone would print what is left and end with 0."""
+    """The cubin's size exceeds the file; cuobjdump alone would print the rest and exit with 0."""
     path = build("one.so", NATIVE, *BOTH, f"--compress-mode={mode}")
     with elf.opened(path) as opened:
         start = opened.get_section_by_name(".nv_fatbin")["sh_offset"]
@@ -121,7 +121,7 @@ def test_truncated_fatbin_in_a_whole_library(build, tools, mode):
     assert rules_of(audit_files([path], tools=lambda: tools)) == {"damaged": 1}
 
 
-def test_what_nvdisasm_cannot_read_is_the_damage_of_its_own_file(build, tools):
+def test_code_that_nvdisasm_cannot_read_is_reported_for_its_file(build, tools):
     good, bad = build("good.cubin", NATIVE, *BOTH), build("bad.cubin", NATIVE, *BOTH)
     data = bytearray(bad.read_bytes())
     at = next(at for name, (at, _) in elf.code(bytes(data)).sections.items() if name.startswith(".text."))
@@ -143,7 +143,7 @@ def test_cubins_are_read_as_cuobjdump_unpacks_them(build, tools, mode, packing, 
     ours = audit_files([path], tools=lambda: replace(tools, cuobjdump=path.parent / "none"))
     monkeypatch.setattr(cubins, "READABLE", ())
     theirs = audit_files([path], tools=lambda: tools)
-    assert packings == [packing] * 6  # for each target ours, and the empty one that nvcc links into a library
+    assert packings == [packing] * 6  # for each target ours, and the empty cubin that nvcc links into a library
     assert not ours.violations
     assert ours.coverage == theirs.coverage
     assert [row.target for row in ours.coverage] == ["sm_120f", "sm_121a", "sm_90a"]
@@ -157,7 +157,7 @@ def by_kernel(report):
 
 @pytest.mark.parametrize("code", [NATIVE, FAMILY_120, PLAIN], ids="-".join)
 def test_shapes_count_what_nvdisasm_prints(build, tools, code):
-    """Our count against nvdisasm's full listing, kernel by kernel, for every mnemonic that a rule looks at."""
+    """Compare our counts with nvdisasm's full listing, kernel by kernel, for every mnemonic of a rule."""
     mixed = () if code == PLAIN else ("-DWITH_MIX",)
     path = build("one.cubin", code, *BOTH, *mixed)
     read = elf.code(path.read_bytes())

@@ -1,4 +1,4 @@
-"""A bake-off of two profiles on real vLLM: each serves the trained tiny model, proves itself, is gated and loaded."""
+"""A bake-off of two profiles on real vLLM: each serves the trained tiny model and runs test calls, gate and load."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, forking):
     limits = {}
 
     def start(request):
-        """As on the embedded device, without making an environment and without the validator: minutes."""
+        """Start as on the embedded device, but without an environment and a validation, which take minutes."""
         described = in_environment.Embedded(request, Path(sys.executable), model).launch()
         with launch.starting():
             server = launch.start(forking(described), lambda _: None)
@@ -38,7 +38,7 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, forking):
     standings = {standing["name"]: standing for standing in stored["standings"]}
     bits = {name: row["results"][0]["gate"]["bits_per_byte"] for name, row in standings.items()}
     assert all(row["score"] > 0 for row in standings.values()), standings
-    assert 0 < abs(bits[other] - bits["embedded"]) < 0.02  # another cache or other weights were used, and it is close
+    assert 0 < abs(bits[other] - bits["embedded"]) < 0.02  # close, but not the same weights or cache
     unproved = {name for name, call in proof.CALLS.items() if proof.BIAS in call.body and not call.spelled}
     assert limits["embedded-ngram"] - limits["embedded"] == unproved
     assert bits["embedded-ngram"] == pytest.approx(bits["embedded"], rel=1e-3)  # the same model, speculating

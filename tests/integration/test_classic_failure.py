@@ -1,4 +1,4 @@
-"""What happens to FP4 code without the suffix, in each of three ways: docs/guide/troubleshooting.md."""
+"""The three failures of FP4 code for a target without suffix: docs/guide/troubleshooting.md."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ def home():
 
 
 def ptx(home, folder, target):
-    """Return the PTX of the unit with `target` in it. nvcc has ptxas check PTX, so it is made for 121a and renamed."""
+    """Return the unit's PTX with another `target`. nvcc lets ptxas check PTX, so compile for 121a, then rename."""
     path = folder / "x.ptx"
     run([home / "bin/nvcc", "-ptx", "-arch", "compute_121a", "-DWITH_INLINE_PTX", UNITS, "-o", path])
     path.write_text(path.read_text().replace(".target sm_121a", f".target {target}"))
@@ -31,7 +31,7 @@ def ptx(home, folder, target):
 
 
 def newer_ptxas():
-    """Return the ptxas of CUDA 13.4 that Triton brings for Blackwell."""
+    """Return the ptxas of CUDA 13.4 in Triton's package for Blackwell."""
     assemblers = list(Path(sys.prefix).glob("lib/python*/site-packages/triton/backends/nvidia/bin/ptxas-blackwell"))
     assert assemblers, "the test environment holds Triton (locks/test.txt)"
     return assemblers[0]

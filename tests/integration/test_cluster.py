@@ -1,4 +1,4 @@
-"""A cluster of two network namespaces: asked over a real sshd, with faults on the real link."""
+"""A cluster of two network namespaces, queried over a real sshd, with faults on the link."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_other_weights_on_one_node_refuse_the_start(nodes, random_model, tmp_pat
 
 
 def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_path):
-    """Stand-ins for vLLM, whose part in it test_cluster_serve.py has: here it is the real link."""
+    """Stand-ins replace vLLM, which test_cluster_serve.py tests; this test is about the link."""
     forever, ends = [sys.executable, "-c", "import signal; signal.pause()"], [tmp_path / "a.json", tmp_path / "b.json"]
     with ExitStack() as stack:
         parts = []
@@ -125,7 +125,7 @@ def test_a_link_that_is_down_ends_with_the_node_that_is_not_reached(nodes):
     assert "next: ssh root@10.77.0.2 true" in result.stdout
 
 
-def test_a_host_that_is_not_known_is_an_error_and_no_question(nodes):
+def test_an_unknown_host_is_an_error_without_a_prompt(nodes):
     known = nodes.work / "keys/known"
     kept = known.read_text()
     known.write_text("")

@@ -50,7 +50,7 @@ def model(nodes):
 
 @pytest.fixture(scope="module")
 def file(nodes, model, free_port):
-    """The configuration. Its `python` is a script that starts servers as forks of a process that has imported vLLM."""
+    """The configuration file. Its `python` is a script that starts servers as forks of a process with vLLM imported."""
     python = nodes.work / "forking"
     cache = os.environ["VLLM_CACHE_ROOT"]
     python.write_text(f"""#!/bin/sh
@@ -68,7 +68,7 @@ def up(nodes, file):
     logs = "".join(log.read_text()[-3000:] for log in nodes.work.glob("?/logs/server.log"))
     assert result.returncode == 0, result.stderr + logs
     yield result.stdout.strip()
-    if any(nodes.work.glob("?/server.json")):  # else the last test ended it
+    if any(nodes.work.glob("?/server.json")):  # else the last test ended the server
         down = nodes.inv("cluster.down", "--config", str(file), seconds=300)
         assert (down.returncode, left(nodes, "a"), left(nodes, "b")) == (0, [], []), down.stderr
 
@@ -156,10 +156,10 @@ def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order
 
 
 def test_a_killed_head_ends_the_worker_by_its_name_and_down_leaves_no_process(up, nodes, file):
-    """Kill all processes of the head at once, as a power loss does: none of them can tell the worker."""
+    """Kill all processes of the head at once, as a power loss does, so that none can notify the worker."""
     victims = left(nodes, "a")
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in reversed(victims):  # children first: the kernel tells them of a parent's end
+        for pid in reversed(victims):  # children first, because the kernel signals them when a parent ends
             os.kill(pid, number)
     wait_for(lambda: not left(nodes, "b"), END_SECONDS)
     end = json.loads((nodes.work / "b/cluster.end.json").read_text())

@@ -1,4 +1,4 @@
-"""cluster.sync between two network namespaces with an sshd: a model, cut off, damaged and mended."""
+"""cluster.sync between two network namespaces with an sshd: send a model, resume after a cut, repair damage."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ def stand_in(program, text):
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    """Two machines, of which the worker has a folder of its own in the place of the head's models."""
+    """Two machines; the worker sees its own folder in place of the head's models."""
     for nodes in namespaces.made(tmp_path_factory.mktemp("nodes")):
         for name in ("models", "theirs"):
             (nodes.work / name).mkdir()
@@ -52,8 +52,8 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(nodes):
     before = sent(nodes)
     result = nodes.inv(*sync)
     assert "Input/output error" in result.stderr
-    assert 4 << 20 <= sent(nodes) - before < 5 << 20  # over the link, without what was there
-    assert not theirs.exists()  # it is complete, but not on the disk
+    assert 4 << 20 <= sent(nodes) - before < 5 << 20  # only the missing part was sent over the link
+    assert not theirs.exists()  # complete, but not yet synced to the disk
     flushed = nodes.work / "flushed"
     stand_in(nodes.theirs / "sync", f'echo "$*" $(ls -A {models}) >> {flushed}\nexec {shutil.which("sync")} "$@"')
     result = nodes.inv(*sync)
@@ -67,7 +67,7 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(nodes):
     with (theirs / "model-1.safetensors").open("r+b") as opened:
         opened.seek(3 << 20)
         opened.write(b"damaged")
-    shutil.copystat(folder / "model-1.safetensors", theirs / "model-1.safetensors")  # only its checksum tells
+    shutil.copystat(folder / "model-1.safetensors", theirs / "model-1.safetensors")  # only the checksum differs
     before = sent(nodes)
     assert "worker: would get model-1.safetensors" in nodes.inv(*sync, "--dry-run").stderr
     result = nodes.inv(*sync)

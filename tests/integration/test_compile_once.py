@@ -1,6 +1,6 @@
 """Patch 0003: vLLM compiles a model with a torch that lacks an option of inductor, as NGC's early builds of 2.10.0 do.
 
-What the other patches do is in test_routing_patch.py, test_validate_deep.py and in their submissions' own tests.
+The other patches are tested in test_routing_patch.py, test_validate_deep.py and their submissions' own tests.
 """
 
 import json

@@ -1,9 +1,8 @@
-"""What people's clients get from real vLLM and the scripted checkpoint: the table of docs/reference/clients.md.
+"""Client libraries with real vLLM and the scripted checkpoint: the table of docs/reference/clients.md.
 
-Each client's script (tests/integration/clients) runs all of its features in one process, in the environment that has
-the client. Every day those run that need no environment of their own; the others run nightly. A line that says `limit`
-is vLLM's fault, and FAULTS has what comes of it today: when a patch or a release cures it, the test fails and says so,
-so that the line changes.
+Each client's script (tests/integration/clients) runs all of its features in one process, in the client's environment.
+Clients that need no separate environment run daily, the others nightly. A line with `limit` is a fault of vLLM, and
+FAULTS has its current result. When a patch or a release fixes the fault, the test fails, so that the line gets changed.
 """
 
 import importlib.util
@@ -37,7 +36,7 @@ SCRIPTS = conversations.SCRIPTS  # what conftest.py's server writes
 
 
 def read_table():
-    """Client, feature → state and remark, from the page's table; a row has one feature or several, with semicolons."""
+    """Return client, feature → state and remark from the page's table, whose rows separate features by semicolons."""
     lines = (ROOT / "docs/reference/clients.md").read_text(encoding="utf-8").splitlines()
     rows = [
         [cell.strip() for cell in line.removeprefix("| ").removesuffix("|").split(" | ")]
@@ -53,7 +52,7 @@ def read_table():
 
 
 TABLE = read_table()
-# Client, feature → what the client's script says today.
+# Client, feature → the current result of the client's script.
 FAULTS: dict[tuple[str, str], str] = {
     ("Codex", "tools: web_search, local_shell, apply_patch with a grammar"): r"400 .*tools\[2\]: type 'web_search'",
 }
@@ -71,7 +70,7 @@ def node_modules(large_folder):
 
 @pytest.fixture(scope="module")
 def outcomes(scripted_server, request):
-    """Client → feature → what went wrong, or nothing; of the clients whose tests run and whose programs are there."""
+    """Client → feature → the error, or nothing, for clients whose tests run and whose programs are installed."""
     lines = [item.callspec.params["line"] for item in request.session.items if item.module is request.module
              and hasattr(item, "callspec")]  # fmt: skip
     clients = {client for client, _ in lines if not client.startswith("npm ") or shutil.which("npm")}
@@ -105,7 +104,7 @@ def outcomes(scripted_server, request):
 
 
 def marked(line):
-    """Mark the line of a client by when it runs and what it needs."""
+    """Add the marks of a client's line: when it runs and what it needs."""
     needs = [pytest.mark.needs("npm")] if line[0].startswith("npm ") else []
     return pytest.param(line, marks=needs if line[0] in DAILY else [*needs, pytest.mark.nightly])
 

@@ -1,4 +1,4 @@
-"""Families by tiny random checkpoints: vLLM's CPU build gives transformers' greedy tokens, and proves itself."""
+"""Families as tiny random checkpoints: vLLM's CPU build gives transformers' greedy tokens and passes the test calls."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from sparkforge.serve.record import StartPlan
 pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(600)]
 TOKENS = 24
 PROMPTS = ["The weather in Paris", "def f(x):\n    return", "\u00e9\u00e8 1 2 3"]
-# vLLM's linear attention on a CPU is bf16 only: its log probabilities are near those of float32, and not the same.
+# vLLM's linear attention on a CPU is bf16 only, so its log probabilities are close to those of float32, not equal.
 FLAGS = {"qwen3_5-moe": ("--dtype=bfloat16", "--language-model-only")}
 NEAR = {"qwen3_5-moe": 0.4}
 
@@ -64,7 +64,7 @@ def greedy(endpoint):
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
 def test_speculation_gives_the_same_greedy_tokens_in_fewer_steps(method, tmp_path, free_port):
     lookup = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    if method == "draft_model":  # the model itself, so that every proposal is taken
+    if method == "draft_model":  # the model itself as draft, so that every proposal is accepted
         lookup = {"model": str(tiny_families.write(tmp_path / "draft", "qwen3"))}
     if method == "eagle3":
         lookup = {"model": str(tiny_families.write_eagle3(tmp_path / "draft"))}
@@ -86,7 +86,7 @@ def test_greedy_tokens_are_those_of_transformers_in_float32(served):
 
 
 def test_experts_in_mxfp4_run_on_our_kernels(tmp_path, free_port, monkeypatch):
-    """Stock vLLM has no kernel for them on a CPU."""
+    """Stock vLLM has no kernel for MXFP4 experts on a CPU."""
     monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "on")
     with serving("qwen3-moe", tmp_path, free_port(), pack=tmp_path / "reference") as (_, endpoint):
         compare("qwen3-moe", tmp_path / "reference", endpoint, 0.1)
@@ -117,7 +117,7 @@ def compare(family, folder, endpoint, near):
 
 def test_it_proves_what_clients_call(served):
     name, _, endpoint = served
-    # Random weights would write white space, or calls, for ever, which the grammar allows: they end where they may.
+    # Random weights would write endless white space or calls, which the grammar allows, so the end token is preferred.
     bias = {
         **dict.fromkeys(map(str, b" \t\n\r"), -proof.MAX_BIAS),
         str(tiny_families.COMMON["eos_token_id"]): proof.MAX_BIAS,
@@ -127,7 +127,7 @@ def test_it_proves_what_clients_call(served):
     assert faults == dict.fromkeys(proof.REQUESTS, "")
 
 
-def test_its_bytes_are_those_of_the_plan(served):
+def test_weight_bytes_equal_the_plans(served):
     from safetensors.torch import load_file
 
     name, folder, _ = served

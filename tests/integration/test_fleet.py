@@ -1,4 +1,4 @@
-"""Two models of real vLLM behind one URL, asked by openai: names, a stream, a start on demand, idle, down."""
+"""Two models of real vLLM behind one URL, with the openai client: names, a stream, a start on demand, idle, down."""
 
 import os
 import re

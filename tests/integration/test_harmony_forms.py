@@ -1,6 +1,6 @@
-"""What vLLM's API gives for each form of Harmony that a model may write: real vLLM, the scripted checkpoint, openai.
+"""The answers of vLLM's API to each form of Harmony output, with real vLLM, the scripted checkpoint and openai.
 
-Patches 0004 to 0012 and 0014 to 0021 of the queue make these answers right (docs/reference/answers.md).
+Patches 0004 to 0012 and 0014 to 0021 of the queue correct these answers (docs/reference/answers.md).
 """
 
 import json
@@ -80,7 +80,7 @@ SCHEMA = {
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
-# What a request has besides the message.
+# Further fields of a request.
 REQUESTS = {
     "plain": {},
     "stop": {"stop": ["toy", "think"]},
@@ -209,8 +209,8 @@ def test_every_form_is_asked_and_the_page_has_their_number():
     assert f"{forms}, and in {len(RESPONSES)} of the Responses API." in page
 
 
-# The scripted model prefers its script by more than the API's largest bias, so no bias makes it write white space or
-# begin a call. `./inv up` proves both with the trained model (test_road.py).
+# The scripted model prefers its script by more than the API's largest bias, so no bias can make it write white space or
+# begin a call. `./inv up` tests both with the trained model (test_road.py).
 BIASED = {
     "limited white space",
     "a stop string in a tool call",
@@ -221,12 +221,12 @@ CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name no
 
 @pytest.mark.parametrize("name", CANARIES)
 def test_the_canary_of_a_patch_finds_no_fault(scripted_server, name):
-    """Whatever the model: what it writes is forced."""
+    """The canary works with any model, because its request forces the output."""
     assert proof.fault_of(name, Endpoint(scripted_server.url, MODEL, key=scripted_server.key), 300.0) == ""
 
 
 def test_white_space_ends(served):
-    """The script has 40 spaces in one place; 32 are allowed. Off its script the model follows the grammar alone."""
+    """The script has 40 consecutive spaces; 32 are allowed. Off its script the model follows only the grammar."""
     schema = {**SCHEMA, "properties": {"city": {"enum": ["Oslo"]}}}
     response = served.chat.completions.create(
         model=MODEL,
@@ -235,7 +235,7 @@ def test_white_space_ends(served):
         response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
     )
     (choice,) = response.choices
-    value, _end = json.JSONDecoder().raw_decode(choice.message.content)  # it may spell `<|end|>` after it
+    value, _end = json.JSONDecoder().raw_decode(choice.message.content)  # the text `<|end|>` may follow
     assert value == {"city": "Oslo"}
     assert not re.search(r"\s{33}", choice.message.content)
     assert choice.finish_reason == "stop"
@@ -299,7 +299,7 @@ def respond(served, form, **options):
 
 
 def respond_long(served, **options):
-    """Start a response in the background that goes on for seconds if nobody cancels it."""
+    """Start a response in the background that runs for seconds unless it is cancelled."""
     return served.responses.create(
         model=MODEL, input=CUE_OF["final"], background=True, max_output_tokens=3500, extra_body={"ignore_eos": True},
         **options,
@@ -307,7 +307,7 @@ def respond_long(served, **options):
 
 
 def respond_streamed(served, form, **options):
-    """Ask for a stream, and return its last event's response; the deltas must add up to the same."""
+    """Request a stream, check that its deltas add up to the last event's response, and return that response."""
     events = list(respond(served, form, stream=True, **options))
     response = events[-1].response
     deltas = {kind: "".join(event.delta for event in events if event.type == kind) for kind in DELTAS}
@@ -336,7 +336,7 @@ def test_the_responses_api_cuts_a_stop_string_off_a_call(served, ask):
 
 @pytest.mark.parametrize("ask", [respond, respond_streamed])
 def test_a_response_can_be_continued(served, ask):
-    """The second turn has the first one's messages; instructions and tools are those of each request."""
+    """The second turn continues the first turn's messages, but uses its own instructions and tools."""
     fields = {"instructions": "Speak like a pirate.", "tools": [RESPONSES_TOOL]}
     first = ask(served, "recipient in the channel", **fields)
     (call,) = first.output
@@ -388,7 +388,7 @@ def test_every_reader_of_a_cancelled_stream_ends(served):
 
 
 def test_the_last_responses_are_kept(scripted_server, served):
-    """A response that is used again is kept longer. The error for a dropped one gives the reason and a fix."""
+    """A response that is used again is kept longer. The error for a dropped response gives the reason and a fix."""
     kept, *_rest, lost = (respond(served, "final") for _ in range(2))
     for _ in range(scripted_server.stored_responses):
         assert served.responses.retrieve(kept.id).output_text == kept.output_text
@@ -407,7 +407,7 @@ UNOFFERED = {"a tool of the model's own": "browser.search", "code": "python"}
 @pytest.mark.parametrize("tools", [{}, {"tools": [TOOL]}], ids=["no tools", "others"])
 @pytest.mark.parametrize("form", UNOFFERED)
 def test_a_call_of_a_tool_that_nobody_offered_is_an_error(served, form, tools):
-    """It names the tool, and the client retries it as any error of a server."""
+    """The error names the tool; clients retry it like any server error."""
     messages = [{"role": "user", "content": CUE_OF[form]}]
     options = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, **tools}
     with pytest.raises(openai.InternalServerError, match=UNOFFERED[form]):
@@ -499,7 +499,7 @@ CASES = json.loads((Path(__file__).parent / "tool_schemas.json").read_text(encod
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_model_is_told_the_whole_schema(served, name):
-    """What the prompt says of each tool, by the API's own rendering."""
+    """The API renders each tool's whole schema into the prompt."""
     case = CASES[name]
     tool = {"type": "function", "function": {"name": "order", "parameters": case["schema"]}}
     response = served.chat.completions.create(

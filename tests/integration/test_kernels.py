@@ -19,7 +19,7 @@ from sparkforge.core.paths import ROOT
 pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
 TABLE = sets.load("0.7.0.post1")
 (SMALL,) = TABLE.chosen("trial")
-# Loads a module as a server does: FlashInfer's own JitSpec, from the specification that its own generator makes.
+# Loads a module as a server does: by FlashInfer's JitSpec, from its own generator's specification.
 SERVER = """
 import json, os, runpy, sys
 specs = runpy.run_path(sys.argv[1])
@@ -29,13 +29,13 @@ resolve = specs["resolve"]
 arguments = {key: resolve(value) for key, value in request["arguments"].items()}
 print(resolve("@" + request["generator"])(**arguments).build_and_load().xqa_wrapper)
 """
-# Stands before the real nvcc, so that it can be taken away: it then says its version, notes the call, and fails.
+# Wraps the real nvcc, so that it can be disabled: it then still prints its version, but records each call and fails.
 NVCC = '#!/bin/sh\nif [ -e {flag} ] && [ "$1" != --version ]; then echo "$@" >> {calls}; exit 1; fi\nexec {real} "$@"\n'
 
 
 @pytest.fixture(scope="module")
 def site(large_folder):
-    """An output folder, the environment's interpreter, and a CUDA_HOME whose nvcc can be taken away."""
+    """An output folder, the environment's interpreter, and a CUDA_HOME whose nvcc can be disabled."""
     with large_folder("kernels") as base:
         real, home = toolchain.install()[0] / toolchain.HOME, base / "cuda"
         (home / "bin").mkdir(parents=True)
@@ -69,7 +69,7 @@ def manifest(site):
 
 @pytest.fixture(scope="module")
 def killed(site):
-    """A build that is killed, with the kernel's own signal, as soon as its first object is there."""
+    """A build that is killed with SIGKILL as soon as its first object exists."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     first = subprocess.Popen(command(site), cwd=ROOT, env=site.env, start_new_session=True, **quiet)
     try:
@@ -117,7 +117,7 @@ def test_a_sparks_module_is_compiled_here_with_the_same_machine_code(built):
 
 
 def serve(site, **changed):
-    """Load the module by FlashInfer itself, where nothing can compile and ccache is empty."""
+    """Load the module by FlashInfer, without a compiler and with an empty ccache."""
     lines = (site.output / "kernels-trial.env").read_text().splitlines()
     variables = dict(line.split("=", 1) for line in lines) | changed
     libraries = site.base / "libraries"
@@ -142,7 +142,7 @@ def test_a_server_loads_it_without_a_compiler(built):
         assert server.returncode == 0, server.stderr
         assert "Function" in server.stdout
         assert not built.calls.exists()
-        other = serve(built, FLASHINFER_NVCC_LAUNCHER="")  # the test can fail: another build.ninja must be compiled
+        other = serve(built, FLASHINFER_NVCC_LAUNCHER="")  # the test can fail: this build.ninja needs a compiler
         assert other.returncode != 0
         assert "mha.cu" in built.calls.read_text()
     finally:

@@ -1,7 +1,7 @@
 """The queue for vLLM 0.13.0 (stack ngc-25.12) on the real sdist.
 
-0.13.0 does not import with the torch of today, so each patched function is cut out of its file and run by itself.
-What stands in for the rest of vLLM is named in each helper; the code under test is upstream's text with our patch.
+0.13.0 cannot be imported with today's torch, so each patched function is extracted from its file and run separately.
+Each helper names its stand-ins for the rest of vLLM; the code under test is upstream's text with our patch.
 """
 
 import ast
@@ -38,7 +38,7 @@ def queue():
 
 @pytest.fixture(scope="module")
 def pristine(queue, tmp_path_factory):
-    """The files that the queue touches, out of the sdist, which is checked by hash."""
+    """The files that the queue changes, from the sdist, whose hash is checked."""
     component = STACK.components["vllm"]
     sdist = fetch.fetch_pinned(component, *component.files)
     tree = tmp_path_factory.mktemp("pristine")
@@ -77,11 +77,11 @@ def execute(code, names):
     return names
 
 
-# ---- what each patch does
+# ---- the patches
 
 
 class Capability(NamedTuple):
-    """Compared with tuples and turned into a number as vLLM's DeviceCapability is."""
+    """Replaces vLLM's DeviceCapability, with comparison with tuples and conversion to a number."""
 
     major: int
     minor: int
@@ -96,7 +96,7 @@ class Kind(Enum):
 
 
 def platform(tree, capability, kind=Kind.CUDA):
-    """vLLM's own capability checks on a made-up device."""
+    """Return vLLM's own capability checks for a made-up device."""
     checks = ("is_device_capability", "is_device_capability_family", "is_blackwell_class")
     names = execute(cut(tree, PLATFORM, *checks, inside="Platform"), {"PlatformEnum": Kind})
     device = type("Device", (), {name: names[name] for name in checks if name in names})
@@ -109,7 +109,7 @@ def platform(tree, capability, kind=Kind.CUDA):
 
 
 def backend(tree, capability, kind=Kind.CUDA, *, flashinfer=True, asked=True, triton=False):
-    """Run vLLM's own selection; stands in: platform, packages found, environment, logger. Returns (name, warnings)."""
+    """Run vLLM's own selection and return (name, warnings). Stand-ins: platform, packages, environment, logger."""
     warnings = []
     names = {
         "Enum": Enum, "current_platform": platform(tree, capability, kind),
@@ -146,9 +146,9 @@ def test_mxfp4_routing(tree, case):
 
 
 def device_of_second_node(tree, *, distributed):
-    """The device that the weights go to on the second of two machines with one GPU each.
+    """Return the device of the weights on the second of two machines with one GPU each.
 
-    Stands in: fastsafetensors and its loader (which only records its device), torch.distributed, vLLM's world group.
+    Stand-ins: fastsafetensors and its loader (which only records its device), torch.distributed, vLLM's world group.
     """
     seen = []
 
@@ -183,7 +183,7 @@ def test_weights_go_to_the_device_of_this_process(tree):
 
 
 def inductor_patches(tree, *, newer, has_option):
-    """Run the statements of vLLM's decorator that fill `inductor_config_patches`; stands in: torch and its version."""
+    """Run the statements of vLLM's decorator that fill `inductor_config_patches`. Stand-ins: torch and its version."""
     blocks = (getattr(node, "body", None) for node in ast.walk(ast.parse((tree / DECORATORS).read_text())))
     statements = next(
         block[index : index + 2] for block in blocks if isinstance(block, list) for index, node in enumerate(block)

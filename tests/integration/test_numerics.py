@@ -41,7 +41,7 @@ def engine(random_model, tmp_path_factory, request):
 
 @pytest.fixture(scope="module")
 def reference(random_model):
-    """Return a function: ids → log-probabilities of ids[1:] and of the best token at each place, each [tokens - 1].
+    """Return a function: ids → log-probabilities of ids[1:] and of the best token at each position, each [tokens - 1].
 
     The reference is transformers' own gpt-oss in float32.
     """
@@ -51,7 +51,7 @@ def reference(random_model):
     loaded = AutoModelForCausalLM.from_pretrained(
         random_model, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
     )
-    return cache(partial(log_probabilities, loaded.float().eval()))  # most runs give the same tokens
+    return cache(partial(log_probabilities, loaded.float().eval()))  # cached, because most runs give the same tokens
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def log_probabilities(loaded, ids):
 
 
 def differences(reference, completion):
-    """Return |logprob - reference| of every token but the first, and how far each generated token is from the best."""
+    """Return |logprob - reference| of every token but the first, and each generated token's margin to the best."""
     chosen, best = reference(tuple(completion["ids"]))
     return (torch.tensor(completion["logprobs"]) - chosen).abs(), (best - chosen)[-GENERATED:]
 
@@ -95,7 +95,7 @@ def test_float32_logprobs_equal_the_reference(engine, reference, name, logged):
     [("two ranks, tensor", "Worker_TP1 pid="), ("two ranks, expert", "Worker_TP1_EP1 pid=")],
 )
 def test_two_ranks_together_equal_the_reference(engine, reference, name, second):
-    """Two real processes that share the layers' columns, or the experts."""
+    """Two real processes share the layers' columns or the experts."""
     check_float32(reference, engine.runs[name])
     (pid,) = set(re.findall(rf"\({second}(\d+)\)", engine.log))
     (first,) = set(re.findall(rf"\({second.replace('1', '0')}(\d+)\)", engine.log))
@@ -103,8 +103,8 @@ def test_two_ranks_together_equal_the_reference(engine, reference, name, second)
 
 
 def test_bfloat16_chooses_the_best_token_or_one_that_ties_with_it(engine, reference):
-    # bfloat16 has 8 bits, so near-equal logits swap and a near-equal router score may take another expert for a token:
-    # single logprobs move by some tenths. The mean must not, and each choice must be within rounding of the best.
+    # bfloat16 has 8 bits, so near-equal logits may swap and near-equal router scores may select another expert. Single
+    # logprobs may change by some tenths, but not the mean, and each chosen token must be within rounding of the best.
     for completion in engine.runs["bfloat16"]:
         difference, gap = differences(reference, completion)
         assert difference.mean() < 0.15
@@ -133,7 +133,7 @@ def test_a_checkpoint_is_claimed_when_asked_or_where_stock_vllm_has_no_backend(
     assert got == ("spark-mxfp4" if claimed else None)
 
 
-def test_the_mode_is_checked_by_name(monkeypatch):
+def test_unknown_modes_are_refused(monkeypatch):
     from spark_mxfp4.vllm.plugin import SparkMxfp4Config
 
     monkeypatch.setenv("SPARK_MXFP4_MODE", "unpacked")

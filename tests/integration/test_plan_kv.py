@@ -65,7 +65,7 @@ def test_a_request_takes_what_vllm_reserves_for_it(answers, case):
     dtype, length, batched = case
     kv = "bf16" if dtype == "bfloat16" else "fp8"
     block, reserved, groups, other_pages = answers.requests[case]
-    assert (groups, other_pages) == ([18, 18], 0)  # one group of full layers, one of sliding ones, pages of one size
+    assert (groups, other_pages) == ([18, 18], 0)  # one group of full layers, one of sliding layers, equal page sizes
     assert block == 18 * KV_BLOCK * MODEL.kv_layer_token(kv)
     assert reserved == MODEL.kv_admitted(length, STEPS_UNDER_WAY * batched, kv)
 

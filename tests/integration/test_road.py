@@ -20,7 +20,7 @@ from sparkforge.serve import first_answers, launch, proof, record
 from sparkforge.serve.devices import in_environment
 from sparkforge.serve.record import StartPlan
 
-pytestmark = [pytest.mark.integration, pytest.mark.nightly]  # its server would be the run's second
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]  # nightly, because its server would be the second of a run
 MODEL = "tiny-gpt-oss"
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -69,7 +69,7 @@ def test_what_clients_call_is_proved_without_a_limit(up):
     assert "first answers received, proved: " in up.stderr
 
 
-def test_the_tiny_model_answers_as_it_is_recorded_in_float32(up):
+def test_the_tiny_model_gives_the_answers_recorded_in_float32(up):
     assert 0 < first_answers.compare(Endpoint(up.url, MODEL)) < first_answers.LIMIT / 4
 
 
@@ -112,8 +112,8 @@ def test_what_vllm_preloads_is_found_in_a_path_with_spaces(up):
     assert "cannot be preloaded" not in (up.state / "logs" / "server.log").read_text()
 
 
-def test_every_process_of_vllms_own_way_carries_the_mark_that_leftovers_are_known_by(up):
-    """Of interpreters, as vLLM starts them here; a test below has forks."""
+def test_every_process_of_vllm_carries_the_mark_of_our_servers(up):
+    """vLLM starts new interpreters here; a test below covers forks."""
     members = session_members(server(up)["pid"])
     assert len(members) >= 3  # the supervisor, the API server, the engine
     assert {psutil.Process(pid).environ().get(record.MARK) for pid in members} == {record.mark(up.state)}
@@ -170,13 +170,13 @@ def test_a_second_up_is_refused_and_the_first_serves_on(up, api):
     assert api.get("/health").status_code == 200
 
 
-# The next ones end the server, so they stand last. test_access.py ends one that is well.
+# The next tests end the server, so they are last. test_access.py ends a healthy server.
 
 
-def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(up):
+def test_processes_left_by_kill_9_are_found_and_ended(up):
     supervisor = psutil.Process(server(up)["pid"])
     members, api = session_members(supervisor.pid), supervisor.children()
-    supervisor.suspend()  # it ends what a dead API server leaves, and its own death would ask that one to end in order
+    supervisor.suspend()  # else it ends the processes; killed, it stops the API server in order
     for process in (*api, supervisor):
         process.kill()
     psutil.wait_procs([*api, supervisor], timeout=120)
@@ -190,7 +190,7 @@ def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(up):
 
 
 def test_a_dead_engine_of_forks_ends_the_server_with_a_code(stopped, forking, monkeypatch):
-    """tests/unit/serve/test_supervise.py kills made-up servers, tests/engine/test_stop.py the one of a container."""
+    """tests/unit/serve/test_supervise.py tests this with fake servers, tests/engine/test_stop.py with a container."""
     monkeypatch.setenv("SPARKFORGE_STATE", str(stopped.state))
     python, model = stopped.state / "envs" / "embedded" / "bin" / "python", stopped.state / "models" / MODEL
     launch.start(
@@ -218,7 +218,7 @@ def test_a_hand_edited_environment_is_refused_by_name(stopped):
     edited = next((stopped.state / "envs" / "embedded").rglob("vllm/platforms/interface.py"))
     text = edited.read_bytes()
     try:
-        replacement = edited.with_suffix(".new")  # never in place: the file may be shared with the installer's cache
+        replacement = edited.with_suffix(".new")  # not in place, because the installer's cache may share the file
         replacement.write_bytes(text + b"\n# by hand\n")
         replacement.replace(edited)
         result = stopped.inv("up", "--port", str(stopped.port))

@@ -1,4 +1,4 @@
-"""Patches 0001 and 0002 by vLLM's own code: what a stock and a patched tree of each stack say of made-up devices."""
+"""Patches 0001 and 0002: the choices of vLLM's own code in a stock and a patched tree for made-up devices."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from sparkforge.plan import families
 pytestmark = pytest.mark.integration
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 SPARK = (12, 1)
-NATIVE = {"selector": "select_deepseek_v4_mxfp4_moe_backend"}  # of experts in MXFP4 in an FP8 checkpoint
-# name: compute capability, whether FlashInfer is there, what differs from gpt-oss's layer, more of the question
+NATIVE = {"selector": "select_deepseek_v4_mxfp4_moe_backend"}  # for MXFP4 experts in an FP8 checkpoint
+# name: compute capability, whether FlashInfer is installed, differences from gpt-oss's layer, further fields
 CASES = {
     "cpu": (None, True, {}, {}),
     "spark": (SPARK, True, {}, {}),
@@ -34,8 +34,8 @@ CASES = {
     "thor": ((11, 0), True, {}, {}),
 }
 NVFP4 = {"oracle": "nvfp4", "selector": "select_nvfp4_moe_backend", "keys": ["kNvfp4Static", "kNvfp4Dynamic"]}
-# recipe: how its experts are stored, and what a stock and a patched vLLM take for them on 12.1. For FP8 the CPU build
-# has no answer: its platform takes no FP8, and its Triton no CPU.
+# recipe: the format of its experts, and the backends of a stock and a patched vLLM on 12.1. For FP8 the CPU build has
+# no answer, because its platform does not support FP8, and its Triton no CPU.
 RECIPES = {
     "ling-3.0-flash-fp4": (NATIVE, "MARLIN", FP4),
     "deepseek-v4-flash": (NATIVE, "MARLIN", FP4),
@@ -62,7 +62,7 @@ def ask(trees, vllm_process):
     return ask
 
 
-def test_hardware_fp4_is_taken_on_12x_and_everything_else_stays(ask):
+def test_12x_gets_hardware_fp4_and_all_other_choices_are_unchanged(ask):
     cases = [{"capability": c, "flashinfer": f, "config": config, **more} for c, f, config, more in CASES.values()]
     before, after = (
         dict(zip(CASES, ask(tree, experts.PROGRAM, {"cases": cases})["selections"], strict=True))

@@ -1,4 +1,4 @@
-"""The parser of each stack's own vLLM takes each flag of each serve profile, and makes of it what it says."""
+"""The parser of each stack's vLLM accepts each flag of each serve profile with the intended value."""
 
 import json
 
@@ -34,7 +34,7 @@ print(json.dumps(answers))
 """
 
 
-# What a grammar lets the model write after `<|start|>assistant`, by vLLM's parser for Harmony and XGrammar.
+# Texts that a grammar allows after `<|start|>assistant`, by vLLM's parser for Harmony and XGrammar.
 GRAMMARS = """
 import json, sys
 import xgrammar
@@ -89,7 +89,7 @@ def test_the_level_of_strict_tools_decides_what_a_call_may_be(release, vllm_proc
     assert allowed[level] == {"right", "answer"}
 
 
-# What the parsers of a family make of an answer, with the tokens of all their formats in the vocabulary.
+# The results of a family's parsers for an answer, with the tokens of all their formats in the vocabulary.
 PARSERS = """
 import json, sys
 from transformers import AutoTokenizer
@@ -168,6 +168,6 @@ def test_the_hardware_path_is_what_vllm_reads(parsed, name):
 def test_our_experts_are_a_profile_of_their_own(parsed):
     options, safe = parsed["spark-mxfp4"], parsed["safe"]
     assert options["quantization"] == "spark-mxfp4"
-    assert (options["moe"], options["activation"]) == ("auto", "")  # nothing of vLLM's own choice of experts
+    assert (options["moe"], options["activation"]) == ("auto", "")  # vLLM's own choice of experts is unchanged
     same = ("attention", "seqs", "length", "sizes", "share")
     assert [options[name] for name in same] == [safe[name] for name in same]

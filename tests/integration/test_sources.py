@@ -1,4 +1,4 @@
-"""The default stack's sources as the package index has them: unpacked, judged, patched, followed back to their pins."""
+"""The default stack's sources from the package index: unpacked, checked, patched, and traced to their pins."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def state(large_folder):
-    """A state of its own; downloads go to the shared cache, where they are verified by hash."""
+    """A separate state folder; downloads go to the shared cache, where they are verified by hash."""
     with pytest.MonkeyPatch.context() as patched, large_folder("state") as folder:
         patched.setenv("SPARKFORGE_STATE", str(folder))
         yield

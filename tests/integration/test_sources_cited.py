@@ -1,4 +1,4 @@
-"""The data of the stacks for a Spark against the sources that they cite: vLLM's and FlashInfer's own archives."""
+"""Compare the data of the stacks for a Spark with the cited sources, vLLM's and FlashInfer's own archives."""
 
 import ast
 import re

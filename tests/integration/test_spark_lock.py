@@ -1,4 +1,4 @@
-"""The lock of a Spark's tree, resolved in full from another machine: every package has a wheel for aarch64."""
+"""The lock of a Spark's tree, fully resolved on another machine: every package has a wheel for aarch64."""
 
 import re
 import sys

@@ -1,7 +1,7 @@
-"""What upstream is to get: each submission's own tests, on the release with its patch (green) and without it (red).
+"""Submissions to upstream: each one's own tests pass on the release with its patch and fail without it.
 
-The tests stand under `patches/QUEUE/upstream/` at the paths that they will have upstream, and import nothing of ours.
-They run in a process of their own. FlashInfer is its real package from the pinned wheel: only `pynvml` is made up.
+The tests are in `patches/QUEUE/upstream/` at their future upstream paths, and import nothing of ours. They run in a
+separate process. FlashInfer is the real package from the pinned wheel; only `pynvml` is faked.
 """
 
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 TABLE = pins.load()
 STACK = "spark"
 SUBMISSIONS = sorted(PATCHES.glob("*/upstream/*.md"))
-# Not for upstream: torch 2.10.0 alphas exist in NVIDIA's NGC images alone.
+# Not for upstream: torch 2.10.0 alphas exist only in NVIDIA's NGC images.
 LEFT_OUT = {"0003-guard-assume-32bit-indexing-on-ngc-torch"}
 PYTEST = Path(pytest.__file__).with_name("__main__.py")
 WITHOUT_DRIVER = "import sys\nfrom unittest.mock import MagicMock\nsys.modules['pynvml'] = MagicMock()\n"
@@ -39,10 +39,10 @@ def named_tests(submission):
 
 @dataclass
 class Package:
-    """A folder with the package, its component and queue, and where a path of the queue lies in the folder.
+    """A folder with the package, its component and queue, and the folder's path for a path of the queue.
 
-    What one patch leaves is what the next begins with, so that one process runs the tests of both: importing the
-    package takes most of its time.
+    Patches are applied one after another, so that one process runs all tests, because importing the package takes most
+    of the time.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class Package:
     def outcomes(self, submission):
         """Return {test: passed?} without the submission's patch, and with it.
 
-        Both have the patches before it, as a pull request that builds on others.
+        Both have the patches before it, like a pull request that builds on others.
         """
         number = [Path(patch.name).stem for patch in self.queue.patches].index(submission.stem)
         return self._with_patches(number)[submission], self._with_patches(number + 1)[submission]
@@ -82,19 +82,19 @@ class Package:
             file = self.folder / self.installed_path(path)
             file.unlink(missing_ok=True)
             for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
-                compiled.unlink()  # the next text may have the same size and second
+                compiled.unlink()  # else stale: the next text may have the same size and time
             if content is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
 
 
-# What the packages import of others: more than half of the time that importing vLLM takes.
+# Other packages that the packages import, which take more than half of vLLM's import time.
 OTHERS = ["torch._inductor", "transformers", "openai", "fastapi", "mcp", "compressed_tensors", "numba", "pytest"]
 
 
 @pytest.fixture(scope="module")
 def running(forks):
-    """Return a context manager that gives a process which runs tests in its forks, begun with a PYTHONPATH."""
+    """Return a context manager for a process, started with a PYTHONPATH, that runs tests in its forks."""
 
     def running(path=""):
         settings = {
@@ -134,14 +134,14 @@ def flashinfer(running, large_folder, tmp_path_factory):
         with zipfile.ZipFile(wheel) as archive:
             needed = [name for name in archive.namelist() if name.endswith(".py") or "/data/csrc/" in name]
             archive.extractall(folder, needed)
-        (folder / "sitecustomize.py").write_text(WITHOUT_DRIVER)  # so it is on the path before Python starts
+        (folder / "sitecustomize.py").write_text(WITHOUT_DRIVER)  # on the path before Python starts
         with running(folder) as process:
             yield Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue, installed_path)
 
 
 def outcomes(process, tree, submissions, scratch):
     """Run the tests of submissions on `tree` in a fork of `process`; return {submission: {test: passed?}}."""
-    shutil.copytree(submissions[0].parent / "tests", scratch / "tests", dirs_exist_ok=True)  # of a run cut short
+    shutil.copytree(submissions[0].parent / "tests", scratch / "tests", dirs_exist_ok=True)  # may exist already
     report = scratch / "report.xml"
     options = (
         "-q",
@@ -181,12 +181,12 @@ def test_its_tests_fail_without_the_patch_and_pass_with_it(submission, request):
 
 @pytest.mark.nightly
 def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, process, tmp_path):
-    """vLLM 0.33.0 has no CPU build: its own Python, without a server, passes the tests of 0004 and later."""
+    """vLLM 0.33.0 has no CPU build, so its own Python, without a server, must pass the tests of 0004 and later."""
     submissions = [path for path in SUBMISSIONS if "vllm" in path.parent.parent.name and path.stem >= "0004"]
     results = {}
     for kind, tree in vars(next_trees).items():
         (tmp_path / kind).mkdir()
-        missing = tree / "orjson.py"  # 0.33.0 writes HTTP answers with it; the tests import that and send none
+        missing = tree / "orjson.py"  # 0.33.0 imports it to write HTTP answers; the tests send none
         missing.touch()
         try:
             results[kind] = outcomes(process, tree, submissions, tmp_path / kind)
@@ -194,7 +194,7 @@ def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, 
             missing.unlink()  # other tests use the tree
     assert len(results["patched"]) == len(submissions)
     assert all(tests and all(tests.values()) for tests in results["patched"].values()), results["patched"]
-    assert not any(all(tests.values()) for tests in results["upstream"].values())  # each patch is missed
+    assert not any(all(tests.values()) for tests in results["upstream"].values())  # without its patch, each fails
 
 
 def test_every_patch_that_upstream_should_have_has_a_submission():

@@ -29,7 +29,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, free_port, forking):
-    """One server for all faults: its experts read in a file how to compute; see faulty_experts.py."""
+    """One server for all faults: its experts read the fault from a file; see faulty_experts.py."""
     work = tmp_path_factory.mktemp("gate")
     (work / "fault").write_text("none")
     port = free_port()
@@ -42,7 +42,7 @@ def served(tmp_path_factory, free_port, forking):
         **os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))),
         "SPARK_MXFP4_KERNEL": "faulty_experts:faulty", "FAULT_FILE": str(work / "fault"),
     }  # fmt: skip
-    # What one fault has left in the cache must not answer for another.
+    # The cache must not keep results of another fault.
     command = [*launch.command, "--no-enable-prefix-caching"]
     pid = spawn(command, log=work / "log", env=environment, cwd=work)
     started = started_at(pid)
@@ -72,8 +72,8 @@ def test_what_computes_rightly_passes(served, fault):
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_fault_fails_by_its_figures(served, fault):
-    result = verdict(served, fault, canaries=[])  # a broken kernel answers them until it may say no more
+def test_every_fault_fails_the_gate(served, fault):
+    result = verdict(served, fault, canaries=[])  # a broken kernel would answer canaries up to the token limit
     failures = [check.told for check in result.checks if not check.ok]
     assert any(line.startswith("bits_per_byte is ") and "must be ≤" in line for line in failures), result
 

@@ -1,7 +1,7 @@
-"""The real triton_kernels, as vLLM's wheel ships it, behind our adapter, as far as a CPU goes.
+"""The real triton_kernels, as vLLM's wheel ships it, behind our adapter, as far as possible on a CPU.
 
-Its signatures are checked by the adapter itself; its quantiser and Hopper's order of bytes run. Its products are Triton
-and need a GPU; spark_mxfp4/tests/test_triton_hub.py has a stand-in that computes.
+The adapter checks the signatures; the quantiser and Hopper's layout run. The products are Triton kernels, which need a
+GPU; spark_mxfp4/tests/test_triton_hub.py has a stand-in for them.
 """
 
 import importlib
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def hopper(folder, monkeypatch):
-    """The package with Hopper's layout, which it would choose on an H200."""
+    """The package with Hopper's layout, as on an H200."""
     registry.load(f"hub:{folder}")
     layout = importlib.import_module("triton_kernels.tensor_details.layout")
     chosen = (layout.HopperMXValueLayout, {"mx_axis": 1})
@@ -62,4 +62,4 @@ def test_its_quantiser_keeps_values_that_mxfp4_holds(hopper):
     blocks, scales = hopper.quantize(x)
     assert torch.equal(dequantize(blocks, scales), x)
     rounded = torch.randn(64, 96)
-    assert not torch.equal(hopper.quantize(rounded)[1], quantize(rounded)[1])  # its scales are rounded up, ours down
+    assert not torch.equal(hopper.quantize(rounded)[1], quantize(rounded)[1])  # the hub rounds scales up, we round down

@@ -1,7 +1,7 @@
-"""The validator's deep facts from the real vLLM: as it is on this CPU, and when a platform plugin claims to be a 12.1.
+"""The validator's deep facts from the real vLLM, on this CPU and with a platform plugin that claims to be a 12.1.
 
 The plugin keeps the CPU build's platform until vLLM has built its configuration (the CPU build cannot be imported as
-CUDA), then answers "CUDA, 12.1"; a made-up FlashInfer has the names that vLLM looks for. Parser, configuration and
+CUDA), then answers "CUDA, 12.1"; a fake FlashInfer has the names that vLLM looks for. Parser, configuration and
 selector are vLLM's own.
 """
 
@@ -30,11 +30,11 @@ from validate.facts.target import Target
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-# The patched vLLM of the next stack is judged every day (test_a_gb10_sheet_…); the tables of its choices are nightly.
+# The patched vLLM of the next stack is tested daily (test_a_gb10_sheet_…); the tables of its choices run nightly.
 RELEASES = ["vllm_trees", pytest.param("next_trees", marks=pytest.mark.nightly)]
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activation", "mxfp8")
-# What vllm/utils/flashinfer.py asks for in has_flashinfer_cutlass_fused_moe.
+# The names that vllm/utils/flashinfer.py needs in has_flashinfer_cutlass_fused_moe.
 FLASHINFER = {
     "__init__": ("fp4_quantize", "nvfp4_block_scale_interleave"),
     "fused_moe": ("cutlass_fused_moe", "trtllm_fp4_block_scale_moe"),
@@ -95,7 +95,8 @@ def claim(tmp_path_factory):
 def environment(*path):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     ours = {"PYTHONPATH": ":".join(map(str, (*path, ROOT))), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
-    # vLLM keeps one answer about the model's class, by the hash of its file: trees that differ there would replace it.
+    # vLLM caches one answer about the model's class, by the hash of its file; trees with different files would replace
+    # it.
     (model,) = (tree / "vllm/model_executor/models/gpt_oss.py" for tree in path if (tree / "vllm").is_dir())
     cache = Path(os.environ["VLLM_CACHE_ROOT"], hashlib.sha256(model.read_bytes()).hexdigest()[:8])
     return {**kept, **ours, "VLLM_CACHE_ROOT": str(cache)}
@@ -106,7 +107,7 @@ def target(model, *path, args=()):
     return Target(options, "spark")
 
 
-# What the validator's programs import before they have a configuration.
+# Modules that the validator's programs import before they have a configuration.
 IMPORTS = ["vllm.engine.arg_utils", "vllm.utils.argparse_utils", "vllm.platforms", "sparkforge.serve.forked_vllm"]
 
 
@@ -114,7 +115,7 @@ IMPORTS = ["vllm.engine.arg_utils", "vllm.utils.argparse_utils", "vllm.platforms
 def gather_in_forks(forks):
     """Return a function: deep or numerics, a target, its path → the facts. The validator's program runs in a fork.
 
-    For each path there is one process that has imported vLLM: that takes most of the program's time.
+    For each path there is one process that has imported vLLM, because the import takes most of the program's time.
     """
     with contextlib.ExitStack() as stack:
 
@@ -150,7 +151,7 @@ def deep_facts(gather_in_forks):
 
 
 def test_cpu_is_told_as_it_is(model, trees):
-    # Named, because without it the plugin claims the checkpoint on a CPU without AMX and leaves it on one with AMX.
+    # Set explicitly, because by default the plugin claims the checkpoint only on a CPU without AMX.
     facts, _ = gather_facts(target(model, trees["upstream"], args=("--quantization", "spark-mxfp4")), deep)
     assert facts["deep.platform"].value == "CpuPlatform"
     assert facts["deep.quantization"].value == "spark-mxfp4"
@@ -174,7 +175,7 @@ def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, clai
     assert facts["deep.capability"].value == "12.1"
     assert facts["deep.moe_backend"].error is None
     assert facts["deep.moe_backend"].value == backend
-    # Asked before the configuration stands, the plugin is still the CPU's platform: the method is there, and says no.
+    # Before the configuration exists the plugin is still the CPU platform, whose method returns False.
     assert facts["deep.is_blackwell_class"].value is (False if tree == "patched" else None)
 
 
@@ -183,7 +184,7 @@ def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, clai
 def test_our_plugin_may_serve_on_a_claimed_gb10(
     request, deep_facts, gather_in_forks, model, release, claim, gb10_sheet, more
 ):
-    """A Spark's sheet with what this vLLM answers, and the layer that our plugin's kernel computed just now."""
+    """A Spark's sheet with the answers of this vLLM, and a layer computed by our plugin's kernel in this run."""
     args, tree = ("--quantization", "spark-mxfp4", *more), vars(request.getfixturevalue(release))["patched"]
     answers = deep_facts(model, tree, claim, args=args)
     assert answers["deep.capability"].value == "12.1"
@@ -253,7 +254,7 @@ def test_dense_kernels_on_a_claimed_gb10(request, deep_facts, large, release, cl
     ],
 )
 def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, deep_facts, large, release, claim, args, kernel):
-    """A head of 201,088 rows, and of 100,544 on each of two devices."""
+    """The head has 201,088 rows, or 100,544 on each of two devices."""
     head = ("--quantization-config.lm_head", *args)
     facts = deep_facts(large, vars(request.getfixturevalue(release))["patched"], claim, args=head)
     assert facts["deep.dense_kernels"].error is None
@@ -271,7 +272,7 @@ def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, deep_facts, large,
 def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
     deep_facts, model, next_trees, claim, gb10_sheet, tree, verdict, evidence
 ):
-    """The sheet of spark-next, with what this vLLM answers in place of what is recorded."""
+    """The sheet of spark-next has this vLLM's answers in place of the recorded ones."""
     answers = deep_facts(model, vars(next_trees)[tree], claim)
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.capability")}
     recorded = json.loads(gb10_sheet("spark-next"))["facts"]
@@ -283,8 +284,8 @@ def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
     assert [f.check for f in report.findings if f.status is Status.FAIL] == ["moe-backend"] * (tree == "upstream")
 
 
-# The FlashInfer functions that vLLM's MXFP8 x MXFP4 experts call, in plain torch. Scales stay in rows: swizzling them
-# is the kernel's own affair. Tested is everything before: selection, weights, scales, biases, quantized input.
+# The FlashInfer functions that vLLM's MXFP8 x MXFP4 experts call, in plain torch. Scales stay in rows, because their
+# swizzle is internal to the kernel. The tests cover selection, weights, scales, biases and quantized input.
 COMPUTING = {
     "__init__.py": """
 import torch
@@ -329,7 +330,7 @@ def cutlass_fused_moe(*, input, token_selected_experts, token_final_scales, fc1_
 
 @pytest.fixture(scope="module")
 def computed(gather_in_forks, model, trees, claim, tmp_path_factory):
-    """Return a function: what changes in a FlashInfer that computes on the CPU → the facts of numerics."""
+    """Return a function: changes of a FlashInfer that computes on the CPU → the facts of numerics."""
     folder = tmp_path_factory.mktemp("computing")
 
     def computed(change=lambda text: text):

@@ -1,6 +1,7 @@
-"""vLLM's own loader of gpt-oss with our experts: every name, every rank's share, what is refused; no server starts.
+"""vLLM's own loader of gpt-oss with our experts: every name, every rank's share, refused input; no server starts.
 
-It runs on the release that is installed; test_vllm_releases.py runs it on each other release that the plugin supports.
+These tests run on the installed release; test_vllm_releases.py runs them on the other releases that the plugin
+supports.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ def configuration(**changes):
 
 
 def tensors(sizes):
-    """Yield name, shape and whether it holds bytes, for every tensor of a checkpoint of these sizes."""
+    """Yield name, shape and whether it has bytes, for every tensor of a checkpoint of these sizes."""
     hidden, heads, keys = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     head = sizes["head_dim"]
     yield "model.embed_tokens.weight", (VOCABULARY, hidden), False
@@ -91,7 +92,7 @@ def inner_columns(inner, ranks, rank):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """Set up vLLM's process groups for a world of one; ranks are then faked, for nothing here talks to another rank."""
+    """Set up vLLM's process groups for one process; ranks are faked, because no test communicates between ranks."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory, parallel_state
 
@@ -105,7 +106,7 @@ def one_process(tmp_path_factory):
 
 @pytest.fixture
 def configure(tmp_path):
-    """Return a function: config.json → vLLM's configuration, as the server makes it; vLLM loads the plugin itself."""
+    """Return a function: config.json → vLLM's configuration as in a server; vLLM loads the plugin itself."""
 
     def make(changes, **options):
         from vllm.engine.arg_utils import EngineArgs
@@ -122,7 +123,7 @@ def configure(tmp_path):
 
 @contextmanager
 def as_rank(groups, rank, ranks, way="_TP"):
-    """Let this process pass for one of several tensor-parallel or data-parallel (and so expert-parallel) ranks."""
+    """Fake one of several tensor-parallel or data-parallel (and so expert-parallel) ranks in this process."""
     faked = [getattr(groups, way), groups._EP]
     for group in faked:
         group.rank_in_group, group.world_size = rank, ranks
@@ -137,7 +138,7 @@ def build(vllm_config, make, device="cpu"):
     from vllm.config import set_current_vllm_config
 
     before = torch.get_default_dtype()
-    vllm_config.compilation_config.static_forward_context.clear()  # each faked rank has layers of the same names
+    vllm_config.compilation_config.static_forward_context.clear()  # faked ranks have layers with the same names
     torch.set_default_dtype(vllm_config.model_config.dtype)
     try:
         with set_current_vllm_config(vllm_config), torch.device(device):
@@ -152,7 +153,7 @@ def whole_model(vllm_config):
     return GptOssForCausalLM(vllm_config=vllm_config)
 
 
-def test_all_of_vllm_is_the_expected_release(configure):
+def test_vllm_is_the_expected_release(configure):
     configure(SMALL)
     release = os.environ.get("SPARKFORGE_TEST_VLLM") or pins.load().component("embedded", "vllm").version
     assert versions.release() == release
@@ -185,7 +186,7 @@ def test_every_tensor_of_openais_checkpoints_finds_its_place(one_process, config
 
 @pytest.fixture(scope="module")
 def stored():
-    """One layer's experts as a checkpoint holds them, and as the reference takes them."""
+    """One layer's experts in the checkpoint's form and in the reference's form."""
     torch.manual_seed(7)
     tensors = {}
     for name, shape, packed in experts(EXPERTS, configuration(**SMALL)):
@@ -211,7 +212,7 @@ def routing(number):
 
 
 def partial_output(layer):
-    """Return what this rank adds to the experts' output, by the road that the server takes."""
+    """Return this rank's part of the experts' output, computed as in a server."""
     x, ids, shares = routing(4)
     layer.quant_method.process_weights_after_loading(layer)
     return layer.quant_method.apply(layer, x, shares, ids, None, None)
@@ -248,7 +249,7 @@ def test_vllms_router_and_our_experts_agree_with_the_reference(
 
 @pytest.fixture
 def fused_router(monkeypatch):
-    """Ask for the router's own kernel; vLLM's router layer is back afterwards."""
+    """Select our router kernel; restore vLLM's router layer afterwards."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     from spark_mxfp4.vllm.router import replace_routers
@@ -272,7 +273,7 @@ def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, 
     torch.manual_seed(5)
     for parameter in (block.router.weight, block.router.bias):
         parameter.data.normal_()
-    router_weights = block.router.weight.data.clone(), block.router.bias.data.clone()  # a CPU may put them elsewhere
+    router_weights = block.router.weight.data.clone(), block.router.bias.data.clone()  # a CPU may move them
     for layer in (block.router, block.experts.routed_experts):
         layer.quant_method.process_weights_after_loading(layer)
     torch.manual_seed(3)
@@ -288,7 +289,7 @@ def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, 
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_a_wrong_router_and_what_routes_cannot_do_are_refused(monkeypatch):
+def test_wrong_values_and_unsupported_routing_are_refused(monkeypatch):
     from spark_mxfp4.vllm import plugin, router
 
     monkeypatch.setenv("SPARK_MXFP4_ROUTER", "fast")
@@ -309,7 +310,7 @@ def test_a_wrong_router_and_what_routes_cannot_do_are_refused(monkeypatch):
 
 @pytest.fixture
 def fused_attention(monkeypatch):
-    """Ask for the kernel of attention; vLLM's own backend, norms and rotary embeddings are back afterwards."""
+    """Select our attention kernel; restore vLLM's backend, norms and rotary embeddings afterwards."""
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers import rotary_embedding
     from vllm.v1.attention.backends import registry
@@ -373,7 +374,7 @@ def test_norms_on_a_cpu_stay_vllms(configure, fused_attention):
 
 @pytest.fixture
 def open_sums(monkeypatch, fused_attention, one_process):
-    """Ask two faked ranks, whose GPUs share memory, to leave their sums to the norms."""
+    """Configure two faked ranks, whose GPUs share memory, so that the norms add their partial results."""
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
     from vllm.model_executor.custom_op import op_registry_oot
 
@@ -454,7 +455,7 @@ def test_each_tensor_parallel_rank_gets_its_blocks_and_all_add_up(one_process, c
 
 
 def check_share(layer, whole, columns_of_rank, rank):
-    """Compare a rank's parameters with slices of the whole; return how many of the intermediate columns it has."""
+    """Compare a rank's parameters with slices of the whole; return the rank's number of intermediate columns."""
     rows, columns = (
         slice(2 * columns_of_rank.start, 2 * columns_of_rank.stop),
         columns_of_rank.stop - columns_of_rank.start,
@@ -496,7 +497,7 @@ def test_each_expert_parallel_rank_gets_its_experts_and_all_add_up(one_process, 
 
 @pytest.mark.parametrize("spread", [True, False])
 def test_data_parallel_ranks_share_the_experts_and_all_add_up(one_process, configure, stored, spread):
-    """Each rank has requests of its own; vLLM gives the experts the tokens of all, and adds up what ranks return."""
+    """Each rank has its own requests; vLLM gives the experts the tokens of all ranks and adds up the results."""
     vllm_config = configure(SMALL, data_parallel_size=2, enable_expert_parallel=spread)
     x, ids, shares = routing(4)
     total = torch.zeros_like(x)
@@ -538,7 +539,7 @@ def test_a_kernels_layout_takes_the_place_of_the_loaded_bytes(one_process, confi
     vllm_config = configure(SMALL)
     x, ids, shares = routing(4)
     total = torch.zeros_like(x)
-    for rank in range(4):  # 720 columns are 736 by whole blocks, and 768 by this kernel's alignment
+    for rank in range(4):  # 720 columns become 736 by whole blocks, and 768 by this kernel's alignment
         with as_rank(one_process, rank, 4):
             layer = load_layer(vllm_config, stored)
         assert layer.w2_weight.shape == (4, 64, 384)
@@ -576,7 +577,7 @@ def test_other_checkpoints_are_refused_by_name(configure, changes, message):
 @pytest.mark.parametrize("quantization", ["spark-mxfp4", None])
 def test_another_release_is_refused_by_name(configure, monkeypatch, version, quantization):
     monkeypatch.setattr(vllm, "__version__", version)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # so that the plugin claims the checkpoint
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # makes the plugin claim the checkpoint
     shown = version.partition("+")[0].replace(".", r"\.")
     with pytest.raises(
         NotImplementedError, match=rf"vLLM {shown} · it supports 0\.32\.0 and 0\.33\.0 · pip install 'vllm=="
@@ -618,7 +619,7 @@ def layer_facts(**changes):
         ({"ep_size": 3}, None),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused_by_name(change, message):
+def test_unsupported_features_are_refused_with_their_name(change, message):
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from spark_mxfp4.vllm.experts import SparkMxfp4MoEMethod
@@ -772,7 +773,7 @@ def formats(monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Let the layers take the road to the GPU's kernel; the kernel itself is stood in for, and records its calls."""
+    """Make the layers call the GPU kernel, which is replaced by a stand-in that records its calls."""
     from spark_mxfp4.kernels import linear as kernels
     from spark_mxfp4.vllm import linear
 
@@ -823,14 +824,14 @@ def test_a_cpu_multiplies_by_the_formats_values(one_process, configure, formats,
 
 
 def dense_outputs(layers, x, attended):
-    """Return q, k, v, the output projection's product and the logits, as this rank computes them."""
+    """Return q, k, v, the output projection's product and the logits of this rank."""
     qkv, projection, head = layers
     heads = qkv.quant_method.apply(qkv, x).chunk(3, -1)  # as many key heads as query heads
     return *heads, projection.quant_method.apply(projection, attended), head.quant_method.apply(head, x)
 
 
 @pytest.mark.parametrize("format_name", ["mxfp8", "mxfp4", "fp8"])
-def test_two_ranks_dense_shares_together_are_one_ranks(one_process, configure, formats, checkpoint, format_name):
+def test_dense_shares_of_two_ranks_equal_one_rank(one_process, configure, formats, checkpoint, format_name):
     formats(format_name, format_name)
     vllm_config = configure(DENSE)
     torch.manual_seed(5)
@@ -873,7 +874,7 @@ def test_a_gpu_gets_the_kernels_bytes_and_calls(one_process, configure, formats,
             assert torch.equal(weight.row_scales, packed.row_scales)
 
 
-def test_many_tokens_are_handed_over_but_for_a_heads(one_process, configure, formats, checkpoint, on_a_gpu):
+def test_many_tokens_are_expanded_except_in_the_lm_head(one_process, configure, formats, checkpoint, on_a_gpu):
     formats("mxfp4", "mxfp4")
     model = dense_model(configure(DENSE, dtype="bfloat16"), checkpoint)
     qkv, *_ = process(model)
@@ -898,7 +899,7 @@ if "lm_head" not in {field.name for field in dataclasses.fields(QuantizationConf
         *TWO_HEADS,
     ],
 )
-def test_formats_that_cannot_be_are_refused(configure, formats, linear, head, options, message):
+def test_impossible_formats_are_refused(configure, formats, linear, head, options, message):
     formats(linear, head)
     with pytest.raises(ValueError, match=message):
         configure(DENSE, dtype="bfloat16", **options)
@@ -940,7 +941,7 @@ def test_the_experts_can_be_vllms(configure, formats, monkeypatch, amx):
 
 @pytest.mark.parametrize("kernel", ["vllm", "torch"])
 def test_the_validator_sees_whose_experts_run(configure, formats, monkeypatch, kernel):
-    """Its child asks the configuration that the server would build: the check wants vLLM's own MXFP4 method."""
+    """The validator's child reads the server's configuration, because the check requires vLLM's own MXFP4 method."""
     formats("fp8", "")
     monkeypatch.setenv("SPARK_MXFP4_KERNEL", kernel)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)

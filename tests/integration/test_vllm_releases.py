@@ -1,8 +1,8 @@
-"""Tests again, on the releases of vLLM that are supported and that the environment does not have.
+"""Runs tests on the supported releases of vLLM that are not installed.
 
-The release's own Python, from its sdist, runs over the environment's dependencies. `VLLM_TARGET_DEVICE=cpu` selects
-vLLM's CPU platform without a CPU build (vllm/platforms/__init__.py). For the plugin's tests compiled extensions are
-absent and nothing stands in for them: whatever calls one fails. A server takes those of the environment's release.
+The release's own Python, from its sdist, runs with the environment's dependencies. `VLLM_TARGET_DEVICE=cpu` selects
+vLLM's CPU platform without a CPU build (vllm/platforms/__init__.py). In the plugin's tests compiled extensions are
+absent, so that any call of one fails. A server uses the extensions of the environment's release.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
-"""All attacks for some minutes, with the counts as JSON: what `./inv test --robustness [--minutes N]` runs.
+"""All attacks for some minutes, with counts as JSON: the program of `./inv test --robustness [--minutes N]`.
 
-Hostile requests against a live server come first and alone, if there are HOSTILE_MINUTES. Half of the other time goes
-to faults and kills, a tenth to races, the rest to malformed input. Scenarios and parsers run side by side, one for each
-core, in processes of their own; each gets a share of the time.
+If the campaign lasts HOSTILE_MINUTES, hostile requests against a live server run first and alone. Half of the other
+time goes to faults and kills, a tenth to races, the rest to malformed input. Scenarios and parsers run in parallel in
+separate processes, one for each core; each gets a share of the time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from robustness.races import RACED
 from robustness.scenarios import SCENARIOS
 
 FAULTS, RACES = 0.5, 0.1  # shares of the time
-HOSTILE_MINUTES = 30.0  # a campaign of that length attacks a server, too
+HOSTILE_MINUTES = 30.0  # a campaign of at least this length also attacks a server
 HOSTILE_SECONDS = 600.0  # for its attacks one after another
-SHORTEST = 5.0  # seconds for one of them
+SHORTEST = 5.0  # seconds for one scenario or parser, at least
 START = 3.0  # seconds that a process takes before its first run
 BROKEN = ("tracebacks", "hangs", "unhealed", "lost", "litter", "false_refusals", "unsound")
 
@@ -81,7 +81,7 @@ def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
 
 
 def _shares(costs: dict[str, float]) -> list[tuple[str, float]]:
-    """Return the share of the time for each name, the longest first: the root of its cost, so that all get some."""
+    """Return the share of the time for each name, the longest first, in proportion to the root of its cost."""
     roots = {name: cost**0.5 for name, cost in costs.items()}
     return sorted(((name, root / sum(roots.values())) for name, root in roots.items()), key=lambda pair: -pair[1])
 

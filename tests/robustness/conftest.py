@@ -1,4 +1,4 @@
-"""Makes this folder importable as `robustness`, also for the programs that its tests start."""
+"""Makes this folder importable as `robustness`, also in programs started by its tests."""
 
 import json
 import os
@@ -15,7 +15,7 @@ if TESTS not in sys.path:
 
 @pytest.fixture(scope="session")
 def attack(tmp_path_factory):
-    """Run a program of this package and return its counts by scenario, with its failures in words as `shown`."""
+    """Run a program of this package and return its counts by scenario; `shown` has its failures as text."""
 
     def run(module, *arguments):
         output = tmp_path_factory.mktemp(module) / "counts.json"

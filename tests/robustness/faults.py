@@ -1,9 +1,9 @@
-"""Run one scenario again and again, each time with another disk operation that fails, or killed at another step.
+"""Run one scenario repeatedly, each time with another failing disk operation, or a kill at another step.
 
     PYTHONPATH=tests python -m robustness.faults fetch --faults 300 --kills 100 --seed 1
-    PYTHONPATH=tests python -m robustness.faults fetch --case once:17:ENOSPC      # one again, with what it printed
+    PYTHONPATH=tests python -m robustness.faults fetch --case once:17:ENOSPC      # repeats one case, with its output
 
-The process loads the scenario once and forks a child for every run. It starts itself anew with the shim preloaded.
+The process restarts itself with the shim preloaded, loads the scenario once, and forks a child for every run.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ KINDS = ("open-read", "open-write", "read", "write", "sync", "rename", "unlink",
          "chmod", "listdir")  # fmt: skip
 READING = {KINDS.index(name) for name in ("open-read", "read", "listdir")}
 ERRORS = ("ENOSPC", "EIO", "EACCES")
-SECONDS = 5.0  # of CPU time, after which a run hangs; this much wall time passes on a machine that others use
+SECONDS = 5.0  # a run with more CPU time counts as hanging; not wall time, because other programs use the machine
 WALL = 12 * SECONDS
-UNSOUND, STILL_UNSOUND = 96, 97  # exit codes of the oracle
-TAIL = 4000  # characters of a run's output that are kept
+UNSOUND, STILL_UNSOUND = 96, 97  # exit codes of the checks after a run
+TAIL = 4000  # characters kept of a run's output
 
 
 class Shared(ctypes.Structure):
@@ -96,7 +96,7 @@ class Failure:
 
 @dataclass
 class Counts:
-    """What was done to one scenario, and what came of it."""
+    """Counts of one scenario's runs and results."""
 
     scenario: str
     operations: int = 0
@@ -107,7 +107,7 @@ class Counts:
     tracebacks: int = 0
     hangs: int = 0
     unhealed: int = 0
-    lost: int = 0  # of the user's files, or an artifact accepted that is not whole
+    lost: int = 0  # runs that lost a user's file or accepted an incomplete artifact
     litter: int = 0
     seconds: float = 0.0
     failures: list[Failure] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Runner:
         self.shared = self.shim.shim_shared().contents
 
     def prepare(self) -> None:
-        """Make the inputs, and keep them beside: every run begins with a copy."""
+        """Make the inputs and store them; every run begins with a copy."""
         for name in ("home", "tmp"):
             (self.work / name).mkdir(parents=True)
         os.environ |= {
@@ -165,14 +165,14 @@ class Runner:
             self._child(function, case)
         ended = self._wait(child, case)
         with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # programs that a killed run had started
+            os.killpg(child, signal.SIGKILL)  # programs started by a killed run
         ended.output = self.output.read_text(errors="replace")[-TAIL:]
         if (
             ended.how in ("ok", "declared")
             and ended.code < UNSOUND
             and "Traceback (most recent call last)" in ended.output
         ):
-            ended.how = "traceback"  # of a thread, or of a program that was started
+            ended.how = "traceback"  # in a thread or a started program
         return ended
 
     def _child(self, function: Callable[[Path], None], case: Case | None) -> None:
@@ -225,7 +225,7 @@ class Runner:
         return Ended({0: "ok", 99: "traceback"}.get(code, "declared"), code)
 
     def reference(self) -> dict[str, str]:
-        """Return what a run that nothing disturbs leaves; a second one changes nothing."""
+        """Return the files after an undisturbed run; check that a second run changes nothing."""
         snapshots = []
         for again in (False, False, True):
             if not again:
@@ -241,7 +241,7 @@ class Runner:
         return first
 
     def cases(self, dice: random.Random) -> tuple[list[Case], list[Case]]:
-        """Return every fault and every kill of this scenario, shuffled, but the first are of each kind of operation."""
+        """Return every fault and kill of this scenario, shuffled; the first cases cover each kind of operation."""
         self.reset()
         begun = time.monotonic()
         counted = self.run(self.scenario.act, Case("count"))
@@ -265,7 +265,7 @@ class Runner:
         return _of_each_kind_first(faults, kinds), _of_each_kind_first(kills, kinds)
 
     def attack(self, case: Case, reference: dict[str, str], counts: Counts) -> Ended:
-        """Break one run, judge what it left, heal, and judge again."""
+        """Break one run and check the files, then let another run recover and check again."""
         self.reset()
         before = mine(self.scenario.snapshot(self.template))
         ended = self.run(self.scenario.act, case)
@@ -299,7 +299,7 @@ class Runner:
     def _heal(
         self, before: dict[str, str], reference: dict[str, str], counts: Counts, ended: Ended
     ) -> list[tuple[str, str]]:
-        """Judge what a broken run left, run again, and judge that: in one child, for forking takes most of the time."""
+        """Check a broken run's files, run again and check again, in one child, as forking takes most of the time."""
         healing = self.run(self._healing)
         after = self.scenario.snapshot(self.work)
         more = sorted(after.keys() - reference.keys())
@@ -341,7 +341,7 @@ class Runner:
 
 
 def _cpu_seconds(child: int) -> float:
-    """CPU time of a process and of those that it waited for."""
+    """Return the CPU time of a process and of the children that it waited for."""
     try:
         fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -386,7 +386,7 @@ def campaign(scenario: Scenario, base: Path, options: argparse.Namespace) -> Cou
 
 
 def _of_each_kind_first(cases: list[Case], kinds: Sequence[int]) -> list[Case]:
-    """Return the cases in rounds: each has one case of each kind of operation, and one kill at any moment."""
+    """Return the cases in rounds; each round has one case of each kind of operation, and one kill at any moment."""
     seen = Counter[str]()
     rounds = []
     for case in cases:
@@ -397,7 +397,7 @@ def _of_each_kind_first(cases: list[Case], kinds: Sequence[int]) -> list[Case]:
 
 
 def _interleaved(faults: list[Case], kills: list[Case]) -> list[Case]:
-    """Return both, evenly mixed, so that a deadline cuts both."""
+    """Return both lists evenly mixed, so that a deadline cuts both equally."""
     placed = [(index / len(cases), case) for cases in (faults, kills) for index, case in enumerate(cases)]
     return [case for _, case in sorted(placed, key=lambda pair: pair[0])]
 
@@ -416,7 +416,7 @@ def show(failures: Sequence[Failure]) -> str:
 
 
 def apart(names: Sequence[str], base: Path, job: Callable[[Scenario, Path], Any]) -> list[dict[str, Any]]:
-    """Run `job(scenario, folder)` for each name in a child, since a scenario changes its process; return the counts."""
+    """Run `job(scenario, folder)` for each name in a child, as a scenario changes its process; return the counts."""
     rows = []
     for name in names:
         folder, answer = base / name, base / f"{name}.json"

@@ -1,4 +1,4 @@
-"""Give a parser thousands of damaged inputs: only errors of ours may come out, each in 5 s and 4 GB.
+"""Give a parser thousands of damaged inputs: only our own errors may result, each within 5 s and 4 GB.
 
 PYTHONPATH=tests python -m robustness.fuzz pins --inputs 10000 --seed 1
 PYTHONPATH=tests python -m robustness.fuzz pins --seed 1 --number 4711        # repeats one, with its traceback
@@ -35,7 +35,7 @@ SECONDS = 5  # of CPU time for one input
 # If WATCHED inputs take more than WALL seconds, compiled code hangs: the process prints its stack and ends.
 WATCHED, WALL = 100, 600
 MEMORY = 4 << 30  # bytes of address space
-EXAMPLES = 2  # failures of one kind that are kept
+EXAMPLES = 2  # failures kept of each kind
 
 
 @dataclass
@@ -63,7 +63,7 @@ def hang(*_):
 
 @contextmanager
 def scratch_folder():
-    """Make a folder with a state and a cache of its own, in memory if there is room."""
+    """Make a folder with its own state and cache, in memory if there is room."""
     memory = Path("/dev/shm")
     usable = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1 << 30
     with tempfile.TemporaryDirectory(prefix="sparkforge-fuzz-", dir=memory if usable else None) as base:
@@ -90,7 +90,7 @@ def bounded():
 
 
 def input_of(parser, samples, seed, number):
-    """Return the input of this number: first the samples themselves."""
+    """Return the input of this number; the first numbers are the samples themselves."""
     if number < len(samples):
         return samples[number]
     salt = zlib.crc32(parser.name.encode())
@@ -98,7 +98,7 @@ def input_of(parser, samples, seed, number):
 
 
 def read(parser, data, scratch):
-    """Read one input and return what came of it: the name of a count, and any error that we do not declare."""
+    """Read one input and return the result: the name of a count, and any undeclared error."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         parser.read(data, scratch)

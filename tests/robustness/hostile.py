@@ -1,10 +1,11 @@
-"""Hostile requests against a live server, beside a bystander who only wants an answer.
+"""Hostile requests against a live server, while a bystander sends normal requests.
 
     PYTHONPATH=tests python -m robustness.hostile server [--seconds 900] [--json FILE]
 
-It starts the embedded server on loopback, asks as a bystander without a break, and sends every attack of ATTACKS, first
-one after another, then eight at once; their clients give up after PATIENCE seconds. Then it cuts streams half-way,
-repeats requests and sends those of `hostile_texts`; it looks at what still runs, at the CPU time and at the memory.
+The program starts the embedded server on loopback and a bystander that sends requests continuously. It sends every
+attack of ATTACKS, first one after another, then eight at once; their clients disconnect after PATIENCE seconds. Then it
+cuts streams half-way, repeats requests and sends those of `hostile_texts`. It checks running requests, CPU time and
+memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from sparkforge.serve.settings import TINY_ID
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 US, THEM = "127.0.0.2", "127.0.0.3"  # the bystander's address and the attackers'
-PATIENCE = 5.0  # seconds after which an attacker leaves
+PATIENCE = 5.0  # seconds after which an attacker disconnects
 WORST = 2.0  # seconds that the bystander may wait above the baseline
 IDLE_AFTER, IDLE = 10.0, 0.25  # seconds after the last attacker left, and cores that may then be busy
 GROWTH, BUSY_SECONDS = 1.05, 2.0
@@ -74,7 +75,7 @@ def completion(**more: Any) -> tuple[str, dict[str, Any]]:
 
 
 def objects(count: int, value: Any = None, required: int = 0) -> dict[str, Any]:
-    """Return the schema of an object with so many properties."""
+    """Return the schema of an object with the given number of properties."""
     names = [f"p{i}" for i in range(count)]
     return {
         "type": "object",
@@ -84,7 +85,7 @@ def objects(count: int, value: Any = None, required: int = 0) -> dict[str, Any]:
 
 
 def nested(depth: int, wrap: Callable[[Any], Any], inner: Any) -> Any:
-    """Wrap a value so many times."""
+    """Nest a value to the given depth."""
     for _ in range(depth):
         inner = wrap(inner)
     return inner
@@ -99,7 +100,7 @@ BRANCHES = nested(
     14, lambda inner: {"anyOf": [inner, {"type": "object", "properties": {"a": inner}}]}, {"type": "string"}
 )
 WORDS = [f"value number {i}" for i in range(100_000)]
-# Name → path and body. A body in bytes is sent as it is.
+# Name → path and body. A body in bytes is sent unchanged.
 ATTACKS: dict[str, tuple[str, Any]] = {
     "enum of 20,000": schema({"enum": WORDS[:20_000]}),
     "3,000 optional properties": schema(objects(3000)),
@@ -170,7 +171,7 @@ ATTACKS: dict[str, tuple[str, Any]] = {
 
 
 def raw(port: int, data: bytes, *, slow: bytes = b"") -> str:
-    """Send bytes as they are, then `slow` bytes one a second; return the status line, or how it ended."""
+    """Send bytes, then `slow` bytes one per second; return the status line, or how the connection ended."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE, source_address=(THEM, 0)) as connection:
         try:
             connection.sendall(data)
@@ -197,9 +198,9 @@ RAW: dict[str, Callable[[int], str]] = {
 
 
 class Bystander:
-    """A process that asks without a break, in turn for a plain answer and for JSON, and tells how long each took.
+    """A process that continuously requests plain text and JSON in turn, and reports how long each answer took.
 
-    It has no part in the attackers' interpreter, whose lock they hold while they write their bodies.
+    It is a separate process, because attackers hold their interpreter's lock while they write their bodies.
     """
 
     def __init__(self, url: str) -> None:
@@ -224,7 +225,7 @@ class Bystander:
                 time.sleep(0.1)
 
     def worst(self) -> float:
-        """Return the longest wait since the last call, that of the running request included."""
+        """Return the longest wait since the last call, including the running request."""
         waits = [time.monotonic() - self._begun.value, 0.0]
         while not self._waits.empty():
             waits.append(self._waits.get())
@@ -232,19 +233,19 @@ class Bystander:
         return max(waits)
 
     def alive(self) -> bool:
-        """Tell whether it still asks."""
+        """Tell whether the process still sends requests."""
         return self._process.is_alive()
 
     def end(self) -> int:
-        """Stop asking; return how many requests were refused or not answered."""
+        """Stop, and return how many requests were refused or not answered."""
         self._ended.set()
-        self.worst()  # a full pipe would keep it from its end
+        self.worst()  # a full pipe would block the process
         self._process.join()
         return self._failed.value
 
 
 def attack(url: str, port: int, name: str) -> str:
-    """Send one attack as a client that leaves after PATIENCE seconds; return the status, or `left`."""
+    """Send one attack as a client that disconnects after PATIENCE seconds; return the status, or `left`."""
     if name in RAW:
         with suppress(OSError):
             return RAW[name](port)
@@ -254,13 +255,13 @@ def attack(url: str, port: int, name: str) -> str:
 
 @cache
 def content(name: str) -> bytes:
-    """Return the body of an attack: to write the large ones takes more of a core than to refuse them."""
+    """Return the encoded body of an attack, cached because encoding large bodies takes more CPU than refusing them."""
     body = ATTACKS[name][1]
     return body if isinstance(body, bytes) else json.dumps(body).encode()
 
 
 def send(url: str, path: str, body: Any) -> str:
-    """Send a request as a client that leaves after PATIENCE seconds; return the status, or `left`."""
+    """Send a request as a client that disconnects after PATIENCE seconds; return the status, or `left`."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     transport = httpx.HTTPTransport(local_address=THEM)
     ended: list[str] = []
@@ -277,7 +278,7 @@ def send(url: str, path: str, body: Any) -> str:
 
 
 def cut_stream(url: str) -> None:
-    """Begin a streamed answer, and leave after its first event."""
+    """Begin a streamed answer, and disconnect after its first event."""
     body = {**ASK, "stream": True, "max_tokens": 1000}
     transport = httpx.HTTPTransport(local_address=THEM)
     with suppress(httpx.HTTPError), httpx.Client(transport=transport, timeout=60, trust_env=False) as session:  # noqa: SIM117
@@ -286,19 +287,19 @@ def cut_stream(url: str) -> None:
 
 
 def running(url: str) -> float:
-    """Return how many requests the engine runs or holds, by its metrics."""
+    """Return the engine's number of running and waiting requests, from its metrics."""
     text = httpx.get(f"{url}/metrics", timeout=60, trust_env=False).text
     names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(names))
 
 
 def members(pid: int) -> list[psutil.Process]:
-    """Return a process and all below it."""
+    """Return a process and all its descendants."""
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
 def busy_cores(pid: int) -> float:
-    """Return how many cores a process and all below it keep busy."""
+    """Return how many cores a process and its descendants keep busy."""
     before = [sum(process.cpu_times()[:2]) for process in members(pid)]
     time.sleep(BUSY_SECONDS)
     return (sum(sum(process.cpu_times()[:2]) for process in members(pid)) - sum(before)) / BUSY_SECONDS
@@ -326,7 +327,7 @@ def server() -> Iterator[tuple[str, int, int]]:
 
 
 def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str, Any]:
-    """Attack a server; return the counts, and `failures` in words."""
+    """Attack a server; return the counts, with descriptions in `failures`."""
     begun, failures, rows = time.monotonic(), [], []
     with server() as (url, port, pid):
         deadline = time.monotonic() + seconds

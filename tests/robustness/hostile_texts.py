@@ -1,6 +1,6 @@
 """Random regular expressions, schemas, grammars, structural tags and texts for every field that takes one.
 
-`requests(seed, count)` yields path and body. A server may take or refuse each; it may not fail (status 500).
+`requests(seed, count)` yields path and body. A server may accept or refuse each, but must not fail (status 500).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SYMBOLS = (
 
 
 class Dice(random.Random):
-    """Makes what a client may send."""
+    """Makes random values that a client may send."""
 
     def text(self) -> str:
         return "".join(self.choices(TEXTS, k=self.choice((1, 1, 2, 3))))

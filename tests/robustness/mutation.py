@@ -1,4 +1,4 @@
-"""Mutations of valid samples. The same dice give the same bytes, so an input is known by its seed and number."""
+"""Mutations of valid samples. The same dice give the same bytes, so seed and number identify an input."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DIGITS = re.compile(rb"-?\d+")
 LARGE = 20_000
 
 KINDS = (*("flip", "insert", "replace", "delete", "number", "line") * 2, "repeat", "cut", "integer", "splice")
-# What is large: nesting, a long line, a long number.
+# Large parts: nesting, a long line, a long number.
 UNITS = (b"[", b"{", b'{"a":', b"(", b"<a>", b"a", b"9", b"-", b".", b"a.", b"\n", b"\0", b" ", b"/", b"$a")
 
 
 def _changed(data: bytes, dice: random.Random, samples: Sequence[bytes]) -> bytes:
     begin = dice.randrange(len(data) + 1)
     end = min(len(data), begin + dice.randrange(1, 64))
-    piece = b""  # of "delete" and "cut"
+    piece = b""  # for "delete" and "cut"
     match dice.choice(KINDS):
         case "flip":
             end = begin + 1
@@ -51,7 +51,7 @@ def _changed(data: bytes, dice: random.Random, samples: Sequence[bytes]) -> byte
             size, begin = dice.choice((2, 4, 8)), begin // 2 * 2
             end = begin + size
             piece = (dice.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, dice.choice(("little", "little", "big")))
-        case "line":  # dropped, doubled, or exchanged for another one
+        case "line":  # dropped, doubled, or replaced by another line
             lines = data.split(b"\n")
             first, other_line = dice.randrange(len(lines)), dice.randrange(len(lines))
             line = lines[first]

@@ -1,6 +1,6 @@
-"""Every parser: samples that it accepts, and the call that reads one through the parser's public function.
+"""Every parser: samples that it accepts, and a call that reads a sample through the parser's public function.
 
-A call may raise errors of ours. It raises AssertionError where something was accepted that must not be.
+A call may raise our own errors. It raises AssertionError if the parser accepted an input that it must refuse.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _no_setup(scratch: Path) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Parser:
-    """One parser. `samples` may use the folder that `read` gets; `around` surrounds a run; `cost` is as of Scenario."""
+    """One parser. `samples` may use the folder that `read` gets; `around` is a context of a run; see Scenario.cost."""
 
     name: str
     samples: Callable[[Path], list[bytes]]
@@ -94,7 +94,7 @@ def _short(data: bytes, longest: int = 6000) -> bytes:
 
 
 def _pins_without_git(_scratch: Path) -> list[bytes]:
-    """Return pins.toml without its longest tables, to which nothing in it refers; `_files` would cut off others."""
+    """Return pins.toml without its longest tables, which no other table needs."""
     tables = (ROOT / "pins.toml").read_bytes().split(b"\n\n")
     return [b"\n\n".join(table for table in tables if b".git." not in table.partition(b"]")[0])]
 
@@ -134,19 +134,19 @@ def _tree(scratch: Path) -> Path:
 
 
 def _read_upstream_wheel(data: bytes, scratch: Path) -> None:
-    """Patch a wheel that somebody changed: what comes out is a wheel that can be unpacked."""
+    """Patch a wheel that was tampered with; the result must be a wheel that can be unpacked."""
     source = write(scratch / patching.NAME, data)
     queue = Queue.load(patching.queue(scratch, "patches", "TWO"))
     with (scratch / "out.whl").open("wb") as output:
         patched_wheels.make(source, patching.table().component("s", "up"), queue, 1, output)
     with contextlib.suppress(
         IntegrityError
-    ):  # a member that no patch touches may be damaged inside: its hash is pinned
+    ):  # a member that no patch touches may be damaged, because the wheel's hash is pinned
         archive.unpack(scratch / "out.whl", scratch / "unpacked")
 
 
 def _read_oracle(data: bytes, scratch: Path) -> None:
-    """What git refuses we refuse; what both accept gives the same files."""
+    """Check that we refuse what git refuses, and that accepted patches give the same files as git."""
     try:
         changes = hunks.parse("0001-x.patch", data.decode())
         ours = {path: text.encode() for path, text in patching.BEFORE.items()}
@@ -203,7 +203,7 @@ def _tars(_scratch: Path) -> list[bytes]:
 
 def _unpack(name: str) -> Read:
     def read(data: bytes, scratch: Path) -> None:
-        """Unpack, and look that nothing stands beside the target."""
+        """Unpack, and check that no other files appear beside the target."""
         file = write(scratch / name, data)
         target = scratch / "in/target"
         try:
@@ -224,7 +224,7 @@ def _bundles(_scratch: Path) -> list[bytes]:
 
 
 def _read_bundle(data: bytes, scratch: Path) -> None:
-    """Unpack a bundle: what is accepted holds what its index lists."""
+    """Unpack a bundle, and check that an accepted bundle has the files of its index."""
     file = write(scratch / "b.tar", data)
     manifest.remove(scratch / "out")
     manifest.beside(scratch / "out").unlink(missing_ok=True)
@@ -233,7 +233,7 @@ def _read_bundle(data: bytes, scratch: Path) -> None:
         assert hashlib.sha256((scratch / "out" / path).read_bytes()).hexdigest() == member["sha256"], path
 
 
-PACKED = {"nvcc": "13.0", "machine": "aarch64"}  # what a pack is keyed by
+PACKED = {"nvcc": "13.0", "machine": "aarch64"}  # the key of a pack
 LIBRARY = b"machine code"
 
 
@@ -246,7 +246,7 @@ def _packs(_scratch: Path) -> list[bytes]:
 
 
 def _read_pack(data: bytes, scratch: Path) -> None:
-    """Take modules from a kernel pack: what is taken is one library, whose hash the index has."""
+    """Take modules from a kernel pack, and check that only a library with a hash in the index is taken."""
     file, output = write(scratch / "pack.tar", data), scratch / "out"
     manifest.remove(output)
     output.mkdir()
@@ -287,7 +287,7 @@ def _rules() -> audit_rules.Rules:
 
 
 def _read_binary(data: bytes, scratch: Path) -> None:
-    """Read one file as the audit does; a damaged one is no error but a finding. No program is run."""
+    """Read one file as the audit does; a damaged file is a finding, not an error. No program is run."""
     file = write(scratch / "one.so", data)
     reader = Reader(Tools(Path("/bin/false"), Path("/bin/false")), _rules().watch())
     (binary,) = reader.finished([reader.draft(file, "one.so")])
@@ -310,7 +310,7 @@ def _read_wheel(data: bytes, scratch: Path) -> None:
 
 
 class _Answer:
-    """What every request over httpx gets while `_answering` is active."""
+    """The answer to every httpx request while `_answering` is active."""
 
     body, kind = b"", "text/plain"
 
@@ -323,7 +323,7 @@ def _handle(_transport: object, request: httpx.Request) -> httpx.Response:
 
 @contextmanager
 def _answering(_scratch: Path) -> Iterator[None]:
-    """Answer every request with the input. Certificates are not read anew for each client: that takes 10 ms."""
+    """Answer every request with the input. Reuse the certificates, because reading them takes 10 ms for each client."""
     context = httpx.create_ssl_context(verify=False)
     with (
         mock.patch.object(httpx.HTTPTransport, "handle_request", _handle),
@@ -403,7 +403,7 @@ def _record(_scratch: Path) -> list[bytes]:
 def _read_state(name: str, load: Callable[[Path], object]) -> Read:
     def read(data: bytes, scratch: Path) -> object:
         path = write(scratch / "state" / name, data)
-        path.chmod(0o600)  # what others may have written is not read at all
+        path.chmod(0o600)  # files that others may write are never read
         path.parent.chmod(0o700)
         return load(path.parent)
 
@@ -446,7 +446,7 @@ def _read_manifest(data: bytes, scratch: Path) -> None:
 
 def _checkpoint(name: str) -> tuple[Callable[[Path], list[bytes]], Read]:
     def read(data: bytes, scratch: Path) -> None:
-        """Fetch from a folder, and look at it as the validator does."""
+        """Fetch from a folder, and check it as the validator does."""
         for path, content in checkpoints.READ.items():
             if not (scratch / "mirror" / path).exists():
                 write(scratch / "mirror" / path, content)

@@ -1,9 +1,9 @@
-"""Run the same scenario in several processes at once: each ends well, or with the refusal that is documented for it.
+"""Run the same scenario in several processes at once: each succeeds, or ends with its documented refusal.
 
     PYTHONPATH=tests python -m robustness.races fetch --rounds 20
 
-`storage.busy` is such a refusal for the stages whose pages say that one run at a time makes an artifact. Whatever the
-order, the folder ends as after one run.
+`storage.busy` is the refusal of stages whose documentation says that only one run at a time makes an artifact. In any
+order, the folder is the same as after one run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WALL = 60.0
 
 @dataclass
 class Counts:
-    """How many runs there were beside others, and how they ended."""
+    """The number of concurrent runs, and how they ended."""
 
     scenario: str
     runs: int = 0
@@ -47,12 +47,12 @@ class Counts:
 
 
 class Race(Runner):
-    """Several children at once instead of one; `busy` tells a child whether it was refused for another one's sake."""
+    """Several children at once instead of one; `busy` tells whether a child was refused because of another."""
 
     busy = False
 
     def together(self) -> list[tuple[int | None, str]]:
-        """Start all, let them go at the same moment, and return each one's exit code (None: it hangs) and output."""
+        """Start all children, release them together, and return the exit code (None: it hangs) and output of each."""
         read_end, gate = os.pipe()
         children = {os.fork() or self._racer(read_end, gate, number): number for number in range(PROCESSES)}
         os.close(read_end)

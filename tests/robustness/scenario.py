@@ -1,11 +1,11 @@
-"""What a scenario is: inputs, one command of Sparkforge, and what must hold whatever happens to the command.
+"""Defines a scenario: inputs, one command of Sparkforge, and invariants that hold whatever happens to the command.
 
 The runner (`faults.py`) checks for every scenario that
 
 - the command ends with success or with one of our errors, never with a traceback,
-- every file whose name begins with `mine` is as it was: those stand for the user's own,
-- `judge` finds nothing wrong with what a broken run left: no artifact that is accepted and not whole,
-- the next run succeeds, and then the folder holds exactly the files of a run that nothing disturbed.
+- every file whose name begins with `mine` is unchanged; these represent the user's own files,
+- `judge` accepts the files after a broken run: no incomplete artifact counts as complete,
+- the next run succeeds, and then the folder has exactly the files of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MINE = "mine"  # how the names of the user's own files begin
-TEMPORARY = "tmp"  # the folder for temporary files, which the system empties: what a killed run leaves there may stay
+TEMPORARY = "tmp"  # the folder for temporary files, which the system empties; a killed run may leave files there
 
 
 def no_server(work: Path) -> AbstractContextManager[None]:
@@ -29,21 +29,21 @@ def no_server(work: Path) -> AbstractContextManager[None]:
 
 
 def nothing(work: Path) -> None:
-    """Check nothing more than the runner does."""
+    """Check nothing beyond the runner's checks."""
 
 
-BUSY = 75  # exit code of a run in a race that ended with `storage.busy`; the family's own code has other cases too
-LOCKS = ("*.lock",)  # a lock names the process that held it last
+BUSY = 75  # exit code of a run in a race that ended with `storage.busy`, whose family's code has other causes too
+LOCKS = ("*.lock",)  # a lock file contains the id of its last holder
 
 
 @dataclass(frozen=True)
 class Scenario:
     """One command on small data. `work` is an empty folder that `prepare` fills and that faults are injected below.
 
-    `prepare` runs once and may change this process (variables, patched constants): every run is forked from it.
-    `judge` and `healed` raise AssertionError. Files that match `volatile` differ from run to run. Those that match
-    `kept` may stay: a broken run has put them aside for the user. `races` are the exit codes that a run may have while
-    others run beside it: 0, and BUSY where that refusal is documented; none where no user can run it beside itself.
+    `prepare` runs once and may change this process (variables, patched constants), from which every run is forked.
+    `judge` and `healed` raise AssertionError. Files that match `volatile` differ from run to run. Files that match
+    `kept` may remain, because a broken run puts them aside for the user. `races` are the allowed exit codes of
+    concurrent runs: 0, and BUSY if that refusal is documented; empty if users cannot run the command concurrently.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Scenario:
     volatile: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     races: tuple[int, ...] = (0,)
-    programs: bool = False  # whether the disk fails for the programs that the command starts, too
-    cost: float = 1.0  # how long one run takes, compared with the others: expensive ones get fewer
+    programs: bool = False  # whether disk operations also fail in programs that the command starts
+    cost: float = 1.0  # relative duration of one run; expensive scenarios get fewer runs
 
     def snapshot(self, work: Path) -> dict[str, str]:
-        """Return path → mode and sha256 of every file below `work`; of a volatile one its mode alone."""
+        """Return path → mode and sha256 of every file below `work`; for volatile files only the mode."""
         return dict(self._entries(work))
 
     def _entries(self, work: Path) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ import tasks
 from sparkforge.core import paths
 
 pytestmark = pytest.mark.timeout(60)  # for one test; most take milliseconds
-CONTEXT = Context()  # made as the first user: it reads a file in the home folder, which others may not
+CONTEXT = Context()  # made before the user changes, because it reads a file in the home folder
 LINE = 10_000_000
 NUMBERS = ("1e999", "-1", str(2**70), "NaN", "9" * 5000)
 CONTENTS = {
@@ -27,7 +27,7 @@ CONTENTS = {
     "a surrogate": b'{"schema": 1, "model_type": "\\ud800", "facts": {"\\ud800": 1}}',
     **{f"number {text[:20]}": b'{"pid": %b, "port": %b, "schema": %b}' % ((text.encode(),) * 3) for text in NUMBERS},
 }
-# Command → how it is called with the path of the damaged file.
+# Command → its call with the path of the damaged file.
 COMMANDS = {
     "plan": lambda path: ("plan", {"model": str(path)}),
     "audit.so": lambda path: ("audit", {"paths": str(path)}),
@@ -80,7 +80,7 @@ def without_privileges(kind):
 
 
 def call(command, arguments):
-    """Run a command as Invoke does; anything that it raises, except for Exit, fails the test."""
+    """Run a command as Invoke does; any exception except Exit fails the test."""
     with contextlib.suppress(Exit):
         tasks.namespace[command](CONTEXT, **arguments)
 
@@ -105,7 +105,7 @@ def test_a_damaged_file_that_a_command_names_gives_no_traceback(tmp_path, name, 
 def test_a_damaged_file_of_the_state_gives_no_traceback(name, command, kind, capsys):
     path = paths.state() / name
     shutil.rmtree(paths.state(), ignore_errors=True)
-    paths.state().mkdir(mode=0o700, parents=True)  # a record in a folder or file that is open to others is not read
+    paths.state().mkdir(mode=0o700, parents=True)  # records in folders or files open to others are not read
     damage(path, kind)
     if kind in CONTENTS:
         path.chmod(0o600)

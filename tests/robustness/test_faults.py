@@ -1,4 +1,4 @@
-"""Disk operations that fail and SIGKILL at steps and moments: nothing lost, and the next run heals."""
+"""Failing disk operations, and SIGKILL at steps and moments: nothing is lost, and the next run recovers."""
 
 import pytest
 
@@ -10,9 +10,9 @@ SEED = 13
 
 @pytest.fixture(scope="module", params=[(6, 4), pytest.param((24, 16), marks=pytest.mark.nightly)])
 def rows(attack, request):
-    """The counts of every scenario: one process runs them all, for starting it takes as long as thirty runs.
+    """The counts of every scenario, all run by one process, because its start takes as long as thirty runs.
 
-    12 faults and 8 kills take each kind of operation once. `./inv test --robustness` runs as many as its time allows.
+    12 faults and 8 kills cover each kind of operation once. `./inv test --robustness` runs as many as its time allows.
     """
     faults, kills = request.param
     return attack("faults", *SCENARIOS, "--faults", faults, "--kills", kills, "--seed", SEED)
@@ -20,7 +20,7 @@ def rows(attack, request):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_disk_that_fails_and_a_kill_at_any_step(rows, name):
-    """An error of ours or an end at once, no half artifact accepted."""
+    """Each run ends with one of our errors or is killed, and no incomplete artifact is accepted."""
     assert not rows[name]["failures"], rows[name]["shown"]
     assert rows[name]["faults"]
     assert rows[name]["kills"]

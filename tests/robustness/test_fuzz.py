@@ -1,4 +1,4 @@
-"""Malformed input: only errors of ours, in time and memory; patches are judged as git judges them."""
+"""Malformed input gives only our own errors, within time and memory; patches are accepted and refused as by git."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ READS_JSON = ("architecture", "failure-record", "manifest", "result", "server-re
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_mutated_samples(name, monkeypatch):
-    """The samples themselves are among the inputs, the first ones."""
+    """The first inputs are the samples themselves."""
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     counts = fuzz.campaign(name, int(1000 / PARSERS[name].cost), 120.0, SEED)
     assert not counts.failures, fuzz.show(counts)
@@ -32,7 +32,7 @@ def test_mutated_samples(name, monkeypatch):
 
 @pytest.mark.parametrize("name", READS_JSON)
 def test_every_json_value(name, tmp_path, monkeypatch):
-    """Whole JSON of any shape, with the keys that the parser knows."""
+    """Inputs are valid JSON of any shape, with the keys that the parser knows."""
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     known = [key for sample in PARSERS[name].samples(tmp_path) for key in json.loads(sample)]
     values = JSON | st.dictionaries(st.sampled_from(known), JSON, min_size=1)

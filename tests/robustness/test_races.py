@@ -1,4 +1,4 @@
-"""The same command in four processes at once: each ends well, or with the refusal that is documented."""
+"""The same command in four processes at once: each succeeds, or ends with the documented refusal."""
 
 import pytest
 

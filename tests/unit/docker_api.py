@@ -41,7 +41,7 @@ class FakeEngine:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def frames(self):
-        """The log as the API multiplexes it: stream, three zeros, length, bytes."""
+        """Return a log in the API's multiplexed form: stream, three zeros, length, bytes."""
         data = self.log.encode()
         return struct.pack(">BxxxL", 1, len(data)) + data
 

@@ -17,7 +17,7 @@ MAX = Environment("max")
 
 @dataclass
 class Checkout:
-    """This checkout's commands with a state of its own; MAX's environment and compiled models are the checkout's."""
+    """This checkout's commands with a separate state folder; MAX's environment and compiled models are shared."""
 
     state: Path
     environment: dict[str, str]

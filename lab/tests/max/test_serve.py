@@ -11,14 +11,14 @@ from spark_mxfp4 import hf
 from sparkforge.core.paths import ROOT
 from sparkforge.serve.devices import max_server
 
-# The first test waits for a start that may compile the model: on two cores as long as `max.up` itself allows.
+# The first test waits for a start that may compile the model; the timeout is that of `max.up`.
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(max_server.START_SECONDS)]
 CORPUS = ROOT / "sparkforge" / "bench" / "corpus" / "persuasion-24.txt"
-# Tokens of a prompt: below, at and above the window of 128, which is also how many keys MAX's CPU attention takes at a
-# time; 300 tokens are three of these.
+# Tokens of a prompt: below, at and above the window of 128. MAX's CPU attention takes blocks of 128 keys; 300 tokens
+# are three blocks.
 LENGTHS = (8, 63, 127, 128, 129, 139, 173, 300)
 GENERATED = 32
-# How far a logit may lead the second one where the tokens part. With transformers' own bfloat16 it is 0.003.
+# The largest margin of the reference's first logit where the tokens diverge. With transformers' own bfloat16: 0.003.
 LEADS = {"cpu": 0.0, "gpu": 0.1}
 
 
@@ -53,7 +53,7 @@ def answers(server, prompts):
 
 
 def test_greedy_tokens_are_those_of_transformers(answers, checkout, prompts, tokenizer, device):
-    """On a CPU all of them; on a GPU, in bfloat16, until the reference itself hardly prefers its token to another."""
+    """On a CPU all tokens are equal; on a GPU, in bfloat16, until the reference's margin is tiny."""
     model = hf.load_packed(str(checkout.model), dtype=torch.float32, attn_implementation="eager").eval()
     parted = {}
     for length, prompt in prompts.items():
@@ -90,7 +90,7 @@ def test_a_chat_is_answered_by_the_api_and_by_our_command(server):
 
 
 def test_nothing_is_sent_to_modular(server):
-    """Neither an open connection beyond this machine nor, in the log, one that was tried."""
+    """There is no open connection to another machine, and no attempt in the log."""
     connections = [connection for process in processes(server) for connection in process.net_connections("inet")]
     assert any(connection.laddr.port == server.port for connection in connections)
     assert all(not connection.raddr or connection.raddr.ip == "127.0.0.1" for connection in connections)

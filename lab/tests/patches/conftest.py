@@ -20,7 +20,7 @@ AFTER = (
 @pytest.fixture
 def world(kit, tmp_path, monkeypatch):
     """The upstream `up`: pinned in 1.0 with the queue `patches/up-1.0`; `release(version, files)` adds another."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that the kernel has
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # the kernel keeps a killed process's data
 
     def release(version, files):
         return kit.seed(f"up-{version}.tar.gz", kit.sdist(f"up-{version}", files))

@@ -1,4 +1,4 @@
-"""Writing a new patch: what comes out is what our own strict loader takes."""
+"""Write new patches that our own strict loader accepts."""
 
 import pytest
 from expected import refused
@@ -38,11 +38,11 @@ def test_the_scratch_copy_is_the_patched_tree(kit, world, checkout):
     files = {path: data.decode() for path, data in kit.snapshot(checkout).items() if not path.startswith(".git/")}
     assert files == {path: text for path, text in world.AFTER[2].items() if text is not None}
     edit(checkout)
-    assert authoring.begin_patch(draft(world)) == checkout  # begun twice: the edits stay
+    assert authoring.begin_patch(draft(world)) == checkout  # a second call keeps the edits
     assert (checkout / "pkg/deep/made.py").exists()
 
 
-def test_the_patch_is_headed_queued_and_makes_the_same_bytes(kit, world, checkout, tmp_path):
+def test_the_patch_gets_a_header_joins_the_queue_and_makes_the_same_bytes(kit, world, checkout, tmp_path):
     edit(checkout)
     wanted = {
         path: (checkout / path).read_bytes() for path in ("pkg/a.py", "pkg/b.py", "pkg/deep/made.py", "pkg/other.py")
@@ -88,7 +88,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_patch_may_not_be_is_refused_and_the_queue_stays(kit, world, checkout, case):
+def test_invalid_patches_are_refused_and_the_queue_is_unchanged(kit, world, checkout, case):
     change, fields, error, message = REFUSED[case]
     change(checkout)
     before = kit.snapshot(world.folder)
@@ -129,7 +129,7 @@ def refusal(action):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_what_a_killed_run_began_is_taken_back_by_the_next_one_whatever_it_writes(kit, world, named):
+def test_the_next_run_removes_what_a_killed_run_left(kit, world, named):
     before = kit.snapshot(world.folder)
     (world.folder / f".{NAME}.new").write_text("whole, but not in its place")
     if named:

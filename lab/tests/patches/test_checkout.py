@@ -114,7 +114,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("prepare", REFUSED)
-def test_what_is_not_the_clean_pinned_release_is_refused_and_stays(kit, world, clone, prepare):
+def test_a_clone_that_is_not_the_clean_pinned_release_is_refused_unchanged(kit, world, clone, prepare):
     error, message = REFUSED[prepare]
     prepare(kit, world, clone)
     before = state(kit, clone)
@@ -124,7 +124,7 @@ def test_what_is_not_the_clean_pinned_release_is_refused_and_stays(kit, world, c
 
 
 @pytest.mark.parametrize("kind", ["missing", "no repository", "below one", "without a commit", "foreign"])
-def test_what_is_no_checkout_is_refused(kit, world, clone, tmp_path, kind):
+def test_a_folder_that_is_no_checkout_is_refused(kit, world, clone, tmp_path, kind):
     tree = tmp_path / "tree"
     if kind == "below one":
         tree = clone / "pkg"
@@ -138,7 +138,7 @@ def test_what_is_no_checkout_is_refused(kit, world, clone, tmp_path, kind):
         commit(world, tree)
 
 
-def test_where_git_makes_other_bytes_nothing_reaches_the_clone(kit, world, clone):
+def test_if_git_makes_other_bytes_the_clone_is_unchanged(kit, world, clone):
     (clone / ".git/info/attributes").write_text("*.py text eol=crlf\n")
     before = state(kit, clone)
     with refused("patch.conflict", r"does not apply|was not committed"):
@@ -148,7 +148,7 @@ def test_where_git_makes_other_bytes_nothing_reaches_the_clone(kit, world, clone
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_what_a_killed_run_left_is_finished_by_the_next_one(kit, world, clone, add):
+def test_the_next_run_finishes_a_killed_run(kit, world, clone, add):
     kit.git(clone, "worktree", "add", "--quiet", "--detach", "--no-checkout", ".git/sparkforge-queue")
     (clone / "pkg/a.py").write_text(world.AFTER[2]["pkg/a.py"])  # as the last step makes them
     (clone / "pkg/n.py").write_text("new\n")
@@ -162,7 +162,7 @@ def test_what_a_killed_run_left_is_finished_by_the_next_one(kit, world, clone, a
 
 @pytest.mark.parametrize("whitespace", ["error", "error-all", "fix"])
 def test_trailing_whitespace_in_a_patch_stays_whatever_git_is_told(kit, world, clone, tmp_path, whitespace):
-    """A `git am` that obeyed apply.whitespace would refuse the patch, or change its bytes."""
+    """If `git am` obeyed apply.whitespace, it would refuse the patch or change its bytes."""
     released = {**world.V1, "pkg/b.py": "value = 1\n"}
     patch = kit.diff(tmp_path / "spaces", released, {**released, "pkg/b.py": "value = 2  \n\tif x:\n        y \n\n\n"})
     shutil.rmtree(world.folder)

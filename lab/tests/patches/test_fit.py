@@ -1,4 +1,4 @@
-"""Where a moved hunk fits, against `git apply`, on texts that hypothesis makes up; and that undoing undoes."""
+"""Moved hunks fit where `git apply` puts them, on texts by hypothesis; and the reverse of a change undoes it."""
 
 import tempfile
 from pathlib import Path
@@ -20,7 +20,7 @@ RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=[Healt
 @pytest.mark.slow
 @RELAXED
 @given(before=TEXT, after=TEXT, above=TEXT, below=TEXT)
-def test_what_fits_git_applies_to_the_same_bytes(kit, before, after, above, below):
+def test_git_applies_fitting_changes_to_the_same_bytes(kit, before, after, above, below):
     if before == after:
         return
     other = (above + before + below).encode()
@@ -34,8 +34,9 @@ def test_what_fits_git_applies_to_the_same_bytes(kit, before, after, above, belo
         if not fitted.misfits:
             assert (result.returncode, (scratch / "tree/f").read_bytes()) == (0, fitted.content)
             assert any(fitted.offsets) == (b"offset" in result.stderr)
-        # Else git put it into the nearest of several places, and we do not guess. Where the old text has no newline at
-        # its end git also takes it for the beginning of a longer line; `hunks` refuses that, too.
+        # Otherwise git chose the nearest of several places, where we refuse. If the old text has no final newline, git
+        # also
+        # matches it with the beginning of a longer line, which `hunks` refuses.
         elif result.returncode == 0 and before.endswith("\n"):
             assert any("places" in misfit.why or "earlier hunk" in misfit.why for misfit in fitted.misfits)
 
@@ -43,7 +44,7 @@ def test_what_fits_git_applies_to_the_same_bytes(kit, before, after, above, belo
 @pytest.mark.slow
 @RELAXED
 @given(before=TEXT, after=TEXT)
-def test_where_it_applies_strictly_it_fits_the_same_and_its_reverse_takes_it_back(kit, before, after):
+def test_a_strictly_applying_change_fits_equally_and_its_reverse_undoes_it(kit, before, after):
     if before == after:
         return
     with tempfile.TemporaryDirectory() as name:

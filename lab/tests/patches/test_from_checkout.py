@@ -40,7 +40,7 @@ def test_one_commit_becomes_a_patch_with_its_message_as_the_description(kit, wor
     assert [change.path for change in patch.changes] == ["pkg/other.py"]
 
 
-def test_a_patch_of_a_program_says_nothing_of_its_mode(kit, world, clone):
+def test_a_patch_of_a_program_contains_no_mode(kit, world, clone):
     (clone / "pkg/other.py").chmod(0o755)
     commit_all(kit, clone, "release 1.0, with a program")
     commit(world, clone)

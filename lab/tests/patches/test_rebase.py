@@ -214,7 +214,7 @@ def test_a_file_that_upstream_moved_is_left_to_a_person(kit, world, tmp_path):
     assert "-value = 1\n+value = 2\n more = 1\n" in (world.patches / "up-2.0" / NAMES[2]).read_text()
 
 
-def test_a_queue_that_upstream_has_wholly_is_not_written(world):
+def test_no_queue_is_written_if_upstream_has_every_patch(world):
     world.release("2.0", edited(world, "line 11", "nothing of the kind"))
     assert {patch.in_queue for patch in rebase.begin_rebase(job(world))} == {False}
     assert [path.name for path in world.patches.iterdir()] == ["up-1.0"]

@@ -19,7 +19,7 @@ def line(old, new):
     return lambda v1: {**v1, "pkg/a.py": v1["pkg/a.py"].replace(old, new)}
 
 
-# what the next release did: (its files, verdicts, what the evidence or the misfits of one patch say)
+# change in the next release: (its files, verdicts, text in the evidence or the misfits of one patch)
 CASES = {
     "nothing": (dict, (A, A, A), {}),
     "added lines above": (line("line 0", "x\ny\nz\nline 0"), (O, O, A), {0: "pkg/a.py +3 lines"}),
@@ -56,7 +56,7 @@ def test_damaged_kept_bytes_are_read_again(world, damaged):
     assert status.judge_release(world.queue(), release) == first
 
 
-def test_a_tree_is_judged_as_it_is(kit, world, tmp_path):
+def test_a_tree_is_judged_without_hash_checks(kit, world, tmp_path):
     tree = kit.write(tmp_path / "tree", world.V1)
     before = kit.snapshot(tree)
     assert [patch.verdict for patch in status.judge_tree(world.queue(), tree)] == [A, A, A]
@@ -67,7 +67,7 @@ def test_a_tree_is_judged_as_it_is(kit, world, tmp_path):
         status.judge_tree(world.queue(), tree / "none")
 
 
-def test_what_is_not_there_is_said(world, monkeypatch):
+def test_missing_releases_and_queues_are_named(world, monkeypatch):
     with refused("input.pins", "there is no stack t"):
         series.queues(world.table, "t", world.patches)
     with refused("input.pins", "no patches for vllm"):

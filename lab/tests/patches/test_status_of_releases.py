@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 A, O, U, C = Verdict.APPLIES, Verdict.OFFSET, Verdict.UPSTREAM, Verdict.CONFLICTS  # noqa: E741
 TABLE = pins.load()
 ORACLE = "vllm/model_executor/layers/fused_moe/oracle/mxfp4.py"
-# (stack, against): verdicts in the queue's order, and what the evidence or misfits of one patch say
+# (stack, against): verdicts in the queue's order, and text in the evidence or misfits of one patch
 EXPECTED = {
     ("spark", "0.32.0"): ((A,) * 25, {}),
     ("spark", "0.33.0"): (
@@ -68,7 +68,7 @@ def test_a_checkout_of_the_pinned_release_gets_the_queue_as_commits(name, tmp_pa
     file = fetch.fetch(release.package, release.filename, release.sha256)
     queue = Queue.load(PATCHES / component.patches)
     tree = tmp_path / name
-    with tarfile.open(file) as archive:  # as cloned, but for the submodules
+    with tarfile.open(file) as archive:  # as cloned, except for the submodules
         for member in archive:
             path = member.name.partition("/")[2]
             if member.isfile() and not path.startswith("3rdparty/"):

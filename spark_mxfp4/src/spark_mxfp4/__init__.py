@@ -1,11 +1,11 @@
 """MXFP4 numbers and mixture-of-experts kernels, usable from vLLM, transformers or alone.
 
-Importing it imports nothing else. Each integration (`vllm`, `hf`, `max`) names the package that it misses.
+The import loads nothing else. Each integration (`vllm`, `hf`, `max`) raises an error that names a missing package.
 """
 
 
 def __getattr__(name: str) -> str:
-    """Return `__version__`: the installed distribution's, whose one home is pyproject.toml."""
+    """Return `__version__`, read from the installed distribution, because only pyproject.toml states it."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - takes longer than all else here

@@ -21,7 +21,7 @@ from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.mxfp4 import BLOCK
 
-# bfloat16 in and out gives 0.2 to 0.5 % (validate/facts/numerics_child.py has the same bound); a lost clamp 40 %.
+# Rounding to bfloat16 gives 0.2 to 0.5 % (validate/facts/numerics_child.py has the same bound); a missing clamp 40 %.
 TOLERANCE = 0.02
 SPREAD = 24.0  # of the inputs: gates and ups of these small layers then reach the activation's limit of 7
 
@@ -35,10 +35,10 @@ class Case(NamedTuple):
     top_k: int
     hidden: int
     intermediate: int
-    routing: str = "even"  # as check.random_routing has it
+    routing: str = "even"  # a kind of check.random_routing
     bias: bool = True
     elsewhere: bool = False  # every other expert lives on another device
-    activation: Activation = GPT_OSS  # another one only for a kernel that takes it
+    activation: Activation = GPT_OSS  # others only for kernels with `activations`
 
 
 CASES = (
@@ -59,8 +59,8 @@ OTHER_ACTIVATIONS = (Case("plain SiLU", 9, 4, 2, 64, 96, bias=False, activation=
 class CaseResult(NamedTuple):
     """The result of a case: the norm of the difference over the norm of the reference, and the problem, if any.
 
-    `unsupported` is why the kernel refuses experts on another device. Without expert parallelism there are none, so
-    it may serve there.
+    `unsupported` is the reason if the kernel refuses experts on another device. Such a kernel may serve without expert
+    parallelism.
     """
 
     case: Case
@@ -70,10 +70,10 @@ class CaseResult(NamedTuple):
 
 
 def check(kernel: MoeKernel, device: str | torch.device = "cpu", cases: tuple[Case, ...] = CASES) -> list[CaseResult]:
-    """Run every case in bfloat16 and return the results. Raises ValueError, naming the case, for the first wrong one.
+    """Run every case in bfloat16 and return the results. Raises ValueError with the name of the first wrong case.
 
-    Memory that the kernel takes by `torch.empty` is filled with NaN, so an element that it never writes is a
-    difference.
+    Memory that the kernel allocates by `torch.empty` is filled with NaN, so that an unwritten element counts as an
+    error.
     """
     results = [run_case(kernel, case, device, seed) for seed, case in enumerate(meant(kernel, cases))]
     for result in results:
@@ -86,13 +86,13 @@ def check(kernel: MoeKernel, device: str | torch.device = "cpu", cases: tuple[Ca
 
 
 def meant(kernel: MoeKernel, cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
-    """Return `cases`, and those of other activations if `kernel` takes them."""
+    """Return `cases`, and the cases for other activations if `kernel` takes them."""
     return cases + OTHER_ACTIVATIONS * kernel.activations
 
 
 @torch.no_grad()
 def run_case(kernel: MoeKernel, case: Case, device: str | torch.device = "cpu", seed: int = 0) -> CaseResult:
-    """Run one case. An exception of the kernel is the case's problem, except a refusal of experts on another device."""
+    """Run one case. An exception of the kernel becomes the problem, unless it refuses experts on another device."""
     torch.manual_seed(seed)
     hidden, intermediate = kernel.padded(case.hidden, case.intermediate)
     weights = random_weights(case.experts, case.hidden, case.intermediate, device, bias=case.bias)
@@ -133,7 +133,7 @@ def run_case(kernel: MoeKernel, case: Case, device: str | torch.device = "cpu", 
     if not all(torch.equal(a, b) for a, b in zip(inputs, (padded, ids, shares), strict=True)):
         return CaseResult(case, math.nan, "it changed its inputs")
     if not _same_bytes(restored, before):
-        return CaseResult(case, math.nan, "restore does not give back what prepare got")
+        return CaseResult(case, math.nan, "restore does not return the weights that prepare got")
     if not case.tokens:
         return CaseResult(case, 0.0, "")
     difference = error(output[:, : case.hidden], reference(x, weights, ids, shares, local, case.activation))
@@ -162,7 +162,7 @@ def _padded(projection: Projection, rows: int, columns: int) -> Projection:
     weight, scales, bias = projection
 
     def grown(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-        """The tensor in the corner of a larger one."""
+        """Return the tensor in the corner of a larger tensor of zeros."""
         larger = tensor.new_zeros(tensor.shape[0], *shape)
         larger[tuple(map(slice, tensor.shape))] = tensor
         return larger
@@ -175,7 +175,7 @@ def _padded(projection: Projection, rows: int, columns: int) -> Projection:
 
 
 def _same_bytes(restored: ExpertWeights, loaded: ExpertWeights) -> bool:
-    """Tell whether every tensor came back. A bias of zeros equals no bias: some kernels add one."""
+    """Tell whether the tensors are equal. A bias of zeros equals no bias, because some kernels add zeros."""
     for before, after in zip(loaded, restored, strict=True):
         if before.bias is None and after.bias is not None:
             if after.bias.shape != before.weight.shape[:2] or after.bias.any():
@@ -193,7 +193,7 @@ def _replayed(call: Callable[[], torch.Tensor], eager: torch.Tensor) -> str:
     """Capture a CUDA graph of `call`, replay it, and return how the result differs from the eager output."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # torch asks for a warm-up off the default stream
+    with torch.cuda.stream(side):  # torch requires a warm-up on another than the default stream
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -211,7 +211,7 @@ def _replayed(call: Callable[[], torch.Tensor], eager: torch.Tensor) -> str:
 def main(arguments: list[str]) -> int:
     """Check the kernel that the command line names and print a line for each case; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m spark_mxfp4.conformance", description=__doc__)
-    parser.add_argument("kernel", help="a name as SPARK_MXFP4_KERNEL takes it: module:Class, ./folder#Class, torch, …")
+    parser.add_argument("kernel", help="a name as in SPARK_MXFP4_KERNEL: module:Class, ./folder#Class, torch, …")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     options = parser.parse_args(arguments)
     try:

@@ -1,7 +1,7 @@
 """The mixture of experts in torch: sorting by expert, two projections with SwiGLU between them, weighted sum.
 
-It is the reference that faster kernels are tested against, and the kernel on CPUs. Weights are packed MXFP4, which is
-dequantised for the experts that are hit, or floating point.
+It is the reference for tests of faster kernels, and the kernel on CPUs. Weights are floating point or packed MXFP4;
+packed weights are dequantised for the selected experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spark_mxfp4.mxfp4 import BLOCK_BYTES, dequantize
 
 SWIGLU_ALPHA = 1.702  # openai/gpt-oss, gpt_oss/torch/model.py: swiglu(x, alpha=1.702, limit=7.0)
 SWIGLU_LIMIT = 7.0  # config.json of gpt-oss: swiglu_limit
-DEQUANTIZED_AT_ONCE = 1 << 18  # values: temporaries of 1 MB or less, which stay in cache and which malloc uses again
+DEQUANTIZED_AT_ONCE = 1 << 18  # values: temporaries of 1 MB or less stay in cache, and malloc reuses them
 
 
 class Activation(NamedTuple):
@@ -52,9 +52,9 @@ class ExpertWeights(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """Which experts T tokens chose, and the weights of their outputs: `ids` int [T, k], `weights` [T, k].
+    """The experts that T tokens chose, and the weights of their outputs: `ids` int [T, k], `weights` [T, k].
 
-    `expert_map` (int [global experts]) gives each expert's local number, or -1 where it lives on another device.
+    `expert_map` (int [global experts]) gives each expert's local number, or -1 if it is on another device.
     """
 
     ids: torch.Tensor
@@ -66,7 +66,7 @@ class Sorting(NamedTuple):
     """Pairs of token and expert, sorted by expert.
 
     `pairs` i64 [T·k] indexes the flattened routing table; pair p belongs to token p // k. The pairs of local expert e
-    are `pairs[offsets[e]:offsets[e + 1]]`; those after `offsets[E]` belong to experts that are not here.
+    are `pairs[offsets[e]:offsets[e + 1]]`; pairs after `offsets[E]` belong to experts on other devices.
     """
 
     pairs: torch.Tensor
@@ -76,9 +76,8 @@ class Sorting(NamedTuple):
 def moe_sorting(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None) -> Sorting:
     """Sort the pairs of `topk_ids` (int [T, k]) by expert, tokens in order within each; offsets are i64 [E + 1].
 
-    `expert_map` (int [global experts]) gives each expert's local number below `num_experts`, or -1 where it lives on
-    another device; negative ids are nobody's. All shapes follow from the arguments' shapes, so nothing waits
-    for the device.
+    `expert_map` (int [global experts]) gives each expert's local number below `num_experts`, or -1 if it is on another
+    device. Negative ids select no expert. Shapes depend only on the arguments' shapes, so nothing waits for the device.
     """
     ids = topk_ids.flatten().long()
     if expert_map is not None:
@@ -90,7 +89,7 @@ def moe_sorting(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tens
 
 
 def swiglu(gate_up: torch.Tensor, activation: Activation = GPT_OSS) -> torch.Tensor:
-    """Return the activation [..., I] of `gate_up` [..., 2I], whose even columns are gates and odd ones ups."""
+    """Return the activation [..., I] of `gate_up` [..., 2I], whose even columns are gates and odd columns ups."""
     alpha, limit, shift = activation
     gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(min=-limit, max=limit)
     return (up + shift) * (gate * torch.sigmoid(alpha * gate))
@@ -106,8 +105,8 @@ def moe(
 ) -> torch.Tensor:
     """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H], in x's dtype.
 
-    `topk_ids` (int [T, k]) and `topk_weights` (float [T, k]) are the routing; experts that `expert_map` (see
-    `moe_sorting`) sends elsewhere add nothing. Products have x's dtype, activation and sum are float32.
+    `topk_ids` (int [T, k]) and `topk_weights` (float [T, k]) are the routing. Experts that are on another device by
+    `expert_map` (see `moe_sorting`) add nothing. Products have x's dtype, activation and sum are float32.
     """
     pairs, offsets = moe_sorting(topk_ids, weights.down.weight.shape[0], expert_map)
     bounds = offsets.tolist()
@@ -137,10 +136,10 @@ Part = tuple[slice, torch.Tensor]
 
 
 def _dense(projection: Projection, experts: list[int], dtype: torch.dtype) -> Iterator[Iterable[Part]]:
-    """Yield for each of `experts` its weights in `dtype` as parts: which of the N rows, and their values [rows, K].
+    """Yield the weights of each of `experts` in `dtype` as parts: a slice of the N rows, and their values [rows, K].
 
-    Packed weights of small experts are dequantised together, those of large ones part by part, so that no more than
-    DEQUANTIZED_AT_ONCE values (or one row) are held at a time.
+    Small experts are dequantised together, large experts part by part, so that no more than DEQUANTIZED_AT_ONCE values
+    (or one row) are held at a time.
     """
     weight, scales, _ = projection
     if scales is None:
@@ -165,5 +164,5 @@ def _parts(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> It
 
 
 def _unpack(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise weights whose blocks lie flat, u8 [..., K/2]."""
+    """Dequantise weights with flattened blocks, u8 [..., K/2]."""
     return dequantize(weight.view(*weight.shape[:-1], weight.shape[-1] // BLOCK_BYTES, BLOCK_BYTES), scales, dtype)

@@ -1,4 +1,4 @@
-"""Imports of modules that a user names, kernels of their own and kernels hubs; no other import here is by a string."""
+"""Import modules that a user names: own kernels and kernels hubs. This package imports nothing else by a string."""
 
 from __future__ import annotations
 

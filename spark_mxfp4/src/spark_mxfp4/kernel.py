@@ -1,4 +1,4 @@
-"""What a mixture-of-experts kernel is: the base class of ours and of users' own."""
+"""The base class of mixture-of-experts kernels, ours and users' own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ MoeFunction: TypeAlias = Callable[..., torch.Tensor]
 
 
 class MoeKernel(ABC):
-    """A mixture of experts whose routing is given. A kernel of your own is a subclass with at least `run`.
+    """A mixture of experts for a given routing. Your own kernel is a subclass with at least `run`.
 
-    `registry.load` makes one instance, with the name that it was loaded by. Hidden and intermediate sizes are padded
-    with zeros to multiples of the two alignments, which are multiples of 32. A kernel that waits for the device sets
-    `cuda_graphs` to False, because CUDA graphs cannot hold it. A kernel that computes the activation it is given, not
-    gpt-oss' alone, sets `activations` to True. A kernel that stores weights in an order of its own
-    overrides `prepare` and `restore`; it is never called with dense weights. One with a rounding of its own overrides
-    `quantize`.
+    `registry.load` makes one instance, whose `name` is the loaded name. Hidden and intermediate sizes are padded with
+    zeros to multiples of the two alignments, which are multiples of 32. A kernel that waits for the device sets
+    `cuda_graphs` to False, because CUDA graphs cannot capture it. A kernel that supports activations other than
+    gpt-oss' sets `activations` to True. A kernel with its own layout of weights overrides `prepare` and `restore`; it
+    is never called with dense weights. A kernel with its own rounding overrides `quantize`.
     """
 
     hidden_alignment: int = BLOCK
@@ -45,12 +44,12 @@ class MoeKernel(ABC):
     ) -> torch.Tensor:
         """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H], in x's dtype; see `experts.moe`.
 
-        `weights` are what `prepare` returned. A kernel that sets `activations` takes an `Activation` as `activation`,
-        by default gpt-oss'.
+        `weights` are what `prepare` returned. A kernel that sets `activations` also takes `activation`, an `Activation`
+        whose default is gpt-oss'.
         """
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return packed `weights`, as in the checkpoint, in the kernel's own order; called once after loading."""
+        """Return `weights` (packed, as in the checkpoint) in the kernel's own order; called once after loading."""
         return weights
 
     def tune(self, prepared: ExpertWeights) -> None:  # noqa: B027 (most kernels have nothing to choose)
@@ -82,7 +81,7 @@ class MoeKernel(ABC):
 
 
 def is_kernel_class(value: object) -> bool:
-    """Tell whether `value` is a subclass of MoeKernel, of this one or of a copy's: a hub repository brings its own."""
+    """Tell whether `value` is a subclass of MoeKernel, or of a copy of it, as in a hub repository."""
     bases = value.__mro__ if isinstance(value, type) else ()
     return any(base.__name__ == "MoeKernel" and base.__module__.endswith(".kernel") for base in bases)
 

@@ -31,7 +31,7 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = 
     """
     check_packed(blocks, scales)
     _check_dtype(dtype)
-    # One lookup by scale and byte gives both elements of a byte: on CPUs three times as fast as a lookup and a product.
+    # A lookup by scale and byte gives both elements, on CPUs three times as fast as a lookup followed by a product.
     index = torch.add(blocks.to(torch.int32), scales.to(torch.int32).unsqueeze(-1), alpha=256)
     pairs = _pair_table(dtype, blocks.device).index_select(0, index.flatten())
     values = torch.view_as_real(pairs) if dtype == torch.float64 else pairs.view(dtype)
@@ -41,12 +41,11 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (blocks u8 [..., K/32, 16], scales u8 [..., K/32]) of `x` (float [..., K], K a multiple of 32).
 
-    The scale is 2^(floor(log2(largest magnitude)) - 2), as the specification proposes, held within E8M0's 2^-127 to
+    The scale is 2^(floor(log2(largest magnitude)) - 2), as the specification proposes, limited to E8M0's 2^-127 to
     2^127. So magnitudes up to 8 times the scale occur, and those above 6 times saturate to 6. Elements round to
-    nearest, even on ties, and keep their sign, zero's too. A block of zeros has scale byte 0. A block with a NaN or an
-    infinity becomes NaN as a whole (scale byte 255, elements 0): E2M1 holds neither, and a finite value would hide the
-    fault.
-    Quantising what `dequantize` gave loses no finite value, though it may choose other bytes.
+    nearest, even on ties, and keep their sign, also zeros. A block of zeros has scale byte 0. A block with a NaN or an
+    infinity becomes all NaN (scale byte 255, elements 0), because E2M1 holds neither and a finite value would hide the
+    fault. Quantising a result of `dequantize` changes no finite value, but may change bytes.
     Raises ValueError for other shapes or dtypes.
     """
     scaled, scales = _scaled(x, ELEMENT_EMAX)

@@ -1,4 +1,4 @@
-"""A kernel as one torch operator, so that torch.compile does not look into it: which experts are hit is data."""
+"""A kernel as one torch operator, because torch.compile cannot trace a choice of experts that depends on data."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def run(
     chosen: TopK,
     activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
-    """Return what `kernel` makes of its arguments (see `experts.moe`); while torch.compile traces, as an operator.
+    """Return `kernel.run`'s result (see `experts.moe`); while torch.compile traces, call it as an operator.
 
     The operator finds the kernel again by its name, so a traced graph may be stored and used by another process.
     """
     if not torch.compiler.is_compiling():
-        with record_function("spark_mxfp4::moe"):  # a profiler's trace shows it as it shows the operator
+        with record_function("spark_mxfp4::moe"):  # profiler traces then show the operator's name
             return kernel.run(x, weights, *chosen, **_named(activation))
     output: torch.Tensor = moe_operator(x, *weights.gate_up, *weights.down, *chosen, list(activation), kernel.name)
     return output
@@ -47,7 +47,7 @@ def moe_operator(  # noqa: PLR0913, PLR0917 (an operator takes tensors, not tupl
     activation: Sequence[float],
     kernel: str,
 ) -> torch.Tensor:
-    """Run the kernel of that name: [T, H] → [T, H]; the operator `spark_mxfp4::moe`."""
+    """Run the kernel of that name, [T, H] → [T, H], as the operator `spark_mxfp4::moe`."""
     weights = ExpertWeights(Projection(gate_up, gate_up_scales, gate_up_bias), Projection(down, down_scales, down_bias))
     output = _load(kernel).run(x, weights, topk_ids, topk_weights, expert_map, **_named(Activation(*activation)))
     return output.clone() if output is x else output  # an operator must not return its input
@@ -59,7 +59,7 @@ def _shape(x: torch.Tensor, *_rest: object) -> torch.Tensor:
 
 
 def _named(activation: Activation) -> dict[str, Any]:
-    """Return `activation` as a keyword, except gpt-oss': a kernel need not know others."""
+    """Return `activation` as a keyword; omit gpt-oss', because kernels need not have this parameter."""
     return {} if activation == GPT_OSS else {"activation": activation}
 
 

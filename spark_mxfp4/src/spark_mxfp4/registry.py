@@ -25,10 +25,9 @@ def chosen_name(device: str = "cpu") -> str:
 def load(name: str | None = None) -> MoeKernel:
     """Return the kernel called `name` (default: `chosen_name()`): one of KERNELS, or a user's own.
 
-    The name of a user's kernel is `module:attribute`, or has a slash and is a folder or a hub repository (see
-    `kernels.hub`). Such a kernel is a subclass of MoeKernel, or a function with the arguments of `MoeKernel.run`.
-    `hub:` before a package, folder or repository loads kernels with the interface of triton_kernels (see
-    `kernels.triton_hub`).
+    The name of a user's kernel is `module:attribute`, or a folder or hub repository with a slash (see `kernels.hub`).
+    Such a kernel is a subclass of MoeKernel, or a function with the arguments of `MoeKernel.run`. The prefix `hub:`
+    loads a package, folder or repository with the interface of triton_kernels (see `kernels.triton_hub`).
     Raises ValueError for an unknown name, a module that cannot be imported, or an object that is not a kernel, and
     NotImplementedError for a kernel that this environment cannot run.
     """
@@ -57,7 +56,7 @@ def load(name: str | None = None) -> MoeKernel:
 
 
 def _attribute(name: str) -> object:
-    """Import a module and return its attribute, by `module:attribute`."""
+    """Return the attribute called `module:attribute`; import the module."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(named_module(module), attribute)

@@ -1,4 +1,4 @@
-"""Tests that need a real NVIDIA GPU: without one they are skipped, and say so; CI has none and runs none of them.
+"""Tests that need a real NVIDIA GPU. Without a GPU they are skipped with a message; CI has none.
 
 On a GPU machine, with a torch for CUDA: `pip install -e . pytest pytest-timeout && python -m pytest tests/device`.
 """
@@ -15,5 +15,5 @@ def needs_gpu():
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """Other numbers each time: a kernel must be right for all of them."""
+    """Use new random numbers in each run, because a kernel must be right for all."""
     torch.seed()

@@ -32,7 +32,7 @@ def test_a_prompt_is_rotated_and_cached():
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 2880), (64, 2880), (3000, 2880), (5, 64), (7, 12_288)])
-def test_a_norm_is_vllms(tokens, columns):
+def test_norm_equals_vllms(tokens, columns):
     attention_cases.check_norm(tokens, columns, torch.device("cuda"))
 
 

@@ -1,6 +1,6 @@
-"""`spark_mxfp4.hf` on a GPU: tokens of transformers' own dequantised path, and what loading the 20b shape costs.
+"""`spark_mxfp4.hf` on a GPU: the tokens of transformers' dequantised path, and the peak of loading the 20b shape.
 
-`TRITON_HUB=FOLDER` runs a kernels hub with the interface of triton_kernels too.
+`TRITON_HUB=FOLDER` also runs a kernels hub with the interface of triton_kernels.
 
     python -m pytest tests/device/test_hf.py
 """
@@ -60,7 +60,7 @@ def test_the_20b_shape_loads_with_little_more_than_a_layer_above_the_packed_weig
     model = hf.load_packed(str(tmp_path), kernel, device="cuda")
     peak, end = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
     print(f"20b shape, {kernel}: layer {layer} B, loaded {end} B, peak {peak} B")
-    assert peak < end + 1.2 * layer  # 1.06 on an H200: the layer as it was, and a sixty-fourth of the one laid out
+    assert peak < end + 1.2 * layer  # 1.06 on an H200: the original layer, and a sixty-fourth of the prepared layer
     assert len(tokens(model)) == len(PROMPT) + 24
 
 

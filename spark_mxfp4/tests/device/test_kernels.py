@@ -1,4 +1,4 @@
-"""The GPU kernels against float32 on fresh random layers, with outputs poisoned, in graphs, and again and again."""
+"""The GPU kernels against float32 on fresh random layers, with outputs poisoned, in graphs, and repeated."""
 
 import math
 
@@ -24,7 +24,7 @@ from spark_mxfp4.kernels.mxfp8 import quantize_rows
 from spark_mxfp4.mxfp4 import quantize_mxfp8
 
 pytestmark = pytest.mark.device
-BF16, W4A8 = 0.006, 0.1  # bf16 between the products; E4M3 activations have three bits of mantissa
+BF16, W4A8 = 0.006, 0.1  # largest errors: bf16 between the products; E4M3 activations with three bits of mantissa
 TILES = {
     "triton bf16": fused.Tiles(64, 16, 64, 4, 3),
     "triton W4A8": fused.Tiles(128, 64, 128, 4, 2, scaled=True),
@@ -106,7 +106,7 @@ def test_every_hopper_shape_is_right(on_hopper, shape, tokens):
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 33, 200])
 @pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), [*EDGES, MODELS["gpt-oss-20b"]])
-def test_one_launch_is_right_however_its_work_is_cut(on_hopper, experts, top_k, hidden, intermediate, tokens, routing):
+def test_one_launch_is_right_for_every_plan(on_hopper, experts, top_k, hidden, intermediate, tokens, routing):
     weights = random_weights(experts, hidden, intermediate)
     prepared = HOPPER.prepare(weights)
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
@@ -152,7 +152,7 @@ def test_half_of_the_experts_on_each_of_two_devices_adds_up(kernel):
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 300])
-def test_where_no_expert_is_here_the_output_is_zero(kernel, tokens):
+def test_without_local_experts_the_output_is_zero(kernel, tokens):
     weights = random_weights(4, 128, 96)
     x = torch.randn(tokens, 128, device="cuda").bfloat16()
     ids, shares = random_routing(tokens, 4, 4)
@@ -188,9 +188,9 @@ def test_a_graph_follows_new_inputs_and_routings(kernel, tokens):
 @pytest.mark.parametrize("scale", [0, 1, 128, 129, 254])
 def test_extreme_scales_are_exact(scale):
     weights = random_weights(4, 64, 64, bias=False)
-    weights.gate_up.scales[:, ::2] = scale  # the gates, of which the activation keeps at most 7
+    weights.gate_up.scales[:, ::2] = scale  # the gates, which the activation limits to 7
     weights.gate_up.weight[:, ::2] = 0x11  # 0.5, so that nothing overflows before that
-    x = torch.rand(9, 64, device="cuda").bfloat16() * (2.0**100 if scale < 2 else 1 / 64)  # ups are beyond their limit
+    x = torch.rand(9, 64, device="cuda").bfloat16() * (2.0**100 if scale < 2 else 1 / 64)  # ups exceed their limit
     ids, shares = random_routing(9, 4, 2)
     got = GPU.run(x, GPU.prepare(weights), ids, shares)
     wanted = reference(x, weights, ids, shares)

@@ -46,7 +46,7 @@ def test_dense_is_the_quantised_matrix(format_):
 
 @pytest.mark.parametrize("format_", Format)
 def test_a_graph_holds_a_chain_of_products(format_):
-    """Each product takes what the one before it wrote, so a kernel that began too early would be seen."""
+    """Each product reads the previous product's result, so a kernel that starts too early is noticed."""
     up, down = matrix_of(4096, 2880), matrix_of(2880, 4096)
     first, second = Weight.pack(up, format_), Weight.pack(down, format_)
     x = torch.randn(4, 2880, device="cuda").bfloat16()

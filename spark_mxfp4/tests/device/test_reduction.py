@@ -12,7 +12,7 @@ DEVICES = [torch.device("cuda", index) for index in range(2)]
 
 @pytest.fixture(scope="module")
 def groups():
-    """Two ranks of this process: torch lets a GPU reach another's memory at the first copy between them."""
+    """Two ranks in this process; torch enables access to another GPU's memory at the first copy between them."""
     if torch.cuda.device_count() < len(DEVICES) or not torch.cuda.can_device_access_peer(*DEVICES):
         pytest.skip("needs two GPUs that reach each other's memory")
     if extension.target(DEVICES[0]) is None:
@@ -28,7 +28,7 @@ def groups():
 
 
 def layers(groups, rank, parts, residual, weight):
-    """Norms one after the other, whose residual is the sum of the one before; return the last output and sum."""
+    """Run a chain of norms, each with the previous sum as residual; return the last output and sum."""
     device = DEVICES[rank]
     parts, residual, weight = parts[:, rank].to(device), residual.to(device), weight.to(device)
 
@@ -68,7 +68,7 @@ def test_two_gpus_add_their_parts(groups, tokens):
         with torch.cuda.device(device):
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):  # the default one is the first GPU's
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):  # the default is the first GPU's stream
                 outputs.append(run())
             graphs.append(graph)
     for _ in range(50):

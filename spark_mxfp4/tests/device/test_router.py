@@ -18,7 +18,7 @@ def needs_a_kernel():
 
 
 def layer(experts, columns, tokens):
-    """Weights whose products are whole numbers: then no order of sums changes a logit, and experts are equal often."""
+    """Return weights with whole-number products, so that the order of sums changes no logit and ties are frequent."""
     x, weight = (
         torch.randint(-2, 3, shape, device="cuda").bfloat16() for shape in ((tokens, columns), (experts, columns))
     )

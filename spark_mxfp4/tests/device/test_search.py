@@ -1,4 +1,4 @@
-"""Layers of sizes that nobody tuned: right before and after the search for shapes, with poisoned memory."""
+"""Layers of untuned sizes are right before and after the search for shapes, with poisoned memory."""
 
 import pytest
 import torch

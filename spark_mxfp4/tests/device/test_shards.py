@@ -1,4 +1,4 @@
-"""gpt-oss-120b's experts split over two GPUs: each part against float32, and NCCL's sum of both against one GPU's."""
+"""gpt-oss-120b's experts split over two GPUs: each part against float32, and NCCL's sum against one GPU's output."""
 
 import os
 

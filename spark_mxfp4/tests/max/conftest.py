@@ -1,4 +1,4 @@
-"""MAX's programs, from the environment that `./test --max` makes; and the Mojo kernels' CPU parts as a C library."""
+"""MAX's programs from the environment of `./test --max`, and the Mojo kernels' CPU parts as a C library."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ def mojo():
 
 @pytest.fixture(scope="session")
 def compiled():
-    """The folder of MAX's compiled models, which stays: a model takes minutes."""
+    """The folder of MAX's compiled models, which is kept because compiling a model takes minutes."""
     return PROJECT / ".cache" / "max"
 
 

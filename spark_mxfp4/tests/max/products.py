@@ -1,15 +1,15 @@
-"""What MAX's dense products of bfloat16 get wrong on Hopper: graphs with one product each, without code of ours.
+"""Errors of MAX's dense bfloat16 products on Hopper: graphs with one product each, without our code.
 
 `python products.py` on a machine with MAX and a Hopper GPU prints a line of JSON for each product and number of rows:
 - `wrong`: how many values of the result are further from the exact product than its rounding to bfloat16 can be,
-- `overwritten`: how many bytes changed in buffers that lie around the result and that the graph does not know,
+- `overwritten`: how many bytes changed in buffers around the result that are not part of the graph,
 - `factors_changed`: how many values of its own factors the product has changed.
-All should be 0. What lies after the result is the memory manager's choice: a zero alone does not say that nothing was
-written there. `bench/results/max-products-h100.json` has what MAX 26.7.0 did on an H100, without the last count:
+All should be 0. The memory manager decides which buffer follows the result, so a zero alone does not prove that nothing
+was written past it. `bench/results/max-products-h100.json` has what MAX 26.7.0 did on an H100, without the last count:
 - With 4 columns, which is no multiple of 8, nearly every value is wrong from 8 rows on, in bfloat16 and in float32.
-- With a bfloat16 result of 8 to 129 rows that are no multiple of 128, other buffers are overwritten: the product stores
-  whole tiles, of 64 rows too. With 512 and 5,120 columns and a float32 result, which a cast gives, none is.
-- With gpt-oss' 5,120 columns and 300 rows, a thirteenth of the bfloat16 result is wrong; the float32 one is right.
+- With a bfloat16 result of 8 to 129 rows that are no multiple of 128, other buffers are overwritten, because whole
+  tiles are stored, also of 64 rows. With 512 and 5,120 columns and a float32 result, by a cast, no buffer is.
+- With gpt-oss' 5,120 columns and 300 rows, a thirteenth of the bfloat16 result is wrong; the float32 result is right.
 
 `--export FILE` compiles the graphs for sm_90a without a GPU, and `--compiled FILE` runs them. `--device cpu` runs the
 small products on a CPU, where the script must find nothing wrong.
@@ -48,7 +48,7 @@ NEIGHBOURS, PATTERN = 64, 0x5A
 def graphs(device: Device, cases: list[tuple[int, int, DType]]) -> Module:
     """Return a graph for each case: x [rows, depth] times w [columns, depth] transposed, both bfloat16.
 
-    They are in one module because that compiles faster.
+    All graphs are in one module, which compiles faster.
     """
     module, place = Module(), DeviceRef.from_device(device)
     for columns, depth, result in cases:

@@ -1,4 +1,4 @@
-"""Prints, as JSON, what the architecture says to checkpoints and devices that it refuses; for MAX's own Python."""
+"""Print the architecture's errors for unsupported checkpoints and devices as JSON; runs in MAX's own Python."""
 
 import json
 from types import SimpleNamespace

@@ -1,8 +1,8 @@
-"""How often MAX's attention counts an attention sink on a CPU: a graph with one operation, without code of ours.
+"""Count how often MAX's attention adds an attention sink on a CPU: a graph with one operation, without our code.
 
 `python sinks.py` in an environment with MAX prints a line of JSON for each number of keys. All scores are zero and all
-values one, so that attention over n keys with a sink s gives n / (n + c · e^s), and c can be read off. It should be 1.
-MAX 26.7.0 gives the number of runs of 128 keys: `_online_softmax` adds the sink to the sum once for each.
+values one, so attention over n keys with a sink s gives n / (n + c · e^s), from which c follows. It should be 1. With
+MAX 26.7.0 c is the number of blocks of 128 keys, because `_online_softmax` adds the sink once for each block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs that are not here: ptxas takes them, and hardly a register is spilled."""
+"""Kernels compiled for absent GPUs: ptxas accepts them and spills few registers."""
 
 import os
 import re
@@ -15,7 +15,7 @@ PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bi
 SPILLED = 24  # bytes at most; in the branch for 33 to 64 tokens
 COPY = "cp.async.cg.shared.global"
 MMA = ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", COPY)
-# What copies wrote must be made visible to the instruction that reads it past the ordinary way to memory.
+# A fence must make copied data visible to wgmma, which reads through the asynchronous proxy.
 WGMMA = ("wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16", COPY, "fence.proxy.async.shared::cta")
 # Each with and without the activation. The trial also has the decode kernel without its path for few tokens on sm_90a.
 KERNELS = {

@@ -40,7 +40,7 @@ def test_every_byte_at_every_scale_is_exact(host, dtype):
 
 
 def test_pairs_times_factors_are_exact(host):
-    """What the GPU kernels expand: two factors a scale, so that no intermediate bfloat16 overflows or is rounded."""
+    """The GPU kernels split a scale into two factors, so that no intermediate bfloat16 overflows or is rounded."""
     result = torch.zeros(6, dtype=torch.int32)
     blocks, scales = every_byte_and_scale()
     expected = mxfp4.dequantize(blocks[:, :2], scales[:, :2], torch.bfloat16)  # nibbles 0-15 in each place of a byte

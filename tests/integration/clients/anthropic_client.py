@@ -63,7 +63,7 @@ def _(url, model):
 
 @feature("errors")
 def _(url, model):
-    """Each has Anthropic's shape, with its reason, and the client's own exception; an image is refused so too."""
+    """Each error has Anthropic's format and a reason, and raises the client's own exception; also for an image."""
     client = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     stranger = client.with_options(api_key="wrong")

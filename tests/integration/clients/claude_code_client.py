@@ -1,4 +1,4 @@
-"""What Claude Code sends, by the anthropic package: cached system blocks, tools, thinking, a stream, tool results."""
+"""Claude Code's requests, by the anthropic package: cached system blocks, tools, thinking, a stream, tool results."""
 
 import anthropic
 from conversations import AGENT_SCHEMAS, ANSWER, CALL, DONE, KEY, SCHEMA, equal, feature, main, work
@@ -59,7 +59,7 @@ def _(url, model):
 
 @feature("count_tokens, agent: eight tools, cancelled and tried again")
 def _(url, model):
-    """Tokens are counted before each request, as many as its usage says."""
+    """Tokens are counted before each request; the count equals the usage of the answer."""
     tools = [{"name": name, "description": name, "input_schema": schema} for name, schema in AGENT_SCHEMAS.items()]
     client = anthropic.Anthropic(base_url=url, auth_token=KEY, max_retries=0)
     turns = []

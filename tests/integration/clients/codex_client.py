@@ -1,4 +1,4 @@
-"""What Codex sends to /v1/responses: a stream, `store: false`, its tools, and the items of earlier turns."""
+"""Codex's requests to /v1/responses: a stream, `store: false`, its tools, and the items of earlier turns."""
 
 import json
 

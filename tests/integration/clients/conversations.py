@@ -1,4 +1,4 @@
-"""What the scripted model writes for each cue, and how a client's script is run.
+"""The scripted model's output for each cue, and the runner of a client's script.
 
 `python NAME_client.py URL MODEL` prints its features as JSON: name → what went wrong, or nothing.
 """
@@ -30,7 +30,7 @@ SCRIPTS = {
     '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
     NAMED_CALL: f" to=functions.Weather<|channel|>commentary json<|message|>{OSLO}<|call|>",
 }
-# Tool of an agent → the cue of a call of it, and the call's arguments.
+# Tool of an agent → the cue that makes the model call it, and the call's arguments.
 AGENT = {
     "read_file": ("silver", {"path": "notes.md"}), "write_file": ("castle", {"path": "out.md", "text": "Hello"}),
     "list_files": ("garden", {"path": "/tmp"}), "run": ("window", {"command": "ls", "seconds": 5}),
@@ -78,9 +78,9 @@ def equal(value: object, wanted: object) -> None:
 
 
 def work(step: Callable) -> None:
-    """Let an agent work for TURNS turns: each result of a tool names what comes next, and the last one the answer.
+    """Run an agent for TURNS turns: each tool result has the cue of the next call, the last the cue of the answer.
 
-    `step` takes the text for the model, and whether to cancel a first try; it returns the model's call, or its answer.
+    `step` takes the text for the model, and whether to cancel a first try; it returns the model's call or answer.
     """
     order = [list(AGENT)[(turn * 5 + turn // 8) % len(AGENT)] for turn in range(TURNS)]
     cues = [*(AGENT[name][0] for name in order), ANSWER]

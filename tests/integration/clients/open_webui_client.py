@@ -1,4 +1,4 @@
-"""What Open WebUI 0.11.0 sends, as recorded, by the openai package: models, the stream of a chat, its tasks, tools."""
+"""Recorded requests of Open WebUI 0.11.0, by the openai package: models, a streamed chat, its tasks, tools."""
 
 import json
 
@@ -21,7 +21,7 @@ def client(url):
 
 
 def deltas(url, model, messages, **options):
-    """Return each field's text, put together, and the calls by their index."""
+    """Return each field's concatenated text, and the calls by index."""
     fields = {"content": "", "reasoning": ""}
     tools: dict[int, list[str]] = {}
     for event in client(url).chat.completions.create(model=model, messages=messages, stream=True, **options):

@@ -19,7 +19,7 @@ set_tracing_disabled(True)
 
 
 def agent(url, model, cue=None, kind=OpenAIChatCompletionsModel, **options):
-    """An agent; with a cue, one that has a tool whose result holds it."""
+    """Return an agent; with a cue, the agent has a tool whose result contains the cue."""
 
     @function_tool
     def weather(city: str) -> str:

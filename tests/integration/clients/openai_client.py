@@ -258,10 +258,10 @@ def metric(url, name):
 
 @feature("cancel")
 def _(url, model):
-    """A closed stream ends the answer: far fewer tokens are generated than were asked for."""
+    """Closing the stream ends the answer: far fewer tokens are generated than requested."""
 
     def unfinished():
-        """Tokens of answers that have not ended, or were ended before their end; other clients are at work too."""
+        """Return the tokens of unfinished or aborted answers; other clients are active too."""
         return metric(url, "vllm:generation_tokens_total") - metric(url, "vllm:request_generation_tokens_sum")
 
     before = unfinished()
@@ -289,7 +289,7 @@ def _(url, model):
 
 @feature("agent: eight tools, cancelled and tried again")
 def _(url, model):
-    """Its prompts are longer than the sliding window, and begin with what the prefix cache has of the turn before."""
+    """Prompts are longer than the sliding window and begin with the prefix cached in the previous turn."""
     tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in AGENT_SCHEMAS.items()]
     messages, prompts = [], []
     hits = metric(url, "vllm:prefix_cache_hits_total")

@@ -14,7 +14,7 @@ def agent(url, model, kind=OpenAIChatModel, **options):
 
 
 def weather_agent(url, model, cue, **options):
-    """An agent with a tool whose result holds the next cue."""
+    """Return an agent with a tool whose result contains the next cue."""
     built = agent(url, model, **options)
 
     @built.tool_plain

@@ -41,7 +41,7 @@ def _prepare(work: Path) -> None:
 
 
 def _act(work: Path) -> None:
-    """Do what every stage does: what a killed run left goes first, and the place gets its name last."""
+    """Do as every stage: first remove the files of a killed run, and rename the result last."""
     for name, top in (("up-1.tar.gz", "up-1"), ("up-1.whl", None)):
         target = work / "place" / name.rpartition(".")[2]
         manifest.remove(target)

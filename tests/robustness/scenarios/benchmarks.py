@@ -1,4 +1,4 @@
-"""A batch of benchmarks that goes on where a killed one stopped: results, summary, report."""
+"""A batch of benchmarks that continues after a kill: results, summary, report."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _act(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """A result that is there can be read, and a batch that is complete has all of them."""
+    """Every result can be read, and a complete batch has all results."""
     folder = _place(work)
     for path in folder.glob("result_*.json"):
         assert schema.read(path).passed

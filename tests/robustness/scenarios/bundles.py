@@ -1,4 +1,4 @@
-"""Make a bundle over an older one, and unpack one over an older folder."""
+"""Make a bundle over an older bundle, and unpack a bundle over an older folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _component(package: str, kind: str, name: str, data: bytes) -> dict[str, obj
 
 
 def _checkout(work: Path) -> None:
-    """Make a small checkout whose pins, locks and patches go along, and fill the cache with what they name."""
+    """Make a small checkout with pins, locks and patches for the bundle, and fill the cache with their files."""
     for name in ("pins.toml", "locks/tools.txt", "locks/embedded.txt", "patches/up-1/series"):
         write(work / "root" / name, name)
     up = _component("up", "sdist", "up-1.tar.gz", archives.tar("up-1", {"CMakeLists.txt": b"project(up)\n"}))
@@ -72,13 +72,13 @@ def _make(work: Path) -> None:
 
 
 def _standing(folder: Path) -> Path:
-    """Return the artifact, or the older one that stands aside until the next run puts it back."""
+    """Return the artifact, or the older one that was moved aside until the next run restores it."""
     aside = sorted(folder.parent.glob(f".{folder.name}.old*"))
     return next((path for path in (folder, *aside) if path.exists()), folder)
 
 
 def _judge_make(work: Path) -> None:
-    """The old bundle or the new one is there and whole: an older bundle is never lost to a run that failed."""
+    """The old or the new bundle is complete: a failed run never loses an older bundle."""
     copy, folder = work / "tmp/judged.tar", work / "tmp/judged"
     shutil.copyfile(_standing(work / "out/b.tar"), copy)
     bundle.unpack(copy, folder)  # verifies every member
@@ -101,7 +101,7 @@ def _unpack(work: Path) -> None:
 
 
 def _judge_unpack(work: Path) -> None:
-    """The old bundle's folder is as it was, and the new one's is whole or not there."""
+    """The old bundle's folder is unchanged, and the new bundle's is complete or absent."""
     for folder in (work / "offline/b", work / "offline/c"):
         if folder == work / "offline/b" or folder.exists():
             for name, entry in json.loads((folder / "index.json").read_bytes())["members"].items():

@@ -40,7 +40,7 @@ READ = {name: data for name, data in FILES.items() if "/" not in name and name !
 
 @contextmanager
 def _hub(work: Path) -> Iterator[None]:
-    """Run the hub in a process of its own: the runner forks, so it may have no threads."""
+    """Run the hub in a separate process, because the runner forks and must not have threads."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -96,7 +96,7 @@ def _from_hub(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """Every file in the checkpoint's folder and in the partial one is whole, and the former has all files."""
+    """Every file in the checkpoint's folder and in the partial folder is complete, and the former has all files."""
     for folder in (_target(work), _target(work).with_name("gpt-oss-120b.partial")):
         for path in folder.glob("[!.]*"):
             if path.name in READ:
@@ -106,7 +106,7 @@ def _judge(work: Path) -> None:
 
 
 def _judge_damaged(work: Path) -> None:
-    """Every file is the old one or the right one, and none is gone."""
+    """Every file is the old or the right file, and none is missing."""
     for name, data in READ.items():
         content = (_target(work) / name).read_bytes()
         assert content == data or (name == SHARD and content[:-1] == data[:-1]), name

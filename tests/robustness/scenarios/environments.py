@@ -73,7 +73,7 @@ def _act(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """An environment that counts as complete has every file of its distributions."""
+    """A complete environment has every file of its distributions."""
     assert TABLE
     if environments.stamp(ENV) == environments.inputs(ENV, TABLE):
         for record in ENV.site_packages.glob("*.dist-info/RECORD"):

@@ -1,4 +1,4 @@
-"""Bring a pinned file from a package index on loopback; another version of it is in the cache already."""
+"""Fetch a pinned file from a package index on loopback; the cache has another version of the file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _act(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """Only the verified bytes bear the name, unless they were damaged before."""
+    """A file of that name has the verified bytes, unless it was damaged before."""
     target = fetch.cached(NAME, SHA256)
     assert not target.exists() or sha256_file(target) == SHA256 or target.read_bytes() == DATA[:-1]
 

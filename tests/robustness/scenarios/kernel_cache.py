@@ -1,4 +1,4 @@
-"""Remove modules of FlashInfer's kernel cache, after a removal that was killed half way."""
+"""Remove modules from FlashInfer's kernel cache, after a removal that was killed half-way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _act(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """A module that is there is whole, and the one that was not named stays."""
+    """Every module is complete or absent, and the module that was not selected stays."""
     modules = cache.modules(work / "cache-of-kernels")
     assert "sampling" in {module.name for module in modules}
     for module in modules:

@@ -1,4 +1,4 @@
-"""A server on loopback, in a process of its own: the runner forks, so it may have no threads."""
+"""A server on loopback, in a separate process, because the runner forks and must not have threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a client that was killed is no news
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide errors about killed clients
         try:
             server.serve_forever()
         finally:

@@ -1,6 +1,6 @@
-"""Make a patched wheel from a locked queue, make it again where the cache holds a damaged one, and lock a queue.
+"""Make a patched wheel from a locked queue, make it again if the cache has a damaged wheel, and lock a queue.
 
-Put a queue into a developer's clone as commits, and write a patch from that clone: the disk fails for git, too.
+Also commit a queue to a developer's clone, and write a patch from that clone; disk operations of git fail too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _prepare(work: Path) -> None:
     write(fetch.cached(NAME, hashlib.sha256(wheel()).hexdigest()), wheel())
     write(work / "mine.txt", "mine")
     queue(work, "patches", "TWO")
-    patched.PATH = work / "patched.toml"  # this process is the scenario's own
+    patched.PATH = work / "patched.toml"  # this process belongs to the scenario
 
 
 def _prepare_locked(work: Path) -> None:
@@ -118,7 +118,7 @@ def _lock(work: Path) -> None:
 
 
 def _judge(_work: Path) -> None:
-    """The lock is whole, or is not there; a patched wheel in the cache is hashed before each use."""
+    """The lock is complete or absent; a patched wheel in the cache is hashed before each use."""
     assert set(patched.load_patched()) <= {NAME}
 
 
@@ -146,7 +146,7 @@ def _git(work: Path, *arguments: str) -> str:
 
 
 def _prepare_clone(work: Path) -> None:
-    """Make a clone at the release, in which a developer works: a branch, a file that is not committed."""
+    """Make a clone at the release with a developer's work: a branch, and an uncommitted file."""
     _prepare(work)
     write(work / "patches/up-1" / PATCHES[1], HEADER + SECOND)
     write(work / "patches/up-1/series", "".join(f"{name}\n" for name in PATCHES))
@@ -164,7 +164,7 @@ def _prepare_clone(work: Path) -> None:
 
 
 def _commit(work: Path) -> str:
-    """Run the command; where it says what to do with what git wrote by half, do that and run it again."""
+    """Run the command; if it gives instructions about half-written files of git, follow them and run it again."""
     tree = work / "clone"
     for _ in range(3):
         try:
@@ -182,7 +182,7 @@ def _commit(work: Path) -> str:
 
 
 def _judge_clone(work: Path) -> None:
-    """The developer's branch and the release are there; commits of ours hold what their patches make."""
+    """The developer's branch and the release exist; our commits have the results of their patches."""
     _git(work, "rev-list", "--objects", "main", "mine")
     assert _git(work, "log", "--format=%s", "mine") == "my own work\nrelease\n"
     subjects = _git(work, "log", "--reverse", "--format=%s", "main").splitlines()
@@ -215,7 +215,7 @@ def _write_patch(work: Path) -> None:
 
 
 def _judge_queue(work: Path) -> None:
-    """The queue is unchanged, or has the whole patch, or is refused with the reason; the clone is unchanged."""
+    """The queue is unchanged, has the complete patch, or is refused with a reason; the clone is unchanged."""
     try:
         names = tuple(patch.name for patch in Queue.load(work / "patches/up-1").patches)
     except PatchError as error:

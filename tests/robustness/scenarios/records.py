@@ -22,7 +22,7 @@ def _prepare_failure(work: Path) -> None:
 
 
 def _fail(reason: str) -> None:
-    """End as `./inv up` ends when it fails."""
+    """End like a failed `./inv up`."""
     with suppress(ServerError), record.remembered():
         raise ServerError(reason, "why", "next", code="server.start")
 
@@ -31,7 +31,8 @@ def _act_failure(work: Path) -> None:
     _fail("the second")
     written = record.read_failure(work / "state")
     assert written is None or written.what in {"the first", "the second"}
-    # Remembering may fail silently (the disk may be the very reason); then the old or no failure is told.
+    # Recording a failure may itself fail silently, for example on a full disk; then the old failure or none is
+    # reported.
     if written is None or written.what != "the second":
         raise SparkforgeError("the failure was not remembered", "the disk is broken", "run it again")
 
@@ -54,7 +55,7 @@ def _act_record(work: Path) -> None:
 
 
 def _judge_record(work: Path) -> None:
-    """It is there and whole, or not there."""
+    """The record is complete or absent."""
     if record.record_path().exists():
         assert json.loads(record.record_path().read_text())["port"] == SERVER.port
 
@@ -76,7 +77,7 @@ def _act_support(work: Path) -> None:
 
 
 def _judge_support(work: Path) -> None:
-    """It is the old one, or a whole new one."""
+    """The archive is the old one or a complete new one."""
     if (work / "out/support.tar.gz").read_bytes() != b"an older one":
         with tarfile.open(work / "out/support.tar.gz") as opened:
             assert len(opened.getnames()) > 2

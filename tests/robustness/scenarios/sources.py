@@ -1,4 +1,4 @@
-"""Bring the sources of a stack, from the cache to an unpacked tree."""
+"""Unpack the sources of a stack from the cache into a tree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _bring(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """A tree that its manifest vouches for has upstream's bytes."""
+    """A tree with a valid manifest has upstream's bytes."""
     if manifest.load(_tree()) and _tree().exists():
         for path, content in FILES.items():
             assert (_tree() / path).read_bytes() == content, path

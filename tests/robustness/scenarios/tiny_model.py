@@ -1,4 +1,4 @@
-"""Write the tiny model, anew and over an older one; its vocabulary and weights are small, for it is made very often."""
+"""Write the tiny model, new and over an older one, with a small vocabulary and weights because it is made often."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _act(work: Path) -> None:
 
 
 def _judge(work: Path) -> None:
-    """A folder whose manifest is there holds no other file of a name that it lists."""
+    """If a folder has a manifest, every listed file is absent or has the listed content."""
     folder = work / "state/models/tiny"
     if record := manifest.load(folder):
         for name, sha256 in record.outputs.items():

@@ -48,7 +48,7 @@ def library(tmp_path):
 
 @pytest.fixture
 def read(library, tmp_path):
-    """Put fatbins into a library and return what our reader says of it; NVIDIA's tools are missing."""
+    """Put fatbins into a library and return our reader's result; NVIDIA's tools are missing."""
 
     def make(*fatbins):
         reader = Reader(Tools(tmp_path / "none", tmp_path / "none"), load().watch())
@@ -61,7 +61,7 @@ def rules_of(binary):
     return [violation.rule for violation in judge(binary, load())]
 
 
-def test_plain_and_packed_cubins_are_read_where_they_lie(read):
+def test_plain_and_compressed_cubins_are_read_in_place(read):
     ptx = entry(b".version 8.7", kind=elf.KIND_PTX, sm=120)
     code = read(fatbin(entry(cubin()), ptx), bytes(64), fatbin(packed(cubin("sm_80"))))
     assert code.damage == ""
@@ -85,13 +85,13 @@ def test_plain_and_packed_cubins_are_read_where_they_lie(read):
         pytest.param(lambda: entry(zstandard.compress(cubin())), id="packed, and the fatbin says that it is not"),
     ],
 )
-def test_damaged_cubins_are_said_to_be(read, broken):
+def test_damaged_cubins_are_reported(read, broken):
     whole = read(fatbin(packed(cubin())))
     assert rules_of(whole) == ["wrong-arch"]
     assert rules_of(read(fatbin(packed(cubin()), broken()))) == ["damaged"]
 
 
-def test_what_is_packed_otherwise_is_left_to_cuobjdump(read):
+def test_other_compressions_are_left_to_cuobjdump(read):
     """Such as LZ4. cuobjdump is missing here, and the damage says so."""
     code = read(fatbin(entry(cubin()), entry(b"\xf0\x1flz4 would be here", len(cubin()))))
     assert "none" in code.damage
@@ -126,8 +126,8 @@ def test_more_entries_or_bytes_than_any_library_has_are_damage(read, monkeypatch
 @pytest.mark.parametrize(
     ("flags", "target"), [(0x4B054B, "sm_75"), (0x500550, "sm_80"), (0x5A055A, "sm_90"), (0x5A0D5A, "sm_90a")]
 )
-def test_a_cubin_of_an_older_ptxas_is_for_what_its_flags_say(read, flags, target):
-    """The flags of bitsandbytes 0.50.2's libraries for CUDA 12.4, and of xformers 0.0.35's for 9.0a."""
+def test_the_flags_of_an_older_cubin_give_its_target(read, flags, target):
+    """The flags are from libraries of bitsandbytes 0.50.2 for CUDA 12.4, and of xformers 0.0.35 for 9.0a."""
     data = bytearray(cubin().replace(b"-arch", b"-none"))
     data[8], data[48:52] = elf.OLD_ABI, struct.pack("<I", flags)
     (code,) = read(fatbin(entry(bytes(data)))).cubins
@@ -146,7 +146,7 @@ def test_a_cubin_of_an_older_ptxas_is_for_what_its_flags_say(read, flags, target
     ],
     ids=["lz4", "plain", "zstd"],
 )
-def test_ptx_is_for_what_its_own_text_says(read, entries, target):
+def test_the_text_of_ptx_gives_its_target(read, entries, target):
     assert read(fatbin(entries())).host.ptx == (target,)
 
 
@@ -186,7 +186,7 @@ def test_sections_of_a_cubin_may_not_overlap_but_one_that_ptxas_lists_twice():
         elf.code(bytes(data))
 
 
-def test_names_of_sections_and_kinds_of_instructions_have_an_end(monkeypatch):
+def test_numbers_of_sections_and_instruction_kinds_are_limited(monkeypatch):
     monkeypatch.setattr(elf, "MOST_NAMES", 20)
     with pytest.raises(elf.CutError, match="names of its sections"):
         elf.code(cubin())

@@ -67,7 +67,7 @@ def section_place(path, name):
 
 
 def damage(path, data):
-    """Return what our reader says of a library with these bytes; NVIDIA's tools are missing."""
+    """Return the damage that our reader finds in a library with these bytes; NVIDIA's tools are missing."""
     path.write_bytes(data)
     rules = load()
     reader = Reader(Tools(path.parent / "none", path.parent / "none"), rules.watch())
@@ -101,7 +101,7 @@ def test_a_section_of_another_kind_size_or_link_is_damage_with_its_place(library
 
 
 @pytest.mark.parametrize(("at", "form"), [(58, "<H"), (54, "<H")], ids=["sections", "segments"])
-def test_a_table_whose_entries_have_no_size_is_damage(library, at, form):
+def test_a_table_with_entries_of_size_zero_is_damaged(library, at, form):
     path = library()
     data = bytearray(path.read_bytes())
     struct.pack_into(form, data, at, 0)

@@ -1,4 +1,4 @@
-"""Wheels, folders and reports. The libraries in them hold nothing for a GPU, so no CUDA program is run."""
+"""Wheels, folders and reports. Their libraries have no GPU code, so no CUDA program is run."""
 
 import base64
 import hashlib
@@ -54,7 +54,7 @@ def test_library_swapped_inside_a_wheel(tmp_path, extension):
 
 
 def directory_says(data, offset, value):
-    """Return a wheel with another value at `offset` of the first entry of its directory."""
+    """Return a wheel with another value at `offset` of the first entry of its zip directory."""
     at = data.index(b"PK\x01\x02") + offset
     return data[:at] + value + data[at + len(value) :]
 
@@ -90,7 +90,7 @@ def test_folder_is_searched_and_the_error_names_rule_and_fix(tmp_path, extension
     assert caught.value.exit_code == 54
 
 
-def test_what_has_no_meaning_is_refused(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     for arguments in (
         {"paths": [tmp_path / "none.so"]}, {"paths": [tmp_path / "a.txt"]}, {"paths": []},

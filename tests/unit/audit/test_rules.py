@@ -1,4 +1,4 @@
-"""Rules without any compiler: what is read is written down here by hand."""
+"""The rules, on hand-written facts instead of compiled files."""
 
 import dataclasses
 
@@ -65,7 +65,7 @@ CODE = {
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_machine_code_is_judged_by_what_it_holds(name):
+def test_machine_code_is_judged_by_its_instructions(name):
     kernels, options, expected = CODE[name]
     assert rules_of(file(*(Kernel(mangled, 900, counts) for mangled, counts in kernels), **options)) == expected
 
@@ -110,7 +110,7 @@ def test_which_ptx_the_driver_compiles_for_12_1(ptx, does):
 
 
 def test_a_foreign_file_is_not_judged_by_the_rules_of_our_image():
-    """The parts of bitsandbytes 0.50.2 and torchao 0.18.0 that our image's rules would refuse."""
+    """bitsandbytes 0.50.2 and torchao 0.18.0 have parts that our image's rules would refuse."""
     host = dataclasses.replace(
         HOST, needed=("libcudart.so.12",), runpath=("/opt/cuda",), undefined=("THPGeneratorClass",), soname="a.so.1",
         exports=frozenset(),
@@ -134,7 +134,7 @@ def test_ptx_that_the_driver_compiles_is_enough_for_a_foreign_file_only():
         dataclasses.replace(binary, host=dataclasses.replace(HOST, ptx=("compute_90a",))), RULES, ours=False
     )
     assert "none of it loads on 12.1" in violation.detail
-    for target in ("compute_90", "compute_121"):  # PTX alone, which proves nothing of the machine code
+    for target in ("compute_90", "compute_121"):  # PTX alone, which proves nothing about machine code
         (violation,) = judge(Binary("x.so", 1000, dataclasses.replace(HOST, ptx=(target,)), ()), RULES)
         assert violation.rule == "wrong-arch"
         assert f"{target} and no machine code" in violation.detail

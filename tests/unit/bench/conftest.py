@@ -29,7 +29,7 @@ class Stub:
         self.tool_arguments, self.tool_name = '{"city": "Paris"}', "get_weather"
         self.tokenizes, self.counts = True, True
         self.asked, self.bodies, self.generated = Counter(), [], 0
-        self.streams, self.hold_from = 0, 10**9  # from which stream on it waits, until it is told to go on
+        self.streams, self.hold_from = 0, 10**9  # streams from this number on wait until released
         self.at_load = None  # called once, at the first streamed answer
         self.gone = threading.Event()
         self.lock = threading.Lock()
@@ -72,7 +72,7 @@ class Handler(Quiet):
         return self.take(body)
 
     def take(self, body):
-        """A leaderboard: answers as told, then well."""
+        """Answer as a leaderboard: first the prepared answers, then success."""
         stub = self.server.stub
         status = stub.post_answers.pop(0) if stub.post_answers else 200
         if status == "drop":
@@ -202,7 +202,7 @@ def passage():
 
 @pytest.fixture
 def bench(stub, endpoint, table):
-    """A bench whose gate is green, with our own client; patient, for a busy machine is no liar."""
+    """A bench that passes its gate, with our own client and long timeouts for busy machines."""
     verdict = gate.run(endpoint, table, PASSAGE)
     stub.asked.clear()
     stub.bodies.clear()
@@ -247,7 +247,7 @@ def make_result(table):
 
 @pytest.fixture
 def board_result(make_result, table):
-    """Return a maker of results as the competition's boards take them; `gate` replaces fields of the gate."""
+    """Return a maker of results that the competition's boards accept; `gate` replaces fields of the gate."""
     text = pins.load().texts[table.competition.text]
     limits = table.competition.at_most
     figures = {"bits_per_byte": 2.06, "byte_perplexity": 4.17, "word_perplexity": 223.0}

@@ -1,4 +1,4 @@
-"""The gate's figures by hand-made numbers, its thresholds, its canaries."""
+"""The gate's figures on hand-made numbers, its thresholds and canaries."""
 
 import hashlib
 import math
@@ -30,12 +30,12 @@ def test_the_served_score_is_the_sum_over_chunks_of_512_tokens(stub, endpoint, p
     asked = [body for path, body, _ in stub.bodies if path == "/v1/completions"]
     assert [len(body["prompt"]) for body in asked] == [512, len(passage.text) - 512]
     assert all(body["echo"] and body["logprobs"] for body in asked)
-    assert score.tokens == len(passage.text) - 2  # the first of each chunk is unscored, the generated one is left out
+    assert score.tokens == len(passage.text) - 2  # the first token of each chunk and the generated token are not scored
     assert score.total == pytest.approx(-0.5 * score.tokens)
     assert score.metrics["bits_per_byte"] == pytest.approx(0.5 * score.tokens / len(passage.text) / math.log(2))
 
 
-def test_a_worse_model_fails_by_metric_and_how_much(stub, endpoint, table, passage):
+def test_a_worse_model_fails_with_metric_and_difference(stub, endpoint, table, passage):
     stub.logprob = -4.0
     verdict = gate.run(endpoint, table, passage)
     with refused("benchmark.gate") as caught:
@@ -43,7 +43,7 @@ def test_a_worse_model_fails_by_metric_and_how_much(stub, endpoint, table, passa
     assert "bits_per_byte is 5.7564 and must be ≤ 3.4293: off by 2.3271 (67.9%)" in caught.value.why
 
 
-def test_upper_and_lower_limits_of_a_figure_are_told_apart(stub, endpoint, table, passage, capsys):
+def test_upper_and_lower_limits_are_distinguished(stub, endpoint, table, passage, capsys):
     scored = len(passage.text) - 2
     known = Reference(
         precision="float32", nats=scored / 2, tokens=scored, size=len(passage.text), within=0.5, why="a test"
@@ -66,7 +66,7 @@ def test_upper_and_lower_limits_of_a_figure_are_told_apart(stub, endpoint, table
         (1.39, {("bits_per_byte", "lower")}),
     ],
 )
-def test_the_tiny_model_is_held_against_its_own_float32_by_limits_that_agree(table, bits, failed):
+def test_the_tiny_model_is_compared_with_its_float32_figures(table, bits, failed):
     threshold = table.threshold("tiny-gpt-oss", "persuasion-24")
     assert threshold.reference.weights_sha256 == hashlib.sha256(tiny_trained.FILE.read_bytes()).hexdigest()
     score = Score(-bits * math.log(2) * 9000, 1859, 9000)

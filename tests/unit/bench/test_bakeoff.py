@@ -33,7 +33,7 @@ FLAGS = {
 
 @pytest.fixture(autouse=True)
 def fake_compose(monkeypatch):
-    """Compose, which is not on every machine: it takes the stack, the model and the length from the variables."""
+    """A fake Compose, which takes the stack, the model and the length from the variables."""
 
     def resolve(env):
         stack = env.get("SPARKFORGE_STACK") or "spark"
@@ -47,7 +47,7 @@ def fake_compose(monkeypatch):
 
 @pytest.fixture
 def starter(stub, unused_port):
-    """Start "servers": a process that sleeps, recorded at the stub's address; `acts` maps a profile to what it does."""
+    """Start fake servers: a sleeping process, recorded at the stub's address; `acts` maps profiles to behaviour."""
     fake = SimpleNamespace(acts={}, started=[], processes=[], request=StartPlan("docker", port=unused_port))
 
     def start(request):
@@ -115,7 +115,7 @@ def test_an_interrupted_bake_off_leaves_no_server_and_what_was_finished(starter)
     assert list(standings()) == ["safe"]
 
 
-def test_a_server_that_runs_is_not_ended_without_saying(starter):
+def test_a_running_server_is_not_ended_silently(starter):
     starter.start(StartPlan("docker", profile="mine", trial=True))
     starter.started = []
     with pytest.raises(ServerError, match="runs", check=lambda error: "--replace" in error.fix):
@@ -134,7 +134,7 @@ def test_names_are_checked_before_anything_starts(starter, names):
 
 
 def another(starter, url):
-    """Do what `./inv down` and `./inv up` do in another terminal; return the new server's process."""
+    """Act like `./inv down` and `./inv up` in another terminal; return the new server's process."""
     starter.processes[-1].kill()
     record.forget()
     process = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)
@@ -183,7 +183,7 @@ def test_a_trial_that_cannot_be_ended_does_not_hide_why(starter, monkeypatch, ca
      ServerError("port 8000 is taken", "another program", "--port 8001", code="server.port")],
     ids=["usage", "busy", "port"],
 )  # fmt: skip
-def test_a_fault_of_the_command_or_the_machine_is_no_standing(starter, error):
+def test_faults_of_the_command_or_the_machine_end_the_bake_off(starter, error):
     starter.acts = {"safe": fails(error)}
     with pytest.raises(type(error), check=lambda raised: raised is error):
         bake(starter, "safe")

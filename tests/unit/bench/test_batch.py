@@ -1,4 +1,4 @@
-"""Batches: a failure stops nothing, a kill loses nothing, another server starts anew."""
+"""Batches: a failure stops nothing, a kill loses nothing, another server starts a new batch."""
 
 import json
 
@@ -21,7 +21,7 @@ def batches(flags):
 
 
 def test_a_failed_configuration_does_not_stop_the_others(stub, flags):
-    echoes = 18  # chunks of 512 of the text's 9,000 bytes, each of which the stub calls a token
+    echoes = 18  # chunks of 512 of the text's 9,000 bytes; for the stub each byte is a token
     stub.status, stub.fail_from = 500, echoes + 4 + 1  # within the second configuration
     with refused("benchmark.batch", "2 of 3") as caught:
         runs.run_benchmark(flags)
@@ -34,7 +34,7 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags):
     (batches(flags)[0] / "result_isl24_osl8_conc4.json").write_text('{"format": "sparkforge-bench/1", ')  # torn
     runs.run_benchmark(flags)
     (folder,) = batches(flags)
-    assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2  # the first is not measured again
+    assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2  # the first is kept, not measured again
     assert json.loads((folder / "batch.json").read_text())["complete"]
     assert folder.name.startswith("batch_isl24_osl8_")
     results = {f"result_isl24_osl8_conc{conc}.json" for conc in (1, 2, 4)}
@@ -53,7 +53,7 @@ def unfinished(bench, config, flags, **changes):
     return batch.folder(batch.output_folder(flags["output"]), wanted, fresh=False)
 
 
-def test_only_the_very_same_batch_goes_on(bench, config, flags):
+def test_only_an_identical_batch_is_continued(bench, config, flags):
     first = unfinished(bench, config, flags)
     assert unfinished(bench, config, flags) == first
     assert unfinished(bench, config, flags, server_version="another") != first
@@ -72,20 +72,20 @@ def test_the_gate_alone_leaves_its_figures(flags, tmp_path, capsys):
 # Comparison and regression
 
 
-def test_a_faster_run_is_seen_and_the_same_one_is_not(make_result):
+def test_a_faster_run_is_detected_but_equal_runs_are_not(make_result):
     before = [make_result(seed=seed) for seed in range(3)]
     faster = compare.differences(before, [make_result(seed=seed, speed=1.2) for seed in range(3, 6)])
     assert {d.quantity: d.change for d in faster} == dict.fromkeys(compare.QUANTITIES, "better")
     assert all(d.low < d.ratio < d.high for d in faster)
     same = [make_result(seed=seed) for seed in range(3, 6)]
-    for sides in ((before, same), ([make_result(seed=1)], [make_result(seed=1, speed=1.015)])):  # of one run each
+    for sides in ((before, same), ([make_result(seed=1)], [make_result(seed=1, speed=1.015)])):  # one run each
         assert {d.change for d in compare.differences(*sides)} == {"no difference seen"}
 
 
 @pytest.mark.parametrize(
     "other", [{"conc": 8}, {"client": {"name": "x", "version": ""}}, {"passed": False}, {"requests": []}]
 )
-def test_what_cannot_be_compared_is_refused(make_result, other):
+def test_incomparable_results_are_refused(make_result, other):
     with pytest.raises(UsageError, match="cannot be compared"):
         compare.differences([make_result()], [make_result(**other)])
 
@@ -100,7 +100,7 @@ def test_compare_reads_several_files_a_side(make_result, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["accuracy", "Accuracy", "a\nb", "\udcff", "a\u202eb", "x" * 300, "a/b", "../mine"])
-def test_a_result_may_not_be_called_so(flags, name):
+def test_invalid_names_of_results_are_refused(flags, name):
     with pytest.raises(UsageError, match="RESULT_FILENAME") as caught:
         runs.check({**flags, "result_filename": name}, "m", 4096)
     assert str(caught.value).isprintable()

@@ -52,7 +52,7 @@ def test_a_misspelt_option_is_named_as_it_was_written(word, capsys):
 
 @pytest.mark.parametrize("shape", [(), ("-isl", "1024", "-osl", "1024", "--tp", "1")])
 def test_acc_runs_the_gate_alone(out, stub, shape):
-    """With the shape of a load too, as the competition's line has it."""
+    """The gate also runs with the shape of a load, as in the competition's command line."""
     assert inv.main(["bench.acc", *shape, "--output", str(out)]) == 0
     assert stub.streams == 0
     assert json.loads((out / "accuracy.json").read_text())["sanity_only"]
@@ -71,7 +71,7 @@ def test_gpt_oss_without_its_text_is_an_input_error_with_the_next_command(out, m
 def test_the_containers_program_runs_gate_and_load(out, stub, monkeypatch):
     monkeypatch.setenv("BENCH_URL", stub.url)
     monkeypatch.setenv("BENCH_MODEL", "honest-model")
-    monkeypatch.setenv("PORT", "9")  # the port on the host: BENCH_URL counts
+    monkeypatch.setenv("PORT", "9")  # the port on the host, which BENCH_URL overrides
     assert program.main([*SMALL, "--output", str(out)]) == 0
     assert json.loads((out / "mine.json").read_text())["gate"]["passed"]
     stub.logprob = -9.0
@@ -96,7 +96,7 @@ def test_the_containers_program_ends_with_the_errors_code(out, stub, monkeypatch
 
 
 def test_the_image_holds_what_the_program_imports():
-    """The image has no Invoke, and pins of the package index are not read there."""
+    """The image has no Invoke and does not read pins of the package index."""
     code = (
         "import sys\n"
         "for name in ('invoke', 'tenacity', 'pypi_simple', 'docker'): sys.modules[name] = None\n"

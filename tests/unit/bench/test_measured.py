@@ -1,4 +1,4 @@
-"""The last measured speed: which result counts, and when it is far under the plan; figures of a load."""
+"""The last measured speed: which result counts, and when it is far below the plan; figures of a load."""
 
 import contextlib
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def test_the_newest_result_counts_by_its_own_time(make_result):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_result_that_is_not_ours_does_not_count(make_result, change):
+def test_results_of_others_do_not_count(make_result, change):
     result = make_result(**{name: value for name, value in change.items() if name not in {"model", "url", "tp"}})
     config = {name: value for name, value in change.items() if name in {"model", "url", "tp"}}
     write("result.json", result.model_copy(update={"config": result.config.model_copy(update=config)}))

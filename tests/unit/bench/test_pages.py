@@ -1,4 +1,4 @@
-"""Report and schema: what is written, without a browser."""
+"""The written report and schema, tested without a browser."""
 
 import json
 import re
@@ -36,7 +36,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_no_text_on_a_page_becomes_markup_or_a_control_sequence(tmp_path, text):
-    """Every place of a page at once: heading, a table's column and cell."""
+    """All places of a page are tested at once: heading, column and cell of a table."""
 
     def page(text):
         table = report.make_table("title", (text, "b"), [(text, text)])
@@ -68,7 +68,7 @@ def test_the_schema_is_the_committed_one_and_results_fit_it(make_result):
         (("{", ""), "no JSON"),
     ],
 )
-def test_a_file_that_is_no_result_is_refused_by_its_place(make_result, tmp_path, change, where):
+def test_a_file_that_is_no_result_is_refused_with_its_path(make_result, tmp_path, change, where):
     path = tmp_path / "r.json"
     schema.write(path, make_result())
     path.write_text(path.read_text().replace(*change, 1))
@@ -87,7 +87,7 @@ def test_no_page_or_result_keeps_a_urls_password(make_result, tmp_path):
     config = make_result().config.model_copy(update={"url": url})
     assert "hunter2" not in text
     assert "hunter2" not in config.model_dump_json()
-    assert config.url == url  # what is sent still has it
+    assert config.url == url  # requests still use the password
 
 
 def test_a_benchmarks_tables_hold_nothing_that_a_terminal_obeys(make_result, capsys):

@@ -2,8 +2,8 @@
 
 decode-step.pt.trace.json.gz is one decoding step of two requests, cut from a trace of the embedded device (vLLM 0.32.0,
 torch 2.13.0, tiny model): every operator and phase of the step, without arguments and host name.
-gpu-step.pt.trace.json.gz is what operators of a layer and of sampling (torch 2.11.0) and the experts of spark_mxfp4 ran
-on an H200, cut likewise.
+gpu-step.pt.trace.json.gz has operators of a layer and of sampling (torch 2.11.0) and the experts of spark_mxfp4 on an
+H200, cut in the same way.
 """
 
 import gzip
@@ -42,7 +42,7 @@ def shares(breakdown):
     return {group.name: round(group.share, 3) for group in breakdown.groups if group.ms}
 
 
-def test_a_recorded_step_is_classified_whole():
+def test_a_recorded_step_is_classified_completely():
     breakdown = trace.read(RECORDED)
     assert (breakdown.processor, breakdown.events) == ("cpu", 1965)
     parts = {group.name: group for group in breakdown.groups}
@@ -53,11 +53,11 @@ def test_a_recorded_step_is_classified_whole():
     assert sum(group.ms for group in breakdown.groups) == pytest.approx(breakdown.window_ms)
     assert breakdown.operators == sorted(breakdown.operators, key=lambda row: -row.ms)
     heaviest = [(row.name, row.group, row.calls) for row in breakdown.operators[:2]]
-    # qkv, output and router of 4 layers, and the LM head; the experts' own products lie in their phase.
+    # qkv, output and router of 4 layers, and the LM head; the experts' products belong to their own phase.
     assert heaviest == [("_C::onednn_mm", "dense", 13), ("aten::addmm", "experts", 26)]
 
 
-def test_what_experts_and_sampling_call_is_theirs_and_gaps_are_waiting(read):
+def test_calls_of_experts_and_sampling_count_for_them_and_gaps_as_waiting(read):
     breakdown = read(
         event("spark_mxfp4::moe", 0, 50, "user_annotation"),
         event("aten::addmm", 0, 40),
@@ -73,7 +73,7 @@ def test_with_a_gpu_its_kernels_count_and_the_cpu_does_not(read):
     breakdown = read(
         event("aten::mm", 0, 1000),
         event("kernel_unified_attention_2d", 0, 10, "kernel", 7),
-        event("nvjet_tst_128x64_64x8_2x1_v_bz_TNT", 5, 10, "kernel", 13),  # for half of its time beside the one before
+        event("nvjet_tst_128x64_64x8_2x1_v_bz_TNT", 5, 10, "kernel", 13),  # half overlaps the previous kernel
         event("void marlin_moe_wna16::Marlin<__nv_bfloat16>", 25, 60, "kernel", 7),
         event("mystery_kernel", 90, 5, "kernel", 7),
     )
@@ -83,7 +83,7 @@ def test_with_a_gpu_its_kernels_count_and_the_cpu_does_not(read):
     }  # fmt: skip
 
 
-def test_a_recorded_step_of_a_gpu_is_classified_whole():
+def test_a_recorded_step_of_a_gpu_is_classified_completely():
     breakdown = trace.read(RECORDED.with_name("gpu-step.pt.trace.json.gz"))
     assert (breakdown.processor, breakdown.events) == ("gpu", 42)
     groups = {row.name: row.group for row in breakdown.operators}
@@ -128,7 +128,7 @@ def test_each_pattern_matches_its_examples_first():
 
 @pytest.fixture
 def own(stub, monkeypatch):
-    """The stub as this checkout's server, whose profiler writes the recorded trace when it is stopped."""
+    """The stub, recorded as this checkout's server; stopping its profiler writes the recorded trace."""
     port = int(stub.url.rpartition(":")[2])
     record.write(Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", port, "", "honest-model", "embedded", ""))
     send, prefixes = Endpoint.send, []

@@ -26,7 +26,7 @@ def test_one_configuration_comes_from_the_competitions_variables(endpoint, table
     (config,) = configs(endpoint, table, environment=environment)
     assert (config.isl, config.osl, config.conc, config.tp, config.max_model_len) == (100, 50, 8, 2, 999)
     assert (config.num_prompts, config.warmups) == (80, 16)
-    assert config.random_range_ratio == 0.0  # 1.0 was how older harnesses wrote a fixed length
+    assert config.random_range_ratio == 0.0  # older harnesses wrote 1.0 for a fixed length
     flags = {"conc": "2", "warmups": "3", "seed": "5"}
     (config,) = configs(endpoint, table, flags, {**environment, "NUM_PROMPTS": "7"})
     assert (config.conc, config.num_prompts) == (2, 7), "flags win over variables"
@@ -75,7 +75,7 @@ def test_a_malformed_table_or_a_text_that_changed_is_refused(tmp_path, table, ch
         table.texts[0].model_copy(update={"sha256": "0" * 64}).read()
 
 
-def test_a_ratio_is_made_for_the_very_same_shape_only(make_result, table):
+def test_a_ratio_needs_a_baseline_of_the_same_shape(make_result, table):
     result = make_result(isl=1024, osl=1024, conc=4)
     assert {ratio.quantity for ratio in result.ratios} == {"median_e2el_ms", "interactivity", "tput_per_gpu"}
     slower = next(ratio for ratio in result.ratios if ratio.quantity == "median_e2el_ms")
@@ -128,7 +128,7 @@ def test_a_record_of_a_dead_process_is_not_believed(stub, serving):
     assert context.describe_server(settings.endpoint(BenchSettings({"url": stub.url}, {}))).device == ""
 
 
-def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_path, monkeypatch):
+def test_a_containers_key_is_sent_only_to_that_container(stub, serving, tmp_path, monkeypatch):
     (tmp_path / "key").write_text("kept-secret\n")
     monkeypatch.setattr(engine, "mounted_from", lambda *_: str(tmp_path / "key"))
     serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"))
@@ -144,6 +144,6 @@ def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_pa
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:x", "http://127.0.0.1:99999", "http://[", "http://", "ftp://h", "http://a\0b"]
 )
-def test_a_url_that_is_none_is_refused_before_anything_is_asked(url):
+def test_an_invalid_url_is_refused_before_any_request(url):
     with pytest.raises(UsageError, match="is not the URL"):
         settings.endpoint(BenchSettings({"url": url}, {}))

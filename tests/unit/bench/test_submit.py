@@ -1,4 +1,4 @@
-"""What leaves the machine: only to a given URL, only what passed, once, without secrets and places."""
+"""Submissions go only to a given URL, only for passed results, once, and without secrets and paths."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_json_is_posted_redacted_and_once(stub, make_result, tmp_path):
     assert schema.read(path) == secret  # the file itself keeps everything
 
 
-def test_without_a_url_and_of_a_failed_result_nothing_is_posted(stub, saved, make_result, tmp_path, capsys):
+def test_nothing_is_posted_without_a_url_or_for_a_failed_result(stub, saved, make_result, tmp_path, capsys):
     send(saved)
     assert "nothing was posted" in capsys.readouterr().err
     schema.write(tmp_path / "r.json", make_result(passed=False))
@@ -138,7 +138,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 @pytest.mark.parametrize("to", ["the form", "board"])
-def test_the_board_refuses_what_was_not_measured_as_it_wants(stub, board_result, tmp_path, wrong, to):
+def test_results_that_break_the_boards_rules_are_refused(stub, board_result, tmp_path, wrong, to):
     changes, why = REFUSED[wrong]
     schema.write(tmp_path / "r.json", board_result(**changes))
     with refused("benchmark.board") as caught:
@@ -157,7 +157,7 @@ def test_the_board_of_another_shape_is_refused(stub, board_saved, table, end):
 
 
 @pytest.mark.parametrize("shape", [("1024", "1024"), ("24", "8")])
-def test_what_the_board_would_refuse_is_not_measured(stub, table, tmp_path, shape):
+def test_runs_that_the_board_would_refuse_are_not_measured(stub, table, tmp_path, shape):
     isl, osl = shape
     flags = {"team": "T", "to": table.competition.boards["1024/8192"], "url": stub.url, "output": str(tmp_path)}
     with refused("benchmark.board", "does not take this"):

@@ -28,7 +28,7 @@ DATA = {MEMBER: RAW.encode(), ARCHIVE: zipped(RAW)}
 
 @pytest.fixture(autouse=True)
 def pin(monkeypatch):
-    """A pin of a small text in place of the real one, which nobody may keep here."""
+    """A pin of a small text instead of the real text, which may not be redistributed."""
     files = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in DATA.items()}
     table = pins.load()
     real = table.texts[NAME].model_dump(by_alias=True)
@@ -78,7 +78,7 @@ def test_another_file_is_refused_and_the_old_one_stays(tmp_path, data):
     assert fetched() == RAW.encode()
 
 
-def test_a_source_that_has_nothing_is_named(hub, tmp_path, monkeypatch):
+def test_a_source_without_the_text_is_named(hub, tmp_path, monkeypatch):
     with refused("input.text", str(tmp_path)):
         text.fetch(str(tmp_path / "none"))
     for endpoint, why in ((hub[0], "HTTP 404"), ("http://user:secret@127.0.0.1:9", "Connect")):
@@ -89,7 +89,7 @@ def test_a_source_that_has_nothing_is_named(hub, tmp_path, monkeypatch):
     assert not text.path(NAME).exists()
 
 
-# Which text the gate takes
+# The gate's choice of text
 
 
 @pytest.mark.parametrize("model", ["gpt-oss-120b", "openai/gpt-oss-120b", "/models/gpt-oss-20b"])
@@ -124,5 +124,5 @@ def test_a_file_does_not_get_the_limits_of_a_known_text_by_its_name(table, tmp_p
 
 
 def test_the_text_is_what_the_competitions_script_joins():
-    rows = [line if line.strip() else "" for line in RAW.splitlines(keepends=True)]  # as the data set has them
+    rows = [line if line.strip() else "" for line in RAW.splitlines(keepends=True)]  # as in the data set
     assert text.join_rows(RAW) == "\n".join(row for row in rows if row.strip())

@@ -1,4 +1,4 @@
-"""The one exit point of tasks: whatever goes wrong is three lines and an exit code."""
+"""The common exit point of tasks: every error gives three lines and an exit code."""
 
 import errno
 import json
@@ -55,7 +55,7 @@ def test_ctrl_c_is_what_shells_expect():
 
 
 @pytest.mark.parametrize("error", [AssertionError(), ValueError("x")])
-def test_a_fault_of_ours_keeps_its_traceback_and_says_how_to_report_it(error):
+def test_a_bug_keeps_its_traceback_and_says_how_to_report_it(error):
     @command
     def task():
         raise error
@@ -82,7 +82,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize(("function", "code"), BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input_that_nobody_declared_is_three_lines(function, code, capsys):
+def test_undeclared_errors_of_bad_input_are_three_lines(function, code, capsys):
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
         function()
     assert code_of(caught.value) == code

@@ -1,4 +1,4 @@
-"""The wheel, installed without an index into an environment of its own, as somebody without a clone runs it."""
+"""The wheel, installed without an index into a separate environment, as a user without a clone runs it."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def sparkforge(wheel, tmp_path_factory):
     venv, home = folder / "venv", folder / "home"
     home.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    # What the wheel requires is found in the environment of the tests, whose versions are those of the same lock.
+    # The wheel's requirements come from the environment of the tests, which has the versions of the same lock.
     site = Path(sysconfig.get_path("purelib", vars={"base": venv, "platbase": venv}))
     (site / "tools.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
@@ -69,7 +69,7 @@ def test_the_wheel_carries_files_of_the_checkout_and_no_others(wheel):
     assert {"pins.toml", "locks/tools.txt", "sparkforge/models/tiny.safetensors", "deploy/start", "inv"} <= names
 
 
-def test_its_command_lists_itself_by_name_and_keeps_to_the_folders_of_xdg(sparkforge):
+def test_its_command_uses_its_own_name_and_the_folders_of_xdg(sparkforge):
     listed = sparkforge("--list")
     assert listed.returncode == 0, listed.stderr
     assert "sparkforge COMMAND --help shows options" in listed.stdout
@@ -86,7 +86,7 @@ def test_its_command_lists_itself_by_name_and_keeps_to_the_folders_of_xdg(sparkf
     }
 
 
-def test_an_error_names_the_command_that_works_there(sparkforge):
+def test_an_error_names_the_installed_command(sparkforge):
     error = sparkforge("status").stderr
     assert "next: sparkforge up" in error
     error = sparkforge("test").stderr

@@ -16,7 +16,7 @@ from sparkforge.core.paths import ROOT
 
 @pytest.fixture
 def inv(tmp_path, monkeypatch, capsys):
-    """Run what `./inv` runs in this process, on a terminal of 80 columns."""
+    """Run the program of `./inv` in this process, on a terminal of 80 columns."""
 
     def run(*arguments):
         with monkeypatch.context() as patch:
@@ -55,12 +55,12 @@ def test_help_shows_the_name_that_was_typed_and_an_example(inv):
     assert "Example:\n  ./inv build" in out
 
 
-# The program's own text, a command's, and an error: the reader of one stream is gone, or that of both.
+# Output of the program, of a command, and an error; the reader of one stream or of both is gone.
 @pytest.mark.parametrize(
     ("arguments", "both"), [(("--list",), False), (("plan", "gpt-oss-120b", "--json"), True), (("lgos",), False)]
 )
 def test_a_closed_pipe_ends_quietly_with_the_code_of_sigpipe(arguments, both, tmp_path):
-    """As `./inv … 2>&1 | head` does: the reader is gone before the first line is printed."""
+    """As with `./inv … 2>&1 | head`, the reader is gone before the first line is printed."""
     reader, writer = os.pipe()
     os.close(reader)
     with (tmp_path / "errors").open("wb") as errors:
@@ -104,7 +104,7 @@ def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, fail
     ids=" ".join,
 )  # fmt: skip
 def test_every_relative_path_starts_in_the_callers_folder(arguments, tmp_path, monkeypatch, capsys):
-    """The folder of the checkout, which `./inv` changes to, holds nothing of that name either."""
+    """`./inv` changes to the checkout's folder, which has no file of that name."""
     monkeypatch.setenv("INV_CWD", str(tmp_path))
     assert program.main(arguments) not in {0, 1}
     assert str(tmp_path / "here") in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`./inv test` and `./inv check`: what they start, and what their failures say."""
+"""`./inv test` and `./inv check`: the programs that they start, and the errors of failures."""
 
 import sys
 
@@ -18,7 +18,7 @@ from sparkforge.core.memory import Machine
     "words",
     ["--minutes=5", "--all --fast", "--robustness --fast", "--robustness --minutes=0", "--robustness --minutes=x"],
 )
-def test_options_that_do_not_go_together_are_refused(words):
+def test_incompatible_options_are_refused(words):
     with pytest.raises(UsageError):
         suite.plan(words.split(), Machine(1, 1))
 

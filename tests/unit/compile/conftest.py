@@ -65,7 +65,7 @@ def make_module(base, name, header, version=VERSION):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Three modules, compiled once: their base folder, which ninja's files name, a copy of it, and the modules'."""
+    """Three modules, compiled once: their base folder, which ninja's files name, its copy, and the modules' folder."""
     base = tmp_path_factory.mktemp("compiled") / "base"
     base.mkdir()
     folders = {name: make_module(base, name, header) for name, header in
@@ -75,7 +75,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture
 def cached(compiled, monkeypatch):
-    """Three built modules, of which `page` and `rope` share a header; FlashInfer's lock folder beside them."""
+    """Three built modules, of which `page` and `rope` share a header, and FlashInfer's folder of locks."""
     base, copy, folders = compiled
     shutil.rmtree(base)
     shutil.copytree(copy, base)

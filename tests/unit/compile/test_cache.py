@@ -27,7 +27,7 @@ def left(cached):
     [("changed", "include/common.cuh", ["page", "rope"]), ("changed", "csrc/rope.cu", ["rope"]),
      ("changed", "csrc/other.cu", []), ("names", "[pr]*", ["page", "rope"])],
 )  # fmt: skip
-def test_a_name_or_a_changed_source_removes_what_it_stands_for(cached, monkeypatch, option, value, expected):
+def test_modules_are_removed_by_name_or_changed_source(cached, monkeypatch, option, value, expected):
     monkeypatch.chdir(cached.base)
     assert clean(**{option: [Path(value) if option == "changed" else value]}) == expected
     assert left(cached) == sorted({"page", "rope", "sampling"} - set(expected))
@@ -47,7 +47,7 @@ def test_a_name_or_a_changed_source_removes_what_it_stands_for(cached, monkeypat
         ),
     ],
 )
-def test_variants_and_what_a_generator_writes_are_found(cached, tmp_path, option, value, expected):
+def test_variants_and_generated_modules_are_found(cached, tmp_path, option, value, expected):
     for name in ("fused_moe_120", "fused_moe_120_fp8xfp4", "mxfp8_gemm_cutlass_sm120"):
         cached.make(cached.base, name, "common.cuh")
     chosen = Path("/x/site-packages") / value if option == "changed" else value
@@ -89,7 +89,7 @@ def load_and_wait(library, loaded, end):
     end.wait(60)
 
 
-def test_what_a_live_process_maps_stays_and_the_others_go(cached):
+def test_modules_mapped_by_a_live_process_stay(cached):
     library = cached.folders["page"] / "page.so"
     context = multiprocessing.get_context("spawn")
     loaded, end = context.Event(), context.Event()
@@ -125,7 +125,7 @@ def test_what_flashinfer_is_building_stays(cached):
 
 
 def interrupted(cached, name="page"):
-    """Leave a module as a killed removal leaves it."""
+    """Leave a module in the state after a killed removal."""
     folder = cached.folders[name]
     folder.rename(folder.with_name(f".{name}.1{cache.REMOVING}"))
 
@@ -144,7 +144,7 @@ def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, options):
     [({"names": ["rope", "pgae"]}, "no module pgae"), ({"names": ["[pr]*", "fused_*"]}, r"no module fused_\*"),
      ({}, "nothing chosen"), ({"everything": True}, "no terminal")],
 )  # fmt: skip
-def test_what_names_nothing_or_all_without_a_terminal_is_refused(cached, selection, reason):
+def test_an_empty_selection_and_all_without_a_terminal_are_refused(cached, selection, reason):
     with pytest.raises(UsageError, match=reason):
         clean(**selection)
     assert left(cached) == ["page", "rope", "sampling"]
@@ -152,7 +152,7 @@ def test_what_names_nothing_or_all_without_a_terminal_is_refused(cached, selecti
 
 @pytest.fixture
 def image(cached, tmp_path, monkeypatch):
-    """An image's folders: the key beside the pins, and a volume with the caches of two images."""
+    """An image's folders: the key file next to the pins, and a volume with the caches of two images."""
     (tmp_path / "key").write_text("0123\n")
     (tmp_path / "volume/4567").mkdir(parents=True)
     (tmp_path / "volume/0123").symlink_to(cached.base)

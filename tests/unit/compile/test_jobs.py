@@ -53,8 +53,8 @@ def test_never_over_budget_every_unit_once_hungriest_first(peaks_, spare, cores,
             order.append(unit)
             assert sum(scheduled.costs[name].peak for name in running) <= scheduled.budget
             assert len(running) <= cores
-        assert running  # something always runs until all have
-        if queue.units:  # what went ahead never keeps a hungrier one waiting: it fits when the larger ones have ended
+        assert running  # something runs until all units have run
+        if queue.units:  # a unit that overtook never delays a larger one, which fits once the larger running units end
             first = scheduled.costs[queue.units[0]].peak
             smaller = [scheduled.costs[name].peak for name in running if scheduled.costs[name].peak < first]
             assert sum(smaller) + first <= scheduled.budget
@@ -82,7 +82,7 @@ def holding(megabytes, seconds=0.3):
 
 
 class Watcher:
-    """Keeps what happened, and the predicted sum of what ran at each start."""
+    """Records events, and the predicted memory of all running units at each start."""
 
     def __init__(self, plan):
         self.plan, self.events, self.running, self.sums = plan, [], set(), []
@@ -171,7 +171,7 @@ def test_what_counts_as_killed(code, output, expected):
     assert jobs.was_killed(code, output) is expected
 
 
-def test_an_error_in_the_source_is_told_once_the_others_have_ended(tmp_path):
+def test_an_error_in_the_source_is_reported_after_the_others_end(tmp_path):
     known = costs(30, 20, 10)
     commands = [("sh", "-c", "echo 'x.cu(1): error: no such thing'; exit 2"), holding(1, 0.5), holding(1)]
     with refused("process.failed", r"u0 ended with code 2 · x.cu\(1\): error: no such thing") as caught:
@@ -187,7 +187,7 @@ def test_a_unit_that_cannot_fit_stops_the_build_before_it_starts(tmp_path):
     assert caught.value.watcher.events == []
 
 
-def test_memory_that_goes_meanwhile_is_waited_for_and_then_named(tmp_path, monkeypatch):
+def test_missing_memory_is_waited_for_and_then_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "PATIENCE", 0.3)
     monkeypatch.setattr(jobs, "SAMPLE", 0.05)
     known = costs(2 * GIB, GIB)
@@ -223,7 +223,7 @@ def test_a_compiler_is_the_kernels_first_victim(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "²", "two", ""])
-def test_a_number_of_jobs_that_is_none_is_refused(text):
+def test_an_invalid_number_of_jobs_is_refused(text):
     with pytest.raises(UsageError, match="--jobs"):
         jobs.parse_limit(text)
     assert (jobs.parse_limit("auto"), jobs.parse_limit("3")) == (None, 3)
@@ -265,7 +265,7 @@ def test_other_messages_stay(line):
      ("ptxas fatal   : PTX with .target 'sm_121a' cannot be compiled for architecture 'sm_121'", "sm_121a",
       "nvcc -gencode arch=compute_121a,code=sm_121a")],
 )  # fmt: skip
-def test_what_a_build_of_vllm_runs_into_is_named_with_the_next_step(printed, why, fix):
+def test_known_errors_of_vllm_builds_are_named_with_the_next_step(printed, why, fix):
     explanation = explained(ProcessError("cmake ended with code 1", printed, "read the log", code="process.failed"))
     assert why in explanation.why
     assert fix in explanation.fix

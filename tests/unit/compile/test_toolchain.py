@@ -1,4 +1,4 @@
-"""nvcc itself is not here: scripts print what nvcc 13.0.88 printed. The host compiler and its linker are real."""
+"""The toolchain without nvcc: scripts print the output of nvcc 13.0.88. The host compiler and its linker are real."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def script(path, text):
 
 
 def recorded_cuda(home, version="13.0.88", newest=15):
-    """A CUDA_HOME whose nvcc says what a real one said, and whose other parts are there and empty."""
+    """A CUDA_HOME whose nvcc prints recorded output, and whose other parts are empty files."""
     for part in toolchain.PARTS:
         (home / part).parent.mkdir(parents=True, exist_ok=True)
         (home / part).touch()
@@ -78,7 +78,7 @@ def test_cuda_home_is_used_and_reaches_every_build(machine, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("setting", ["", "/nonexistent"])
 def test_compilers_get_a_folder_for_temporary_files_that_is_there(machine, tmp_path, monkeypatch, setting):
-    """nvcc takes TMPDIR as it stands: with an empty one it writes into / and then reports a missing file."""
+    """nvcc uses TMPDIR unchecked: if empty, it writes to / and then reports a missing file."""
     monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
     monkeypatch.setenv("TMPDIR", setting)
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -94,7 +94,7 @@ def test_a_wrapper_on_the_path_leads_to_its_cuda(machine, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["include/curand_kernel.h", "nvvm/bin/cicc", "lib64/stubs/libcuda.so"])
-def test_a_cuda_that_lacks_something_is_refused_where_it_was_asked_for(machine, tmp_path, monkeypatch, part):
+def test_an_incomplete_cuda_is_refused_if_requested(machine, tmp_path, monkeypatch, part):
     home = recorded_cuda(tmp_path / "cuda")
     (home / part).unlink()
     monkeypatch.setenv("CUDA_HOME", str(home))
@@ -102,7 +102,7 @@ def test_a_cuda_that_lacks_something_is_refused_where_it_was_asked_for(machine, 
         toolchain.find()
 
 
-def test_and_passed_over_on_the_path(machine, tmp_path, monkeypatch, capfd):
+def test_an_incomplete_cuda_on_the_path_is_skipped(machine, tmp_path, monkeypatch, capfd):
     broken, locked_one = recorded_cuda(tmp_path / "cuda"), tmp_path / "state"
     (broken / "include/nvrtc.h").unlink()
     script(machine / "nvcc", f'exec {broken}/bin/nvcc "$@"')
@@ -196,7 +196,7 @@ def wheels_like(folder, machine):
 
 @pytest.fixture
 def installing(tmp_path, monkeypatch):
-    """A lock whose installation writes the wheels' layout; returns the list of what was installed."""
+    """A lock whose installation writes the wheels' layout; returns the list of installations."""
     monkeypatch.setattr(locks, "LOCKS", tmp_path)
     (tmp_path / "toolchain.txt").write_text("one\n")
     calls = []
@@ -219,7 +219,7 @@ def test_the_locked_wheels_become_a_whole_cuda_home_once(installing, tmp_path):
     assert toolchain.install() == (folder, True)
 
 
-def test_a_half_made_one_is_not_taken(installing, monkeypatch):
+def test_an_incomplete_cuda_home_is_not_used(installing, monkeypatch):
     def fails(*_):
         raise CompileError("a", "b", "c", code="compile.toolchain")
 
@@ -236,10 +236,10 @@ def test_a_half_made_one_is_not_taken(installing, monkeypatch):
 
 
 @pytest.mark.needs("readelf")
-def test_what_is_linked_against_the_stub_asks_for_the_drivers_library(installing, tmp_path):
+def test_programs_linked_with_the_stub_need_the_drivers_library(installing, tmp_path):
     home = toolchain.install()[0] / toolchain.HOME
     (tmp_path / "m.cc").write_text('extern "C" int cuInit(int);\nint f() { return cuInit(0); }\n')
-    # --as-needed is what Ubuntu's linker does unasked.
+    # --as-needed is the default of Ubuntu's linker.
     flags = f"-shared -fPIC m.cc -Wl,--as-needed -L{home}/lib64/stubs -lcuda -o m.so"
     subprocess.run([shutil.which("c++"), *flags.split()], cwd=tmp_path, check=True)
     reader = [shutil.which("readelf"), "-d", tmp_path / "m.so"]
@@ -249,7 +249,7 @@ def test_what_is_linked_against_the_stub_asks_for_the_drivers_library(installing
 
 @pytest.fixture
 def cross_compiler(tmp_path, monkeypatch):
-    """This machine's GCC under the name of one for the other machine; only what it says of itself is not true."""
+    """This machine's GCC under the name of a cross compiler; only its reported target is false."""
     real = shutil.which("c++")
     folder = tmp_path / "cross"
     program = script(

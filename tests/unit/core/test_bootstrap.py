@@ -1,4 +1,4 @@
-"""`./inv` itself, run as a user runs it, in a copy of its files with a lock of its own."""
+"""`./inv` itself, run as by a user, in a copy of its files with a separate lock."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from sparkforge.core import bootstrap
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.paths import ROOT
 
-# Stands in for the commands, so that these tests install nothing.
+# Replaces the commands, so that these tests install nothing.
 FAKE_COMMANDS = "import os, sys; print('run', *sys.argv[1:], 'in', os.environ['INV_CWD'])"
 
 
@@ -49,7 +49,7 @@ def inv(checkout, *args, **env):
     )  # fmt: skip
 
 
-def test_sudo_makes_no_environment_in_the_checkout_of_somebody_else(checkout, monkeypatch):
+def test_sudo_makes_no_environment_in_another_users_checkout(checkout, monkeypatch):
     monkeypatch.setenv("SUDO_UID", "1000")
     monkeypatch.setattr(bootstrap, "make", lambda *_: pytest.fail("root would own .venv"))
     if os.geteuid() == 0:
@@ -91,10 +91,8 @@ def test_a_lock_that_cannot_be_installed_is_named(checkout):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_first_run_is_no_traceback_the_next_one_makes_it_whole_and_the_third_nothing(
-    checkout, signals_not_ignored
-):
-    old = checkout / "old-python"  # is passed over
+def test_ctrl_c_in_the_first_run_gives_no_traceback_and_the_next_run_completes_it(checkout, signals_not_ignored):
+    old = checkout / "old-python"  # must be skipped
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
     process = subprocess.Popen(
@@ -117,8 +115,8 @@ def test_ctrl_c_in_the_first_run_is_no_traceback_the_next_one_makes_it_whole_and
 
 
 @pytest.mark.parametrize("refused", ["", "an index with a client's certificate"])
-def test_the_stamp_is_written_when_all_that_it_vouches_for_is_on_the_disk(tmp_path, monkeypatch, refused):
-    """And pip installs what uv refused."""
+def test_the_stamp_is_written_after_the_environment_is_on_the_disk(tmp_path, monkeypatch, refused):
+    """If uv refuses, pip installs the packages."""
     venv, lock, events = tmp_path / ".venv", tmp_path / "tools.txt", []
     lock.write_text("uv==1 \\\n    --hash=sha256:1\nother==2 \\\n    --hash=sha256:2\n")
     monkeypatch.setattr(bootstrap, "uv_variables", lambda _python: {})

@@ -1,4 +1,4 @@
-"""Nothing that a terminal obeys comes out of the console, whatever is printed and however it is cut."""
+"""The console prints no control sequences, whatever is printed and however it is split."""
 
 import io
 import json
@@ -52,7 +52,7 @@ PIECES = st.sampled_from([*EVIL, "text", "\n", "\r", "m", "\\", "é"]) | st.text
 
 
 @given(st.lists(PIECES, max_size=6).map("".join), st.data())
-def test_no_text_gets_through_with_a_control_character_and_cuts_change_nothing(text, data):
+def test_control_characters_are_removed_and_splits_change_nothing(text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
     sanitiser = console.Sanitiser()
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -80,7 +80,7 @@ def test_every_way_of_printing_is_sanitised(printed, capsys, evil):
     assert "]52;" not in printed()
 
 
-def test_neither_markup_nor_links_are_read_out_of_a_text(printed):
+def test_markup_and_links_in_a_text_are_not_interpreted(printed):
     table = Table("[red]head[/red]")
     table.add_row("[link=http://evil.example]cell[/link] :warning:")
     console.console().print(table)

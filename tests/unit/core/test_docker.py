@@ -1,4 +1,4 @@
-"""The docker command, pip and uv: arguments, and what their complaints mean. The messages are real ones."""
+"""The docker command, pip and uv: arguments, and the errors for their real messages."""
 
 import os
 import stat
@@ -89,7 +89,7 @@ def test_a_plugin_tells_its_version_or_is_missing(script):
 
 
 @pytest.mark.slow
-def test_a_build_tells_its_steps_and_its_log_stays(script, tmp_path):
+def test_a_build_prints_its_steps_and_keeps_its_log(script, tmp_path):
     script("echo '#5 [runtime 2/9] COPY pins.toml /opt/'; sleep 0.6; echo '#5 DONE 0.0s'")
     steps = []
     docker_cli.docker_logged(["buildx", "build"], tmp_path / "logs" / "build.log", steps.append)
@@ -152,7 +152,7 @@ CASES = {
     "full disk": ("ERROR: Could not install due to an OSError: [Errno 28] No space left on device", "no space"),
     "certificate": ("Caused by: invalid peer certificate: UnknownIssuer", "certificate is not trusted"),
     "a proxy": ("  Caused by: client error (Connect)\n  Caused by: tunnel error: unsuccessful", "proxy refuses"),
-    # Words of a mirror's address and of packages are no causes.
+    # Words in a mirror's address and in package names are no causes.
     "a mirror called proxy": (f"Looking in: https://proxy.example.org/\nhttp-proxy\n{UNREACHABLE}", "nothing answers"),
     "a package called timeout": ("Collecting async-timeout==9\n" + OFFERED.format("4.0"), "no demo==1.0 for this"),
     "unknown": ("Collecting demo\nERROR: something new happened\nWARNING: a newer pip\n", "something new happened"),

@@ -1,4 +1,4 @@
-"""Files that anybody may have written, RECORD too: the reader ends with a value or a declared error."""
+"""Untrusted files, RECORD included: the reader returns a value or raises a declared error."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_a_malformed_document_is_a_declared_error_that_names_the_file(tmp_path, 
     assert "\n" not in caught.value.why
 
 
-def test_what_is_well_formed_is_read(tmp_path):
+def test_well_formed_documents_are_read(tmp_path):
     path = tmp_path / "x"
     value = {"a": [1, 2.5, None, "ü\ud800"], "large": 2**64 - 1, "b": json.loads("[" * 60 + "]" * 60)}
     path.write_text(json.dumps(value), encoding="utf-8")
@@ -62,7 +62,7 @@ def test_size_has_a_limit(tmp_path, monkeypatch):
             read()
 
 
-def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path):
+def test_special_files_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", files.Path("/dev/zero")):
         with pytest.raises(DocumentError, match="pipe, socket or device"):
@@ -78,7 +78,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path):
 
 
 def test_more_values_than_memory_has_room_for_are_refused_before_they_are_made(monkeypatch):
-    """480 MB of `{},` come out of 0.5 MB of gzip, and Python takes 64 bytes for each."""
+    """0.5 MB of gzip expand to 480 MB of `{},`, and Python takes 64 bytes for each value."""
     monkeypatch.setattr(files, "MOST_VALUES", 1000)
     assert files.parse_json("[" + "{}," * 400 + "0]", "x")
     with pytest.raises(files.DocumentError, match="more than 1,000 values"):
@@ -101,7 +101,7 @@ def test_any_text_is_lines_or_a_named_refusal(text, strict):
 
 
 def test_the_digest_is_over_unquoted_lines_in_order():
-    """The digest of locks/patched.toml, by its definition."""
+    """Compare with the definition of the digest in locks/patched.toml."""
     text = f'"b/E=8,N=7.json",{HASH},0\na.py,{HASH},0\np-1.dist-info/RECORD,,\np-1.dist-info/INSTALLER,{HASH},0\n'
     digest = record_digest(parse_record(text, "RECORD"))
     assert digest == "f62044b9c256a78beb2106507603cd5998667578f4ce06b3f58785ab7d972256"

@@ -13,10 +13,10 @@ def sources():
 def test_every_family_has_an_exit_code_of_its_own():
     codes = [family.exit_code for family in errors.SparkforgeError.__subclasses__()]
     assert len(codes) == len(set(codes))
-    assert all(0 < code < 126 for code in codes)  # 126 and up are the shell's
+    assert all(0 < code < 126 for code in codes)  # shells use 126 and above
 
 
-def test_every_code_that_is_raised_is_in_the_table_and_belongs_to_the_family_that_raises_it():
+def test_every_raised_code_is_in_the_table_and_has_the_right_family():
     families = {family.__name__: family.family for family in errors.SparkforgeError.__subclasses__()}
     raised, codes = set(), read_toml(ROOT / "lab/errors.toml")
     for path in sources():

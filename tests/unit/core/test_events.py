@@ -1,4 +1,4 @@
-"""What a log says: levels, exceptions with their causes, deaths, orderly ends, and what a server survived."""
+"""Events in a log: levels, exceptions with their causes, crashes, orderly ends, and survived errors."""
 
 import pytest
 
@@ -18,7 +18,7 @@ TRACEBACK = """\
 """
 
 
-def test_the_decisive_line_is_the_last_exception_that_is_no_consequence_with_its_chain():
+def test_the_decisive_line_is_the_last_exception_that_is_no_consequence():
     event = events.read_text(TRACEBACK)
     assert event.decisive.text == "vllm.x.LoadError: cannot load"
     assert [line.exception for line in event.chain(event.decisive)] == ["KeyError", "vllm.x.LoadError"]
@@ -38,14 +38,14 @@ END = "(APIServer pid=1) INFO 11-21 07:30:52 [launcher.py:254] [shutdown] API se
         (READY, 0),
         (FAILED, 1),
         (FAILED + READY, 0),  # survived
-        (FAILED + BANNER + READY, 1),  # ended, and was started again
+        (FAILED + BANNER + READY, 1),  # the server ended and was restarted
         (DEAD + READY, 1),
         (READY + END + DEAD, 0),
         (READY + DEAD + END, 1),
         ("INFO 11-21 07:30:52 [logger.py:1] Received request: prompt: 'CUDA error: illegal memory access'\n", 0),
     ],
 )
-def test_what_a_server_survived_is_no_fault_and_a_death_is(log, faults):
+def test_survived_errors_are_no_faults_but_crashes_are(log, faults):
     assert len(events.read_text(log).faults) == faults
 
 

@@ -90,7 +90,7 @@ with locked(pathlib.Path({str(tmp_path / "lock")!r}), "hold"):
 
 
 def test_half_a_surrogate_pair_is_kept(tmp_path):
-    """A model may write one, and a file name that is not UTF-8 has one in Python."""
+    """A model may write half a pair, and a file name that is not UTF-8 has one in Python."""
     write_json(tmp_path / "x.json", {"a": "ü\ud800", "b": "\udcff"})
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "ü\ud800", "b": "\udcff"}
     write_atomic(tmp_path / "x.txt", "a\ud800")

@@ -1,4 +1,4 @@
-"""Git is run apart from the repository that a hook names and from what a user has configured."""
+"""Git runs independently of a hook's repository and of the user's configuration."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def plain(folder, *arguments):
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A repository of the user's, which the environment names as git's hooks have it."""
+    """The user's repository, named in the environment as in git's hooks."""
     folder = tmp_path / "mine"
     folder.mkdir()
     plain(folder, "init", "-q")

@@ -1,4 +1,4 @@
-"""nvidia-smi's output as tables; the validator's and the status's tests have what goes wrong."""
+"""nvidia-smi's output as tables; the tests of the validator and of status cover errors."""
 
 import pytest
 
@@ -26,7 +26,7 @@ IDLE_BIT, NOTHING, POWER_CAP, HOT, HARDWARE = (f"0x{bit:016x}" for bit in (1, 0,
         (row("700", "20", "45", "99", "0x2"), "(clock setting)", "-rgc"),
     ],
 )
-def test_a_clock_that_is_held_down_is_told_from_an_idle_gpu(state, message, fix):
+def test_a_throttled_clock_is_distinguished_from_an_idle_gpu(state, message, fix):
     why, command = gpus.GpuState.read(state).fault()
     assert (message in why, fix in command) == (True, True)
     assert bool(why) == bool(command) == bool(message)

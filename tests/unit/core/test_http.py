@@ -1,4 +1,4 @@
-"""Whole answers, from a real server on loopback that answers as it likes: limits on bytes and time, and bad URLs."""
+"""Complete answers, from a real server on loopback with arbitrary answers: limits on bytes and time, and bad URLs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_answer_without_end_stops_at_the_limit_of_bytes_or_of_time():
 
 
 @pytest.mark.slow
-def test_what_unpacks_to_much_more_is_refused():
+def test_an_answer_that_decompresses_to_too_much_is_refused():
     bomb = gzip.compress(bytes(200 << 20))
     with server(bomb, Content_Encoding="gzip") as url, pytest.raises(answers.LimitError, match="more than"):
         get(url)
@@ -112,7 +112,7 @@ def test_a_chat_ends_although_the_server_does_not():
 
 
 def test_a_stream_that_sends_nothing_more_ends_in_its_time():
-    """As that of a response that failed in the background, before patch 0014."""
+    """Before patch 0014, the stream of a response that failed in the background was like this."""
     test_ends = threading.Event()
 
     def events():
@@ -126,6 +126,6 @@ def test_a_stream_that_sends_nothing_more_ends_in_its_time():
 
 
 @pytest.mark.parametrize("count", [b"1.2.3", b"1e999", b"+", b"."])
-def test_a_counter_that_is_no_number_is_no_counter(count):
+def test_a_counter_that_is_not_a_number_is_ignored(count):
     with server(b"vllm:generation_tokens_total " + count) as url:
         assert Endpoint(url).generated() is None

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP to real verbs: everything they started has ended, and the exit code says which signal it was."""
+"""SIGTERM and SIGHUP to real verbs: all programs that they started end, and the exit code gives the signal."""
 
 import os
 import signal
@@ -91,7 +91,7 @@ def test_a_signal_ends_a_verb_and_all_that_it_started(tmp_path, verb, number, co
     assert not (tmp_path / "trusted").exists()
 
 
-def test_a_verb_that_takes_the_exception_ends_with_the_signals_code_all_the_same(tmp_path):
+def test_a_verb_that_catches_the_exception_still_ends_with_the_signals_code(tmp_path):
     started, _ = begin(tmp_path, "stays", pids=0)
     started.send_signal(signal.SIGTERM)
     out, _ = started.communicate(timeout=60)

@@ -11,7 +11,7 @@ GB = 10**9
 
 @pytest.fixture
 def host(tmp_path):
-    """A made-up root: /proc and cgroup mounts as files; returns a function that writes {path: text} into it."""
+    """A fake root with /proc and cgroup mounts as files; returns a function that writes {path: text} into it."""
 
     def write(files):
         for path, text in files.items():
@@ -27,7 +27,7 @@ V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 
 
-def test_without_a_cgroup_it_is_memavailable_which_a_resident_model_lowers(host):
+def test_without_a_cgroup_memavailable_counts(host):
     assert memory.measure(host({})).available == 20000000 * 1024
 
 
@@ -64,7 +64,7 @@ def test_a_cpu_quota_bounds_the_cores(host, monkeypatch, quota, cores):
     assert memory.cpus(root) == cores
 
 
-def test_the_process_that_holds_most_is_named_and_none_that_holds_little():
+def test_the_largest_process_is_named_unless_it_is_small():
     assert re.fullmatch(r".+ \(pid \d+\), [\d.]+ [GM]iB", memory.largest_process(1))
     assert f"(pid {os.getpid()})" not in memory.largest_process(1)
     assert memory.largest_process(1 << 60) == ""

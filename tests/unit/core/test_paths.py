@@ -1,4 +1,4 @@
-"""A place that a person names, in every command that takes one."""
+"""Paths that users give to commands, and the state folder."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_the_state_folder_is_closed_to_others(monkeypatch, tmp_path, before):
     monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
     if before is not None:
         folder.mkdir(parents=True)
-        (folder / "starts.json").touch()  # as a container leaves it before the first ./inv
+        (folder / "starts.json").touch()  # as written by a container before the first ./inv
         folder.chmod(before)
     paths.require_state()
     assert paths.secure_state() == folder
@@ -32,7 +32,7 @@ def test_the_state_folder_is_closed_to_others(monkeypatch, tmp_path, before):
 
 @pytest.mark.parametrize("mode", [0o755, 0o1777])
 def test_a_folder_of_other_programs_is_neither_used_nor_closed(monkeypatch, tmp_path, mode):
-    """`sudo SPARKFORGE_STATE=/tmp ./inv up` once closed /tmp to everybody else."""
+    """`sudo SPARKFORGE_STATE=/tmp ./inv up` once closed /tmp to all other users."""
     folder = tmp_path / "shared"
     folder.mkdir()
     (folder / "theirs").touch()
@@ -70,7 +70,7 @@ def test_the_root_folder_is_no_state_folder_and_an_empty_variable_counts_as_unse
     ],
     ids=["state", "log", "model", "to", "mirror", "offline"],
 )
-def test_a_home_that_nobody_has_is_refused(named):
+def test_the_home_of_an_unknown_user_is_refused(named):
     with pytest.raises(UsageError, match="nobody-has-this-name"):
         named()
 

@@ -8,7 +8,7 @@ from expected import refused
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.process import run, session_members, spawn, started_at, terminate_session, terminate_tree
 
-# A process that ignores SIGTERM and so does its child: the worst server to stop.
+# A process that ignores SIGTERM, with a child that ignores it too, as the hardest server to stop.
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -19,7 +19,7 @@ time.sleep(600)
 """
 
 
-def test_the_last_lines_of_a_failed_program_are_in_the_error_and_output_that_is_not_text_is_no_traceback():
+def test_the_error_has_the_last_lines_of_a_failed_program_also_of_binary_output():
     with refused("process.failed", "gave up") as caught:
         run([sys.executable, "-c", "import sys; sys.exit('gave up')"], fix="try again")
     assert caught.value.fix == "try again"
@@ -47,7 +47,7 @@ def test_a_whole_session_ends_even_if_it_ignores_sigterm(tmp_path, ended):
 
 @pytest.mark.parametrize("pid", [-1, 0, 1, 2**31, 2**70, -(2**70)])
 def test_a_number_from_a_damaged_record_ends_no_process(pid, monkeypatch):
-    """-1 would be every process of this user, 0 our own group."""
+    """-1 would kill every process of this user, 0 our own group."""
     signals = []
     monkeypatch.setattr(os, "kill", lambda *arguments: signals.append(arguments))  # a wrong one would end the tests
     assert started_at(pid) is None
@@ -66,7 +66,7 @@ def test_a_program_that_does_not_end_in_time_is_ended(tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_named_and_not_the_program(tmp_path):
-    """It once said to install git, which was there."""
+    """The error once said to install git, although git was installed."""
     with pytest.raises(ProcessError, match=r"gone") as caught:
         run(["git", "status"], cwd=tmp_path / "gone", fix="install git")
     assert caught.value.fix == f"--help   # name an existing folder in place of {tmp_path / 'gone'}"

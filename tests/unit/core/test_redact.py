@@ -15,7 +15,7 @@ from sparkforge.core import redact
 from sparkforge.core.paths import ROOT
 
 SAMPLES = tomllib.loads(Path(__file__).with_name("redact_samples.toml").read_text(encoding="utf-8").replace("¦", ""))
-# The replacement for each kind of secret; the samples in redact_samples.toml check only that the secret is removed.
+# The replacement for each kind of secret; the samples in redact_samples.toml only test that the secret is removed.
 REPLACED = {
     "Authorization: Bearer abc.def-ghi": "Authorization: Bearer <token>",
     "HF_TOKEN=verysecret rest": "HF_TOKEN=<token> rest",
@@ -78,7 +78,7 @@ def test_this_machines_own_names_go(monkeypatch):
         {"headers": [["authorization", "Bearer sesame"]]},
     ],
 )  # fmt: skip
-def test_neighbours_in_json_tell_a_secret(value):
+def test_secrets_are_recognised_by_neighbouring_keys_in_json(value):
     assert "sesame" not in str(redact.for_support(value))
 
 

@@ -260,7 +260,7 @@ def test_a_folder_or_a_pipe_in_place_of_a_file_is_noted(state):
 # One log alone
 
 
-def test_a_named_log_is_looked_at_alone(state, tmp_path):
+def test_only_the_given_log_is_read(state, tmp_path):
     put(state, "validation.json", json.dumps(REPORT))
     other = put(tmp_path, "friend.log", "CUDA error: invalid resource handle")
     assert ids(log=str(other)) == ["invalid-resource-handle"]
@@ -393,7 +393,7 @@ def test_a_refused_container_is_reported_from_its_report_or_its_saved_refusal(fa
     assert (container.REPORT, container.REFUSED) == (entrypoint.REPORT, entrypoint.REFUSED)
 
 
-def test_the_newer_of_container_and_embedded_server_counts(fake_engine, state):
+def test_the_newer_of_container_and_embedded_server_is_reported(fake_engine, state):
     log = put(state, "logs/server.log", KV_LOG.read_bytes())
     ended = {"Status": "exited", "ExitCode": 137, "FinishedAt": "2020-01-01T00:00:00.12345678Z"}
     fake_engine.container["State"] |= ended

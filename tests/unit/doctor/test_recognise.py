@@ -155,7 +155,7 @@ def test_memory_does_not_grow_with_the_log():
         signatures.recognise(events.read(endless(piece)), KNOWN)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 4_000_000  # bytes, of 8 MB that were read
+        assert peak < 4_000_000  # bytes, for 8 MB that were read
 
 
 @pytest.mark.parametrize("code", ["", " [input.model]", " [input]"])
@@ -169,7 +169,7 @@ def test_an_error_of_ours_is_read_with_its_reason_and_its_next_command(code):
 @pytest.mark.parametrize(
     "text", ["✗ software-fp4: x.cubin\n✗ trap-stub: y\n", "✗ half\n  why:  cut off here", "FAIL x\nINFO y\n"]
 )
-def test_what_only_looks_like_an_error_of_ours_is_left_alone(text):
+def test_text_that_only_resembles_our_errors_is_ignored(text):
     assert shown(text) == []
 
 
@@ -183,8 +183,8 @@ def test_commands_of_ours_that_a_fix_names_are_there():
             assert command in names, f"{signature.id}: ./inv {command}"
 
 
-def test_what_the_compilers_say_is_the_builders_knowledge_too():
-    """sparkforge/compile/diagnosis.toml explains a failed build; serve must not read it, and the two must agree."""
+def test_compiler_errors_are_also_in_the_builders_table():
+    """sparkforge/compile/diagnosis.toml explains failed builds; `serve` must not read it, so both tables must agree."""
     for name, text in (
         ("fp4-without-suffix", "Feature 'cvt.e2m1x2.f32' not supported on .target 'sm_121'"),
         ("fp4-suffix-mismatch", "PTX with .target 'sm_121a' cannot be compiled for architecture 'sm_121'"),
@@ -233,7 +233,7 @@ def test_a_malformed_table_is_refused_by_name(tmp_path, change, message):
 
 
 def test_every_row_can_be_used():
-    """It has a condition that not every line meets, texts whose groups are filled, and causes that are rows."""
+    """Each row has a condition that not every line meets, texts with existing groups, and causes that are rows."""
     names = [signature.id for signature in signatures.load()]
     assert len(set(names)) == len(names)
     for signature in signatures.load():

@@ -12,7 +12,7 @@ from expected import refused
 from sparkforge.doctor import doctor, evidence, support
 from validate.facts.fact import Fact
 
-# What must never leave: each stands in a log, a report, a manifest, an environment, a command line or a file's name.
+# Secrets that must not leak, each in a log, a report, a manifest, an environment, a command line or a file's name.
 SECRETS = {
     "hub token": "hf_PlantedTokenOfAnna123",
     "api key": "sesame-open-91",
@@ -109,7 +109,7 @@ def test_no_planted_secret_reaches_the_archive(state, tmp_path, fake_engine):
     assert "MINE=…" in files["sparkforge-support/docker/inspect.json"]
 
 
-def test_what_helps_is_still_in_it_and_what_it_holds_is_printed(state, tmp_path, capsys):
+def test_useful_facts_stay_in_it_and_its_content_is_printed(state, tmp_path, capsys):
     fill(state)
     files = bundle(tmp_path / "support.tar.gz")
     log = next(text for name, text in files.items() if name.endswith("server.log"))
@@ -155,7 +155,7 @@ def test_a_long_log_is_kept_as_its_begin_and_its_end_in_whole_lines():
     assert all(line.startswith((b"line ", b"[... ")) for line in kept.split(b"\n") if line)
 
 
-def test_a_short_log_is_kept_whole_and_of_one_endless_line_nothing():
+def test_a_short_log_is_kept_and_a_single_endless_line_is_not():
     for data in (b"", b"x", b"a\nb", b"x" * evidence.TAIL):
         assert logged(data) == data
     assert b"x" not in logged(b"x" * 5_000_000)

@@ -36,7 +36,7 @@ def docker(tmp_path, monkeypatch):
     return docker
 
 
-def test_the_way_the_jobs_and_the_commit_are_build_arguments(docker, monkeypatch):
+def test_vllms_origin_jobs_and_commit_are_build_arguments(docker, monkeypatch):
     monkeypatch.setattr(image, "commit", lambda: {"REVISION": "abc", "SOURCE_DATE_EPOCH": "1"})
     called = docker("echo '#7 [runtime 1/2] COPY x'")
     log = image.build(WORDS, "embedded", ImageOptions("source", "3"), Steps(1))
@@ -159,7 +159,7 @@ IMAGES = [name for name, stack in TABLE.stacks.items() if stack.image]
 
 
 @pytest.mark.parametrize("stack", IMAGES)
-def test_what_an_image_names_is_there(stack):
+def test_everything_that_an_image_names_exists(stack):
     image = TABLE.image(stack)
     assert {"vllm", "base"} <= TABLE.stack(stack).components.keys()
     assert set(image.locks) <= set(devices.OCI_MACHINES.values())

@@ -1,4 +1,4 @@
-"""What a person relies on in the Compose files without reading them: nothing is reachable, nothing has a privilege."""
+"""Guarantees of the Compose files: nothing is reachable from elsewhere, and no service has privileges."""
 
 import ipaddress
 import os
@@ -22,22 +22,22 @@ SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET")
 TABLE = pins.load()
 STACKS = [name for name, stack in TABLE.stacks.items() if stack.image]
 DEVELOPMENT = ("docker-compose.dev.yml",)
-# What a user can bring up: the services of each stack, and the development ones.
+# The services that a user can start: those of each stack, and the development services.
 DEVICES = {
     **dict.fromkeys(STACKS, (compose.FILE,)),
     "dev": DEVELOPMENT,
     "dev-cpu": (*DEVELOPMENT, "docker-compose.dev.cpu.yml"),
 }
-# A developer compiles in these, as a user without privileges, and nobody else is served by them.
+# A developer compiles in these as an unprivileged user; they serve nobody else.
 DEVELOPERS = {"dev", "serve"}
 
 
 class Reset(list):
-    """Compose's `!reset`: the value replaces what an earlier file has."""
+    """Compose's `!reset`: the value replaces that of an earlier file."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML with Compose's own tag."""
+    """A YAML loader with Compose's own tag."""
 
 
 Loader.add_constructor("!reset", lambda loader, node: Reset(loader.construct_sequence(node)))
@@ -61,7 +61,7 @@ def expand(value, environment):
 
 
 def merge(first, second):
-    """Lay one file over another as Compose does: a command is replaced, other lists are joined."""
+    """Merge two files as Compose does: a command is replaced, other lists are joined."""
     merged = dict(first)
     for key, value in second.items():
         if isinstance(value, dict) and isinstance(first.get(key), dict):
@@ -93,7 +93,7 @@ SERVICES = [(device, service) for device in DEVICES for service in resolve(devic
 
 
 def published(server):
-    """The address and port of the host where a service's one port is published; not as text: IPv6 has colons too."""
+    """Return host address and port of a service's published port, as a tuple because IPv6 addresses have colons."""
     (port,) = server["ports"]
     return f"{port['host_ip']}:{port['published']}"
 
@@ -128,7 +128,7 @@ def test_secrets_are_files_and_models_are_not_written(device, name):
     assert not secret
     for mounted in service.get("secrets", []):
         source = mounted if isinstance(mounted, str) else mounted["source"]
-        assert document["secrets"][source]["file"] == os.devnull  # a fresh clone needs none
+        assert document["secrets"][source]["file"] == os.devnull  # a fresh clone needs no secret
     for volume in service.get("volumes", []):
         if isinstance(volume, dict) and volume["target"] == "/models":
             assert volume["read_only"] is True
@@ -143,7 +143,7 @@ def test_the_server_on_a_spark():
     (gpu,) = server["deploy"]["resources"]["reservations"]["devices"]
     assert (gpu["driver"], gpu["count"]) == ("nvidia", "1")  # Compose reads a digit as a number
     assert server["environment"]["SPARKFORGE_VALIDATE"] == "strict"
-    assert server["restart"].startswith("on-failure:")  # a failed validation is not tried for ever
+    assert server["restart"].startswith("on-failure:")  # a failed validation is not retried forever
     assert int(server["stop_grace_period"].removesuffix("s")) > 45  # --shutdown-timeout of every profile
     assert server["healthcheck"]["test"][-2:] == ["-m", "sparkforge.serve.health"]
     assert "cache:/var/cache/sparkforge" in server["volumes"]  # compiled code outlives the container
@@ -236,7 +236,7 @@ def test_a_server_answers_to_known_names_and_another_key_file_makes_another_cont
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_settings_reach_the_server_without_a_file_of_overrides(stack):
+def test_settings_reach_the_server_without_an_override_file(stack):
     environment = {
         "VLLM_ARGS": "--max-num-seqs 8",
         "SPARKFORGE_BIND": "10.0.0.1",
@@ -245,7 +245,7 @@ def test_settings_reach_the_server_without_a_file_of_overrides(stack):
     server = resolve(stack, **environment)["services"]["vllm"]
     assert {name: server["environment"][name] for name in environment} == environment
     assert published(server) == "10.0.0.1:8000"
-    # Named without a value: Compose sets them in the container only if they are set for it.
+    # Without a value: Compose sets them in the container only if they are set in its own environment.
     passed = {name for name, value in server["environment"].items() if value is None}
     flashinfer = {"FLASHINFER_LOGLEVEL", "FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_DEBUG"}
     assert passed >= {"SPARKFORGE_VALIDATE_SECONDS", "MAX_JOBS", "FLASHINFER_NVCC_THREADS", *flashinfer}
@@ -262,11 +262,11 @@ def test_models_and_the_cache_are_mounted_as_they_are_and_no_folder_is_made(stac
         assert not any(volume["bind"]["create_host_path"] for volume in volumes)  # Docker would make it as root
         return {volume["target"]: volume["source"] for volume in volumes}
 
-    hub = f"{local.MOUNTED}/hub"  # the folder above it has a token
+    hub = f"{local.MOUNTED}/hub"  # the parent folder has a token
     assert mounted() == {"/models": "./models", hub: "./models"}
     assert mounted(HF_HOME="/cache", SPARKFORGE_MODELS="/m") == {"/models": "/m", hub: "/cache/hub"}
     assert mounted(HF_HOME="/cache", HF_HUB_CACHE="/other")[hub] == "/other"
-    assert (ROOT / "models").is_dir()  # of a fresh clone
+    assert (ROOT / "models").is_dir()  # in a fresh clone
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -325,4 +325,4 @@ def test_a_node_of_a_cluster_loosens_these_keys_of_the_server_and_nothing_else(s
     assert server == expected
     assert node == alone
     assert all(name.startswith(("NCCL_", "GLOO_", "SPARKFORGE_CLUSTER_")) or name == "VLLM_HOST_IP" for name in own)
-    assert {value for name, value in own.items() if not name.startswith("NCCL_DEBUG")} == {None}  # only if set outside
+    assert {value for name, value in own.items() if not name.startswith("NCCL_DEBUG")} == {None}  # only if set

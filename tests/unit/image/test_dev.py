@@ -1,4 +1,4 @@
-"""The development image's look at mounted checkouts."""
+"""How the development image uses mounted checkouts."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def test_installed_natives_are_linked_also_anew_and_own_ones_are_left(folders, b
     sources, packages = folders
     native = sources / "vllm/vllm/_C.abi3.so"
     if broken:
-        native.symlink_to("/nowhere/_C.abi3.so")  # into an image that is gone
+        native.symlink_to("/nowhere/_C.abi3.so")  # to a removed image
     assert dev.link_natives(VLLM, packages, sources) == ["_C.abi3.so"]
     assert native.readlink() == packages / "vllm/_C.abi3.so"
     native.unlink()
@@ -85,7 +85,7 @@ def test_patches_that_a_checkout_lacks_are_named(kit, folders, tmp_path, monkeyp
 
 
 @pytest.mark.needs("git")
-def test_what_a_build_makes_is_linked_and_what_was_deleted_stays_away(folders):
+def test_built_files_are_linked_and_deleted_links_stay_away(folders):
     sources, packages = folders
     checkout = sources / "vllm"
     ignored = "/vllm/_version.py\nvllm/third_party/kernels/*\n*.so\n"
@@ -187,7 +187,7 @@ def test_vllm_is_compiled_from_the_checkout_into_it(folders, tree, monkeypatch, 
 @pytest.mark.parametrize(
     ("units", "patterns"), [("changed", ("csrc/a.cu",)), ("csrc/*.cu,csrc/b.cpp", ("csrc/*.cu", "csrc/b.cpp"))]
 )
-def test_units_alone_are_compiled_and_accept_nothing(folders, tree, tmp_path, monkeypatch, capsys, units, patterns):
+def test_compiling_single_units_does_not_accept_changes(folders, tree, tmp_path, monkeypatch, capsys, units, patterns):
     sources, _ = folders
     dev.changed(VLLM, sources)
     for name in ("a.cu", "a.cuh"):
@@ -196,7 +196,7 @@ def test_units_alone_are_compiled_and_accept_nothing(folders, tree, tmp_path, mo
     monkeypatch.setattr(dev, "build_extensions", lambda request: asked.append(request) or (tmp_path, False))
     dev.build("vllm", "spark", dev.BuildOptions(units=units), tree=tree, sources=sources)
     assert [(request.checkout, request.units) for request in asked] == [(str(sources / "vllm"), patterns)]
-    dev.build("vllm", "spark", dev.BuildOptions(targets="spinloop"), tree=tree, sources=sources)  # a part, no more
+    dev.build("vllm", "spark", dev.BuildOptions(targets="spinloop"), tree=tree, sources=sources)  # only a part
     assert dev.changed(VLLM, sources) == ["csrc/a.cu", "csrc/a.cuh"]
     assert "nothing was linked" in capsys.readouterr().err
     dev.accept(VLLM, dev.fingerprints(VLLM, sources))

@@ -1,4 +1,4 @@
-"""What an image tells of itself, read through a fake engine, and how it is compared with this checkout."""
+"""An image's metadata, read through a fake engine and compared with this checkout."""
 
 import base64
 import hashlib
@@ -98,7 +98,7 @@ DIRTY = [{"rule": "trap-stub", "file": "xqa.so", "detail": "", "fix": ""}]
         ({"files": 4, "code": {}}, "its audit report is not the one that its manifest names"),
     ],
 )
-def test_the_audit_in_the_image_must_speak_for_it(holding, manifest, report, message):
+def test_the_audit_in_the_image_must_match_it(holding, manifest, report, message):
     audit = named(CLEAN if report["files"] == 4 else report)
     holding({**manifest, "kernels": {"xqa": "f" * 64}, "audit": audit}, report=report)
     if not message:
@@ -165,7 +165,7 @@ def test_a_broken_audit_is_a_named_error(holding, manifest, report):
 
 
 @pytest.mark.parametrize("configuration", [None, [], {"Labels": None}, {"Labels": [1]}, {"Labels": {PATH: 5}}])
-def test_labels_of_another_shape_are_no_labels_of_ours(fake_engine, configuration):
+def test_malformed_labels_are_not_ours(fake_engine, configuration):
     fake_engine.image["Config"] = configuration
     with pytest.raises(errors.IntegrityError, match="not an image of this Sparkforge"):
         verify()

@@ -1,4 +1,4 @@
-"""The Dockerfile says what pins.toml says, and brings nothing in that has no hash."""
+"""The Dockerfile agrees with pins.toml and downloads nothing without a hash."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def arguments(text):
 
 
 def stages(name):
-    """Return stage → what it stands on, of a Dockerfile."""
+    """Return stage → base of a Dockerfile."""
     text = (ROOT / name).read_text(encoding="utf-8")
     froms = [rest.split() for word, rest in instructions(text) if word == "FROM"]
     return {fields[-1]: re.sub(r"\$\{(\w+)\}", lambda match: arguments(text)[match[1]], fields[-3]) for fields in froms}
@@ -50,7 +50,7 @@ def test_each_stack_stands_on_its_base_of_the_pins_and_on_its_device(name, stack
 
 
 def test_only_the_stage_with_debians_packages_runs_programs_of_the_image_that_is_built():
-    """Everything else runs on the machine that builds, so that no compiler is emulated; its base is the image's."""
+    """All other stages run on the building machine's platform, so that no compiler is emulated, with the same base."""
     texts = re.split(r"^(?=FROM )", TEXT, flags=re.MULTILINE)[1:]
     sections = {re.match(r"FROM .* AS (\S+)", text)[1]: text for text in texts}
     parents = stages("Dockerfile")
@@ -82,7 +82,7 @@ def test_nothing_is_installed_but_by_lock(name):
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
-    """The image's /opt/sparkforge as the Dockerfile copies it, and the variables that it sets there."""
+    """The image's /opt/sparkforge with the files that the Dockerfile copies, and the variables that it sets."""
     root = tmp_path_factory.mktemp("opt") / "sparkforge"
     stage = TEXT.partition("AS project")[2].partition("\nFROM ")[0]
     for copy in (rest.split() for word, rest in instructions(stage) if word == "COPY" and "--from" not in rest):
@@ -101,7 +101,7 @@ def image(tmp_path_factory):
 
 
 def ask(image, *arguments, python=sys.executable):
-    """Run Python as a process of the image does, without this machine's site-packages."""
+    """Run Python as in the image, without this machine's site-packages."""
     root, variables = image
     command = [python, "-S", *arguments]
     return subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What the engine says, and how each of its failures is named. The answers are recorded, the transport is real."""
+"""The engine's facts, and the error for each of its failures. The answers are recorded, the transport is real."""
 
 import json
 import socket
@@ -15,7 +15,7 @@ def look():
         return engine.read(client)
 
 
-def test_facts_are_those_of_the_engine(fake_engine):
+def test_facts_come_from_the_engine(fake_engine):
     facts = look()
     assert (facts.version, facts.platform, facts.root) == ("26.1.5+dfsg1", "linux/amd64", "/var/lib/docker")
     assert (facts.runtimes, facts.rootless, facts.gpu) == (("io.containerd.runc.v2", "runc"), False, "")
@@ -73,7 +73,7 @@ def test_a_refused_socket_is_a_matter_of_the_group(fake_engine, monkeypatch):
         look()
 
 
-def test_an_engine_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
+def test_an_engine_that_does_not_answer_times_out(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "SECONDS", 0.3)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/d.sock")
     with socket.socket(socket.AF_UNIX) as silent:
@@ -90,7 +90,7 @@ def test_an_engine_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
         ("something that nobody foresaw", errors.EngineError),
     ],
 )
-def test_what_the_engine_answers_is_named(fake_engine, message, error):
+def test_each_error_of_the_engine_is_named(fake_engine, message, error):
     fake_engine.routes["GET /info"] = lambda query: (500, {"message": message})
     with pytest.raises(error, match=message):
         look()
@@ -108,7 +108,7 @@ def test_a_containers_state(fake_engine):
         assert engine.state(client, "c0ffee") is None
 
 
-def test_what_a_health_check_said_before_a_container_was_started_again_is_forgotten(fake_engine):
+def test_health_check_output_before_a_restart_is_ignored(fake_engine):
     log = [{"Start": "2026-11-22T10:59:59.123456789+01:00", "Output": "the server ended too often"}]
     fake_engine.container["State"]["Health"] = {"Status": "starting", "Log": log}
     fake_engine.container["State"]["StartedAt"] = "2026-11-22T10:00:00.000000001Z"

@@ -1,4 +1,4 @@
-"""What a workflow signed without a key, by a Sigstore of our own: taken by its identity, and every attack refused."""
+"""Keyless signatures of a workflow, by a fake Sigstore: accepted by identity, and every attack is refused."""
 
 import copy
 import datetime as dt
@@ -91,7 +91,7 @@ def test_another_workflow_issuer_builder_stack_or_sigstore_is_refused(image, sig
 
 
 def put(path, value):
-    """Return a change of a bundle: what lies at a path becomes `value`, or what `value` makes of it."""
+    """Return a change of a bundle: the entry at a path becomes `value`, or the result of the function `value`."""
 
     def change(document):
         *folders, last = path
@@ -165,7 +165,7 @@ def late(until):
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 9999, b"{}", b"1", b"\xff", b'{"mediaType": 1}'])
-def test_what_is_no_bundle_is_refused(image, demand, data):
+def test_invalid_bundles_are_refused(image, demand, data):
     signing.attach(Folder(image.layout.path), image.digests[0], "att", [Attached(data, KIND)])
     demand()
     with refused("integrity.signature", "a Sigstore bundle is of no identity"):
@@ -173,7 +173,7 @@ def test_what_is_no_bundle_is_refused(image, demand, data):
 
 
 @pytest.mark.parametrize("root", ["", "{}", "[", '{"mediaType": "x"}'])
-def test_a_trusted_root_that_is_none_is_named(image, sigstore, demand, root):
+def test_an_invalid_trusted_root_is_named(image, sigstore, demand, root):
     attach(image, bundles(image, sigstore))
     demand(root=root)
     with refused("input.table", "root.json is no trusted root"):

@@ -98,7 +98,7 @@ def test_upstreams_wheel_behind_a_patched_one_is_a_resolved_dependency_too():
 
 @pytest.mark.parametrize(("stack", "has_kernels"), [("spark", True), ("embedded", False)])
 def test_the_workflows_step_publishes_signed_packs_before_the_image_that_takes_them(tmp_path, stack, has_kernels):
-    """`inv` and `docker` are fakes that record their arguments; the engine's tests run the real commands."""
+    """Fake `inv` and `docker` record their arguments; tests/engine runs the real commands."""
     for name in (".ci/publish", "inv", "docker", ".venv/bin/python"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / ".ci/publish").write_bytes((ROOT / ".ci/publish").read_bytes())

@@ -1,4 +1,4 @@
-"""The tree of an image: what is left out, what is judged, what it says of itself."""
+"""The tree of an image: removed files, verification, and its manifest."""
 
 import base64
 import hashlib
@@ -19,7 +19,7 @@ from sparkforge.pins import locks
 
 
 def put(packages, name, files):
-    """Write a package as a wheel's installer does, with its record."""
+    """Write a package with its RECORD, as an installer does."""
     info = packages / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     lines = []
@@ -47,9 +47,9 @@ def tree(tmp_path, monkeypatch):
     return root_tree
 
 
-def test_what_is_as_its_record_says_passes_and_is_counted(tree):
-    assert rootfs.verify(tree) == (1, [])  # big.so is left out by the table, whether it is there or not
-    put(tree.packages, "beta_two", {"beta.py": b""})  # the lock has Beta.Two: names are compared as indexes do
+def test_packages_that_match_their_record_pass_and_are_counted(tree):
+    assert rootfs.verify(tree) == (1, [])  # the table removes big.so, whether it exists or not
+    put(tree.packages, "beta_two", {"beta.py": b""})  # the lock has Beta.Two: names are normalised as by indexes
     assert rootfs.verify(tree) == (2, [])
 
 
@@ -61,13 +61,13 @@ def test_what_is_as_its_record_says_passes_and_is_counted(tree):
         (lambda packages: put(packages, "gamma", {"gamma.py": b""}), "gamma is in no lock"),
     ],
 )
-def test_what_differs_from_records_or_lock_is_named(tree, damage, reason):
+def test_differences_from_records_or_lock_are_named(tree, damage, reason):
     damage(tree.packages)
     with refused("integrity.image-tree", reason):
         rootfs.verify(tree)
 
 
-def test_what_the_table_names_goes_its_bytes_are_told_and_what_matches_nothing_stops_the_build(tree):
+def test_listed_files_are_removed_and_counted_and_a_row_without_a_match_stops_the_build(tree):
     assert rootfs.trim(tree.packages, rootfs.cuts(devices.CPU)) == {"big": 100}
     assert not (tree.packages / "alpha/big.so").exists()
     with refused("integrity.image-tree", "matches nothing"):
@@ -82,13 +82,13 @@ def test_the_part_of_a_path_that_is_cut_is_named():
         "nccl/ep/lib/cu12/x.so": "nccl/ep/lib/cu12",
         "libs/a.so": "libs/a.so",
         "libs/a/b.so": "",
-        "nvidia/libs/a.so": "",  # a cut begins at site-packages
+        "nvidia/libs/a.so": "",  # paths begin at site-packages
     }.items():
         match = rootfs.cut_pattern(cuts).match(path)
         assert (match[1] if match else "") == part
 
 
-def test_what_starts_with_every_process_leaves_no_bytecode_with_times(tmp_path, monkeypatch):
+def test_modules_started_in_every_process_have_no_bytecode_with_times(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     venv.create(tmp_path / "venv", symlinks=True)
     built = Tree(tmp_path / "venv", "embedded")
@@ -107,14 +107,14 @@ def test_a_record_forgets_what_is_not_kept_and_no_lock_is_kept(tree, monkeypatch
     (record.parent / "uv_cache.json").write_text('{"timestamp": "now"}')
     record.write_text("alpha-1.0.dist-info/uv_cache.json,sha256=AA,20\n" + before)
     (tree.root / ".lock").touch()
-    (tree.root / ".lock").chmod(0o666)  # as uv makes it
+    (tree.root / ".lock").chmod(0o666)  # as made by uv
     rootfs.finish(tree, 1)
     assert record.read_text() == before
     assert not (record.parent / "uv_cache.json").exists()
     assert not [path for path in tree.root.rglob("*") if path.stat().st_mode & 0o002]
 
 
-def test_kernels_go_where_flashinfer_loads_them_as_they_are_or_there_is_no_image(tree, tmp_path):
+def test_kernels_are_copied_unchanged_to_flashinfers_folder_or_the_build_fails(tree, tmp_path):
     with refused("integrity.image-tree", "no kernels"):
         rootfs.take_kernels(tree, tmp_path)
     module = tmp_path / "built/.cache/flashinfer/0.7.0.post1/121a/cached_ops/xqa/xqa.so"
@@ -209,7 +209,7 @@ def test_vllm_is_compiled_on_a_machine_like_the_images_only(tree, tmp_path):
 
 @pytest.fixture
 def patched_tree(tree, patched_site, monkeypatch):
-    """The tree with a patched package in it, which the stack has patches for; a table that leaves a file of it out."""
+    """The tree with a package that the stack patches, and a table that removes one of its files."""
     for path in patched_site.iterdir():
         if path.name.startswith("vllm"):
             shutil.move(path, tree.packages / path.name)
@@ -244,13 +244,13 @@ def test_a_patched_wheel_is_in_the_report_and_its_cuts_in_the_manifest(patched_t
     ],
     ids=["edited", "added", "gone", "upstream's"],
 )
-def test_a_tree_that_is_not_of_the_locked_wheel_becomes_no_image(patched_tree, damage, reason):
+def test_a_tree_without_the_locked_wheel_is_refused(patched_tree, damage, reason):
     damage(patched_tree.packages)
     with refused("integrity.image-tree", reason):
         rootfs.verify(patched_tree)
 
 
-def test_what_was_compiled_here_counts_instead_of_the_wheels(patched_tree):
+def test_files_compiled_here_replace_the_wheels(patched_tree):
     library = patched_tree.packages / "vllm/_C.abi3.so"
     library.write_bytes(b"compiled here")
     with pytest.raises(IntegrityError, match=r"_C\.abi3\.so: was changed"):

@@ -1,4 +1,4 @@
-"""The bill of materials and the licences that a build writes, and how they come out of an image."""
+"""The bill of materials and the licences that a build writes, and reading them from an image."""
 
 import hashlib
 import json
@@ -113,7 +113,7 @@ BILL = b'{"bomFormat": "CycloneDX", "specVersion": "1.6", "components": [{}]}'
 
 
 def files(bill=BILL, named=BILL, texts=b"MIT"):
-    """The entries of a layer with a manifest that names the bill `named`."""
+    """Return the entries of a layer whose manifest names the bill `named`."""
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in (("sbom.json", named), ("licences.txt", b"MIT"))}
     manifest = json.dumps({**MANIFEST, "sbom": hashes}).encode()
     return [(f"{FOLDER}/manifest.json", manifest), (f"./{FOLDER}/sbom.json", bill), ("opt/venv/licences.txt", texts)]
@@ -158,7 +158,7 @@ def test_the_command_prints_the_licences_that_the_manifest_names(layout, capsys)
         (BILL.replace(b"{}", b""), BILL.replace(b"{}", b""), "engine.failed"),  # without a component
     ],
 )
-def test_a_bill_that_is_not_the_images_or_none_at_all_is_refused(layout, bill, named, code):
+def test_a_wrong_or_missing_bill_is_refused(layout, bill, named, code):
     layout.image([layer(files(bill, named))], LABELS)
     with refused(code), inspect.opened("embedded", str(layout.folder)) as (client, image):
         inspect.bill(client, image, "embedded")
@@ -259,14 +259,14 @@ def test_a_layer_of_too_many_entries_is_refused(layout, monkeypatch):
         oci.LayoutImage(layout.folder).read(f"/{FOLDER}/sbom.json")
 
 
-def test_what_is_no_layout_is_named(tmp_path):
+def test_invalid_layouts_are_named(tmp_path):
     (tmp_path / "x.tar").write_bytes(b"no archive")
     for path in (tmp_path / "x.tar", tmp_path, tmp_path / "none"):
         with refused("integrity.image", "no OCI image layout"):
             oci.LayoutImage(path)
 
 
-# As their dist-info folders are called in the embedded image.
+# The names of their dist-info folders in the embedded image.
 WITHOUT = ("loguru-0.7.3", "model_hosting_container_standards-0.1.16", "opentelemetry_semantic_conventions_ai-0.5.1",
            "sentencepiece-0.2.3", "spark_mxfp4-0.1.0", "tokenizers-0.23.3", "vllm-0.32.0+cpu")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Signatures of an image: what is signed, where it is put, and keys that are refused. The image is an OCI layout."""
+"""Signatures of an image: signed documents, where they are stored, and refused keys. The image is an OCI layout."""
 
 import base64
 import contextlib
@@ -84,7 +84,7 @@ def test_signing_again_changes_nothing_and_another_key_adds(image, key, tmp_path
     other.chmod(0o600)
     sign(folder, other, folder=str(folder))
     assert len(place.read(tag)) == 2
-    commands.image_sbom.body(None, image=str(folder), stack="embedded")  # the image is still the one in the layout
+    commands.image_sbom.body(None, image=str(folder), stack="embedded")  # the layout still finds its image
 
 
 def test_an_image_of_another_checkout_is_not_signed(tmp_path, key, capsys):
@@ -97,7 +97,7 @@ def test_an_image_of_another_checkout_is_not_signed(tmp_path, key, capsys):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o700])
-def test_a_key_that_others_can_read_is_refused_with_the_command_that_mends_it(key, mode):
+def test_a_key_that_others_can_read_is_refused_with_the_fix(key, mode):
     key.chmod(mode)
     with refused("storage.access", f"chmod 600 {key}"):
         signing.private_key(key)
@@ -110,7 +110,7 @@ def test_a_key_of_another_user_is_refused(key):
         signing.private_key(key)
 
 
-def test_what_is_no_key_of_ours_is_refused(tmp_path):
+def test_invalid_keys_are_refused(tmp_path):
     rsa = tmp_path / "rsa.pem"
     subprocess.run(["openssl", "genpkey", "-algorithm", "RSA", "-out", str(rsa)], check=True, capture_output=True)  # noqa: S607
     (tmp_path / "large").write_bytes(b"\0" * 20_000)
@@ -122,7 +122,7 @@ def test_what_is_no_key_of_ours_is_refused(tmp_path):
         with pytest.raises(StorageError, match="cannot sign with") as caught:
             signing.private_key(tmp_path / name)
         advice = caught.value.fix.partition(")")[0]
-        assert advice.startswith("ls ") or not Path(advice.split()[-1]).exists()  # it overwrites nothing
+        assert advice.startswith("ls ") or not Path(advice.split()[-1]).exists()  # the advised path does not exist yet
 
 
 # Registries

@@ -1,4 +1,4 @@
-"""What trust.toml demands of an image, and the attacks that must fail with their errors. Images are OCI layouts."""
+"""The requirements of trust.toml for an image, and attacks that must fail with their errors. Images are OCI layouts."""
 
 import base64
 import json
@@ -80,7 +80,7 @@ def test_machines_that_rebuilt_an_image_are_one_line(make, demand, capsys):
     assert "rebuilt bit for bit by lab, office\n" in capsys.readouterr().err
 
 
-def test_without_a_policy_nothing_is_demanded_and_an_own_build_is_said_to_be_unsigned(
+def test_without_a_policy_nothing_is_required_and_own_builds_are_reported_as_unsigned(
     make, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(trust, "FILE", tmp_path / "none.toml")
@@ -100,7 +100,7 @@ def test_an_unsigned_image_is_refused_with_the_next_command_and_not_by_the_bill_
 
 
 @pytest.mark.parametrize("thing", ALL)
-def test_each_demanded_thing_that_is_missing_is_named(make, demand, thing):
+def test_each_missing_requirement_is_named(make, demand, thing):
     folder = make()
     demand(thing)
     for digest in oci.LayoutImage(folder).digests:
@@ -131,11 +131,11 @@ def test_another_builder_or_stack_is_refused(make, demand):
         trust.require(None, oci.LayoutImage(folder), "spark")
 
 
-# Attacks: whoever keeps the images may attach anything, and has no key that counts.
+# Attacks: the registry's owner may attach anything, but has no trusted key.
 
 
 def attach(folder, entries):
-    """Put entries (digest → suffix → attached) in place of what an image has, under the tags of its own digests."""
+    """Replace an image's attachments by entries (digest → suffix → attached), under the tags of its own digests."""
     image, found = oci.LayoutImage(folder), list(entries.values())
     for digest, kinds in zip(image.digests, found, strict=True):
         for suffix, attachments in kinds.items():
@@ -158,7 +158,7 @@ def envelope_with(**change):
 
 
 def resigned(change):
-    """Sign what was changed by the right key: an honest signer's mistake, or an old version of the tools."""
+    """Sign a changed document with the right key, as by mistake or by an old version of the tools."""
 
     def again(entry):
         statement = json.loads(base64.b64decode(json.loads(entry.data)["payload"]))
@@ -205,7 +205,7 @@ def test_a_statement_that_was_changed_or_does_not_fit_is_refused(make, demand, c
 
 
 def test_the_signatures_of_another_image_are_refused(make, demand):
-    """An old attestation, replayed beside an image that says the same of itself and has one layer more."""
+    """An old attestation is attached to an image with the same metadata and one more layer."""
     folder, other = make(key=None, layers=[layer([("opt/backdoor", b"x")])]), make("other")
     attach(folder, evidence(oci.LayoutImage(other), LAB))
     for thing, reason in zip(
@@ -223,10 +223,10 @@ def test_the_signatures_of_another_key_are_refused_whatever_they_call_it(make, d
         with refused("integrity.signature", "no key that counts"):
             require(folder)
     demand(text=demand().read_text().replace(signing.public_text(LAB), signing.public_text(OTHER)))
-    assert set(require(folder).signed) == set(ALL)  # the only thing wrong was the key
+    assert set(require(folder).signed) == set(ALL)  # only the key was wrong
 
 
-def test_a_key_that_is_not_named_for_images_does_not_count(make, demand):
+def test_a_key_that_is_not_listed_for_images_does_not_count(make, demand):
     folder = make(key=OTHER)
     text = demand(keys=["lab"]).read_text()
     demand(text=text.replace("[images]", f'[keys.other]\npublic = """{signing.public_text(OTHER)}"""\n[images]'))
@@ -269,7 +269,7 @@ def test_a_policy_of_another_user_or_a_broken_one_is_not_believed(make, demand, 
         require(folder)
 
 
-# The ways an image enters an engine
+# How an image enters an engine
 
 
 @pytest.mark.parametrize(

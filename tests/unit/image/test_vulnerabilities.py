@@ -81,7 +81,7 @@ def test_records_of_other_versions_or_packages_pass(check, entry, capsys):
     assert "3 components, 1 records" in said.err
 
 
-def test_a_reason_of_vex_toml_takes_the_place_of_the_refusal(check, capsys):
+def test_a_reason_in_vex_toml_prevents_the_refusal(check, capsys):
     known = record(
         ("introduced", "0"), name="glibc", ecosystem="Debian:12", id="DEBIAN-CVE-2019-1010023", aliases=[],
         upstream=["CVE-2019-1010023"],
@@ -90,7 +90,7 @@ def test_a_reason_of_vex_toml_takes_the_place_of_the_refusal(check, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("CVE-2019-1010023 libc6 2.36-9+deb12u14: not_affected: it needs ldd")
     assert "(https://sourceware.org/bugzilla/show_bug.cgi?id=22851)" in printed
-    with refused("validation.vulnerable"):  # the reason is about glibc alone
+    with refused("validation.vulnerable"):  # the reason is only about glibc
         check({**known, "affected": record(("introduced", "0"))["affected"]})
 
 

@@ -19,7 +19,7 @@ def shard(name, size, seed):
 
 
 def checkpoint(size=300_000):
-    """A gpt-oss repository's files by name, with the copies that vLLM does not read."""
+    """Return a gpt-oss repository's files by name, including copies that vLLM does not read."""
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     config = models.load()["gpt-oss-120b"].config
     return {
@@ -37,7 +37,7 @@ class HubServer:
 
     def __init__(self, files):
         self.files = files
-        self.listed = dict(files)  # what the metadata lists; a corrupted file differs from it
+        self.listed = dict(files)  # the files in the metadata; a corrupted file differs from them
         self.token = ""
         self.repository, self.commit = "openai/gpt-oss-120b", COMMIT
         self.delay = 0.0  # seconds between two pieces of 16 KiB

@@ -52,7 +52,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_only_what_vllm_reads_is_brought_and_every_byte_is_right(server, target):
+def test_only_files_that_vllm_reads_are_fetched_with_the_right_bytes(server, target):
     assert hub.fetch_checkpoint(Hub(NAME, "main"), target) == target
     assert names(target) == sorted([*READ, "sparkforge-model.json"])
     assert all((target / name).read_bytes() == server.files[name] for name in READ)
@@ -65,7 +65,7 @@ def test_only_what_vllm_reads_is_brought_and_every_byte_is_right(server, target)
 
 def test_a_damaged_file_is_brought_again(server, target, capsys):
     hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
-    for name in (SHARDS[1], "config.json"):  # one that is known by its sha256, one by its git blob
+    for name in (SHARDS[1], "config.json"):  # the first is verified by sha256, the second by its git blob
         data = bytearray((target / name).read_bytes())
         data[-1] ^= 1
         (target / name).write_bytes(data)
@@ -89,7 +89,7 @@ def test_a_corrupted_shard_is_refused_and_not_kept(server, target):
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_taken_up_where_it_stopped(server, target, tmp_path):
+def test_a_killed_run_is_resumed(server, target, tmp_path):
     server.files = server.listed = hub_server.checkpoint(size=40_000_000)  # the library writes pieces of 10 MB
     server.delay = 0.002
     command = [sys.executable, "-m", "sparkforge.models.hub", NAME, "--revision", COMMIT, "--to", str(target)]
@@ -130,7 +130,7 @@ def test_a_revision_or_name_that_is_not_there_is_named(server):
         Hub("not a name", "main")
 
 
-def test_without_a_network_a_mirror_is_the_way(server, monkeypatch):
+def test_without_a_network_the_error_names_mirrors(server, monkeypatch):
     server.close()
     with pytest.raises(errors.NetworkError, match="by --mirror"):
         Hub(NAME, "main")
@@ -168,7 +168,7 @@ def test_too_little_room_is_said_before_anything_is_brought(server, target, monk
         ("model.safetensors.index.json", b"{", "gpt-oss-120b"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_together_gets_no_name(server, target, name, data, message):
+def test_an_inconsistent_checkpoint_is_not_accepted(server, target, name, data, message):
     if data is None:
         del server.listed[name]
     else:

@@ -1,4 +1,4 @@
-"""Which folder is served for a repository's name: fetched folders, and Hugging Face's cache as its library lays it."""
+"""The folder that is served for a repository's name: fetched folders, and Hugging Face's cache in its own layout."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ PINNED = recipes.pinned_revision(NAME)
 
 
 def cache(home, *commits, main="", weights=True, name=NAME):
-    """Write a hub's cache with snapshots of links into blobs, and return its folder of the repository."""
+    """Write a hub cache with snapshots of links to blobs, and return the repository's folder in it."""
     folder = home / "hub" / f"models--{name.replace('/', '--')}"
     (folder / "blobs").mkdir(parents=True)
     (folder / "refs").mkdir()
@@ -87,9 +87,9 @@ def test_a_snapshot_whose_blobs_are_not_mounted_says_so(tmp_path):
 
 @pytest.fixture
 def somebody_else(monkeypatch, tmp_path):
-    """Stands for another user than the files': the kernel's answer by the mode's last three bits (tests run as root).
+    """Simulates another user than the files' owner by the mode's last three bits, because tests run as root.
 
-    Above the test's own folder everybody may do everything: pytest closes its folders to others.
+    Folders above the test's own count as open, although pytest closes them to others.
     """
 
     def may(path, mode):
@@ -104,7 +104,7 @@ def somebody_else(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("part", "mode"), [("hub", 0o700), ("blobs", 0o750), ("snapshots", 0o700), ("a blob", 0o600)])
-def test_a_cache_of_somebody_else_is_told_by_owner_and_mode(somebody_else, part, mode):
+def test_a_cache_of_another_user_is_reported_with_owner_and_mode(somebody_else, part, mode):
     folder = cache(somebody_else, "c1", main="c1")
     path = {"hub": somebody_else / "hub", "a blob": folder / "blobs/c1-config.json"}.get(part, folder / part)
     former = path.stat().st_mode

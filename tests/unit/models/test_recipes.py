@@ -1,4 +1,4 @@
-"""Recipes: each fits what it is for, is listed with what was shown, and a wrong one is refused with a near one."""
+"""Recipes: each fits its workload and is listed with its evidence; a wrong name is refused with a similar one."""
 
 import json
 from dataclasses import replace

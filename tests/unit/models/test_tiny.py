@@ -56,7 +56,7 @@ def test_the_weights_are_the_recipes(model):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Replace the megabytes by two small files: enough for how directories are written."""
+    """Replace the large files by two small ones, which suffice to test how directories are written."""
     calls = []
 
     def files():

@@ -10,7 +10,8 @@ from sparkforge.models import recipes, tiny, tiny_trained
 
 
 def test_the_same_bytes_are_written_everywhere():
-    # The hashes change only if tiny.safetensors is replaced on purpose, or its expansion is: then raise EXPANSION.
+    # Change the hashes only if tiny.safetensors is replaced on purpose, or if its expansion changes; then raise
+    # EXPANSION.
     written = tiny._weight_files(tiny.TRAINED)
     assert {name: hashlib.sha256(data).hexdigest()[:16] for name, data in written.items() if "of-" in name} == {
         "model-00001-of-00002.safetensors": "a8f184651f570030",

@@ -1,4 +1,4 @@
-"""Our applier against `git apply`, the independent oracle, on diffs of texts that hypothesis makes up."""
+"""Our applier compared with `git apply` as an independent oracle, on diffs of texts by hypothesis."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from sparkforge.patching.hunks import parse
 
 pytestmark = pytest.mark.needs("git")
 
-# Few different lines, so that hunks fit in more than one place; some that a careless splitter breaks.
+# Few different lines, so that hunks fit in several places; some lines would break a careless splitter.
 LINE = st.sampled_from(
     [
         "", "a", "b", "c", " a", "-x", "--- a/f", "+++ b/f", "@@ -1 +1 @@", "\\ No newline", "a\rb", "\x0c", "\x85é",
@@ -28,7 +28,7 @@ RELAXED = settings(max_examples=120, deadline=None, suppress_health_check=[Healt
 
 
 def git_apply(kit, directory, content, diff):
-    """Return (applied?, offset or fuzz needed?, bytes after) as git sees it."""
+    """Return git's result: (applied?, offset or fuzz needed?, bytes after)."""
     kit.write(directory, {"f": content})
     result = kit.git(directory, "apply", "-p1", "-v", "-", stdin=diff)
     file = directory / "f"
@@ -38,7 +38,7 @@ def git_apply(kit, directory, content, diff):
 @pytest.mark.slow
 @RELAXED
 @given(before=CONTENT, after=CONTENT)
-def test_what_git_writes_we_read_and_apply_like_git(kit, before, after):
+def test_diffs_by_git_are_read_and_applied_as_by_git(kit, before, after):
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         diff = kit.diff(scratch / "diff", {"f": before, "other": "x"}, {"f": after, "other": "x"})
@@ -65,7 +65,7 @@ def test_on_another_text_we_are_exactly_as_strict_as_git_without_offsets(kit, be
         try:
             ours = change.apply(other.encode())
         except PatchError:
-            # git takes a last line with a newline for one without; we tell them apart.
+            # git treats a last line with and without a newline alike; we distinguish them.
             assert not applied or moved or b"\n\\ No newline" in diff
         else:
             assert (applied, moved, result) == (True, False, ours)

@@ -1,4 +1,4 @@
-"""What a queue may not hold. Each is refused with its own error before any tree is touched."""
+"""Invalid queues: each fault is refused with its own error before any tree is changed."""
 
 import pytest
 from expected import refused
@@ -102,7 +102,7 @@ def test_bad_headers_are_refused_by_name(kit, tmp_path, old, new, reason):
         (None, "no file `series`"),
     ],
 )
-def test_a_series_that_is_not_its_directory_is_refused(kit, tmp_path, series, reason):
+def test_a_series_that_differs_from_its_directory_is_refused(kit, tmp_path, series, reason):
     directory = kit.write_queue(tmp_path / "queue-1.0", GOOD, NEW)
     (directory / "series").unlink()
     kit.write(directory, {"series": series})
@@ -179,7 +179,7 @@ def test_a_hunk_applies_at_its_line_with_its_text_or_not_at_all(kit, tmp_path, c
     assert "0001-change-something.patch does not apply to pkg/a.py" in caught.value.what
 
 
-def test_creating_and_deleting_want_what_they_say(kit, tmp_path):
+def test_creating_needs_an_absent_file_and_deleting_the_stated_content(kit, tmp_path):
     delete = "diff --git a/n b/n\ndeleted file mode 100644\n--- a/n\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
     (created,) = load(kit, tmp_path / "c", NEW).patches[0].changes
     (deleted,) = load(kit, tmp_path / "d", delete).patches[0].changes
@@ -199,7 +199,7 @@ def test_creating_and_deleting_want_what_they_say(kit, tmp_path):
         ({"pkg/a.py": "a\n"}, "pkg/a.py/new", "pkg/a.py"),
     ],
 )
-def test_no_patch_makes_a_file_of_a_folder_or_below_a_file(kit, tmp_path, files, path, folder):
+def test_a_patch_may_not_replace_a_folder_or_write_below_a_file(kit, tmp_path, files, path, folder):
     queue = load(kit, tmp_path / "queue", NEW.replace("a/n", f"a/{path}").replace("b/n", f"b/{path}"))
     tree = kit.write(tmp_path / "tree", files)
     before = kit.snapshot(tree)

@@ -1,4 +1,4 @@
-"""Patched wheels and source archives: what is in them, that they are always the same, and what is refused."""
+"""Patched wheels and source archives: contents, reproducible bytes, and refused inputs."""
 
 import base64
 import csv
@@ -41,7 +41,7 @@ NAME = "up-1.0-py3-none-any.whl"
 
 @pytest.fixture
 def world(kit, tmp_path, monkeypatch, patched_wheel):
-    """The upstream `up` 1.0: a wheel and a source archive in the cache, a queue for both, and a lock of its own."""
+    """The upstream `up` 1.0: a wheel and a source archive in the cache, a queue for both, and a separate lock."""
     monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     body = kit.diff(tmp_path / "diff", BEFORE, {**BEFORE, **PATCHED})
@@ -251,10 +251,10 @@ def test_a_malformed_wheel_is_refused_by_name(world, tmp_path, name):
         world.make(source, tmp_path / "out")
 
 
-def test_it_is_made_once_and_checked_by_the_lock(world):
+def test_a_wheel_is_made_once_and_checked_by_the_lock(world):
     world.lock()
     first = world.patched()
-    assert not first.is_new  # locking has made it
+    assert not first.is_new  # already made by locking
     first.path.unlink()
     second = world.patched()
     assert second.is_new

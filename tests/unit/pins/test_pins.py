@@ -82,7 +82,7 @@ def test_one_file_with_two_hashes_is_refused(tmp_path):
         load(tmp_path, GOOD + second.split('summary = "a stack"')[1])
 
 
-def test_what_nobody_has_read_of_a_repository_or_an_image_is_listed(tmp_path):
+def test_unread_repositories_and_images_are_listed(tmp_path):
     assert load(tmp_path, GIT).unread() == [f"g {COMMIT[:12]} (tree)"]
     assert load(tmp_path, GIT.replace('tree = "unknown"', f'tree = "{COMMIT}"')).unread() == []
     image = f"""
@@ -99,7 +99,7 @@ why = "because"
     assert load(tmp_path, GOOD + image.replace('"unknown"', "7")).unread() == []
 
 
-def test_bytes_that_are_not_text_and_what_is_missing_are_refused(tmp_path):
+def test_binary_and_missing_files_are_refused(tmp_path):
     with refused("input.pins", r"pins\.toml has c"):
         load(tmp_path, GOOD).component("s", "x")
     (tmp_path / "pins.toml").write_bytes(b"\xff\xfe")
@@ -179,7 +179,7 @@ def test_a_requirement_of_a_lock_is_replaced_with_its_hashes_and_keeps_its_marke
 
 
 def test_a_lock_without_a_wheel_for_every_machine_is_refused(tmp_path, monkeypatch):
-    """A folder stands for the package index."""
+    """A folder replaces the package index."""
     index, lock, hashes = tmp_path / "simple/one", resolved.LockSet(name="one", folder=str(tmp_path)), ""
     index.mkdir(parents=True)
     monkeypatch.setenv("UV_DEFAULT_INDEX", index.parent.as_uri())
@@ -197,7 +197,7 @@ def test_a_lock_without_a_wheel_for_every_machine_is_refused(tmp_path, monkeypat
     resolved.require_wheels(lock)
 
 
-def test_the_environment_stands_before_pips_files(tmp_path, monkeypatch):
+def test_the_environment_overrides_pips_files(tmp_path, monkeypatch):
     for name in ("PIP_INDEX_URL", "PIP_CERT", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)
     for name in ("a", "c"):

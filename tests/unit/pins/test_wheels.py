@@ -1,4 +1,4 @@
-"""Which files of a lock a machine gets, from a real package index on loopback."""
+"""The files of a lock that a machine gets, from a real package index on loopback."""
 
 import hashlib
 
@@ -41,7 +41,7 @@ def lock(tmp_path, *lines):
     return path
 
 
-def line(requirement, names=FILES[:-1]):  # no tool locks the last one
+def line(requirement, names=FILES[:-1]):  # no tool locks the last file
     return " \\\n".join([requirement, *(f"    --hash=sha256:{sha(name)}" for name in names)])
 
 

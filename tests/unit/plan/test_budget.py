@@ -1,4 +1,4 @@
-"""A config.json's weights and KV cache, and the memory budget: every byte has a line, what is said to fit fits."""
+"""A config.json's weights and KV cache, and the memory budget: lines add up, and the predicted maximum fits."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_the_lines_sum_to_the_memory(model, device, load):
 
 @settings(max_examples=60, deadline=None)
 @given(**ANY)
-def test_what_is_said_to_fit_fits_and_no_more(model, device, load):
+def test_the_predicted_maximum_fits_and_one_more_does_not(model, device, load):
     m, d = MODELS[model], DEVICES[device]
     sequences, tokens = budget.most_sequences(m, d, load), budget.most_tokens(m, d, load)
     if sequences:
@@ -57,7 +57,7 @@ def test_gpt_oss_120b_on_a_spark_by_hand():
 
 
 @pytest.mark.parametrize(("resident", "share"), [(0.0, 0.87), (6.2, 0.87), (20.0, 0.79), (200.0, 0.0)])
-def test_the_share_is_what_the_others_leave(resident, share):
+def test_the_share_is_the_memory_left_by_others(resident, share):
     spark = DEVICES["spark"]
     device = spark.model_copy(update={"resident": spark.resident.model_copy(update={"value": resident})})
     assert budget.most_share(device) == share
@@ -79,7 +79,7 @@ def test_kv_cache_of_gpt_oss_120b():
     assert (BIG.full_layers, BIG.sliding_layers) == (18, 18)
     assert BIG.kv_read(10_000, "bf16") == 18 * 2_048 * (10_000 + 128)
     assert BIG.kv_read(100, "bf16") == 36 * 2_048 * 100
-    # 10,000 tokens: 625 blocks of 16; of the window 127 and 2 in flight: 9 blocks, and one as it begins anywhere.
+    # 10,000 tokens: 625 blocks of 16. The window has 127 tokens and 2 in flight: 9 blocks, and one more for alignment.
     assert BIG.kv_held(10_000, "bf16") == 18 * 16 * 2_048 * (625 + 10)
     # 127 + 2 * 4096 tokens: 520 blocks and one.
     assert BIG.kv_admitted(32_768, 2 * 4_096, "bf16") == 18 * 16 * 2_048 * (2_048 + 521)

@@ -1,4 +1,4 @@
-"""Several machines: what each holds, what goes over the link, when servers of their own win, and published figures."""
+"""Several machines: each one's weights, traffic on the link, when separate servers are faster, published figures."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def test_two_machines_hold_half_of_the_weights_each_and_send_two_hidden_states_a
     rows = {row.way: row for row in make().ways}
     alone = budget.share_lines(BIG, SPARK, LOAD)[0].bytes
     whole = 36 * 2 * (128 * 2880 + 128) + 73 * 2880 * 2  # router and norms
-    padding = 36 * 128 * (3 * 2944 * 1536 - 3 * 2880 * 1440) * 17 / 32  # 1440 of each expert, padded to 128
+    padding = 36 * 128 * (3 * 2944 * 1536 - 3 * 2880 * 1440) * 17 / 32  # 1440 columns an expert, padded to 128s
     assert rows["tensor"].weights_bytes == pytest.approx((alone - whole) / 2 + whole + padding, rel=1e-3)
     assert rows["tensor"].link_bytes == 73 * 2 * 2880 + 2 * 201088 / 2
     assert rows["pipeline"].link_bytes == 2 * 2 * 2880
@@ -50,7 +50,7 @@ def test_one_user_gains_by_the_half_of_the_bytes_and_pays_for_the_link():
     assert row.ways["pipeline"] < row.single
 
 
-def test_servers_of_their_own_win_where_one_server_has_no_more_room():
+def test_separate_servers_are_faster_once_one_server_is_full():
     planned = make()
     assert 16 < planned.crossover <= 32  # --max-num-seqs is 16
     before, after = (cluster.speeds(BIG, SPARK, LOAD, 2, users).ways for users in (16, 32))
@@ -67,6 +67,6 @@ def test_servers_of_their_own_win_where_one_server_has_no_more_room():
         (7, "pipeline", "size of 2880"), (3, "pipeline", ""), (2, "tensor", ""),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_split_so_says_why(nodes, way, objection):
+def test_a_model_that_cannot_be_split_gives_the_reason(nodes, way, objection):
     assert objection in " ".join(cluster.objections(BIG, nodes, way))
     assert bool(objection) == (cluster.total(BIG, SPARK, LOAD, nodes, 8, way) is None)

@@ -32,7 +32,7 @@ def test_weights_are_those_that_are_published(config, parameters):
 
 
 def test_ling_flash_is_as_large_as_published():
-    """127.5 billion weights with the draft layer, 124 without it; 70.4 GB on disk, 64.3 loaded (docs: its recipe)."""
+    """It has 127.5 billion weights with the draft layer, 124 without; 70.4 GB on disk, 64.3 loaded (see its recipe)."""
     model = parse(LING, "t")
     count = sum(part.count + part.plain for part in model.parts())
     draft = model.expert * model.experts
@@ -45,7 +45,7 @@ def test_ling_flash_is_as_large_as_published():
 
 
 def test_glm_flash_and_qwen36_are_as_large_as_published():
-    """30 billion weights, 20.4 GB in NVFP4 with the draft layer; 35 billion, whose sizes are in text_config."""
+    """GLM has 30 billion weights, 20.4 GB in NVFP4 with the draft layer; Qwen3.6 35 billion, sizes in text_config."""
     glm, qwen = (parse(KNOWN[name], name) for name in ("glm-4.7-flash-nvfp4", "qwen3.6-35b-a3b-fp8"))
     assert 29.9e9 < sum(part.count for part in glm.parts()) < 30e9
     assert not glm.disagreement(20_400_000_000)
@@ -58,7 +58,7 @@ def test_deepseek_v4_flash_takes_two_sparks(capsys):
     model = parse(KNOWN["deepseek-v4-flash"], "t")
     forms = {part.name: part.form for part in model.parts()}
     assert (forms["experts down"], forms["attention"], forms["indexers"]) == ("mxfp4", "fp8", "bf16")
-    assert sum(part.count for part in model.parts()) // 10**9 == 284  # billions, of its card
+    assert sum(part.count for part in model.parts()) // 10**9 == 284  # billions, from its model card
     assert program.main(["plan", "deepseek-v4-flash", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cluster"]["nodes"] == 2
     assert program.main(["plan", "deepseek-v4-flash", "--device", "h200"]) == 30
@@ -85,7 +85,7 @@ def test_a_dense_model_has_no_experts_and_those_of_a_mixed_checkpoint_their_own_
         ({"moe_intermediate_size": "768"}, "moe_intermediate_size makes no sense"),
     ],
 )
-def test_what_no_row_describes_is_refused(changed, message):
+def test_models_without_a_row_are_refused(changed, message):
     with pytest.raises(InputError, match=message, check=lambda error: error.code == "input.config" and error.fix):
         parse({**QWEN3_MOE, **changed}, "config.json")
 

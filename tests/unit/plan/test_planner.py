@@ -1,4 +1,4 @@
-"""`./inv plan` from words to tables and JSON: what is recommended, what is refused and how, and the page made of it."""
+"""`./inv plan` from arguments to tables and JSON: recommendations, refusals, and the generated page."""
 
 import json
 import re
@@ -104,7 +104,7 @@ def test_a_gpu_of_the_table_keeps_its_figures_and_takes_the_memory_that_is_there
 @given(
     context=st.integers(1, 131_072), concurrency=st.integers(1, 500), device=st.sampled_from(["spark", "rtx-pro-6000"])
 )
-def test_what_is_advised_against_too_little_memory_fits(context, concurrency, device):
+def test_the_advice_for_too_little_memory_fits(context, concurrency, device):
     request, on = PlanRequest("gpt-oss-120b", device, str(context), str(concurrency)), devices.named(device)
     plan = plan_for(request, on)
     if plan.fit.fits:

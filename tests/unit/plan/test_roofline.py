@@ -24,7 +24,7 @@ ROUTER, NORMS, HEAD = 36 * 2 * (128 * 2_880 + 128), 73 * 2_880 * 2, 201_088 * 2_
 def test_one_token_of_gpt_oss_120b_reads_four_experts_a_layer():
     work = roofline.decode(BIG, 1, Workload(1_000))
     cache = 18 * 2_048 * (1_000 + 128)
-    own = 2 * 2_880 + 36 * 2_048  # its embedding, and its keys and values
+    own = 2 * 2_880 + 36 * 2_048  # the token's embedding, keys and values
     assert work.bytes == pytest.approx(36 * 4 * EXPERT + ATTENTION + ROUTER + NORMS + HEAD + cache + own, rel=1e-12)
     experts = 2 * 36 * 4 * 3 * 2_880 * 2_880
     dense = 2 * (36 * (2_880 * 5_120 + 4_096 * 2_880 + 128 * 2_880) + 201_088 * 2_880)
@@ -79,7 +79,7 @@ def test_a_device_of_unknown_rates_has_no_prefill_bound():
 
 
 def test_what_a_step_must_gain_before_a_draft_pays_by_hand():
-    """A step of one token reads 4 experts of a layer, one that checks three more 15.3; a draft is read three times."""
+    """A step of one token reads 4 experts a layer, a step that checks three more 15.3, after three draft steps."""
     draft, load = Draft(method="eagle3", tokens=3, passes=3, bytes=10**9, source="by hand"), Workload(1_000)
     plain, verified = roofline.decode(BIG, 1, load), roofline.decode(BIG, 1, load, tokens=4)
     experts = 36 * EXPERT * (128 * (1 - (1 - 4 / 128) ** 4) - 4)
@@ -98,7 +98,7 @@ MEASURED = json.loads((ROOT / "spark_mxfp4" / "bench" / "results" / "layer-48-pa
         ("16 experts", replace(BIG, experts=16, top_k=2, hidden=6_144, intermediate=2_048)),
     ],
 )
-def test_a_layer_takes_as_long_as_it_took_behind_a_memory_as_slow_as_a_sparks(name, model):
+def test_a_layer_forecast_equals_the_measurement_with_limited_memory(name, model):
     model = replace(model, expert_layers=1)
     rows = [row for row in MEASURED[name] if row.get("chosen")]
     assert rows
@@ -109,7 +109,7 @@ def test_a_layer_takes_as_long_as_it_took_behind_a_memory_as_slow_as_a_sparks(na
         assert (step.dense, step.link) == (0, 0)
 
 
-def test_a_token_in_four_bits_is_its_bytes_and_what_the_h100_needs_besides():
+def test_a_token_in_four_bits_takes_its_bytes_and_the_h100s_overhead():
     work = roofline.decode(BIG, 1, Workload(1_024, dense=DenseFormat("mxfp4", "mxfp4")))
     step = forecast.step(BIG, SPARK, work)
     assert step.experts == pytest.approx(36 * 5.6e-6 + work.expert_bytes / (234e9 * 0.998))

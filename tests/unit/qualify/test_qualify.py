@@ -1,4 +1,4 @@
-"""The ledger as data, what outcomes say of its claims, a report, and what is accepted of it. No server is started."""
+"""The ledger as data, verdicts on its claims, a report, and accepting a report. No server is started."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ SHEET = Path(__file__).parents[1] / "validate" / "sheets" / "gb10-from-public-do
 GB10 = "NVIDIA GB10, 12.1, 580.126.09"
 
 
-def test_every_row_of_the_ledger_has_an_id_of_its_own_and_a_source_or_what_settles_it():
+def test_every_row_of_the_ledger_has_a_unique_id_and_a_source_or_test():
     claims = ledger.load().claims
     assert len({claim.id for claim in claims}) == len(claims)
     assert [claim.id for claim in claims if not (claim.source or (claim.how == "open" and claim.settled_by))] == []
@@ -50,7 +50,7 @@ def test_a_claim_is_judged_by_its_outcome(claim, outcome, capability, verdict):
 
 
 class FakeDevice:
-    """Stands for a device whose environment is there: its validator finds `status`, and its server does not start."""
+    """A fake device with an environment: its validator finds `status`, and its server does not start."""
 
     python, environment = "/nowhere/python", SimpleNamespace(name="embedded")
 

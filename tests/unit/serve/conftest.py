@@ -21,7 +21,7 @@ for row in rows:
 
 @pytest.fixture
 def fake_nvidia_smi(tmp_path, monkeypatch):
-    """Return a function that sets the GPUs that nvidia-smi has: a line each, and `--id` chooses one by its index."""
+    """Return a function that sets nvidia-smi's GPUs, a line each; `--id` selects one by its index."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")

@@ -1,4 +1,4 @@
-"""Who may ask: key files, and the guard on the level of ASGI."""
+"""Access control: key files, and the ASGI guard."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ GUARDED = ["/invocations", "/v1/chat/completions", "/docs", "/metrics", "", "/he
 
 @pytest.fixture
 def guard(monkeypatch):
-    """Make a guard with an environment, and ask it: the status, or `passed`."""
+    """Make a guard with an environment, send it a request, and return the status, or `passed`."""
 
     def make(**environment):
         for name in (access.KEY, access.KEY_FILE, access.HOSTS, access.METRICS):
@@ -82,7 +82,7 @@ def test_everything_but_health_needs_the_key(guard, path, kind):
         (KEY, "/health", {"kind": "websocket"}, "websocket.close"),
         ({**KEY, "SPARKFORGE_METRICS": "open"}, "/metrics", {}, "passed"),
         ({**KEY, "SPARKFORGE_METRICS": "open"}, "/metrics/x", {}, 401),
-        # A path is compared as the router compares it.
+        # Paths are compared as by the router.
         (KEY, "/llm/health", {"root_path": "/llm"}, "passed"),
         (KEY, "/llm/v1/models", {"root_path": "/llm"}, 401),
         ({}, "/llm/scale_elastic_ep", {"root_path": "/llm"}, 404),
@@ -94,7 +94,7 @@ def test_who_passes_without_a_key(guard, environment, path, more, status):
     assert guard(**environment)(path, **more) == status
 
 
-def test_a_browsers_preflight_passes_to_vllms_cors_and_a_key_opens_no_closed_route(guard):
+def test_preflights_reach_vllms_cors_and_a_key_opens_no_closed_route(guard):
     ask = guard(**KEY)
     assert ask("/v1/models", (b"origin", b"http://x"), CORS, method="OPTIONS") == "passed"
     assert ask("/v1/models", (b"origin", b"http://x"), CORS, method="POST") == 401
@@ -130,7 +130,7 @@ def test_only_this_machines_names_are_hosts_also_without_a_key(guard):
 
 
 @pytest.mark.parametrize("environment", [{"SPARKFORGE_API_KEY_FILE": "/k"}, {"SPARKFORGE_METRICS": "opne"}])
-def test_settings_without_sense_end_the_server(guard, environment):
+def test_invalid_settings_end_the_server(guard, environment):
     with pytest.raises(RuntimeError, match="SPARKFORGE_"):
         guard(**environment)
 
@@ -151,7 +151,7 @@ def key_file(tmp_path):
     [
         (b"sesame\n", 0o600, "", ""),
         (b"sesame\n", 0o640, "", ""),
-        (b"sesame", 0o644, "chmod 600", ""),  # a container's secret has to be readable for its user
+        (b"sesame", 0o644, "chmod 600", ""),  # a container's user must be able to read its secret
         (b"sesame", 0o646, "chmod 600", "chmod 600"),
         *((b"sesame", mode, "chmod 600", None) for mode in (0o604, 0o602, 0o620, 0o601)),
         *((data, 0o600, "empty", "empty") for data in (b"", b" \n")),
@@ -180,7 +180,7 @@ def test_a_file_with_something_else_is_not_changed_by_the_advice(key_file):
     assert caught.value.fix.startswith("less ")
 
 
-def test_what_is_no_file_is_refused_and_does_not_hang(tmp_path, monkeypatch):
+def test_special_files_are_refused_without_hanging(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo", 0o600)
     for name in ("fifo", "absent", "."):
         with pytest.raises(StorageError, match="cannot read the API key"):
@@ -189,7 +189,7 @@ def test_what_is_no_file_is_refused_and_does_not_hang(tmp_path, monkeypatch):
         access.configured_key({access.KEY_FILE: str(tmp_path / "absent")})
     monkeypatch.setattr(access, "SECRET", str(tmp_path / "absent"))
     assert access.configured_key({})[0] == ""
-    assert access.configured_key({access.KEY_FILE: os.devnull})[0] == ""  # what Compose mounts where none is named
+    assert access.configured_key({access.KEY_FILE: os.devnull})[0] == ""  # mounted by Compose without a key file
 
 
 @pytest.mark.parametrize("words", ["--port 1 --api-key=sesame", "--api_key=sesame", "--api sesame"])
@@ -211,7 +211,7 @@ def test_the_embedded_server_is_guarded_and_gets_its_key_in_the_environment_only
         assert launch.environment["VLLM_SERVER_DEV_MODE"] == "0"
 
 
-def test_a_key_comes_from_a_file_that_is_named(monkeypatch):
+def test_a_key_is_read_from_the_given_file(monkeypatch):
     for make in (in_environment.Embedded, docker_device.variables):
         with pytest.raises(UsageError, match="names no file"):
             make(StartPlan(EMBEDDED, key_file=""))

@@ -196,7 +196,7 @@ def test_a_container_that_a_killed_start_did_not_record_is_removed(checkout, fak
         raise KilledError
 
     monkeypatch.setattr(record, "write", killed)
-    monkeypatch.setattr(docker_compose, "stop", killed)  # a killed start cleans up nothing
+    monkeypatch.setattr(docker_compose, "stop", killed)  # a killed start does not clean up
     with pytest.raises(KilledError):
         up()
     assert record.read() is None

@@ -1,4 +1,4 @@
-"""`./inv chat` as a user has it: on a terminal, in a pipe, and with one message; a small server answers by script."""
+"""`./inv chat` on a terminal, in a pipe, and with one message; a small server answers by script."""
 
 import io
 import json
@@ -117,7 +117,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(talk, served):
     assert terminal.end() == 0
 
 
-def test_a_refused_or_empty_answer_is_told_and_forgotten_and_a_cut_one_is_told(talk, served):
+def test_refused_empty_and_cut_answers_are_reported(talk, served):
     terminal = talk("--max-tokens", "9")
     terminal.type("refuse\r")
     terminal.expect("the context is full")

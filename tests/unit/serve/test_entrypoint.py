@@ -1,9 +1,9 @@
 """The container's program, run as a container runs it: real validator, real exec, real signals.
 
-What it decides before it becomes the server is asked of the same `main` in this process (`Container.decides`).
+`Container.decides` runs the same `main` in this process to test its decisions before it becomes the server.
 
-`site` stands for the image's site-packages: metadata of a patched vLLM with our plugin, and in the API server's place
-a small program that writes down what it was started with. Everything else that the validator judges is this machine.
+`site` replaces the image's site-packages: metadata of a patched vLLM with our plugin, and instead of the API server a
+small program that records its arguments and environment. For everything else the validator checks this machine.
 """
 
 import io
@@ -64,9 +64,9 @@ SERVER = textwrap.dedent("""
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory, patched_wheel):
-    """A folder that stands before site-packages: a patched vLLM that is the stand-in server, our plugin, torch's name.
+    """A folder before site-packages on the path: a stand-in server as patched vLLM, our plugin, torch's metadata.
 
-    Beside it `root`, as in the image: pins.toml, the lock that has this vLLM's wheel, and its queue.
+    `root` in the same folder is as in the image: pins.toml, the lock with this vLLM's wheel, and its queue.
     """
     folder = tmp_path_factory.mktemp("image")
     names = ("VLLM_NO_USAGE_STATS", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY", "VLLM_CACHE_ROOT")
@@ -115,7 +115,7 @@ def until(child, condition):
 
 
 class Container:
-    """Starts the entrypoint with a container's variables, and ends what it started."""
+    """Starts the entrypoint with a container's variables, and ends its processes."""
 
     def __init__(self, site, folder, model, port):
         self.run, self.server_file, self.port = folder / "run", folder / "told.json", port
@@ -144,7 +144,7 @@ class Container:
         return child.returncode, out
 
     def decides(self, *arguments, **variables):
-        """Run `main` in this process up to the moment at which it becomes the server, without a validation.
+        """Run `main` in this process until it would become the server, without a validation.
 
         Returns its exit code (None for a server), what it printed, and the server's command and environment.
         """
@@ -192,14 +192,14 @@ def container(site, tmp_path, model, port):
 
 
 def test_a_green_machine_gets_a_server_that_owns_the_process(container):
-    pytest.importorskip("torch")  # ./inv test --fast installs none
+    pytest.importorskip("torch")  # ./inv test --fast does not install it
     container.run.mkdir()
     for stale in ("ready", "validation.json", "sparkforge_validation.prom"):
         (container.run / stale).write_text("from the start before")
     assert "cannot read" in container.healthy().stdout
     child = container.start()
     serving = container.serving(child)
-    assert psutil.Process(serving["pid"]).ppid() == child.pid  # exec: the supervisor is the container's own program
+    assert psutil.Process(serving["pid"]).ppid() == child.pid  # by exec, the supervisor is the container's own program
     assert serving["argv"][:2] == ["--model", container.environ["SPARKFORGE_MODEL"]]
     host = "127.0.0.1" if access.has_host_network() else "0.0.0.0"  # noqa: S104 - compared with
     assert f"--served-model-name my-gpt-oss --host {host}" in " ".join(serving["argv"])
@@ -215,7 +215,7 @@ def test_a_green_machine_gets_a_server_that_owns_the_process(container):
     assert (health.returncode, health.stdout) == (0, "healthy\n")
     child.send_signal(signal.SIGTERM)
     out, _ = child.communicate(timeout=30)
-    assert child.returncode == 143  # asked for, and not the server's 0
+    assert child.returncode == 143  # a requested end, not the server's 0
     assert "ok   model-files" in out
     assert out.endswith("drained\n")
     assert container.healthy().returncode == 1
@@ -248,7 +248,7 @@ def test_a_held_container_stays_and_says_so(container, model):
 
 
 def test_warn_serves_what_was_refused_and_says_so(container, model):
-    pytest.importorskip("torch")  # ./inv test --fast installs none
+    pytest.importorskip("torch")  # ./inv test --fast does not install it
     (model / "tokenizer.json").unlink()
     child = container.start(SPARKFORGE_VALIDATE="warn")
     container.serving(child)
@@ -344,7 +344,7 @@ def test_a_key_file_without_a_key_stops_the_start_and_an_empty_token_does_not(co
         ((), {"SPARKFORGE_BIND": "192.168.1.7"}, 2, "192.168.1.7 would open the server without an API key"),
     ],
 )
-def test_what_has_no_meaning_or_opens_the_server_is_refused(container, arguments, variables, code, message):
+def test_invalid_settings_and_those_that_open_the_server_are_refused(container, arguments, variables, code, message):
     ended, out, server = container.decides(*arguments, **variables)
     assert (ended, server) == (code, None)
     assert message in out
@@ -352,8 +352,8 @@ def test_what_has_no_meaning_or_opens_the_server_is_refused(container, arguments
 
 
 def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
-    """`docker compose run vllm validate` has the run folder of a server that may run: its readiness stays."""
-    pytest.importorskip("torch")  # ./inv test --fast installs none
+    """`docker compose run vllm validate` shares a running server's run folder, so it must keep the readiness file."""
+    pytest.importorskip("torch")  # ./inv test --fast does not install it
     container.run.mkdir()
     (container.run / "ready").touch()
     command = [sys.executable, "-m", "sparkforge.serve.entrypoint", "validate", str(model)]
@@ -369,7 +369,7 @@ def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
 
 @pytest.fixture
 def hanging(site, tmp_path):
-    """A torch that hangs when the validator's child imports it, and writes its process id before."""
+    """A torch that writes its process id and hangs when the validator's child imports it."""
     folder = tmp_path / "hanging"
     folder.mkdir()
     code = f"import os, time\nopen({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
@@ -414,14 +414,14 @@ def test_a_validator_that_dies_after_its_report_is_not_believed(tmp_path, monkey
     assert "was killed by signal 11, its report says 0" in document["findings"][0]["evidence"]
 
 
-def test_a_worker_of_a_cluster_has_no_port_to_be_asked_on(container):
+def test_a_worker_of_a_cluster_has_no_api_port(container):
     _, printed, server = container.decides(VLLM_ARGS="--node-rank=1 --headless")
     assert server.command("python")[1:4] == ("-m", "vllm.entrypoints.cli.main", "serve")
     assert json.loads((container.run / entrypoint.READY).read_text())["port"] == 0
     assert "worker starts" in printed
 
 
-def test_a_node_of_a_cluster_ends_when_another_one_says_so(container, free_port):
+def test_a_node_of_a_cluster_ends_with_another_node(container, free_port):
     arguments = watch.options("head", "127.0.0.1", free_port(), ("worker",), listen=True)
     options = {entrypoint.CLUSTER: json.dumps(arguments), watch.TOKEN: "t0"}
     child = container.start(SPARKFORGE_VALIDATE="off", **options)
@@ -434,4 +434,4 @@ def test_a_node_of_a_cluster_ends_when_another_one_says_so(container, free_port)
     assert "node worker ended this node's part of the server" in out
     assert not (
         Path(container.environ["SPARKFORGE_STATE"]) / restarts.NAME
-    ).exists()  # cluster.up's keeper counts the failures of all
+    ).exists()  # cluster.up's keeper counts the failures of all nodes

@@ -169,7 +169,7 @@ def test_key_host_and_unknown_models_are_judged_before_a_model(fleet, folder):
     assert client.get("/v1/models", headers={"Authorization": "Bearer wrong", "x-api-key": KEY}).status_code == 401
     with httpx.Client(base_url=client.base_url, trust_env=False) as other:
         assert other.get("/v1/models").status_code == 401
-        assert other.get("/v1/models", headers={"x-api-key": KEY}).status_code == 200  # as Anthropic's clients send it
+        assert other.get("/v1/models", headers={"x-api-key": KEY}).status_code == 200  # as Anthropic's clients
         assert other.post("/health", json={"model": "green"}).status_code == 401  # starts no model
     assert states(folder)["green"] == "stopped"
     assert client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
@@ -197,7 +197,7 @@ def test_a_model_that_dies_while_loading_answers_with_its_reason_and_the_others_
     assert "RuntimeError: no such kernel" in failed.json()["error"]["message"]
     began = time.monotonic()
     assert ask(client, "broken").json() == failed.json()
-    assert time.monotonic() - began < 0.5  # it is not started anew for each request
+    assert time.monotonic() - began < 0.5  # no new start for each request
     assert ask(client, "red").status_code == 200
     place = "state/fleet/models/broken/logs/server.log"
     assert place in json.dumps(json.loads(inv(folder, "doctor", "--json").stdout)["problems"])
@@ -212,7 +212,7 @@ def test_a_model_that_dies_while_loading_answers_with_its_reason_and_the_others_
 def test_nothing_is_lost_when_many_ask_first_a_client_leaves_and_parts_are_killed(fleet, folder, monkeypatch):
     monkeypatch.setenv("SPARKFORGE_MODELS", str(folder))
     client = fleet(red={"resident": True}, green={"resident": False})
-    refused = inv(folder, "rm", folder / "green", "--yes")  # it does not run yet
+    refused = inv(folder, "rm", folder / "green", "--yes")  # green does not run yet
     assert (refused.returncode, "green is in use" in refused.stderr) == (28, True), refused.stderr
     with pytest.raises(httpx.ReadTimeout):
         ask(client, "green", timeout=0.3)
@@ -264,12 +264,12 @@ def test_the_least_recently_used_makes_room_but_never_during_a_stream(fleet, fol
     body = {"model": "blue", "pieces": 6}  # longer than its idle time
     assert client.post("/v1/completions", json=body).text.count("data:") == 6
     wait_for(lambda: states(folder)["blue"] == "stopped")
-    assert ask(client, "blue").status_code == 200  # and it comes back
+    assert ask(client, "blue").status_code == 200  # it restarts
 
 
 @pytest.fixture
 def small_keeper(folder, monkeypatch):
-    """A keeper in its state folder, without HAProxy. Memory suffices for one of its two models; each start fails."""
+    """A keeper in its state folder, without HAProxy. Memory suffices for one of two models; each start fails."""
     monkeypatch.setenv("SPARKFORGE_STATE", str(folder / "state"))
     (folder / "state/fleet").mkdir(parents=True)
     monkeypatch.chdir(folder / "state")
@@ -284,7 +284,7 @@ def small_keeper(folder, monkeypatch):
     return Keeper(config.Fleet(address="127.0.0.1", port=1, key_file="", hosts=(), free=free, members=members), "")
 
 
-def test_a_model_is_not_started_while_haproxy_is_away(small_keeper, folder):
+def test_a_model_is_not_started_without_haproxy(small_keeper, folder):
     green = small_keeper.models["green"]
     green.state, green.server = keeper.READY, SimpleNamespace(port=1, where="pid 1")
     why = small_keeper.wake("red")  # green must stop first, and only HAProxy counts its requests
@@ -360,7 +360,7 @@ def test_a_file_that_is_no_fleet_is_refused_by_name(folder, text, message):
     assert str(folder / "fleet.toml") in refused.value.fix
 
 
-def test_there_must_be_a_file_and_options_of_one_model_stand_in_it(folder):
+def test_a_file_is_required_and_options_of_one_model_belong_in_it(folder):
     with pytest.raises(UsageError, match=r"there is no file .*fleet\.toml"):
         config.read(folder / "fleet.toml")
     with pytest.raises(UsageError, match="is a folder"):

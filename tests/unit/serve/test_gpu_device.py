@@ -1,4 +1,4 @@
-"""Which device serves and why, by files, processors and what a stand-in for nvidia-smi prints; or why none can."""
+"""The choice of the device, or why none can serve, from files, processors and a stand-in for nvidia-smi."""
 
 import os
 import platform
@@ -143,7 +143,7 @@ def spark(tmp_path):
     return tmp_path
 
 
-def test_a_device_that_is_asked_for_is_taken_and_another_word_refused():
+def test_a_requested_device_is_used_and_unknown_names_are_refused():
     for name, container in (("embedded", False), ("gpu", False), ("docker", True), ("docker-cpu", True)):
         assert (choose.choose(name).device, name in CONTAINERS) == (name, container)
     with pytest.raises(UsageError, match="auto, embedded, gpu, docker, docker-cpu"):

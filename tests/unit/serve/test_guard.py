@@ -1,4 +1,4 @@
-"""What the memory guard sees in the kernel's files, and when it says that a server must end."""
+"""The memory guard's readings of the kernel's files, and when it decides that a server must end."""
 
 import resource
 from dataclasses import replace
@@ -25,7 +25,7 @@ class Kernel:
     def write(self, name, text):
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("r+" if path.exists() else "w") as file:  # the same file: the guard keeps it open
+        with path.open("r+" if path.exists() else "w") as file:  # write in place, because the guard keeps the file open
             file.write(text)
             file.truncate()
 
@@ -67,15 +67,15 @@ def after(watch, looks, begun=100.0):
     return said
 
 
-def test_a_look_that_finds_room_says_nothing_and_needs_no_new_page():
+def test_with_enough_memory_the_guard_is_silent_and_allocates_no_page():
     watch = MemoryWatch(replace(thresholds.load(), end_gib=0, kill_gib=0), around=True)
     assert after(watch, 50) is None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     after(watch, 500)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # a page a look would be 500
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # one page per reading would be 500
 
 
-def test_little_memory_must_last_and_less_is_an_end_at_once(kernel, limits):
+def test_low_memory_must_persist_and_very_low_memory_ends_immediately(kernel, limits):
     watch = MemoryWatch(limits, kernel.root, around=True)  # a kernel without cgroups
     kernel.memory(int(2.9 * GIB))
     assert after(watch, int(limits.looks) - 1) is None  # a dip
@@ -89,7 +89,7 @@ def test_little_memory_must_last_and_less_is_an_end_at_once(kernel, limits):
 
 
 @pytest.mark.parametrize("version", [V2, V1])
-def test_a_containers_limit_counts_without_what_can_be_dropped(kernel, limits, version):
+def test_droppable_cache_does_not_count_for_a_containers_limit(kernel, limits, version):
     kernel.group(version, GIB, 950 << 20, cached=400 << 20)
     watch = MemoryWatch(limits, kernel.root, around=True)
     assert after(watch, 9) is None
@@ -104,7 +104,7 @@ def test_a_containers_limit_counts_without_what_can_be_dropped(kernel, limits, v
 
 
 @pytest.mark.parametrize(("version", "limited"), [(V2, True), (V1, False), (V2, False)])
-def test_kills_by_the_kernel_count_in_the_servers_cgroup_alone(kernel, limits, version, limited):
+def test_only_the_kernels_kills_in_the_servers_cgroup_count(kernel, limits, version, limited):
     limit = GIB if limited else "max" if version is V2 else 9223372036854771712
     kernel.write("proc/vmstat", "nr_free_pages 1\noom_kill 2\n")
     kernel.group(version, limit, 1 << 20, kills=2)

@@ -1,4 +1,4 @@
-"""The record of known good starts, which of them a rollback goes back to, and how."""
+"""The record of known good starts, and the choice and course of a rollback."""
 
 import os
 import stat
@@ -32,7 +32,7 @@ def starts(*profiles):
 
 
 def server_of(port, proved):
-    pid = os.getpid()  # it runs as long as the test
+    pid = os.getpid()  # a process that lives as long as the test
     return record.Server(
         pid, started_at(pid), "127.0.0.1", port, "m", "m", EMBEDDED, "", profile="embedded", proved=proved
     )
@@ -72,10 +72,10 @@ def test_a_record_that_cannot_be_trusted_is_named_and_not_overwritten(state, tex
 @pytest.mark.parametrize(
     ("number", "running", "port"),
     [
-        (0, None, 2),  # after an upgrade that failed the newest comes back
-        (0, (3, 7.0), 2),  # what runs was never recorded
+        (0, None, 2),  # after a failed upgrade the newest start is restored
+        (0, (3, 7.0), 2),  # the running start was never recorded
         (0, (2, 2.0), 1),  # the newest runs
-        (1, (2, 2.0), 2),  # it runs already, and goes on
+        (1, (2, 2.0), 2),  # the target already runs, and continues
     ],
 )
 def test_a_rollback_goes_to_the_last_good_start_before_what_runs(monkeypatch, capsys, number, running, port):

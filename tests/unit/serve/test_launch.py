@@ -1,4 +1,4 @@
-"""Start and stop, with a small real server in vLLM's place: an OpenAI-shaped program that behaves or misbehaves."""
+"""Start and stop, with a small real server instead of vLLM: it has OpenAI's API and behaves or misbehaves."""
 
 import dataclasses
 import json
@@ -148,7 +148,7 @@ def test_an_interrupted_start_leaves_nothing(begin, port, monkeypatch, owner, st
 
 @pytest.fixture
 def leftovers(begin):
-    """A server whose first two processes were killed at once: what is left, and the record."""
+    """A server whose first two processes were killed at once: the remaining processes, and the record."""
     server = begin("has children")
     top = [psutil.Process(pid) for pid in session_members(server.pid)]
     for process in sorted(top, key=lambda process: process.pid)[:2]:
@@ -162,7 +162,7 @@ def leftovers(begin):
 
 
 def test_a_server_that_was_started_but_not_recorded_is_found(port, tmp_path):
-    """As `kill -9` of `./inv up` leaves it between the start and the record."""
+    """`kill -9` of `./inv up` between the start and the record leaves such a server."""
     state().mkdir(exist_ok=True)
     code = f"""
 import os, pathlib, signal
@@ -201,7 +201,7 @@ def test_containers_that_a_killed_fleet_left_are_removed(fake_engine, docker_com
         launch.stop()
 
 
-def test_a_taken_port_is_named_before_anything_starts_and_so_is_none(begin, port):
+def test_a_used_or_invalid_port_is_named_before_anything_starts(begin, port):
     with socket.create_server(("127.0.0.1", port)), pytest.raises(ServerError, match=f"--port {port + 1}") as caught:
         begin()
     assert caught.value.code == "server.port"
@@ -293,7 +293,7 @@ def test_down_ends_a_start_that_is_under_way_and_waits_for_it(kind, capsys):
 def test_down_signals_no_process_that_a_killed_start_named_and_says_who_holds_the_lock(monkeypatch):
     with launch.starting():
         stale = (state() / launch.LOCK).read_text()
-    (state() / launch.LOCK).write_text(stale)  # as SIGKILL leaves it; the id may be another program's by now
+    (state() / launch.LOCK).write_text(stale)  # as after SIGKILL; the id may now be another program's
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("nobody starts a server"))
     with refused("server.not-running"):
         launch.down()
@@ -321,7 +321,7 @@ def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
     nothing_is_left(begin, port)
 
 
-def test_a_second_start_is_refused_with_the_command_that_was_meant(port):
+def test_a_second_start_is_refused_with_the_likely_command(port):
     own = record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", port, "/m", "m", "embedded", "")
     record.write(own)
     with pytest.raises(ServerError) as caught:

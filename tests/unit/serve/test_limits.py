@@ -1,4 +1,4 @@
-"""Bounds of a request, on the level of ASGI: what passes, what is refused by which name, and what is left to vLLM."""
+"""Bounds of a request, at the ASGI level: requests that pass, refusals with the bound's name, requests left to vLLM."""
 
 import asyncio
 import json
@@ -118,7 +118,7 @@ class Server:
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_usual_requests_pass_as_they_are(name):
+def test_usual_requests_pass_unchanged(name):
     body = json.dumps({**USUAL, **PASSING[name]}).encode()
     assert Server().post(body) == (200, body)
 
@@ -147,7 +147,7 @@ def test_half_of_a_surrogate_pair_is_refused_by_its_field(field, request_):
 
 
 @pytest.mark.parametrize("body", [b"{", b"[1]", b"\xff", b'{"n": ' + b"9" * 5000 + b"}"], ids=lambda b: str(b[:9]))
-def test_what_is_no_request_is_left_to_vllm(body):
+def test_invalid_requests_are_left_to_vllm(body):
     assert Server().post(body) == (200, body)
 
 
@@ -161,7 +161,7 @@ def test_a_large_body_is_refused(headers):
     assert Server("body-bytes=1000").post(b"x" * 2000, headers=headers)[0] == 413
 
 
-def test_a_body_that_does_not_arrive_is_given_up():
+def test_a_body_that_does_not_arrive_times_out():
     server = Server("body-seconds=1")
 
     async def never():

@@ -27,7 +27,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def up(checkpoint, free_port, monkeypatch):
-    """Return a function that starts MAX's device, with a small server in MAX's place that behaves as told."""
+    """Return a function that starts MAX's device, with a small server instead of MAX that behaves as requested."""
 
     def up(behaviour="good"):
         port = free_port()
@@ -44,7 +44,7 @@ def up(checkpoint, free_port, monkeypatch):
 
 
 def test_up_records_a_server_that_answers_what_max_has(up):
-    server = up("fails at top_logprobs")  # one of the calls that are made to vLLM only
+    server = up("fails at top_logprobs")  # one of the calls that are sent only to vLLM
     assert (server.device, server.profile, set(server.proof)) == ("max", "cpu", set(max_server.CALLS))
     assert tuple(name for name in proof.CALLS if name in max_server.CALLS) == max_server.CALLS
     assert record.running() == server
@@ -72,7 +72,7 @@ def test_a_cpu_serves_in_float32_and_a_gpu_in_the_checkpoint_s_format(checkpoint
         (("--model", "nobody/nothing"), "nobody/nothing is not on this machine"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_max_is_brought(options, message, tmp_path, monkeypatch, capsys):
+def test_unsupported_models_are_refused_before_max_is_installed(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(max_server, "prepare_environment", lambda *_: pytest.fail("MAX is brought"))
     assert program.main(["max.up", *options])

@@ -1,4 +1,4 @@
-"""What `./inv up` and a container pass to vLLM: options, variables, flags after `--`; nothing starts."""
+"""Options, variables and flags after `--` that `./inv up` and a container pass to vLLM; no server starts."""
 
 import json
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ UP = ["up", "--device", devices.EMBEDDED]
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """What would be started: (description, what the validator gets); the program behind `./inv up` is replaced."""
+    """The recorded start: (description, the validator's arguments); the program of `./inv up` is replaced."""
     calls = []
 
     def start(launched, _tell):
@@ -77,7 +77,7 @@ def test_the_containers_variables_become_arguments_after_the_profiles():
 
 
 @pytest.mark.parametrize("text", ["0", "x", "1.5", "9" * 5000, "\u0663"])
-def test_a_number_that_is_none_is_refused(text):
+def test_invalid_numbers_are_refused(text):
     with pytest.raises(UsageError, match="SPARKFORGE_TP is") as caught:
         settings.read({"SPARKFORGE_TP": text})
     assert len(caught.value.what) < 100
@@ -216,8 +216,8 @@ def compose_config(docker_command, monkeypatch, **changes):
     docker_command.answers("config --format json", out=json.dumps({"services": {"vllm": service}}))
 
 
-def test_up_hands_them_to_compose(started, key, monkeypatch):
-    """Through the command: what the option says wins over the environment's MAX_MODEL_LEN."""
+def test_up_passes_options_and_flags_to_compose(started, key, monkeypatch):
+    """The command's option overrides MAX_MODEL_LEN of the environment."""
 
     def start(device):
         started.append((device.plan.device, device.env))
@@ -234,7 +234,7 @@ def test_up_hands_them_to_compose(started, key, monkeypatch):
     assert device == devices.DOCKER_CPU
     assert env["SPARKFORGE_BIND"] == "192.168.1.20"
     assert env["MAX_MODEL_LEN"] == "512"
-    assert env["VLLM_ARGS"] == "--chat-template=./b --seed 'd e'"  # a path of the container stays as it is
+    assert env["VLLM_ARGS"] == "--chat-template=./b --seed 'd e'"  # a path in the container is not changed
     assert env[access.HOSTS].endswith(",192.168.1.20:8000")
     assert program.main(["up", "--device", devices.DOCKER_CPU]) == 0
     assert not {"SPARKFORGE_BIND", "VLLM_ARGS", access.HOSTS} & started[-1][1].keys()
@@ -251,7 +251,7 @@ def test_up_hands_them_to_compose(started, key, monkeypatch):
 def test_compose_files_that_leave_out_what_was_asked_for_are_named(
     fake_engine, docker_command, monkeypatch, wanted, changes, message
 ):
-    """Somebody's own Compose file may publish elsewhere, or pass no flags on: nothing starts then."""
+    """If a user's own Compose file publishes another address or passes no flags on, nothing starts."""
     compose_config(docker_command, monkeypatch, **changes)
     with pytest.raises(UsageError) as caught:
         container.Container(StartPlan(devices.DOCKER_CPU, **wanted), None).prepare()

@@ -1,4 +1,4 @@
-"""Serve profiles are data, read strictly; what one inherits is part of it."""
+"""Serve profiles are data, read strictly; a profile includes what it inherits."""
 
 import pytest
 from expected import refused
@@ -85,7 +85,7 @@ def test_a_stack_changes_a_profile_and_what_extends_it_and_adds_its_own(table):
 
 @pytest.mark.parametrize("stack", [name for name, stack in pins.load().stacks.items() if stack.image])
 def test_responses_are_stored_where_the_store_is_bounded(stack):
-    """By patch 0011; without it the server's memory grows."""
+    """Patch 0011 bounds the store; without it the server's memory would grow."""
     names = {patch.name for _, queue in series.queues(pins.load(), stack) for patch in queue.patches}
     bounded = "0011-bound-the-store-of-responses.patch" in names
     names = {"safe", "safe-piecewise", "safe-no-graphs", "fast", "long-context", "fast-load", "spark-mxfp4"}

@@ -1,4 +1,4 @@
-"""What a start proves: requests whose answers are forced, and the tiny model's first answers on a GPU."""
+"""The start-up test calls: requests with forced answers, and the tiny model's first answers on a GPU."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def endpoint():
 
 
 PATCHES = {call.patch for call in proof.CALLS.values() if call.patch}
-# What a fault looks like: those are the answers of vLLM 0.32.0 as upstream ships it.
+# Faulty answers: those of vLLM 0.32.0 as upstream ships it.
 LOST = {"choices": [{"message": {"content": None, "tool_calls": []}, "finish_reason": "stop"}]}
 FAULTS = {
     "a JSON response": ({"output": [{"type": "mcp_call"}]}, r"its items are \['mcp_call'\]"),
@@ -78,7 +78,7 @@ FAULTS = {
 
 
 def test_every_patch_of_the_answers_has_a_canary():
-    """The others are for speed, and need its hardware or an option; 0031 needs sockets, and minutes."""
+    """The other patches are for speed and need hardware or an option; 0031 would need sockets and minutes."""
     for stack in ("embedded", "spark-next"):
         queues = [queue for part, queue in series.queues(pins.load(), stack) if part.patches.startswith("vllm")]
         names = {patch.name for queue in queues for patch in queue.patches}
@@ -109,7 +109,7 @@ NOWHERE = Endpoint("http://127.0.0.1:1", "m", key="")
 
 
 def test_a_response_that_is_not_kept_is_a_known_limit(endpoint):
-    """Of two API processes one has it, and a small store may have lost it to the other requests."""
+    """With two API processes only one has the response, and a small store may have dropped it for other requests."""
 
     def lose(send, path, body, *rest):
         if body.get("previous_response_id") == fake_api.GOOD["id"]:
@@ -131,7 +131,7 @@ def test_canaries_are_sent_for_the_patches_that_a_stack_has_and_told_in_order(en
 
 
 def test_every_call_that_failed_is_named_in_the_same_order(monkeypatch):
-    """The calls are answered side by side, in any order: none of them waits for another."""
+    """The calls run in parallel and may be answered in any order."""
     everyone = threading.Barrier(len(proof.CALLS))
     broken = {"a chat": "role", "a tool call": "content"}
 
@@ -228,7 +228,7 @@ RECORDED = json.loads(first_answers.ANSWERS.read_text())["answers"]
 
 
 class FakeEndpoint:
-    """Answers as recorded, each log probability moved by `shift`, the last token by `other`."""
+    """Answers as recorded, with each log probability changed by `shift`, and the last token replaced by `other`."""
 
     def __init__(self, shift=0.0, other=0):
         self.shift, self.other = shift, other

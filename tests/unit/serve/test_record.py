@@ -1,4 +1,4 @@
-"""The record of the running server: believed only if we wrote it, and no key is read that the server does not have."""
+"""The record of the running server: trusted only if we wrote it; only the server's own key is read."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ def process(**environment):
         env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
-        child.stdout.readline()  # it runs, so its environment is its own
+        child.stdout.readline()  # after exec its environment is final
         yield child.pid
     finally:
         child.communicate()
@@ -73,7 +73,7 @@ def test_a_record_that_others_can_open_or_replace_is_not_believed(written, place
         with pytest.raises(StorageError, match=f"is not trusted .* chmod {right}") as caught:
             command()
         assert caught.value.code == "storage.access"
-    assert evidence.collect_state(paths.state()).server is None  # the doctor goes on without it
+    assert evidence.collect_state(paths.state()).server is None  # the doctor continues without the record
 
 
 def test_a_record_or_a_process_of_another_user_is_not_ours(written, monkeypatch):
@@ -111,7 +111,7 @@ def test_the_key_is_that_of_the_process_and_no_other_file_is_one(key_file, tmp_p
         for server in forged:
             with pytest.raises(StorageError, match="was not started with that file"):
                 _ = server.key
-    with pytest.raises(StorageError, match="was not started with that file"):  # it has ended
+    with pytest.raises(StorageError, match="was not started with that file"):  # the process has ended
         _ = dataclasses.replace(forged[0], key_file=str(key_file)).key
 
 

@@ -30,7 +30,7 @@ def known():
     return restarts.read(WHO, time.time()).failures
 
 
-def test_an_end_that_nobody_asked_for_counts_with_its_reason():
+def test_an_unrequested_end_counts_with_its_reason():
     restarts.begin(WHO)
     ends(why="this machine has 1.0 GiB of 119.7 GiB left")
     assert [failure.why for failure in known()] == ["this machine has 1.0 GiB of 119.7 GiB left"]

@@ -1,4 +1,4 @@
-"""`chat`, `logs`, `status` and `doctor` print what a server and a log say, and nothing that a terminal obeys."""
+"""`chat`, `logs`, `status` and `doctor` print texts of servers and logs without terminal control sequences."""
 
 import json
 import os

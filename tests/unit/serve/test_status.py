@@ -1,4 +1,4 @@
-"""`./inv status` with a small server in vLLM's place, whose counters the test turns."""
+"""`./inv status` with a small server instead of vLLM, whose counters the test sets."""
 
 import json
 import os
@@ -47,7 +47,7 @@ class Api(Quiet):
 
 @pytest.fixture
 def server(request, monkeypatch):
-    """A recorded server whose process is this test's; the parameter is what its /metrics says."""
+    """A recorded server whose process is this test's; the parameter is the text of its /metrics."""
     monkeypatch.setattr(status, "INTERVAL", 0.01)
     record.log_path().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with serving(Api, tokens=0, metrics=getattr(request, "param", METRICS)) as http_server:
@@ -97,7 +97,7 @@ def test_json_follows_its_schema_which_is_the_file(server, no_gpu, capsys):
 
 
 @pytest.mark.parametrize("server", ["", "vllm:generation_tokens_total nonsense {{", "\x00\xff"], indirect=True)
-def test_other_metrics_are_no_figures_and_no_error(server, no_gpu, capsys):
+def test_unknown_metrics_are_ignored(server, no_gpu, capsys):
     assert program.main(["status"]) == 0
     assert "now: /metrics does not answer\n" in shown(capsys)
 

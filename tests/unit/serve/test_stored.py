@@ -1,4 +1,4 @@
-"""`./inv list`, `rm` and `run`: the models of this machine, in its folders and in a cache as Hugging Face lays it."""
+"""`./inv list`, `rm` and `run`: the models of this machine, in its folders and in a cache in Hugging Face's layout."""
 
 import json
 import os
@@ -19,7 +19,7 @@ COMMITS = ("c1", "c2")
 
 @pytest.fixture(autouse=True)
 def models(no_models, tmp_path, monkeypatch):
-    """A fetched model, another of the same name in the hub's cache, and one there whose blobs two snapshots share."""
+    """A fetched model, one of the same name in the hub's cache, and a cached model whose two snapshots share blobs."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     fetched = tmp_path / "checkout/models/gpt-oss-120b"
     fetched.mkdir(parents=True)
@@ -83,7 +83,7 @@ def test_the_list_has_each_model_once_with_its_own_bytes(inv, models):
     assert "2 models, 0.02 GB" in shown.stderr
 
 
-def test_a_begun_fetch_and_what_is_no_model_of_ours_are_told_apart(inv, models):
+def test_unfinished_fetches_and_foreign_folders_are_distinguished(inv, models):
     (models["fetched"].parent / ".big.sparkforge-partial").mkdir()
     (models["fetched"].parent / "notes").mkdir()
     other = models["hub"].with_name("models--them--other") / "snapshots/c1"
@@ -185,7 +185,7 @@ def test_an_unknown_model_gets_the_nearest_names_and_a_repository_the_pull(inv, 
 
 @pytest.fixture
 def talk(monkeypatch):
-    """What `run` starts and says, without a server."""
+    """The starts and messages of `run`, without a server."""
     seen = []
     monkeypatch.setattr(serve, "started", lambda options: seen.append(options) or record.Server(
         1, 1.0, "127.0.0.1", 8124, options.model, "gpt-oss-120b", "embedded", "/log"

@@ -1,4 +1,4 @@
-"""What a server's supervisor says of its end, and what it leaves in the page cache; small programs stand for vLLM."""
+"""The supervisor's report of a server's end, and the page cache after a start; small programs replace vLLM."""
 
 import ctypes
 import json
@@ -17,7 +17,7 @@ from sparkforge.core.errors import ServerError
 from sparkforge.serve import supervise
 from sparkforge.serve.supervise import run, supervised
 
-# A fake vLLM: prints its process id, then does what it is told.
+# A fake vLLM: prints its process id, then runs the given code.
 FAKE_VLLM = textwrap.dedent("""
     import os, signal, sys, time
     behaviour = sys.argv[1]
@@ -69,7 +69,7 @@ def end(tmp_path):
 
 
 @pytest.mark.parametrize(("own", "code"), [(0, ServerError.exit_code), (30, 30)])
-def test_an_end_that_nobody_asked_for_is_never_0(serve, tmp_path, own, code):
+def test_an_unrequested_end_is_never_0(serve, tmp_path, own, code):
     supervisor, _ = serve(str(own))
     supervisor.wait(30)
     output = supervisor.stdout.read()  # `communicate` would lose what `readline` has read ahead
@@ -78,7 +78,7 @@ def test_an_end_that_nobody_asked_for_is_never_0(serve, tmp_path, own, code):
     assert f"ended by itself; exit code {code}" in output
 
 
-def test_a_killed_server_is_told_as_shells_do(serve, tmp_path):
+def test_a_killed_server_gives_the_exit_code_of_shells(serve, tmp_path):
     supervisor, server = serve("sleeps")
     os.kill(server, signal.SIGKILL)
     assert supervisor.wait(30) == 137
@@ -94,7 +94,7 @@ def test_a_killed_server_is_told_as_shells_do(serve, tmp_path):
         ("sleeps", signal.SIGINT, 130),
     ],
 )
-def test_an_end_that_was_asked_for_is_0_or_the_signal(serve, tmp_path, behaviour, number, code):
+def test_a_requested_end_is_0_or_the_signal(serve, tmp_path, behaviour, number, code):
     supervisor, _ = serve(behaviour)
     supervisor.send_signal(number)
     supervisor.wait(30)
@@ -106,7 +106,7 @@ def test_an_end_that_was_asked_for_is_0_or_the_signal(serve, tmp_path, behaviour
 
 @pytest.mark.slow
 def test_memory_that_runs_out_ends_the_server_by_name(tmp_path):
-    """The guard's bound is moved above what this machine has: no memory is used up here."""
+    """The guard's bound is set above this machine's memory, so that no memory needs to be used up."""
     program = (
         "import sys; from sparkforge.plan import thresholds; from dataclasses import replace;"
         "from sparkforge.serve.supervise import MemoryWatch, run;"
@@ -134,7 +134,7 @@ def test_a_killed_supervisor_takes_the_server_with_it(serve):
     supervisor, server = serve("drains")
     process = psutil.Process(server)
     supervisor.kill()
-    assert supervisor.stdout.read() == "drained\n"  # its end of the pipe is closed when it has ended
+    assert supervisor.stdout.read() == "drained\n"  # the pipe closes when the server has ended
     process.wait(30)
 
 
@@ -153,7 +153,7 @@ def resident(file):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder with a file of weights in the page cache, written to the disk, beside one that is no weights."""
+    """A folder with a weight file and another file, both written to the disk and in the page cache."""
     for name in ("model-00001.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes(os.urandom(SIZE))
         with (tmp_path / name).open("rb") as file:
@@ -175,7 +175,7 @@ def test_a_supervised_server_leaves_no_weights_in_the_cache_and_the_rest_stays(c
     monkeypatch.setattr(supervise, "CACHE_SECONDS", 0.05)
     weights, former = checkpoint / "model-00001.safetensors", signal.pthread_sigmask(signal.SIG_BLOCK, [])
     child = os.fork()
-    if not child:  # it becomes a supervisor, whose server runs for 20 seconds
+    if not child:  # the child becomes a supervisor, whose server runs for 20 seconds
         os._exit(run((sys.executable, "-c", "import time; time.sleep(20)"), None, str(checkpoint)).code)
     wait_for(lambda: not resident(weights))
     os.kill(child, signal.SIGTERM)

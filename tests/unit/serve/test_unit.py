@@ -1,4 +1,4 @@
-"""The systemd unit: quoted as systemd reads it, its mark, and what an installation refuses."""
+"""The systemd unit: quoting, its mark, and what an installation refuses."""
 
 import getpass
 import subprocess
@@ -59,7 +59,7 @@ DOCKER = ('Environment="SPARKFORGE_RESTART=no"', 'Environment="SPARKFORGE_REFUSE
     ("unit_of", "has", "has_not"),
     [
         ({}, (*SHM, *LIMITS, "User=root", "WantedBy=multi-user.target"), DOCKER),
-        ({"user": ""}, (*LIMITS, "WantedBy=default.target"), (*SHM, "User=")),  # which a user's manager may not mount
+        ({"user": ""}, (*LIMITS, "WantedBy=default.target"), (*SHM, "User=")),  # a user's manager may not set these
         ({"container": True}, DOCKER, (*SHM, *LIMITS)),  # a container has its own
         ({"version": 253}, ("RestartSec=30s",), ("RestartMaxDelaySec",)),
         ({"version": 254, "environment": {"A": "b%"}}, ("RestartMaxDelaySec=5min", 'Environment="A=b%%"'), ()),
@@ -70,17 +70,17 @@ def test_each_unit_has_its_own_limits_and_none_that_systemd_or_the_container_lac
     hardened = ("NoNewPrivileges=yes", "RestrictSUIDSGID=yes")
     codes = {family.family: family.exit_code for family in SparkforgeError.__subclasses__()}
     lasting = " ".join(str(codes[name]) for name in ("usage", "input", "integrity", "patch", "validation"))
-    for line in (*has, *hardened, f"RestartPreventExitStatus={lasting}\n"):  # no restart cures those
+    for line in (*has, *hardened, f"RestartPreventExitStatus={lasting}\n"):  # a restart would not help against those
         assert f"\n{line}" in text
     assert [word for word in has_not if f"\n{word}" in text] == []
 
 
-def test_settings_are_taken_over_and_secrets_are_not():
+def test_settings_are_copied_but_secrets_are_not():
     carried = {"SPARKFORGE_STATE": "/s", thresholds.VARIABLE: "0", access.HOSTS: "spark.local"}
     assert service.carried({**carried, "HF_TOKEN": "hf_x", "VLLM_API_KEY": "k", "TP": ""}) == carried
 
 
-def test_a_unit_that_was_edited_is_nobodys():
+def test_an_edited_unit_no_longer_counts_as_ours():
     text = written(root=Path("/srv/x"))
     assert service.root_of(text) == "/srv/x"
     assert not service.root_of(text + "Nice=5\n")
@@ -170,7 +170,7 @@ class TestOptionsOfUp:
         assert '"--context=4096"' in text
         assert f'"--" "--max-num-seqs" "4" "--chat-template={tmp_path}/x"' in text
 
-    def test_what_up_refuses_is_not_installed(self, tmp_path):
+    def test_options_that_up_refuses_are_not_installed(self, tmp_path):
         for option in ({"host": "0.0.0.0"}, {"vllm_flags": ("--api-key", "x")}):  # noqa: S104 - it is refused
             with pytest.raises(Exit) as refused:
                 service_install(Context(), device="embedded", **option)

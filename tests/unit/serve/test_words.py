@@ -95,7 +95,7 @@ def test_vllm_args_are_split_as_a_shell_would_and_stay_out_of_the_environment(im
     assert server.extra_arguments == (
         "--max-num-seqs", "8", "--chat-template", "/my templates/a b", "--max-num-seqs=3",
     )  # fmt: skip
-    assert "VLLM_ARGS" not in server.environment  # vLLM does not know it: unknown-environment would report it
+    assert "VLLM_ARGS" not in server.environment  # unknown to vLLM: the check unknown-environment would report it
 
 
 @pytest.mark.parametrize("text", ["--chat-template 'open", "--model x/y", "--model=x/y"])
@@ -149,7 +149,7 @@ def test_an_address_that_other_machines_reach_needs_a_key():
     for address in ("0.0.0.0", "::", "192.168.1.7", "[fe80::1]"):  # noqa: S104 - what is refused
         with pytest.raises(UsageError, match="would open the server without an API key") as caught:
             access.require_key(address, "")
-        # The container runs as uid 1000, which cannot read another user's key file of mode 600.
+        # The container's uid 1000 cannot read another user's key file of mode 600.
         assert "sudo chown 1000 key; sudo chmod 440 key" in caught.value.fix
         access.require_key(address, "sesame")
     with pytest.raises(UsageError, match="'eth0' is not an address"):
@@ -180,7 +180,7 @@ def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_
 
 
 def start(tmp_path, *arguments):
-    """Run deploy/start on folders of our own, with a stand-in for the image's Python that prints its arguments."""
+    """Run deploy/start on test folders, with a stand-in for the image's Python that prints its arguments."""
     root = tmp_path / "opt"
     (root / "bin").mkdir(parents=True)
     (root / "key").write_text("k\n")
@@ -212,7 +212,7 @@ def test_servers_and_validations_go_to_the_entrypoint(tmp_path, arguments):
         (["/bin/echo", "one", "two words"], "one two words\n"),
     ],
 )
-def test_other_programs_are_run_as_they_are(tmp_path, arguments, printed):
+def test_other_programs_are_run_unchanged(tmp_path, arguments, printed):
     assert start(tmp_path, *arguments) == printed
 
 

@@ -32,7 +32,7 @@ def install_pins(pins):
 
 @pytest.fixture(autouse=True)
 def no_sync(monkeypatch):
-    """The machine does not lose power here, and a sync waits for everybody's disk."""
+    """Skip syncs: tests do not lose power, and a sync waits for all programs' writes."""
     monkeypatch.setattr(os, "sync", lambda: None)
 
 

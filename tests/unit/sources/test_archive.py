@@ -1,4 +1,4 @@
-"""Archives made here, honest and hostile: what is unpacked is whole and inside its folder, or there is nothing."""
+"""Honest and hostile archives: the result is complete and inside its folder, or absent."""
 
 import gzip
 import hashlib
@@ -65,7 +65,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_plain_file_is_refused_by_name(tmp_path, kind):
+def test_members_other_than_plain_files_are_refused_with_their_name(tmp_path, kind):
     members = [(info("p-1/a.txt", size=1), b"a"), (info("p-1/odd", kind=KINDS[kind][0], link=KINDS[kind][1]), b"")]
     refused(tar(tmp_path / "a.tar.gz", members), tmp_path / "t", f"p-1/odd.*{kind}", top="p-1")
 
@@ -163,10 +163,10 @@ def test_a_zip_with_an_impossible_offset_is_refused(tmp_path, offset):
         out.writestr("a", b"x")
     data = bytearray((tmp_path / "w.whl").read_bytes())
     central, end = data.index(b"PK\x01\x02"), data.index(b"PK\x05\x06")
-    data[central + 42 : central + 46] = offset.to_bytes(4, "little")  # of the member
+    data[central + 42 : central + 46] = offset.to_bytes(4, "little")  # the member's offset
     (tmp_path / "w.whl").write_bytes(data)
     refused(tmp_path / "w.whl", tmp_path / "t", "refused")
-    data[end + 16 : end + 20] = offset.to_bytes(4, "little")  # of the directory
+    data[end + 16 : end + 20] = offset.to_bytes(4, "little")  # the directory's offset
     (tmp_path / "w.whl").write_bytes(data)
     refused(tmp_path / "w.whl", tmp_path / "t", "refused")
 
@@ -180,7 +180,7 @@ class Counted(io.FileIO):
         return data
 
 
-def test_zeros_without_end_after_a_tars_end_are_not_read(tmp_path, monkeypatch):
+def test_endless_zeros_after_a_tars_end_are_not_read(tmp_path, monkeypatch):
     path = tar(tmp_path / "a.tar", {"p-1/a.txt": b"a"}, pack=bytes)
     with path.open("r+b") as file:
         file.truncate(3 << 30)  # sparse

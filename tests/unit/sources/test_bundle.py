@@ -201,7 +201,7 @@ def test_offline_a_bundle_gives_back_sources_and_repositories(tmp_path, world, m
 
 def test_a_file_that_is_no_bundle_is_not_overwritten(tmp_path, world):
     file = tmp_path / "b.tar"
-    bundle.make(file, stack="spark")  # its manifest stays beside what replaces it
+    bundle.make(file, stack="spark")  # its manifest stays when the file is replaced
     file.write_text("dear")
     with pytest.raises(UsageError, match="no bundle"):
         bundle.make(file, stack="spark")
@@ -316,7 +316,7 @@ def test_a_folder_with_anything_else_is_never_replaced(tmp_path, world):
     assert tree(folder) == {"thesis": b"years of work"}
 
 
-def test_a_newer_bundle_wants_a_folder_of_its_own(tmp_path, world):
+def test_a_newer_bundle_needs_another_folder(tmp_path, world):
     out = tmp_path / "room/out"
     bundle.make(tmp_path / "b.tar", stack="spark")
     bundle.unpack(tmp_path / "b.tar", out)

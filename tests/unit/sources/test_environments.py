@@ -50,14 +50,14 @@ def test_it_is_made_once(table, filled):
 
 
 @pytest.mark.parametrize("field", ["lock", "torch", "python"])
-def test_any_other_input_makes_it_anew(table, filled, field):
+def test_a_changed_input_recreates_the_environment(table, filled, field):
     environments.ensure(ENV, table)
     record = json.loads(manifest.beside(ENV.path).read_text())
     write_json(manifest.beside(ENV.path), {**record, "inputs": {**record["inputs"], field: "another"}})
     assert environments.ensure(ENV, table)
 
 
-def test_the_old_one_stays_until_a_new_one_is_whole(table, filled):
+def test_the_old_environment_stays_until_the_new_one_is_complete(table, filled):
     environments.ensure(ENV, table)
     (ENV.path / "precious").touch()
     manifest.beside(ENV.path).unlink()
@@ -97,7 +97,7 @@ def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(table, tmp_path, mo
 
 
 @pytest.mark.parametrize("name", ["kernels", "vllm"])
-def test_the_environments_to_build_in_are_made_alike(table, filled, name):
+def test_build_environments_are_made_in_the_same_way(table, filled, name):
     env = environments.Environment(table.image("spark").environments[name])
     assert environments.build_interpreter("spark", name) == env.python
     assert environments.build_interpreter("spark", name) == env.python

@@ -22,7 +22,7 @@ HTML = {"Content-Type": "text/html"}
 
 @pytest.fixture
 def server(monkeypatch, serve):
-    """A package index: `page` answers for its page of `thing`, `behave` for the file."""
+    """A package index: `page` answers requests for the page of `thing`, `behave` requests for the file."""
 
     def answer(handler):
         if handler.path == f"/files/{NAME}":
@@ -68,7 +68,7 @@ def test_an_error_status_is_an_error_and_only_a_busy_server_is_asked_again(serve
     assert server.file_requests == requests
 
 
-def test_what_passes_is_repeated_and_heals(server, capsys):
+def test_temporary_failures_are_retried(server, capsys):
     answers, pages = iter([(503,), (200, DATA[:9], {"Content-Length": len(DATA)})]), iter([(429,)])
     server.behave = lambda _: next(answers, (200, DATA))
     server.page = lambda _: next(pages, (200, PAGE, HTML))

@@ -72,8 +72,8 @@ def test_files_beside_an_artifact_that_only_look_like_ours_stay(tmp_path, name):
 
 
 @pytest.mark.parametrize("removal", [1, 2])
-def test_a_kill_while_litter_is_swept_gives_no_artifact_the_manifest_of_another(tmp_path, monkeypatch, removal):
-    """A run was killed before its swap, the older artifact has no manifest, and the next run is killed as it sweeps."""
+def test_a_kill_during_cleanup_gives_no_artifact_the_manifest_of_another(tmp_path, monkeypatch, removal):
+    """A run was killed before its swap; the older artifact has no manifest; the next run is killed during cleanup."""
     artifact, temporary = tmp_path / "p", tmp_path / ".p.1.tmp"
     writer("old", [])(artifact)
     manifest.once(temporary, "s", {"in": "2"}, writer("new", []))

@@ -1,4 +1,4 @@
-"""Real git: a repository with a submodule is made here, pinned, and brought."""
+"""Real git: make a repository with a submodule, pin it, and fetch it."""
 
 import subprocess
 
@@ -29,7 +29,7 @@ def commit(folder, **files):
 
 @pytest.fixture
 def upstream(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "file")  # for the git of the tests
+    monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "file")  # for git in these tests
     monkeypatch.setattr(repositories, "SETTINGS", (*repositories.SETTINGS, "protocol.file.allow=always"))
     commit(tmp_path / "inner", inner_h="inner\n")
     commit(tmp_path / "up", a_c="int a;\r\n")
@@ -46,7 +46,7 @@ def pin(repository, commit, **changes):
     return GitSource(**{**values, **changes})
 
 
-def test_a_commit_is_brought_whole_and_once(tmp_path, upstream):
+def test_a_commit_is_fetched_completely_and_once(tmp_path, upstream):
     repository, head = upstream
     commit(repository, a_c="int later;\n")  # the branch moves on; the pin does not
     path = tmp_path / "sources/up/1"
@@ -82,7 +82,7 @@ def test_another_tree_and_what_is_not_there_or_not_known_are_refused_with_the_ne
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../outside", "nowhere"])
-def test_a_link_that_leads_out_or_nowhere_is_refused(tmp_path, upstream, target):
+def test_links_to_outside_or_to_no_file_are_refused(tmp_path, upstream, target):
     repository, _ = upstream
     (tmp_path / "outside").write_text("secret")
     (repository / "odd").symlink_to(target)

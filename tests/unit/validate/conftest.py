@@ -50,7 +50,7 @@ def target():
 
 @pytest.fixture
 def environment():
-    """This test's environment without anything that steers vLLM, plus the checkout on the path."""
+    """This test's environment without variables that affect vLLM, plus the checkout on the path."""
     steering = ("VLLM_", "HF_", "FLASHINFER_", "PYTHONOPTIMIZE", "CUDA_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
     return lambda **more: {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}

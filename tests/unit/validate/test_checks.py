@@ -1,4 +1,4 @@
-"""The table of checks against recorded sheets: a good one passes, a broken one breaks exactly its check."""
+"""The table of checks on recorded sheets: a good sheet passes, a broken one fails exactly its check."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -87,7 +87,7 @@ def test_no_check_ever_raises(data):
     facts = {name: Fact(data.draw(JSON), "fuzz", data.draw(st.none() | st.text(max_size=5))) for name in needed(check)}
     finding = evaluate(check, View(facts))
     assert "internal error" not in finding.evidence
-    assert "is not on the sheet" not in finding.evidence  # every fact it reads is declared
+    assert "is not on the sheet" not in finding.evidence  # every fact that the check reads is declared
     assert (finding.fix == "") == (finding.status is Status.PASS)
 
 
@@ -141,7 +141,7 @@ def test_arguments_are_judged(good, with_values, arguments, status, message):
 
 OURS = {
     "deep.quantization": "spark-mxfp4",
-    "deep.moe_backend": "MARLIN",  # what vLLM would take; our plugin does not ask it
+    "deep.moe_backend": "MARLIN",  # vLLM's own choice, which our plugin does not use
     "numerics.kernel": "spark_mxfp4 triton",
     "numerics.tolerance": 0.02,
     "numerics.difference": 0.003,
@@ -152,7 +152,7 @@ FREE, LIMIT, SHARE = "memory.available_bytes", "memory.cgroup_headroom_bytes", "
 ARCHITECTURES, MARLIN = "env.flashinfer_cuda_arch_list", {"o_proj": "MarlinMxFp4LinearKernel"}
 SPARK_CASES = [
     ("layers", PASS, {"layers.linear": "mxfp8", "layers.differences": {"o_proj 1": 0.03}}),
-    ("layers", FAIL, {"layers.linear": "mxfp8", "layers.differences": {"lm_head": 0.03}}),  # is in bf16 then
+    ("layers", FAIL, {"layers.linear": "mxfp8", "layers.differences": {"lm_head": 0.03}}),  # the LM head is in bf16
     ("layers", PASS, {"layers.cache": "fp8", "layers.differences": {"attention full": 0.1}}),
     ("layers", FAIL, {"layers.differences": {"lm_head": float("nan")}}),
     ("layers", WARN, {"layers.state": "not compiled"}),
@@ -173,7 +173,7 @@ SPARK_CASES = [
     ("vllm-version", PASS, {"vllm.version": "0.31.0", "pins.vllm": "0.31.0"}),
     ("vllm-version", PASS, {"vllm.version": "0.32.0+precompiled"}),
     ("patches-intact", FAIL, {"patches.names": []}),
-    ("patches-intact", FAIL, {"patches.installed": ["vllm 0.32.0+sparkforge.1"]}),  # one of two wheels
+    ("patches-intact", FAIL, {"patches.installed": ["vllm 0.32.0+sparkforge.1"]}),  # one of two patched wheels
     ("patches-intact", FAIL, {"patches.expected": [], "patches.installed": []}),
     ("patches-intact", FAIL, {"patches.outdated": ["0002-x.patch: was changed"]}),
     ("patches-intact", PASS, {"patches.outdated": None}),
@@ -191,7 +191,7 @@ SPARK_CASES = [
     ("memory-unified", WARN, {SHARE: 0.88, FREE: 118 << 30}),
     ("memory-unified", FAIL, {SHARE: 0}),
     ("memory-unified", FAIL, {SHARE: 0.5}),  # too small for the weights
-    ("memory-unified", FAIL, {SHARE: 0.9}),  # leaves nothing beside it
+    ("memory-unified", FAIL, {SHARE: 0.9}),  # leaves no memory for anything else
     ("memory-unified", PASS, {LIMIT: 7 << 30}),  # a container's limit bounds the host side only
     ("memory-unified", FAIL, {LIMIT: 3 << 30}),
     ("cuda-memory-uncounted", FAIL, {LIMIT: 7 << 30, "numerics.charged": 1.01}),

@@ -1,4 +1,4 @@
-"""Deep facts: the child may crash, hang or know nothing, and the validator lives. A made-up torch and vllm stand in."""
+"""Deep facts: the validator survives a child that crashes, hangs or knows nothing. torch and vllm are fakes."""
 
 import signal
 
@@ -22,7 +22,7 @@ current_platform = FakePlatform
 
 @pytest.fixture
 def packages(tmp_path):
-    """A directory with a torch of CUDA 13.0 and a vllm that knows its platform and nothing else."""
+    """A folder with a fake torch for CUDA 13.0 and a fake vllm that only knows its platform."""
     (tmp_path / "vllm" / "platforms").mkdir(parents=True)
     (tmp_path / "torch.py").write_text("class version:\n    cuda = '13.0'\n")
     (tmp_path / "vllm" / "__init__.py").write_text("")
@@ -58,7 +58,7 @@ def test_each_question_has_its_own_answer_also_without_the_patch(target, package
         pytest.param("import time; time.sleep(600)", "did not answer within 10 s", marks=pytest.mark.slow),
     ],
 )
-def test_crash_or_hang_keeps_what_was_told_before(target, packages, environment, body, why):
+def test_facts_before_a_crash_or_hang_are_kept(target, packages, environment, body, why):
     (packages / "vllm" / "platforms" / "__init__.py").write_text(body)
     facts = gathered(target, packages, environment, deep_seconds=10.0 if "sleep" in body else 120.0)
     assert facts["deep.torch_cuda"].value == "13.0"
@@ -69,7 +69,7 @@ COUNTED = "from pathlib import Path\nPath(__file__).with_name('imports').open('a
 
 
 @pytest.mark.parametrize(("ends", "imports"), [("", 1), ("import os; os._exit(9)", 3), ("import os; os.abort()", 3)])
-def test_vllm_is_imported_once_unless_that_ends_the_process(target, packages, environment, ends, imports):
+def test_vllm_is_imported_once_unless_the_import_ends_the_process(target, packages, environment, ends, imports):
     (packages / "vllm" / "engine").mkdir()
     (packages / "vllm" / "engine" / "arg_utils.py").write_text(COUNTED + ends)
     asked = target(model=packages, environ=environment(PYTHONPATH=str(packages)))

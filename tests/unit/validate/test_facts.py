@@ -1,4 +1,4 @@
-"""Gathering never raises and always ends; sheets are read strictly."""
+"""Gathering facts never raises and always ends; sheets are read strictly."""
 
 import json
 import threading
@@ -36,7 +36,7 @@ def test_a_reading_that_fails_has_its_reason_and_one_that_needs_longer_its_own_l
     assert (facts["slow"].value, facts["next"].value) == (1, 2)
 
 
-def test_sheet_comes_back_as_it_was_written(tmp_path):
+def test_a_sheet_is_read_as_it_was_written(tmp_path):
     facts = {"a": Fact([1, "x"], "cmd"), "b": Fact(None, "cmd", "why"), "c": Fact(None, "cmd")}
     (tmp_path / "s.json").write_text(json.dumps({"schema": 1, "facts": as_json(facts)}))
     assert load_sheet(tmp_path / "s.json") == facts

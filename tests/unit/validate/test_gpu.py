@@ -45,7 +45,7 @@ def test_nvidia_smi_fails(target, tmp_path, monkeypatch, script, why):
 
 
 class FakeCuda:
-    """The five functions of libcuda that are called, answering for a GB10."""
+    """The five libcuda functions that the validator calls, with a GB10's answers."""
 
     def __init__(self, version=13000, init=0, devices=1):
         self.values = {"cuDriverGetVersion": version, "cuDeviceGetCount": devices}

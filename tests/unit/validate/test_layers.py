@@ -1,4 +1,4 @@
-"""The check `layers` notices what a wrong part of a model does; the parts here are the reference's own, in bfloat16."""
+"""The check `layers` notices wrong parts of a model; the parts here are the reference's own, in bfloat16."""
 
 import pytest
 import torch
@@ -16,20 +16,20 @@ def weights():
 
 @pytest.fixture(scope="module", params=[None, child.PROMPT + child.STEPS], ids=["vllm", "fused"])
 def rotation(request):
-    """None as of vLLM's attention; cosines and sines as of spark_mxfp4's, whose router gives routes then."""
+    """None as with vLLM's attention; cosines and sines as with spark_mxfp4's, whose router then returns routes."""
     angles = torch.arange(request.param or 0)[:, None] * torch.logspace(0, -3, child.HEAD_DIM // 2)
     return torch.cat([angles.cos(), angles.sin()], dim=-1) if request.param else None
 
 
 def routes(logits):
-    """What spark_mxfp4's router returns: shares, and the experts' numbers as bits."""
+    """Return the output of spark_mxfp4's router: shares, and the experts' numbers as bits."""
     best, ids = logits.double().topk(child.TOP_K)
     return torch.stack([best.softmax(-1).float(), ids.int().view(torch.float32)])
 
 
 @pytest.fixture(scope="module")
 def served(weights, rotation):
-    """Calls as an engine makes them: the prompt at once, then a token at a time. What no part judges is random."""
+    """Return calls like an engine's: the whole prompt, then a token at a time. Unchecked values are random."""
     random = torch.Generator().manual_seed(1)
 
     def rows(columns):
@@ -68,7 +68,7 @@ def served(weights, rotation):
 
 
 def worst(served, rotation, weights):
-    """Return the parts that differ by more than 1 %, what bfloat16 explains."""
+    """Return the parts that differ by more than 1 %, the limit for bfloat16."""
     return [
         part for part, difference in child.judge(served, rotation, weights, numerics_child) if not difference <= 0.01
     ]
@@ -80,7 +80,7 @@ def test_right_parts_differ_by_rounding_alone(served, rotation, weights):
     assert all(0 < difference < 0.004 for difference in differences.values()), differences
 
 
-# What a backend may get wrong: the reference is computed as it would be, so what was served differs from it.
+# Faults of a backend: here the reference is computed with the fault, so that the served values differ from it.
 @pytest.mark.parametrize(
     ("name", "change", "parts"),
     [
@@ -106,20 +106,20 @@ def test_a_wrong_weight_shows_in_its_part_alone(served, rotation, weights, name,
     ],
 )
 def test_a_wrong_size_shows(served, rotation, weights, monkeypatch, change, parts):
-    if rotation is not None:  # routes say how many experts there are
+    if rotation is not None:  # routes show the number of experts per token
         parts = [part.replace("experts", "router") for part in parts]
     for name, value in change.items():
         monkeypatch.setattr(child, name, value)
     assert worst(served, rotation, weights) == parts
 
 
-def test_a_part_that_writes_nothing_for_one_token_shows(served, rotation, weights):
+def test_a_part_that_skips_a_token_is_noticed(served, rotation, weights):
     calls = list(served["model.layers.1.attn.attn"])
     calls[-1] = (calls[-1][0], torch.full_like(calls[-1][1], float("nan")))
     assert worst({**served, "model.layers.1.attn.attn": calls}, rotation, weights) == ["attention full decode"]
 
 
-def test_rounding_that_takes_another_expert_as_good_is_no_fault(served, rotation, weights):
+def test_rounding_that_selects_an_equally_good_expert_is_no_fault(served, rotation, weights):
     router, as_good = "model.layers.0.mlp.router", torch.tensor([[3.0, 2.0, 1.99, -1.0]], dtype=torch.bfloat16)
     if rotation is None:
         routed = [(x, torch.cat([as_good, logits[1:]])) for x, logits in served[router]]

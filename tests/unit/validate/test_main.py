@@ -29,7 +29,7 @@ def command(environment, *arguments, flags=(), **more):
 
 @pytest.fixture
 def ask(environment, monkeypatch, capsys):
-    """Return a function: run the command in this process, with the same variables."""
+    """Return a function that runs the command in this process with the same variables."""
 
     def ask(*arguments, **more):
         with monkeypatch.context() as patch:
@@ -89,7 +89,7 @@ def test_spark_profile_without_gpu_refuses_says_why_and_imports_neither_torch_no
     imported = {name.split(".")[0] for name in modules}
     assert "validate" in imported
     assert not imported & {"torch", "vllm", "transformers", "numpy", "spark_mxfp4"}
-    assert not imported & {"httpx", "tenacity", "pypi_simple"}  # of our own tools, and not where a server runs
+    assert not imported & {"httpx", "tenacity", "pypi_simple"}  # used only by our own tools, not where a server runs
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_wrong_arguments_are_one_named_error(ask, arguments, code, said):
     assert "Traceback" not in result.stderr
 
 
-def test_without_a_model_nothing_is_green(good, with_values):
+def test_without_a_model_the_validation_fails(good, with_values):
     facts = with_values(good("embedded"), dict.fromkeys(("model.path", "model.model_type")))
     report = gate.rehearse("embedded", facts, "a test")
     assert report.verdict is gate.ValidationVerdict.INCOMPLETE

@@ -1,4 +1,4 @@
-"""The numerics check notices what a wrong kernel does: each mutation is one that a kernel's author could make."""
+"""The numerics check notices wrong kernels: each mutation is a mistake that a kernel's author could make."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from validate.facts.child import Outcome, gather
 from validate.facts.fact import Fact
 from validate.facts.target import Options, Target
 
-# What a kernel may get wrong, as the body of `kernel(x, weights, ids, topk)`; `moe` and `experts` are the right ones.
+# Faults as the body of `kernel(x, weights, ids, topk)`; `moe` and `experts` are the correct modules.
 MUTATIONS = {
     "every scale twice as large": "return moe(x, both(weights, lambda p: p._replace(scales=p.scales + 1)), ids, topk)",
     "no clamp": "return moe(x, weights, ids, topk, None, experts.GPT_OSS._replace(limit=1e9))",
@@ -65,7 +65,7 @@ def test_the_kernel_of_this_checkout_is_right(environment):
 
 @pytest.fixture
 def computed(tmp_path, monkeypatch):
-    """The same facts, by the child's program in this process, which has imported torch already."""
+    """The same facts, from the child's program in this process, which has already imported torch."""
 
     def run(_target, programs):
         answers = tmp_path / "answers"
@@ -74,11 +74,11 @@ def computed(tmp_path, monkeypatch):
         return [Outcome({entry["name"]: entry for entry in entries})]
 
     def computed(body, kernel=""):
-        name = f"mutant_{tmp_path.name}"  # a name of its own: what is imported stays
+        name = f"mutant_{tmp_path.name}"  # a unique name, because imported modules stay
         (tmp_path / f"{name}.py").write_text(MODULE.format(body=body))
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setenv("SPARK_MXFP4_KERNEL", kernel or f"{name}:kernel")
-        monkeypatch.setattr(experts, "swiglu", experts.swiglu)  # put back what a mutation changes
+        monkeypatch.setattr(experts, "swiglu", experts.swiglu)  # restores what a mutation changes
         monkeypatch.setattr("validate.facts.child.run_programs", run)
         return gather(Target(Options(), "embedded"), numerics)[0]
 
@@ -91,11 +91,11 @@ def test_a_wrong_kernel_is_refused(computed, name):
     assert facts["numerics.kernel"].value.startswith("spark_mxfp4 mutant")
     finding = judge(facts)
     assert finding.status is Status.FAIL, finding.evidence
-    assert not facts["numerics.difference"].value <= child.TOLERANCE["mxfp8"] * 1.5  # MXFP8 would not hide it; NaN too
+    assert not facts["numerics.difference"].value <= child.TOLERANCE["mxfp8"] * 1.5  # beyond MXFP8's tolerance, or NaN
 
 
-def test_a_kernel_that_hangs_is_given_up(tmp_path, environment, monkeypatch):
-    """The program here names its kernel as the child does before it computes (the next test), and hangs."""
+def test_a_kernel_that_hangs_times_out(tmp_path, environment, monkeypatch):
+    """A fake program prints its kernel's name, as the child does before it computes (see the next test), and hangs."""
     fact = json.dumps({"name": "numerics.kernel", "value": "slow"})
     (tmp_path / "child.py").write_text(f"import sys, time; open(sys.argv[2], 'w').write({fact!r}); time.sleep(600)")
     monkeypatch.setattr(numerics, "CHILD", tmp_path / "child.py")
@@ -108,9 +108,9 @@ def test_a_kernel_that_hangs_is_given_up(tmp_path, environment, monkeypatch):
     assert "did not answer within 3 s" in finding.evidence
 
 
-def test_a_kernel_that_crashes_says_how(gathered):
+def test_a_crash_of_a_kernel_is_reported(gathered):
     facts = gathered("os.abort()")
-    assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"  # told before it crashed
+    assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"  # reported before the crash
     finding = judge(facts)
     assert finding.status is Status.FAIL
     assert "killed by signal 6" in finding.evidence
@@ -196,13 +196,13 @@ def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, enviro
         ({"graph_difference": 0.0}, Status.PASS),
         ({"graph_difference": 1e-6}, Status.FAIL),
         ({"graph_difference": float("nan")}, Status.FAIL),
-        ({"graph_difference": None}, Status.FAIL),  # on a GPU a graph was asked for
+        ({"graph_difference": None}, Status.FAIL),  # on a GPU a graph is required
         ({"graph_difference": None, "device": "cuda, eager"}, Status.PASS),  # a kernel without graphs
         ({"difference": 0.11}, Status.FAIL),
         ({"difference": float("nan")}, Status.FAIL),
         ({"difference": None}, Status.FAIL),
     ],
 )
-def test_what_a_gpu_tells_is_judged(good, values, status):
+def test_facts_of_a_gpu_are_judged(good, values, status):
     facts = good("spark") | {f"numerics.{name}": Fact(value, "test") for name, value in values.items()}
     assert judge(facts).status is status

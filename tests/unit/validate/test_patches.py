@@ -1,4 +1,4 @@
-"""Whether the installed packages are our patched wheels: real wheels by the real maker, installed by uv."""
+"""The check that installed packages are our patched wheels, on real wheels installed by uv."""
 
 import base64
 import csv
@@ -26,7 +26,7 @@ CHECK = CHECKS["patches-intact"]
 
 @pytest.fixture
 def judge(target, tmp_path):
-    """Judges the environment as a start of the server does; every call reads all of it again."""
+    """Judges the environment as a server's start does; every call reads all files again."""
 
     def judge():
         """Return the finding."""
@@ -40,7 +40,7 @@ def judge(target, tmp_path):
 
 @pytest.fixture
 def checkout(monkeypatch, patched_wheel):
-    """A checkout whose series is that of the wheel."""
+    """A checkout with the same series as the wheel."""
     monkeypatch.setattr(patches, "ROOT", patched_wheel.queue.parent.parent)
 
 
@@ -120,7 +120,7 @@ def test_what_differs_from_the_wheel_is_refused_by_name(patched_site, judge, che
 
 @pytest.mark.parametrize("mode", ["UNCHECKED_HASH", "CHECKED_HASH", "TIMESTAMP"])
 def test_bytecode_of_another_source_must_not_win(patched_site, judge, checkout, mode):
-    """Python never compares unchecked hashes with the source, so that what it runs would not be what was checked."""
+    """Python does not compare unchecked hashes with the source, so it would run other code than was checked."""
     source = patched_site / "vllm/b.py"
     good = source.read_bytes()
     replace(source, b"other = 9\n")
@@ -219,7 +219,7 @@ def test_a_huge_record_is_refused(patched_site, judge, checkout):
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "[" * 99999, '{"schema": 2}'])
 def test_an_origin_that_nobody_vouches_for_is_refused(patched_site, judge, checkout, text):
-    """The lock does not vouch for it, as its RECORD is another one."""
+    """The lock has another RECORD, so it does not vouch for the package."""
     file = info_of(patched_site) / verify.ORIGIN
     file.unlink()
     if text is not None:
@@ -232,13 +232,13 @@ def test_an_origin_that_nobody_vouches_for_is_refused(patched_site, judge, check
 
 
 def test_a_package_that_python_takes_from_elsewhere_is_refused(patched_site, patched_wheel, judge, checkout, tmp_path):
-    """A checkout on the path is imported, whatever is installed."""
+    """A checkout on the path is imported instead of the installed package."""
     shutil.copytree(patched_site / "vllm", tmp_path / "checkout/vllm")
     (patched_site / "a.pth").write_text(f"import sys; sys.path.insert(0, {str(tmp_path / 'checkout')!r})\n")
     assert f"Python imports vllm from {tmp_path / 'checkout/vllm'}" in judge().evidence
 
 
-def test_what_an_image_left_out_or_compiled_is_in_its_manifest(patched_site, judge, monkeypatch, tmp_path):
+def test_removed_and_compiled_files_are_in_the_images_manifest(patched_site, judge, monkeypatch, tmp_path):
     monkeypatch.setattr(patches, "ROOT", tmp_path)
     manifest = tmp_path / "image.json"
     library = patched_site / "vllm/_C.abi3.so"

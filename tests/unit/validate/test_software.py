@@ -42,7 +42,7 @@ CUDNN = "nvidia/cudnn/lib/libcudnn.so.9"
 
 
 def compiled(path, body):
-    """A shared library of one function, made by the C compiler: the loader and the call are real."""
+    """A shared library of one function by the C compiler, so that loader and call are real."""
     path.parent.mkdir(parents=True, exist_ok=True)
     source = path.with_suffix(".c")
     source.write_text(f"#include <stddef.h>\n#include <stdlib.h>\n#include <unistd.h>\n{body}\n")
@@ -63,7 +63,7 @@ def compiled(path, body):
 )
 def test_cudnn_is_loaded_and_asked(target, site, install, monkeypatch, body, value, error):
     monkeypatch.setattr(software, "SECONDS", 1.0 if "pause" in body else software.SECONDS)
-    install(site, "nvidia_cudnn_cu13", "9.99.0.48")  # metadata, which no longer counts
+    install(site, "nvidia_cudnn_cu13", "9.99.0.48")  # metadata does not count
     compiled(site / CUDNN, body)
     facts = fact("cudnn.version", target(python=site.parent / "python"))
     assert facts.value == value
@@ -72,7 +72,7 @@ def test_cudnn_is_loaded_and_asked(target, site, install, monkeypatch, body, val
 
 @pytest.mark.needs("cc")
 def test_of_the_systems_libraries_the_newest_version_is_asked(target, site, tmp_path, monkeypatch):
-    """As text 9.9.0 is above 9.20.0."""
+    """Compared as text, 9.9.0 would be above 9.20.0."""
     for name, number in (("9.9.0", 90900), ("9.20.0", 92000)):
         compiled(tmp_path / "lib" / f"libcudnn.so.{name}", f"size_t cudnnGetVersion(void) {{ return {number}; }}")
     monkeypatch.setattr(software, "LIBRARY_DIRECTORIES", (str(tmp_path / "lib"),))
@@ -107,7 +107,7 @@ def test_flashinfer_cache(target, site, install, tmp_path, arch, directory):
 
 @pytest.fixture
 def built(site, install, tmp_path):
-    """A workspace as `./inv build.kernels` leaves it: one library, its manifest; and the server's variables."""
+    """A workspace of `./inv build.kernels`: one library and its manifest; and the server's variables."""
     install(site, "flashinfer_python", "0.7.0.post1")
     name = "fused_moe_120_fp8xfp4"
     library = tmp_path / f".cache/flashinfer/0.7.0.post1/121a/cached_ops/{name}/{name}.so"
@@ -161,7 +161,7 @@ def test_without_the_manifest_only_the_module_is_asked_for(target, site, built, 
     (tmp_path / "kernels-gpt-oss.env.manifest.json").unlink()
     assert judged_modules(target, site, server).status is Status.PASS
     unfiltered = {name: value for name, value in server.items() if name != "FLASHINFER_MOE_SM120_DTYPES"}
-    assert "fused_moe_120 is not in" in judged_modules(target, site, unfiltered).evidence  # another module is asked for
+    assert "fused_moe_120 is not in" in judged_modules(target, site, unfiltered).evidence  # loads another module
     library.unlink()
     modules = judged_modules(target, site, server)
     assert modules.status is Status.WARN

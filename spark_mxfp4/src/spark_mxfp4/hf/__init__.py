@@ -1,9 +1,9 @@
 """gpt-oss in transformers with packed MXFP4 experts.
 
-Importing it also registers the experts implementation `spark_mxfp4` for `model.set_experts_implementation`.
+Importing this package also registers the experts implementation `spark_mxfp4` for `model.set_experts_implementation`.
 """
 
-RELEASE = "5.19"  # of transformers, whose classes these derive from; pyproject.toml's extra `hf` says the same
+RELEASE = "5.19"  # of transformers, whose classes ours derive from; pyproject.toml's extra `hf` has the same version
 
 try:
     import transformers

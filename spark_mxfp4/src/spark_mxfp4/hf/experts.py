@@ -1,4 +1,4 @@
-"""The module that takes the place of transformers' `GptOssExperts`: packed MXFP4 weights, run by one of our kernels."""
+"""The module that replaces transformers' `GptOssExperts`: packed MXFP4 weights, run by one of our kernels."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class PackedExperts(nn.Module):
     """E experts in MXFP4: parameters have the names, shapes and bytes of a gpt-oss checkpoint.
 
     `gate_up_proj_blocks` u8 [E, 2I, H/32, 16], `gate_up_proj_scales` u8 [E, 2I, H/32], `gate_up_proj_bias` [E, 2I],
-    and `down_proj_*` likewise with N = H and K = I. Gate and up rows are interleaved. A kernel with another layout has
-    these bytes replaced, so memory holds one copy; `state_dict()` and `.to()` restore them first.
+    and `down_proj_*` likewise with N = H and K = I. Gate and up rows are interleaved. For a kernel with another layout
+    `prepare` replaces these bytes, so memory holds one copy; `state_dict()` and `.to()` restore them first.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class PackedExperts(nn.Module):
         return output[..., :hidden] if padded != hidden else output
 
     def ready(self) -> ExpertWeights:
-        """Return the weights as the kernel takes them; raises RuntimeError before `prepare`."""
+        """Return the weights in the kernel's layout. Raises RuntimeError before `prepare`."""
         if self._ready is None:
             raise RuntimeError("the experts are not prepared · the weights were changed · call prepare()")
         return self._ready
 
     @torch.compiler.disable
     def prepare(self) -> None:
-        """Give the kernel its layout; bytes that exist in that layout are not kept twice."""
+        """Convert the weights to the kernel's layout; the checkpoint's bytes are then freed."""
         if self._ready is not None:
             return
         projections = (Projection(*(getattr(self, name + suffix).data for suffix in SUFFIXES)) for name in PROJECTIONS)
@@ -88,7 +88,7 @@ class PackedExperts(nn.Module):
         self.kernel.tune(self._ready)
 
     def unprepare(self) -> None:
-        """Bring the checkpoint's bytes back into the parameters."""
+        """Restore the checkpoint's bytes in the parameters."""
         if self._ready is None:
             return
         if self.get_parameter("gate_up_proj_blocks").numel() == 0:
@@ -104,7 +104,7 @@ class PackedExperts(nn.Module):
         self.kernel = kernel
 
     def misfit(self) -> str | None:
-        """Describe the first parameter that a checkpoint filled with another shape or type; None if there is none."""
+        """Describe the first parameter that a checkpoint gave another shape or dtype; return None if there is none."""
         for name, shape in self.sizes.shapes().items():
             parameter, kind = getattr(self, name), "float" if name.endswith("_bias") else torch.uint8
             if tuple(parameter.shape) != shape or parameter.is_floating_point() != name.endswith("_bias"):

@@ -1,7 +1,7 @@
 """The experts implementation `spark_mxfp4` of transformers 5.19: `model.set_experts_implementation("spark_mxfp4")`.
 
-The model keeps its bf16 experts, so the choice can be taken back; each layer's MXFP4 copy (4.25 bits a weight) is made
-on its first use. To save memory convert the model instead: `hf.convert_and_replace`.
+The model keeps its bf16 experts, so you can switch back. Each layer's MXFP4 copy (4.25 bits a weight) is made on first
+use. To save memory, convert the model with `hf.convert_and_replace` instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def register() -> None:
 def experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sum [T, H] of gpt-oss experts [E, K, N] by our kernel and their MXFP4 copy.
+    """Return the weighted sum [T, H] of gpt-oss experts [E, K, N], computed by our kernel from their MXFP4 copy.
 
     Raises ValueError for experts of another family, and NotImplementedError in training: rounding has no gradient.
     """
@@ -45,7 +45,7 @@ def experts_forward(
 
 @torch.compiler.disable
 def _packed_copy(experts: Any) -> tuple[MoeKernel, ExpertWeights]:
-    """Return kernel and packed weights of a layer, made anew when its weights, their device or the kernel changed."""
+    """Return a layer's kernel and packed weights; pack again if its weights, their device or the kernel changed."""
     name = registry.chosen_name(experts.gate_up_proj.device.type)
     parameters = [getattr(experts, projection) for projection in PROJECTIONS]
     state = (name, *((p.data_ptr(), _version(p), p.device, p.dtype) for p in parameters))
@@ -58,7 +58,7 @@ def _packed_copy(experts: Any) -> tuple[MoeKernel, ExpertWeights]:
 
 
 def _version(parameter: torch.Tensor) -> int:
-    """Return how often a tensor was written to in place; those made in inference mode do not count it."""
+    """Return how often a tensor was written to in place, which tensors made in inference mode do not count."""
     return 0 if parameter.is_inference() else parameter._version  # noqa: SLF001 (torch has no other name for it)
 
 

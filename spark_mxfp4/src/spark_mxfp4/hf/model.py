@@ -1,4 +1,4 @@
-"""Convert a gpt-oss model of transformers 5.19 to packed MXFP4 experts, or load a checkpoint that has them.
+"""Convert a gpt-oss model of transformers 5.19 to packed MXFP4 experts, or load an MXFP4 checkpoint.
 
 Importing this module registers the experts implementation `spark_mxfp4` and the quantizer of `load_packed`.
 """
@@ -39,16 +39,16 @@ quantizer.register()
 def convert_and_replace(
     model: PreTrainedModel, kernel: Kernel | None = None, device: torch.device | str | None = None
 ) -> PreTrainedModel:
-    """Quantise a gpt-oss model's bf16 experts to MXFP4, layer by layer, and put ours in their place; return the model.
+    """Replace a gpt-oss model's bf16 experts by our modules in MXFP4, layer by layer, and return the model.
 
-    `kernel` is a name as `registry.load` takes it (default: SPARK_MXFP4_KERNEL, else `triton` on CUDA and `torch`
-    elsewhere), or a kernels hub with triton_kernels' interface: an imported package, or the path of its folder. A hub
-    quantises and lays out weights by its own functions (`kernels.triton_hub`). With `device` experts are quantised
-    there, one at a time, and the rest of the model follows. At most one layer's experts exist twice. Experts that are
-    packed already, by us or by transformers' stock kernels, keep their bytes and change kernel and device only, so a
-    second call after an interrupted one finishes it. Afterwards `save_pretrained` writes a stock MXFP4 checkpoint.
-    Raises ValueError, before anything is changed, for another model type, a dense model, odd sizes, offloaded weights
-    or an unknown kernel; and at the layer where they are found for weights that are not finite.
+    `kernel` is a name for `registry.load` (default: SPARK_MXFP4_KERNEL, else `triton` on CUDA and `torch` elsewhere),
+    or a kernels hub with triton_kernels' interface: an imported package, or the path of its folder. A hub quantises and
+    lays out weights by its own functions (`kernels.triton_hub`). With `device`, experts are quantised on that device,
+    one at a time, and then the rest of the model moves to it. At most one layer's experts exist twice. Experts that we
+    or transformers' stock kernels have packed already keep their bytes and change only kernel and device, so a second
+    call completes an interrupted call. Afterwards `save_pretrained` writes a stock MXFP4 checkpoint. Raises ValueError
+    before any change for another model type, a dense model, sizes that are no multiple of 32, offloaded weights or an
+    unknown kernel. Weights that are not finite raise ValueError at their layer.
     """
     names = _layers(model)
     target = torch.device(device) if device is not None else next(model.get_submodule(names[0]).parameters()).device
@@ -71,12 +71,12 @@ def load_packed(
     dtype: torch.dtype | str = "auto",
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a gpt-oss MXFP4 checkpoint (a folder or a hub id) with its experts' bytes as they are; return the model.
+    """Load a gpt-oss MXFP4 checkpoint (a folder or a hub id), keep its experts' bytes, and return the model.
 
     Blocks and scales are never dequantised; everything else gets `dtype` (`auto`: the checkpoint's). `kernel` and
-    `device` are as in `convert_and_replace`; `options` go to `from_pretrained`, `device_map` among them, in place of
-    `device`. With the package `accelerate` the weights go to the device directly, without it through the CPU's memory.
-    Raises ValueError for another model type, a checkpoint that is not MXFP4, one with missing weights, or offloading.
+    `device` are as in `convert_and_replace`. `options` are passed to `from_pretrained`; among them `device_map` may
+    replace `device`. With the package `accelerate` weights are loaded directly to the device, else through CPU memory.
+    Raises ValueError for another model type, a checkpoint that is not MXFP4 or lacks weights, or offloading.
     """
     hub = {key: value for key, value in options.items() if key in HUB_OPTIONS}
     config = AutoConfig.from_pretrained(model, **hub)
@@ -103,7 +103,7 @@ def load_packed(
 
 
 def _name(kernel: Kernel | None, device: torch.device) -> str:
-    """Return the name by which `registry.load` finds `kernel`; None stands for the choice of the environment."""
+    """Return the name by which `registry.load` finds `kernel`; for None, the environment decides."""
     if isinstance(kernel, ModuleType):
         return triton_hub.name_of(kernel)
     if isinstance(kernel, os.PathLike):
@@ -120,7 +120,7 @@ def _first_device(device_map: Any) -> torch.device:
 
 
 def _layers(model: Any) -> list[str]:
-    """Return the names of the experts' modules, converted or not; raises ValueError for a model that has none of ours.
+    """Return the names of the experts' modules, converted or not. Raises ValueError for an unsupported model.
 
     Names only: a list of modules would keep every dense layer alive until the last is converted.
     """
@@ -191,7 +191,7 @@ def _prepare(model: PreTrainedModel) -> None:
 
 
 def _from_stock(experts: Mxfp4GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
-    """Return the packed twin of a layer that stock kernels have laid out; its bytes come back by their own layout."""
+    """Return the packed module for a layer with stock kernels, whose own layout converts the bytes back."""
     sizes = ExpertSizes(experts.num_experts, experts.hidden_size, experts.intermediate_size)
     packed = PackedExperts(sizes, kernel, experts.gate_up_proj_bias.dtype, device)
     for projection in PROJECTIONS:
@@ -206,7 +206,7 @@ def _from_stock(experts: Mxfp4GptOssExperts, kernel: MoeKernel, device: torch.de
 
 
 def _packed(name: str, experts: GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
-    """Return the packed twin of one layer; holds one dense expert above both."""
+    """Return the packed module for one layer; the peak is one dense expert above both."""
     sizes = ExpertSizes(experts.num_experts, experts.hidden_size, experts.intermediate_size)
     packed = PackedExperts(sizes, kernel, experts.gate_up_proj_bias.dtype, device)
     for projection in PROJECTIONS:
@@ -239,9 +239,9 @@ def _refuse_other_checkpoints(model: str, config: Any) -> None:
 
 
 def _refuse_incomplete(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -> None:
-    """Raise ValueError for a checkpoint that left weights at random values, or gave experts of another shape.
+    """Raise ValueError if the checkpoint lacks weights, which stay random, or has experts of another shape.
 
-    transformers warns about the first and, for quantized weights, does not look at the second.
+    transformers only warns about missing weights, and does not check the shapes of quantized weights.
     """
     problems = [f"{name} is missing" for name in sorted(report.get("missing_keys", ()))]
     for name, experts in loaded.named_modules():

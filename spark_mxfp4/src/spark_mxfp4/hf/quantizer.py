@@ -1,4 +1,4 @@
-"""A quantizer for transformers 5.19: it loads a gpt-oss checkpoint into our modules and keeps the experts' bytes."""
+"""A quantizer for transformers 5.19, which loads a gpt-oss checkpoint into our modules and keeps the experts' bytes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ KEPT_DENSE = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.em
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """Asks for our experts at load; in a saved config.json it reads as the stock `mxfp4`."""
+    """Selects our experts at load; a saved config.json has the stock method `mxfp4`."""
 
     def __init__(self, kernel: str = registry.DEFAULT_KERNEL, **_: Any) -> None:
         self.quant_method = NAME
         self.kernel = kernel
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry for config.json: that of a stock gpt-oss checkpoint, which every loader reads."""
+        """Return the entry of a stock gpt-oss checkpoint for config.json, which every loader reads."""
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(KEPT_DENSE)}
 
 
 class PackedQuantizer(HfQuantizer):
-    """Puts `PackedExperts` into the empty model; its parameters have the checkpoint's names: nothing is converted."""
+    """Puts `PackedExperts` into the empty model. Parameters have the checkpoint's names, so nothing is converted."""
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         kernel = registry.load(self.quantization_config.kernel)
@@ -47,7 +47,7 @@ class PackedQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """Tell transformers that `save_pretrained` works: the state dict is the checkpoint."""
+        """Tell transformers that `save_pretrained` works, because the state dict has the checkpoint's tensors."""
         return True
 
     @property

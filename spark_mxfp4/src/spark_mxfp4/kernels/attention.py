@@ -74,24 +74,24 @@ def device_fits(device: torch.device) -> bool:
 def splits(tokens: int, key_heads: int, window: int, processors: int) -> int:
     """Return how many thread blocks share a sequence and key head.
 
-    There are as many as `processors` multiprocessors run at once, but no more than the window has steps for.
+    The number fills `processors` multiprocessors, but is at most MOST_SPLITS, and one per ROWS · WARPS window tokens.
     """
     most = -(-window // (ROWS * WARPS)) if window else MOST_SPLITS
     return max(1, min(most, processors // (tokens * key_heads)))
 
 
 def counters(key_heads: int, device: torch.device) -> torch.Tensor:
-    """Return counters for `attend`: zeros, and zeros again after every launch."""
+    """Return counters for `attend`, which are zero before and after every launch."""
     return torch.zeros(MOST_TOKENS * key_heads, dtype=torch.int32, device=device)
 
 
 class Layer(NamedTuple):
     """Arguments of `attend` that are the same in every step of a layer.
 
-    A token attends to the last `window` tokens, itself included; 0 means all. `sinks` is bf16 [query heads].
-    `rotation` is float32 [positions, 64], cosines before sines; with it `attend` rotates query and key in Neox style,
-    without it they are rotated already. Each layer has `tickets` of its own (`counters`), because launches of two
-    layers may overlap.
+    A token attends to the last `window` tokens, itself included; 0 means all. `sinks` is bf16 [query heads]. `rotation`
+    is float32 [positions, 64], cosines before sines; with it `attend` rotates query and key in Neox style. None means
+    that they are rotated already. Each layer has `tickets` of its own (`counters`), because launches of two layers may
+    overlap.
     """
 
     scale: float
@@ -145,7 +145,7 @@ def attend(
 def rotate_and_store(new: Projections, cache: Cache, starts: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Write rotated keys and the values to the cache, and return the rotated query [T, query heads, 64].
 
-    Sequence i has the new tokens from `starts[i]` to `starts[i + 1]` (int32 [sequences + 1]), its last ones. `rotation`
+    The last tokens of sequence i are the new tokens `starts[i]` to `starts[i + 1]` (int32 [sequences + 1]). `rotation`
     is as in Layer; `cache.table` is not read. Raises as `attend` does.
     """
     query, key, value = new
@@ -165,7 +165,7 @@ def rotate_and_store(new: Projections, cache: Cache, starts: torch.Tensor, rotat
 
 
 def _refuse(new: Projections, cache: Cache, sequences: int) -> None:
-    """Raise ValueError, with its name, for a tensor of `new` or `cache` that the kernels do not support."""
+    """Raise ValueError with the tensor's name if the kernels do not support a tensor of `new` or `cache`."""
     query, key, value = new
     if query.dim() != 3 or key.dim() != 3 or not heads_fit(query.shape[1], key.shape[1], query.shape[2]):
         raise ValueError(
@@ -192,8 +192,8 @@ def _require(
 ) -> None:
     """Raise ValueError unless `tensor` has this dtype, shape and device, and is contiguous.
 
-    None stands for any size but 0. The first `strided` dimensions may have any stride; of a bf16 tensor, whose rows
-    are loaded by vectors, any that keeps the vectors aligned.
+    None stands for any size but 0. The first `strided` dimensions may have any stride. For bf16 tensors the stride must
+    keep rows aligned, because they are loaded by vectors.
     """
     sizes = tuple(tensor.shape)
     vectors = strided > 0 and dtype == torch.bfloat16
@@ -211,7 +211,7 @@ def _require(
 
 
 def rotated(x: torch.Tensor, rotation: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return bf16 `x` [T, heads, 64] rotated by torch, equal to the kernels' result to the bit."""
+    """Return bf16 `x` [T, heads, 64] rotated by torch, bit for bit equal to the kernels' result."""
     cosine, sine = rotation[positions].bfloat16().float()[:, None].chunk(2, dim=-1)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1).bfloat16()
@@ -248,7 +248,7 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def load(device: torch.device) -> ctypes.CDLL:
-    """Return the kernels for `device`, built when first used if `precompile` left none.
+    """Return the kernels for `device`; without a library from `precompile`, the first call builds them.
 
     Raises NotImplementedError as `extension.library` does.
     """

@@ -1,4 +1,4 @@
-"""The layers that kernels are checked and timed with, fresh random ones, and a slow mixture of experts in float32."""
+"""Layers with random weights to check and time kernels, and a slow mixture of experts in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spark_mxfp4.experts import GPT_OSS, Activation, ExpertWeights, Projection, 
 from spark_mxfp4.mxfp4 import BLOCK_BYTES, dequantize
 
 SCALES = (116, 122)  # bytes around 2^-8: sums of 2,880 products then reach the activation's limits, as in gpt-oss
-BITS = 4.25  # of a weight with its share of a scale
+BITS = 4.25  # per weight, with its share of the scale
 
 
 class LayerSizes(NamedTuple):
@@ -31,33 +31,33 @@ class LayerSizes(NamedTuple):
         return 6.0 * tokens * self.top_k * self.hidden * self.intermediate
 
 
-MODELS = {  # which are timed, and checked
+MODELS = {  # timed and checked
     "gpt-oss-120b": LayerSizes(128, 4, 2880, 2880),
     "gpt-oss-20b": LayerSizes(32, 4, 2880, 2880),
     "64 experts, top-8": LayerSizes(64, 8, 4096, 1536),
     "16 experts, top-2": LayerSizes(16, 2, 6144, 2048),
     "256 experts, top-8": LayerSizes(256, 8, 2048, 768),
 }
-OTHERS = {  # of families with plain SiLU and no biases, which are timed
+OTHERS = {  # timed: families with plain SiLU and no biases
     "Ling 3.0 flash": LayerSizes(512, 8, 2560, 768),
     "DeepSeek V4 Flash": LayerSizes(256, 6, 4096, 2048),
     "Qwen3 30B": LayerSizes(128, 8, 2048, 768),
 }
-EDGES = (  # which are checked: one expert, the most of them, sizes that fill no tile, more columns than rows
+EDGES = (  # checked: one expert, the most experts, sizes that fill no tile, more columns than rows
     LayerSizes(1, 1, 32, 32), LayerSizes(512, 16, 64, 32), LayerSizes(256, 8, 64, 32), LayerSizes(8, 3, 96, 160),
     LayerSizes(4, 2, 256, 128), LayerSizes(6, 4, 4096, 64),
 )  # fmt: skip
 ROUTINGS = ("even", "uneven", "one")  # see `random_routing`
-PRODUCTS = {  # dense ones of gpt-oss-120b, rows by columns, which are timed, and checked
+PRODUCTS = {  # timed and checked: dense products of gpt-oss-120b, rows by columns
     "qkv": (5120, 2880), "o": (2880, 4096), "head": (201_088, 2880),
     "qkv, one of two devices": (2560, 2880), "o, one of two devices": (2880, 2048),
     "head, one of two devices": (100_544, 2880),
 }  # fmt: skip
-PRODUCT_EDGES = ((100, 96), (1000, 1024), (17, 512), (64, 8192), (1, 32))  # which are checked
+PRODUCT_EDGES = ((100, 96), (1000, 1024), (17, 512), (64, 8192), (1, 32))  # checked
 
 
 def poisoned(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a kernel in GPU memory that holds NaN, and counters that hold -1, where nobody has written."""
+    """Call a kernel with unwritten GPU memory set to NaN and unwritten counters to -1."""
     poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(6)]
     poison += [torch.full((number,), -1, dtype=torch.int32, device="cuda") for number in (1, 16, 256, 4096)]
     del poison
@@ -83,7 +83,8 @@ def random_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids (int32 [T, k]) and shares (float32 [T, k]).
 
-    `even` draws experts alike, `uneven` prefers a few so that others get no token, `one` sends every token to the same.
+    `even` draws all experts alike, `uneven` prefers a few so that others get no token, and `one` sends every token to
+    the same experts.
     """
     scores = torch.randn(tokens, experts, device=device)
     if kind == "uneven":
@@ -102,7 +103,7 @@ def reference(
     local: list[int] | None = None,
     activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
-    """Return the layer's output [T, H] in float32 throughout; `local` names the experts that count, default all."""
+    """Return the layer's output [T, H], computed in float32, from the experts in `local` (default: all)."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in torch.unique(ids).tolist():
         if expert < 0 or (local is not None and expert not in local):

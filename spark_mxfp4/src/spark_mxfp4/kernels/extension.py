@@ -1,4 +1,4 @@
-"""A set of CUDA kernels as a shared library: compiled beforehand by `precompile`, else built when first needed."""
+"""Load CUDA kernels as a shared library, compiled beforehand by `precompile` or built at first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from spark_mxfp4.kernels import precompile
 
-NO_FIT = -1  # a kernel's result where the chosen variant does not support the size
+NO_FIT = -1  # a kernel's result if the chosen variant does not support the size
 
 
 def target(device: torch.device) -> str | None:
@@ -23,10 +23,10 @@ def target(device: torch.device) -> str | None:
 
 
 def library(name: str, target: str | None, subject: str, alternative: str) -> str:
-    """Return the path of the library `name` (of precompile) for `target`, such as "90a", compiled if need be.
+    """Return the path of `precompile`'s library `name` for `target`, such as "90a"; compile it if necessary.
 
-    Raises NotImplementedError if `target` is None, or if there is neither a compiled library nor nvcc: `subject` says
-    what cannot run, `alternative` what to do without it.
+    Raises NotImplementedError if `target` is None, or if there is neither a compiled library nor nvcc. Its message says
+    that `subject` cannot run, and recommends `alternative`.
     """
     if target is None:
         raise NotImplementedError(
@@ -41,7 +41,7 @@ def library(name: str, target: str | None, subject: str, alternative: str) -> st
 
 
 def available(name: str, target: str) -> bool:
-    """Tell whether that library is compiled, or there is a compiler for it."""
+    """Tell whether the library `name` is compiled for `target`, or a compiler is installed."""
     try:
         return bool(precompile.library(name, target) or precompile.nvcc())
     except FileNotFoundError:
@@ -62,7 +62,7 @@ C_TYPES = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_flo
 
 
 def structure(name: str, *members: type[ctypes.Structure]) -> type[ctypes.Structure]:
-    """Return `struct name` of arguments.cuh for ctypes; `members` are the structs in it."""
+    """Return `struct name` of arguments.cuh for ctypes; `members` are the types of nested structs."""
     text = (precompile.FOLDER / "arguments.cuh").read_text(encoding="utf-8")
     [body] = re.findall(rf"^struct {name} {{.*?\n(.*?)^}};", text, re.MULTILINE | re.DOTALL)
     types: dict[str, Any] = {**C_TYPES, **{member.__name__: member for member in members}}
@@ -90,7 +90,7 @@ def launch(loaded: ctypes.CDLL, name: str, *arguments: ctypes.Structure | int, d
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return bf16 `x` [M, K] so that kernels can load its rows by 16 bytes: itself, or a contiguous copy."""
+    """Return bf16 `x` [M, K], or a contiguous copy if kernels cannot load its rows by 16 bytes."""
     if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
 """The mixture of experts in Triton, for any GPU that Triton knows; the kernel on compute capability 12.x.
 
-Weights stay as the checkpoint has them. They are the left operand of each product, expanded in registers: to bf16, or,
-for many tokens on compute capability 12.x, to E4M3 with their E8M0 scales for the block-scaled matrix instruction
-(W4A8-MX; activations are then quantised to MXFP8). E2M1 is exact in both.
+Weights keep the checkpoint's layout. They are the left operand of each product and are expanded in registers to bf16.
+For many tokens on compute capability 12.x they are expanded to E4M3 with their E8M0 scales, for the block-scaled matrix
+instruction (W4A8-MX; activations are then quantised to MXFP8). Both hold E2M1 exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spark_mxfp4.kernels.sorting import Blocks, local_expert, sort_into_blocks
 from spark_mxfp4.mxfp4 import BLOCK
 
 MAX_EXPERTS, MAX_TOP_K = 512, 16
-SCALED_SINCE = (3, 8)  # Triton before that emulates block-scaled products on capability 12.x (docs/hardware.md)
+SCALED_SINCE = (3, 8)  # earlier versions of Triton emulate block-scaled products on 12.x (docs/hardware.md)
 LARGEST_OFFSET = 2**31 - 1  # in elements of activations: the kernels count in 32 bits
 
 
@@ -54,7 +54,7 @@ def moe(
 def tiled(
     x: torch.Tensor, weights: ExpertWeights, chosen: TopK, activation: Activation = GPT_OSS, tiles: Tiles | None = None
 ) -> torch.Tensor:
-    """Return what `moe` does, by `tiles` in place of the tuned ones. Raises ValueError as `moe` does."""
+    """Return what `moe` returns, computed with `tiles` instead of the tuned tiles. Raises ValueError as `moe` does."""
     topk_ids, topk_weights, expert_map = chosen
     _check(x, weights, topk_ids)
     result = torch.empty_like(x)
@@ -87,7 +87,7 @@ def multiply(
     tiles: Tiles,
     activation: Activation | None = None,
 ) -> None:
-    """Run one grouped product into `out` [pairs, ·]: with `activation` the first (rows of x are tokens)."""
+    """Write one grouped product to `out` [pairs, ·]. With `activation` it is the first, and rows of x are tokens."""
     weight, scales, bias = projection
     rows, columns = weight.shape[1], 2 * weight.shape[2]
     x_scales = x
@@ -105,7 +105,7 @@ def multiply(
 
 
 def choose(device: str, pairs: int, experts: int) -> Tiles:
-    """Return the tuned tiles for `pairs` among `experts` on the GPU of that name, as this Triton can run them."""
+    """Return the tuned tiles for `pairs` among `experts` on the GPU of that name, adapted to this Triton version."""
     tiles = Tiles(**tuning.tiles(device, pairs, experts))
     if tiles.scaled and tuple(map(int, triton.__version__.split(".")[:2])) < SCALED_SINCE:
         return tiles._replace(scaled=False, columns=tiles.columns // 2)  # its elements take two bytes instead of one
@@ -140,9 +140,9 @@ def _weights_bf16(
 ) -> tl.tensor:
     """E2M1 bytes [ROWS, COLUMNS / 2] and E8M0 bytes [ROWS, COLUMNS / 32] to bf16 [ROWS, COLUMNS], exact."""
     elements = tl.join(codes & 15, codes >> 4).reshape(ROWS, COLUMNS // 32, 32).to(tl.uint32)
-    # Sign, exponent and mantissa where float32 has them: the value times 2^-126, for the subnormal 0.5 too.
+    # Move sign, exponent and mantissa to float32's bits: the value times 2^-126, also for the subnormal 0.5.
     small = (((elements & 8) << 28) | ((elements & 7) << 22)).to(tl.float32, bitcast=True)
-    # 2^(s - 127): the byte is float32's exponent, save that 0 is a subnormal and 255 is NaN.
+    # 2^(s - 127): the byte is float32's exponent, except that 0 is a subnormal and 255 is NaN.
     bits = scales.to(tl.uint32)
     bits = tl.where(bits == 0, 0x00400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
     factor = bits.to(tl.float32, bitcast=True).reshape(ROWS, COLUMNS // 32, 1)
@@ -166,7 +166,7 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
     TOP_K: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
-    """One tile of ROWS weight rows by TOKENS pairs of one expert; TOP_K above 0 means the first product.
+    """Compute one tile of ROWS weight rows by TOKENS pairs of one expert; TOP_K above 0 means the first product.
 
     `x_ptr` [T or pairs, columns] and `out_ptr` [pairs, rows or rows / 2] are row-major, `w_ptr` u8 [E, rows,
     columns / 2], `w_scales_ptr` u8 [E, rows, columns / 32], `bias_ptr` [E, rows]; `x_scales_ptr` u8 [·, columns / 32]
@@ -182,7 +182,7 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
     valid = pair < pairs
     source = pair // TOP_K if TOP_K > 0 else pair
     inside = row < rows
-    # One expert's weights and all activations have offsets below 2^31: half the registers of 64-bit pointers.
+    # Offsets within one expert's weights and all activations are below 2^31 and take half the registers of pointers.
     w_ptr += expert * rows * (columns // 2)
     w_scales_ptr += expert * rows * (columns // 32)
     total = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -218,7 +218,7 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
         total += tl.load(bias_ptr + expert * rows + row, mask=inside, other=0).to(tl.float32)[:, None]
     if TOP_K > 0:
         gate, up = tl.split(total.reshape(ROWS // 2, 2, TOKENS).permute(0, 2, 1))
-        gate = tl.where(gate > limit, limit, gate)  # comparisons: a NaN stays one
+        gate = tl.where(gate > limit, limit, gate)  # comparisons, so that NaN stays NaN
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         total = (up + shift) * (gate / (1.0 + tl.exp(-alpha * gate)))
         row = tl.program_id(0) % row_blocks * (ROWS // 2) + tl.arange(0, ROWS // 2)

@@ -1,8 +1,7 @@
-"""The kernel that `SPARK_MXFP4_KERNEL=triton` names: the fastest that this GPU, its compiler and these weights allow.
+"""The kernel of `SPARK_MXFP4_KERNEL=triton`: the fastest that runs on this GPU, with its compiler and these weights.
 
-On compute capability 9.0 and 12.1 with nvcc that is the CUDA kernel of `hopper`, which wants the weights in an order of
-its own; everywhere else, and for layers with scales above 2^1, it is the Triton kernel, which takes the checkpoint's
-bytes.
+On compute capability 9.0 and 12.1 with nvcc this is the CUDA kernel of `hopper`, which has its own layout of weights.
+Everywhere else, and for layers with scales above 2^1, it is the Triton kernel, which takes the checkpoint's bytes.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class GpuKernel(MoeKernel):
         return self._chosen(weights).run(x, weights, *routing, **keywords)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return `weights` (packed MXFP4, as in the checkpoint) in the order that the chosen kernel wants.
+        """Return `weights` (packed MXFP4, as in the checkpoint) in the chosen kernel's layout.
 
-        Biases that are not bfloat16 say that activations will not be either; those layers stay with Triton.
-        Raises NotImplementedError for weights that are not on a CUDA device, and on AMD's, which torch calls cuda too.
+        If biases are not bfloat16, activations will not be either, so those layers use Triton.
+        Raises NotImplementedError for weights on other devices than CUDA, and on AMD GPUs, which torch calls cuda too.
         """
         device = weights.down.weight.device
         if device.type != "cuda":
@@ -52,15 +51,15 @@ class GpuKernel(MoeKernel):
         return weights
 
     def tune(self, prepared: ExpertWeights) -> None:
-        """See MoeKernel; Triton's tiles are the table's."""
+        """See MoeKernel. Triton's tiles always come from tuned.json."""
         self._chosen(prepared).tune(prepared)
 
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
-        """Return the checkpoint's bytes, biases in bfloat16 as they were."""
+        """Return the checkpoint's bytes, with biases in bfloat16."""
         return self._chosen(prepared).restore(prepared, hidden, intermediate)
 
     def variant(self, prepared: ExpertWeights) -> str:
-        """Return which kernel will run these weights: "hopper" or, on 12.1, "layer" (CUDA C++); or "triton"."""
+        """Return the kernel that will run these weights: "hopper", on 12.1 "layer" (both CUDA C++), or "triton"."""
         return self._chosen(prepared).variant(prepared)
 
     def _chosen(self, weights: ExpertWeights) -> MoeKernel:

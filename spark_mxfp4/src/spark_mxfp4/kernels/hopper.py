@@ -1,10 +1,10 @@
 """The mixture of experts in CUDA C++, for compute capability 9.0 (Hopper) and 12.1 (GB10).
 
-Up to 32 pairs of token and expert take one launch (layer.cuh); somewhat more pairs take two, of which the first sorts
-them (rows.cuh). 12.1 has only these two ways. On 9.0 more tokens take four launches: sort, first product with bias and
-activation, second product with bias (gemm.cuh), weighted sum. Many tokens take a fifth, which writes the activations in
-the order of the sorted pairs. The host never waits for the device, so CUDA graphs can capture the launches. The same
-inputs give the same bits. Weights are laid out once by `prepare`.
+Up to 32 pairs of token and expert take one launch (layer.cuh). Somewhat more pairs take two launches, of which the
+first sorts them (rows.cuh). 12.1 has only these two ways. On 9.0 more tokens take four launches: sort, first product
+with bias and activation, second product with bias (gemm.cuh), weighted sum. For many tokens a fifth launch writes the
+activations in the order of the sorted pairs. The host never waits for the device, so CUDA graphs can capture the
+launches. The same inputs give the same bits. `prepare` lays weights out once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
 LIBRARIES = {(9, 0): (precompile.HOPPER, "90a"), (12, 1): (precompile.LAYER, "121a")}
 MUCH_SHARED = 232_448  # bytes of shared memory that a block needs for the shapes LARGE_LAYERS
 ROW_MULTIPLE = 8  # each expert's rows in planes begin at a multiple of the swizzle's period (routing.cuh)
-SLACK_ROWS = 256  # copies may read so far beyond the last row: the widest tile
+SLACK_ROWS = 256  # copies may read this many rows beyond the last: the widest tile
 MAX_EXPERTS, MAX_TOP_K = 512, 16
 FEW_PAIRS = 32  # the most pairs that layer.cuh sorts itself
-MOST_CHUNKS_OF_A_PART = 24  # of 64 columns each: up to here, two parts cost more than they save
+MOST_CHUNKS_OF_A_PART = 24  # of 64 columns each; with fewer, two parts cost more than they save
 VECTOR_BYTES = 16  # a thread's loads of x, and their alignment
 POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 FUNCTIONS = {
@@ -40,7 +40,7 @@ FUNCTIONS = {
 
 Routing, Ordering, Gemm, Input = map(extension.structure, ("Routing", "Ordering", "Gemm", "Input"))
 Layer = extension.structure("Layer", Gemm, Routing, Input)
-# The kernels' shapes by number: of one product, and of a whole layer; 12.1 has enough shared memory for SMALL_LAYERS.
+# Kernel shapes by number, for one product and for a whole layer; SMALL_LAYERS fit 12.1's shared memory.
 GROUPED, SMALL_LAYERS = precompile.shapes("GROUPED"), precompile.shapes("SMALL_LAYERS")
 LAYERS = {**SMALL_LAYERS, **precompile.shapes("LARGE_LAYERS")}
 
@@ -52,7 +52,7 @@ class HopperKernel(MoeKernel):
 
     @staticmethod
     def available(device: torch.device) -> bool:
-        """Tell whether there are kernels for `device` that are built or can be built."""
+        """Tell whether the kernels for `device` are built or can be built."""
         build = LIBRARIES.get(torch.cuda.get_device_capability(device))
         if torch.version.hip is not None or build is None:
             return False  # AMD's gfx90a reports 9.0 too
@@ -61,7 +61,7 @@ class HopperKernel(MoeKernel):
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """Return `weights` (packed MXFP4 on the GPU) in the kernel's layout, and build the kernels if needed.
 
-        Raises NotImplementedError where there are no kernels for the device, and ValueError for weights that are not
+        Raises NotImplementedError if there are no kernels for the device, and ValueError for weights that are not
         packed.
         """
         device = weights.down.weight.device
@@ -90,7 +90,7 @@ class HopperKernel(MoeKernel):
         return ExpertWeights(*(p._replace(bias=None if p.bias is None else p.bias.bfloat16()) for p in plain))
 
     def variant(self, prepared: ExpertWeights) -> str:
-        """Return "layer" where only layer.cuh's kernel runs, else this kernel's name."""
+        """Return "layer" on devices that only have layer.cuh's kernel, else this kernel's name."""
         device = prepared.down.weight.device
         return self.name if device.type != "cuda" or has_products(device) else "layer"
 
@@ -120,7 +120,7 @@ class HopperKernel(MoeKernel):
 
 
 def has_products(device: torch.device) -> bool:
-    """Tell whether there are kernels for each product on `device`: they need Hopper's matrix instruction."""
+    """Tell whether `device` has the kernels for single products, which need Hopper's matrix instruction."""
     return LIBRARIES[torch.cuda.get_device_capability(device)][0] == precompile.HOPPER
 
 
@@ -170,8 +170,9 @@ def whole_layer(
 ) -> torch.Tensor:
     """Return `HopperKernel.run`'s result with one launch, after a launch that sorts if there are more than 32 pairs.
 
-    It is correct for any load, but efficient for few tokens only: every tile of 8 to 64 tokens reads its expert's
-    weights again. The default `plan` is that of `plan_layer`, or of `tuning.plan` if blocks have little shared memory.
+    The result is correct for any number of tokens, but the kernel is fast only for few, because every tile of 8 to 64
+    tokens reads its expert's weights again. The default `plan` is that of `plan_layer`, or of `tuning.plan` if blocks
+    have little shared memory.
     """
     gate_up, down = weights
     topk_ids, topk_weights, expert_map = chosen
@@ -211,8 +212,8 @@ def _rows(x: torch.Tensor) -> ctypes.Structure:
 class LayerPlan(NamedTuple):
     """How `whole_layer` divides its work: the kernel's shape (shapes.cuh), and `parts` of the second product's columns.
 
-    `at_once` is the most stages of weights that a block has in flight, in the first and in the second product. A low
-    limit in the second delays the first less. `processors` is the number of multiprocessors to use, 0 for all.
+    `at_once` is the most stages of weights that a block has in flight, in the first and in the second product. With a
+    low limit the second product delays the first less. `processors` is the number of multiprocessors to use, 0 for all.
     """
 
     shape: int  # of LAYERS
@@ -224,9 +225,10 @@ class LayerPlan(NamedTuple):
 def plan_layer(pairs: int, first_row_tiles: int, second: tuple[int, int], processors: int) -> LayerPlan:
     """Return a plan for `pairs` of token and expert on a GPU with `processors` multiprocessors.
 
-    `second` is the second product's number of row tiles, and of chunks of 64 columns. An item has three tiles if each
-    multiprocessor then gets one item, one tile if multiprocessors would be idle, else two. Few items are split into two
-    parts if there are enough columns. Measured on an H200, see performance.md.
+    `second` is the second product's number of row tiles, and of chunks of 64 columns. A work item has three tiles if
+    each multiprocessor then gets one item, one tile if multiprocessors would otherwise be idle, else two. If there are
+    few items, each is split into two parts of the columns, if there are enough columns. Measured on an H200, see
+    performance.md.
     """
     row_tiles, chunks = second
     items, deep = pairs * -(-first_row_tiles // 3), chunks > MOST_CHUNKS_OF_A_PART

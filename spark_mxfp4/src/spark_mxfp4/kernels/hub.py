@@ -31,7 +31,7 @@ class KernelSource(NamedTuple):
 
 
 def parse(name: str) -> KernelSource:
-    """Take a kernel's name apart; raises ValueError for a repository without a version, or an empty part."""
+    """Split a kernel's name into its parts. Raises ValueError for a repository without a version, or an empty part."""
     location, _, attribute = name.partition("#")
     folder = KernelSource(location, "", attribute or DEFAULT_ATTRIBUTE)
     if folder.is_folder:
@@ -48,7 +48,7 @@ def parse(name: str) -> KernelSource:
 
 
 def find(name: str) -> Any:
-    """Return the class or function that `name` (see above) names; raises ValueError as `module` does."""
+    """Return the class or function called `name`, in the module's notation. Raises ValueError as `module` does."""
     source = parse(name)
     try:
         return getattr(module(name), source.attribute)
@@ -59,10 +59,10 @@ def find(name: str) -> Any:
 
 
 def module(name: str) -> ModuleType:
-    """Return the module whose attribute `name` (see above) names, downloaded if need be.
+    """Return the module of the kernel `name`; download it if necessary.
 
     Code of organisations that the hub does not trust is refused unless SPARK_MXFP4_TRUST_REMOTE_CODE is 1. Raises
-    ValueError if the package `kernels` is not installed, or the kernel is not there or not for this machine.
+    ValueError if the package `kernels` is not installed, or the kernel does not exist or does not support this machine.
     """
     source = parse(name)
     try:
@@ -76,7 +76,7 @@ def module(name: str) -> ModuleType:
         number = source.version.isdecimal()
         version = {"version": int(source.version)} if number else {"revision": source.version}
         return kernels.get_kernel(source.location, trust_remote_code=trusted, **version)
-    # The loader raises what the hub, the file system or the kernel's own code raised; all of them mean "not loaded".
+    # The hub, the file system and the kernel's own code may raise anything; every exception means "not loaded".
     except Exception as error:
         if source.is_folder:
             fix = f"check that {source.location} has a build for this torch (torch-cpu/ or torch-cuda/, metadata.json)"

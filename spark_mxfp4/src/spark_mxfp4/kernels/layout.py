@@ -1,14 +1,14 @@
-"""The order of bytes in which the Hopper kernel wants MXFP4 weights; chosen once at load, and reversible.
+"""The Hopper kernel's byte order of MXFP4 weights, applied once at load and reversible.
 
 64 rows by 64 columns are one chunk of 2176 bytes. Its first 2048 bytes give each of 128 threads 16 bytes: four words,
 one for each step of the matrix instruction. A word's eight nibbles are the thread's A fragment (PTX ISA, wgmma m64k16:
-rows l/4 and l/4 + 8 of its warp's 16, positions 2(l%4), one more, and both plus 8). The order of columns among the
-positions is ours, if the activations have the same: threads with l%4 below 2 get columns 0-31 of the chunk and the
-others 32-63, so that a thread needs one scale a row. The bits lie so that few shifts and masks bring them to where bf16
-has sign, exponent and mantissa. Then come 128 bytes of scales: for each warp, l/4 and half of the columns those of both
-rows.
+rows l/4 and l/4 + 8 of its warp's 16; positions p = 2(l%4), p + 1, p + 8 and p + 9). We may assign columns to positions
+in any order that the activations share: threads with l%4 below 2 get columns 0-31 of the chunk and the others 32-63, so
+that a thread needs one scale a row. Bits are ordered so that few shifts and masks move them to the sign, exponent and
+mantissa of bf16. The last 128 bytes are scales: for each warp, l/4 and half of the columns, the scales of both rows.
 
-Gate and up rows, interleaved in gpt-oss, become eight gates and their eight ups in turns: a thread then holds both.
+Gate and up rows, interleaved in gpt-oss, become alternating groups of eight gates and their eight ups, so that a thread
+holds both.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ ROWS = COLUMNS = 64
 VALUE_BYTES = ROWS * COLUMNS // 2
 SCALE_BYTES = ROWS * COLUMNS // BLOCK
 CHUNK_BYTES = VALUE_BYTES + SCALE_BYTES
-# Bit of sign, two exponent bits and mantissa of a word's four pairs, low half; format.cuh's expand_word reads them.
+# The bits of sign, exponent (two) and mantissa of a word's four pairs, in the low half; format.cuh's expand_word has
+# them.
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
-BATCHES = 64  # of a layer's experts: enough work at once for a GPU, and temporary tensors of a twentieth of the layer
-FACTOR_BIAS = 126  # a scale byte s is kept as s + 126, the exponent of bf16's 2^(s - 1)
-WIDEST = 128  # above this 2^(s - 1) is no bf16; a weight would be 2 or more, up to 12 at 128
+BATCHES = 64  # per layer: enough work for a GPU at once, and temporary tensors of a twentieth of the layer
+FACTOR_BIAS = 126  # a scale byte s is stored as s + 126, the exponent of bf16's 2^(s - 1)
+WIDEST = 128  # above this bf16 cannot hold 2^(s - 1); at 128 weights are up to 12
 
 
 def pack(weights: ExpertWeights) -> ExpertWeights:
@@ -42,7 +43,7 @@ def fits(weights: ExpertWeights) -> bool:
 
 
 def unpack(packed: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
-    """Undo `pack` for weights of the sizes H and I, to the bit; biases stay float32."""
+    """Undo `pack` exactly for weights of the sizes H and I; biases stay float32."""
     return ExpertWeights(
         unpack_projection(packed.gate_up, 2 * intermediate, hidden, paired=True),
         unpack_projection(packed.down, hidden, intermediate, paired=False),
@@ -53,9 +54,9 @@ def pack_projection(projection: Projection, *, paired: bool) -> Projection:
     """Return `projection` (u8 [E, N, K/2], [E, N, K/32]) in the kernel's order, padded with zeros.
 
     The result has weight u8 [E, row tiles, chunks, 2176], no scales (they are inside) and bias float32
-    [E, row tiles · 64], zeros where there is none. `paired` says that gate and up rows are interleaved; then the
-    number of row tiles is even. Works on a few experts at a time, so the peak is that much above the result.
-    Raises ValueError for dense weights, shapes that are no MXFP4, and scales that do not fit.
+    [E, row tiles · 64], zeros if there was none. `paired` means that gate and up rows are interleaved; then the number
+    of row tiles is even. A few experts are packed at a time, which limits the peak of memory.
+    Raises ValueError for dense weights, shapes that are not MXFP4, and scales that do not fit.
     """
     weight, scales, bias = projection
     if scales is None or weight.dim() != 3 or scales.shape != (*weight.shape[:2], weight.shape[2] * 2 // BLOCK):
@@ -86,7 +87,7 @@ def pack_projection(projection: Projection, *, paired: bool) -> Projection:
 
 
 def unpack_projection(packed: Projection, rows: int, columns: int, *, paired: bool) -> Projection:
-    """Return what `pack_projection` got: u8 [E, rows, columns/2], [E, rows, columns/32], bias float32 [E, rows]."""
+    """Undo `pack_projection`: u8 [E, rows, columns/2], u8 [E, rows, columns/32], bias float32 [E, rows]."""
     weight, _, bias = packed
     if bias is None or weight.dim() != 4:
         raise ValueError("cannot undo the layout · these weights are not packed · pass what pack_projection returned")
@@ -100,12 +101,12 @@ def unpack_projection(packed: Projection, rows: int, columns: int, *, paired: bo
 
 
 def _tiles(rows: int, *, paired: bool) -> int:
-    """Return the row tiles: an even number of pairs' tiles, because two of them make one chunk of the next product."""
+    """Return the number of row tiles: even if `paired`, because two tiles make one chunk of the next product."""
     return -(-rows // (2 * ROWS)) * 2 if paired else -(-rows // ROWS)
 
 
 def _row_order(rows: int, tiles: int, *, paired: bool) -> torch.Tensor:
-    """Return for each row of the layout the source's row; `rows`, one past the last, stands for padding."""
+    """Return the source row of each row of the layout; the index `rows`, one past the last, means padding."""
     order = torch.arange(tiles * ROWS)
     if paired:  # a warp's eight features are one vector of format.cuh's order of columns
         # [chunk; tile and warp: v/2, v%2; gate or up; half, pair, column]
@@ -134,7 +135,7 @@ def _pack_values(matrix: torch.Tensor) -> torch.Tensor:
 
 @cache
 def pair_words(device: torch.device) -> torch.Tensor:
-    """Return int32 [4, 256]: the bits of a word that each of its four pairs sets, for each byte that a pair can be."""
+    """Return int32 [4, 256]: the bits of a word for each of its four pairs and each value of the pair's byte."""
     byte = torch.arange(256, dtype=torch.int32)
     tables = torch.zeros(len(BITS), 256, dtype=torch.int32)
     for pair, bits in enumerate(BITS):

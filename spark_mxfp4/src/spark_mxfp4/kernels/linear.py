@@ -1,9 +1,9 @@
 """Dense products with MXFP4, MXFP8 or FP8 weights and bfloat16 activations, for few tokens, at the speed of memory.
 
 `Weight.pack` lays a matrix out once; `run` multiplies. The kernel is linear.cu, for compute capability 9.0 and 12.x.
-A chunk is 16 rows by 64 columns. Lane l of a warp has rows l/4 and l/4 + 8 and columns 16(l%4) to 16(l%4) + 15 of it,
-so that one E8M0 scale a row serves a lane; its activations lie side by side in memory. MXFP4 takes 16 bytes a lane,
-with the bits in the order of layout.BITS, and after them 32 scale bytes; E4M3 takes twice 16 bytes, see `_pack_e4m3`.
+A chunk is 16 rows by 64 columns. Lane l of a warp has its rows l/4 and l/4 + 8 and its columns 16(l%4) to 16(l%4) + 15,
+so that a lane needs one E8M0 scale a row and its activations are contiguous. In MXFP4 each lane has 16 bytes with the
+bits in the order of layout.BITS, and 32 scale bytes follow; in E4M3 each lane has twice 16 bytes, see `_pack_e4m3`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from spark_mxfp4.mxfp4 import BLOCK, E4M3_LARGEST, dequantize, dequantize_mxfp8,
 
 ROWS, COLUMNS = 16, 64  # of a chunk
 MOST_TOKENS = 64
-FEW_ROWS = 4096  # up to here two blocks on each of a GPU's 132 multiprocessors have no more than a tile each
-MANY_ROWS = 32_768  # from here on every warp has rows of its own: an LM head's
-ROWS_AT_ONCE = 8192  # that are quantised together, a multiple of ROWS: an LM head would take gigabytes for a moment
+FEW_ROWS = 4096  # up to here, with two blocks on each of 132 multiprocessors, a block has at most one tile
+MANY_ROWS = 32_768  # from here on every warp has its own rows, as in an LM head
+ROWS_AT_ONCE = 8192  # quantised at once, a multiple of ROWS: a whole LM head would need gigabytes of temporary memory
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
 FUNCTIONS = {
     "spark_linear": (POINTER, INT, INT, INT, INT, POINTER),
@@ -90,7 +90,7 @@ class Weight:
 
     @classmethod
     def from_mxfp4(cls, blocks: torch.Tensor, scales: torch.Tensor) -> Weight:
-        """Lay out `blocks` (u8 [N, K/32, 16]) and `scales` (u8 [N, K/32]), bytes as `mxfp4.quantize` gives them."""
+        """Lay out `blocks` (u8 [N, K/32, 16]) and `scales` (u8 [N, K/32]), bytes as from `mxfp4.quantize`."""
         rows, columns = blocks.shape[0], blocks.shape[1] * BLOCK
         values = _padded(blocks.reshape(rows, -1), COLUMNS // 2)
         tiles, chunks = values.shape[0] // ROWS, values.shape[1] // 32
@@ -176,17 +176,17 @@ def run(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> to
     """Return bf16 `x` [M, K] times the transposed `weight`, plus `bias` (bf16 [N]): bf16 [M, N].
 
     Above 64 tokens the weight is expanded to bfloat16 for this one call. Sums are float32; the same inputs give the
-    same bits. Nothing waits for the device, so CUDA graphs hold it, and torch.compile sees one operator.
+    same bits. Nothing waits for the device, so CUDA graphs can capture the call, and torch.compile sees one operator.
     Raises ValueError for other dtypes and sizes, NotImplementedError where the kernels cannot run.
     """
     return product(x, weight.data, weight.row_scales, bias, int(weight.format), (weight.rows, weight.columns))
 
 
 def product(x: torch.Tensor, *others: Any) -> torch.Tensor:
-    """Multiply, see `run`; the arguments are those of `multiply`.
+    """Multiply as `run` does, with the arguments of `multiply`; use the operator only while torch.compile traces.
 
-    Only a compiler needs the operator, which takes the host longer than the rest of the call. vLLM computes an LM head
-    outside of its compiled graph, once for each token.
+    Calling the operator takes the host longer than the rest of the call, and vLLM computes the LM head outside of its
+    compiled graph, once for each token.
     """
     output: torch.Tensor = (linear_operator if torch.compiler.is_compiling() else multiply)(x, *others)
     return output
@@ -200,7 +200,7 @@ def multiply(
     format_: int,
     size: Sequence[int],
 ) -> torch.Tensor:
-    """Multiply, see `run`: what the operator `spark_mxfp4::linear` does; `size` is the weight's rows and columns."""
+    """Multiply as `run` does, as the operator `spark_mxfp4::linear`; `size` is the weight's rows and columns."""
     rows, columns = size
     weight = Weight(data, row_scales, Format(format_), rows, columns)
     _check(x, weight, bias)
@@ -231,11 +231,11 @@ def dense(weight: Weight) -> torch.Tensor:
 
 
 def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[tuple[int, int], ...]:
-    """Return the variants of linear.cu to try, best first, each with its thread blocks a multiprocessor.
+    """Return the variants of linear.cu to try, best first, each with its number of thread blocks per multiprocessor.
 
     The order was measured on an H200 (bench/results/linear-h200.json), and for the columns of o and half of qkv's rows
-    on an H100 (bench/results/linear-tune-h100.json); a variant that the size or the device's shared memory does not
-    allow is skipped, so smaller ones follow.
+    on an H100 (bench/results/linear-tune-h100.json). A variant that does not fit the size or the device's shared memory
+    is skipped, so smaller variants follow.
     """
     many = rows >= MANY_ROWS
     order: tuple[tuple[int, int], ...]
@@ -256,7 +256,7 @@ def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[tupl
     elif chunks <= 32:
         order = ((8, 2 if format_ == Format.MXFP4 else 1),)
     else:
-        order = ((9, 1),) if chunks > 45 else ()  # (6, 1) takes 45 chunks and no more
+        order = ((9, 1),) if chunks > 45 else ()  # (6, 1) takes at most 45 chunks
     return (*order, (6, 1), (7, 1), (9, 1), (5, 1))
 
 
@@ -301,7 +301,7 @@ def _check(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> None:
 
 @cache
 def load(device: torch.device) -> ctypes.CDLL:
-    """Return the kernels for `device`, built when first used if `precompile` left none.
+    """Return the kernels for `device`; without a library from `precompile`, the first call builds them.
 
     Raises NotImplementedError as `extension.library` does.
     """

@@ -1,4 +1,4 @@
-"""Activations to MXFP8 on the GPU: the same bits as `mxfp4.quantize_mxfp8` gives."""
+"""Quantise activations to MXFP8 on the GPU, bit for bit as `mxfp4.quantize_mxfp8`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from spark_mxfp4.mxfp4 import BLOCK
 
-BLOCKS = 64  # of 32 values, that one program converts
+BLOCKS = 64  # blocks of 32 values for each Triton program
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ def quantize(
     blocks: tl.tensor,
     BLOCKS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Convert BLOCKS of `blocks` blocks: scale 2^(floor(log2(largest)) - 8), elements to nearest even, at most 448.
+    """Convert BLOCKS of `blocks` blocks: scale 2^(floor(log2(largest)) - 8), elements rounded to even, at most 448.
 
     `x_ptr` and `elements_ptr` (E4M3 as u8) are contiguous, 32 elements a block; `scales_ptr` is E8M0, u8, one a block.
     """
@@ -36,15 +36,15 @@ def quantize(
     x = tl.load(x_ptr + at, mask=(block < blocks)[:, None], other=0).to(tl.float32)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, axis=1)
-    # The exponent field is floor(log2) + 127; a subnormal's 0 gives what the lowest scale gives.
+    # The exponent field is floor(log2) + 127. Subnormals have the field 0 and get the lowest scale.
     scale = tl.maximum((largest >> 23) - 8, 0)
     finite = largest < 0x7F800000
     # Divide by 2^(scale - 127) in two exact steps: 2^127 and the rest, which a float32 exponent holds.
     factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)[:, None]
     scaled = tl.abs(x * factor)
     bits = tl.minimum(scaled, 448.0).to(tl.int32, bitcast=True)
-    # To nearest even in integers, the same on every GPU: three bits of mantissa, exponent bias 7 instead of 127; and
-    # below 2^-6 multiples of 2^-9, which is how far a float32 near 2^14 resolves.
+    # Round to nearest even with integers, the same on every GPU: three bits of mantissa, exponent bias 7 instead of
+    # 127. Below 2^-6 round to multiples of 2^-9, the resolution of a float32 near 2^14.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = (scaled + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80

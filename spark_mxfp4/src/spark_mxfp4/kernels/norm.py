@@ -1,6 +1,6 @@
-"""The residual's sum and RMS norm in one launch, which overlaps the kernels before and after it (norm.cuh).
+"""Residual addition and RMS norm in one launch, which overlaps the kernels before and after it (norm.cuh).
 
-With tensor parallelism the launch also adds the parts of all ranks: it is the all-reduce before the norm, too.
+With tensor parallelism the launch also sums the partial results of all ranks and so replaces the all-reduce before it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from spark_mxfp4.kernels import attention, extension
 
 MOST_COLUMNS = 384 * 8 * 4  # norm.cuh
-MOST_TOKENS = 64  # of a launch that adds the ranks' parts; for more tokens bandwidth counts and not latency
+MOST_TOKENS = 64  # of a launch that adds the ranks' parts; for more tokens bandwidth limits, not latency
 Norm, Peers = extension.structure("Norm"), extension.structure("Peers")
 
 
 class Ranks(NamedTuple):
-    """GPUs of one host whose parts are added: `boxes` are the addresses of their inboxes, int64 [ranks].
+    """GPUs of one host whose partial results are added: `boxes` are the addresses of their inboxes, int64 [ranks].
 
-    An inbox has `inbox_bytes` zeros before the first launch. `buffers` says which of its three buffers is next for each
-    token: int32 [MOST_TOKENS], zeros at first. All ranks must launch the same norms in the same order.
+    An inbox has `inbox_bytes` zeros before the first launch. `buffers` (int32 [MOST_TOKENS], zeros at first) is the
+    next of its three buffers for each token. All ranks must launch the same norms in the same order.
     """
 
     boxes: torch.Tensor
@@ -40,8 +40,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the RMS norm of `x` + `residual` (bf16 [M, H]) times `weight` (bf16 [H]), and the sum; see `reference`.
 
-    H is a multiple of 8 up to MOST_COLUMNS; tensors are contiguous and aligned to 16 bytes. Raises ValueError, with the
-    tensor's name, for others, and NotImplementedError where the kernel cannot run.
+    H is a multiple of 8 up to MOST_COLUMNS; tensors are contiguous and aligned to 16 bytes. Other tensors raise
+    ValueError with their name. Raises NotImplementedError if the kernel cannot run.
     """
     return _normalise(x, residual, weight, epsilon, Peers(None, None, 1, 0))
 
@@ -51,8 +51,8 @@ def reduce_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `add_rms_norm` returns for the sum of all ranks' `x` (bf16 [M, H], M up to MOST_TOKENS).
 
-    The parts are added in float32, in the order of the ranks: every rank gets the same bits. Raises what `add_rms_norm`
-    raises. If another rank launches nothing, the device waits for it without end, as in any collective operation.
+    The parts are added in float32 in the order of the ranks, so every rank gets the same bits. Raises what
+    `add_rms_norm` raises. If a rank does not launch, the other devices wait forever, as in any collective operation.
     """
     if x.shape[0] > MOST_TOKENS:
         problem = f"x has {x.shape[0]} tokens, and {MOST_TOKENS} is the most"
@@ -95,7 +95,7 @@ def _shapes(x: torch.Tensor, _residual: object, _weight: object, _epsilon: float
 def reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `add_rms_norm` returns, by torch: vLLM's definition (vllm/ir/ops/layernorm.py)."""
+    """Return what `add_rms_norm` returns, computed by torch as vLLM defines it (vllm/ir/ops/layernorm.py)."""
     total = x.float() + residual.float()
     normal = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
     return normal.bfloat16() * weight, total.bfloat16()

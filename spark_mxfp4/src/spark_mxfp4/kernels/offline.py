@@ -1,7 +1,7 @@
-"""`python -m spark_mxfp4.kernels.offline`: compile the Triton kernels for other GPUs, without one, and read the result.
+"""`python -m spark_mxfp4.kernels.offline`: compile the Triton kernels for GPUs that are absent, and audit the code.
 
-It reads the machine code by Triton's own nvdisasm: which matrix instruction multiplies, how often registers spill to
-local memory, and whether shared memory suffices. Nothing runs, so it says nothing about results or speed.
+The program disassembles the code with Triton's nvdisasm. It reports the matrix instructions, the spills of registers to
+local memory, and whether shared memory suffices. No kernel runs, so results and speed are not tested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdis
 NVDISASM_SECONDS = 120
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 EXPERTS, TOP_K = 128, 4  # gpt-oss-120b's
-# A matrix instruction: HMMA, wgmma's HGMMA, tcgen05's UTC…MMA, and the 8 and 4 bit ones, block-scaled as .SF or not.
+# Matrix instructions: HMMA, wgmma's HGMMA, tcgen05's UTC…MMA, and those for 8 and 4 bits, with or without .SF.
 MATRIX = re.compile(r"(UTC)?[HIQOF]?G?MMA\b|UTC\w*MMA")
 
 
@@ -36,7 +36,7 @@ class OfflineTarget(NamedTuple):
     """A GPU to compile for: its capability, shared memory of a block in bytes, and its matrix instruction.
 
     Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". `device` is the name
-    in tuned.json whose tiles it gets, `scaled` the instruction of W4A8-MX tiles, if Triton (3.8 or later) has one.
+    in tuned.json that gives its tiles. `scaled` is the instruction of W4A8-MX tiles, if Triton (3.8 or later) has one.
     """
 
     capability: int
@@ -70,8 +70,8 @@ POINTERS = {
 class Compiled:
     """A kernel for one capability: matrix instructions by name, accesses to local memory, bytes of shared memory.
 
-    `wanted` is the name that a matrix instruction has to begin with, None for kernels that multiply nothing. `chosen`
-    says whether `fused.moe` takes it there.
+    `wanted` is the required prefix of its matrix instruction, None for kernels without products. `chosen` tells whether
+    `fused.moe` uses the kernel on that capability.
     """
 
     kernel: str
@@ -99,18 +99,18 @@ class Compiled:
 
 
 def native_scaling() -> bool:
-    """Return whether this Triton has block-scaled products of its own on capability 12.x and 10.x."""
+    """Return whether this Triton has native block-scaled products on capability 12.x and 10.x."""
     return tuple(map(int, triton.__version__.split(".")[:2])) >= fused.SCALED_SINCE
 
 
 def tiles_of(target: OfflineTarget) -> list[fused.Tiles]:
-    """Return the tiles that `fused.moe` takes on a target for one token to 8,192, as this Triton can run them."""
+    """Return the tiles that `fused.moe` uses on a target for 1 to 8,192 tokens, adapted to this Triton version."""
     chosen = (fused.choose(target.device, tokens * TOP_K, EXPERTS) for tokens in (1, 2048, 8192))
     return list(dict.fromkeys(chosen))
 
 
 def product(tiles: fused.Tiles, target: OfflineTarget, top_k: int) -> Compiled:
-    """Compile one grouped product with bias: the first one, with SwiGLU, for `top_k` above 0, else the second."""
+    """Compile a grouped product with bias: the first product, with SwiGLU, if `top_k` is above 0, else the second."""
     arguments = POINTERS | ({"x_ptr": "*u8", "x_scales_ptr": "*u8"} if tiles.scaled else {})
     constants = {
         "TOP_K": top_k, "BIAS": True, "SCALED": tiles.scaled, "ROWS": tiles.rows, "TOKENS": tiles.tokens,
@@ -180,14 +180,14 @@ def _inspected(name: str, wanted: str | None, target: OfflineTarget, kernel: Any
     return Compiled(
         kernel=name, capability=target.name, wanted=wanted,
         matrix={name: number for name, number in sorted(counts.items()) if MATRIX.match(name)},
-        # LDL and STL are local memory: registers that did not suffice.
+        # LDL and STL access local memory, which means spilled registers.
         spills=sum(number for name, number in counts.items() if name.startswith(("LDL", "STL"))),
         instructions=counts.total(), shared=kernel.metadata.shared, shared_limit=target.shared,
     )  # fmt: skip
 
 
 def main() -> None:
-    """Compile for the targets that the flags name and print each kernel; end with 1 if a chosen one has a problem."""
+    """Compile for the targets in the flags and print each kernel; exit with 1 if a chosen kernel has a problem."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--capabilities", help="comma-separated, such as 8.9,12.0; default: all of them")
     flags.add_argument("--output", help="JSON file for the table")

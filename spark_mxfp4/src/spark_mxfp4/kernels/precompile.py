@@ -1,9 +1,10 @@
 """Compile the CUDA kernels before they are needed: `python -m spark_mxfp4.kernels.precompile 90a 121a`.
 
-The shared libraries lie beside the sources, in `compiled/`; one that is not there is compiled at first use, into the
-user's cache. They need neither torch nor CUDA's runtime library, only a driver. A library's name has a hash of its
-sources and flags, so one of other sources is never loaded. `SPARK_MXFP4_PRECOMPILE=90a,121a uv build --wheel
-spark_mxfp4` puts them into the wheel. Only the standard library is imported here: a build has no torch.
+The shared libraries are in `compiled/`, next to the sources; a missing library is compiled into the user's cache at
+first use. They need neither torch nor CUDA's runtime library, only a driver. A library's name contains a hash of its
+sources and flags, so a library of other sources is never loaded. `SPARK_MXFP4_PRECOMPILE=90a,121a uv build --wheel
+spark_mxfp4` adds the libraries to the wheel. This module imports only the standard library, because a build has no
+torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LIBRARIES = {
 
 
 class Shape(NamedTuple):
-    """A kernel's tile and ring, a line of shapes.cuh, which says what each number is."""
+    """A kernel's tile and ring of stages: a line of shapes.cuh, which explains the numbers."""
 
     rows: int
     split: int
@@ -54,12 +55,12 @@ class Shape(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a stage's weights: 64 x 64 of them with their scales take 2,176."""
+        """Bytes of a stage's weights; 64 x 64 weights with their scales take 2,176 bytes."""
         return self.rows * self.chunks * 2176
 
     @property
     def gathers(self) -> bool:
-        """Whether the first product takes activations from the tokens' rows, and not from planes."""
+        """Whether the first product reads activations from the tokens' rows, not from planes."""
         return self.tokens <= 48
 
 
@@ -80,7 +81,7 @@ def flags(target: str) -> tuple[str, ...]:
 
 
 def units(name: str) -> list[tuple[Path, tuple[str, ...]]]:
-    """Return the translation units of a library: each one's source and flags of its own."""
+    """Return the translation units of a library: the source and extra flags of each."""
     files = {HOPPER: ("moe", "layer", "grouped"), LAYER: ("moe", "layer")}.get(name, (name,))
     kernels = shapes("GROUPED") if name == HOPPER else ()
     return [
@@ -90,7 +91,7 @@ def units(name: str) -> list[tuple[Path, tuple[str, ...]]]:
 
 
 def file_name(name: str, target: str) -> str:
-    """Return the file name of a library: its name, target and machine, and 12 digits of its inputs' hash."""
+    """Return the file name of a library: its name, target, machine, and 12 digits of the hash of its inputs."""
     digest = hashlib.sha256(" ".join(flags(target)).encode())
     for path in [*dict.fromkeys(path for path, _ in units(name)), *sorted(FOLDER.glob("*.cuh"))]:
         digest.update(b"\0" + path.read_bytes())
@@ -99,7 +100,7 @@ def file_name(name: str, target: str) -> str:
 
 
 def library(name: str, target: str) -> Path | None:
-    """Return the library that was compiled from these sources; None if there is none."""
+    """Return the library compiled from the current sources; None if there is none."""
     paths = (folder / file_name(name, target) for folder in (COMPILED, cache()))
     return next((path for path in paths if path.is_file()), None)
 
@@ -125,7 +126,7 @@ def nvcc() -> str:
 def compile_target(target: str, folder: Path | None = None, jobs: int = 0) -> list[Path]:
     """Compile the missing libraries of `target` and return the paths of all.
 
-    `folder` defaults to the one that they are loaded from. `jobs` compilers run at once, by default one a core.
+    `folder` defaults to the folder that libraries are loaded from. `jobs` compilers run at once, by default one a core.
     Raises ValueError for an unknown target, FileNotFoundError without nvcc, and RuntimeError with the compiler's last
     lines.
     """
@@ -135,9 +136,9 @@ def compile_target(target: str, folder: Path | None = None, jobs: int = 0) -> li
 
 
 def build(name: str, target: str, folder: Path, jobs: int = 0) -> Path:
-    """Compile a library's units side by side and link them in `folder`, unless it is there; return its path.
+    """Compile a library's units in parallel and link them in `folder`, unless it exists; return its path.
 
-    It appears only once complete, and of several processes one compiles it. Raises as `compile_target` does.
+    The library appears only when complete; of several processes only one compiles it. Raises as `compile_target` does.
     """
     output = folder / file_name(name, target)
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,9 +158,9 @@ def _link(sources: list[tuple[Path, tuple[str, ...]]], target: str, output: Path
         objects = [Path(name) / str(number) / f"{file.stem}.o" for number, (file, _) in enumerate(sources)]
 
         def compile_unit(source: tuple[Path, tuple[str, ...]], result: Path) -> None:
-            """One translation unit, position-independent."""
-            # The names of intermediate files are in those of symbols, and must have no process id. nvcc names them by
-            # the source, which units share, so each unit has a folder of its own.
+            """Compile one translation unit, position-independent."""
+            # Symbols contain the names of intermediate files, which must not have a process id. nvcc names these files
+            # after the source, which units share, so each unit has its own folder.
             result.parent.mkdir()
             options = ["--objdir-as-tempdir", "-Xcompiler", "-fPIC", "-c", str(source[0]), "-o", str(result)]
             _run([compiler, *flags(target), *source[1], *options])
@@ -167,7 +168,7 @@ def _link(sources: list[tuple[Path, tuple[str, ...]]], target: str, output: Path
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(compile_unit, sources, objects))
         linked = Path(name) / output.name
-        # CUDA's runtime is linked in, so that the library fits a torch of any CUDA.
+        # CUDA's runtime is linked statically, so that the library works with a torch of any CUDA version.
         _run([compiler, *flags(target), "-shared", "-cudart", "static", *map(str, objects), "-o", str(linked)])
         linked.replace(output)
 
@@ -180,10 +181,10 @@ def _run(command: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Compile what the command line names, and print the files; returns the exit code."""
+    """Compile the targets of the command line and print the files; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m spark_mxfp4.kernels.precompile", description=__doc__)
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=", ".join(LIBRARIES))
-    parser.add_argument("--output", type=Path, help="folder; default: the one that libraries are loaded from")
+    parser.add_argument("--output", type=Path, help="folder; default: where libraries are loaded from")
     parser.add_argument("--jobs", type=int, default=0, help="compilers at once; default: one a core")
     options = parser.parse_args(arguments)
     try:

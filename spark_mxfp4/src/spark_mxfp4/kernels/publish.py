@@ -1,10 +1,10 @@
 """Write our kernels as a repository that Hugging Face's `kernels` loads: `python -m spark_mxfp4.kernels.publish DIR`.
 
-The layout is that of `kernels` 0.17: `build/torch-cuda` and `build/torch-cpu`, each a whole package with a
-`metadata.json`. A package of the hub may be loaded from any path and beside another version of itself. So a copy holds
-every module that it needs, imports them relatively, and its torch operators have the copy's own namespace. It works
-without spark-mxfp4 installed. CUDA kernels travel as sources: nvcc builds them at first use on compute capability 9.0,
-and Triton runs where there is none. Only the standard library is imported here.
+The layout is that of `kernels` 0.17: `build/torch-cuda` and `build/torch-cpu`, each a complete package with a
+`metadata.json`. A hub package may be loaded from any path and next to another version of itself. So a copy contains
+every module that it needs, imports them relatively, and its torch operators have their own namespace. It works without
+spark-mxfp4 installed. CUDA kernels are included as sources, which nvcc builds at first use on compute capability 9.0;
+without nvcc Triton runs. This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .registry import load
 
 
 class Kernel(MoeKernel):
-    """torch's operations; it waits to learn which experts are hit."""
+    """torch operations, which wait to learn the selected experts."""
 
     cuda_graphs = False
 
@@ -79,11 +79,11 @@ kernel = get_local_kernel(Path("PATH/OF/THIS/FOLDER"))
 
 
 def write(folder: Path, number: int = 1, module: Path | None = None, name: str = NAME) -> Path:
-    """Write version `number` of our kernels into the new folder `folder` and return it; or of a user's `module`.
+    """Write version `number` of our kernels, or of a user's `module`, into the new folder `folder` and return it.
 
-    A user's module is a Python file that has a kernel in the sense of `registry.load`; it becomes both builds, and
-    needs spark-mxfp4 installed where it is loaded. Raises ValueError for a name or number that the format does not
-    have, FileExistsError for a folder that is there, OSError, and SyntaxError for a module that is no Python.
+    A user's module is a Python file with a kernel for `registry.load`; it is used for both builds, and needs
+    spark-mxfp4 installed where it is loaded. Raises ValueError for a name or number that the format does not allow,
+    FileExistsError if the folder exists, OSError, and SyntaxError for a module that is not Python.
     """
     if number < 1:
         raise ValueError(f"version {number} is not possible · the hub counts from 1 · name 1")
@@ -93,7 +93,7 @@ def write(folder: Path, number: int = 1, module: Path | None = None, name: str =
     if folder.exists():
         raise FileExistsError(f"{folder} is there · nothing is overwritten · name another folder, or remove it")
     about = "A kernel for MXFP4 experts." if module else f"MXFP4 mixture-of-experts kernels, {NAME} {release()}."
-    terms = "other" if module else "Apache-2.0"  # whose module it is says its licence
+    terms = "other" if module else "Apache-2.0"  # the owner of the module chooses its licence
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         written = Path(temporary) / folder.name
@@ -109,14 +109,14 @@ def write(folder: Path, number: int = 1, module: Path | None = None, name: str =
 
 
 def release() -> str:
-    """Return the distribution's version: of the checkout that this is, else of the installed wheel."""
+    """Return the distribution's version from this checkout, else from the installed wheel."""
     if (project := PACKAGE / "pyproject.toml").is_file():
         return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
     return version(NAME)
 
 
 def licence() -> str:
-    """Return the licence's text: of the checkout that this is, else of the installed wheel."""
+    """Return the licence's text from this checkout, else from the installed wheel."""
     if (file := PACKAGE / "LICENSE").is_file():
         return file.read_text(encoding="utf-8")
     text = distribution(NAME).read_text("licenses/LICENSE")
@@ -126,14 +126,14 @@ def licence() -> str:
 
 
 def own_module(path: Path) -> dict[str, str]:
-    """Return a user's module as the package's one file. Raises SyntaxError, OSError."""
+    """Return a package with a user's module as its only file. Raises SyntaxError, OSError."""
     text = path.read_text(encoding="utf-8")
     ast.parse(text, str(path))
     return {"__init__.py": text}
 
 
 def copied(backend: str) -> dict[str, str]:
-    """Return path → text of the package for a backend: its modules, what they import, sources and tables."""
+    """Return path → text of a backend's package: its modules, their imports, CUDA sources and tables."""
     contents: dict[str, str] = {}
     waiting = list(ROOTS[backend])
     while waiting:
@@ -165,7 +165,7 @@ def imported(text: str) -> list[str]:
 
 
 def relative(text: str, depth: int) -> str:
-    """Return a module's text with relative imports; `depth` packages are above it."""
+    """Return a module's text with relative imports; the module is `depth` packages deep."""
     dots = "." * depth
     text = re.sub(r"^(\s*from )spark_mxfp4\.", rf"\g<1>{dots}", text, flags=re.MULTILINE)
     return re.sub(r"^(\s*from )spark_mxfp4 import", rf"\g<1>{dots} import", text, flags=re.MULTILINE)
@@ -192,9 +192,9 @@ def _write_build(folder: Path, backend: str, name: str, number: int, terms: str,
 def main(arguments: list[str]) -> int:
     """Write the folder that the command line names; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m spark_mxfp4.kernels.publish", description=__doc__)
-    parser.add_argument("folder", type=Path, help="the repository's folder, which is made")
+    parser.add_argument("folder", type=Path, help="the repository's folder, which is created")
     parser.add_argument("--version", type=int, default=1, help="the repository's version number; default 1")
-    parser.add_argument("--module", type=Path, help="a Python file with a kernel of yours, in place of ours")
+    parser.add_argument("--module", type=Path, help="a Python file with your own kernel, in place of ours")
     parser.add_argument("--name", default=NAME, help="the kernel's name; default: %(default)s")
     options = parser.parse_args(arguments)
     try:

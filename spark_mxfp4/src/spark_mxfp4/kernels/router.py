@@ -1,8 +1,8 @@
-"""The router for up to 16 tokens in one launch: product with the router's bf16 weights, top-k, softmax over the chosen.
+"""The router for up to 16 tokens in one launch: product with bf16 weights, top-k, softmax over the chosen experts.
 
-The kernels are router.cu's, for compute capability 9.0 and 12.x. Sums are float32 and logits are rounded to bfloat16,
-as a bf16 linear layer's are; the choice is vLLM's (`topk_softmax` with renormalisation): where two are equal the lowest
-index wins, and NaN counts as probability 0.
+The kernels are in router.cu, for compute capability 9.0 and 12.x. Sums are float32, and logits are rounded to bfloat16
+as in a bf16 linear layer. Experts are chosen as by vLLM's `topk_softmax` with renormalisation: of equal logits the
+lowest index wins, and NaN counts as probability 0.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Routes(NamedTuple):
 
     @classmethod
     def of(cls, table: torch.Tensor) -> Routes:
-        """Return what `table` (float32 [2, M, k]) holds: shares, and the bits of the experts' numbers."""
+        """Return the routes in `table` (float32 [2, M, k]): shares, then the experts' numbers as int32 bits."""
         return cls(table[1].view(torch.int32), table[0])
 
 
 def empty_table(tokens: int, top_k: int, device: torch.device) -> torch.Tensor:
-    """Return memory for the routes of `tokens` tokens: one tensor, because one is what vLLM passes on."""
+    """Return memory for the routes of `tokens` tokens: one tensor, because vLLM passes on only one."""
     return torch.empty(2, tokens, top_k, dtype=torch.float32, device=device)
 
 
@@ -68,8 +68,8 @@ def route(
 ) -> torch.Tensor:
     """Route bf16 `x` [M, H], M up to 16, by the router's bf16 `weight` [E, H] and `bias` [E]: see `Routes.of`.
 
-    Tokens where `padding` (bool [M]) is true get expert -1 and share 0. `variant` overrides the choice. Nothing waits
-    for the device, so CUDA graphs hold it. Raises ValueError for other dtypes and sizes.
+    Tokens where `padding` (bool [M]) is true get expert -1 and share 0. `variant` overrides the choice of kernel.
+    Nothing waits for the device, so CUDA graphs can capture the call. Raises ValueError for other dtypes and sizes.
     """
     _check(x, weight, bias, top_k, padding)
     table = empty_table(x.shape[0], top_k, x.device)
@@ -112,13 +112,13 @@ def slices(variant: int, columns: int) -> int:
 def reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, top_k: int, padding: torch.Tensor | None = None
 ) -> Routes:
-    """Return what `route` is meant to return, with torch: sums in float32, logits rounded to bfloat16."""
+    """Return the routes computed by torch, with sums in float32 and logits rounded to bfloat16."""
     logits = x.float() @ weight.float().T + (0 if bias is None else bias.float())
     return choose(logits.bfloat16(), top_k, padding)
 
 
 def choose(logits: torch.Tensor, top_k: int, padding: torch.Tensor | None = None) -> Routes:
-    """Return each token's largest `top_k` of `logits` [M, E], the lowest index first where two are equal."""
+    """Return each token's largest `top_k` of `logits` [M, E]; of equal logits the lowest index is first."""
     probabilities = torch.softmax(logits.float(), -1).nan_to_num(nan=0.0, posinf=0.0)
     largest, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     largest, ids = largest[:, :top_k], ids[:, :top_k].int()
@@ -131,7 +131,7 @@ def choose(logits: torch.Tensor, top_k: int, padding: torch.Tensor | None = None
 
 @cache
 def _ticket(device: torch.device, _weight: int) -> torch.Tensor:
-    """Return a counter that is 0 between launches; routers that run at the same time have one each."""
+    """Return a counter that is 0 between launches; routers that may run at the same time need separate counters."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
@@ -159,7 +159,7 @@ def _check(
 
 @cache
 def load(device: torch.device) -> ctypes.CDLL:
-    """Return the kernels for `device`, built when first used if `precompile` left none.
+    """Return the kernels for `device`; without a library from `precompile`, the first call builds them.
 
     Raises NotImplementedError as `extension.library` does.
     """

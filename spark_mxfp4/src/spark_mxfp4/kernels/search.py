@@ -1,10 +1,10 @@
-"""Which shapes of the Hopper kernel are fastest for a layer that tuned.json does not name: timed once, at load.
+"""Find the fastest shapes of the Hopper kernel for a layer that is not in tuned.json, by timing them once, at load.
 
-Loads of few tokens, which one launch computes, are not searched. For each of some others (pairs of token and expert) a
-cost model orders the shapes, and the first few are timed in CUDA graphs on the layer itself. The result serves all
-layers of these sizes, and is kept as one JSON file a device, sizes and version of the kernels. Nothing is searched
-while a CUDA graph is captured or while serving. Every shape gives right results, so ranks may choose differently; a
-sum's last bit depends on the shape.
+A *load* is a number of pairs of token and expert. Small loads, which one launch computes, are not searched. For some
+other loads a cost model orders the shapes, and the first few are timed in CUDA graphs on the layer itself. The result
+is used for all layers of these sizes, and stored as one JSON file for each device, sizes and version of the kernels.
+Nothing is searched while a CUDA graph is captured or while serving. Every shape gives right results, so ranks may
+choose different shapes; a sum's last bit depends on the shape.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from spark_mxfp4.kernels.timing import graph_time
 from spark_mxfp4.kernels.tuning import LaidOut, Pair
 
 SEARCH_VARIABLE = "SPARK_MXFP4_SEARCH"
-SECONDS = 10.0  # after that the loads that are left keep the table's shapes
-SMALLEST_SHARE, LARGEST_SHARE, MOST_PAIRS = 2.0**-2, 256, 65536  # pairs an expert that are timed; pairs
+SECONDS = 10.0  # after this time the remaining loads keep the shapes of tuned.json
+SMALLEST_SHARE, LARGEST_SHARE, MOST_PAIRS = 2.0**-2, 256, 65536  # timed pairs per expert; timed pairs
 CANDIDATES, PARTNERS = 8, 3  # shapes timed for both products; of these, how many are tried for one product alone
-GAIN = 0.98  # only what is 2 % faster than the table's pair replaces it: less is noise
-ROUTES, REPLAYS = 8, 5  # layers in one graph, each with a routing of its own so that weights leave the cache; replays
-EXPANSION = 32  # tokens for which a tile's product takes as long as expanding its weights: measured on no device
+GAIN = 0.98  # a pair must be 2 % faster than the table's pair to replace it: less is noise
+ROUTES, REPLAYS = 8, 5  # layers in one graph, each with its own routing so that weights leave the cache; replays
+EXPANSION = 32  # tokens for which a tile's product takes as long as expanding its weights: an estimate, not measured
 
 logger = logging.getLogger(__name__)
 Timer = Callable[[int, Pair], float]  # (pairs, shapes) → µs
@@ -45,14 +45,14 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pair], torch.Tensor]
 
 
 class SearchKey(NamedTuple):
-    """What a result holds for: the kernels' version, the device's name and the layer's sizes as laid out."""
+    """The key of a stored result: the kernels' version, the device's name and the layer's padded sizes."""
 
     kernels: str
     device: str
     sizes: LaidOut
 
     def path(self) -> Path:
-        """Return the file that keeps the result, in the user's cache folder."""
+        """Return the result's file in the user's cache folder."""
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         version = hashlib.sha256(self.kernels.encode()).hexdigest()[:12]
         device = re.sub(r"\W+", "-", self.device)
@@ -60,7 +60,7 @@ class SearchKey(NamedTuple):
 
 
 def enabled() -> bool:
-    """Return whether SPARK_MXFP4_SEARCH is `on`; raises ValueError for another value than on and off, the default."""
+    """Return whether SPARK_MXFP4_SEARCH is `on` (default: `off`). Raises ValueError for another value."""
     value = os.environ.get(SEARCH_VARIABLE) or "off"
     if value not in ("on", "off"):
         raise ValueError(f"{SEARCH_VARIABLE} is {value!r} · it can be on or off · set one of them, or unset it")
@@ -68,10 +68,10 @@ def enabled() -> bool:
 
 
 def tune(device: torch.device, sizes: LaidOut, widths: Sequence[int], layer: Layer) -> None:
-    """Choose shapes for layers of `sizes` on `device`, unless the table names these sizes or a result is kept.
+    """Choose shapes for layers of `sizes` on `device`, unless the table has these sizes or a result is stored.
 
-    `widths` are the tokens of a tile of each shape, by number; `layer` runs one layer. A search that fails leaves the
-    table's shapes and a line in the log: it never ends a start.
+    `widths` are the tokens of a tile of each shape, by number; `layer` runs one layer. If a search fails, the table's
+    shapes are used and the log has a warning; loading goes on.
     """
     name = torch.cuda.get_device_name(device)
     if not enabled() or tuning.known(name, sizes) or torch.cuda.is_current_stream_capturing():
@@ -91,7 +91,7 @@ def tune(device: torch.device, sizes: LaidOut, widths: Sequence[int], layer: Lay
 
 
 def loads(device: str, experts: int) -> list[int]:
-    """Return the numbers of pairs that are timed for a layer of `experts`: those that take a launch a product."""
+    """Return the numbers of pairs to time for a layer of `experts`: those with one launch for each product."""
     doubled = itertools.accumulate(itertools.repeat(2), operator.mul, initial=SMALLEST_SHARE)
     many = (int(experts * share) for share in itertools.takewhile(lambda share: share <= LARGEST_SHARE, doubled))
     timed = (pairs for pairs in many if 1 <= pairs <= MOST_PAIRS)
@@ -101,7 +101,7 @@ def loads(device: str, experts: int) -> list[int]:
 def candidates(pairs: int, experts: int, widths: Sequence[int]) -> list[int]:
     """Return the numbers of the shapes worth timing, the most promising first.
 
-    A tile costs the expansion of its weights, and registers and shared memory by its width; an expert with more tokens
+    The cost of a tile is the expansion of its weights plus a part proportional to its width. An expert with more tokens
     than a tile holds takes several tiles.
     """
     share = pairs / experts
@@ -121,7 +121,7 @@ def choose(
     until: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuning.Rules:
-    """Return rules for every load, by `timed`; loads not reached when `clock` says `until` keep the table's shapes."""
+    """Return rules for every load, timed by `timed`; once `clock` reaches `until`, loads keep the table's shapes."""
     numbers = loads(device, sizes.experts)
     best = []
     for pairs in numbers:
@@ -136,7 +136,7 @@ def choose(
 
 
 def _fastest(pairs: int, experts: int, widths: Sequence[int], usual: Pair, timed: Timer) -> Pair:
-    """Return the fastest pair of shapes: the same for both products, then each of its own."""
+    """Return the fastest pair of shapes: try the same shape for both products first, then different shapes."""
     times = {usual: timed(pairs, usual)}
     for number in candidates(pairs, experts, widths):
         if (number, number) not in times:
@@ -162,20 +162,20 @@ def timer(device: torch.device, sizes: LaidOut, layer: Layer) -> Timer:
         if pairs not in inputs:
             inputs.clear()
             top_k = next(k for k in (4, 2, 1) if pairs % k == 0 and k <= sizes.experts)
-            with torch.random.fork_rng([device]):  # a seeded run samples the same with and without a search
+            with torch.random.fork_rng([device]):  # a seeded run gets the same random numbers with and without a search
                 x = torch.randn(pairs // top_k, sizes.hidden, dtype=torch.bfloat16, device=device)
                 routes = [random_routing(len(x), sizes.experts, top_k, device=device) for _ in range(ROUTES)]
             inputs[pairs] = x, routes
         x, routes = inputs[pairs]
         us = graph_time(lambda i: layer(x, *routes[i], shapes), ROUTES, REPLAYS)
-        torch.cuda.empty_cache()  # a graph's memory serves no other until then
+        torch.cuda.empty_cache()  # else the graph's memory stays reserved
         return us
 
     return timed
 
 
 def read(path: Path, shapes: int) -> tuning.Rules | None:
-    """Return the rules that a file keeps; None where there is none, or it is damaged or names other shapes."""
+    """Return the rules stored in a file; None if it is missing, damaged, or names unknown shapes."""
     try:
         rules = json.loads(path.read_text(encoding="utf-8"))["rules"]
         bounds = [rule["pairs"] for rule in rules[:-1]]
@@ -188,7 +188,7 @@ def read(path: Path, shapes: int) -> tuning.Rules | None:
 
 
 def keep(key: SearchKey, rules: tuning.Rules) -> None:
-    """Write a result, whole or not at all; where that is impossible the next start searches again."""
+    """Store a result atomically; if writing fails, the next start searches again."""
     path = key.path()
     text = json.dumps({**key._asdict(), "sizes": key.sizes._asdict(), "rules": rules}, indent=1) + "\n"
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Sorting pairs of token and expert by expert, in Triton; shapes follow from shapes, so nothing waits."""
+"""Sort pairs of token and expert by expert, in Triton; shapes depend only on shapes, so the host never waits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-SCAN = 1024  # pairs that one step looks at
+SCAN = 1024  # pairs read in one step
 
 
 class Blocks(NamedTuple):
     """Pairs in blocks of one expert each: `pairs` i32 [blocks · size] (the number of pairs stands for padding) and
-    `experts` i32 [blocks], -1 for blocks that nobody needs."""  # noqa: D205, D209
+    `experts` i32 [blocks], -1 for unused blocks."""  # noqa: D205, D209
 
     pairs: torch.Tensor
     experts: torch.Tensor
@@ -23,7 +23,7 @@ class Blocks(NamedTuple):
 def sort_into_blocks(
     topk_ids: torch.Tensor, num_experts: int, size: int, expert_map: torch.Tensor | None = None
 ) -> Blocks:
-    """Sort the pairs of `topk_ids` (int [T, k]) by local expert into blocks of `size`, tokens in order within each."""
+    """Sort the pairs of `topk_ids` (int [T, k]) by local expert, then by token, into blocks of `size`."""
     count, device = topk_ids.numel(), topk_ids.device
     blocks = min(count, num_experts) + count // size
     ids = topk_ids.contiguous()
@@ -45,7 +45,7 @@ def sort_into_blocks(
 def local_expert(
     ids_ptr: tl.tensor, map_ptr: tl.tensor, pair: tl.tensor, count: tl.tensor, known: tl.tensor
 ) -> tl.tensor:
-    """Return the local experts, i32, of `pair` (below `count`): through a map of `known` experts, -1 for none."""
+    """Return the local experts (i32, -1 for none) of `pair` (below `count`), by a map of `known` experts."""
     ids = tl.load(ids_ptr + pair, mask=pair < count, other=-1).to(tl.int32)
     if known > 0:
         ids = tl.load(map_ptr + ids, mask=(ids >= 0) & (ids < known), other=-1).to(tl.int32)
@@ -57,7 +57,7 @@ def count_pairs(
     ids_ptr: tl.tensor, map_ptr: tl.tensor, counts_ptr: tl.tensor, count: tl.tensor, known: tl.tensor,
     SCAN: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
-    """Count the pairs of one local expert into `counts_ptr` i32 [experts]; the other arguments: see `local_expert`."""
+    """Count the pairs of one local expert into `counts_ptr` i32 [experts]; for the rest see `local_expert`."""
     expert = tl.program_id(0)
     matches = tl.zeros((SCAN,), tl.int32)
     for first in range(0, count, SCAN):

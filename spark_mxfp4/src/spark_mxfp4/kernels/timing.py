@@ -15,14 +15,14 @@ Layer = Callable[[int], object]
 def graph_time(
     once: Layer, count: int, replays: int = REPLAYS, *, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Return the median time of `once(i)` in µs, for i below `count` in one CUDA graph, replayed.
+    """Return the median time of one `once(i)` in µs, from replays of a CUDA graph with all i below `count`.
 
     `before` is called before each replay, untimed.
     """
     once(0)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads may use the GPU meanwhile: NCCL's watchdog asks for events.
+    # Other threads may use the GPU during capture: NCCL's watchdog queries events.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(count):
             once(i)

@@ -1,9 +1,9 @@
-"""Experts on a third party's kernels with the API of OpenAI's triton_kernels: the original, or a fork.
+"""Experts on kernels with the API of OpenAI's triton_kernels: the original, or a fork.
 
-A name is `hub:PACKAGE`, `hub:FOLDER` or `hub:OWNER/NAME@VERSION`. The package is what transformers 5.19 calls for
-MXFP4 (transformers/integrations/mxfp4.py) and what vLLM 0.32.0 ships (vllm/third_party/triton_kernels, of Triton
-3.5.1): products by `matmul_ogs` with `FusedActivation`, `FnSpecs` and `swiglu_fn`, sorting by `routing`. Weights are
-quantised by its own `downcast_to_mxfp_torch` and laid out by its own layouts.
+A name is `hub:PACKAGE`, `hub:FOLDER` or `hub:OWNER/NAME@VERSION`. The package has the API that transformers 5.19 calls
+for MXFP4 (transformers/integrations/mxfp4.py) and that vLLM 0.32.0 ships (vllm/third_party/triton_kernels, of Triton
+3.5.1): products by `matmul_ogs` with `FusedActivation`, `FnSpecs` and `swiglu_fn`, sorting by `routing`. Its own
+`downcast_to_mxfp_torch` quantises weights, and its own layouts order them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from spark_mxfp4.kernels import hub
 from spark_mxfp4.mxfp4 import BLOCK_BYTES
 
 PREFIX = "hub:"
-UNCHOSEN = -1e30  # a logit that no expert of a token has; finite, because a hub fills its own padding with -infinity
+UNCHOSEN = -1e30  # logit of experts that a token did not choose; finite, because a hub fills its padding with -infinity
 
 
 class HubCall(NamedTuple):
-    """How we call something of a hub: the number of arguments by position, and those by name."""
+    """How we call a function or class of a hub: the number of positional arguments, and the keyword arguments."""
 
     positional: int
     keywords: tuple[str, ...] = ()
 
 
-# The names that we use, by module of the hub; those with None are not called. Names and arguments are those of Triton
+# The names that we use, by module of the hub; we do not call names with None. Names and arguments are those of Triton
 # 3.5.1's triton_kernels.
 REQUIRED: dict[str, dict[str, HubCall | None]] = {
     "matmul_ogs": {
@@ -60,7 +60,7 @@ REQUIRED: dict[str, dict[str, HubCall | None]] = {
 class TritonHubKernel(MoeKernel):
     """A hub's `matmul_ogs` as a kernel, called as transformers calls it.
 
-    Prepared weights are the hub's own storage, [E, K/2, N] before its layout orders them, and scales [E, K/32, N].
+    Prepared weights are in the hub's own layout of weights [E, K/2, N] and scales [E, K/32, N].
     """
 
     def __init__(self, name: str) -> None:
@@ -75,10 +75,10 @@ class TritonHubKernel(MoeKernel):
         topk_weights: torch.Tensor,
         expert_map: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See MoeKernel; raises NotImplementedError for experts on other devices, which `routing` does not know.
+        """See MoeKernel. Raises NotImplementedError for experts on other devices, which `routing` does not support.
 
-        A hub routes by logits: those of the chosen experts are the logarithms of their shares, whose softmax is the
-        shares again, divided by their sum.
+        A hub routes by logits. The chosen experts get the logarithms of their shares, whose softmax is the shares
+        divided by their sum.
         """
         if expert_map is not None:
             raise NotImplementedError(
@@ -106,7 +106,7 @@ class TritonHubKernel(MoeKernel):
         return (output.float() * shares.sum(-1, keepdim=True)).to(x.dtype)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return packed `weights` as the hub stores them, with float32 biases; see MoeKernel."""
+        """Return packed `weights` in the hub's layout, with float32 biases; see MoeKernel."""
         return ExpertWeights(*map(self._laid_out, weights))
 
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
@@ -117,14 +117,14 @@ class TritonHubKernel(MoeKernel):
         )
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return blocks and scales of `x` [..., K] by the hub's own rounding, from bfloat16 as transformers does."""
+        """Return blocks and scales of `x` [..., K], rounded by the hub from bfloat16, as in transformers."""
         downcast = self._hub["numerics_details.mxfp"].downcast_to_mxfp_torch
         values, scales = downcast(x.to(torch.bfloat16), torch.uint8, axis=x.dim() - 1)
         return values.reshape(*scales.shape, BLOCK_BYTES), scales
 
     @cached_property
     def _layout(self) -> tuple[Any, dict[str, Any]]:
-        """The hub's layout of weights for this device: its class, and its arguments after the shape."""
+        """Return the hub's layout of weights for this device: the class, and its arguments after the shape."""
         layout: tuple[Any, dict[str, Any]] = self._hub["tensor_details.layout"].make_default_matmul_mxfp4_w_layout(
             mx_axis=1
         )
@@ -161,7 +161,7 @@ class TritonHubKernel(MoeKernel):
 
 
 class Operand(NamedTuple):
-    """One projection as `matmul_ogs` takes it: the hub's tensor, its precision with the scales, the bias [E, N]."""
+    """One projection for `matmul_ogs`: the hub's tensor, its precision with the scales, the bias [E, N]."""
 
     values: Any
     precision: Any
@@ -169,7 +169,7 @@ class Operand(NamedTuple):
 
 
 def name_of(package: ModuleType) -> str:
-    """Return the kernel's name of an imported hub; raises ValueError if Python would not find it by its name."""
+    """Return the kernel name for an imported hub. Raises ValueError if Python cannot import it by its name."""
     if sys.modules.get(package.__name__) is not package:
         raise ValueError(
             f"kernels hub {package.__name__} cannot be used · it is not the package that Python knows by this name · "
@@ -179,9 +179,9 @@ def name_of(package: ModuleType) -> str:
 
 
 def load(name: str) -> dict[str, ModuleType]:
-    """Return the modules of the hub that `name` (see above) names, by REQUIRED's keys.
+    """Return the modules of the hub `name`, by REQUIRED's keys.
 
-    Raises ValueError if it is not there, cannot be imported, or lacks something of REQUIRED, all of which is named.
+    Raises ValueError if the hub does not exist, cannot be imported, or lacks names of REQUIRED, which the error lists.
     """
     package = _package(name)
     modules, missing = dict[str, ModuleType](), list[str]()
@@ -205,7 +205,7 @@ def load(name: str) -> dict[str, ModuleType]:
 
 
 def _refusal(function: Any, call: HubCall) -> str | None:
-    """Return why `function` does not take the arguments of `call`, None if it does, or if its signature is unknown."""
+    """Return why `function` does not take the arguments of `call`; None if it does, or its signature is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -218,12 +218,12 @@ def _refusal(function: Any, call: HubCall) -> str | None:
 
 
 def _package(name: str) -> ModuleType:
-    """Return the package that a name beginning with PREFIX names; raises ValueError if it cannot be imported."""
+    """Return the package of a name that begins with PREFIX. Raises ValueError if it cannot be imported."""
     location = name.removeprefix(PREFIX)
     if "/" not in location:
         try:
             return named_module(location)
-        # A package of kernels raises what its compiler or its GPU's driver raises.
+        # Importing kernels may raise any exception of their compiler or the GPU's driver.
         except Exception as error:
             raise ValueError(
                 f"kernels hub {name!r} cannot be imported · {hub.first_line(error)} · "
@@ -237,7 +237,7 @@ def _package(name: str) -> ModuleType:
 
 
 def _package_in(folder: Path, name: str) -> ModuleType:
-    """Return the package in `folder` by its own name: triton_kernels' modules import each other by it."""
+    """Import the package in `folder` by its own name, which triton_kernels' modules use to import each other."""
     try:
         package = named_module(folder.name, folder.parent)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which kernel shape for which load: from tuned.json, or as `search` found it for sizes that are not in it."""
+"""Choose kernel shapes by load: from tuned.json, or from a result of `search` for sizes that the file lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Pair = tuple[int, int]  # the shapes of both products, numbers of shapes.cuh
 
 
 class LaidOut(NamedTuple):
-    """A layer as `hopper` lays it out: experts on this device, hidden and intermediate size in whole tiles."""
+    """A layer in `hopper`'s layout: experts on this device, hidden and intermediate size in whole tiles."""
 
     experts: int
     hidden: int
@@ -23,7 +23,7 @@ _adopted: dict[tuple[str, LaidOut], Rules] = {}
 
 
 def shapes(device: str, pairs: int, sizes: LaidOut) -> Pair | None:
-    """Return both products' shapes for `pairs` of token and expert in a layer of `sizes`; None: one launch for both."""
+    """Return both products' shapes for `pairs` of token and expert in a layer of `sizes`; None means one launch."""
     usual = default_shapes(device, pairs, sizes.experts)
     rules = _adopted.get((device, sizes))
     if usual is None or rules is None:
@@ -33,13 +33,13 @@ def shapes(device: str, pairs: int, sizes: LaidOut) -> Pair | None:
 
 
 def default_shapes(device: str, pairs: int, experts: int) -> Pair | None:
-    """Return what the table says for `pairs` of token and expert among `experts`, whatever the other sizes."""
+    """Return the table's shapes for `pairs` of token and expert among `experts`, for any sizes of the layer."""
     rule = _choose(_rules("hopper", device), pairs, experts)
     return None if rule.get("whole_layer") else (rule["gate_up"], rule["down"])
 
 
 def known(device: str, sizes: LaidOut) -> bool:
-    """Return whether shapes for these sizes were measured on this device: in the table, or by a search."""
+    """Return whether shapes for these sizes were measured on this device, for the table or by a search."""
     return (device, sizes) in _adopted or list(sizes) in _table("hopper")["measured"].get(device, [])
 
 
@@ -54,7 +54,7 @@ def tiles(device: str, pairs: int, experts: int) -> dict[str, Any]:
 
 
 def plan(device: str, pairs: int, experts: int) -> dict[str, Any]:
-    """Return the fields of `hopper.LayerPlan` for a GPU whose blocks have little shared memory; as `tiles`."""
+    """Return the fields of `hopper.LayerPlan` for a GPU whose blocks have little shared memory; see `tiles`."""
     return _fields("layer", device, pairs, experts)
 
 
@@ -64,7 +64,7 @@ def _fields(kernel: str, device: str, pairs: int, experts: int) -> dict[str, Any
 
 
 def _choose(rules: Rules, pairs: int, experts: int) -> dict[str, Any]:
-    """Return the first rule whose bounds hold: at most `pairs`, at most `pairs_per_expert`; the last has none."""
+    """Return the first rule whose limits on `pairs` and `pairs_per_expert` hold; the last rule has no limits."""
     for rule in rules:
         if pairs <= rule.get("pairs", pairs) and pairs <= rule.get("pairs_per_expert", pairs) * experts:
             return rule
@@ -73,7 +73,7 @@ def _choose(rules: Rules, pairs: int, experts: int) -> dict[str, Any]:
 
 @cache
 def _rules(kernel: str, device: str) -> Rules:
-    """Return a kernel's rules for the device of that name, else its default's."""
+    """Return a kernel's rules for the device of that name, else its default rules."""
     table = _table(kernel)
     return tuple(table["devices"].get(device) or table["devices"][table["default"]])
 

@@ -2,10 +2,10 @@
 
 `quantization_format`, a field of the model's config.json, selects what happens to the experts: `packed` (the default)
 expands them in registers, `dequant` is MAX's own path, which expands all experts of a layer to bfloat16 in memory at
-every step. The variable SPARK_MXFP4_QUANTIZATION_FORMAT replaces the field.
+every step. The variable SPARK_MXFP4_QUANTIZATION_FORMAT overrides the field.
 On a GPU MAX routes and sums, and `spark_mxfp4.grouped_matmul` multiplies. MAX's dense products write past the end of a
-bfloat16 result, so they have a float32 one, which `spark_mxfp4.add_and_round` rounds. On a CPU, where MAX's routing has
-no kernels, `spark_mxfp4.moe` does all of it in float32; it is for tests and small models.
+bfloat16 result, so here their result is float32, which `spark_mxfp4.add_and_round` rounds. On a CPU, where MAX has no
+kernels for routing, `spark_mxfp4.moe` computes the whole layer in float32, for tests and small models.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ KERNELS = Path(__file__).parent / "kernels"
 BLOCK = 32  # elements that share a scale
 SETTING, FIELD = "SPARK_MXFP4_QUANTIZATION_FORMAT", "quantization_format"
 PACKED, DEQUANT = FORMATS = ("packed", "dequant")
-ATTENTION_KEYS = 128  # keys that MAX's CPU attention handles at a time; it adds the sink once for each such run
-# Activations of a step and fragmentation of MAX's memory manager: MAX's own plan has 6 GiB for both. The 15 GiB and the
-# experts in bfloat16 that it adds for MXFP4 are not needed where nothing is expanded in memory.
+ATTENTION_KEYS = 128  # keys that MAX's CPU attention handles at a time; it adds the sink once for each such block
+# Activations of a step and fragmentation of MAX's memory manager: MAX's own plan has 6 GiB for both. For MXFP4 MAX adds
+# 15 GiB and the experts in bfloat16, which are not needed here because nothing is expanded in memory.
 RESERVED_BYTES = 6 * 1024**3
 COLUMNS = 32  # on Hopper MAX's products are wrong unless the columns are a multiple of 8; 32 was tested
 LINEAR, STACKED_LINEAR = Linear.__call__, StackedLinear.__call__  # MAX's own
 
 
 def quantization_format(config: object) -> str:
-    """Return the variable, else the field of a checkpoint's `config`. Raises ValueError for one that does not exist."""
+    """Return the format from the variable, else from a checkpoint's `config`. Raises ValueError for an unknown one."""
     stored = getattr(config, FIELD, PACKED)
     origin, name = (SETTING, os.environ[SETTING]) if SETTING in os.environ else (FIELD, stored)
     if name not in FORMATS:
@@ -88,7 +88,7 @@ def quantization_format(config: object) -> str:
 
 
 def in_pairs(x: TensorValue) -> TensorValue:
-    """Return `x` [P, K] with every eight columns in the order 0 4 1 5 2 6 3 7, which the kernels take."""
+    """Return `x` [P, K] with every eight columns in the order 0 4 1 5 2 6 3 7, as the kernels expect."""
     rows, columns = x.shape
     return ops.reshape(ops.transpose(ops.reshape(x, [rows, int(columns) // 8, 2, 4]), 2, 3), [rows, columns])
 
@@ -96,8 +96,8 @@ def in_pairs(x: TensorValue) -> TensorValue:
 def product(x: TensorValue, weight: TensorValue, bias: TensorValue) -> TensorValue:
     """Return `x` [P, K] times `weight` [N, K] transposed plus `bias` [N], all bfloat16.
 
-    MAX's product with a bfloat16 result writes whole tiles of 128 rows, past the end of the result, into what another
-    operation has stored there. With the cast fused into it, it stays within the result (docs/max.md).
+    MAX's product with a bfloat16 result writes whole tiles of 128 rows past the end of the result, over other
+    operations' data. With a fused cast the product stays within its result (docs/max.md).
     """
     rows, columns = (int(size) for size in weight.shape)
     if padding := -rows % COLUMNS:
@@ -110,14 +110,14 @@ def product(x: TensorValue, weight: TensorValue, bias: TensorValue) -> TensorVal
 
 
 def _linear(layer: Linear, x: TensorValue) -> TensorValue:
-    """Return what Linear does. The LM head has no bias, and MAX takes its product in float32."""
+    """Return what Linear returns. The LM head has no bias, and MAX computes its product in float32."""
     if x.dtype != DType.bfloat16 or layer.bias is None:
         return LINEAR(layer, x)
     return product(x, layer.weight.to(x.device), layer.bias.to(x.device))
 
 
 def _stacked_linear(layer: StackedLinear, x: TensorValue) -> TensorValue:
-    """Return what StackedLinear does: the products of queries, keys and values in one."""
+    """Return what StackedLinear returns: queries, keys and values from one product."""
     bias = layer.stacked_bias
     if x.dtype != DType.bfloat16 or bias is None:
         return STACKED_LINEAR(layer, x)
@@ -128,7 +128,7 @@ class PackedMoE(GptOssMoE):
     """The experts of a layer: blocks u8 [E, N, K/2] and scales u8 [E, N, K/32], as the checkpoint has them."""
 
     def __init__(self, config: GptOssConfig, is_sharding: bool = False) -> None:
-        """As GptOssMoE, whose own __init__ cannot be given the router's dtype."""
+        """Do the same as GptOssMoE, whose __init__ takes no dtype for the router."""
         self.config = config
         StackedMoE.__init__(
             self,
@@ -245,7 +245,7 @@ class PackedModel(GptOssModel):
 
     @property
     def signal_buffers(self) -> list[Buffer]:
-        """On a CPU one byte for each device, because nothing is reduced there; otherwise MAX's own."""
+        """Return one byte for each device on a CPU, because nothing is reduced there; otherwise MAX's own buffers."""
         if _is_cpu(self.devices):
             return [Buffer(DType.uint8, [1]) for _ in self.devices]
         return list(super().signal_buffers)
@@ -270,7 +270,7 @@ class PackedModel(GptOssModel):
 
 
 class PackedPlanner(GptOssMemoryPlanner):
-    """The memory of a step's activations: MAX's own plan, or one without experts in bfloat16."""
+    """The memory of a step's activations: MAX's own plan, or a plan without experts in bfloat16."""
 
     def estimate_activation_memory(self, pipeline_config: Any, huggingface_config: Any) -> int:
         """Return the bytes to keep free of weights and KV cache."""
@@ -280,7 +280,7 @@ class PackedPlanner(GptOssMemoryPlanner):
 
 
 class _Unreduced(Module):
-    """In place of Allreduce, which opens an accelerator even for one device."""
+    """Replaces Allreduce, which opens an accelerator even for one device."""
 
     def __init__(self, num_accelerators: int) -> None:  # noqa: ARG002 - Allreduce's
         super().__init__()
@@ -319,9 +319,9 @@ class _GpuGraphSpec(GraphSpec):
 
 
 def _attend(kv_params: Any, *, sink_weights: TensorValue, **arguments: Any) -> TensorValue:
-    """Return MAX's attention with lowered sinks, because its CPU version counts each of them several times.
+    """Return MAX's attention with lowered sinks, because its CPU version counts each sink several times.
 
-    It adds e^sink to the softmax's sum for each run of 128 keys of the sequence, n times (tests/max/sinks.py shows it).
+    It adds e^sink to the softmax's sum for each of the n blocks of 128 keys of a sequence (see tests/max/sinks.py).
     n · e^(sink - ln n) is e^sink.
     """
     cached, tokens = arguments["kv_collection"].cache_lengths, ops.shape_to_tensor(arguments["input"].shape)[0]
@@ -332,7 +332,7 @@ def _attend(kv_params: Any, *, sink_weights: TensorValue, **arguments: Any) -> T
 
 @contextmanager
 def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let MAX's model build its graph from our parts: replace the names in MAX's modules."""
+    """Replace names in MAX's modules, so that MAX's model builds its graph from our parts."""
     former = [(module, name, getattr(module, name)) for module, name, _ in replacements]
     try:
         for module, name, value in replacements:
@@ -352,7 +352,7 @@ def _is_cpu(devices: Iterable[Any]) -> bool:
 
 
 def _bytes(data: WeightData) -> WeightData:
-    """Return scales as the bytes that the kernels shift; other weights as they are."""
+    """Return scales as raw bytes, which the kernels shift; return other weights unchanged."""
     return dataclasses.replace(data, dtype=DType.uint8) if data.dtype == DType.float8_e8m0fnu else data
 
 

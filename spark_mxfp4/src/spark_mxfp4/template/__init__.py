@@ -1,6 +1,6 @@
-"""A kernel of your own to begin with: `python -m spark_mxfp4.template NAME` writes module, test and benchmark.
+"""A first version of your own kernel: `python -m spark_mxfp4.template NAME` writes module, test and benchmark.
 
-The templates are the modules beside this one: a kernel that computes rightly, named `own_kernel`.
+The templates are the other modules in this folder: a correct kernel, named `own_kernel`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import tempfile
 from pathlib import Path
 
 STAND_IN, CLASS = "own_kernel", "OwnKernel"
-TAKEN = {"spark_mxfp4", "torch", "triton", "transformers", "vllm"}  # also where they are not installed
+TAKEN = {"spark_mxfp4", "torch", "triton", "transformers", "vllm"}  # refused even if not installed
 FILES = (f"{STAND_IN}.py", f"test_{STAND_IN}.py", f"benchmark_{STAND_IN}.py")
 
 
 def write(name: str, parent: Path) -> Path:
     """Write the folder `name` with a kernel of that name into `parent`, and return it.
 
-    Raises ValueError for a name that cannot be a module's or is taken by one, FileExistsError if the folder exists, and
-    OSError if it cannot be written; nothing is left behind then.
+    Raises ValueError if the name is no module name or is another module's, FileExistsError if the folder exists, and
+    OSError if it cannot be written. After an error no files remain.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name) or keyword.iskeyword(name):
         raise ValueError(
@@ -47,17 +47,17 @@ def write(name: str, parent: Path) -> Path:
 
 
 def class_name(name: str) -> str:
-    """Return the class of the kernel in the module `name`: FastMoe of fast_moe."""
+    """Return the class name of the kernel in the module `name`: FastMoe for fast_moe."""
     return "".join(part.capitalize() for part in name.split("_"))
 
 
 def kernel_name(name: str) -> str:
-    """Return what SPARK_MXFP4_KERNEL takes for the kernel of the module `name`: fast_moe:FastMoe."""
+    """Return the value of SPARK_MXFP4_KERNEL for the kernel in the module `name`: fast_moe:FastMoe."""
     return f"{name}:{class_name(name)}"
 
 
 def next_steps(folder: Path) -> str:
-    """Return the commands for a kernel that `write` wrote, one a line."""
+    """Return commands to run after `write`, one per line."""
     name, path = folder.name, shlex.quote(str(folder))
     return "\n".join(
         (

@@ -11,7 +11,7 @@ def main(arguments: list[str]) -> int:
     """Write a kernel and print what to run next; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m spark_mxfp4.template", description=template.__doc__)
     parser.add_argument("name", help="the module's name, such as fast_moe")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where its folder is made; default: here")
+    parser.add_argument("--folder", type=Path, default=Path(), help="parent of the new folder; default: here")
     options = parser.parse_args(arguments)
     try:
         folder = template.write(options.name, options.folder.absolute())

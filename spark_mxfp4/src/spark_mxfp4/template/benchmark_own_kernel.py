@@ -1,4 +1,4 @@
-"""Time `own_kernel` beside this library's kernel: `python benchmark_own_kernel.py`, on the GPU if there is one.
+"""Time `own_kernel` and this library's kernel: `python benchmark_own_kernel.py`, on the GPU if there is one.
 
 A row is one layer with the tokens of one step. Weights and routing are random. Small sizes are the default on a CPU;
 `--hidden 2880 --intermediate 2880 --experts 128` are gpt-oss-120b's.
@@ -15,7 +15,7 @@ from spark_mxfp4.kernels.check import random_routing, random_weights
 
 
 def milliseconds(kernel_name: str, tokens: int, options: argparse.Namespace) -> float:
-    """Return the median time of one layer in milliseconds, over `--repeats` runs after two that warm up."""
+    """Return the median time of one layer in milliseconds, from `--repeats` runs after two warm-up runs."""
     torch.manual_seed(tokens)
     kernel, device = registry.load(kernel_name), options.device
     hidden, intermediate = kernel.padded(options.hidden, options.intermediate)
@@ -35,7 +35,7 @@ def milliseconds(kernel_name: str, tokens: int, options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    """Print a table: tokens, milliseconds of both kernels, and how many times as fast yours is."""
+    """Print a table: tokens, milliseconds of both kernels, and the speed-up of your kernel."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default=device)
@@ -44,7 +44,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     ours = registry.chosen_name(options.device)
-    if ours not in registry.KERNELS:  # SPARK_MXFP4_KERNEL names yours
+    if ours not in registry.KERNELS:  # SPARK_MXFP4_KERNEL names your kernel
         ours = registry.DEVICE_KERNELS.get(options.device, registry.DEFAULT_KERNEL)
     print(f"tokens  own_kernel ms  {ours} ms  ratio")
     with torch.no_grad():

@@ -1,18 +1,18 @@
-"""`own_kernel`: a slow mixture of experts for MXFP4 weights, as a base for a fast one.
+"""`own_kernel`: a slow mixture of experts for MXFP4 weights, as a base for a fast kernel.
 
-What a server does with it, in this order:
+A server uses the kernel in this order:
 
 1. **create_weights.** For each layer the integration (vLLM's plugin, or `spark_mxfp4.hf`) makes zero tensors of the
-   sizes that `hidden_alignment` and `intermediate_alignment` round up to. What the checkpoint does not fill stays zero.
+   sizes rounded up to `hidden_alignment` and `intermediate_alignment`. Padding stays zero.
 2. **load.** The checkpoint's bytes are copied to the beginning of each dimension: gate and up rows interleaved, two
    values a byte.
-3. **prepare.** Called once a layer, on the device, with the padded weights. Return them in the order that your kernel
-   reads; `restore` undoes it. Leave both out if the checkpoint's order is fine.
-4. **apply.** Every step calls `run` with what `prepare` returned, also while CUDA graphs are captured.
+3. **prepare.** Called once a layer, on the device, with the padded weights. Return the weights in your kernel's layout;
+   `restore` undoes `prepare`. Leave both out if you keep the checkpoint's layout.
+4. **apply.** Every step calls `run` with the result of `prepare`, also while CUDA graphs are captured.
 
-Sizes that it must handle: any number of tokens, 0 and 1 included; experts that get no token; top-k from 1 to the number
-of experts; hidden and intermediate sizes of any multiple of the alignments; biases that are missing; experts that
-`expert_map` sends to another device. `spark_mxfp4.conformance` has a case for each.
+The kernel must handle any number of tokens, 0 and 1 included; experts without tokens; top-k from 1 to the number of
+experts; hidden and intermediate sizes of any multiple of the alignments; missing biases; experts that are on another
+device by `expert_map`. `spark_mxfp4.conformance` has a case for each.
 """
 
 import torch
@@ -23,18 +23,18 @@ from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 
 
 class OwnKernel(MoeKernel):
-    """Expert after expert in torch: right, and slow."""
+    """Computes one expert after another in torch: correct, but slow."""
 
     hidden_alignment = BLOCK  # multiples of 32; sizes are padded with zeros up to them
     intermediate_alignment = BLOCK
-    cuda_graphs = False  # it waits for the device to learn which experts are hit; True if yours does not
+    cuda_graphs = False  # this kernel waits for the device to learn the selected experts; True if yours does not
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return `weights` in this kernel's order: here the bytes of a row lie block by block, [E, N, K/32, 16]."""
+        """Return `weights` in this kernel's layout: here a row's bytes are split into blocks, [E, N, K/32, 16]."""
         return ExpertWeights(*(p._replace(weight=p.weight.unflatten(-1, (-1, BLOCK_BYTES))) for p in weights))
 
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:  # noqa: ARG002
-        """Undo `prepare` for weights of the sizes H and I, to the byte."""
+        """Undo `prepare` for weights of the sizes H and I; return the checkpoint's bytes."""
         return ExpertWeights(*(p._replace(weight=p.weight.flatten(-2)) for p in prepared))
 
     def run(
@@ -48,7 +48,7 @@ class OwnKernel(MoeKernel):
         """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H], in x's dtype.
 
         `topk_ids` (int [T, k]) and `topk_weights` (float [T, k]) are the routing. `expert_map` (int [global experts])
-        gives each expert's number here, or -1 where it is on another device; None when all are here.
+        gives each expert's number on this device, or -1 if it is on another device; None if all are on this device.
         """
         experts, top_k = weights.down.weight.shape[0], topk_ids.shape[-1]
         pairs, offsets = moe_sorting(topk_ids, experts, expert_map)

@@ -1,4 +1,4 @@
-"""Every case that `own_kernel` must pass before it may serve, by `python -m pytest`; on a GPU too if there is one."""
+"""Every case that `own_kernel` must pass before it may serve; run `python -m pytest`. Uses a GPU too if available."""
 
 import pytest
 import torch

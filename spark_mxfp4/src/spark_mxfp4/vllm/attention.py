@@ -1,7 +1,7 @@
-"""vLLM's FlashAttention backend, with the kernel of kernels/attention.py for decoding: one launch in place of five.
+"""vLLM's FlashAttention backend, with the kernel of kernels/attention.py for decoding: one launch instead of five.
 
 If each sequence of a step has one new token, a single kernel does rotary embedding, KV cache update, attention and the
-reduction over splits. For prompts one kernel rotates query and key and updates the cache, then FlashAttention runs.
+reduction over splits. For prompts, one kernel rotates query and key and updates the cache, then FlashAttention runs.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class SparkAttentionImpl(FlashAttentionImpl):
             and (self.alibi_slopes, self.logits_soft_cap, self.kv_sharing_target_layer_name) == (None, 0, None)
         )
         if self.fused:
-            attention.load(device)  # compile now: the first step, or a CUDA graph, must not wait for it
+            attention.load(device)  # compile now, so that neither the first step nor a graph capture waits
             replace_norms()  # here, because vLLM constructs a layer's attention before its norms
             rotation = _take_over_rotation(config)
             window = self.sliding_window[0] + 1  # 0: all tokens
             tickets = attention.counters(self.num_kv_heads, device)
             self.layer = Layer(self.scale, tickets, window, self.sinks, rotation)
-            # vLLM hashes additional_config into the key of its compile cache. The traced graph depends on this too.
+            # vLLM hashes additional_config into the key of its compile cache. The traced graph depends on this setting.
             if isinstance(extra := config.additional_config, dict):
                 extra["spark_mxfp4:attention"] = "as rotated" if rotation is None else "rotates"
             logger.info_once("Attention of up to %s sequences runs in one launch.", MOST_TOKENS, scope="process")
@@ -95,8 +95,8 @@ class SparkAttentionImpl(FlashAttentionImpl):
 def _take_over_rotation(config: Any) -> torch.Tensor | None:
     """Switch off the model's rotary embedding, and return its cosines and sines, float32 [positions, 64].
 
-    Return None and change nothing if the attention layers cannot tell which embedding is theirs, which is so for models
-    with a draft and with several embeddings, and for other kinds of embeddings.
+    Return None and change nothing if the embedding of an attention layer is not certain: for models with a draft or
+    several embeddings, and for other kinds of embeddings.
     """
     embeddings = [embedding for embedding in _ROPE_DICT.values() if isinstance(embedding, YaRNScalingRotaryEmbedding)]
     if len(embeddings) != 1:

@@ -1,4 +1,4 @@
-"""How vLLM loads and runs one layer's experts with one of our kernels: gpt-oss', and those of other families."""
+"""vLLM's methods to load and run a layer's experts with one of our kernels, for gpt-oss and other families."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ STOCK_METHOD = stock.Mxfp4MoEMethod
 class SparkMxfp4MoEMethod(FusedMoEMethodBase):
     """MXFP4 experts of gpt-oss: weights stay packed, or are dequantised once after loading."""
 
-    weight_dtype = "gpt_oss_mxfp4"  # gpt_oss.py then loads expert by expert without unpacking
+    weight_dtype = "gpt_oss_mxfp4"  # makes gpt_oss.py load expert by expert without unpacking
 
     def __init__(self, moe: Any, kernel: MoeKernel, mode: str, *, routed: bool = False) -> None:
-        FusedMoEMethodBase.__init__(self, moe)  # not vLLM's method's, of a subclass: it chooses a backend
+        FusedMoEMethodBase.__init__(self, moe)  # not super(): vLLM's method, a subclass's base, would choose a backend
         self.activation = self.activation_of(moe)
         if self.activation is None or (self.activation != GPT_OSS and not kernel.activations):
             _refuse(f"the activation {moe.activation.value!r}")
         self.routed = routed  # the model's router gives routes, not logits (router.py)
         _refuse_unfit(kernel, mode)
-        # A traced graph depends on these settings, which the configuration lacks; the key of vLLM's compile cache needs
-        # them.
+        # A traced graph depends on these settings. vLLM's configuration lacks them, so add them to the key of its
+        # compile cache.
         if isinstance(extra := get_current_vllm_config().additional_config, dict):
             extra["spark_mxfp4"] = [kernel.name, mode, *(["routes"] if routed else [])]
         self.kernel, self.mode = kernel, mode
@@ -49,7 +49,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
 
     @staticmethod
     def activation_of(moe: Any) -> Activation | None:
-        """Return the kernels' activation for the layer; None if they do not have it."""
+        """Return the kernels' activation for the layer; None if the kernels do not support it."""
         return GPT_OSS if moe.activation == MoEActivation.SWIGLUOAI else None
 
     def maybe_roundup_sizes(
@@ -86,7 +86,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
                 set_weight_attrs(parameter, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Give biases the model's dtype, and the kernel its layout; in `dequant` mode make packed weights dense."""
+        """Convert biases to the model's dtype and weights to the kernel's layout; in `dequant` mode dequantise them."""
         for name in PROJECTIONS:
             if hasattr(layer, f"{name}_bias"):
                 replace_parameter(layer, f"{name}_bias", getattr(layer, f"{name}_bias").data.to(self.dtype))
@@ -100,13 +100,13 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
             _keep(layer, weights, prepared)
         self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         if self.mode == "packed":
-            del weights, prepared  # memory that the layout replaced is freed before any tile is timed
+            del weights, prepared  # free the replaced memory before the search times kernels
             self.kernel.tune(self._weights)
         if self.routed:
             from spark_mxfp4.kernels import extension, router  # noqa: PLC0415 - only what was switched on
 
             if extension.target(device := self._weights.down.weight.device):
-                router.load(device)  # compile now: the first step, or a CUDA graph, must not wait for it
+                router.load(device)  # compile now, so that neither the first step nor a graph capture waits
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:  # noqa: ARG002 (vLLM's signature)
         """Return None: vLLM's modular kernels are not used."""
@@ -114,7 +114,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether vLLM hands the router's output on as it is, instead of choosing experts by it."""
+        """Whether vLLM passes the router's output on unchanged, instead of choosing experts by it."""
         return self.routed
 
     def apply_monolithic(
@@ -124,7 +124,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,  # noqa: ARG002 (vLLM's signature)
     ) -> torch.Tensor:
-        """Return the experts' output [T, H] for `x` [T, H] and the routes (float32 [2, T, k]) of `router.py`."""
+        """Return the experts' output [T, H]; `router_logits` are the routes of router.py, float32 [2, T, k]."""
         from spark_mxfp4.kernels.router import Routes  # noqa: PLC0415 - only what was switched on
 
         routes = Routes.of(router_logits)
@@ -140,7 +140,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,  # noqa: ARG002
     ) -> torch.Tensor:
         """Return the routed experts' output [T, H] for `x` [T, H]."""
-        # On CPUs vLLM traces into this method: tensors must then be the layer's own, which a graph takes as inputs.
+        # On CPUs vLLM traces this method. Tensors must then be the layer's own, which become the graph's inputs.
         prepared = None if torch.compiler.is_compiling() else self._weights
         weights = prepared or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         chosen = TopK(topk_ids, topk_weights, layer.expert_map)
@@ -150,7 +150,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
 class SparkFamilyMoEMethod(SparkMxfp4MoEMethod, STOCK_METHOD):  # type: ignore[misc, valid-type]
     """MXFP4 experts of other families than gpt-oss, in place of vLLM's `Mxfp4MoEMethod`.
 
-    vLLM loads them as its own method does: a checkpoint's tensor for each expert, all gates above all ups.
+    Weights are loaded as by vLLM's own method: one tensor of the checkpoint for each expert, all gates before all ups.
     """
 
     weight_dtype = "mxfp4"
@@ -172,13 +172,13 @@ class SparkFamilyMoEMethod(SparkMxfp4MoEMethod, STOCK_METHOD):  # type: ignore[m
         return None
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **keywords: Any) -> None:
-        """Register what vLLM's own method registers, with its loaders."""
+        """Register the parameters of vLLM's own method, with its loaders."""
         _refuse_unsupported(layer)
         self.dtype = keywords["params_dtype"]
         STOCK_METHOD.create_weights(self, layer, *sizes, **keywords)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Put each gate's row before its up's, then do as for gpt-oss."""
+        """Interleave gate and up rows, then continue as for gpt-oss."""
         for suffix in ("_weight", "_weight_scale", "_bias"):
             if (loaded := getattr(layer, f"w13{suffix}", None)) is not None:
                 pairs = loaded.data.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
@@ -187,9 +187,9 @@ class SparkFamilyMoEMethod(SparkMxfp4MoEMethod, STOCK_METHOD):  # type: ignore[m
 
 
 def take_families(chosen: Callable[[], tuple[MoeKernel, str]]) -> None:
-    """Have vLLM give every MXFP4 expert of a family other than gpt-oss to our kernels; `chosen` says kernel and mode.
+    """Replace vLLM's method for MXFP4 experts of families other than gpt-oss; `chosen` returns kernel and mode.
 
-    Fp8Config, DeepSeek V4's configuration and Mxfp4Config all make their method from this name of the module.
+    Fp8Config, DeepSeek V4's configuration and Mxfp4Config all look this method up in the module by its name.
     """
     SparkFamilyMoEMethod.chosen = staticmethod(chosen)
     stock.Mxfp4MoEMethod = SparkFamilyMoEMethod
@@ -203,7 +203,7 @@ def _refuse(name: str) -> None:
 
 
 def _refuse_unsupported(layer: Any) -> None:
-    """Raise NotImplementedError, with its name, for a feature that the kernels lack."""
+    """Raise NotImplementedError with the name of a feature that the kernels lack."""
     moe = layer.moe_config
     parallel = moe.moe_parallel_config
     refusals = {
@@ -219,7 +219,7 @@ def _refuse_unsupported(layer: Any) -> None:
 
 
 def _refuse_unfit(kernel: MoeKernel, mode: str) -> None:
-    """Raise ValueError if the kernel supports neither dense weights nor CUDA graphs where these are set."""
+    """Raise ValueError if the kernel does not support dense weights or CUDA graphs, and the settings require them."""
     if mode == "dequant" and kernel.has_own_layout:
         raise ValueError(
             f"kernel {kernel.name!r} cannot run dense experts · it has its own layout of packed ones · "
@@ -235,7 +235,7 @@ def _refuse_unfit(kernel: MoeKernel, mode: str) -> None:
 
 
 def _keep(layer: torch.nn.Module, loaded: ExpertWeights, prepared: ExpertWeights) -> None:
-    """Replace the loaded weights by the kernel's layout of them; tensors that it did not change stay."""
+    """Replace the loaded weights by the prepared weights; keep tensors that `prepare` did not change."""
     for name, old, new in zip(PROJECTIONS, loaded, prepared, strict=True):
         for suffix, before, after in zip(("_weight", "_weight_scale", "_bias"), old, new, strict=True):
             if after is not before and after is not None:

@@ -1,7 +1,7 @@
-"""How vLLM loads and runs dense layers (attention's projections, LM head) with weights in 4 or 8 bits.
+"""vLLM's methods for dense layers (attention's projections, LM head) with weights in 4 or 8 bits.
 
 The checkpoint's bf16 weights are quantised once after loading. On CUDA `kernels.linear` multiplies by them. On a CPU
-they are dequantised again and vLLM multiplies: the reference, with the format's numbers and bf16's speed and memory.
+they are dequantised again and vLLM multiplies: a reference with the rounded values, at the speed and memory of bf16.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ logger = init_logger(f"vllm.{__name__}")
 class SparkLinearMethod(LinearMethodBase):
     """A linear layer whose bf16 weights become `format_` after loading.
 
-    `layer.weight` is then what one product reads: on CUDA u8 [tiles, chunks, bytes] in the kernel's order, with
-    `layer.row_scales` (float32, FP8 only); on a CPU the dequantised matrix [N, K] in the model's dtype.
+    On CUDA `layer.weight` is then u8 [tiles, chunks, bytes] in the kernel's order, with `layer.row_scales` (float32,
+    FP8 only). On a CPU it is the dequantised matrix [N, K] in the model's dtype.
     """
 
     def __init__(self, format_: Format, variable: str, name: str) -> None:
         self.format, self.variable, self.name = format_, variable, name
         self.stored: UnquantizedLinearMethod | UnquantizedEmbeddingMethod = UnquantizedLinearMethod()
-        # vLLM's compile cache must know what a traced graph depends on and the configuration does not show.
+        # A traced graph depends on these settings. vLLM's configuration lacks them, so add them to the key of its
+        # compile cache.
         if isinstance(extra := get_current_vllm_config().additional_config, dict):
             extra[f"spark_mxfp4:{variable}"] = format_.name
 
@@ -65,7 +66,7 @@ class SparkLinearMethod(LinearMethodBase):
             raise self._refusal(f"the kernels take bfloat16, and the model runs in {params_dtype}", "--dtype bfloat16;")
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Quantise the loaded weight. Raises ValueError, with the layer's name, for values that do not fit."""
+        """Quantise the loaded weight. Raises ValueError with the layer's name for values that do not fit."""
         matrix = layer.weight.data
         self.rows, self.columns = matrix.shape
         on_cuda = _runs_our_kernels(matrix)
@@ -73,7 +74,8 @@ class SparkLinearMethod(LinearMethodBase):
             packed = Weight.pack(matrix, self.format) if on_cuda else None
         except ValueError as error:
             raise self._refusal(str(error).partition(" · keep")[0], "") from error
-        # The layer's own parameter: a tied head's is the embedding's too, and vLLM's replace_parameter may keep it.
+        # Set a new parameter: a tied head shares its old one with the embedding, which replace_parameter might
+        # overwrite.
         if packed is None:
             layer.weight = _frozen(reference(matrix, self.format).to(matrix.dtype))
             self.stored.process_weights_after_loading(layer)
@@ -100,7 +102,7 @@ class SparkLinearMethod(LinearMethodBase):
 
 
 class SparkHeadMethod(SparkLinearMethod):
-    """The same for an LM head, whose weight is too large to be expanded for a step: more tokens take more products."""
+    """The same for an LM head, whose weight is too large to expand; steps of more tokens take several products."""
 
     def __init__(self, format_: Format, variable: str, name: str) -> None:
         super().__init__(format_, variable, name)
@@ -120,22 +122,22 @@ def _runs_our_kernels(weight: torch.Tensor) -> bool:
 
 
 def linear_method(format_name: str, prefix: str) -> LinearMethodBase:
-    """Return the method of a linear layer for a format of `formats.FORMATS`."""
+    """Return vLLM's method of a linear layer for a format of `formats.FORMATS`."""
     if format_name == AS_STORED:
         return UnquantizedLinearMethod()
     return SparkLinearMethod(Format[format_name.upper()], LINEAR_VARIABLE, prefix)
 
 
 def head_method(format_name: str, prefix: str) -> SparkHeadMethod | None:
-    """Return the method of an LM head for a format of `formats.FORMATS`; None leaves it to vLLM."""
+    """Return our method of an LM head for a format of `formats.FORMATS`; None leaves the head to vLLM."""
     return None if format_name == AS_STORED else SparkHeadMethod(Format[format_name.upper()], HEAD_VARIABLE, prefix)
 
 
 @cache
 def show_heads_to_the_configuration() -> None:
-    """Have each LM head ask the model's quantization for its method; vLLM's gpt_oss.py does not pass it on.
+    """Pass the model's quantization config to each LM head, which vLLM's gpt_oss.py does not do.
 
-    vLLM's own hook for this is `register_oot`: the class that it gets is instantiated in place of ParallelLMHead.
+    vLLM's hook for this is `register_oot`: it instantiates the registered class in place of ParallelLMHead.
     """
 
     @ParallelLMHead.register_oot(name="ParallelLMHead")

@@ -1,8 +1,8 @@
-"""vLLM's norms with a residual, in one launch (kernels/norm.py), which can be the all-reduce before it, too.
+"""vLLM's norms with a residual, in one launch (kernels/norm.py), which can also replace the all-reduce before it.
 
-With tensor parallelism on one host, each norm with a residual in vLLM's gpt-oss follows an all-reduce, that of
-attention's output or of the experts'. Here those layers leave their sums open, and the norm adds the ranks' parts. For
-more tokens than it takes vLLM's all-reduce runs as before, in the same operator.
+With tensor parallelism on one host, each norm with a residual in vLLM's gpt-oss follows an all-reduce of attention's or
+the experts' output. Here those layers skip the all-reduce, and the norm adds the ranks' partial results. For more
+tokens than the norm's kernel takes, the same operator runs vLLM's all-reduce.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def replace_norms() -> None:
 
 
 def obstacle(config: VllmConfig) -> str:
-    """Return why this engine's norms cannot add the ranks' parts; an empty string if they can."""
+    """Return why this engine's norms cannot add the ranks' parts; the empty string if they can."""
     quantization: Any = config.quant_config
     parallel, model, columns = config.parallel_config, config.model_config, config.model_config.get_hidden_size()
     communicator = getattr(get_tp_group().device_communicator, "ca_comm", None)
@@ -74,7 +74,7 @@ def obstacle(config: VllmConfig) -> str:
 
 @cache
 def ranks() -> norm.Ranks | None:
-    """Make this rank's inbox and learn the others'; None if norms do not add parts here. All ranks call it at once."""
+    """Create this rank's inbox and return all inboxes; None if norms do not add parts. All ranks call it together."""
     config = get_current_vllm_config()
     if why := obstacle(config):
         logger.info_once("vLLM adds the ranks' parts: %s.", why, scope="process")
@@ -83,7 +83,7 @@ def ranks() -> norm.Ranks | None:
     size = norm.inbox_bytes(group.world_size, config.model_config.get_hidden_size())
     boxes = CustomAllreduce.create_shared_buffer(size, group=group.cpu_group)  # zeros
     buffers = torch.zeros(norm.MOST_TOKENS, dtype=torch.int32, device=group.device)
-    # vLLM hashes additional_config into the key of its compile cache. The traced graph depends on this too.
+    # vLLM hashes additional_config into the key of its compile cache. The traced graph depends on this setting.
     if isinstance(extra := config.additional_config, dict):
         extra["spark_mxfp4:reduction"] = group.world_size
     logger.info_once("Norms of up to %s tokens add the ranks' parts.", norm.MOST_TOKENS, scope="process")
@@ -92,13 +92,13 @@ def ranks() -> norm.Ranks | None:
 
 @cache
 def leave_sums_open() -> None:
-    """Have attention's output projections return this rank's part (`register_oot`, vLLM's API).
+    """Make attention's output projections return this rank's partial result (`register_oot`, vLLM's API).
 
-    To be called before the first is made. Experts get `skip_final_all_reduce` from their method.
+    Call this before the first projection is created. Experts get `skip_final_all_reduce` from their method.
     """
     if ranks() is None:
         return
-    replace_norms()  # whatever attention's backend is
+    replace_norms()  # with any attention backend
 
     @RowParallelLinear.register_oot(name="RowParallelLinear")
     class SparkRowParallelLinear(RowParallelLinear):
@@ -111,7 +111,7 @@ def leave_sums_open() -> None:
 def reduce_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of all ranks' `x` [M, H] and the residual, and their sum; see `kernels.norm`."""
+    """Return the norm of the sum of all ranks' `x` [M, H] and the residual, and that sum; see `kernels.norm`."""
     if x.shape[0] <= norm.MOST_TOKENS and (group := ranks()):
         return norm.reduce_add_rms_norm(x, residual, weight, epsilon, group)
     return norm.add_rms_norm(tensor_model_parallel_all_reduce(x), residual, weight, epsilon)

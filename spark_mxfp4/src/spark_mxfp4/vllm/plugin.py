@@ -1,6 +1,7 @@
 """The vLLM plugin: registers the quantization `spark-mxfp4` (entry point group `vllm.general_plugins`).
 
-The checkpoint keeps `quant_method: mxfp4`; this configuration claims it when asked, or where stock vLLM has no backend.
+The checkpoint keeps `quant_method: mxfp4`. This configuration claims it if the user selects the plugin, or if stock
+vLLM has no backend for it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ ROUTER_VARIABLE = "SPARK_MXFP4_ROUTER"
 ATTENTION_VARIABLE = "SPARK_MXFP4_ATTENTION"
 REDUCTION_VARIABLE = "SPARK_MXFP4_REDUCTION"
 FAMILIES_VARIABLE = "SPARK_MXFP4_FAMILIES"
-IMPLEMENTATIONS = ("vllm", "fused")  # of the router, of attention, and of the ranks' sums
+IMPLEMENTATIONS = ("vllm", "fused")  # of the router, attention, and the sum over ranks
 STOCK = "vllm"  # as a kernel's name: the experts are vLLM's own
-# What a gpt-oss checkpoint says, before and after vLLM's GptOssForCausalLMConfig normalises it.
+# `quant_method` of a gpt-oss checkpoint, before and after vLLM's GptOssForCausalLMConfig normalises it.
 CHECKPOINT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
 
 
@@ -38,8 +39,8 @@ def register() -> None:
     """Register `spark-mxfp4` with vLLM; may be called any number of times, in every process."""
     if NAME not in QUANTIZATION_METHODS:
         register_quantization_config(NAME)(SparkMxfp4Config)
-        # vLLM freezes what it imported (gc.freeze). What stays frozen is not collected at the end, and Triton's
-        # nanobind then reports hundreds of leaked functions as the last lines of every log.
+        # vLLM freezes imported objects (gc.freeze). Frozen objects are not collected at exit, and Triton's nanobind
+        # then reports hundreds of leaked functions at the end of every log.
         atexit.register(gc.unfreeze)
     if os.environ.get(FAMILIES_VARIABLE, "off") != "off":
         if os.environ[FAMILIES_VARIABLE] != "on":
@@ -71,7 +72,7 @@ def fused(variable: str) -> bool:
 
 
 def chosen_kernel() -> str:
-    """Return the name of the experts' kernel; raises ValueError for one that there is not, or that cannot run here."""
+    """Return the name of the experts' kernel. Raises ValueError if it does not exist or cannot run here."""
     name = registry.chosen_name(device_type())
     if name != STOCK:
         registry.load(name)  # refuse a wrong name before gigabytes are read
@@ -92,7 +93,7 @@ def stock_has_backend() -> bool:
 
 
 def device_type() -> str:
-    """Return torch's device type of vLLM's platform; raises NotImplementedError where our kernels do not run."""
+    """Return torch's device type of vLLM's platform. Raises NotImplementedError if our kernels do not run on it."""
     from vllm.platforms import current_platform  # noqa: PLC0415 (plugins load before the platform is settled)
 
     if current_platform.is_cpu():
@@ -106,7 +107,7 @@ def device_type() -> str:
 
 
 def refuse_other_checkpoints(model_type: str | None, method: str | None) -> None:
-    """Raise ValueError unless a checkpoint's model type and quantization method are gpt-oss' and MXFP4."""
+    """Raise ValueError unless a checkpoint's model type is gpt-oss and its quantization method is MXFP4."""
     if model_type != MODEL_TYPE:
         raise ValueError(
             f"--quantization {NAME} cannot serve this checkpoint · it is a model of type {model_type!r}, not "
@@ -131,13 +132,13 @@ def refuse_other_activations(hf_config: Any) -> None:
 
 
 class SparkMxfp4Config(QuantizationConfig):
-    """MXFP4 experts by our kernels, or vLLM's; attention and LM head as stored, or in the formats that are chosen."""
+    """MXFP4 experts on our or vLLM's kernels; attention and LM head as stored, or in a chosen format."""
 
     def __init__(self) -> None:
         super().__init__()
         versions.refuse_other_releases()
         self.mode = chosen_mode()
-        # Its name only: this object travels to worker processes, which cannot always import a function by its name.
+        # Keep only the kernel's name: this object is pickled for worker processes, which cannot unpickle every kernel.
         self.kernel_name = chosen_kernel()
         self.linear_format, self.head_format = formats.chosen(LINEAR_VARIABLE), formats.chosen(HEAD_VARIABLE)
         self.routed = fused(ROUTER_VARIABLE) and self.kernel_name != STOCK
@@ -146,7 +147,7 @@ class SparkMxfp4Config(QuantizationConfig):
         self._show_attention()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the attributes from another process, and show vLLM our attention in this one."""
+        """Restore the attributes from another process, and register our attention in this process."""
         self.__dict__.update(state)
         self._show_attention()
 
@@ -159,7 +160,7 @@ class SparkMxfp4Config(QuantizationConfig):
 
     @property
     def reduces(self) -> bool:
-        """Whether layers leave the ranks' parts to the norms. Only while vLLM makes a model."""
+        """Whether the norms add the ranks' partial results. Valid only while vLLM creates a model."""
         if not self.fused_reduction:
             return False
         from spark_mxfp4.vllm import norms  # noqa: PLC0415 - only what was switched on
@@ -179,12 +180,12 @@ class SparkMxfp4Config(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the lowest CUDA compute capability: torch runs on all that vLLM takes."""
+        """Return the lowest CUDA compute capability; the kernel `torch` runs on all that vLLM supports."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return no file names: the configuration is in config.json."""
+        """Return no file names, because the configuration is in config.json."""
         return []
 
     @classmethod
@@ -196,9 +197,10 @@ class SparkMxfp4Config(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim a gpt-oss MXFP4 checkpoint if the user named us or our formats, or nothing, and stock cannot run it.
+        """Claim a gpt-oss MXFP4 checkpoint for this plugin.
 
-        Raises ValueError if the user named us for another checkpoint.
+        It is claimed if the user named this plugin or one of its formats, or named nothing and stock vLLM cannot run
+        it. Raises ValueError if the user named this plugin for another checkpoint.
         """
         method = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
         if user_quant == NAME:
@@ -210,9 +212,10 @@ class SparkMxfp4Config(QuantizationConfig):
         return NAME if ours and user_quant is None and needed else None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:  # noqa: ARG002 (vLLM's signature)
-        """Raise ValueError for a checkpoint without quantization, which vLLM does not show to the override above.
+        """Raise ValueError for a checkpoint without quantization, for which vLLM does not call the override above.
 
-        Raises it too where both we and vLLM's `--quantization-config` are to quantise linear layers or the LM head.
+        Also raises it if both the plugin and vLLM's `--quantization-config` would quantise linear layers or the LM
+        head.
         """
         method = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
         refuse_other_checkpoints(getattr(hf_config, "model_type", None), method)
@@ -230,8 +233,8 @@ class SparkMxfp4Config(QuantizationConfig):
             )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Return the method of experts, linear layers and LM heads; None, which leaves it to vLLM, for the rest."""
-        # Imported here: heavy, and what they import needs the platform.
+        """Return the method of experts, linear layers and LM heads; None leaves other layers to vLLM."""
+        # Imported here, because these modules are large and need vLLM's platform.
         from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415
         from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
         from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod  # noqa: PLC0415
@@ -246,7 +249,7 @@ class SparkMxfp4Config(QuantizationConfig):
             from spark_mxfp4.vllm import router  # noqa: PLC0415
 
             router.replace_routers()  # a layer's attention is made before its router
-        reduces = self.reduces  # attention's first projection is made before its last, which then leaves its sum open
+        reduces = self.reduces  # set when attention's first projection is created, before the output projection
         if isinstance(layer, RoutedExperts):
             if self.kernel_name == STOCK:
                 return GptOssMxfp4MoEMethod(layer.moe_config)

@@ -1,8 +1,8 @@
-"""How vLLM's router of gpt-oss becomes one launch: product, choice of experts and their shares (kernels/router.py).
+"""gpt-oss' router for vLLM in one launch: product, choice of experts and their shares (kernels/router.py).
 
-vLLM's own parts take three launches: a product in two, and `topk_softmax`. Here the router layer returns routes in
-place of logits, and `SparkMxfp4MoEMethod` takes them as vLLM's monolithic methods take logits. Above 16 tokens vLLM's
-kernels run as before, in the same operator.
+vLLM takes three launches: two for the product, and `topk_softmax`. Here the router layer returns routes in place of
+logits, and `SparkMxfp4MoEMethod` takes the routes as vLLM's monolithic methods take logits. Above 16 tokens the same
+operator runs vLLM's kernels.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 @cache
 def replace_routers() -> None:
-    """Have routers of models that our quantization serves return routes; for others the layer is vLLM's.
+    """Make routers return routes in models with our quantization; other models keep vLLM's layer.
 
-    vLLM's own hook for this is `register_oot`: the class that it gets is instantiated in place of GateLinear.
+    vLLM's hook for this is `register_oot`: it instantiates the registered class in place of GateLinear.
     """
 
     @GateLinear.register_oot(name="GateLinear")
@@ -41,7 +41,7 @@ def replace_routers() -> None:
                 logger.info_once("Routers of up to %s tokens run in one launch.", MOST_TOKENS, scope="process")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """Return the routes of `x` [M, H], float32 [2, M, k]; logits [M, E] for models of others."""
+            """Return the routes of `x` [M, H], float32 [2, M, k]; logits [M, E] without our quantization."""
             if not self.routed:
                 return super().forward(x)
             if x.device.type == "cuda":
@@ -52,7 +52,7 @@ def replace_routers() -> None:
 
 @torch.library.custom_op("spark_mxfp4::router", mutates_args=())
 def router_operator(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, top_k: int) -> torch.Tensor:
-    """Route `x` [M, H]: float32 [2, M, k], see `kernels.router.Routes.of`; the operator `spark_mxfp4::router`."""
+    """Return the routes of `x` [M, H] (float32 [2, M, k], see `kernels.router.Routes.of`), as `spark_mxfp4::router`."""
     tokens = x.shape[0]
     if x.dtype == torch.bfloat16 and fits(tokens, weight, top_k):
         return route(x, weight, bias, top_k, _padding(tokens))
@@ -69,7 +69,7 @@ def _shape(x: torch.Tensor, _weight: object, _bias: object, top_k: int) -> torch
 
 
 def _padding(tokens: int) -> torch.Tensor | None:
-    """Return the mask of tokens that only pad the step for a CUDA graph, as vLLM's own router does; None: no mask."""
+    """Return the mask of tokens that only pad the step for a CUDA graph, as in vLLM's router; None means no mask."""
     if not (envs.VLLM_MOE_SKIP_PADDING and is_forward_context_available()):
         return None
     padding: torch.Tensor | None = get_forward_context().is_padding

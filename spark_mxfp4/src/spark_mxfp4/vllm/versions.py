@@ -1,4 +1,4 @@
-"""The releases of vLLM that the plugin supports; it refuses every other one and names it."""
+"""The releases of vLLM that the plugin supports. It refuses every other release by an error that names the release."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from importlib import metadata
 
 import vllm
 
-SUPPORTED = ("0.32.0", "0.33.0")  # pyproject.toml's extra `vllm` and the table of README.md say the same
-UNBUILT = "dev"  # what vllm/version.py says in a checkout that was never built
+SUPPORTED = ("0.32.0", "0.33.0")  # also in pyproject.toml's extra `vllm` and the table of README.md
+UNBUILT = "dev"  # the version in vllm/version.py of a checkout that was never built
 
 
 def release() -> str:
-    """Return the running vLLM's release without a local part (`+cpu`): for an unbuilt checkout the installed one's."""
+    """Return vLLM's release without a local part (`+cpu`); for an unbuilt checkout, that of the installed package."""
     version: str = vllm.__version__
     if version == UNBUILT:
         with suppress(metadata.PackageNotFoundError):

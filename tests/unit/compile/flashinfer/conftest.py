@@ -15,7 +15,7 @@ from sparkforge.compile.flashinfer.sets import KernelModule
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.core.files import write_json
 
-# Its packages cannot be entered by their __init__, as the real ones on a machine without a GPU.
+# Importing its packages' __init__ fails, as with the real FlashInfer on a machine without a GPU.
 GENERATOR = """
 import os
 from pathlib import Path
@@ -75,7 +75,7 @@ def site(tmp_path, monkeypatch):
     order = KernelOrder(sets.load("0.7.0.post1"), "tiny", (module,), "12.1a", tmp_path / "out", where, chain)
     clean = AuditReport((), (), (), (), 0, 0.0)
 
-    def audit(order, _libraries):  # the audit has tests of its own, and needs CUDA's tools
+    def audit(order, _libraries):  # the audit is tested separately, and needs CUDA's tools
         write_json(order.output / f"audit-{order.set_name}.json", clean.document())
         return clean
 

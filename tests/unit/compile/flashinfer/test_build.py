@@ -59,7 +59,7 @@ def test_after_a_failure_there_is_no_manifest_and_the_next_build_finishes(site):
     assert list(site.order.output.glob("*.manifest.json"))
 
 
-def test_what_a_server_would_build_again_or_another_module_is_refused(site):
+def test_modules_that_a_server_would_rebuild_are_refused(site):
     with refused("compile.kernels", "tiny"):
         build.build(with_arguments(site, link="true"))
     assert not list(site.order.output.glob("*.manifest.json"))
@@ -69,7 +69,7 @@ def test_what_a_server_would_build_again_or_another_module_is_refused(site):
 
 @pytest.mark.slow
 def test_it_waits_for_compilers_of_a_killed_build_and_leaves_them_what_they_need(site, capfd):
-    """Ninja, asked what it would do, removes the depfiles that compilers have written; ccache then stores nothing."""
+    """A dry run of ninja would remove the depfiles that compilers have written, and ccache would store nothing."""
     build.build(site.order)
     site.order.variables_file.with_name(f"{site.order.variables_file.name}.manifest.json").unlink()
     unit = site.library.with_name("csrc_one.o")

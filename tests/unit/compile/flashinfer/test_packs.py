@@ -1,4 +1,4 @@
-"""Kernel packs: made, used instead of compiling, and attacked; as an archive, a folder and in a bundle."""
+"""Kernel packs: making, use instead of compiling, attacks; as an archive, as a folder and in a bundle."""
 
 import hashlib
 import io
@@ -44,7 +44,7 @@ def demand():
 
 
 def elsewhere(world):
-    """Another machine's order of the same modules, with nothing built."""
+    """An order of the same modules on another machine, where nothing is built."""
     return replace(world.order, output=world.order.output.with_name("elsewhere"))
 
 
@@ -56,7 +56,7 @@ def take(world, place):
 
 
 @pytest.mark.parametrize("name", ["pack.tar", "folder"])
-def test_a_signed_pack_is_taken_and_not_compiled_again(world, tmp_path, capsys, name):
+def test_a_signed_pack_is_used_instead_of_compiling(world, tmp_path, capsys, name):
     place = tmp_path / name
     digest = packs.publish(REQUEST, str(place), world.key)
     assert packs.publish(REQUEST, str(tmp_path / "again.tar"), None) == digest
@@ -70,11 +70,11 @@ def test_a_signed_pack_is_taken_and_not_compiled_again(world, tmp_path, capsys, 
     order = elsewhere(world)
     assert not build.build(order, packs.taking(str(place)))[1]
     (world.jit / "one.h").write_text("inline int one() { return 11; }\n")
-    build.build(replace(order, arch="12.0a"))  # compiled; the pack's library must not be loaded any more
+    build.build(replace(order, arch="12.0a"))  # compiles; the pack's library must not be loaded any more
     assert not loaded.exists()
 
 
-def test_a_pack_made_on_another_machine_is_the_one_that_its_own_would_make(world, tmp_path, monkeypatch):
+def test_a_cross_compiled_pack_is_used_like_a_native_one(world, tmp_path, monkeypatch):
     other = "x86_64" if toolchain.THIS_MACHINE == "aarch64" else "aarch64"
     native = replace(world.order, chain=replace(world.order.chain, machine=other, home=tmp_path / "elsewhere"))
     torch = {"torch": "2.13.0+cpu"}
@@ -94,7 +94,7 @@ def test_a_pack_made_on_another_machine_is_the_one_that_its_own_would_make(world
     assert list(world.order.environment.site_packages.glob("flashinfer/data/aot/*/tiny.so"))
 
 
-def test_what_is_in_no_place_is_compiled_and_a_bundle_brings_packs(world, tmp_path, capsys, monkeypatch):
+def test_modules_without_a_pack_are_compiled_and_bundles_provide_packs(world, tmp_path, capsys, monkeypatch):
     assert not take(world, tmp_path / "none")[0]
     assert "compiling them" in capsys.readouterr().err
     monkeypatch.setenv("SPARKFORGE_OFFLINE", str(tmp_path / "bundle"))
@@ -103,7 +103,7 @@ def test_what_is_in_no_place_is_compiled_and_a_bundle_brings_packs(world, tmp_pa
     assert "unsigned" in capsys.readouterr().err
 
 
-def test_a_pack_says_what_is_in_it_and_is_not_taken_for_other_inputs(world, tmp_path):
+def test_a_pack_lists_its_content_and_is_not_used_for_other_inputs(world, tmp_path):
     packs.publish(REQUEST, str(tmp_path / "pack.tar"), world.key)
     with tarfile.open(tmp_path / "pack.tar") as tar:
         bill = json.load(tar.extractfile("sbom.json"))
@@ -119,7 +119,7 @@ def test_a_pack_says_what_is_in_it_and_is_not_taken_for_other_inputs(world, tmp_
 
 
 def rewritten(data, *, index=None, **changes):
-    """Return the tar with entries of index.json replaced by `index`, and the library's `name` or content `library`."""
+    """Return the tar with entries of index.json replaced by `index`, and the library's name or content replaced."""
     out = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(data)) as tar, tarfile.open(fileobj=out, mode="w") as changed:
         for member in tar:

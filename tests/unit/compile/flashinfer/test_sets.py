@@ -17,7 +17,7 @@ def changed(tmp_path, old, new):
     return load(VERSION, path)
 
 
-def test_what_is_built_decides_the_digest_and_nothing_else(tmp_path):
+def test_the_digest_depends_only_on_the_built_modules(tmp_path):
     digest = TABLE.digest(TABLE.module)
     other, changed_why = (
         changed(tmp_path, *change) for change in (("page_size = 16", "page_size = 32"), ("lays out the", "orders the"))
@@ -37,7 +37,7 @@ def test_what_is_built_decides_the_digest_and_nothing_else(tmp_path):
         ("lines = [365, 365]", "lines = []"),
     ],
 )
-def test_a_table_that_does_not_fit_together_is_refused(tmp_path, old, new):
+def test_an_inconsistent_table_is_refused(tmp_path, old, new):
     with pytest.raises((ValueError, LookupError)):
         changed(tmp_path, old, new)
 

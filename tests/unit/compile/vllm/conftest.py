@@ -1,4 +1,4 @@
-"""A vLLM in small: an sdist with the real one's layout and target names, C++ only, configured by a real CMake."""
+"""A small vLLM: an sdist with the real layout and target names, C++ only, configured by a real CMake."""
 
 import shutil
 import sys
@@ -55,11 +55,11 @@ def small(kit, tmp_path, monkeypatch):
 
 @pytest.fixture
 def order(small, tmp_path, monkeypatch):
-    """An order for the small vLLM: real CMake, ninja and compiler, and a launcher in the place of ccache."""
+    """An order for the small vLLM: real CMake, ninja and compiler, and a launcher that replaces ccache."""
     launcher = tmp_path / "launcher"
     launcher.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/compiled\nexec "$@"\n')
     launcher.chmod(0o755)
-    # The libraries hold no machine code for a GPU; a tool that is run all the same fails.
+    # The libraries have no GPU code, so CUDA's tools must not run; if one does, it fails.
     monkeypatch.setattr("sparkforge.compile.toolchain.program", lambda name: Path("/bin/false"))
     table = vllm_targets.load("0.32.0")
     versions = {"nvcc": "13.0.88", "c++": "12.2.0", "ninja": "1", "ccache": "none"}

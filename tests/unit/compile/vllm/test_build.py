@@ -1,4 +1,4 @@
-"""Build the small vLLM for real: what is compiled, what a second run does, what a killed or a failed one leaves."""
+"""Real builds of the small vLLM: compiled units, a second run, and the files of killed and failed runs."""
 
 import ctypes
 import os
@@ -76,21 +76,21 @@ def test_a_source_that_was_edited_by_hand_is_refused_with_its_name(order):
         vllm_build.build(extension_order)
 
 
-def test_the_audit_has_the_last_word(order, edit_patch):
+def test_a_failed_audit_refuses_the_build(order, edit_patch):
     edit_patch("PyInit_spinloop() { return ANSWER + 1", "PyInit_another() { return 1")
     with pytest.raises(AuditError, match="it is no Python module spinloop"):
         vllm_build.build(order("spinloop"))
     assert not order("spinloop").output.exists()
 
 
-def test_cmake_making_another_architecture_of_it_is_an_error(order):
+def test_another_architecture_chosen_by_cmake_is_an_error(order):
     with refused("compile.incomplete", r"do not make 12.0f of 12.0f · they make 12.0 of it"):
         vllm_build.build(order("spinloop", arch="12.0f"))
     assert not (order("spinloop", arch="12.0f").folder / "configured.json").exists()
 
 
 def test_what_a_killed_build_compiles_is_waited_for_and_the_next_run_finishes(order, tmp_path):
-    """SIGKILL to the process that builds: its compiler lives on and holds the lock, and the next run waits for it.
+    """After SIGKILL to the building process its compiler keeps running and holds the lock; the next run waits for it.
 
     It waits before it runs ninja, which would remove the compiler's depfile.
     """
@@ -136,7 +136,7 @@ def test_a_unit_alone_is_compiled_audited_and_not_linked(order, capsys):
     assert vllm_build.build(extension_order).units == 2  # the full build continues from there
 
 
-def test_repositories_that_cannot_be_had_are_left_out_where_that_is_asked(small, tmp_path, capsys):
+def test_unavailable_repositories_are_left_out_if_requested(small, tmp_path, capsys):
     sources = vllm_sources.fetch_sources(
         vllm_build.vllm_targets.load("0.32.0"), ["_C_stable_libtorch"], tmp_path, "spark", without_missing=True
     )
@@ -204,7 +204,7 @@ def test_a_folder_that_a_variable_names_is_taken_by_its_content_and_said_aloud(s
     [({"jobs": "0"}, "--jobs '0' is no number"), ({"arch": "9.0a"}, "no rule for --arch 9.0a"),
      ({"targets": "_flashmla_C"}, "_flashmla_C is not built for SM121")],
 )  # fmt: skip
-def test_words_without_a_meaning_are_refused_before_anything_is_brought(arguments, message):
+def test_invalid_arguments_are_refused_before_any_download(arguments, message):
     with pytest.raises(UsageError, match=message):
         vllm_build.prepare(ExtensionRequest("spark", **arguments))
 

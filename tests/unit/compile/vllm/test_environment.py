@@ -1,4 +1,4 @@
-"""Interpreters that do not fit are refused with all that they lack; each is a program that answers as one would."""
+"""Unsuitable interpreters are refused with everything that they lack; fake programs replace the interpreters."""
 
 import json
 import os
@@ -17,7 +17,7 @@ GOOD = {
 
 @pytest.fixture
 def interpreter(tmp_path):
-    """Make a program that answers the probe with GOOD and what is changed; a CMake 4.1.2 lies beside it."""
+    """Make a program that answers the probe with GOOD and the changes, with a CMake 4.1.2 in its folder."""
 
     def make(cmake="4.1.2", **changes):
         answer = json.dumps({**GOOD, "include": str(tmp_path), **changes})
@@ -29,18 +29,18 @@ def interpreter(tmp_path):
     return make
 
 
-def test_one_that_fits_is_taken_with_the_cmake_beside_it(interpreter, tmp_path):
+def test_a_suitable_interpreter_is_used_with_the_cmake_in_its_folder(interpreter, tmp_path):
     examined = vllm_env.examine(interpreter(), "spark")
     assert examined.cmake == tmp_path / "cmake"
     assert examined.versions == {"torch": "2.13.0+cu130", "built for python": "3.12.3", "cmake": "4.1.2"}
 
 
-def test_all_that_is_wrong_is_told_at_once(interpreter):
+def test_all_problems_are_reported_together(interpreter):
     with refused("compile.inputs", r"not 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools"):
         vllm_env.examine(interpreter(torch="2.11.0", cuda="", missing=["jinja2", "setuptools"]), "spark")
 
 
-def test_headers_of_python_are_asked_for_by_their_package(interpreter):
+def test_missing_headers_of_python_name_their_package(interpreter):
     with refused("compile.toolchain") as caught:
         vllm_env.examine(interpreter(header=False), "spark")
     assert caught.value.fix == "sudo apt install python3.12-dev"
@@ -54,7 +54,7 @@ def test_a_program_that_is_no_interpreter_is_no_traceback(tmp_path, text):
         vllm_env.examine(tmp_path / "python", "spark")
 
 
-def test_a_cmake_that_is_too_old_is_passed_over_and_named_where_there_is_no_other(interpreter, tmp_path, monkeypatch):
+def test_an_old_cmake_is_skipped_and_named_if_there_is_no_other(interpreter, tmp_path, monkeypatch):
     python = interpreter(cmake="3.25.1")
     newer = tmp_path / "newer"
     newer.mkdir()
@@ -70,7 +70,7 @@ def test_a_cmake_that_is_too_old_is_passed_over_and_named_where_there_is_no_othe
 TABLE = vllm_targets.load("0.32.0")
 
 
-def test_what_sm121_does_not_use_is_refused_with_the_reason_and_the_line():
+def test_targets_unused_on_sm121_are_refused_with_reason_and_line():
     with pytest.raises(UsageError, match=r"FlashAttention 3 is for 9.0a \(cmake/external_projects/vllm_flash_attn"):
         TABLE.chosen(["_vllm_fa3_C"])
     with pytest.raises(UsageError, match="vLLM has no target _C ·"):
@@ -82,6 +82,6 @@ def test_the_architecture_is_mapped_as_vllms_cmake_files_do(arch, base):
     assert (TABLE.mapped(arch).base, TABLE.mapped(arch).family) == (base, "12.0f")
 
 
-def test_an_architecture_that_nobody_tried_is_refused():
+def test_an_untested_architecture_is_refused():
     with pytest.raises(UsageError, match=r"no rule for --arch 10\.0a"):
         TABLE.mapped("10.0a")

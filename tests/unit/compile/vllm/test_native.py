@@ -77,7 +77,7 @@ def kernels():
     return build.paths.state() / "kernels/kernels-gpt-oss.env"
 
 
-def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
+def test_every_stage_runs_once_and_a_second_run_does_nothing(ready):
     stages = ["sources", "patches", "kernels", "vllm", "audit"]
     assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, True)
     assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, False)

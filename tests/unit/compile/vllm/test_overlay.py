@@ -1,4 +1,4 @@
-"""Laying the overlay over upstream's wheel: real libraries, made by the compiler; never over another."""
+"""Applying the overlay to upstream's wheel, with real libraries by the compiler; other wheels are refused."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def overlay(tmp_path):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A site-packages with upstream's wheel in it, hard-linked into a cache as uv does."""
+    """A site-packages with upstream's wheel, hard-linked from a cache as by uv."""
     path = tmp_path / "site-packages"
     (path / "vllm-0.32.0.dist-info").mkdir(parents=True)
     for name in NAMES:
@@ -72,7 +72,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_does_not_fit_is_refused_and_nothing_is_replaced(overlay, tree, reason):
+def test_unsuitable_overlays_are_refused_and_nothing_is_replaced(overlay, tree, reason):
     REFUSED[reason](overlay, tree)
     before = sha256_file(tree / NAMES[0])
     with refused("compile.incomplete", reason):

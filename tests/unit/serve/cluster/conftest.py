@@ -39,7 +39,7 @@ def healthy(sheet):
 
 @pytest.fixture
 def answering(healthy, tmp_path, monkeypatch):
-    """Return a function: a cluster on `device` whose nodes' ssh, and Docker here, print a text for everything."""
+    """Return a function: a cluster on `device`; ssh to nodes and the local docker print a text for any command."""
 
     def make(text, device="embedded"):
         (tmp_path / "answer").write_text(text)

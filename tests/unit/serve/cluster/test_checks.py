@@ -1,4 +1,4 @@
-"""Each check of a cluster: nothing on healthy nodes, and its finding with its fix for a broken one."""
+"""Each check of a cluster: no finding on healthy nodes, and a finding with a fix on a broken node."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A node's part in a container: the Compose command lines and variables by a stand-in docker, and NCCL's log."""
+"""A node's part in a container: Compose command lines and variables by a stand-in docker, and NCCL's log."""
 
 import json
 import shlex
@@ -36,7 +36,7 @@ def config(healthy):
 
 @pytest.fixture
 def asked(config, docker_command, absent, monkeypatch):
-    """A stand-in docker that also writes down the variables; returns a function that does a node's action."""
+    """A stand-in docker that also records the variables; returns a function that performs a node's action."""
     monkeypatch.delenv("SPARKFORGE_COMPOSE_FILES", raising=False)
     script = docker_command.folder / "docker"
     script.write_text(script.read_text().replace("here=", 'case "$*" in *" up "*) env > "$0.env";; esac\nhere=', 1))
@@ -52,7 +52,7 @@ def asked(config, docker_command, absent, monkeypatch):
 
 @pytest.fixture
 def absent(fake_engine):
-    """An engine without a container of ours; returns a function that has one there, in a state and with a log."""
+    """An engine without our container; returns a function that adds the container in a state and with a log."""
     there = fake_engine.routes.pop("GET /containers/json")
     fake_engine.routes["GET /containers/json"] = lambda query: (200, [])
 
@@ -95,7 +95,7 @@ def test_a_worker_is_validated_in_its_container_and_then_started(asked, absent, 
     watching = watch.parser().parse_args([*json.loads(passed[entrypoint.CLUSTER]), "--", "x"])
     assert (watching.node, watching.address, watching.port) == ("spark2", "192.168.177.11", 29501)
     assert (watching.peers, watching.listen) == (["spark"], False)
-    assert record.read().container == "c0ffee" * 10  # what `./inv down` ends
+    assert record.read().container == "c0ffee" * 10  # the container that `./inv down` ends
     assert not record.begun_path().exists()
 
 
@@ -215,10 +215,10 @@ def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(
     ("code", "log", "asked_for"),
     [
         (143, "", True),  # `docker stop`
-        (0, "", True),  # vLLM ends so after SIGTERM; of itself the supervisor never does
+        (0, "", True),  # vLLM exits with 0 after SIGTERM; the supervisor otherwise never does
         (24, watch.MESSAGE.format(node="spark2", why=watch.STOPPED), True),
         (143, watch.MESSAGE.format(node="spark2", why="its server ended with code 1"), False),
-        (137, "", False),  # it may have been for memory
+        (137, "", False),  # may be a kill for memory
     ],
 )
 def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, absent, code, log, asked_for):

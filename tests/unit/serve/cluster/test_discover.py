@@ -1,4 +1,4 @@
-"""From facts to cluster.toml: the documents' own examples of two Sparks, what is no cluster, and malformed files."""
+"""From facts to cluster.toml: documented examples of two Sparks, machines that form no cluster, malformed files."""
 
 import re
 import subprocess
@@ -44,7 +44,7 @@ def test_three_nodes_on_one_subnet_have_a_switch(sheet):
 
 
 def bridge(entry):
-    """Make the wired LAN interface a container's bridge, and take every address from the others."""
+    """Make the wired LAN interface a container's bridge, and remove the addresses of all others."""
     is_bridge = {"addresses": ("172.17.0.1/16",), "up": True, "carrier": True, "bridge": True}
     return is_bridge if entry.name == "enP7s7" else {"addresses": ()}
 
@@ -65,7 +65,7 @@ def test_without_a_cable_neither_wifi_nor_a_bridge_is_taken(sheet, change):
         (["-oProxyCommand=x", "b"], "takes ssh destinations"),
     ],
 )
-def test_names_of_no_cluster_are_refused_before_a_machine_is_asked(monkeypatch, names, message):
+def test_invalid_names_are_refused_before_any_machine_is_queried(monkeypatch, names, message):
     monkeypatch.setattr(remote, "ask", lambda *_: pytest.fail("it asked"))
     with pytest.raises(UsageError) as refused:
         discover.find_nodes(names, "docker", "")

@@ -1,4 +1,4 @@
-"""Each node's flags and variables, what a node answers, and what the head makes of it."""
+"""Each node's flags and variables, its answers, and how the head handles them."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def test_a_node_where_nothing_runs_says_so(config):
 
 @pytest.fixture
 def asked(config, healthy, monkeypatch):
-    """Return what was asked of which node, in order; `answers` has what they answer, by node and action."""
+    """Return the requests to nodes, in order; `answers` has the nodes' answers, by node and action."""
     questions, answers = [], {}
 
     def answer(_config, node, action, **_more):

@@ -1,4 +1,4 @@
-"""What starts a cluster again, and what does not: ends of a head, failures, and requested ends."""
+"""When a cluster is restarted and when not: ends of a head, failures, and requested ends."""
 
 import json
 import os
@@ -82,7 +82,7 @@ AGAIN, SECOND_PAUSE = ["down", "up"], restarts.FIRST_SECONDS * restarts.FACTOR
     ],
     ids=["died", "wish", "down", "silent", "start-fails", "restarts"],
 )  # fmt: skip
-def test_an_end_that_nobody_asked_for_starts_all_again_after_a_pause(stage, answers, failing, actions, pause, why):
+def test_an_unrequested_end_restarts_all_nodes_after_a_pause(stage, answers, failing, actions, pause, why):
     stage.answers.update(answers)
     stage.failing = failing
     failures = len(failing) + 1
@@ -94,7 +94,7 @@ def test_an_end_that_nobody_asked_for_starts_all_again_after_a_pause(stage, answ
         assert note() == {"state": "watching", "why": f"started again after: {why}", "failures": failures}
 
 
-def test_after_three_failures_it_gives_up_and_says_so_and_one_that_is_gone_does_not_count(stage):
+def test_after_three_recent_failures_the_keeper_gives_up_with_a_message(stage):
     assert keep.state()["state"] == "off"
     stage.answers["spark"] = [DIED]
     argument = stage.config.model_dump_json(by_alias=True)
@@ -103,7 +103,7 @@ def test_after_three_failures_it_gives_up_and_says_so_and_one_that_is_gone_does_
     assert keep.state()["state"] == "gave up"
     assert "3 times within 60 min" in keep.state()["why"]
     assert keep.state()["why"].endswith(DIED["why"])
-    keep.refuse_second()  # does not raise: no keeper runs
+    keep.refuse_second()  # does not raise, because no keeper runs
     assert keep.state()["state"] == "off"
     keep._note("watching", "spark", ())
     assert keep.state()["state"] == "off"  # nobody holds the lock
@@ -136,7 +136,7 @@ exec sleep 1000
         os.kill(int((tmp_path / "asked").read_text()), 0)
 
 
-def test_a_node_tells_a_wish_from_a_death(healthy):
+def test_a_node_distinguishes_requested_ends_from_failures(healthy):
     over = subprocess.Popen([sys.executable, "-c", ""])
     over.wait()
     record.write(record.Server(over.pid, 1.0, "127.0.0.1", 8000, "m", "m", "embedded", "log"))

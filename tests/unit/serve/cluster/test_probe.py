@@ -1,4 +1,4 @@
-"""What a node says about itself, from a file tree as a Spark's /sys has it; and answers that are malformed."""
+"""A node's facts from a file tree like a Spark's /sys, and malformed answers."""
 
 import json
 import subprocess

@@ -18,7 +18,7 @@ save*) cat "$file" ;;
 load) cat > "$file" ;;
 esac
 """
-# ssh's place is taken by a shell that has the other node's engine: the address says which.
+# A shell with the other node's engine replaces ssh; the address selects the engine.
 STAND_IN_SSH = """#!/bin/sh
 case "$*" in *-G*) echo "hostname 10.0.0.2"; exit;; esac
 echo "ssh $*" >> "$CALLS"

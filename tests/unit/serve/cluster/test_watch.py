@@ -1,4 +1,4 @@
-"""What ends a node's part of a server: another node's end, silence or absence; and what does not."""
+"""When a node's part of a server ends: another node's end, silence or absence; and when it does not."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def start(tmp_path, free_port):
     yield start
     for process in running:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its command too, which a killed watch leaves
+            os.killpg(process.pid, signal.SIGKILL)  # also its command, which survives a killed watch
         process.wait()
 
 
@@ -53,7 +53,7 @@ def both(start):
 
 
 def joined(head):
-    """Return the nodes whose hello the head has read: an established connection may still wait in its backlog."""
+    """Return the nodes whose hello the head has read; other established connections may wait in its backlog."""
     return {line.split()[1] for line in (head.folder / "log").read_text().splitlines() if line.endswith(" joined")}
 
 
@@ -83,7 +83,7 @@ def test_a_killed_server_ends_the_other_nodes_by_name(both, dying, living, ended
 
 def test_a_killed_watch_counts_as_a_lost_node(both):
     head, worker = both
-    os.kill(child(worker), signal.SIGKILL)  # nobody reaps it in this test
+    os.kill(child(worker), signal.SIGKILL)  # nothing reaps it in this test
     worker.kill()
     assert head.wait(15) == 24
     assert end(head)["node"] == "worker"
@@ -101,8 +101,8 @@ def test_a_stop_ends_the_others_and_says_whether_it_was_the_memory_guards(both, 
     assert not (head.folder / "end.json").exists()
 
 
-def test_an_end_by_a_killed_supervisor_is_no_wish(start):
-    """The kernel sends the watch SIGTERM then, as a wish would."""
+def test_an_end_by_a_killed_supervisor_is_not_a_requested_end(start):
+    """The kernel then sends the watch SIGTERM, like a requested end."""
     head, worker = start("head", ["worker"], listen=True, under=supervise.supervised), start("worker", ["head"])
     wait_for(lambda: joined(head) == {"worker"})
     head.kill()
@@ -135,13 +135,13 @@ def test_a_stranger_is_dropped_and_changes_nothing(both, data):
         stranger.shutdown(socket.SHUT_WR)
         while received := stranger.recv(100):
             assert b"token" not in received
-    with socket.create_connection(("127.0.0.1", head.port), timeout=5) as next_one:  # it still listens and drops
+    with socket.create_connection(("127.0.0.1", head.port), timeout=5) as next_one:  # still listening
         next_one.sendall(b"x\n")
         assert next_one.recv(100) == b""
     assert (head.poll(), worker.poll()) == (None, None)
 
 
-def test_who_does_not_know_the_token_is_no_worker(start):
+def test_a_client_without_the_token_is_no_worker(start):
     head = start("head", ["worker"], listen=True)
     wait_for(lambda: listening(head.port))
     with socket.create_connection(("127.0.0.1", head.port), timeout=5) as impostor:
@@ -164,7 +164,7 @@ def test_the_server_does_not_get_the_token(start, tmp_path):
 
 
 def test_a_server_that_ends_before_the_head_has_read_a_hello_is_named_all_the_same(start):
-    """The worker's connection waits in the backlog, as the head's process is stopped until its server is dead."""
+    """The worker's connection waits in the backlog, because the head's process is stopped until its server is dead."""
     head = start("head", ["worker"], listen=True)
     wait_for(lambda: listening(head.port))
     server = child(head)
