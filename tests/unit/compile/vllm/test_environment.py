@@ -36,7 +36,7 @@ def test_one_that_fits_is_taken_with_the_cmake_beside_it(interpreter, tmp_path):
 
 
 def test_all_that_is_wrong_is_told_at_once(interpreter):
-    with refused("compile.inputs", r"not 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools"):
+    with refused("compile.inputs", r"instead of 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools"):
         vllm_env.examine(interpreter(torch="2.11.0", cuda="", missing=["jinja2", "setuptools"]), "spark")
 
 
@@ -63,7 +63,7 @@ def test_a_cmake_that_is_too_old_is_passed_over_and_named_where_there_is_no_othe
     monkeypatch.setenv("PATH", f"{newer}{os.pathsep}/usr/bin{os.pathsep}/bin")
     assert vllm_env.find_cmake(python) == (newer / "cmake", "3.28.3")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with refused("compile.toolchain", r"vLLM asks for 3\.26\.1, and there is .*cmake is 3\.25\.1"):
+    with refused("compile.toolchain", r"vLLM requires 3\.26\.1, and there is .*cmake is 3\.25\.1"):
         vllm_env.find_cmake(python)
 
 
