@@ -21,17 +21,17 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="python -m validate", description=__doc__, allow_abbrev=False)
     parser.add_argument("--profile", required=True, help=f"one of {', '.join(PROFILES)}")
     parser.add_argument("--stack", help="the stack of pins.toml that is installed (default: the profile's)")
-    foreign, asks = "the environment is your own: other versions are warnings", "ask torch and vllm, in a child"
+    foreign, asks = "the environment is your own: other versions are warnings", "query torch and vllm in a child"
     parser.add_argument("--foreign", action="store_true", help=foreign)
-    parser.add_argument("--facts", type=Path, metavar="FILE.json", help="rehearse on a recorded sheet")
+    parser.add_argument("--facts", type=Path, metavar="FILE.json", help="judge the facts of a recorded sheet")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the report to this file")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model directory")
     parser.add_argument("--host", help="the address the server will listen on")
-    parser.add_argument("--port", type=int, metavar="N", help="the port the server will take")
+    parser.add_argument("--port", type=int, metavar="N", help="the port the server will listen on")
     parser.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="the share of memory for vLLM")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the interpreter that will serve")
     parser.add_argument("--deep", action=argparse.BooleanOptionalAction, default=True, help=asks)
-    parser.add_argument("--layers", action="store_true", help="serve two layers and judge each part, on a CPU too")
+    parser.add_argument("--layers", action="store_true", help="also run the check `layers` on a CPU")
     parser.add_argument("--deep-seconds", type=float, default=Options.deep_seconds, help="time limit for --deep")
     limit, passed = "time limit for the numerics", "arguments after it are passed to the server"
     parser.add_argument("--numerics-seconds", type=float, default=Options.numerics_seconds, help=limit)
@@ -40,7 +40,7 @@ def make_parser() -> ArgumentParser:
 
 
 def validate(arguments: argparse.Namespace) -> ValidationReport:
-    """Validate this machine, or rehearse on a recorded sheet."""
+    """Validate this machine, or judge a recorded sheet."""
     if arguments.facts is not None:
         sheet, origin = load_sheet(arguments.facts), read_json(arguments.facts).get("origin")
         name = f"recorded sheet {arguments.facts}" + (f" ({origin})" if isinstance(origin, str) else "")

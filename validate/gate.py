@@ -39,11 +39,11 @@ class ValidationReport:
     origin: str
 
     def of(self, *statuses: Status, required: bool | None = None) -> list[Finding]:
-        """Findings with one of `statuses`; only required ones, or only advised ones, if `required` says so."""
+        """Findings with one of `statuses`; with `required` only required (True) or advised (False) ones."""
         return [f for f in self.findings if f.status in statuses and required in (None, f.required)]
 
     def error(self) -> SparkforgeError | None:
-        """The error that says why the server must not start; None if it may."""
+        """The error with the reason why the server must not start; None if it may."""
         if self.verdict is ValidationVerdict.SERVE:
             return None
         if self.verdict is ValidationVerdict.REFUSE:
@@ -59,8 +59,8 @@ class ValidationReport:
 def run(profile: str, options: Options, sheet: Facts | None = None) -> ValidationReport:
     """Validate this machine for `profile`. Raises UsageError for an unknown profile and nothing else.
 
-    `sheet` has the facts that no child process gathers, if they are known. The others are gathered only if the options
-    and a check of the profile ask for them.
+    `sheet` has the facts that need no child process, if they are known. The other facts are gathered only if the
+    options and a check of the profile require them.
     """
     chosen = named(profile).foreign() if options.foreign else named(profile)
     if options.layers and "layers" not in chosen.severities:
@@ -80,7 +80,7 @@ def run(profile: str, options: Options, sheet: Facts | None = None) -> Validatio
 
 
 def rehearse(profile: str, sheet: Facts, origin: str) -> ValidationReport:
-    """Judge a recorded sheet as `profile` would; nothing of this machine is read. Raises UsageError as `run`."""
+    """Judge a recorded sheet with `profile`, without reading this machine. Raises UsageError as `run`."""
     seconds = dict.fromkeys(("facts", "imports", *PROGRAMS), 0.0)
     return _judge(named(profile), sheet, seconds, origin, with_deep=True)
 
@@ -112,7 +112,7 @@ def _judge(
 
 def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bool) -> Finding:
     if check.deep and not with_deep:
-        reason, fix = "asks torch and vllm, and --no-deep was given", "./inv validate   # without --no-deep"
+        reason, fix = "queries torch and vllm, and --no-deep was given", "./inv validate   # without --no-deep"
         return skipped(check, reason, fix, required=required)
     model = facts.get("model.path")
     no_model = model is not None and model.value is None and model.error is None

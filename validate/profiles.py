@@ -1,4 +1,4 @@
-"""Profiles: which checks a kind of device must pass (required) and which only warn (advised), by `profiles.toml`."""
+"""Profiles of `profiles.toml`: the checks that a kind of device must pass (required), and those that only warn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparkforge.core.tables import Record
 
 
 class Profile(Record):
-    """A named choice of checks. `stack` is the table of pins.toml whose versions are expected, unless one is named."""
+    """A named choice of checks. `stack` is the default table of pins.toml whose versions are expected."""
 
     name: str
     stack: str
@@ -23,7 +23,7 @@ class Profile(Record):
         return {**dict.fromkeys(self.required, True), **dict.fromkeys(self.advised, False)}
 
     def foreign(self) -> Profile:
-        """Return the profile for an environment that its user made: what compares it with our locks only warns."""
+        """Return the profile for a user's own environment, in which checks against our locks only warn."""
         compared = tuple(check for check in self.required if check in TABLE.pinned)
         kept = tuple(check for check in self.required if check not in compared)
         return self.model_copy(update={"required": kept, "advised": (*self.advised, *compared)})

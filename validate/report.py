@@ -19,7 +19,7 @@ CLOSING = {
 
 
 def lines(report: ValidationReport) -> Iterator[str]:
-    """One line per check with its evidence; under each that did not pass, its fix and where to read on."""
+    """One line per check with its evidence; below each check that did not pass, its fix and its page."""
     yield f"validate · profile {report.profile} · {report.origin} · {report.timestamp}"
     yield from finding_lines(report.findings)
     counts = ", ".join(f"{len(report.of(status))} {word}" for status, word in WORDS.items())
@@ -28,7 +28,7 @@ def lines(report: ValidationReport) -> Iterator[str]:
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """A line for each finding, and under each that did not pass its fix and where to read on."""
+    """A line for each finding; below each finding that did not pass, its fix and its page."""
     width = max((len(finding.check) for finding in findings), default=0)
     for finding in findings:
         yield f"{MARKS[finding.status]} {finding.check:<{width}}  {one_line(finding.evidence)}"
@@ -43,7 +43,7 @@ def one_line(text: str) -> str:
 
 
 def as_document(report: ValidationReport) -> dict[str, Any]:
-    """The report as JSON values (docs/concepts/validation.md, "JSON report"). It can be read again by --facts."""
+    """The report as JSON values (docs/concepts/validation.md, "JSON report"). --facts can read it."""
     return {
         "schema": SCHEMA,
         "profile": report.profile,

@@ -1,6 +1,6 @@
-"""A validation report as a Prometheus textfile: one series for each check and status, 1 where it holds.
+"""A validation report as a Prometheus textfile: a series for each check and status, 1 for the current status.
 
-Made from the JSON document, so that a validator that hung can be reported in the same way.
+It is made from the JSON document, so that a hung validator can be reported in the same way.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from validate.checks.finding import Status
 from validate.gate import ValidationVerdict
 
 NAME = "sparkforge_validation.prom"
-# Label of the build's own description → the fact it is read from.
+# Label of sparkforge_build_info → its fact.
 BUILD = {"vllm": "vllm.version", "torch": "torch.version", "flashinfer": "flashinfer.version", "gpu": "gpu.name"}
 
 
@@ -23,7 +23,7 @@ def text(document: Mapping[str, Any], mode: str) -> bytes:
     registry, facts = CollectorRegistry(), document["facts"]
     build = {label: str((facts.get(fact) or {}).get("value") or "") for label, fact in BUILD.items()}
     build |= {"sparkforge": sparkforge.__version__, "profile": str(document["profile"]), "mode": mode}
-    Gauge("sparkforge_build_info", "What serves, always 1", list(build), registry=registry).labels(**build).set(1)
+    Gauge("sparkforge_build_info", "Versions, always 1", list(build), registry=registry).labels(**build).set(1)
     names, about = ["check", "status", "required"], "1 for the status that the check has"
     check = Gauge("sparkforge_validation_check", about, names, registry=registry)
     for finding in document["findings"]:

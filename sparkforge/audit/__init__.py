@@ -1,1 +1,1 @@
-"""From binaries to a verdict: what machine code they hold for SM121, kernel by kernel."""
+"""Judge the machine code for SM121 in binaries, kernel by kernel."""

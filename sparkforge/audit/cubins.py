@@ -1,4 +1,4 @@
-"""Read one file for the audit: its host part, its cubins with their targets, and the mnemonics of those that matter."""
+"""Read a file for the audit: its host code, its cubins with their targets, and the mnemonics of relevant cubins."""
 
 import hashlib
 import re
@@ -15,15 +15,15 @@ from sparkforge.audit.sass import Decoder, Shapes, count, named
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.process import run
 
-# Formats that are read without cuobjdump. For the zstd in vLLM's wheel that takes 3 times the CPU time, and 1 GB of a
-# disk.
+# Formats that are read without cuobjdump. For the zstd in vLLM's wheel cuobjdump takes 3 times the CPU time, and 1 GB
+# of disk.
 READABLE = (elf.ELF, elf.ZSTD) if find_spec("zstandard") else (elf.ELF,)
-MAX_CUBIN_BYTES = 512 << 20  # bytes that a cubin may have once it is unpacked; the largest of vLLM's wheel has 65 MB
-LARGEST_TOGETHER = 16 << 30  # bytes of a file's cubins unpacked; all of vLLM's wheel: 1.4 GB (docs/concepts/audit.md)
-LONGEST_SECONDS = 600.0  # for cuobjdump on one file; all of vLLM's wheel take it 10 s (docs/concepts/audit.md)
-PTX_HEAD = 4096  # bytes of a PTX in which its `.target` is: only comments and `.version` come before it
+MAX_CUBIN_BYTES = 512 << 20  # bytes of an unpacked cubin at most; the largest in vLLM's wheel has 65 MB
+LARGEST_TOGETHER = 16 << 30  # bytes of a file's unpacked cubins at most; vLLM's wheel: 1.4 GB (docs/concepts/audit.md)
+LONGEST_SECONDS = 600.0  # time limit of cuobjdump for one file; vLLM's whole wheel takes 10 s (docs/concepts/audit.md)
+PTX_HEAD = 4096  # bytes at the start of a PTX with its `.target`: only comments and `.version` come before
 PTX_TARGET = re.compile(rb"^\.target\s+sm_(\d+[af]?)", re.MULTILINE)
-INLINE = 8 << 20  # bytes of cubins up to which starting other processes costs more than it saves
+INLINE = 8 << 20  # bytes of cubins below which other processes cost more time than they save
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Watch:
-    """The selection of a reader: counts for cubins that load on `capability`, mnemonics and kernel names that match."""
+    """A reader's selection: cubins that load on `capability`, and patterns of mnemonics and kernel names to count."""
 
     capability: str
     mnemonics: str
@@ -59,7 +59,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Cubin:
-    """One piece of machine code. `kernels` are those with a watched mnemonic or name, if it loads on the device."""
+    """One cubin. If it loads on the device, `kernels` has its kernels with a watched mnemonic or name."""
 
     name: str
     target: str  # from ptxas's own command line; empty if unknown
@@ -74,13 +74,13 @@ class Cubin:
 
     @property
     def label(self) -> str:
-        """Its target in words; where ptxas did not write it down, the number without the suffix that it may have."""
+        """Its target in words; if ptxas did not record it, the number without a possible suffix."""
         return self.target or f"sm_{self.sm}, suffix not stated"
 
 
 @dataclass(frozen=True)
 class Binary:
-    """One file that was read. `damage` says why it could not be; then the rest is empty."""
+    """One file. `damage` is the reason why it could not be read; then the other fields are empty."""
 
     path: str
     size: int
@@ -92,8 +92,8 @@ class Binary:
 def loads(target: str, capability: str) -> bool:
     """Tell whether machine code for `target` loads on a device of `capability` (CUDA C++ Programming Guide, 5.1).
 
-    Plain code loads on the same major and the same or a later minor version; `f` on its family, which for 12.x is the
-    same; `a` on exactly its own.
+    Plain code loads on the same major and the same or a later minor version; `f` code on its family, which for 12.x is
+    the same; `a` code only on its own capability.
     """
     match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", target)
     if match is None:
@@ -105,7 +105,7 @@ def loads(target: str, capability: str) -> bool:
 def compiles(ptx: str, capability: str) -> bool:
     """Tell whether the driver can compile PTX for `ptx`, such as compute_120, on a device of `capability`.
 
-    Plain PTX is compiled for the same and every later capability, `f` for its family, `a` for its own only.
+    Plain PTX can be compiled for the same and every later capability, `f` PTX for its family, `a` PTX only for its own.
     """
     match = re.fullmatch(r"compute_(\d+)(\d)([af]?)", ptx)
     if match is None:
@@ -118,7 +118,7 @@ def compiles(ptx: str, capability: str) -> bool:
 
 @dataclass(frozen=True)
 class Scanned:
-    """A cubin as a worker process hands it over: kernels in shapes, with a sample of each shape."""
+    """A cubin from a worker process: kernels as counts of instruction shapes, with a sample of each shape."""
 
     cubin: Cubin
     kernels: tuple[Shapes, ...] = ()
@@ -127,9 +127,9 @@ class Scanned:
 
 @dataclass(frozen=True)
 class Piece:
-    """The place of a cubin: `size` bytes of the file at `path`, from byte `offset` on. `name` is the report's.
+    """The place of a cubin: `size` bytes of the file at `path`, from byte `offset` on. `name` is that in the report.
 
-    `unpacked` is the size in bytes after unpacking, for one packed by zstd.
+    `unpacked` is the size in bytes after unpacking, if zstd packed it.
     """
 
     path: Path
@@ -145,11 +145,11 @@ class Piece:
             data = file.read(self.size)
         if not (size := self.unpacked):
             return data
-        import zstandard  # noqa: PLC0415 - it is not in every environment that imports us: see READABLE
+        import zstandard  # noqa: PLC0415 - some environments that import us lack it: see READABLE
 
         try:
-            if zstandard.frame_content_size(data) != size or size > MAX_CUBIN_BYTES:  # before memory is taken for it
-                raise elf.CutError(f"a cubin cannot be unpacked to the {size} bytes that its fatbin says")
+            if zstandard.frame_content_size(data) != size or size > MAX_CUBIN_BYTES:  # before memory is allocated
+                raise elf.CutError(f"a cubin cannot be unpacked to the {size} bytes in its fatbin's header")
             return zstandard.ZstdDecompressor().decompress(data)
         except zstandard.ZstdError as error:
             raise elf.CutError(f"a cubin cannot be unpacked: {error}") from None
@@ -170,7 +170,7 @@ def _ptx(path: Path, entry: elf.FatbinEntry) -> str:
 
 
 def scan(piece: Piece, watch: Watch) -> Scanned:
-    """Read one cubin without any program. Raises one of elf.MALFORMED."""
+    """Read one cubin without NVIDIA's programs. Raises one of elf.MALFORMED."""
     data = piece.data()
     read = elf.code(data)
     digest, fits = hashlib.sha256(data).hexdigest(), loads(read.target, watch.capability)
@@ -184,14 +184,14 @@ def scan(piece: Piece, watch: Watch) -> Scanned:
 
 @dataclass(frozen=True)
 class Draft:
-    """A file that was read, except for mnemonics: `binary` has no cubins yet, they are in `scanned`."""
+    """A file that was read without mnemonics: `binary` has no cubins yet; they are in `scanned`."""
 
     binary: Binary
     scanned: tuple[Scanned, ...] = ()
 
 
 class Reader:
-    """Reads files, several at once; then has nvdisasm name the shapes of all of them, one call for each target.
+    """Reads files in parallel; then nvdisasm decodes the shapes of all files, with one call for each target.
 
     Memory: one cubin for each worker, and the shapes of every kernel (10 MB for vLLM's wheel).
     """
@@ -201,7 +201,7 @@ class Reader:
         self.decoders = dict[str, Decoder]()
 
     def draft(self, path: Path, name: str) -> Draft:
-        """Read one .cubin, .o or .so. Never raises for a bad file: the result says what is wrong with it."""
+        """Read one .cubin, .o or .so. Never raises for a bad file; the result names its damage."""
         size = path.stat().st_size
         try:
             if elf.is_cubin(path):
@@ -220,11 +220,11 @@ class Reader:
             return Draft(Binary(name, size, damage=f"{error.what}: {error.why}"))
 
     def _carried(self, path: Path, entries: Sequence[elf.FatbinEntry]) -> tuple[Scanned, ...]:
-        """Read the cubins of a file's fatbins where they lie; all as cuobjdump unpacks them if we cannot read one."""
+        """Read the cubins of a file's fatbins in place; if one cannot be read, let cuobjdump unpack all."""
         if all(entry.packing in READABLE for entry in entries):
             pieces = []
             for number, entry in enumerate(entries, 1):
-                name = f"{path.stem}.{number}.sm_{entry.sm}.cubin"  # as cuobjdump counts them
+                name = f"{path.stem}.{number}.sm_{entry.sm}.cubin"  # cuobjdump's numbering
                 unpacked = entry.unpacked if entry.packing == elf.ZSTD else 0
                 pieces.append(Piece(path, name, entry.size, entry.offset, unpacked))
             return self._scanned(pieces)
@@ -243,7 +243,7 @@ class Reader:
 
     def finished(self, drafts: Sequence[Draft]) -> list[Binary]:
         """Return the files with their cubins; a file that nvdisasm cannot read is marked as damaged."""
-        with suppress(ProcessError):  # the fault of one file, which is found below
+        with suppress(ProcessError):  # caused by one file, which is found below
             self._learn([scanned for draft in drafts for scanned in draft.scanned])
         binaries = []
         for draft in drafts:
@@ -257,7 +257,7 @@ class Reader:
         return binaries
 
     def _learn(self, scanned: Sequence[Scanned]) -> None:
-        """Name all shapes that have no name yet, all targets at once. Raises ProcessError if one cannot be."""
+        """Decode all unknown shapes of all targets. Raises ProcessError if a shape cannot be decoded."""
         samples: dict[str, dict[int, bytes]] = {}
         for item in scanned:
             if item.cubin.loads:

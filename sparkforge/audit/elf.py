@@ -1,9 +1,9 @@
-"""Reads ELF files: whether they are whole, what they need, which machine code they carry and for which GPU.
+"""Reads ELF files: whether they are complete, their dependencies, their machine code and its target GPU.
 
 The target of a cubin is in the command line of ptxas in `.note.nv.tkinfo`. File names and ELF flags are the same
 for sm_121, sm_121a and sm_121f. Files for the CPU are read by pyelftools.
 
-A file may be damaged, or made to harm. Every loop over its tables is bounded, and damage names section and byte.
+A file may be damaged or hostile. Every loop over its tables is bounded, and damage names section and byte.
 """
 
 import mmap
@@ -22,15 +22,15 @@ from elftools.elf.elffile import ELFFile
 ELF, ZSTD = b"\x7fELF", b"\x28\xb5\x2f\xfd"
 ARCH = re.compile(rb"-arch[ =]+(sm_\d+[af]?)")
 TKINFO = ".note.nv.tkinfo"
-MERCURY = b".nv.merc."  # ptxas 13 lists some sections a second time under such names, over the same bytes; never code
+MERCURY = b".nv.merc."  # ptxas 13 lists some sections, never code, a second time under such names, with the same bytes
 # Up to 12.6, ptxas wrote no command line: the ELF flags hold the number in their first byte, and the suffix `a` as a
 # bit (compared with cuobjdump 13.5.37 on sm_60 to sm_90a, and LLVM's EF_CUDA_ACCELERATORS).
 OLD_ABI, OLD_SUFFIX = 7, 0x800
 FATBINS = (".nv_fatbin", "__nv_relfatbin")
-# The layout of a fatbin as nvcc 11 to 13 write it: {magic u32, version u16, header size u16, payload size u64}, then
+# The layout of a fatbin of nvcc 11 to 13: {magic u32, version u16, header size u16, payload size u64}, then
 # entries of {kind u16, version u16, header size u32, payload size u64, size when packed u32 (0: it is not), 8 bytes,
 # sm u32 at byte 28, …, size when unpacked u64 at byte 56}.
-# Found out by comparing with cuobjdump 13.5.37 (tests/integration/test_audit.py).
+# Established by comparison with cuobjdump 13.5.37 (tests/integration/test_audit.py).
 FATBIN_MAGIC, FATBIN_HEADER, ENTRY_HEADER = 0xBA55ED50, struct.Struct("<IHHQ"), struct.Struct("<HHIQI8xI24xQ")
 FATBIN_MAGIC_BYTES = FATBIN_MAGIC.to_bytes(4, "little")
 KIND_PTX, KIND_CUBIN = 1, 2
@@ -38,7 +38,7 @@ VERSION_ENTRY = 16  # bytes of an Elf64_Verneed and of an Elf64_Vernaux
 # Elf64_Ehdr from byte 24 on, and the head of Elf64_Shdr (System V ABI, chapter 4).
 ELF_HEADER, SECTION, SHT_NOBITS = struct.Struct("<QQQIHHHHHH"), struct.Struct("<IIQQQQ"), 8
 SECTION_SIZES, SEGMENT_SIZES = {32: 40, 64: 64}, {32: 32, 64: 56}  # bytes of a header by ELF class
-# Limits of one file, our own bounds: no library of a wheel comes near, and each costs seconds at most.
+# Limits of one file, our own bounds: far above every library of a wheel, and each costs at most seconds.
 MOST_SECTIONS, MOST_SEGMENTS, MOST_TAGS, MOST_VERSIONS = 1 << 17, 1 << 12, 1 << 14, 1 << 16
 MOST_SYMBOLS, MOST_ENTRIES = 1 << 20, 1 << 18
 MOST_NAMES = 1 << 27  # bytes of all names of one table: several entries may share one long name
@@ -61,28 +61,28 @@ MALFORMED = (
 
 @dataclass(frozen=True)
 class Host:
-    """The symbols and libraries that a shared library or object of the CPU needs and offers."""
+    """The symbols and libraries that the host code of a library or object needs and exports."""
 
     machine: str  # as `uname -m` has it
     shared: bool
     soname: str
     needed: tuple[str, ...]
     runpath: tuple[str, ...]
-    glibc: tuple[int, int]  # the newest version of glibc that a symbol asks for; (0, 0) if none does
+    glibc: tuple[int, int]  # the newest version of glibc that a symbol needs; (0, 0) if none does
     executable_stack: bool
-    undefined: tuple[str, ...]  # symbols without a version that something else must define; weak ones left out
+    undefined: tuple[str, ...]  # unversioned symbols that another library must define, without weak ones
     exports: frozenset[str]
     cubins: int  # in its fatbins, before anything was unpacked
     ptx: tuple[str, ...]  # architecture of each PTX in its fatbins, such as compute_120
-    other: int = 0  # entries of its fatbins that are neither: code for the linker, for instance
+    other: int = 0  # other entries of its fatbins, such as code for the linker
 
 
 @dataclass(frozen=True)
 class FatbinEntry:
-    """One entry of a fatbin: what it is (KIND_…), its architecture, and where in the file its payload lies.
+    """One entry of a fatbin: its kind (KIND_…), its architecture, and the place of its payload in the file.
 
-    `offset`, `size` and `unpacked` are in bytes. `packing` is the payload's first bytes: ELF for a cubin as it is, ZSTD
-    for one of `nvcc --compress-mode=size`; anything else only NVIDIA's tool unpacks.
+    `offset`, `size` and `unpacked` are in bytes. `packing` is the payload's first bytes: ELF for an unpacked cubin,
+    ZSTD for `nvcc --compress-mode=size`; only NVIDIA's tool unpacks other formats.
     """
 
     kind: int
@@ -98,7 +98,7 @@ class CutError(ValueError):
 
 
 class BoundedFile(ELFFile):
-    """An ELF file whose tables lie inside it, and whose sections are built only when they are asked for by name."""
+    """An ELF file whose tables lie inside it; a section is parsed only when it is requested by name."""
 
     def check(self) -> None:
         """Raise CutError unless every table, section and segment lies inside the file, and their numbers make sense."""
@@ -131,7 +131,7 @@ class BoundedFile(ELFFile):
 
     @cached_property
     def section_headers(self) -> dict[str, Any]:
-        """Section headers by name; of several with one name, the last. Raises CutError if the names have no end."""
+        """Section headers by name; of several with one name, the last. Raises CutError if the names are too long."""
         headers, length = {}, 0
         for number in range(self.num_sections()):
             header = self._get_section_header(number)
@@ -144,7 +144,7 @@ class BoundedFile(ELFFile):
 
     @contextmanager
     def section(self, name: str) -> Iterator[Any]:
-        """Yield the section called `name`, None if there is none; damage found inside names it and its first byte."""
+        """Yield the section `name`, None if there is none; errors in the context get its name and first byte."""
         header = self.section_headers.get(name)
         try:
             yield None if header is None else self._make_section(header)
@@ -175,7 +175,7 @@ def is_cubin(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Code:
-    """A cubin: 64 bit, little-endian. Its tables are read here, for pyelftools takes 50 ms for 2,400 sections."""
+    """A cubin: 64 bit, little-endian. Its tables are read here, because pyelftools takes 50 ms for 2,400 sections."""
 
     data: memoryview
     flags: int
@@ -192,7 +192,7 @@ class Code:
 
     @property
     def target(self) -> str:
-        """The target of ptxas, such as sm_121a; several joined by +; empty if the cubin does not say."""
+        """The target of ptxas, such as sm_121a; several joined by +; empty if unknown."""
         if targets := {name.decode() for name in ARCH.findall(self.part(TKINFO))}:
             return "+".join(sorted(targets))
         return f"sm_{self.sm}{'a' if self.flags & OLD_SUFFIX else ''}" if self._is_old else ""
@@ -210,7 +210,7 @@ class Code:
 
 
 def code(data: bytes) -> Code:
-    """Return the cubin in `data`. Raises CutError where a part lies outside it, or one of MALFORMED."""
+    """Return the cubin in `data`. Raises CutError if a part lies outside it, or one of MALFORMED."""
     view = memoryview(data)
     if view[: len(ELF)] != ELF:
         raise CutError("a cubin in it is no ELF file")
@@ -237,7 +237,7 @@ def code(data: bytes) -> Code:
 
 
 def host(elf: BoundedFile, entries: Sequence[FatbinEntry] = ()) -> Host:
-    """Return the needs and exports of a file for the CPU; `entries` are its fatbins'. Raises one of MALFORMED."""
+    """Return the needs and exports of a file's host code; `entries` are its fatbins'. Raises one of MALFORMED."""
     tags = _dynamic(elf)
     undefined, exports = _symbols(elf)
     return Host(
@@ -277,11 +277,11 @@ def _symbols(elf: BoundedFile) -> tuple[tuple[str, ...], frozenset[str]]:
         for number, symbol in enumerate(table.iter_symbols() if table else ()):
             length += len(symbol.name)
             if number >= MOST_SYMBOLS or length > MOST_NAMES:
-                raise CutError(f"its first {number} symbols have names of {length} bytes; that is no library's table")
+                raise CutError(f"its first {number} symbols have names of {length} bytes, too many for a library")
             if symbol["st_shndx"] != "SHN_UNDEF":
                 exports.add(symbol.name)
             elif symbol["st_info"]["bind"] == "STB_GLOBAL":
-                # 0 and 1 are VER_NDX_LOCAL and VER_NDX_GLOBAL, which pyelftools gives as names; a version is a number.
+                # pyelftools returns 0 and 1 (VER_NDX_LOCAL, VER_NDX_GLOBAL) as names; a version is a number.
                 versioned = versions is not None and isinstance(versions.get_symbol(number)["ndx"], int)
                 if not versioned:
                     undefined.add(symbol.name)
@@ -304,11 +304,11 @@ def _glibc(elf: BoundedFile) -> tuple[int, int]:
 
 
 def entries(elf: BoundedFile) -> tuple[FatbinEntry, ...]:
-    """Return the entries of a file's fatbins, in their order. Raises CutError where one runs past its section."""
+    """Return the entries of a file's fatbins, in their order. Raises CutError if one ends past its section."""
     name = next((name for name in FATBINS if name in elf.section_headers), "")
     if not name or elf.section_headers[name]["sh_size"] == 0:
         return ()
-    # Hundreds of MB, of which headers are read.
+    # The section may have hundreds of MB; only headers are read.
     with elf.section(name) as section, mmap.mmap(elf.stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         contents = list[FatbinEntry]()
         for entry in _entries(data, section["sh_offset"], section["sh_offset"] + section["sh_size"]):

@@ -1,8 +1,8 @@
-"""Audit binaries: for which GPU each piece of machine code is, what it holds, and what the file asks of a machine.
+"""Audit binaries: the target GPU and content of all machine code, and the file's requirements of a machine.
 
     files ─► host part, cubins (cuobjdump) ─► shapes ─► mnemonics (nvdisasm) ─► rules (rules.toml) ─► report
 
-Labels prove nothing: a kernel that was compiled for compute_121 can be called sm_121a and hold software. See
+Labels prove nothing: a kernel that was compiled for compute_121 can have the label sm_121a and use software FP4. See
 docs/concepts/audit.md.
 """
 
@@ -51,7 +51,7 @@ SHOWN = 20  # violations in the terminal; the JSON has all
 
 @dataclass(frozen=True)
 class AuditedFile:
-    """One file to read: on its own, or a member of a wheel with the sha256 that the wheel's RECORD gives it."""
+    """One file to read: a single file, or a member of a wheel with its sha256 in the wheel's RECORD."""
 
     path: Path
     member: str = ""
@@ -69,7 +69,7 @@ class AuditedFile:
 class Coverage:
     """The machine code of one file for one target. `fp4` kernels have hardware FP4; `traps` have a BPT.TRAP somewhere.
 
-    PTX has a target such as compute_120, counts as no cubin, and `loads` if the driver can compile it.
+    PTX has a target such as compute_120, does not count as a cubin, and `loads` if the driver can compile it.
     """
 
     file: str
@@ -84,9 +84,9 @@ class Coverage:
 
 @dataclass(frozen=True)
 class AuditedWheel:
-    """A patched wheel, or a package installed from one: where it is, and file name, sha256 and RECORD by the lock.
+    """A patched wheel, or a package installed from one: its path, and file name, sha256 and RECORD in the lock.
 
-    `problems` says how it differs from that wheel; `wheel` is empty if the lock does not have it.
+    `problems` are the differences from the locked wheel; `wheel` is empty if the lock does not have it.
     """
 
     path: str
@@ -100,7 +100,7 @@ class AuditedWheel:
 class AuditReport:
     """The audit of a set of files; `bytes` is their size before any unpacking of cubins.
 
-    `wheels` are the patched wheels among them, and the packages that were installed from such.
+    `wheels` are the patched wheels among them, and the packages installed from patched wheels.
     """
 
     binaries: tuple[Binary, ...]
@@ -122,7 +122,7 @@ class AuditReport:
         }  # fmt: skip
 
     def require_clean(self) -> None:
-        """Raise AuditError, with the first violation and how many more there are, unless there is none."""
+        """Raise AuditError with the first violation and the number of failing files, if there is a violation."""
         if not self.violations:
             return
         first, files = self.violations[0], {violation.file for violation in self.violations}
@@ -143,10 +143,10 @@ def audit_files(
 ) -> AuditReport:
     """Read and judge every .cubin, .o, .so and .whl among `paths` and in the folders among them.
 
-    `tools` locates NVIDIA's readers; it is called once, when the arguments are known to be right, since it may have to
-    install them. `modules` are required, and `machine` (as `uname -m`) is the CPU that the files must be for. With
-    `foreign` the rules of our image are applied only to what is built here, or named in the table. Raises UsageError
-    for a path or module that has no meaning; bad files are violations, not errors.
+    `tools` locates NVIDIA's readers; it is called once, after the check of the arguments, since it may have to install
+    them. `modules` are required, and `machine` (as `uname -m`) is the CPU that the files must be for. With `foreign`
+    the rules of our image apply only to files that are built here or named in the table. Raises UsageError for an
+    invalid path or module; bad files are violations, not errors.
     """
     rules, started = rules or load(), time.monotonic()
     if unknown := set(modules) - rules.modules.keys():
@@ -154,7 +154,7 @@ def audit_files(
         raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", why, "./inv audit --help")
     broken = list[Violation]()
     if not paths:
-        raise UsageError("nothing is named to audit", "it would pass whatever there is", "./inv audit --help")
+        raise UsageError("nothing is named to audit", "an audit of no files would pass", "./inv audit --help")
     sources = [source for path in paths for source in _sources(path, machine, rules, broken)]
     binaries, violations = [], broken
     for source, binary, swapped in _read(sources, Reader(tools(), rules.watch())):
@@ -193,7 +193,7 @@ def _sources(path: Path, machine: str, rules: Rules, broken: list[Violation]) ->
         yield AuditedFile(path, machine=machine, size=path.stat().st_size)
     else:
         failure = f"cannot audit {path}"
-        raise UsageError(failure, "its name is none of .cubin, .o, .so, .whl", "--help   # name such a file")
+        raise UsageError(failure, "its name does not end in .cubin, .o, .so or .whl", "--help   # name such a file")
 
 
 def _members(wheel: Path, machine: str) -> list[AuditedFile]:
@@ -204,7 +204,7 @@ def _members(wheel: Path, machine: str) -> list[AuditedFile]:
         if len(members) > MOST_MEMBERS:
             raise ValueError(f"it lists {len(members)} members")
         if twice := [name for name, number in names.items() if number > 1]:
-            raise ValueError(f"{twice[0]} stands in it {names[twice[0]]} times")
+            raise ValueError(f"{twice[0]} is in it {names[twice[0]]} times")
         for member in members:
             if member.file_size > min(LARGEST_MEMBER, max(EXPANDED, EXPANSION * member.compress_size)):
                 sizes = f"its {member.compress_size} bytes become {member.file_size}"
@@ -229,12 +229,12 @@ def _members(wheel: Path, machine: str) -> list[AuditedFile]:
 def _read(sources: Sequence[AuditedFile], reader: Reader) -> Iterator[tuple[AuditedFile, Binary, str]]:
     """Read files in threads, which unpack wheels, and large cubins in processes; the largest first.
 
-    Yields each file, what was read, and how it differs from its wheel's RECORD.
+    Yields each file, its content, and its difference from the wheel's RECORD.
     """
     sources = sorted(sources, key=lambda source: source.size, reverse=True)
     workers = os.cpu_count() or 1
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:
-        reader.pool = pool  # its processes start with the first file that is worth it
+        reader.pool = pool  # its processes start with the first large file
         try:
             drafts = list(threads.map(lambda source: _draft(source, reader), sources))
         except BrokenExecutor as error:
@@ -246,7 +246,7 @@ def _read(sources: Sequence[AuditedFile], reader: Reader) -> Iterator[tuple[Audi
 
 
 def _draft(source: AuditedFile, reader: Reader) -> tuple[Draft, str]:
-    """Read one file; return it with how it differs from its wheel's RECORD, empty if it does not."""
+    """Read one file; return it with its difference from the wheel's RECORD, empty if there is none."""
     if not source.member:
         return reader.draft(source.path, source.name), ""
     with tempfile.TemporaryDirectory(prefix="sparkforge-wheel-") as folder:
@@ -257,10 +257,10 @@ def _draft(source: AuditedFile, reader: Reader) -> tuple[Draft, str]:
                     digest.update(chunk)
                     out.write(chunk)
                     if out.tell() > source.size:
-                        raise zipfile.BadZipFile(f"it has more than the {source.size} bytes that the wheel says")
+                        raise zipfile.BadZipFile(f"it has more than the {source.size} bytes that the wheel lists")
         except (*MALFORMED, lzma.LZMAError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # this machine's, such as a full disk; bz2 and gzip have none
+                raise  # an error of this machine, such as a full disk; bz2's and gzip's errors have no errno
             return Draft(Binary(source.name, source.size, damage=f"member {source.member}: {error}")), ""
         swapped = digest.hexdigest() != source.sha256
         reason = f"its sha256 is not the one in RECORD ({source.sha256})" if swapped else ""
@@ -287,7 +287,7 @@ def _coverage(binary: Binary, rules: Rules) -> Iterator[Coverage]:
 def _as_document(binary: Binary) -> Mapping[str, Any]:
     document = asdict(binary)
     if binary.host:
-        document["host"]["exports"] = len(binary.host.exports)  # thousands of names that no rule asks for
+        document["host"]["exports"] = len(binary.host.exports)  # thousands of names that no rule uses
         document["host"]["ptx"] = dict(Counter(binary.host.ptx))
     return document
 
@@ -333,7 +333,7 @@ def table(report: AuditReport, capability: str) -> Table:
 
 
 def audit_patched(paths: Sequence[Path]) -> list[AuditedWheel]:
-    """Compare with the lock every patched wheel among `paths`, and every package installed from one, by its version.
+    """Compare every patched wheel among `paths`, and every package with a patched wheel's version, with the lock.
 
     Raises InputError for a malformed lock.
     """

@@ -1,4 +1,4 @@
-"""The audit's rules, `rules.toml`, and their application to binaries that were read. Reads no other file."""
+"""The audit's rules, `rules.toml`, and their application to binaries in memory. Reads no other file."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ class Sass(Record):
 
 
 class Fp4(Record):
-    """The kernels that must use FP4, and the instructions that each kind must have."""
+    """The kernels that must use FP4, and the required instructions of each kind."""
 
     kernel: Pattern
     file: Pattern
@@ -108,29 +108,29 @@ class Rules(Record):
         return next(demand for demand in self.fp4.kernels if re.search(demand.match, kernel.name))
 
     def foreign(self, kernel: Kernel) -> bool:
-        """Tell whether the kernel was written for another architecture; then its instructions do not count."""
+        """Tell whether the kernel was written for another architecture, so that its instructions do not count."""
         return bool(re.search(self.fp4.kernels[0].match, kernel.name))
 
     def names(self, path: str) -> bool:
-        """Tell whether the table names a file: then it is one of our image, wherever it lies."""
+        """Tell whether the table names a file, which is then treated as a file of our image."""
         base = PurePath(path).name
         patterns = (*(module.file for module in self.modules.values()), *self.other_device)
         return any(fnmatch(base, pattern) for pattern in patterns)
 
     def fix(self, rule: str) -> str:
-        """Return how to correct a violation of a rule."""
+        """Return the fix for a violation of a rule."""
         return self.fixes[rule].replace("{arch}", self.suffixed.removeprefix("sm_"))
 
 
 @cache
 def load(path: Path = PATH) -> Rules:
-    """Return the rules. Raises InputError for a table that cannot be read, or with a mistake in it."""
+    """Return the rules. Raises InputError for a table that is unreadable or invalid."""
     return tables.load(path, Rules)
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One rule that one file breaks: `detail` says what was found, `fix` what to do."""
+    """One rule that one file breaks, with the finding (`detail`) and the fix."""
 
     rule: str
     file: str
@@ -139,9 +139,9 @@ class Violation:
 
 
 def judge(binary: Binary, rules: Rules, *, machine: str = "", ours: bool = True) -> list[Violation]:
-    """Return every violation of one file; `machine` (as `uname -m`) is demanded if given.
+    """Return every violation of one file; `machine` (as `uname -m`) is required if given.
 
-    What our image demands of its files (targets, libraries, run paths, symbols, names) is asked only of `ours`.
+    The requirements of our image (targets, libraries, run paths, symbols, names) apply only to `ours`.
     """
     if binary.damage:
         findings = [("damaged", binary.damage)]
@@ -153,7 +153,7 @@ def judge(binary: Binary, rules: Rules, *, machine: str = "", ours: bool = True)
             if host.shared and host.glibc > rules.host.glibc:
                 findings.append(("glibc", f"it needs glibc {'.'.join(map(str, host.glibc))}"))
             if host.shared and host.executable_stack:
-                findings.append(("executable-stack", "it asks for an executable stack"))
+                findings.append(("executable-stack", "it requires an executable stack"))
             if ours:
                 findings += _image(host, rules.host) if host.shared else []
                 findings += _identity(binary.path, host)
@@ -182,7 +182,7 @@ def _nothing_loads(binary: Binary, capability: str, *, ours: bool) -> Iterator[t
     contents = ", ".join([*targets, *(f"PTX for {name}" for name in ptx)]) or "code for the linker"
     if compilable := [name for name in ptx if compiles(name, capability)]:
         if ours:
-            why = f"the driver compiles {compilable[-1]} at run time, so nothing proves what the kernels become"
+            why = f"the driver compiles {compilable[-1]} at run time, so the kernels' machine code is unknown"
             yield "wrong-arch", f"it holds {contents} and no machine code that loads on {capability}; {why}"
     elif targets or ptx:
         yield "wrong-arch", f"it holds {contents}; none of it loads on {capability}"
@@ -192,7 +192,7 @@ def _nothing_loads(binary: Binary, capability: str, *, ours: bool) -> Iterator[t
 
 def _cubin(cubin: Cubin, rules: Rules, *, ours: bool) -> Iterator[tuple[str, str]]:
     if not cubin.target and cubin.sm in (120, 121):
-        yield "no-target", f"{cubin.name} does not say what ptxas made it for"
+        yield "no-target", f"{cubin.name} does not state its target"
     if ours and cubin.target == rules.suffixed.rstrip("af"):
         yield "arch-suffix", f"{cubin.name} was built for {rules.capability} without the suffix: {cubin.target}"
     for kernel in cubin.kernels:
@@ -211,11 +211,11 @@ def _cubin(cubin: Cubin, rules: Rules, *, ours: bool) -> Iterator[tuple[str, str
 
 
 def _absent(target: str, detail: str) -> tuple[str, str]:
-    """Name the cause of absent FP4: the suffix is missing from the label, or only from the code under it."""
+    """Name the cause of missing FP4: the suffix is missing from the target, or the code is software despite it."""
     if target[-1] not in "af":
         return "arch-suffix", f"{detail}; built for {target}, without the suffix"
     plain = target.rstrip("af").replace("sm_", "compute_")
-    return "software-fp4", f"{detail}; software under the label {target}, as {plain} assembled as {target} gives"
+    return "software-fp4", f"{detail}; software under the label {target}, like {plain} assembled as {target}"
 
 
 def _image(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:
@@ -228,21 +228,21 @@ def _image(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:
         yield "runpath", f"its run path is {':'.join(paths)}"
     if undefined := without(host.undefined, rules.undefined):
         names = ", ".join(undefined[:5]) + (" …" if len(undefined) > 5 else "")
-        yield "undefined", f"nothing that it may use defines {names}"
+        yield "undefined", f"none of its allowed libraries defines {names}"
 
 
 def _identity(path: str, host: Host) -> Iterator[tuple[str, str]]:
-    """Yield (rule, detail) where the library is not the one that its path says."""
+    """Yield (rule, detail) if the library is not the one in its path."""
     file = PurePath(path)
     stem = file.name.partition(".")[0]
     if host.soname and host.soname != file.name:
-        yield "swapped-library", f"it calls itself {host.soname}"
+        yield "swapped-library", f"its soname is {host.soname}"
     extension = re.search(r"\.(abi3|cpython-\w+)[\w-]*\.so$", file.name)
     if extension and f"PyInit_{stem}" not in host.exports:
-        yield "swapped-library", f"it is no Python module {stem}: PyInit_{stem} is not in it"
+        yield "swapped-library", f"it is not the Python module {stem}: it has no PyInit_{stem}"
     # FlashInfer keeps each module as cached_ops/NAME/NAME.so.
     if file.suffix == ".so" and file.parent.parent.name == "cached_ops" and file.parent.name != file.stem:
-        yield "swapped-library", f"it lies in the place of {file.parent.name}.so"
+        yield "swapped-library", f"it is in the folder of {file.parent.name}.so"
 
 
 def judge_modules(binaries: Sequence[Binary], names: Sequence[str], rules: Rules) -> list[Violation]:

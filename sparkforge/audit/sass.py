@@ -1,11 +1,11 @@
-"""Count a kernel's instructions by mnemonic, at the speed of a copy; nvdisasm names them.
+"""Count a kernel's instructions by mnemonic, at the speed of a copy; nvdisasm decodes the mnemonics.
 
-nvdisasm reads 2 MB of cubins a second, and large libraries hold hundreds. But kernels repeat themselves: 2.6 MB of
-FlashInfer's MoE hold 162,000 instructions and 698 *shapes*: the bits without registers, immediates and scheduling.
-So we count shapes and give nvdisasm one real instruction of each. Bits: 0-11 opcode, 72-104 its modifiers, of 128
-(read off nvdisasm's own output; tests/integration/test_audit.py compares whole kernels). A few instructions have
-modifiers elsewhere (SHFL, LDG, HSETP2, IMAD's display names): their counts can be off by modifier, never by base
-name. The rules look at none of them.
+nvdisasm reads 2 MB of cubins a second, and large libraries hold hundreds of MB. But kernels repeat themselves: 2.6 MB
+of FlashInfer's MoE hold 162,000 instructions with 698 *shapes*. A shape is an instruction's bits without registers,
+immediates and scheduling. So we count shapes and give nvdisasm one real instruction of each. Of the 128 bits, 0-11 are
+the opcode and 72-104 its modifiers (derived from nvdisasm's output; tests/integration/test_audit.py compares whole
+kernels). A few instructions have modifiers in other bits (SHFL, LDG, HSETP2, IMAD's display names): their counts can be
+wrong by modifier, never by base name. No rule uses them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sparkforge.core.process import run
 
 WIDTH = 16  # bytes of an instruction, since compute capability 7.0
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
-MOST_SHAPES = 1 << 18  # of one cubin; FlashInfer's MoE has 698, and what nvdisasm reads of each is 16 bytes
-NVDISASM_SECONDS = 300.0  # for the samples of one target; 0.3 s are usual
+MOST_SHAPES = 1 << 18  # of one cubin; FlashInfer's MoE has 698, and nvdisasm reads 16 bytes of each
+NVDISASM_SECONDS = 300.0  # time limit for the samples of one target; 0.3 s is usual
 LOW_4, LOW_1 = (bytes(value & mask for value in range(256)) for mask in (0x0F, 0x01))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """A kernel's mangled name and its shapes: how often each occurs, packed because libraries hold thousands."""
+    """A kernel's mangled name and the counts of its shapes, packed because libraries hold thousands of kernels."""
 
     kernel: str
     shapes: array[int]
@@ -63,7 +63,7 @@ def count(kernels: Iterable[tuple[str, bytes]]) -> tuple[list[Shapes], dict[int,
 
 @dataclass
 class Decoder:
-    """The mnemonics of one target's shapes, as nvdisasm gave them so far; apart those that match `watch`."""
+    """The mnemonics of one target's shapes that nvdisasm has decoded, and separately those that match `watch`."""
 
     nvdisasm: Path
     target: str  # such as sm_121a
@@ -72,9 +72,9 @@ class Decoder:
     watched: dict[int, str] = field(default_factory=dict)
 
     def learn(self, samples: Mapping[int, bytes]) -> None:
-        """Have nvdisasm read the samples of shapes not seen yet: one call, 0.3 s whether for 1 or 1000.
+        """Let nvdisasm read the samples of new shapes in one call, which takes 0.3 s for 1 or 1000 shapes.
 
-        Raises ProcessError if it cannot.
+        Raises ProcessError if it fails.
         """
         new = {shape: code for shape, code in samples.items() if shape not in self.known}
         if not new:
@@ -94,7 +94,7 @@ class Decoder:
 
 
 def named(kernel: Shapes, names: Mapping[int, str]) -> Counter[str]:
-    """Return a kernel's count of instructions by mnemonic, of those shapes that `names` has."""
+    """Return a kernel's number of instructions by mnemonic, for the shapes in `names`."""
     counts = Counter[str]()
     for shape, number in zip(kernel.shapes, kernel.numbers, strict=True):
         if shape in names:
@@ -103,7 +103,7 @@ def named(kernel: Shapes, names: Mapping[int, str]) -> Counter[str]:
 
 
 def shapes(code: bytes) -> bytearray:
-    """Return 8 bytes for each instruction: what of it decides its mnemonic."""
+    """Return 8 bytes for each instruction: the bits that determine its mnemonic."""
     code = code[: len(code) // WIDTH * WIDTH]
     packed = bytearray(len(code) // WIDTH * 8)
     packed[0::8] = code[0::WIDTH]

@@ -1,7 +1,7 @@
 """The benchmark without `./inv`, for the container: python -m sparkforge.bench acc | perf | submit TEAM.
 
 The options are those of `./inv bench.*`. BENCH_URL and BENCH_MODEL replace --url and --model; the competition's
-variables count as with `./inv`.
+variables work as with `./inv`.
 """
 
 import os
@@ -17,7 +17,7 @@ VARIABLES = {"url": "BENCH_URL", "model": "BENCH_MODEL"}
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of all commands; long options take one dash too, as the competition writes them."""
+    """Return the parser of all commands; long options may have one dash, as in the competition."""
     top = ArgumentParser(prog="python -m sparkforge.bench", description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, row in NAMES.items():
@@ -35,7 +35,7 @@ def parser() -> ArgumentParser:
 
 
 def main(command_line: Sequence[str]) -> int:
-    """Run one command and return its exit code; without a command it is `perf`."""
+    """Run one command, by default `perf`, and return its exit code."""
     if not command_line or (command_line[0].startswith("-") and command_line[0] not in ("-h", "--help")):
         command_line = ["perf", *command_line]
 

@@ -6,9 +6,9 @@ natural logprobs,
 
     bits_per_byte = -L / (bytes * ln 2)    byte_perplexity = e^(-L / bytes)    word_perplexity = e^(-L / tokens)
 
-where bytes are the whole text's and tokens are the scored ones: their "word" is a token. There are two differences. The
-competition's script also counts the token that the server generates after each chunk, a 512th of the sum. It also
-leaves out a chunk that fails, which lowers the figures; here a failed chunk fails the gate.
+where bytes are those of the whole text and tokens are the scored ones, so a "word" is a token. There are two
+differences. The competition's script also counts the token that the server generates after each chunk, a 512th of the
+sum. It also leaves out a chunk that fails, which lowers the figures; here a failed chunk fails the gate.
 """
 
 import math
@@ -26,7 +26,7 @@ LN2 = math.log(2)
 class Score:
     """A text's score: `total` is the sum of natural logprobs over `tokens` tokens of `size` bytes.
 
-    `faults` describe implausible answers; a score with faults is void.
+    `faults` describe implausible answers; a score with faults is invalid.
     """
 
     total: float
@@ -36,7 +36,7 @@ class Score:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The three figures; infinite where nothing was scored."""
+        """The three figures; infinite if nothing was scored."""
         nats_per_byte = -self.total / self.size if self.size and self.tokens else math.inf
         nats_per_token = -self.total / self.tokens if self.tokens else math.inf
         perplexities = {"byte_perplexity": _exp(nats_per_byte), "word_perplexity": _exp(nats_per_token)}
@@ -51,7 +51,7 @@ def _exp(nats: float) -> float:
 
 
 def score(endpoint: Endpoint, text: str) -> Score:
-    """Score `text`, one request a chunk. Raises ServerError for a server that does not tokenize."""
+    """Score `text` with one request per chunk. Raises ServerError for a server that does not tokenize."""
     tokens = tokenize(endpoint, text)
     chunks = [tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS)]
     total, count, faults = 0.0, 0, list[str]()
@@ -61,7 +61,7 @@ def score(endpoint: Endpoint, text: str) -> Score:
             fault = find_fault(logprobs, len(chunk))
         except ServerError as error:
             logprobs, fault = [], f"{error.what} ({error.why})"
-        if fault:  # a server that cannot answer one chunk need not be asked for the others
+        if fault:  # after one failure the other chunks are not sent
             faults.append(f"chunk {number} of {len(chunks)}: {fault}")
             break
         total, count = total + sum(logprobs), count + len(logprobs)
@@ -73,15 +73,15 @@ def tokenize(endpoint: Endpoint, text: str) -> list[int]:
     if tokens := endpoint.tokenize(text):
         return tokens
     endpoint.get("/v1/models")  # raises another error if the server does not answer
-    why = "its /tokenize does not work, and chunks and prompts are measured in the server's tokens"
+    why = "its /tokenize does not work, which chunks and prompts need"
     failure = f"{endpoint.url} does not tokenize"
     raise ServerError(failure, why, "--help   # use a server that does, such as vLLM", code="server.reply")
 
 
 def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
-    """Return the logprobs of a prompt's tokens but the first, from an answer with one generated token.
+    """Return the logprobs of a prompt's tokens except the first, from an answer with one generated token.
 
-    A missing one is NaN. Raises ServerError if the answer has none at all.
+    A missing logprob is NaN. Raises ServerError if the answer has none.
     """
     try:
         values = answer["choices"][0]["logprobs"]["token_logprobs"]
@@ -95,11 +95,11 @@ def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
 
 
 def find_fault(logprobs: list[float], sent: int) -> str:
-    """Return why the logprobs of a chunk of `sent` tokens cannot be right; empty if they can be."""
+    """Return the reason why the logprobs of a chunk of `sent` tokens cannot be right; empty if they can."""
     if len(logprobs) != sent - 1:
         return f"{sent} tokens were sent and {len(logprobs)} scored, not {sent - 1}"
     if wrong := [value for value in logprobs if not math.isfinite(value)]:
         return f"{len(wrong)} of {len(logprobs)} logprobs are not finite"
-    if wrong := [value for value in logprobs if value > 1e-3]:  # vLLM rounds to float32: 1e-7 above 0 happens
+    if wrong := [value for value in logprobs if value > 1e-3]:  # rounding to float32 in vLLM can give 1e-7
         return f"{len(wrong)} of {len(logprobs)} logprobs are above 0 ({max(wrong):.3g}): no probabilities"
     return ""

@@ -1,6 +1,6 @@
 """A bake-off of serve profiles: start, proof, gate and load of each in turn, and a ranking of those that pass.
 
-The record `bakeoff.json` in the state folder gets each profile as it is finished.
+Each finished profile is added to the record `bakeoff.json` in the state folder.
 """
 
 import math
@@ -34,10 +34,10 @@ from sparkforge.serve.devices import container, in_environment
 from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.settings import CONTEXT_VARIABLE
 
-# Errors of a trial that count against its profile, except those with these codes: the machine's state causes them.
+# Errors of a trial that count against its profile, except those with these codes, which the machine's state causes.
 PROFILE_ERRORS = (ServerError, RefusalError, BenchmarkError, ProcessError)
 MACHINE_CODES = {"server.running", "server.port", "process.setup"}
-LOG = "server.log"  # of a profile, in its folder
+LOG = "server.log"  # a profile's log, in its folder
 Starter = Callable[[StartPlan], Server]
 
 
@@ -67,9 +67,9 @@ def record_path() -> Path:
 def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: Starter) -> None:
     """Try every profile on `plan`'s device, print the ranking and write it.
 
-    `flags` are the options of the load and the gate, `replace` among them. Raises UsageError for a profile
-    that is not known, ServerError if a server runs and may not be replaced or another command ended a trial's,
-    BenchmarkError if none passed, and every error that the command or the machine causes.
+    `flags` are the options of the load and the gate, including `replace`. Raises UsageError for an unknown profile,
+    ServerError if a server runs that may not be replaced or another command ended a trial's server, BenchmarkError if
+    no profile passed, and every error that the command or the machine causes.
     """
     names = list(dict.fromkeys(names))
     if not names:
@@ -81,7 +81,7 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
             name: in_environment.profile_named(name) if plan.device == EMBEDDED else profiles.named(name, stack=stack)
             for name in names
         }
-        for profile in chosen.values():  # before a running server is ended, every option is checked
+        for profile in chosen.values():  # every option is checked before a running server is ended
             declared = flag_value((*profile.arguments(), *arguments), CONTEXT) or ""
             runs.check(flags, model_id, int(declared) if declared.isdecimal() else MAX_VALUE)
         with launch.alone():
@@ -129,16 +129,16 @@ def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _end_running_server(plan: StartPlan, *, may_end: bool) -> None:
-    """End the server that runs if it may be ended, and one that a killed bake-off left.
+    """End the running server if that is allowed, and a server that a killed bake-off left.
 
-    Raises ServerError, and UsageError for a port that cannot be used.
+    Raises ServerError, and UsageError for an unusable port.
     """
     server = record.read()
     if server is None or not server.alive:
         launch.check_free(plan.port)
         return
     if not may_end:
-        failure, why = "a server of this checkout runs", f"{server.model_id} at {server.url}; a bake-off ends servers"
+        failure, why = "a server of this checkout runs", f"{server.model_id} at {server.url}; a bake-off would end it"
         raise ServerError(failure, why, "--replace", code="server.running")
     if plan.port != server.port:
         launch.check_port(plan.port, LOOPBACK)
@@ -147,9 +147,10 @@ def _end_running_server(plan: StartPlan, *, may_end: bool) -> None:
 
 
 def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder: Path) -> Standing:
-    """Start a profile, gate it, load it, end it. A failure that is the profile's own becomes its standing.
+    """Start a profile, gate it, load it, end it. A failure of the profile itself becomes its standing.
 
-    Every other one is raised, and a ServerError if another command ended the server: the figures may be another's.
+    Other failures are raised, and ServerError if another command ended the server, because the figures may be of
+    another server.
     """
     say(f"— {plan.profile}")
     (folder / LOG).unlink(missing_ok=True)
@@ -177,7 +178,7 @@ def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder
     if server is None:
         _keep_log(folder, in_container=plan.device in CONTAINERS)
     elif not _end(server, folder):
-        why = f"{plan.profile} gets no standing: what was measured may be of another server"
+        why = f"{plan.profile} gets no standing: the figures may be of another server"
         raise ServerError("the trial's server was ended by another command", why, "again", code="server.not-running")
     return standing
 
@@ -197,6 +198,6 @@ def _end(server: Server, folder: Path) -> bool:
 
 
 def _keep_log(folder: Path, *, in_container: bool) -> None:
-    with suppress(SparkforgeError, OSError):  # a log is no reason to leave a server running
+    with suppress(SparkforgeError, OSError):  # a failure here must not leave a server running
         if text := container.last_log() if in_container else logs.read(record.log_path()):
             write_atomic(folder / LOG, text)

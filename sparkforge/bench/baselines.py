@@ -31,17 +31,17 @@ class Text(Record):
     source: str
 
     def read(self) -> str:
-        """Return the text. Raises InputError if it is not the one that the thresholds were measured on."""
+        """Return the text. Raises InputError if it is not the text of the thresholds."""
         data = (FOLDER / self.file).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
             failure = f"sparkforge/bench/{self.file} has changed"
-            why = "its sha256 is not the recorded one, so thresholds mean nothing on it"
+            why = "its sha256 is not the recorded one, so the thresholds do not apply"
             raise InputError(failure, why, f"git checkout sparkforge/bench/{self.file}", code="input.baselines")
         return data.decode()
 
 
 class Reference(Record):
-    """A checkpoint's score on a text: `nats` is the negative sum of its logprobs. `within` is a share of them."""
+    """A checkpoint's score on a text: `nats` is the negative sum of its logprobs, `within` the tolerance as a share."""
 
     precision: str = Field(min_length=1)
     nats: float = Field(gt=0)
@@ -52,17 +52,17 @@ class Reference(Record):
     weights_sha256: str = ""
 
     def metrics(self, factor: float) -> dict[str, float]:
-        """Return the figures of `factor` times its nats.
+        """Return the figures for `factor` times its nats.
 
-        All limits come from one sum, so they agree with each other.
+        All limits are derived from one sum, so they agree with each other.
         """
         return Score(-self.nats * factor, self.tokens, self.size).metrics
 
 
 class AccuracyThreshold(Record):
-    """The score that a model must reach on a text: its own reference, or the weaker score of a packer.
+    """The score that a model must reach on a text: its own reference, or the weaker score of a compressor.
 
-    `packed` has the packer's figure computed when the gate runs, for a text that is not in this repository.
+    With `packed` the gate computes the compressor's score, for a text that is not in this repository.
     """
 
     model: str
@@ -80,10 +80,10 @@ class AccuracyThreshold(Record):
             return f"the model's own reference in {known.precision}, ± {known.within:.1%} of its nats ({known.why})"
         if not (self.packed or self.at_most):
             return "none, nothing was compared"
-        return "no reference of this model is known: weaker limits, it only had to predict better than xz packs"
+        return "no reference of this model is known: weaker limits, it must predict better than xz compresses"
 
     def bounds(self, text: str) -> list[tuple[str, float, bool]]:
-        """Return each figure's limit on `text`, and whether it is an upper one."""
+        """Return each figure's limit on `text`, and whether it is an upper limit."""
         if known := self.reference:
             upper = [(name, limit, True) for name, limit in known.metrics(1 + known.within).items()]
             return [*upper, ("bits_per_byte", known.metrics(1 - known.within)["bits_per_byte"], False)]
@@ -121,7 +121,7 @@ class Competition(Record):
 class Baselines(Record):
     """The whole file. `sweeps` are the concurrencies to run by shape, isl/osl.
 
-    `default_texts` are, by pattern of the model's name, the texts that it is scored on where none is named.
+    `default_texts` are the default texts, by pattern of the model's name.
     """
 
     schema_version: Literal[1] = Field(alias="schema")
@@ -152,7 +152,7 @@ class Baselines(Record):
 
 
 def compare_with_competition(metrics: Metrics, figure: CitedFigure | None) -> dict[str, Any]:
-    """Return the keys of a `Result` that the competition's own result files have; none without its figure."""
+    """Return the keys of a `Result` from the competition's own result files; none without its figure."""
     if figure is None:
         return {}
     median_e2e, throughput = figure.values["median_e2el_ms"], figure.values["tput_per_gpu"]
@@ -164,7 +164,7 @@ def compare_with_competition(metrics: Metrics, figure: CitedFigure | None) -> di
 
 
 def matches(pattern: str, model: str) -> bool:
-    """Tell whether a served model's name, without its folder or organisation, fits a row's pattern."""
+    """Tell whether a served model's name, without its folder or organisation, matches a row's pattern."""
     return fnmatchcase(last_part(model), pattern)
 
 
@@ -174,7 +174,7 @@ def load(path: Path = FILE) -> Baselines:
 
 
 def compute_ratios(metrics: Metrics, shape: tuple[int, int, int], figures: list[CitedFigure]) -> list[Ratio]:
-    """Return ours over theirs for every figure of the very same shape (isl, osl, concurrency)."""
+    """Return our figure over the cited one for every figure of the same shape (isl, osl, concurrency)."""
     ours = {name: getattr(metrics, name) for name in ("interactivity", "tput_per_gpu", "output_throughput")}
     ours["median_e2el_ms"], ratios = metrics.e2el_ms.median, []
     for figure in figures:

@@ -1,7 +1,7 @@
-"""Runs configurations one after another into a folder with which the next run goes on if this one is killed.
+"""Runs configurations one after another into a folder; after a kill the next run continues with that folder.
 
-`batch.json` is written first and identifies the batch; each configuration's result is a file of its own; the last write
-sets `complete`. A result is used again only for the same configurations, server version and client.
+`batch.json` is written first and identifies the batch; each configuration has its own result file; the last write sets
+`complete`. A result is used again only for the same configurations, server version and client.
 """
 
 import time
@@ -33,13 +33,13 @@ class Bench:
     """Everything that stays the same over the configurations of one command."""
 
     endpoint: Endpoint
-    seconds: float  # for the warm-up and for the load, each
+    seconds: float  # time limit of the warm-up and of the load
     baselines: Baselines
     gate: Gate
     text: str
 
     def measure(self, config: Config, progress: Callable[[str], None]) -> Result:
-        """Run one configuration and return its result, whatever happens to the server."""
+        """Run one configuration and return its result, also if the server fails."""
         start, completed = time.monotonic(), 0
 
         def advance(count: int) -> None:
@@ -73,7 +73,7 @@ class Bench:
 
 
 def output_folder(output: str) -> Path:
-    """Return the folder that results go to."""
+    """Return the folder for results."""
     return paths.typed(output).absolute() if output else paths.state() / "bench"
 
 
@@ -84,16 +84,16 @@ def plan(bench: Bench, configs: Sequence[Config]) -> dict[str, Any]:
 
 
 def folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
-    """Return the unfinished batch's folder of the very same plan, the newest; else a new one, its plan written."""
+    """Return the folder of the newest unfinished batch with the same plan; else a new one with its plan."""
     shape = wanted["configs"][0]
     stem = f"batch_isl{shape['isl']}_osl{shape['osl']}_"
     if not fresh:
-        # Not glob, which takes a folder that cannot be read for an empty one: a second batch would be begun.
+        # Not glob, which treats an unreadable folder as empty, so that a second batch would begin.
         names = [path.name for path in output.iterdir()] if output.is_dir() else []
         for batch in (output / name for name in sorted(names, reverse=True) if name.startswith(stem)):
             saved = _read_plan(batch)
             if saved.get("plan") == wanted and not saved.get("complete"):
-                say(f"going on with {batch.name}")
+                say(f"continuing {batch.name}")
                 return batch
     batch = output / f"{stem}{datetime.now(UTC):%Y%m%d_%H%M%S}"
     while batch.exists():  # two within one second
@@ -103,7 +103,7 @@ def folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
 
 
 def run(bench: Bench, configs: Sequence[Config], batch: Path) -> list[Result]:
-    """Measure what is missing or failed in `batch`, and return all results. A failure does not stop the others."""
+    """Measure missing and failed configurations of `batch`; return all results. A failure does not stop the others."""
     steps, results = Steps(len(configs)), list[Result]()
     for config in configs:
         path = batch / f"{config.name}.json"
@@ -131,11 +131,11 @@ def measure(bench: Bench, config: Config, path: Path, steps: Steps, *, saved: Re
 
 
 class FailedStepError(Exception):
-    """Ends a step with ✗; the result says why."""
+    """Ends a step with ✗; the result has the reason."""
 
 
 def finish(batch: Path) -> None:
-    """Mark a batch as complete: the next run begins another."""
+    """Mark a batch as complete, so that the next run begins a new one."""
     write_json(batch / PLAN, {**_read_plan(batch), "complete": True})
 
 
@@ -159,7 +159,7 @@ def line(result: Result) -> str:
 
 
 def summary(results: Sequence[Result], total: int) -> str:
-    """Return summary.txt: a line a configuration with ✓ or ✗ and seconds, then the counts."""
+    """Return summary.txt: one line per configuration with ✓ or ✗ and seconds, then the counts."""
     lines = []
     for result in results:
         mark, verdict = ("✓", "PASSED") if result.passed else ("✗", "FAILED")

@@ -1,7 +1,7 @@
-"""Questions whose answers show a broken gpt-oss before any figure does: each is one request and one check.
+"""Canaries: single requests, each with a check, whose answers show a broken gpt-oss before the figures do.
 
 A wrong kernel that still serves shows first in the first token of an answer (vLLM issue 37030: it must be
-`<|channel|>`), then as null content, then as tool calls that are no JSON.
+`<|channel|>`), then in null content, then in tool calls that are not JSON.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ def run(endpoint: Endpoint, names: Sequence[str]) -> list[ResultCheck]:
             fault = f"{error.what}: {error.why}"
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             fault = f"the answer does not have the API's form ({error!r})"
-        checks.append(ResultCheck(name=f"canary: {name}", ok=not fault, told=fault or "as it should be"))
+        checks.append(ResultCheck(name=f"canary: {name}", ok=not fault, told=fault or "correct"))
     return checks
 
 
 def answers(endpoint: Endpoint) -> str:
-    """Chat answers in the API's form, and counts at least one token."""
+    """A chat answer has the API's form and counts at least one token."""
     response = endpoint.chat(ASK, max_tokens=16, temperature=0)
     counted = response["usage"]["completion_tokens"]
     role = response["choices"][0]["message"]["role"]
@@ -47,7 +47,7 @@ def first_token(endpoint: Endpoint) -> str:
 
 
 def content(endpoint: Endpoint) -> str:
-    """Chat gives content with at least one letter."""
+    """A chat answer has content with at least one letter."""
     choice = endpoint.chat(ASK, max_tokens=TOKENS, temperature=0)["choices"][0]
     text = choice["message"]["content"]
     if text is None or not text.strip():
@@ -56,7 +56,7 @@ def content(endpoint: Endpoint) -> str:
 
 
 def tool_call(endpoint: Endpoint) -> str:
-    """Chat calls the offered tool with arguments that are a JSON object with a city."""
+    """A chat answer calls the offered tool with arguments that are a JSON object with a city."""
     response = endpoint.chat(proof.ASK, tools=[proof.TOOL], max_tokens=TOKENS, temperature=0)
     return proof.tool_call_fault(response["choices"][0]["message"])
 

@@ -1,9 +1,9 @@
-"""Whether one measurement is faster than another, or the difference is noise.
+"""Tell whether one measurement is faster than another, or the difference is noise.
 
 Each side is one or more results of the same shape. Intervals are bootstrapped: runs are drawn with replacement, and
-within them requests. Throughput is compared by Little's law, tokens over the sum of latencies, which at the same
-concurrency is proportional to it and has a spread that one run can show. A single run does not see how runs differ from
-each other, so a difference under FLOOR is never called one.
+requests within runs. Throughput is compared as tokens over the sum of latencies, which by Little's law is proportional
+to it at the same concurrency, and whose spread one run can show. A single run does not show how runs differ from each
+other, so a difference under FLOOR is not reported.
 """
 
 import random
@@ -26,13 +26,13 @@ Statistic = Callable[[Sequence[Request]], float]
 
 
 def throughput(requests: Sequence[Request]) -> float:
-    """Return tokens a second of one slot: answered tokens over the sum of latencies."""
+    """Return the tokens per second of one slot: generated tokens over the sum of latencies."""
     seconds = sum(request.e2el_ms for request in requests) / 1000
     return sum(request.output_tokens for request in requests) / seconds if seconds > 0 else 0.0
 
 
 def median(values: Iterable[float | None]) -> float:
-    """Return the median of the known values; 0 without one."""
+    """Return the median of the known values; 0 if there are none."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else 0.0
 
@@ -80,7 +80,7 @@ def differences(before: Sequence[Result], after: Sequence[Result]) -> list[Diffe
 
 
 def interval(before: Sequence[Result], after: Sequence[Result], statistic: Statistic) -> tuple[float, float]:
-    """Return the 95 % interval of B over A; the same for the same results."""
+    """Return the 95 % interval of B over A, which is deterministic."""
     rng, ratios = random.Random(0), list[float]()  # noqa: S311 (a bootstrap)
 
     def draw(results: Sequence[Result]) -> float:
@@ -105,4 +105,4 @@ def print_comparison(before: str, after: str) -> None:
         table.add_row(d.quantity, f"{d.ratio:.3f}", f"{d.low:.3f} to {d.high:.3f}", d.change)
     console().print(table)
     if min(len(a), len(b)) < 3:
-        say(f"one run cannot show how runs differ: under {FLOOR:.0%} nothing is called a difference; give three a side")
+        say(f"one run cannot show how runs differ: differences under {FLOOR:.0%} are not reported; give three a side")

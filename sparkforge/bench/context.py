@@ -23,7 +23,7 @@ INPUTS = ("pins.toml", "locks/embedded.txt", "locks/spark.txt")
 
 
 def describe_server(endpoint: Endpoint) -> ServedModel:
-    """Return what is known of the server; of one that this checkout did not start, only its name and version."""
+    """Return the facts of the server; only name and version if this checkout did not start it."""
     server = ServedModel(model=endpoint.model, version=endpoint.version())
     record = own_server(endpoint)
     if record is None:
@@ -49,14 +49,14 @@ def own_server(endpoint: Endpoint) -> records.Server | None:
 def running_server() -> records.Server | None:
     """Return this checkout's server if its process lives. Raises StorageError for a record that is not ours.
 
-    Whether a container still runs is not checked: the first request shows it.
+    It does not check whether a container still runs; the first request shows that.
     """
     server = records.read()
     return server if server and (server.container or server.alive) else None
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Return a JSON file's object; empty if the file is missing or holds something else."""
+    """Return a JSON file's object; empty if the file is missing or has no object."""
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def facts() -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """Return name and driver of each NVIDIA GPU; none where nvidia-smi is absent or sees none."""
+    """Return name and driver of each NVIDIA GPU; none if nvidia-smi is missing or lists none."""
     try:
         return [", ".join(row.values()) for row in query("name", "driver_version")]
     except ProbeError:

@@ -1,4 +1,4 @@
-"""The accuracy gate: nothing is timed before it is green."""
+"""The accuracy gate: nothing is timed before it passes."""
 
 import hashlib
 import time
@@ -29,8 +29,8 @@ class Passage:
 def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage:
     """Return a known text by its name, or the text of a file, named after the file without its suffix.
 
-    The default is the model's own text. Raises UsageError, also for a file with a known text's name, whose limits would
-    apply, and InputError for a known text that is not downloaded or is damaged.
+    The default is the model's own text. Raises UsageError, also for a file with the name of a known text, whose limits
+    would apply, and InputError for a known text that is missing or damaged.
     """
     name = text_or_file or next(text for row, text in baselines.default_texts.items() if matches(row, model))
     packaged, pinned = {text.name: text for text in baselines.texts}, pins.load().texts
@@ -57,16 +57,16 @@ def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage
 def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
     """Score the text and ask the canaries; return the verdict.
 
-    Raises BenchmarkError where no threshold fits this model and text.
+    Raises BenchmarkError if there is no threshold for this model and text.
     """
     threshold = baselines.threshold(endpoint.model, text.name)
     if threshold is None:
         failure = f"no threshold is known for {endpoint.model} on {text.name}"
         fix = "without --text   # or add a row to sparkforge/bench/baselines.toml, with --record"
-        raise BenchmarkError(failure, "a gate without one would pass anything", fix, code="benchmark.undecided")
+        raise BenchmarkError(failure, "a gate without a threshold would pass anything", fix, code="benchmark.undecided")
     start = time.monotonic()
     score = accuracy.score(endpoint, text.text)
-    # A server that cannot score gets no canaries: each request could last until the timeout.
+    # No canaries for a server that cannot score, because each request could last until the timeout.
     asked = next((row.ask for row in baselines.canaries if matches(row.model, endpoint.model)), [])
     canaries = [] if score.faults else canary.run(endpoint, asked)
     checks = [*check_score(score, threshold, text.text), *canaries]
@@ -86,7 +86,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
 
 
 def check_score(score: accuracy.Score, threshold: AccuracyThreshold, text: str) -> list[ResultCheck]:
-    """Return one check for each figure of the threshold, or the fault that makes the figures worthless."""
+    """Return one check for each figure of the threshold, or the fault that makes the figures invalid."""
     if score.faults:
         return [ResultCheck(name="prompt logprobs", ok=False, told=fault) for fault in score.faults]
     return [bounded(name, score.metrics[name], limit, upper=upper) for name, limit, upper in threshold.bounds(text)]
@@ -104,7 +104,7 @@ def bounded(name: str, value: float, limit: float, *, upper: bool) -> ResultChec
 
 
 def require(gate: Gate) -> None:
-    """Raise BenchmarkError unless the gate is green."""
+    """Raise BenchmarkError unless the gate passed."""
     if not gate.passed:
         why = "\n        ".join(check.told for check in gate.checks if not check.ok)
         fix = "./inv logs   # look at the server's MoE backend; ./inv bench.acc shows every check"

@@ -1,8 +1,8 @@
 """Sends a load to a server by the protocol of `vllm bench serve`, without vLLM.
 
-`conc` requests are under way at any moment, all streamed, with temperature 0 and ignore_eos; the next one is sent as
-soon as one ends. Prompts have a known length, share no prefix, and are the same for the same seed. Nothing is tried
-again: a refused request is a failed one. Silence, the whole load, and the number of pieces are bounded.
+`conc` requests run at any moment, all streamed, with temperature 0 and ignore_eos; when one ends, the next is sent.
+Prompts have a known length, share no prefix, and are the same for the same seed. No request is repeated; a refused
+request has failed. Silence, the whole load, and the number of pieces are bounded.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from sparkforge.core.files import parse_json
 from sparkforge.core.openai import Endpoint
 
 CLIENT = Client(name="sparkforge", version=__version__)
-MARGIN = 16  # pieces beyond twice the tokens asked for, before a stream counts as endless
+MARGIN = 16  # pieces beyond twice the requested tokens, before a stream counts as endless
 Progress = Callable[[int], None]
 
 
 class StreamError(Exception):
-    """A stream is not a complete answer; its text says why, in a few words."""
+    """A stream is not a complete answer; the message has the reason in a few words."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Prompt:
 
 
 def run(endpoint: Endpoint, config: Config, text: str, seconds: float, progress: Progress) -> FinishedLoad:
-    """Warm up, then measure, unless every warm-up fails; `progress` gets the number of requests that ended.
+    """Warm up, then measure unless every warm-up request failed; `progress` gets the number of finished requests.
 
-    `seconds` bounds the warm-up and the load, each. Raises ServerError.
+    `seconds` is the time limit of the warm-up and of the load. Raises ServerError.
     """
     if config.warmups:
         prompts = draw_prompts(endpoint, config, text, config.warmups, config.seed + 1)
         warmup = send(endpoint, prompts, config.conc, seconds)
         if all(sample.error for sample in warmup.samples):
-            return warmup  # a server that answers nothing need not be asked for the rest
+            return warmup  # no load for a server that answers nothing
     prompts = draw_prompts(endpoint, config, text, config.num_prompts, config.seed)
     before = endpoint.generated()
     load = send(endpoint, prompts, config.conc, seconds, progress)
@@ -101,7 +101,7 @@ async def _send(
     async with httpx.AsyncClient(**endpoint.options, limits=limits) as http:
 
         async def answer(prompt: Prompt, sample: Sample) -> None:
-            """Wait for a free slot, then send; the sample's start is after the wait, in seconds of the load."""
+            """Wait for a free slot, then send; the sample's start is the time after the wait, in seconds."""
             async with slots:
                 sample.start = time.perf_counter() - start
                 await _answer(http, endpoint.model, prompt, sample)
@@ -116,7 +116,7 @@ async def _send(
         if task in late:
             sample.error = f"not answered within {seconds:.0f} s"
         else:
-            task.result()  # raises what `_answer` did not expect, such as a missing package
+            task.result()  # raises unexpected errors of `_answer`, such as a missing package
     ends = [sample.start + sample.latency for sample in samples if not sample.error]
     return FinishedLoad(samples, max(ends, default=time.perf_counter() - start))
 

@@ -1,4 +1,4 @@
-"""`./inv bench.profile`: vLLM's torch profiler on a running server, under a small load, and what its trace says."""
+"""`./inv bench.profile`: run vLLM's torch profiler on a server under a small load, and evaluate the trace."""
 
 import os
 import shutil
@@ -29,8 +29,8 @@ from sparkforge.core.tables import Record
 from sparkforge.serve import command_line
 from sparkforge.serve.record import Server
 
-HEAVIEST = 20  # operators that are shown; the JSON file has all of them
-# A trace grows with every operator of every step. This gives steady shares and a trace that is read in seconds.
+HEAVIEST = 20  # printed operators; the JSON file has all
+# A trace grows with every operator of every step. This load gives stable shares and a trace that is read in seconds.
 DEFAULTS = {"isl": "512", "osl": "32", "conc": "4"}
 START, STOP = "/start_profile", "/stop_profile"
 LONGEST_NAME = 60  # characters of a kernel's name that are shown; templates of C++ have thousands
@@ -38,7 +38,7 @@ PROCESSORS = {"gpu": "kernels and copies on the GPU", "cpu": "operators of the t
 
 
 class TraceProfile(Record):
-    """`profile.json`: a profiled load, or a trace from elsewhere, without configuration and server."""
+    """`profile.json`: a profiled load; for an existing trace without configuration and server."""
 
     format: Literal["sparkforge-profile/1"] = "sparkforge-profile/1"
     trace: str = Field(description="file name of the trace that the figures are of")
@@ -52,7 +52,7 @@ class TraceProfile(Record):
 def main(flags: Mapping[str, str]) -> None:
     """Profile a server or, with `trace`, read an existing trace; print and write the result.
 
-    Raises UsageError, ServerError, and InputError for what is no trace.
+    Raises UsageError, ServerError, and InputError for a file that is not a trace.
     """
     stamp, output = f"{datetime.now(UTC):%Y%m%d_%H%M%S}", batch.output_folder(flags.get("output", ""))
     if flags.get("trace"):
@@ -67,18 +67,18 @@ def main(flags: Mapping[str, str]) -> None:
 
 
 def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TraceProfile, Path]:
-    """Profile a load on this checkout's server; return the profile and the folder that its traces were moved to.
+    """Profile a load on this checkout's server; return the profile and the new folder of its traces.
 
     Raises UsageError for a server that this checkout did not start, ServerError for one without a profiler.
     """
     shape = {name: flags.get(name) or os.environ.get(OPTIONS[name].variable) or DEFAULTS[name] for name in DEFAULTS}
-    conc = parse_whole(shape["conc"], "--conc", 1, MAX_VALUE)  # one, where a batch takes several
+    conc = parse_whole(shape["conc"], "--conc", 1, MAX_VALUE)  # a single number, unlike in a batch
     each = dict.fromkeys(("num_prompts", "warmups"), str(conc))
     options = BenchSettings({**shape, **each, "port": flags.get("port"), "limit": flags.get("limit")})
     seconds, table, endpoint = options.number("limit"), baselines.load(), settings.endpoint(options)
     if (own := context.own_server(endpoint)) is None:
         why = "its traces would be on its own machine: this checkout did not start it"
-        fix = "--help   # copy a trace here, and name it by --trace"
+        fix = "--help   # copy a trace here, and name it with --trace"
         raise UsageError(f"{endpoint.url} cannot be profiled", why, fix)
     config = settings.configs(options, table, endpoint)[0]
     name = f"profile_isl{config.isl}_osl{config.osl}_conc{config.conc}_{stamp}"
@@ -105,11 +105,11 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TracePr
 
 @contextmanager
 def profiling(endpoint: Endpoint, prefix: str) -> Iterator[None]:
-    """Have the server's profiler run while inside; its traces' names begin with `prefix`. Raises ServerError."""
+    """Context in which the server's profiler runs; its traces' names begin with `prefix`. Raises ServerError."""
     _ask(endpoint, START, {"profile_prefix": prefix})
     try:
         yield
-    finally:  # also when the load fails: a profiler that runs on slows the server and fills its memory
+    finally:  # also if the load fails, because a running profiler slows the server and fills its memory
         _ask(endpoint, STOP, {})
 
 
@@ -124,7 +124,7 @@ def _ask(endpoint: Endpoint, path: str, body: Mapping[str, str]) -> None:
 
 
 def collect(server: Server) -> Path:
-    """Return the folder that holds a server's traces; those in a container are moved to ours. Raises EngineError."""
+    """Return the folder of a server's traces; traces in a container are moved to our folder. Raises EngineError."""
     folder = command_line.traces_folder()
     if server.container:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def collect(server: Server) -> Path:
 
 
 def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
-    """Move what the profiler wrote under `prefix` to `target`; return the workers' traces, the first rank's first.
+    """Move the profiler's files with `prefix` to `target`; return the workers' traces by rank.
 
     Raises ServerError if there is none.
     """

@@ -42,9 +42,9 @@ def prepare(flags: Mapping[str, Any]) -> Prepared:
 
 
 def check(flags: Mapping[str, Any], model: str, longest: int) -> tuple[list[Config], Passage]:
-    """Return the configurations and the text for a server of `model` that takes `longest` tokens; asks no server.
+    """Return the configurations and the text for a server of `model` that takes `longest` tokens, without a request.
 
-    Raises UsageError for an option without meaning, InputError for a text that is not here.
+    Raises UsageError for an invalid option, InputError for a missing text.
     """
     options, table = BenchSettings(flags), baselines.load()
     bounded = BenchSettings({**flags, "max_model_len": str(options.number("max_model_len", 0) or longest)})
@@ -58,12 +58,12 @@ def check(flags: Mapping[str, Any], model: str, longest: int) -> tuple[list[Conf
 def run_gate(flags: Mapping[str, Any]) -> Gate:
     """Run the gate alone and print it; with `record`, without a threshold. Raises BenchmarkError.
 
-    With `fetch_text` its text is fetched first. Raises what `text.fetch` raises.
+    With `fetch_text` its text is fetched first. Raises the errors of `text.fetch`.
     """
     if source := flags.get("fetch_text"):
         text.fetch(source)
     prepared = prepare(flags)
-    for name in ("isl", "osl", "num_prompts"):  # of the load, which the competition's command names here too
+    for name in ("isl", "osl", "num_prompts"):  # the load's; the competition passes them to the gate too
         prepared.settings.number(name, 0)
     return _record(prepared) if flags.get("record") else _gate(prepared)
 
@@ -76,27 +76,27 @@ class RunOutcome:
     files: list[Path]
 
     def require(self) -> None:
-        """Raise BenchmarkError for results that failed."""
+        """Raise BenchmarkError if a result failed."""
         failed = [result for result in self.results if not result.passed]
         reasons = "\n        ".join(f"CONC={result.config.conc}: {'; '.join(result.reasons)}" for result in failed)
         if failed and len(self.results) == 1:
             fix = "./inv logs   # then the same command again"
-            raise BenchmarkError("the load's figures cannot be believed", reasons, fix, code="benchmark.load")
+            raise BenchmarkError("the load's figures are not valid", reasons, fix, code="benchmark.load")
         if failed:
             problem = f"{len(failed)} of {len(self.results)} configurations failed"
-            fix = f"less {self.files[0].parent}/summary.txt; the same command measures those again, --fresh all of them"
+            fix = f"less {self.files[0].parent}/summary.txt; the same command repeats the failed ones, --fresh all"
             raise BenchmarkError(problem, reasons, fix, code="benchmark.batch")
 
 
 def run_benchmark(flags: Mapping[str, Any]) -> None:
-    """Run everything and require that it passed. Raises what `measure` and `RunOutcome.require` raise."""
+    """Run everything and require that it passed. Raises the errors of `measure` and `RunOutcome.require`."""
     measure(flags).require()
 
 
 def measure(flags: Mapping[str, Any], judge: Callable[[Gate], None] = gate.require) -> RunOutcome:
     """Run the gate, then every configuration, and print them. Raises BenchmarkError before any load.
 
-    `judge` raises for a green gate that its caller does not take.
+    `judge` raises for a passed gate that its caller does not accept.
     """
     prepared = prepare(flags)
     configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint)
@@ -133,7 +133,7 @@ def _gate(prepared: Prepared) -> Gate:
 
 
 def _record(prepared: Prepared) -> Gate:
-    """Measure without a threshold and print the row that makes one; the person who pastes it vouches for the model."""
+    """Measure without a threshold and print the row for one; the user who adds it vouches for the model."""
     today = datetime.now(UTC).date().isoformat()
     blank = AccuracyThreshold(model="*", text=prepared.passage.name, source="none yet", date=today)
     table = prepared.baselines.model_copy(update={"gates": [blank], "canaries": []})

@@ -1,9 +1,9 @@
-"""From finished requests to figures and to checks whether they can be true.
+"""Compute figures from finished requests, and check whether they are plausible.
 
 The figures follow `vllm bench serve` (vllm/benchmarks/serve.py, 0.32.0).
 
-ttft: first piece after the request went out. itl: between two pieces. e2el: last piece.
-tpot: (e2el - ttft) / (tokens - 1). A request counts from when it is sent, not from when it waits for its turn.
+ttft: time from sending a request to its first piece. itl: time between two pieces. e2el: time to the last piece.
+tpot: (e2el - ttft) / (tokens - 1). Times start when a request is sent, not when it begins to wait for a slot.
 """
 
 import statistics
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from sparkforge.bench.schema import Config, Metrics, Request, ResultCheck, Spread
 
-PROMPT_SLACK = 0.05  # prompts as text are tokenized again, and a template or a first token may be added
-MOST_TOKENS_A_PIECE = 16  # speculative decoding sends several at once; above this, latencies by piece mean nothing
+PROMPT_SLACK = 0.05  # text prompts are tokenized again, and a template or a first token may be added
+MOST_TOKENS_A_PIECE = 16  # speculative decoding sends several at once; above this, itl is meaningless
 
 
 @dataclass
@@ -33,11 +33,11 @@ class Sample:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token after the first; None for an answer of one token."""
+        """Seconds per token after the first; None for an answer of one token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     def row(self) -> Request:
-        """Return what a result keeps of it, in milliseconds."""
+        """Return the result's row for it, in milliseconds."""
         return Request(
             start_ms=round(self.start * 1000, 3),
             ttft_ms=round(self.ttft * 1000, 3),
@@ -54,14 +54,14 @@ class FinishedLoad:
 
     samples: list[Sample]
     duration: float
-    counted: float | None = None  # tokens that the server's own counter rose by meanwhile
+    counted: float | None = None  # increase of the server's own token counter
 
 
 def spread(seconds: Sequence[float]) -> Spread | None:
     """Return mean, median and 99th percentile in milliseconds; None for no value."""
     if not seconds:
         return None
-    # Linear interpolation, as numpy's default.
+    # Linear interpolation, which is numpy's default.
     p99 = statistics.quantiles(seconds, n=100, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
     mean, median = statistics.fmean(seconds), statistics.median(seconds)
     return Spread(mean=mean * 1000, median=median * 1000, p99=p99 * 1000)
@@ -110,7 +110,7 @@ def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:
     if not answered:
         return checks
 
-    # ignore_eos is set, so every answer has the tokens asked for.
+    # ignore_eos is set, so every answer has the requested number of tokens.
     received = sum(sample.output_tokens for sample in answered)
     wrong = [sample for sample in answered if sample.output_tokens != sample.wanted_tokens]
     fault = f"{len(wrong)} answers have the wrong length: " if wrong else ""
@@ -122,7 +122,7 @@ def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:
     fault = f"the server counted {sent} prompt tokens where {wanted} were sent" if far else ""
     check("every prompt has its length", fault, f"{sent} tokens", value=sent, limit=wanted)
 
-    # At least one piece for a few tokens, and no piece without one, except for the last.
+    # At least one piece for every few tokens, and no piece without a token, except for the last.
     wrong = [s for s in answered if s.output_tokens > MOST_TOKENS_A_PIECE * s.pieces or s.pieces > s.output_tokens + 1]
     counts = f"{wrong[0].output_tokens} tokens and sent {wrong[0].pieces} pieces" if wrong else ""
     fault = f"the server counted {counts} ({len(wrong)} answers)" if wrong else ""

@@ -1,4 +1,4 @@
-"""The content of a result file. `result.schema.json` is made from this; a test keeps the two equal."""
+"""The content of a result file. `result.schema.json` is generated from this module; a test keeps both equal."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ PROCESSORS = {"embedded", "docker-cpu"}  # devices that compute without a GPU
 
 
 class Config(Record):
-    """One configuration: what is asked of which server. Lengths in tokens."""
+    """One configuration of server and load. Lengths in tokens."""
 
     model: str
     url: Annotated[str, PlainSerializer(without_passwords, return_type=str)]
@@ -46,7 +46,7 @@ class Config(Record):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Lengths and concurrency, as cited figures have them."""
+        """Lengths and concurrency, the key of cited figures."""
         return self.isl, self.osl, self.conc
 
     @property
@@ -56,7 +56,7 @@ class Config(Record):
 
 
 class ResultCheck(Record):
-    """One question and its answer; `value` and `limit` where it is about a figure."""
+    """One check and its result; `value` and `limit` if it is about a figure."""
 
     name: str
     ok: bool
@@ -69,7 +69,7 @@ class ResultCheck(Record):
 
     @property
     def label(self) -> str:
-        """Its name for people: a figure may have an upper and a lower limit."""
+        """Its name for users, with the kind of limit, since a figure may have an upper and a lower one."""
         return f"{self.name}, {self.bound} limit" if self.bound else self.name
 
 
@@ -111,7 +111,7 @@ class Spread(Record):
 
 
 class Metrics(Record):
-    """A load's figures. Throughput in tokens a second; latencies by vLLM's definitions."""
+    """A load's figures. Throughput in tokens per second; latencies by vLLM's definitions."""
 
     completed: int
     failed: int
@@ -130,7 +130,7 @@ class Metrics(Record):
 
 
 class Ratio(Record):
-    """Ours against one cited figure of the same shape; never a figure of its own."""
+    """Our figure against a cited one of the same shape."""
 
     figure: str
     quantity: str
@@ -143,7 +143,7 @@ class Ratio(Record):
 
 
 class CompetitionBaseline(Record):
-    """The gpt-oss competition's B200 figures of the same shape, by its own names: milliseconds, tokens a second."""
+    """The gpt-oss competition's B200 figures of the same shape, with its own names: milliseconds, tokens per second."""
 
     b200_median_e2e_1126: float
     b200_tput_pergpu_1126: float
@@ -195,12 +195,12 @@ class Result(Record):
 
     @property
     def reasons(self) -> list[str]:
-        """Why it failed; empty if it passed."""
+        """The reasons for its failure; empty if it passed."""
         return [check.told for check in (*self.gate.checks, *self.checks) if not check.ok]
 
     @property
     def speed(self) -> Measured | None:
-        """Its figures as a plan compares them; None without any."""
+        """Its figures for the comparison with a plan; None if there are none."""
         c, m = self.config, self.metrics
         if m is None:
             return None
@@ -208,7 +208,7 @@ class Result(Record):
 
     @property
     def digest(self) -> str:
-        """Identity of the content: the same result has the same everywhere."""
+        """Identity of the content, equal on every machine."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
@@ -230,9 +230,9 @@ def read(path: Path) -> Result:
 
 
 def newest_speed(model: str) -> Measured | None:
-    """Return the speed of `model` in the newest result that passed and is of this machine's GPU; None without one.
+    """Return the speed of `model` in the newest passed result of this machine's GPU; None if there is none.
 
-    Files that cannot be read or are no results do not matter: others' files lie there too, and half-written ones.
+    Unreadable files and other files are skipped, because the folder may contain foreign and incomplete files.
     """
     newest, date = None, ""
     for file in (paths.state() / "bench").glob("**/*.json"):
@@ -249,12 +249,12 @@ def newest_speed(model: str) -> Measured | None:
 
 
 def finite(value: float) -> float | None:
-    """Return `value`, or None if it is no number that JSON could hold."""
+    """Return `value`, or None if it is not a finite number, which JSON requires."""
     return value if math.isfinite(value) else None
 
 
 def json_schema() -> str:
-    """Return `result.schema.json` as it must be."""
+    """Return the expected text of `result.schema.json`."""
     return json.dumps(Result.model_json_schema(), indent=2, sort_keys=True) + "\n"
 
 

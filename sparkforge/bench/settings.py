@@ -1,4 +1,4 @@
-"""The configurations to run: flags before environment variables (the competition's names) before defaults."""
+"""The configurations to run, from flags, else environment variables (the competition's names), else defaults."""
 
 import os
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from sparkforge.core.errors import UsageError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.program import parse_whole
 
-MAX_VALUE = 10**9  # no length, count or number of requests is larger; keeps arithmetic within sense
+MAX_VALUE = 10**9  # upper limit of lengths and counts
 PORT = 8000  # of ./inv up
 PROMPTS_PER_SLOT = 10  # the competition's NUM_PROMPTS = CONC * 10
 WARMUPS_PER_SLOT = 2  # and its --num-warmups = 2 * CONC
-FIXED_BEFORE = 1.0  # what older harnesses wrote for a fixed length; vLLM now takes a spread below 1
+FIXED_BEFORE = 1.0  # older harnesses' value for a fixed length; vLLM now takes a spread below 1
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """The settings of a command, as text; `flags` win over `environment`."""
+    """The settings of a command, as text; `flags` override `environment`."""
 
     flags: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -53,11 +53,11 @@ class BenchSettings:
 
     @property
     def is_batch(self) -> bool:
-        """Tell whether a shape was given by flags, which means all of its concurrencies."""
+        """Tell whether flags give a shape, which then runs with all its concurrencies."""
         return bool(self.flags.get("isl") and self.flags.get("osl"))
 
     def concurrencies(self, baselines: Baselines) -> list[int]:
-        """Return the concurrencies to run: for a batch --conc's list or the table's row, else the one setting."""
+        """Return the concurrencies to run: for a batch --conc's list or the table's row, else the single setting."""
         if not self.is_batch:
             return [self.number("conc")]
         if listed := self.flags.get("conc"):
@@ -66,9 +66,9 @@ class BenchSettings:
 
 
 def endpoint(settings: BenchSettings) -> Endpoint:
-    """Return the endpoint of --url, or of PORT on this machine, with the model that it serves and its key if ours."""
+    """Return the endpoint of --url, or of PORT on this machine, with its model, and with its key if it is ours."""
     if not (url := settings.text("url")):
-        own = None if settings.text("port") else context.running_server()  # the one that this checkout serves
+        own = None if settings.text("port") else context.running_server()  # this checkout's server
         port = own.port if own else settings.number("port", most=65535) if settings.text("port") else PORT
         url = f"http://127.0.0.1:{port}"
     base = url.rstrip("/").removesuffix("/v1")
@@ -79,12 +79,12 @@ def endpoint(settings: BenchSettings) -> Endpoint:
 
 
 def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint) -> list[Config]:
-    """Return the configurations to run. Raises UsageError where a shape does not fit the model's length."""
+    """Return the configurations to run. Raises UsageError if a shape does not fit the model's length."""
     longest = settings.number("max_model_len", 0) or server.served().max_model_len
     isl, osl, share = settings.number("isl"), settings.number("osl"), settings.share()
     needed = round(isl * (1 + share)) + round(osl * (1 + share))
     if longest and needed > longest:
-        why = f"the model takes {longest} in all" + (f" and lengths vary by {share:.0%}" if share else "")
+        why = f"the model takes {longest} in total" + (f" and lengths vary by {share:.0%}" if share else "")
         fix = "--help   # choose a smaller --isl or --osl, or serve with a larger --max-model-len"
         raise UsageError(f"{isl} + {osl} tokens do not fit", why, fix)
     prompts = 0 if settings.is_batch and not settings.flags.get("num_prompts") else settings.number("num_prompts", 0)

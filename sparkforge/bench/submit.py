@@ -1,6 +1,6 @@
-"""Posts a result to a board: only to a URL that was given, only what passed, redacted, and never twice.
+"""Posts a result to a board: only to a given URL, only a passed result, redacted, and never twice.
 
-Our JSON carries its digest as Idempotency-Key, so that the same command can be run again. The result's file stays.
+Our JSON has its digest as Idempotency-Key, so that the same command can be run again. The result's file is kept.
 """
 
 import re
@@ -54,7 +54,7 @@ class Destination:
 
 
 def main(flags: Mapping[str, Any]) -> None:
-    """Measure or read, then post. Raises what measuring raises, UsageError, BenchmarkError, NetworkError."""
+    """Measure or read, then post. Raises the errors of a measurement, UsageError, BenchmarkError, NetworkError."""
     team, to, form = flags["team"].strip(), flags.get("to", ""), flags.get("form", "")
     if not 0 < len(team) <= 80 or not team.isprintable():
         raise UsageError("the team needs a name", "1 to 80 printable characters", "--help   # name the team first")
@@ -73,7 +73,7 @@ def main(flags: Mapping[str, Any]) -> None:
         return
     to_board = bool(to) and destination.is_competition(table)
     if to_board:
-        prepared = runs.prepare(flags)  # an hour of load must not end with a result that is refused
+        prepared = runs.prepare(flags)  # checked first, so that a result is not refused after an hour of load
         isl, osl = prepared.settings.number("isl"), prepared.settings.number("osl")
         _refuse(find_differences(table, prepared.endpoint.model, prepared.passage.sha256, (isl, osl), to))
     outcome = runs.measure(flags, lambda gate: _refuse(find_excesses(table, gate) if to_board else []))
@@ -84,7 +84,7 @@ def main(flags: Mapping[str, Any]) -> None:
 
 
 def find_differences(table: Baselines, model: str, text_sha256: str, shape: tuple[int, int], to: str) -> list[str]:
-    """Return how a measurement differs from what the competition's boards take; empty if it does not.
+    """Return the differences of a measurement from the requirements of the competition's boards.
 
     `shape` is isl and osl; `to` is as in Destination, since each board takes one shape.
     """
@@ -113,13 +113,13 @@ def find_excesses(table: Baselines, gate: Gate) -> list[str]:
 
 def _refuse(differences: list[str]) -> None:
     if differences:
-        failure = "the competition's board does not take this"
+        failure = "the competition's board does not accept this result"
         fix = "./inv bench.acc --fetch-text hub   # measure gpt-oss-120b on the board's text, then submit"
         raise BenchmarkError(failure, "\n        ".join(differences), fix, code="benchmark.board")
 
 
 def deliver(path: Path, result: Result, destination: Destination, table: Baselines) -> None:
-    """Post one result, unless it was, or no URL was given. Raises NetworkError, BenchmarkError for a wrong result."""
+    """Post one result, unless it was posted before or there is no URL. Raises NetworkError, BenchmarkError."""
     config, gate = result.config, result.gate
     board = table.competition.boards.get(f"{config.isl}/{config.osl}", "")
     if not destination.to:
@@ -132,7 +132,7 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
         shape = config.isl, config.osl
         differences = find_differences(table, config.model, gate.text_sha256, shape, destination.to)
         if gate.chunked_by != "tokens":
-            differences.append(f"the text was cut by {gate.chunked_by}, not into chunks of 512 tokens")
+            differences.append(f"the text was split by {gate.chunked_by}, not into chunks of 512 tokens")
         _refuse([*differences, *find_excesses(table, gate)])
     url, form = board if destination.to == BOARD else destination.to, destination.form
     record = path.with_suffix(".submitted.json")
@@ -155,9 +155,9 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
 
 
 def gradio_row(team: str, result: Result, figure: CitedFigure | None) -> list[str | float]:
-    """Return the columns of the competition's form; 0 where there is no figure, as they have it.
+    """Return the columns of the competition's form, with 0 for missing figures as in that form.
 
-    `figure` is what the competition holds the result's shape against. The form is that of
+    `figure` is the competition's baseline for the result's shape. The form is that of
     danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary).
     """
     m, gate, cited = result.metrics, result.gate, figure.values if figure else {}
@@ -176,7 +176,7 @@ def gradio_row(team: str, result: Result, figure: CitedFigure | None) -> list[st
 
 
 def send(url: str, body: Mapping[str, Any], retry_command: str, key: str = "") -> httpx.Response:
-    """POST once, with an Idempotency-Key if there is one. Raises NetworkError; `retry_command` tries later."""
+    """POST once, with an Idempotency-Key if `key` is set. Raises NetworkError with `retry_command` as its fix."""
     headers = {"Idempotency-Key": key} if key else {}
     try:
         with httpx.Client(timeout=TIMEOUT, trust_env=uses_proxy(url)) as client:
@@ -194,8 +194,8 @@ def send(url: str, body: Mapping[str, Any], retry_command: str, key: str = "") -
 
 
 def _await_event(call: str, response: httpx.Response, retry_command: str) -> None:
-    """Read the stream that Gradio answers a call with. Raises NetworkError unless it has the event `complete`."""
-    unknown, look = "the board did not say whether it took the result", f"look at the board; {retry_command}"
+    """Read Gradio's response stream. Raises NetworkError unless it has the event `complete`."""
+    unknown, look = "it is unknown whether the board accepted the result", f"look at the board; {retry_command}"
     last = ""
     try:
         event = EVENT.fullmatch(parse_json(response.content, call)["event_id"])

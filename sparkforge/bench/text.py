@@ -1,6 +1,6 @@
-"""The text that the accuracy gate scores and that is not in this repository: pins.toml says where it is from.
+"""The accuracy gate's text that is not in this repository; pins.toml has its source.
 
-It lies in the state folder as its archive has it, and is checked against its pin whenever it is read.
+Its file is in the state folder, as in its archive, and is checked against its pin whenever it is read.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from sparkforge.pins import TextPin
 
 ENDPOINT = "https://huggingface.co"  # unless HF_ENDPOINT names another
 FETCH = "./inv bench.acc --fetch-text"
-SECONDS = 600.0  # for the whole download of 4.7 MB
+SECONDS = 600.0  # time limit of the download of 4.7 MB
 TIMEOUT = httpx.Timeout(30.0)
 
 
@@ -31,7 +31,7 @@ def path(name: str) -> Path:
 
 
 def read(name: str, pin: TextPin) -> str:
-    """Return a text as the competition's script makes it. Raises InputError if it is not here, or is another one."""
+    """Return a text as the competition's script reads it. Raises InputError if it is missing or not the pinned one."""
     if not path(name).exists():
         why = f"the gate's limits belong to this text; it is not in this repository ({pin.licence})"
         size, file = int(pin.pinned_files[pin.archive].size) / 1e6, Path(pin.member).name
@@ -39,16 +39,16 @@ def read(name: str, pin: TextPin) -> str:
         raise InputError(f"the text {name} is not here", why, fix, code="input.text")
     data = _read(path(name), int(pin.pinned_files[pin.member].size), f"{FETCH} {HUB}")
     if (sha256 := hashlib.sha256(data).hexdigest()) != pin.pinned_files[pin.member].sha256:
-        why = f"its sha256 is {sha256}, so limits mean nothing on it"
+        why = f"its sha256 is {sha256}, so the limits do not apply"
         raise InputError(f"{path(name)} is not {name}", why, f"{FETCH} {HUB}", code="input.text")
     return join_rows(data.decode())
 
 
 def join_rows(text: str) -> str:
-    """Return the lines that are not blank, each with its newline, joined by newlines.
+    """Return the non-blank lines, each with its newline, joined by newlines.
 
-    So does the competition's script (accuracy_test_alternative.py, 2026-01-20): a row of its data set is a line with
-    its newline, or empty for a blank line.
+    The competition's script does the same (accuracy_test_alternative.py, 2026-01-20): a row of its data set is a line
+    with its newline, or empty for a blank line.
     """
     return "\n".join(f"{line}\n" for line in text.split("\n") if line.strip())
 
@@ -56,7 +56,7 @@ def join_rows(text: str) -> str:
 def fetch(source: str) -> Path:
     """Fetch the text of pins.toml into the state folder, check it, and return its path.
 
-    `source` is HUB or a file, the archive or its member. Raises InputError, IntegrityError, NetworkError.
+    `source` is HUB or a file: the archive or its member. Raises InputError, IntegrityError, NetworkError.
     """
     name, pin = next(iter(pins.load().texts.items()))
     if source == HUB:
@@ -88,7 +88,7 @@ def _download(pin: TextPin) -> bytes:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
         why = f"{type(error).__name__}: {error}"[:300]
     if why:
-        copy = f"copy {Path(pin.member).name} here, and name it by --fetch-text"
+        copy = f"copy {Path(pin.member).name} here, and name it with --fetch-text"
         fix = f"again   # check the network and HF_ENDPOINT; or {copy}"
         raise NetworkError(f"cannot fetch {pin.archive}", without_passwords(why), fix, code="network.fetch")
     return response.content

@@ -2,7 +2,7 @@
 
 A trace is JSON in Chrome's format, as Kineto writes it (torch 2.13.0), plain or in gzip. If the trace has GPU work,
 kernels and copies are counted; otherwise the operators of the thread that runs the model, each without the operators
-that it calls. `operators.toml` says which part of the model an operator belongs to.
+that it calls. `operators.toml` maps operators to parts of the model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("operators.toml")
 LARGEST = 256 << 20  # bytes, packed and unpacked; documents.MOST_VALUES bounds the memory of the parsed events
-GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # Kineto's categories of what runs on a GPU
+GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # Kineto's categories of GPU work
 CPU, SPAN = "cpu_op", "user_annotation"  # operators, and phases that record_function names
-LATEST = 1e18  # microseconds, 30,000 years: sums of such times are still numbers
+LATEST = 1e18  # microseconds, 30,000 years: sums of such times stay finite
 OTHER, WAITING = "other", "waiting"
 Processor = Literal["gpu", "cpu"]
 GZIP = b"\x1f\x8b"
@@ -38,10 +38,10 @@ LONGEST_NAME = 20_000  # characters of an operator's name; templates of C++ have
 
 
 class Pattern(Record):
-    """The operators of a group: those whose name, without regard to case, has `pattern` in it.
+    """The operators of a group: those with a match of `pattern` in their name, case ignored.
 
-    With `whole`, what such an operator calls belongs to the group too, whatever its name is. The examples are names
-    that this row must match and earlier rows must not.
+    With `whole`, the operators that they call belong to the group too, regardless of their names. The examples are
+    names that this row must match and earlier rows must not.
     """
 
     group: str
@@ -52,7 +52,7 @@ class Pattern(Record):
 
 
 class OperatorTable(Record):
-    """`operators.toml`: what belongs to each part of the model's work, and patterns: the first that matches counts."""
+    """`operators.toml`: the parts of the model's work, and patterns of operators; the first match counts."""
 
     source: str = Field(min_length=1)
     groups: dict[str, str]
@@ -71,7 +71,7 @@ def load_table(path: Path = TABLE) -> OperatorTable:
 
 
 class OperatorTime(Record):
-    """An operator of a group: how often it ran and its milliseconds, without what it called."""
+    """An operator of a group: its number of runs and its milliseconds, without the operators that it called."""
 
     name: str
     group: str
@@ -92,8 +92,8 @@ class GroupTime(Record):
 class Breakdown(Record):
     """The time of a trace by groups and operators. Milliseconds.
 
-    `window_ms` is from the first operator's begin to the last one's end. Where kernels of a GPU run at the same time,
-    as with programmatic dependent launch or several streams, the time counts for the one that began first.
+    `window_ms` is the time from the first operator's start to the last one's end. If kernels of a GPU overlap, as with
+    programmatic dependent launch or several streams, the time counts for the kernel that started first.
     """
 
     processor: Processor
@@ -109,7 +109,7 @@ class Event:
 
     `callee_time` belongs to other operators, which this one called or waited for.
 
-    `operator` is the one that it runs in: itself, or for a phase the nearest one around it.
+    `operator` is the event itself, or for a phase the nearest operator around it.
     """
 
     name: str
@@ -123,11 +123,11 @@ class Event:
 
 
 def read(path: Path) -> Breakdown:
-    """Return where the time of a trace went. Raises InputError if it is not a trace or has no operators."""
+    """Return the breakdown of a trace's time. Raises InputError if it is not a trace or has no operators."""
     table, (on_gpu, threads) = load_table(), _events(path)
     if on_gpu:
         _classify("gpu", table, on_gpu)
-        end = -math.inf  # the end of the event before: this event gets only the time after it
+        end = -math.inf  # the end of the previous event; this event gets only the time after it
         for event in sorted(on_gpu, key=lambda event: event.begin):
             event.callee_time = max(0.0, min(end, event.end) - event.begin)
             end = max(end, event.end)
@@ -172,7 +172,7 @@ def _document(path: Path) -> Any:
 
 
 def _events(path: Path) -> tuple[list[Event], dict[tuple[str, str], list[Event]]]:
-    """Return what ran on GPUs, and by thread the operators and phases on the CPU. Raises InputError."""
+    """Return the GPU events, and by thread the operators and phases on the CPU. Raises InputError."""
     document = _document(path)
     rows = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(rows, list):
@@ -188,7 +188,7 @@ def _events(path: Path) -> tuple[list[Event], dict[tuple[str, str], list[Event]]
         begin, length = (float(time) if isinstance(time, int | float) else -1.0 for time in times)
         is_timed = 0 <= begin <= LATEST and 0 <= length <= LATEST
         if not is_timed or not isinstance(name, str) or len(name) > LONGEST_NAME:
-            raise _malformed(path, f"event {number} has no name, begin or duration that makes sense")
+            raise _malformed(path, f"event {number} has no valid name, start or duration")
         events = on_gpu if category in GPU else threads[str(row.get("pid")), str(row.get("tid"))]
         events.append(Event(name, begin, begin + length, category == SPAN))
     return on_gpu, threads
@@ -213,7 +213,7 @@ def _nested(events: Sequence[Event]) -> Iterator[Event]:
         if caller and caller.whole:
             event.group, event.whole = caller.group, True
         event.operator = caller.operator if caller else None
-        if not event.is_span:  # a phase has no time of its own, only its operators have
+        if not event.is_span:  # only operators have time, phases have none
             if event.operator:
                 event.operator.callee_time += min(event.end, event.operator.end) - event.begin
             event.operator = event

@@ -1,12 +1,12 @@
-"""FlashInfer's kernel cache: what is in it, and how to remove only what must be rebuilt.
+"""FlashInfer's kernel cache: list it, and remove only modules that must be rebuilt.
 
     BASE/.cache/flashinfer/VERSION/ARCH/cached_ops/MODULE/{build.ninja,.ninja_deps,*.o,MODULE.so}
     BASE/.cache/flashinfer/VERSION/ARCH/cached_ops/tmp/MODULE.lock      held while FlashInfer builds the module
     BASE/.cache/flashinfer/VERSION/ARCH/generated/
 
 BASE is FLASHINFER_WORKSPACE_BASE or the home folder (flashinfer/jit/env.py and core.py of 0.7.0.post1). In our images
-it is a folder of the volume, one for each image that the volume has served (deploy/start). A module is made of the
-files that are named in its build.ninja (sources) and .ninja_deps (headers that compilers reported).
+it is a folder of the volume, one for each image that used the volume (deploy/start). A module's build.ninja names its
+sources, and .ninja_deps the headers that compilers reported.
 
 Inside an image, which has no `./inv`: `python -m sparkforge.compile.cache list` and `… clean --module 'fused_moe_*'`.
 """
@@ -32,8 +32,8 @@ from sparkforge.core.files import locked, tree_size
 from sparkforge.core.program import exit_code
 
 OPS = "cached_ops"
-KEY = "key"  # in an image, beside pins.toml; its folder of the volume has that name (Dockerfile, deploy/start)
-REMOVING = ".removing"  # a module is renamed to this before it is deleted, so that none is ever seen half deleted
+KEY = "key"  # a file of an image with the name of its folder in the volume (Dockerfile, deploy/start)
+REMOVING = ".removing"  # a module gets this name before its deletion, so that nothing loads a half-deleted module
 SOURCE = re.compile(r"^build \S+: (?:cuda_)?compile (\S+)", re.MULTILINE)  # as flashinfer/jit/cpp_ext.py writes it
 
 
@@ -53,7 +53,7 @@ class CachedModule:
 
     @cached_property
     def ninja_files(self) -> bytes:
-        """The contents of its build.ninja and of ninja's log of headers, which holds their paths as plain bytes."""
+        """The contents of its build.ninja and of .ninja_deps, which has the headers' paths as plain bytes."""
         files = (self.path / "build.ninja", self.path / ".ninja_deps")
         return b"\n".join(file.read_bytes() for file in files if file.is_file())
 
@@ -73,7 +73,7 @@ def default_root() -> Path:
 
 
 def default_roots() -> list[Path]:
-    """Return the caches of this environment: FlashInfer's own, or in an image those of the volume."""
+    """Return the caches of this environment: FlashInfer's, or in an image those of the volume."""
     if os.environ.get("FLASHINFER_WORKSPACE_BASE") or not (paths.ROOT / KEY).is_file():
         return [default_root()]
     volume = Path(os.environ.get("SPARKFORGE_CACHE_DIR") or "/var/cache/sparkforge")
@@ -91,7 +91,7 @@ def modules(root: Path) -> list[CachedModule]:
     """Return every module under `root`, half-built ones too, sorted by version, architecture and name."""
     modules = []
     for folder in sorted(root.glob(f"*/*/{OPS}/*")):
-        # Others, such as `tmp`, are no modules.
+        # Other folders, such as `tmp`, are not modules.
         built = (folder / "build.ninja").exists() or (folder / f"{folder.name}.so").exists()
         if not folder.name.startswith(".") and (folder.is_symlink() or built):
             version, arch = folder.relative_to(root).parts[:2]
@@ -100,7 +100,7 @@ def modules(root: Path) -> list[CachedModule]:
 
 
 def made_from(modules: Sequence[CachedModule], changed: Path) -> list[CachedModule]:
-    """Return the modules that are built from `changed`, which may be a folder and need not exist any more."""
+    """Return the modules that are built from `changed`, a file or folder, which need not exist any more."""
     names = b"|".join({re.escape(os.fsencode(path)) for path in (changed.absolute(), changed.resolve())})
     # In ninja's log a path ends with zeros or with the record's checksum, whose upper bytes are 0xff.
     named = re.compile(rb"(?<![\w.+/-])(?:" + names + rb")(?:/|[\s\0:|$]|..\xff\xff|\Z)", re.DOTALL)
@@ -128,19 +128,19 @@ def generated_from(cached: Sequence[CachedModule], changed: Path) -> list[Cached
 
 
 def why_stale(module: CachedModule) -> str:
-    """Return why nothing will ever load this module again; empty if something may."""
+    """Return the reason why no process will load this module again; empty if one may."""
     pinned = {component.version for component in pins.load().components() if component.package == "flashinfer-python"}
     if module.version not in pinned:
-        return f"FlashInfer {module.version} is pinned by no stack"
+        return f"FlashInfer {module.version} is not pinned by any stack"
     if not module.sources:
-        return "it has no build.ninja, so nothing can tell whether it is current"
+        return "it has no build.ninja, so it cannot be compared with its sources"
     if gone := [source for source in module.sources if not source.exists()]:
         return f"{len(gone)} of its sources are gone, such as {gone[0]}"
     return ""
 
 
 def users(module: CachedModule) -> list[int]:
-    """Return the ids of the processes that map a file of this module, of those that we may inspect."""
+    """Return the ids of the processes that map a file of this module, among those that we may inspect."""
     inside, pids = f" {module.path.resolve()}/", []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -163,7 +163,7 @@ def remove(module: CachedModule) -> int:
             why = f"{module.path} is a link to {module.path.resolve()}, outside the cache"
             fix = on("ls -l", module.path.parent)
         elif pids := users(module):
-            why, fix = f"process {', '.join(map(str, pids))} uses it", "./inv down   # stop what uses it"
+            why, fix = f"process {', '.join(map(str, pids))} uses it", "./inv down   # stop the process that uses it"
         if why:
             raise StorageError(f"{module.name} is not removed", why, fix, code="storage.cache")
         size = tree_size(module.path)
@@ -175,8 +175,8 @@ def remove(module: CachedModule) -> int:
 class Selection:
     """The modules to remove: by name, because a source changed, because they are stale, or everything.
 
-    `names` may have wildcards, `fused_moe_*`, and one without stands for its variants too, fused_moe_120 for
-    fused_moe_120_fp8xfp4. A changed source may be one that generates modules.
+    `names` may have wildcards, such as `fused_moe_*`. A name without wildcard includes its variants: fused_moe_120
+    selects fused_moe_120_fp8xfp4. A changed source may be a generator of modules.
     """
 
     names: Sequence[str] = ()
@@ -185,7 +185,7 @@ class Selection:
     everything: bool = False
 
     def of(self, cached: Sequence[CachedModule]) -> list[CachedModule]:
-        """Return those of `cached` that are selected. Raises UsageError for a name that no module has."""
+        """Return the selected modules of `cached`. Raises UsageError for a name that no module has."""
         known = sorted({module.name for module in cached})
         matching = {name: {*fnmatch.filter(known, name), *fnmatch.filter(known, f"{name}_*")} for name in self.names}
         by_name = set[str]().union(*matching.values())
@@ -208,8 +208,8 @@ class Selection:
 def clean(selection: Selection, *, dry_run: bool = False, yes: bool = False, root: Path | None = None) -> list[str]:
     """Remove the selected modules of the cache `root`, or of `default_roots`; return the names of those removed.
 
-    It also finishes what an interrupted run left. `everything` asks first, unless `yes`. What cannot be removed is
-    named in the StorageError at the end; the rest is gone by then. Raises UsageError if nothing is selected.
+    It also completes the removals of an interrupted run. `everything` asks first, unless `yes`. Raises StorageError at
+    the end, which names the modules that could not be removed, and UsageError if nothing is selected.
     """
     if not (selection.names or selection.changed or selection.stale or selection.everything):
         raise UsageError("nothing chosen to remove", "no flag selects a module", advised("--stale", "--dry-run"))
@@ -238,7 +238,7 @@ def _remove_all(chosen: Sequence[CachedModule], roots: Sequence[Path]) -> list[s
             freed += remove(module)
             removed.append(module.name)
         except FileNotFoundError:
-            say(f"{module.name} is gone already: another process removed it")
+            say(f"{module.name} is already removed by another process")
         except SparkforgeError as error:
             errors.append(error)
     say(f"removed {len(removed)} modules, freed {freed / 1e6:.1f} MB")
@@ -250,7 +250,7 @@ def _remove_all(chosen: Sequence[CachedModule], roots: Sequence[Path]) -> list[s
 
 
 def print_cache(root: Path | None = None) -> None:
-    """List the cache: each module with its size, who uses it, and whether it is stale."""
+    """List the cache: each module with its size, the processes that use it, and whether it is stale."""
     for cache in [root] if root else default_roots():
         cached = modules(cache)
         for module in cached:

@@ -1,12 +1,13 @@
 """A scheduler for compilers: their number is bound by memory, not only by cores.
 
-`make_schedule` turns units, their predicted peaks and the machine into a schedule; `run` carries it out. At every
-moment the predicted peaks of running units fit into the budget: the memory available when the schedule was made, or now
-if that is less, minus a reserve. Of the waiting units that fit, the one with the highest peak starts first. A smaller
+`make_schedule` makes a schedule from units, their predicted peaks and the machine; `run` executes it. At every moment
+the predicted peaks of running units fit into the budget, which is the memory available when the schedule was made, or
+now if that is less, minus a reserve. Of the waiting units that fit, the one with the highest peak starts first. A
+smaller
 unit that starts before a larger one never delays it: it fits beside a running unit whose peak is at least as high, so
 the larger unit fits when that one ends.
 
-A compiler that the kernel kills is recognised by its exit code and its last words. It is tried once more, alone.
+A compiler that the kernel killed is recognised by its exit code and its output. Its unit is tried once more, alone.
 """
 
 import fnmatch
@@ -26,15 +27,15 @@ from sparkforge.core.memory import Machine
 from sparkforge.core.process import TAIL_LINES, Child, Usage, resident_sizes
 
 PEAKS = Path(__file__).with_name("peaks.toml")
-RESERVE = 2 << 30  # bytes left to whatever grows meanwhile: a choice, the same as in FlashInfer's patch 0001
+RESERVE = 2 << 30  # bytes left for processes that grow meanwhile: a choice, the same as in FlashInfer's patch 0001
 PAUSE = 0.05  # seconds between two looks at the running programs
 SAMPLE = 0.5  # seconds between two samples of resident sizes and of the machine
-PATIENCE = 30.0  # seconds to wait, with nothing running, for memory that was there when the plan was made
-VICTIM = "500"  # oom_score_adj: if the kernel must kill, then a compiler and not the model that is served
-# A shell's 128 + N or Popen's -N for SIGKILL (the kernel) and SIGTERM (earlyoom, systemd-oomd).
+PATIENCE = 30.0  # seconds to wait, with nothing running, for memory that was available when the schedule was made
+VICTIM = "500"  # oom_score_adj: out of memory, the kernel kills a compiler before the served model
+# Exit codes for SIGKILL (the kernel) and SIGTERM (earlyoom, systemd-oomd): a shell's 128 + N or Popen's -N.
 KILL_CODES = frozenset({-9, 137, -15, 143})
-# Seen: nvcc prints "Killed" when its cicc or ptxas is (exit code 137; upstream's reports have 255), g++ the sentence
-# about its cc1plus (exit code 1); the other patterns are messages about refused allocations.
+# If cicc or ptxas is killed, nvcc prints "Killed" (exit code 137; 255 in upstream's reports); if cc1plus is killed, g++
+# prints the sentence (exit code 1). The other patterns are messages about refused allocations.
 LAST_WORDS = re.compile(
     r"^(sh: .*)?Killed\b|Killed signal terminated program|died due to signal (9|15)\b"
     r"|^cc1plus: out of memory|catastrophic error.*out of memory|virtual memory exhausted|std::bad_alloc",
@@ -47,7 +48,7 @@ UnitObserver = Callable[[Stage, "Unit", "UnitResult | None"], None]
 
 @dataclass(frozen=True)
 class Cost:
-    """Peak resident size in bytes and CPU-seconds of one unit, and where the figures come from."""
+    """Peak resident size in bytes and CPU-seconds of one unit, and the source of these figures."""
 
     peak: int
     cpu: float
@@ -56,15 +57,15 @@ class Cost:
 
 @cache
 def cost(unit: str) -> Cost:
-    """Return the cost of `unit`, such as "MODULE/FILE.cuda.o": that of the first row of peaks.toml that fits."""
+    """Return the cost of `unit`, such as "MODULE/FILE.cuda.o", from the first matching row of peaks.toml."""
     rows = read_toml(PEAKS)["unit"]
-    row = next(row for row in rows if fnmatch.fnmatchcase(unit, row["match"]))  # the last one fits every unit
+    row = next(row for row in rows if fnmatch.fnmatchcase(unit, row["match"]))  # the last row matches every unit
     return Cost(row["peak"], row["cpu"], row["source"])
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One command to run: a translation unit by its name in the table of costs, such as MODULE/FILE.cuda.o."""
+    """One command to run: a translation unit with its name in peaks.toml, such as MODULE/FILE.cuda.o."""
 
     name: str
     command: tuple[str, ...]
@@ -73,9 +74,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Site:
-    """The setting of a build: additional variables, a folder for logs, the lock that each unit holds while it lives.
+    """The setting of a build: additional variables, a folder for logs, the lock that each unit holds while it runs.
 
-    `limit` is the most jobs that the user wants, None for as many as fit.
+    `limit` is the user's maximum of jobs; None: as many as fit.
     """
 
     env: Mapping[str, str]
@@ -91,7 +92,7 @@ class Schedule:
     jobs: int
     budget: int
     costs: Mapping[str, Cost]
-    max_jobs: int  # for a build system that knows no units (MAX_JOBS): as many of the hungriest as fit
+    max_jobs: int  # MAX_JOBS for a build system without scheduling: as many units of the largest peak as fit
 
     @property
     def oversized(self) -> list[str]:
@@ -105,14 +106,14 @@ class Schedule:
             while (unit := waiting.take(running, self.budget)) is not None:
                 running[unit] = clock + self.costs[unit].cpu
             if not running:
-                return clock  # what is left is oversized
+                return clock  # the remaining units are oversized
             first = min(running, key=lambda name: running[name])
             clock = running.pop(first)
         return clock
 
 
 def make_schedule(units: Iterable[str], machine: Machine, *, limit: int | None = None) -> Schedule:
-    """Return the schedule for `units` on `machine`; `limit` is the most jobs that the user wants."""
+    """Return the schedule for `units` on `machine`; `limit` is the user's maximum of jobs."""
     costs = {unit: cost(unit) for unit in units}
     order = sorted(costs, key=lambda unit: (-costs[unit].peak, -costs[unit].cpu, unit))
     budget, cores = max(0, machine.available - RESERVE), max(1, machine.cores)
@@ -123,7 +124,7 @@ def make_schedule(units: Iterable[str], machine: Machine, *, limit: int | None =
 
 
 class Waiting:
-    """The units that still wait, hungriest first, and which of them may start."""
+    """The waiting units, by falling peak, and the choice of the next to start."""
 
     def __init__(self, schedule: Schedule, finished: Iterable[str] = ()) -> None:
         excluded = frozenset(finished)
@@ -132,7 +133,7 @@ class Waiting:
         self.units = [unit for unit in schedule.costs if unit not in excluded]
 
     def take(self, running: Iterable[str], budget: int) -> str | None:
-        """Remove and return the next unit that fits beside `running` into `budget` bytes; None if none does."""
+        """Remove and return the next unit that fits into `budget` bytes together with `running`; None if none does."""
         running = set(running)
         free = budget - sum(self.costs[unit].peak for unit in running)
         fitting = (index for index, unit in enumerate(self.units) if self.costs[unit].peak <= free)
@@ -142,7 +143,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class UnitResult:
-    """The result of a unit: resources, wall seconds, whether ccache had it, whether it was tried a second time."""
+    """The result of a unit: resources, wall seconds, whether ccache had it, whether it ran a second time."""
 
     usage: Usage
     seconds: float
@@ -173,9 +174,9 @@ def run(
 ) -> JobsReport:
     """Run every unit once (a killed one twice), as `schedule` allows; its output goes to a file in the site's logs.
 
-    Raises CompileError before the start for a unit that cannot fit, or when the memory has gone meanwhile; ProcessError
-    for a unit that failed, when those beside it have ended; CompileError for one that was killed alone. Nothing is left
-    running.
+    Raises CompileError before the start for a unit that cannot fit, or later if memory stays short; ProcessError for a
+    unit that failed, after the other running units have ended; CompileError for a unit that was killed while it ran
+    alone. No process is left running.
     """
     if schedule.oversized:
         raise _too_big(schedule, schedule.oversized[0], machine())
@@ -210,7 +211,7 @@ class _Run:
         self.sampled = self.starved = 0.0
 
     def all(self) -> JobsReport:
-        """Run to the end; after a failure start none, let the rest end, raise it. An exception ends all compilers."""
+        """Run all units. After a failure start no more, let the running ones end, and raise it. Exceptions end all."""
         start = time.monotonic()
         try:
             while self.running or (not self.failure and (self.waiting.units or self.again)):
@@ -255,7 +256,7 @@ class _Run:
         env = {**self.site.env, "CCACHE_STATSLOG": str(statistics)}
         self.site.lock.parent.mkdir(parents=True, exist_ok=True)
         holding_lock = ("flock", "--shared", "--no-fork", str(self.site.lock), *unit.command)  # flock is in util-linux
-        with interrupt.held():  # no compiler may run that is not in `running`
+        with interrupt.held():  # every running compiler must be in `running`
             child = Child(holding_lock, log=log, env=env, cwd=unit.cwd)
             self.running[name] = _Started(unit, child, log, statistics, time.monotonic())
         with suppress(OSError):  # it may have ended already
@@ -279,10 +280,10 @@ class _Run:
                 now, predicted = self.machine(), self.schedule.costs[name].peak
                 reached = f"it reached {usage.peak / 1e9:.1f} GB of the {predicted / 1e9:.1f} GB predicted"
                 why = f"out of memory: {reached}; now {now.available / 1e9:.1f} GB are available ({now.bound})"
-                failure = f"{name} was killed twice, the second time with nothing beside it"
+                failure = f"{name} was killed twice, the second time while it ran alone"
                 fix = "--jobs 1   # first give it memory: ./inv down stops a served model, swap helps too"
                 raise CompileError(failure, why, fix, code="compile.killed")
-            self.retried.add(name)  # it runs alone once more, and fewer run beside each other after that
+            self.retried.add(name)  # it runs once more, alone; afterwards fewer units run at once
             self.again.append(name)
             self.waiting.jobs = max(1, self.waiting.jobs // 2)
         else:
@@ -293,7 +294,7 @@ class _Run:
 
 
 def parse_limit(text: str) -> int | None:
-    """Return the most jobs that `--jobs` asks for; None for auto. Raises UsageError."""
+    """Return the maximum of jobs in `--jobs`; None for auto. Raises UsageError."""
     if text == "auto":
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 6) or int(text) < 1:
@@ -302,7 +303,7 @@ def parse_limit(text: str) -> int | None:
 
 
 def was_killed(code: int, output: str) -> bool:
-    """Tell whether a program that ended with `code` and `output` was killed, or refused memory, itself or a child."""
+    """Tell whether a program that ended with `code` and `output`, or its child, was killed or got no memory."""
     return code in KILL_CODES or (code != 0 and LAST_WORDS.search(output) is not None)
 
 

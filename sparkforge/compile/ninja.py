@@ -1,9 +1,9 @@
 """A ninja build whose compilations are scheduled by memory: `jobs` runs them, then ninja records them and links.
 
-Ninja has no record of objects that it did not build itself, so it runs the commands again and ccache answers them.
+Ninja has no record of objects that it did not build itself, so it runs the commands again, and ccache has the results.
 
-Compilers outlive a killed build, and they write the files that the next build reads. So each unit holds a lock for as
-long as one of its compilers lives (flock(2)), and the next build waits for that lock first.
+Compilers outlive a killed build and write files that the next build reads. So each unit holds a lock while one of its
+compilers runs (flock(2)), and the next build first waits for that lock.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ OUTCOMES = {"done": "compiled", "cached": "from ccache", "killed": "killed: out 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of a build: units compiled, taken from ccache, in all; wall and CPU-seconds.
+    """The result of a build: units compiled, units from ccache, all units; wall and CPU-seconds.
 
     `peak` is the largest sampled sum of resident sizes, `budget` the limit for that sum, both in bytes.
     """
@@ -49,7 +49,7 @@ class BuildResult:
 def read_units(
     folder: Path, ninja: str | Path, rules: Sequence[str] = COMPILERS, *, unit_name: Callable[[str], str] | None = None
 ) -> list[Unit]:
-    """Return the compilations of `folder`/build.ninja, those of `rules`, as a shell would run them.
+    """Return the compilations of `rules` in `folder`/build.ninja as shell commands.
 
     `unit_name` makes a unit's name from its object, FOLDER/OBJECT by default. Raises ProcessError if ninja cannot read
     the file.
@@ -69,10 +69,10 @@ def pending(ninja: Sequence[str | Path], *targets: str, env: Mapping[str, str] |
 
 
 def build(units: Sequence[Unit], commands: set[str], site: Site, link: Callable[[Schedule], object]) -> BuildResult:
-    """Run those of `units` whose command is among `commands`, as memory allows, then `link` with the schedule.
+    """Run the `units` whose command is in `commands`, as memory allows, then `link` with the schedule.
 
-    `link` has ninja do the rest. Raises the errors of `jobs.run`; a ProcessError explains a known message of the
-    compiler.
+    `link` lets ninja do the rest. Raises the errors of `jobs.run`; a ProcessError explains known messages of
+    compilers.
     """
     wanted = [unit for unit in units if unit.command[-1] in commands]
     schedule = jobs.make_schedule([unit.name for unit in wanted], memory.measure(), limit=site.limit)
@@ -92,7 +92,7 @@ def build(units: Sequence[Unit], commands: set[str], site: Site, link: Callable[
 
 
 def explained(error: ProcessError) -> ProcessError:
-    """Return the error with cause and fix in place of what a compiler printed, if we know them; else as it is."""
+    """Return the error with cause and fix instead of the compiler's output if they are known, else unchanged."""
     for row in read_toml(MESSAGES)["message"]:
         if match := re.search(row["pattern"], error.why):
             why, fix = (row[part].format(match=match[0], **match.groupdict()) for part in ("why", "fix"))
@@ -103,8 +103,8 @@ def explained(error: ProcessError) -> ProcessError:
 def wait_for_orphans(lock: Path) -> None:
     """Wait until no compiler of a killed build holds `lock`.
 
-    Call it before any run of ninja: even `ninja -n` removes depfiles (seen with 1.13), and ccache stores nothing for a
-    compiler whose depfile is gone when it ends.
+    Call it before any run of ninja: even `ninja -n` removes depfiles (seen with 1.13), and ccache does not store the
+    result of a compiler whose depfile was removed.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("ab") as file:
@@ -116,17 +116,17 @@ def wait_for_orphans(lock: Path) -> None:
 
 
 class CompileProgress:
-    """Prints how many units a run of `jobs.run` has and how long they will take, then a line for each that ended."""
+    """Prints the number of units of `jobs.run` and their expected time, then a line for each that ended."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.ended = schedule, set[str]()
         if schedule.costs:
             bounds = f"at most {schedule.jobs} at once within {schedule.budget / 1e9:.1f} GB"
-            about = f"about {_duration(schedule.seconds())}, less where ccache has them"
+            about = f"about {_duration(schedule.seconds())}, less if ccache has them"
             say(f"{len(schedule.costs)} units, {bounds}; {about}")
 
     def watch(self, stage: Stage, unit: Unit, result: UnitResult | None) -> None:
-        """Take an event of `jobs.run`."""
+        """Handle an event of `jobs.run`."""
         name = unit.name
         if len(name) > NAME_WIDTH:  # keep both module and file
             name = f"{name[: NAME_WIDTH // 2 - 1]}…{name[-NAME_WIDTH // 2 :]}"

@@ -2,7 +2,7 @@
 
     sources ─► patches ─► kernels ─► vllm (upstream's wheel, or compiled) ─► audit
 
-Each stage ends in an artifact with a manifest of its own; the last one audits all of them together.
+Each stage writes an artifact with its own manifest; the last stage audits all artifacts together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAYS = ("wheel", "source")
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """The request of the command line: `way` is one of WAYS; `python` serves, `compile_python` has torch with CUDA."""
+    """The command line's options: `way` is one of WAYS; `python` serves, `compile_python` has torch with CUDA."""
 
     stack: str
     way: str = "wheel"
@@ -54,7 +54,7 @@ def require_way(way: str, machine: str = toolchain.THIS_MACHINE) -> None:
         raise UsageError(f"--from {way!r} is not known", f"it takes {' or '.join(WAYS)}", "--from wheel")
     if way == "source" and machine != toolchain.THIS_MACHINE:
         why = f"vLLM's extensions are compiled for {machine} on such a machine only"
-        raise UsageError("--from source does not go with --platform", why, "--from wheel")
+        raise UsageError("--from source cannot be combined with --platform", why, "--from wheel")
 
 
 def build(request: BuildRequest) -> dict[str, bool]:
@@ -66,7 +66,7 @@ def build(request: BuildRequest) -> dict[str, bool]:
     jobs.parse_limit(request.jobs)
     if not pins.load().image(request.stack).kernels:
         why, fix = "it is built in a container image only", f"./inv build --engine docker --stack {request.stack}"
-        raise UsageError(f"nothing of the stack {request.stack} is built natively", why, fix)
+        raise UsageError(f"the stack {request.stack} is not built natively", why, fix)
     made, table = dict[str, bool](), Table("stage", "seconds", "", "artifact", box=None)
     artifacts, steps = dict[str, Path](), Steps(5)
 
@@ -79,7 +79,7 @@ def build(request: BuildRequest) -> dict[str, bool]:
         table.add_row(name, f"{time.monotonic() - started:.1f}", outcome, str(artifact))
 
     def unpack_sources() -> tuple[Path, bool]:
-        """Unpack the registry's archives; whoever compiles from git repositories fetches them."""
+        """Unpack the package index's archives; stages that need git repositories fetch them themselves."""
         unpacked = trees.fetch_sources(request.stack, git=False)
         return trees.sources_folder(), any(source.state == "made" for source in unpacked)
 
@@ -105,7 +105,7 @@ def build(request: BuildRequest) -> dict[str, bool]:
 
 
 def _audit_libraries(way: str, kernels: Path, vllm: Path) -> tuple[Path, bool]:
-    """Audit the libraries of both artifacts together, unless the same ones passed the same rules before.
+    """Audit the libraries of both artifacts together, unless the same libraries passed the same rules before.
 
     The report is kept only if no rule is broken. Raises AuditError.
     """

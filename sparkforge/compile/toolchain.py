@@ -1,9 +1,9 @@
-"""The CUDA compiler and its neighbours: found here, or installed from hash-locked wheels (`locks/toolchain.in`).
+"""The CUDA toolchain: this machine's, or installed from hash-locked wheels (`locks/toolchain.in`).
 
 The wheels put everything under `nvidia/cu13`. That folder becomes a CUDA_HOME with three additions: `lib64`, the
-unversioned names that `-lcudart` asks for, and a `libcuda.so` to link against where no driver is installed.
+unversioned names that `-lcudart` needs, and a `libcuda.so` to link against without a driver.
 
-To compile for another machine, that machine's wheels are installed the same way, with this machine's programs in them.
+To compile for another machine, that machine's wheels are installed in the same way, with this machine's programs.
 """
 
 import os
@@ -27,19 +27,19 @@ from sparkforge.core.process import run, run_unchecked
 from sparkforge.pins import locks
 
 THIS_MACHINE = os.uname().machine
-LAYOUT = "1"  # raise it when this module would make another folder of the same wheels
+LAYOUT = "1"  # increase it when this module makes a different folder from the same wheels
 SPACE = 1_400_000_000  # bytes: 1.2 GB installed, measured on x86-64
 HOME = "nvidia/cu13"
 # First CUDA release that knows the architecture with its suffix. CUDA 12.9 release notes: 12.1 and the suffix `f`.
 SINCE = {"12.0": (12, 8), "12.0a": (12, 8), "12.0f": (12, 9), "12.1": (12, 9), "12.1a": (12, 9), "12.1f": (12, 9)}
-# What FlashInfer's and vLLM's units include and link against; a runtime-only CUDA lacks some of it.
+# The files that FlashInfer's and vLLM's units include and link against; a runtime-only CUDA lacks some.
 PARTS = (
     "bin/nvcc", "bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc", "nvvm/libdevice/libdevice.10.bc",
     "include/cuda_runtime.h", "include/cuda_fp4.h", "include/cublasLt.h", "include/curand_kernel.h", "include/nvrtc.h",
     "lib64/libcudart.so", "lib64/libnvrtc.so", "lib64/libcublasLt.so", "lib64/stubs/libcuda.so",
 )  # fmt: skip
 CXX_NAMES = ("c++", "g++", "g++-15", "g++-14", "g++-13", "g++-12", "g++-11")
-MINIMUM_CXX = 9  # C++17 complete in the library, which FlashInfer's units are written in; vLLM asks for 13
+MINIMUM_CXX = 9  # its library has all of C++17, which FlashInfer's units need; vLLM requires 13
 # 4.7.5 refuses nvcc with --generate-dependencies-with-compile, 4.14.2 caches it: docs/concepts/compiling.md.
 MINIMUM_CCACHE = (4, 14)
 
@@ -50,9 +50,9 @@ LAUNCHERS = ("FLASHINFER_NVCC_LAUNCHER", "FLASHINFER_CXX_LAUNCHER", "CMAKE_CUDA_
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Every program that a build starts, with absolute paths; `machine`, as `uname -m` has it, is what the code is for.
+    """Every program that a build starts, with absolute paths; `machine` is the target (as `uname -m`).
 
-    `versions` maps nvcc, c++, glibc, ninja and ccache to theirs.
+    `versions` has the versions of nvcc, c++, glibc, ninja and ccache.
     """
 
     home: Path  # CUDA_HOME
@@ -74,9 +74,9 @@ class Toolchain:
         return {
             "CUDA_HOME": str(self.home),
             "PATH": os.pathsep.join([*dict.fromkeys(map(str, folders)), os.environ.get("PATH", os.defpath)]),
-            "TMPDIR": tempfile.gettempdir(),  # one that is set and empty makes nvcc write into / and not find it again
+            "TMPDIR": tempfile.gettempdir(),  # with an empty TMPDIR nvcc writes into / and loses its files
             **dict.fromkeys(("CXX", "NVCC_CCBIN", "CUDAHOSTCXX"), str(self.cxx)),
-            # No flags of the user's, and no process id in the names of intermediate files, which the symbols repeat.
+            # No flags of the user, and no process id in the names of intermediate files, which symbols include.
             "NVCC_PREPEND_FLAGS": "",
             "NVCC_APPEND_FLAGS": "--objdir-as-tempdir",
             "CCACHE_NAMESPACE": self.machine,  # ccache does not see NVCC_CCBIN
@@ -86,10 +86,9 @@ class Toolchain:
 
 
 def find(architecture: str = "12.1a", *, minimum_cxx: int = MINIMUM_CXX, machine: str = THIS_MACHINE) -> Toolchain:
-    """Return programs that can build for `architecture` in `machine`; installs the locked ones where others do not do.
+    """Return programs that can build for `architecture` in `machine`; install the locked ones if none here fits.
 
-    A CUDA_HOME or CXX that was set by hand is used or refused, never ignored. Raises CompileError, and what
-    `install` raises.
+    A CUDA_HOME or CXX that is set is used or refused, never ignored. Raises CompileError, and the errors of `install`.
     """
     home, origin = _home(architecture, machine)
     cxx, cxx_version = host_compiler(home, minimum_cxx, machine)
@@ -109,23 +108,23 @@ def _home(architecture: str, machine: str) -> tuple[Path, str]:
     if not foreign and (nvcc := shutil.which("nvcc")) and (home := home_of(Path(nvcc))):
         if not (reason := unfit(home, architecture)):
             return home, "PATH"
-        say(f"{nvcc} is passed over: {reason}")
+        say(f"{nvcc} is skipped: {reason}")
     home = install(machine)[0] / HOME
     if reason := unfit(home, architecture):
-        failure = f"{home} is no longer whole"
+        failure = f"{home} is no longer complete"
         raise _error(failure, reason, on("rm -r", home.parent.parent, "then the same command again"))
     return home, "locked wheels"
 
 
 def home_of(nvcc: Path) -> Path | None:
-    """Return the CUDA_HOME of an nvcc, which may be a wrapper script somewhere else: what its dry run calls TOP."""
+    """Return the CUDA_HOME of an nvcc, TOP in its dry run; the nvcc may be a wrapper script in another folder."""
     dry_run = run_unchecked([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull])
     match = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
     return Path(match[1].strip()).resolve() if match else None
 
 
 def unfit(home: Path, architecture: str) -> str:
-    """Return why the CUDA under `home` cannot build for `architecture`; empty if it can. Raises CompileError."""
+    """Return why the CUDA in `home` cannot build for `architecture`; empty if it can. Raises CompileError."""
     if architecture not in SINCE:
         known = ", ".join(SINCE)
         failure = f"no rule for compute capability {architecture}"
@@ -139,19 +138,18 @@ def unfit(home: Path, architecture: str) -> str:
 
 
 def nvcc_version(nvcc: Path) -> str:
-    """Return an nvcc's version, such as 13.0.88. Raises CompileError if it does not say."""
+    """Return an nvcc's version, such as 13.0.88. Raises CompileError if it does not print one."""
     match = re.search(r"\bV(\d+\.\d+\.\d+)\b", run_unchecked([nvcc, "--version"]).stdout)
     if match is None:
-        raise _error(f"cannot use {nvcc}", "it does not say its version", f"{nvcc} --version")
+        raise _error(f"cannot use {nvcc}", "it does not print its version", f"{nvcc} --version")
     return match[1]
 
 
 def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MACHINE) -> tuple[Path, str]:
-    """Return the first GCC for `machine` of major version `minimum` or more that the nvcc under `home` takes.
+    """Return the first GCC for `machine` of version `minimum` or later that the nvcc in `home` takes, and its version.
 
-    It comes with its version; for another machine it has that one's name before its own, as Debian's cross compilers.
-
-    The upper bound is the one that nvcc's own header enforces. Raises CompileError.
+    For another machine it is a cross compiler with that machine's name as prefix, as Debian names them. nvcc's header
+    sets the upper bound. Raises CompileError.
     """
     header = home / "include/crt/host_config.h"
     limit = re.search(r"^#if __GNUC__ > (\d+)$", header.read_text(encoding="utf-8"), re.MULTILINE)
@@ -176,13 +174,13 @@ def host_compiler(home: Path, minimum: int = MINIMUM_CXX, machine: str = THIS_MA
 
 
 def glibc_version(cxx: Path) -> str:
-    """Return the version of the C library that a compiler's code is made for."""
+    """Return the version of the C library for which a compiler builds."""
     command: list[str | Path] = [cxx, "-E", "-P", "-include", "features.h", "-x", "c++", "-"]
     return ".".join(run_unchecked(command, stdin="__GLIBC__ __GLIBC_MINOR__").stdout.split()[-2:])
 
 
 def helper(name: str) -> Path:
-    """Return ninja or a ccache that can cache nvcc's units: this machine's if it is fit, else the locked one."""
+    """Return ninja, or a ccache that can cache nvcc's units: this machine's if it fits, else the locked one."""
     minimum = MINIMUM_CCACHE if name == "ccache" else (1,)
     path = shutil.which(name)
     if path and _version(Path(path)) >= minimum:
@@ -198,8 +196,8 @@ def _version(program: Path) -> tuple[int, ...]:
 def program(name: str) -> Path:
     """Return one of CUDA's programs, such as nvdisasm: CUDA_HOME's, else PATH's, else the locked one.
 
-    Asked for one by one, because a CUDA often comes without cuobjdump and nvdisasm. Raises CompileError, and what
-    `install` raises.
+    Each program is looked up separately, because a CUDA often lacks cuobjdump and nvdisasm. Raises CompileError, and
+    the errors of `install`.
     """
     cuda_home = os.environ.get("CUDA_HOME")
     for folders in (f"{cuda_home}/bin" if cuda_home else "", os.environ.get("PATH", os.defpath)):
@@ -212,15 +210,15 @@ def program(name: str) -> Path:
 
 
 def audit_tools() -> Tools:
-    """Return the programs that the audit reads machine code with. Raises what `program` raises."""
+    """Return the programs with which the audit reads machine code. Raises the errors of `program`."""
     return Tools(program("cuobjdump"), program("nvdisasm"))
 
 
 def install(machine: str = THIS_MACHINE) -> tuple[Path, bool]:
     """Install the locked toolchain for code of `machine`; return its folder and whether it was installed now.
 
-    CUDA_HOME is the folder's `nvidia/cu13`. Raises NetworkError, StorageError, and CompileError where there
-    is no host compiler for the stub.
+    CUDA_HOME is the folder's `nvidia/cu13`. Raises NetworkError, StorageError, and CompileError if there is no host
+    compiler for the stub.
     """
     folder = paths.state() / "toolchain" / f"cuda-{machine}"
     inputs = {"lock": sha256_file(locks.lock_path("toolchain")), "machine": machine, "layout": LAYOUT}
@@ -231,13 +229,13 @@ def install(machine: str = THIS_MACHINE) -> tuple[Path, bool]:
 
 
 def _make(folder: Path, machine: str, programs: Path | None) -> Made:
-    """Install the wheels; `programs` is the folder with those that run here, if the wheels' do not."""
+    """Install the wheels; `programs` is a folder with programs that run here, if those of the wheels do not."""
     locks.install(Path(sys.executable), "toolchain", target=folder, machine=machine)
     home = folder / HOME
     if programs:
         for part in ("bin", f"{HOME}/bin", f"{HOME}/nvvm/bin"):
             shutil.rmtree(folder / part)
-            shutil.copytree(programs / part, folder / part)  # not linked: nvcc finds its CUDA from where it lies
+            shutil.copytree(programs / part, folder / part)  # not linked: nvcc finds CUDA relative to its own path
         (home / "targets").mkdir()
         (home / "targets" / f"{machine}-linux").symlink_to("..")  # where nvcc looks for another machine's files
     add_links(home)
@@ -260,9 +258,9 @@ def add_links(home: Path) -> None:
 
 
 def make_stub(home: Path, cxx: Path) -> None:
-    """Make `lib/stubs/libcuda.so`: every function of cuda.h, empty, under the driver's own SONAME libcuda.so.1.
+    """Make `lib/stubs/libcuda.so`: an empty function for each of cuda.h, with the driver's SONAME libcuda.so.1.
 
-    The functions are there because Ubuntu's linker drops a library that resolves nothing (--as-needed), and a module
+    The functions are needed because Ubuntu's linker drops a library that resolves nothing (--as-needed), and a module
     that does not name libcuda.so.1 cannot be loaded.
     """
     source = run([cxx, "-E", "-x", "c++", f"-I{home / 'include'}", home / "include/cuda.h"]).stdout

@@ -1,6 +1,6 @@
 """Attachments of an image in cosign's format: signatures and signed statements, each a layer of a small image.
 
-Its tag is `sha256-DIGEST.sig` or `.att`, in the image's own repository or in a folder, an OCI layout.
+The small image has the tag `sha256-DIGEST.sig` or `.att`, in the image's repository or in an OCI layout in a folder.
 """
 
 import base64
@@ -26,13 +26,13 @@ from sparkforge.image.oci import LARGEST_DOCUMENT, LARGEST_FILE, TAG, Descriptor
 
 OCI = "application/vnd.oci.image."
 MANIFEST, CONFIGURATION, INDEX = (f"{OCI}{name}.v1+json" for name in ("manifest", "config", "index"))
-KINDS = {  # in a layout; cosign's, and ours
+KINDS = {  # the artifact types in a layout: cosign's, and our own
     "sig": "dev.cosignproject.cosign/sigs", "att": "dev.cosignproject.cosign/atts", "pack": "org.sparkforge.pack",
 }  # fmt: skip
-LARGEST_PACK = 1 << 30  # bytes; eleven modules of FlashInfer have less than a tenth of it
+LARGEST_PACK = 1 << 30  # bytes; eleven modules of FlashInfer take less than a tenth of this
 SECONDS = 30
 MOST_REFERRERS = 16
-PORT = re.compile(r"[^/]*[.:][^/]*|localhost")  # what makes the first part of a name a registry's host
+PORT = re.compile(r"[^/]*[.:][^/]*|localhost")  # the first part of a name that is a registry's host
 HUB = "registry-1.docker.io"
 PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 
@@ -50,14 +50,14 @@ class Place(Protocol):
     """A place that stores attachments."""
 
     def read(self, tag: str) -> list[Attached]:
-        """Return what has a tag; empty if nothing has. Raises IntegrityError, EngineError."""
+        """Return the attachments under a tag; empty if there are none. Raises IntegrityError, EngineError."""
 
     def write(self, tag: str, attached: Sequence[Attached]) -> None:
-        """Replace what has a tag. Raises EngineError, StorageError."""
+        """Replace the attachments under a tag. Raises EngineError, StorageError."""
 
 
 def tag_of(digest: str, suffix: str) -> str:
-    """Return the tag of what is attached to a digest; `suffix` is a key of KINDS."""
+    """Return the tag of a digest's attachments; `suffix` is a key of KINDS."""
     return f"{digest.replace(':', '-')}.{suffix}"
 
 
@@ -79,7 +79,7 @@ def _image(attached: Sequence[Attached]) -> tuple[bytes, bytes]:
 
 
 class Folder:
-    """An OCI layout in a folder, also one that holds the image itself."""
+    """An OCI layout in a folder, which may also hold the image itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,7 +111,7 @@ class Folder:
         write_atomic(self.path / "oci-layout", '{"imageLayoutVersion": "1.0.0"}')
         index: dict[str, Any] = {"schemaVersion": 2, "mediaType": INDEX, "manifests": []}
         if (self.path / "index.json").exists():
-            oci.Layout(self.path)  # it must be one
+            oci.Layout(self.path)  # raises unless the folder is a layout
             index = json.loads((self.path / "index.json").read_bytes())
         others = [entry for entry in index.get("manifests", []) if (entry.get("annotations") or {}).get(TAG) != tag]
         entry = _described(manifest, MANIFEST, {TAG: tag, "kind": KINDS[tag.rpartition(".")[2]]})
@@ -119,7 +119,7 @@ class Folder:
 
 
 class Repository:
-    """A registry's repository, by its name as docker has it; with docker's logins, plain HTTP on the loopback only."""
+    """A registry's repository, by the name that docker uses, with docker's logins; plain HTTP on the loopback only."""
 
     def __init__(self, name: str) -> None:
         host, slash, path = name.partition("/")
@@ -148,11 +148,11 @@ class Repository:
         return [Attached(self._blob(layer, _largest(tag)), layer.media_type, layer.annotations) for layer in layers]
 
     def read_referrers(self, digest: str, kind: str) -> list[Attached]:
-        """Return what refers to a digest, by OCI's API or the tag in its place, with a media type that begins so."""
+        """Return a digest's referrers whose media type begins with `kind`, by OCI's API or its fallback tag."""
         headers = {"Accept": INDEX}
         for path in (f"referrers/{digest}", f"manifests/{digest.replace(':', '-')}"):
             if answer := self._ask("GET", path, headers=headers, missing=True):
-                referrers = oci.document(answer[1], f"{self.name}: what refers to {digest[:19]}").manifests
+                referrers = oci.document(answer[1], f"{self.name}: referrers of {digest[:19]}").manifests
                 names = [entry.digest for entry in referrers if entry.artifact_type.startswith(kind)][:MOST_REFERRERS]
                 return [entry for name in names for entry in self.read(name)]
         return []
@@ -175,7 +175,7 @@ class Repository:
     def _ask(
         self, method: str, path: str, *, missing: bool = False, largest: int = LARGEST_DOCUMENT, **options: Any
     ) -> tuple[httpx.Response, bytes] | None:
-        """Return the registry's answer and its body; None if there is none and that may be (`missing`).
+        """Return the registry's response and its body; None if nothing is there and `missing` allows that.
 
         Credentials go to the registry's own host only, and a redirect is followed without them. Raises EngineError.
         """
@@ -192,7 +192,7 @@ class Repository:
                 elif answer.is_redirect and method == "GET":
                     url = urljoin(url, answer.headers["location"])
                     if not url.startswith("https://") and self.url.startswith("https://"):
-                        raise self._failed(f"it sends us to {url[:200]}, which is not encrypted")
+                        raise self._failed(f"it redirects to {url[:200]}, which is not encrypted")
                 elif answer.status_code in (404, 405) and missing:
                     return None
                 elif answer.is_success:
@@ -201,7 +201,7 @@ class Repository:
                     raise self._failed(f"it answers {answer.status_code} to {method} {urlsplit(url).path[:200]}")
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise self._failed(str(error) or type(error).__name__) from error
-        raise self._failed("it sends us in circles")
+        raise self._failed("it redirects in circles")
 
     def _get(self, method: str, url: str, largest: int, **options: Any) -> tuple[httpx.Response, bytes]:
         body = bytearray()
@@ -213,7 +213,7 @@ class Repository:
         return answer, bytes(body)
 
     def _login(self, challenge: str) -> str:
-        """Return the header that a registry's challenge asks for, by docker's login: Basic, or a token for it."""
+        """Return the header for a registry's challenge, from docker's login: Basic, or a token obtained with it."""
         key = "https://index.docker.io/v1/" if self.host.endswith("docker.io") else self.host
         try:
             login = docker.auth.load_config().resolve_authconfig(key) or {}
@@ -223,12 +223,12 @@ class Repository:
         basic = f"Basic {base64.b64encode(f'{name}:{password}'.encode()).decode()}" if name else ""
         if not challenge.lower().startswith("bearer "):
             if not basic:
-                raise self._failed("it wants a login")
+                raise self._failed("it requires a login")
             return basic
         values = dict(PARAMETER.findall(challenge))
         realm = values.pop("realm", "")
         if not realm.startswith("https://") and self.url.startswith("https://"):
-            raise self._failed(f"it wants the login at {realm[:100]}, which is not encrypted")
+            raise self._failed(f"it requires the login at {realm[:100]}, which is not encrypted")
         headers = {"Authorization": basic} if basic else {}
         answer, body = self._get("GET", realm, LARGEST_DOCUMENT, params=values, headers=headers)
         token = parse_json(body, realm[:100]) if answer.is_success else {}

@@ -21,17 +21,17 @@ from sparkforge.image.packs import build_context
 from sparkforge.patching import series
 from sparkforge.pins import locks
 
-# BuildKit's exporter options of an image that a second machine can rebuild: file times are SOURCE_DATE_EPOCH at most.
+# BuildKit's exporter options for a reproducible image: no file time is later than SOURCE_DATE_EPOCH.
 REWRITTEN = "rewrite-timestamp=true,compression=gzip,force-compression=true"
-UNASKED = {"BUILDX_BAKE_ENTITLEMENTS_FS": "0"}  # buildx asks before it reads or writes outside of the checkout
+UNASKED = {"BUILDX_BAKE_ENTITLEMENTS_FS": "0"}  # else buildx asks before it reads or writes outside the checkout
 
 
 @dataclass(frozen=True)
 class ImageOptions:
     """How an image is built: `way` is `wheel` (upstream's vLLM) or `source` (vLLM compiled from source).
 
-    `packs` is a place of kernel packs. For another `platform` than the engine's, such as linux/arm64, the image has the
-    architecture after its name. A `reproducible` one can be rebuilt bit for bit (`bake`).
+    `packs` is a place of kernel packs. For another `platform` than the engine's, such as linux/arm64, the image's name
+    ends with the architecture. A `reproducible` image can be rebuilt bit for bit (`bake`).
     """
 
     way: str = "wheel"
@@ -46,8 +46,7 @@ def build(
 ) -> Path:
     """Build a stack's image with `docker` and `command`, which ends in Compose's `build`; return the build's log.
 
-    Raises UsageError for another way than `options` may have, and a named error of the engine or EngineError with the
-    log's last lines.
+    Raises UsageError for an unknown `way`, and a named error of the engine or EngineError with the log's last lines.
     """
     way, jobs, packs, platform, reproducible = astuple(options or ImageOptions())
     require_way(way, devices.machine_of(platform))
@@ -58,7 +57,7 @@ def build(
     if platform:
         platforms = re.search(r"^Platforms:\s*(.*)$", docker(["buildx", "inspect"]), re.MULTILINE)
         if platforms and platform not in re.split(r"[,\s*]+", platforms[1]):
-            why = f"Debian's packages are set up by programs for it, and its builder runs {platforms[1]}"
+            why = f"Debian's packages need programs for it during installation, and its builder runs {platforms[1]}"
             fix = "sudo apt install qemu-user-static (or qemu-user-binfmt), sudo systemctl restart docker"
             raise EngineError(f"the Docker engine runs no program for {platform}", why, fix, code="engine.failed")
         name = f"{compose.resolve(compose.variables(stack)).image}-{platform.rpartition('/')[2]}"
@@ -82,7 +81,7 @@ def build(
 def bake(
     command: Sequence[str | Path], arguments: Mapping[str, str], stack: str, log: Path, tell: Callable[[str], None]
 ) -> None:
-    """Build the service of the Compose `command` with the build `arguments` as an archive, and load that.
+    """Build the service of the Compose `command` with the build `arguments` as an archive, and load the archive.
 
     Every file gets the commit's time, which the engine's own exporter refuses to write (BuildKit: `rewrite-timestamp`
     conflicts with `unpack`), and no label names a version of Compose. Raises as `docker_logged` does.
@@ -101,9 +100,9 @@ def bake(
 
 
 def commit() -> dict[str, str]:
-    """Return the commit and its time as build arguments: the time is every file's in the image (reproducible builds).
+    """Return the commit and its time as build arguments; every file in a reproducible image gets this time.
 
-    A checkout with changes is marked; one without git history has no arguments, and the label says so (Dockerfile).
+    A checkout with changes is marked. A checkout without git history has no arguments; the label says so (Dockerfile).
     """
     try:
         revision, time = checkout_git(paths.ROOT, "log", "-1", "--format=%H %ct").split()

@@ -1,4 +1,4 @@
-"""Our Compose project: its files, what Compose resolves them to for a stack, up and down."""
+"""Our Compose project: its files, the resolved project of a stack, up and down."""
 
 import os
 import shlex
@@ -16,14 +16,14 @@ from sparkforge.core.files import DocumentError
 from sparkforge.core.tables import parse_object
 
 PROJECT, SERVICE = "sparkforge", "vllm"
-FILE = "docker-compose.yml"  # its service extends that of a stack (deploy/stacks.yml), which STACK names
+FILE = "docker-compose.yml"  # its service extends the one of deploy/stacks.yml that STACK names
 STACK = "SPARKFORGE_STACK"
 CLUSTER = "docker-compose.cluster.yml"  # after the others: one node's part of a model over several machines
-CLUSTER_CPU = "docker-compose.cluster.cpu.yml"  # after that: a node without RDMA and GPU
-OVERRIDE = "docker-compose.override.yml"  # Compose reads it by itself only where no file is named
+CLUSTER_CPU = "docker-compose.cluster.cpu.yml"  # after CLUSTER: a node without RDMA and GPU
+OVERRIDE = "docker-compose.override.yml"  # Compose reads it by default only if no file is named
 CACHE = "cache"  # the Compose volume with compiled code
 KEY = "api_key"  # the Compose secret with the server's API key
-KEY_VARIABLE = "SPARKFORGE_API_KEY"  # which names its file
+KEY_VARIABLE = "SPARKFORGE_API_KEY"  # names the key's file
 EXTRA_FILES = "SPARKFORGE_COMPOSE_FILES"
 
 
@@ -54,7 +54,7 @@ def project() -> str:
 
 
 def files() -> list[Path]:
-    """Return the Compose files, the user's own ones last. Raises UsageError if one is not there."""
+    """Return the Compose files, the user's own last. Raises UsageError if one is missing."""
     own = [name for name in os.environ.get(EXTRA_FILES, "").split(os.pathsep) if name]
     override = [OVERRIDE] if (paths.ROOT / OVERRIDE).exists() else []
     chosen = [paths.ROOT / name for name in (FILE, *override, *own)]
@@ -79,16 +79,16 @@ def typed(*arguments: str) -> str:
 
 
 def _named(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env`, and in COMPOSE_FILE our files where there are more than Compose finds by itself.
+    """Return `env`, with our files in COMPOSE_FILE if there are more than Compose finds by default.
 
-    With `--file` Compose reads those and only passes COMPOSE_FILE on: the container's errors name the files.
+    Compose reads the files after `--file` and only passes COMPOSE_FILE on, so that the container's errors name them.
     """
     more = {"COMPOSE_FILE": os.pathsep.join(map(str, files()))} if os.environ.get(EXTRA_FILES) else {}
     return {**env, **more}
 
 
 def variables(stack: str) -> dict[str, str]:
-    """Return the variable by which the Compose files take a stack; without it `.env` and then their default decide."""
+    """Return the variable that selects a stack in the Compose files; their fallbacks are `.env` and a default."""
     return {STACK: stack} if stack else {}
 
 
@@ -110,15 +110,15 @@ def resolved(env: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, Any]
 
 
 def service_of(document: Mapping[str, Any], port: int = 0) -> Service:
-    """Return the service in a resolved project. Raises EngineError for one that lacks something.
+    """Return the service in a resolved project. Raises EngineError if it is incomplete.
 
-    `port` is the server's on the machine's own network, where Compose publishes none.
+    `port` is the server's port if the service uses the host's network, where Compose publishes none.
     """
     try:
         service = document["services"][SERVICE]
         published = {"published": port} if port else service["ports"][0]
         variables = (service.get("environment") or {}).items()
-        environment = {name: str(value) for name, value in variables if value is not None}  # null: set nowhere
+        environment = {name: str(value) for name, value in variables if value is not None}  # null: not set
         resources = (service.get("deploy") or {}).get("resources") or {}
         key_file = str(((document.get("secrets") or {}).get(KEY) or {}).get("file") or "")
         return Service(
@@ -146,10 +146,10 @@ def up(env: Mapping[str, str], log: Path, tell: Callable[[str], None], *, more: 
 
 
 def stop(env: Mapping[str, str]) -> None:
-    """Stop the service's container within its grace period; it stays, so that its log can be read."""
+    """Stop the service's container within its grace period, and keep it so that its log can be read."""
     docker(compose("stop", SERVICE), env=env)
 
 
 def down(env: Mapping[str, str]) -> None:
-    """Stop and remove the project's containers and networks, those of every profile too, not its volumes."""
+    """Stop and remove the project's containers and networks, including those of every profile, but not its volumes."""
     docker(compose("--profile", "*", "down"), env=env)

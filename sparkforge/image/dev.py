@@ -1,11 +1,11 @@
-"""Mounted checkouts in the development image: what serves, what is stale, and the command that compiles it.
+"""Mounted checkouts in the development image: which are used, what is stale, and the command that compiles it.
 
 `python -m sparkforge.image.dev` runs at every start of the development image. `./inv dev.build NAME` compiles.
 
-A checkout at /src/NAME serves instead of the installed package (a .pth file). What its own build would have put into it
-(native modules, vendored Python, generated files; its .gitignore names them) are links to the installed files, as long
-as the sources that the native modules are made of are those of the release; where they differ, this says which, and
-what compiles them. FlashInfer's cached modules that a change made stale are named, not removed.
+A checkout at /src/NAME is imported instead of the installed package (by a .pth file). Files that its build would add
+(native modules, vendored Python, generated files; .gitignore names them) become links to the installed files. If the
+sources of native modules differ from the release, the program lists them and the command that compiles them. It names
+FlashInfer's cached modules that a change made stale, and does not remove them.
 """
 
 import fnmatch
@@ -39,21 +39,21 @@ SOURCES = Path("/src")
 TREE = Path("/opt/venv")
 NATIVE = "*.so"
 GENERATED = ("__pycache__", ".git")  # never linked
-# Read by programs that compile and know no units: vLLM's setup.py, torch and FlashInfer; CMake.
+# Read by programs that schedule compilers without our knowledge of units: vLLM's setup.py, torch, FlashInfer; CMake.
 JOBS = ("MAX_JOBS", "CMAKE_BUILD_PARALLEL_LEVEL")
 COMPOSE = "docker compose -f docker-compose.dev.yml"
 CHANGED = "changed"  # of `--units`
-HUNGRY = "vllm/any.cu.o"  # a unit of which nothing is known
-UNITS = (".cu", ".cpp")  # sources that are units; a header is part of those that include it
+HUNGRY = "vllm/any.cu.o"  # a unit without a measured peak
+UNITS = (".cu", ".cpp")  # sources that are units; a header is part of the units that include it
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A repository that may be mounted: its package, where it may lie, what it is compiled from and by which command.
+    """A repository that may be mounted: its package, the package's place, its sources and the command to compile it.
 
-    `roots` are folders of the repository that may hold the package. `sources` are what the native modules are made of.
+    `roots` are folders of the repository that may hold the package. `sources` are the sources of the native modules.
     `links` are folders that the installed package has copies of, as path below the root → path in the repository.
-    `products` are patterns of files that a build makes, besides those that the repository's .gitignore names.
+    `products` are patterns of files that a build makes and the repository's .gitignore does not name.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Checkout:
 
     @property
     def variable(self) -> str:
-        """The variable that docker-compose.dev.yml takes its folder from."""
+        """The variable of docker-compose.dev.yml that names the checkout's folder."""
         return f"{self.name.upper()}_SRC"
 
 
@@ -97,9 +97,9 @@ def named(name: str) -> Checkout:
 
 
 def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
-    """Return the folder that holds the checkout's package; None without one: an empty folder is no checkout.
+    """Return the folder that holds the checkout's package; None if there is none, as in an empty mount.
 
-    Raises StorageError if it may not be read.
+    Raises StorageError if the folder cannot be read.
     """
     folder = sources / checkout.name
     try:
@@ -114,9 +114,9 @@ def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
 
 
 def use(checkouts: Sequence[Checkout], packages: Path, sources: Path = SOURCES, jobs: int = 0) -> None:
-    """Let exactly these checkouts be imported instead of the installed packages; bound the jobs of what compiles.
+    """Let exactly these checkouts be imported instead of the installed packages; limit compile jobs to `jobs`.
 
-    A person's own `pip install -e` compiles with as many jobs as there are cores unless a variable says less.
+    A user's own `pip install -e` compiles with as many jobs as cores unless a variable sets fewer.
     """
     folders = [f"{root}" for checkout in checkouts if (root := root_of(checkout, sources))]
     # A .pth line is appended to sys.path, too late; an import line can put it in front (site.py).
@@ -127,7 +127,7 @@ def use(checkouts: Sequence[Checkout], packages: Path, sources: Path = SOURCES, 
 
 
 def link_natives(checkout: Checkout, packages: Path, sources: Path = SOURCES) -> list[str]:
-    """Link what a build would have put into the checkout, where it has none of its own; return the links' paths.
+    """Link the files that a build would have added to the checkout and that it lacks; return the links' paths.
 
     Raises StorageError if the checkout cannot be written.
     """
@@ -154,7 +154,7 @@ def link_natives(checkout: Checkout, packages: Path, sources: Path = SOURCES) ->
 
 
 def _link(link: Path, target: Path) -> list[Path]:
-    """Make one link unless something is there; one that leads nowhere is of an image that is gone."""
+    """Make one link unless a file is there. Replace a broken link, which is left from an older image."""
     if link.is_symlink() and not link.exists():
         link.unlink()
     if os.path.lexists(link):
@@ -176,10 +176,10 @@ def _missing(folder: Path, packages: Path, root: Path) -> Iterator[str]:
 
 
 def _ignored(candidates: Iterable[str], root: Path, repository: Path) -> set[str]:
-    """Return which paths the repository's .gitignore names: a build makes them. A repository without one names none.
+    """Return the paths that the repository's .gitignore names, as products of a build; none without a .gitignore.
 
-    Asked with an empty repository of our own beside the work tree: the real one may be a work tree of git's, whose
-    objects are outside the mount, or another user's.
+    git runs on an empty repository of ours with this work tree, because the real one may be a linked work tree, whose
+    objects are outside the mount, or belong to another user.
     """
     prefix = root.relative_to(repository)
     names = {os.path.normpath(prefix / path): path for path in candidates}
@@ -198,7 +198,7 @@ def _ignored(candidates: Iterable[str], root: Path, repository: Path) -> set[str
 
 
 def fingerprints(checkout: Checkout, sources: Path = SOURCES) -> dict[str, str]:
-    """Return path → sha256 of everything that the checkout's native modules are made of."""
+    """Return path → sha256 of the sources of the checkout's native modules."""
     root, files = sources / checkout.name, list[Path]()
     for name in checkout.sources:
         if (root / name).is_file():
@@ -210,7 +210,7 @@ def fingerprints(checkout: Checkout, sources: Path = SOURCES) -> dict[str, str]:
 
 
 def changed(checkout: Checkout, sources: Path = SOURCES) -> list[str]:
-    """Return which sources differ from the last time that the natives were accepted; the first look accepts them."""
+    """Return the sources that changed since the native modules were accepted; the first call accepts them."""
     now, record = fingerprints(checkout, sources), _record(checkout)
     if not record.is_file():
         accept(checkout, now)
@@ -221,7 +221,7 @@ def changed(checkout: Checkout, sources: Path = SOURCES) -> list[str]:
 
 
 def accept(checkout: Checkout, now: Mapping[str, str]) -> None:
-    """Note that the native modules were made from the sources with these fingerprints."""
+    """Record that the native modules were made from the sources with these fingerprints."""
     write_atomic(_record(checkout), "".join(f"{sha256}  {name}\n" for name, sha256 in now.items()))
 
 
@@ -230,7 +230,7 @@ def _record(checkout: Checkout) -> Path:
 
 
 def missing_patches(checkout: Checkout, stack: str, sources: Path) -> list[str]:
-    """Return the patches of `stack` that the checkout lacks: a hunk's old text is in the file, its new text is not."""
+    """Return the patches of `stack` that the checkout lacks, for which a file has a hunk's old text and not the new."""
     queues = [queue for _, queue in series.queues(pins.load(), stack) if queue.upstream == checkout.name]
     patches = [patch for queue in queues for patch in queue.for_tree(sources / checkout.name).patches]
     files = read_files(sources / checkout.name, {change.path for patch in patches for change in patch.changes})
@@ -246,20 +246,20 @@ def missing_patches(checkout: Checkout, stack: str, sources: Path) -> list[str]:
 
 
 def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
-    """Say, for each checkout, what is used, which patches it lacks, and what must be compiled again."""
+    """Say for each checkout whether it is used, which patches it lacks, and what must be compiled again."""
     present = [checkout for checkout in CHECKOUTS if root_of(checkout, sources)]
     use(present, packages, sources, jobs := max_jobs())
     say(f"own builds (pip install -e, cmake): {' and '.join(JOBS)} are {jobs}, which fits the memory that is free now")
     for checkout in CHECKOUTS:
         name, folder = checkout.name, sources / checkout.name
         if checkout not in present:
-            say(f"{name}: no checkout in {folder}; the installed one serves")
+            say(f"{name}: no checkout in {folder}; the installed package is used")
             continue
         linked, differing = link_natives(checkout, packages, sources), changed(checkout, sources)
-        say(f"{name}: {folder} serves" + (f", {len(linked)} files that a build makes are linked" if linked else ""))
+        say(f"{name}: {folder} is used" + (f", {len(linked)} files that a build makes are linked" if linked else ""))
         if lacking := missing_patches(checkout, stack, sources):
             command = f".venv/bin/python -m lab.patches into CHECKOUT --stack {stack}"
-            say(f"  without {', '.join(lacking)}: on the host, {command}")
+            say(f"  lacks {', '.join(lacking)}: on the host, {command}")
         if differing and not checkout.rebuild:
             accept(checkout, fingerprints(checkout, sources))
         elif differing:
@@ -268,7 +268,7 @@ def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
                 kept = f"{stack} compiles nothing; the installed native modules stay in use"
                 advice = f"again   # or another stack: {kept}"
             say(f"  {len(differing)} native sources changed, such as {differing[0]}: {advice}")
-            say(f"  compiled already, by hand: ./inv dev.build {name} --accept")
+            say(f"  if you have compiled them by hand: ./inv dev.build {name} --accept")
         # FlashInfer's cached modules that no stack pins, or that are made from a changed source.
         modules = cache.modules(cache.default_root()) if name == "flashinfer" else []
         remade = [module for path in differing for module in cache.made_from(modules, folder / path)]
@@ -277,7 +277,7 @@ def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
 
 
 def max_jobs() -> int:
-    """Return how many of the hungriest unknown compilations fit into the memory that is free now, at least one."""
+    """Return how many compilations without a measured peak fit into the free memory, at least one."""
     return make_schedule([HUNGRY], memory.measure()).max_jobs
 
 
@@ -285,7 +285,7 @@ def max_jobs() -> int:
 class BuildOptions:
     """The options of `./inv dev.build`; an empty text means the stack's own. Targets are vLLM's, a set FlashInfer's.
 
-    `units` are comma-separated patterns of source files, or `CHANGED`: those edited since the natives were accepted.
+    `units` are comma-separated patterns of source files, or `CHANGED`: those edited since native modules were accepted.
     """
 
     targets: str = ""
@@ -299,7 +299,7 @@ class BuildOptions:
 def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, sources: Path = SOURCES) -> None:
     """Compile a mounted checkout for the stack's architecture, say what was done, and accept its sources.
 
-    Raises UsageError where there is nothing to compile, and the errors of both builds.
+    Raises UsageError if there is nothing to compile, and the errors of both builds.
     """
     checkout, table = named(name), pins.load()
     _require_meaningful(name, stack, options)
@@ -308,14 +308,14 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
         why = f"{sources / name} holds none; the stack {stack} serves the installed package"
         fix = f"{COMPOSE} up -d dev   # on the host, with {checkout.variable} set to the checkout's folder"
         raise UsageError(f"there is no checkout of {name}", why, fix)
-    before = fingerprints(checkout, sources)  # what is edited meanwhile is not accepted
+    before = fingerprints(checkout, sources)  # before the build: later edits are not accepted
     if options.accept:
         accept(checkout, before)
-        say(f"{name}: noted, the native modules in {sources / name} are made from its sources as they are")
+        say(f"{name}: recorded that the native modules in {sources / name} are made from its current sources")
         return
     if name not in COMPILED:
         fix = checkout.rebuild or "restart the server"
-        raise UsageError(f"./inv dev.build does not compile {name}", "it has a build of its own, or none", fix)
+        raise UsageError(f"./inv dev.build does not compile {name}", "it has its own build, or none", fix)
     if table.image(stack).device != CUDA:
         fix = f"SPARKFORGE_STACK={table.default} {COMPOSE} up -d --build dev   # on the host"
         raise UsageError(f"the stack {stack} compiles nothing", "it has no CUDA compiler and serves without a GPU", fix)
@@ -333,7 +333,7 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
         )  # fmt: skip
         overlay, _ = build_extensions(request)
         if units:
-            say(f"nothing was linked: the libraries in {root} are as they were; all of it: ./inv dev.build vllm")
+            say(f"nothing was linked, and the libraries in {root} are unchanged; to link: ./inv dev.build vllm")
             return
         record = manifest.load(overlay)
         for library in sorted(record.outputs) if record else ():
@@ -343,7 +343,7 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
             say(f"  {root / library}: compiled here")
     if not options.targets:
         accept(checkout, before)
-    say(f"restart what serves it, on the host: {COMPOSE} --profile serve restart serve")
+    say(f"restart its server, on the host: {COMPOSE} --profile serve restart serve")
 
 
 def _require_meaningful(name: str, stack: str, options: BuildOptions) -> None:
@@ -366,13 +366,13 @@ def _units(checkout: Checkout, units: str, sources: Path) -> tuple[str, ...]:
     edited = changed(checkout, sources)
     chosen = tuple(name for name in edited if name.endswith(UNITS) and (sources / checkout.name / name).is_file())
     if not chosen:
-        why = f"edited are {', '.join(edited[:3]) or 'no native sources'}, and none of them is a unit of its own"
+        why = f"edited: {', '.join(edited[:3]) or 'no native sources'}; none of them is a unit"
         raise UsageError("there is no edited unit", why, "without --units   # or --units 'csrc/moe/*.cu'")
     return chosen
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check what is mounted, or print the number of jobs; return the exit code."""
+    """Check the mounted checkouts, or print the number of jobs; return the exit code."""
     stack = os.environ[compose.STACK]
     if arguments[:1] == ["jobs"]:
         return exit_code(lambda: echo(str(max_jobs())))

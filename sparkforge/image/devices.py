@@ -1,4 +1,4 @@
-"""The devices that a user can name, and the stack that each has."""
+"""The devices that a user can name, and the stack of each."""
 
 import os
 
@@ -8,15 +8,15 @@ from sparkforge.core.errors import UsageError
 # What serves: vLLM's CPU build or its CUDA build in an environment, or a container with or without a GPU.
 AUTO, EMBEDDED, GPU, DOCKER, DOCKER_CPU = "auto", "embedded", "gpu", "docker", "docker-cpu"
 CONTAINERS = (DOCKER, DOCKER_CPU)
-FLEET = "fleet"  # of a record alone: several models, each on a device of its own
-CPU, CUDA = "cpu", "cuda"  # what an image is built for: `device` of [stacks.NAME.image], tables of deploy/trim.toml
+FLEET = "fleet"  # only in a record: several models, each on its own device
+CPU, CUDA = "cpu", "cuda"  # an image's device: `device` of [stacks.NAME.image], tables of deploy/trim.toml
 OCI_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 def machine_of(platform: str, command: str = "--platform") -> str:
-    """Return the machine, as `uname -m` has it, of an OCI platform such as linux/arm64; this one if none is named.
+    """Return the machine, as `uname -m` prints it, of an OCI platform such as linux/arm64; default: this machine.
 
-    Raises UsageError for another platform; `command` is what takes a platform there, such as a command and its option.
+    Raises UsageError for an unknown platform; `command` is the command and option for the error's fix.
     """
     system, _, architecture = platform.partition("/")
     if platform and (system != "linux" or architecture not in OCI_MACHINES):
@@ -32,7 +32,7 @@ def stack_of(device: str, stack: str = "") -> str:
     fix = f"without --stack   # or ./inv up --device {DOCKER} --stack {stack}"
     if device == EMBEDDED and stack not in table.environments:
         served = ", ".join(name for name in table.stacks if name in table.environments)
-        why = f"it serves from an environment of pins.toml, and only {served} has one: there is no CPU build of {stack}"
+        why = f"it serves from an environment of pins.toml, and only {served} has one: {stack} has no CPU build"
         raise UsageError(f"the device {device} cannot serve the stack {stack}", why, fix)
     if device == GPU and stack != table.default:
         why = f"it serves from the environment {GPU} of pins.toml, which has the stack {table.default}"

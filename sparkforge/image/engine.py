@@ -16,7 +16,7 @@ from docker.errors import APIError, DockerException
 from sparkforge.core.docker import INSTALL, explained
 from sparkforge.core.errors import EngineError, IntegrityError, SparkforgeError
 
-SECONDS = 20  # until an engine that does not answer is given up; starting a container takes it seconds at most
+SECONDS = 20  # timeout of an engine's answer; starting a container takes seconds at most
 FIRST_CLOSED = 28  # the first Docker whose ports on 127.0.0.1 only this machine reaches
 NVIDIA = "nvidia"
 CDI_KIND = "nvidia.com/gpu"
@@ -25,13 +25,13 @@ CDI_ENTRY = re.compile(rf'["\']?kind["\']?\s*:\s*["\']?{re.escape(CDI_KIND)}')
 START = "sudo systemctl start docker"
 JOIN = "sudo usermod -aG docker $USER   # then log out and in"
 GIVE_GPU = "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
-# A processor as the engine names it → as OCI names it in images.
+# The engine's name of a processor → OCI's name, as in images.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm"}
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A running engine: its version, platform as OCI writes it (linux/arm64), and how it gives GPUs to containers."""
+    """A running engine: its version, OCI platform (linux/arm64), and the way in which containers get GPUs."""
 
     version: str
     platform: str
@@ -52,7 +52,7 @@ class Engine:
     def leaks_loopback_ports(self) -> bool:
         """Whether a port published on 127.0.0.1 can be reached by machines of the same layer-2 network.
 
-        Docker 28 closed that (moby/moby issue 45610); a rootless engine publishes through a process of its own.
+        Docker 28 closed that (moby/moby issue 45610); a rootless engine publishes through a separate process.
         """
         major = self.version.partition(".")[0]
         return major.isdecimal() and int(major) < FIRST_CLOSED and not self.rootless
@@ -68,7 +68,7 @@ class Engine:
 class State:
     """A container's state: `status` as Docker names it, `health` empty without a health check.
 
-    `started` is when its program was started last, by RFC 3339; empty if the engine does not say.
+    `started` is the time of its program's last start (RFC 3339); empty if unknown.
     """
 
     status: str
@@ -87,9 +87,9 @@ class State:
 
 @contextmanager
 def connected() -> Iterator[docker.DockerClient]:
-    """Open the engine that the `docker` command would use (DOCKER_HOST, else its context), and name what goes wrong.
+    """Open the engine that the `docker` command would use (DOCKER_HOST, else its context).
 
-    Raises EngineError.
+    Raises EngineError for the SDK's errors.
     """
     client = None
     try:
@@ -103,7 +103,7 @@ def connected() -> Iterator[docker.DockerClient]:
 
 
 def named(error: Exception) -> SparkforgeError:
-    """Return our error for one of the SDK's."""
+    """Return our error for an error of the SDK."""
     if isinstance(error, APIError) and error.response is not None:
         return explained(str(error.explanation or error), f"the engine answered {error.status_code}", "docker info")
     text = str(error)  # the SDK's error wraps that of requests, which wraps that of urllib3
@@ -156,19 +156,19 @@ def require_image(client: docker.DockerClient, name: str, platform: str, build: 
 
 
 def platform_of(attrs: Mapping[str, Any]) -> str:
-    """Return an image's platform as OCI writes it: linux/arm64."""
+    """Return an image's platform in OCI's form, such as linux/arm64."""
     return f"{attrs.get('Os', '')}/{attrs.get('Architecture', '')}"
 
 
 def state(client: docker.DockerClient, container: str) -> State | None:
-    """Return what a container does; None if it is gone."""
+    """Return a container's state; None if it is gone."""
     try:
         details = client.api.inspect_container(container)
     except docker.errors.NotFound:
         return None
     current, health = details["State"], details["State"].get("Health") or {}
     started = str(current.get("StartedAt", ""))
-    # A container that was stopped and started again keeps what its health check said before.
+    # A container that was stopped and started again keeps its earlier health results.
     log = [entry for entry in health.get("Log") or [] if _since(started, str(entry.get("Start", "")))] or [{}]
     return State(
         status=str(current.get("Status", "")),
@@ -182,7 +182,7 @@ def state(client: docker.DockerClient, container: str) -> State | None:
 
 
 def _since(started: str, moment: str) -> bool:
-    """Tell whether `moment` is not before `started`, two times of the engine; yes if one of them is unknown."""
+    """Tell whether `moment` is at or after `started`, two times of the engine; yes if one is unknown."""
     try:
         return datetime.fromisoformat(moment) >= datetime.fromisoformat(started)
     except (ValueError, TypeError):
@@ -190,7 +190,7 @@ def _since(started: str, moment: str) -> bool:
 
 
 def runs(container: str) -> bool:
-    """Tell whether a container runs; an engine that is down or gone runs none."""
+    """Tell whether a container runs; no if the engine is down or missing."""
     try:
         with connected() as client:
             current = state(client, container)
@@ -220,7 +220,7 @@ def service_container(client: docker.DockerClient, project: str, service: str) -
 
 
 def _cdi_devices(info: dict[str, Any]) -> tuple[str, ...]:
-    """Return the NVIDIA devices of the Container Device Interface, as the engine or the files of its folders name them.
+    """Return the NVIDIA devices of the Container Device Interface, from the engine or the files in its folders.
 
     Engines since API 1.50 list the devices that they discovered; older ones list only the folders that they search.
     """

@@ -22,18 +22,18 @@ from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, licences, oci
 from sparkforge.image.devices import CPU, build_command
 
-# Where in the image its manifest and its audit lie; the Dockerfile sets both labels.
+# The labels with the paths of the manifest and the audit in an image; the Dockerfile sets both.
 MANIFEST_LABEL = "org.sparkforge.manifest"
 AUDIT_LABEL = "org.sparkforge.audit"
 SBOM_LABEL = "org.sparkforge.sbom"
 SOURCE_LABEL = "org.sparkforge.source"  # the file with revision and digest of the build's context; not in older images
 LICENCES = f"/opt/venv/{licences.REPORT}"
-# Bytes that a build takes under the engine's folder, image and cache together, with a margin: 5 GB are installed in the
-# embedded image, 8 GB in the Spark's (docs/concepts/images.md).
+# Bytes that a build takes under the engine's folder for image and cache, with a margin: the embedded image has 5 GB of
+# files, the Spark's 8 GB (docs/concepts/images.md).
 CPU_BYTES, CUDA_BYTES = 15_000_000_000, 35_000_000_000
-LARGEST_FILE = 64 << 20  # bytes of a manifest, audit or bill of materials in an image; our largest audit has 2 MB
+LARGEST_FILE = 64 << 20  # bytes of a manifest, audit or bill of materials in an image; our largest audit is 2 MB
 Expected = Callable[[str], Mapping[str, Mapping[str, str]]]
-# The parts of the manifest that must be this checkout's, with their names.
+# The parts of the manifest that must match this checkout, with their names.
 COMPARED = {"patches": "patch queue", "lock": "locked set"}
 
 
@@ -66,7 +66,7 @@ class Source(BaseModel):
 
 
 class AuditedCode(BaseModel):
-    """The fields that we read of a file or a violation in an audit."""
+    """The fields of a file or a violation in an audit that we read."""
 
     path: str = ""
     rule: str = ""
@@ -74,7 +74,7 @@ class AuditedCode(BaseModel):
 
 
 class AuditCode(BaseModel):
-    """The part of an audit that is about machine code."""
+    """The part of an audit on machine code."""
 
     violations: list[AuditedCode] | None = None
     files: list[AuditedCode] | None = None
@@ -88,7 +88,7 @@ class Audit(BaseModel):
 
 
 def labels(attrs: Mapping[str, Any]) -> dict[str, str]:
-    """Return an image's labels; none where its configuration has another shape."""
+    """Return an image's labels; none if its configuration is malformed."""
     config = attrs.get("Config")
     entries = config.get("Labels") if isinstance(config, dict) else None
     return {name: str(value) for name, value in entries.items()} if isinstance(entries, dict) else {}
@@ -104,7 +104,7 @@ def ready_to_build(stack: str) -> list[str | Path]:
     with engine.connected() as client:
         root = Path(engine.read(client).root)
         images = client.images.list(name=docker_compose.resolve(docker_compose.variables(stack)).image)
-    # An engine elsewhere, or in a virtual machine, keeps its files out of sight; a second build has its cache.
+    # The folder of a remote engine, or of one in a virtual machine, is not visible; a second build has a cache.
     needed = CPU_BYTES if pins.load().image(stack).device == CPU else CUDA_BYTES
     if root.is_dir() and not images and (free := shutil.disk_usage(root).free) < needed:
         why = f"{root} has {free / 1e9:.1f} GB free and a first build takes {needed / 1e9:.0f} GB"
@@ -113,15 +113,15 @@ def ready_to_build(stack: str) -> list[str | Path]:
 
 
 def made_from(client: docker.DockerClient | None, image: Any, stack: str) -> dict[str, Any]:
-    """Return an image's source.json, which names its commit and context; empty for an image without one."""
+    """Return an image's source.json, which names its commit and context; empty if the image has none."""
     return _parsed(_read(client, image, SOURCE_LABEL, stack), Source) if SOURCE_LABEL in labels(image.attrs) else {}
 
 
 @contextmanager
 def opened(stack: str, name: str) -> Iterator[tuple[docker.DockerClient | None, Any]]:
-    """Open a stack's image, or the image `name`, in the engine; of a path, the image in the OCI layout there.
+    """Open a stack's image, or the image `name`, in the engine; if `name` is a path, the image in that OCI layout.
 
-    Yields the engine's client, None for a layout, and the image. Raises EngineError, IntegrityError.
+    Yields the engine's client (None for a layout) and the image. Raises EngineError, IntegrityError.
     """
     if name.startswith("/"):
         yield None, oci.LayoutImage(Path(name))
@@ -132,7 +132,7 @@ def opened(stack: str, name: str) -> Iterator[tuple[docker.DockerClient | None, 
 
 
 def bill(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
-    """Return an image's bill of materials, the one that its manifest names by hash. Raises IntegrityError."""
+    """Return an image's bill of materials, checked against the hash in its manifest. Raises IntegrityError."""
     text = _read(client, image, SBOM_LABEL, stack)
     _require_named(client, image, stack, text, "bill of materials")
     _parsed(text, Bill)
@@ -157,9 +157,9 @@ def _require_named(client: docker.DockerClient | None, image: Any, stack: str, t
 def verify(stack: str, name: str, expected: Expected) -> None:
     """Describe a stack's image, or the image `name`, and compare its claims with this checkout.
 
-    Raises IntegrityError with every difference. Manifest, audit and labels are claims by whoever made the image. This
-    can refute them but not prove them, since no file of the image is compared with a hash of this checkout. `expected`
-    takes the image's processor (amd64, arm64) and returns what this checkout has: a key of
+    Raises IntegrityError with every difference. Manifest, audit and labels are claims of the image's builder. This
+    function can refute them but not prove them, since it compares no file of the image with a hash of this checkout.
+    `expected` takes the image's processor (amd64, arm64) and returns the hashes of this checkout: a key of
     COMPARED → name of a queue or a lock → its sha256.
     """
     with opened(stack, name) as (client, image):
@@ -186,7 +186,7 @@ def verify(stack: str, name: str, expected: Expected) -> None:
 def require_ours(
     client: docker.DockerClient | None, image: Any, stack: str, expected: Expected
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an image's manifest and audit, which fit this checkout. Raises IntegrityError with every difference."""
+    """Return an image's manifest and audit. Raises IntegrityError with every difference from this checkout."""
     text, report = (_read(client, image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
     document = _parsed(text, Manifest)
     wanted = expected(str(image.attrs.get("Architecture", "")))
@@ -197,13 +197,13 @@ def require_ours(
 
 
 def manifest(client: docker.DockerClient | None, image: Any, stack: str = "") -> dict[str, Any]:
-    """Return the manifest that lies in an image. Raises IntegrityError if we did not build it, EngineError."""
+    """Return the manifest in an image. Raises IntegrityError if this project did not build it, EngineError."""
     stack = stack or labels(image.attrs).get("org.sparkforge.stack", "")
     return _parsed(_read(client, image, MANIFEST_LABEL, stack), Manifest)
 
 
 def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return in words where an image's manifest is not as expected."""
+    """Return the differences of an image's manifest from the expected one, in words."""
     lines = []
     for key, label in COMPARED.items():
         actual, required = dict(manifest.get(key) or {}), expected[key]
@@ -229,7 +229,7 @@ def lines(attrs: Mapping[str, Any]) -> list[str]:
 def unaudited(manifest: Mapping[str, Any], report: bytes) -> list[str]:
     """Return the faults of the audit in an image; empty if there are none.
 
-    It must be the one that the manifest names by hash, without a violation, and have read every compiled module.
+    The audit must have the hash in the manifest and no violation, and cover every compiled module.
     """
     if hashlib.sha256(report).hexdigest() not in dict(manifest.get("audit") or {}).values():
         return ["its audit report is not the one that its manifest names"]
@@ -244,7 +244,7 @@ def unaudited(manifest: Mapping[str, Any], report: bytes) -> list[str]:
 
 
 def _code(audit: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the audit's entries for files with machine code; the CPU's image has none."""
+    """Return the audit's entries for files with machine code; a CPU image has none."""
     return (audit.get("code") or {}).get("files") or []
 
 
@@ -260,7 +260,7 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
 def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str) -> bytes:
     """Return the file that a label names, read without running the image.
 
-    Raises IntegrityError if the image has no such label: then another program or an old Sparkforge built it.
+    Raises IntegrityError if the image has no such label because another program or an old Sparkforge built it.
     """
     path = labels(image.attrs).get(label, "")
     if not path:

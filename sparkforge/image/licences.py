@@ -1,6 +1,6 @@
-"""Licence texts for the images: wheels that come without one get upstream's, from the table deploy/licences.toml.
+"""Licence texts for the images: wheels without a text get upstream's, from the table deploy/licences.toml.
 
-The report that lies in an image has all texts, each once: those in dist-info folders and Debian's copyright files.
+The report in an image has each text once: those in dist-info folders and Debian's copyright files.
 """
 
 import re
@@ -22,10 +22,9 @@ TEXT = re.compile(r"licen[cs]e|copying|copyright|notice", re.IGNORECASE)
 
 
 def add(packages: Path, table: Path | None = None) -> list[str]:
-    """Give each distribution without a licence text those that the table has for it; return the names of these.
+    """Add the table's texts to each distribution without a licence text; return the names of these distributions.
 
-    They lie in dist-info/licenses, as wheels have them (PEP 639). Raises IntegrityError if a text of ours is not the
-    one that the table pins.
+    The texts go to dist-info/licenses (PEP 639). Raises IntegrityError if one does not have its pinned hash.
     """
     table = table or TABLE
     document: dict[str, Any] = read_toml(table)
@@ -36,7 +35,7 @@ def add(packages: Path, table: Path | None = None) -> list[str]:
         for file, text in document["distributions"][name]["files"].items():
             source = table.with_suffix("") / text
             if not source.is_file() or sha256_file(source) != document["texts"][text]:
-                failure, why = f"{source} is not the text in {table.name}", "it is gone, or its sha256 is another"
+                failure, why = f"{source} is not the text in {table.name}", "it is missing, or its sha256 differs"
                 raise IntegrityError(failure, why, f"git checkout {table.parent.name}", code="integrity.hash")
             write_atomic(info / "licenses" / file, source.read_bytes())
         added.append(name)
@@ -53,7 +52,7 @@ def without(packages: Path) -> dict[str, Path]:
 
 
 def report(bill: Mapping[str, Any], packages: Path, debian: Path) -> str:
-    """Return the licences of what a bill lists by purl, as text: a line for each component, then the texts.
+    """Return the licences of a bill's components with a purl, as text: a line for each component, then the texts.
 
     `packages` is the image's site-packages, `debian` the root of a file system with its Debian packages.
     """
@@ -62,7 +61,7 @@ def report(bill: Mapping[str, Any], packages: Path, debian: Path) -> str:
         name, info = component["name"], Path()
         if component["purl"].startswith("pkg:deb/"):
             files = [debian / "usr/share/doc" / name / "copyright"]
-        else:  # a distribution has its RECORD below it
+        else:  # a distribution, which has its RECORD as a child
             info = packages / next((Path(file["name"]).parent for file in component.get("components", [])), "none")
             files = sorted(path for path in info.rglob("*") if TEXT.search(str(path.relative_to(info))))
         texts = list[int]()

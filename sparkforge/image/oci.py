@@ -1,7 +1,7 @@
-"""An image on disk, by OCI's image layout: a folder, or a tar archive of one, as `docker save` and buildx write it.
+"""An image on disk in OCI's image layout: a folder, or a tar archive of one, as `docker save` and buildx write it.
 
-Whoever made it may be hostile. Everything is read by digest, documents are bounded in size and number, and a layer is
-only searched: nothing of it is unpacked.
+The image may be hostile. Everything is read by digest, documents are bounded in size and number, and layers are
+searched without unpacking them.
 """
 
 import gzip
@@ -23,21 +23,21 @@ from sparkforge.core.files import DocumentError
 from sparkforge.core.tables import parse_record
 from sparkforge.image.devices import OCI_MACHINES
 
-LARGEST_DOCUMENT = 4 << 20  # bytes of an index, a manifest or a configuration: what registries take (OCI distribution)
+LARGEST_DOCUMENT = 4 << 20  # bytes of an index, a manifest or a configuration: registries' limit (OCI distribution)
 LARGEST_FILE = 64 << 20  # bytes of a file that is read out of a layer
 MOST_LAYERS, MOST_MANIFESTS, MOST_ENTRIES = 128, 64, 1_000_000
 EXPANSION, EXPANDED = 100, 1 << 30  # unpacked limit: EXPANDED bytes, or EXPANSION times the packed size if more
-UNKNOWN = "unknown"  # the platform of what buildx puts beside an image, such as its own attestations
+UNKNOWN = "unknown"  # the platform of buildx's additions to an image, such as its attestations
 TAG = "org.opencontainers.image.ref.name"
 NAME = "io.containerd.image.name"
-ATTACHMENT_TAG = re.compile(r"sha256-[0-9a-f]{64}\.\w+")  # tags of signatures and attestations, as cosign has them
+ATTACHMENT_TAG = re.compile(r"sha256-[0-9a-f]{64}\.\w+")  # cosign's tags of signatures and attestations
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
 Shape = TypeVar("Shape", bound=BaseModel)
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
 class Descriptor(BaseModel, alias_generator=to_camel, populate_by_name=True):
-    """The fields of a reference to a document or a layer that we read."""
+    """The fields that we read of a reference to a document or a layer."""
 
     digest: Digest
     size: int = Field(ge=0, lt=1 << 40)
@@ -71,7 +71,7 @@ def document(data: bytes, origin: str) -> Document:
 
 
 def require_digest(data: bytes, descriptor: Descriptor, origin: str) -> bytes:
-    """Return `data`, which is what a descriptor names. Raises IntegrityError."""
+    """Return `data` if it has a descriptor's digest and size. Raises IntegrityError."""
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
     if (digest, len(data)) != (descriptor.digest, descriptor.size):
         why = f"wanted {descriptor.digest} with {descriptor.size} bytes, got {digest} with {len(data)}"
@@ -81,7 +81,7 @@ def require_digest(data: bytes, descriptor: Descriptor, origin: str) -> bytes:
 
 def refused(origin: str, why: str, code: str = "integrity.image") -> IntegrityError:
     """Return the error for an invalid image or document."""
-    return IntegrityError(f"{origin} is refused", why, "again   # first get it again from whoever made it", code=code)
+    return IntegrityError(f"{origin} is refused", why, "again   # first get the image again from its source", code=code)
 
 
 class Layout:
@@ -118,7 +118,7 @@ class Layout:
         return data
 
     def blob(self, descriptor: Descriptor, largest: int = LARGEST_DOCUMENT) -> bytes:
-        """Return a small blob, whose digest and size were compared. Raises IntegrityError."""
+        """Return a small blob after comparing its digest and size. Raises IntegrityError."""
         origin = f"{self.path}: {descriptor.digest[:19]}"
         try:
             return require_digest(self._read(_blob_path(descriptor.digest), largest), descriptor, origin)
@@ -126,7 +126,7 @@ class Layout:
             raise refused(origin, str(error)) from error
 
     def open_layer(self, descriptor: Descriptor) -> IO[bytes]:
-        """Open a layer, whose digest and size were compared now. Raises IntegrityError."""
+        """Open a layer after comparing its digest and size. Raises IntegrityError."""
         origin = f"{self.path}: {descriptor.digest[:19]}"
         try:
             file = self._open(_blob_path(descriptor.digest))
@@ -140,7 +140,7 @@ class Layout:
 
 
 class LayoutImage:
-    """The image in a layout for one processor; `attrs`, `id`, `short_id` and `tags` are as the Docker SDK has them."""
+    """The image in a layout for one processor; `attrs`, `id`, `short_id` and `tags` are as in the Docker SDK."""
 
     def __init__(self, path: Path) -> None:
         self.layout = Layout(path)
@@ -157,19 +157,19 @@ class LayoutImage:
         self.configuration = _shaped(self.layout.blob(self.manifest.config), str(path), Configuration)
 
     def _images(self, entries: list[tuple[Descriptor, Descriptor]]) -> Iterator[tuple[Descriptor, Descriptor]]:
-        """Yield (entry of index.json, manifest of an image); an index may name indexes, but these none again."""
+        """Yield (entry of index.json, manifest of an image); indexes may be nested one level deep."""
         for top, entry in entries:
             if not entry.media_type.endswith(("index.v1+json", "manifest.list.v2+json")):
                 yield top, entry
             elif top is not entry:
-                raise refused(str(self.layout.path), "an index of its names an index that names an index")
+                raise refused(str(self.layout.path), "its indexes are nested more than one level deep")
             else:
                 inner = document(self.layout.blob(entry), str(self.layout.path)).manifests
                 yield from self._images([(top, below) for below in inner if not _is_beside(below)])
 
     @property
     def id(self) -> str:
-        """The digest of its configuration, which most engines call an image by."""
+        """The digest of its configuration, which is the image id in most engines."""
         return str(self.manifest.config and self.manifest.config.digest)
 
     @property
@@ -179,17 +179,17 @@ class LayoutImage:
 
     @property
     def tags(self) -> list[str]:
-        """Its name, if the layout says one."""
+        """Its name, if the layout has one."""
         return [self.top.annotations[key] for key in (NAME, TAG) if key in self.top.annotations][:1]
 
     @property
     def digests(self) -> list[str]:
-        """Each digest that names it: that of index.json, the manifest's and the configuration's."""
+        """The digests that identify the image: the one in index.json, the manifest's and the configuration's."""
         return list(dict.fromkeys([self.top.digest, self.descriptor.digest, self.id]))
 
     @cached_property
     def attrs(self) -> Mapping[str, Any]:
-        """The output of `docker inspect`, as far as we read it."""
+        """The fields of `docker inspect` that we read."""
         size = sum(layer.size for layer in self.manifest.layers)
         settings = self.configuration
         return {
@@ -198,7 +198,7 @@ class LayoutImage:
         }  # fmt: skip
 
     def read(self, path: str) -> bytes:
-        """Return a file of the image, by its absolute path. Raises IntegrityError, also if a layer could harm."""
+        """Return a file of the image, by its absolute path. Raises IntegrityError, also for an unsafe layer."""
         name = path.strip("/")
         for layer in reversed(self.manifest.layers):
             with self.layout.open_layer(layer) as file:
@@ -214,9 +214,9 @@ class LayoutImage:
 
 
 def _search(file: IO[bytes], layer: Descriptor, name: str) -> tuple[bytes | None, bool]:
-    """Return a file of one layer, None if it is not there, and whether the layer hides it in those below.
+    """Return a file of one layer (None if missing), and whether the layer hides the file in the layers below.
 
-    Raises ValueError for an entry that would be unpacked elsewhere, and for a layer that expands too far.
+    Raises ValueError for an entry that points outside the image, and for a layer that expands too far.
     """
     parents = ["/".join(name.split("/")[:depth]) for depth in range(1, name.count("/") + 1)]
     content, hidden = None, False
@@ -227,7 +227,7 @@ def _search(file: IO[bytes], layer: Descriptor, name: str) -> tuple[bytes | None
         for number, entry in enumerate(tar):
             parts = entry.name.removeprefix("./").rstrip("/").split("/")
             if entry.name.startswith("/") or ".." in parts or number >= MOST_ENTRIES:
-                raise ValueError(f"its entry {entry.name[:100]!r} leads out of the image, or is one of too many")
+                raise ValueError(f"its entry {entry.name[:100]!r} points outside the image, or there are too many")
             path, folder, last = "/".join(parts), "/".join(parts[:-1]), parts[-1]
             if path == name or (path in parents and not entry.isdir()):
                 if path != name or not entry.isreg() or entry.size > LARGEST_FILE:
@@ -258,7 +258,7 @@ class _Bounded:
 
 
 def _is_beside(entry: Descriptor) -> bool:
-    """Tell whether a manifest is no image, but something beside one: signatures, or attestations of buildx."""
+    """Tell whether a manifest is an addition to an image: signatures, or attestations of buildx."""
     tag = ATTACHMENT_TAG.fullmatch(entry.annotations.get(TAG, ""))
     return tag is not None or entry.platform.get("architecture") == UNKNOWN
 

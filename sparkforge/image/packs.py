@@ -1,14 +1,14 @@
-"""Kernel packs: a stack's compiled and audited modules as one artifact, used in place of compiling them.
+"""Kernel packs: a stack's compiled and audited modules as one artifact, used instead of compiling them.
 
 A pack is a deterministic tar in a bundle's form (`sources.bundle`), with the same checks when it is read:
 
     index.json       the key, its inputs, and every other member's sha256 and size
-    audit.json       the report on the machine code; the machine that takes a pack audits it again
+    audit.json       the report on the machine code; a machine that uses a pack audits it again
     sbom.json        its bill of materials, CycloneDX 1.6
     libraries/NAME.so
 
-It is stored as a .tar with FILE.sig beside it, in an OCI layout in a folder, or in a registry's repository. A layout or
-a repository has it as a small image, tagged kernels-KEY.pack. Its layers are the tar and, if signed, the statement.
+A pack is stored as a .tar with FILE.sig beside it, in an OCI layout in a folder, or in a registry's repository. In a
+layout or repository it is a small image, tagged kernels-KEY.pack, with the tar and any signed statement as layers.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from sparkforge.sources.bundle import BundleMember
 VARIABLE = "SPARKFORGE_PACKS"  # the default place of packs for --packs, and for the build of an image
 TAR = "application/vnd.oci.image.layer.v1.tar"
 MOUNTED = "/mnt/packs"  # in the build of an image (Dockerfile)
-FIX = "without --packs   # compiles; or get it again from whoever made it"
+FIX = "without --packs   # compiles; or get the pack again from its source"
 
 
 class Index(BaseModel):
@@ -89,7 +89,7 @@ def place(name: str) -> Place:
 
 
 def own_folders() -> list[Path]:
-    """Return the folders of packs that are always searched: this checkout's, and that of the bundle in use."""
+    """Return the folders of packs that are always searched: the checkout's, and the one of the bundle in use."""
     folders = [paths.state() / bundle.PACKS, *([folder / bundle.PACKS] if (folder := offline.folder()) else [])]
     return [folder for folder in folders if folder.is_dir()]
 
@@ -98,7 +98,7 @@ def build_context(name: str) -> tuple[str, Path | None]:
     """Return the name of the place `name` inside the image's build, and the folder to mount there, if any."""
     name = name or os.environ.get(VARIABLE, "")
     origin = place(name) if name else next(map(Folder, own_folders()), None)
-    if isinstance(origin, Archive):  # copied, because the whole folder is sent to the builder
+    if isinstance(origin, Archive):  # copied, because Docker sends the whole folder to the builder
         folder = paths.state() / "build" / bundle.PACKS
         manifest.remove(folder)
         Archive(folder / "pack.tar").write("", origin.read(""))
@@ -114,7 +114,7 @@ def key_of(inputs: Mapping[str, str]) -> str:
 def taking(name: str) -> Take:
     """Return a function that takes modules from the place `name`, this checkout's packs or the bundle's.
 
-    It returns None if none of them has the pack. A pack is verified: hashes, key, and the signature that
+    The function returns None if no place has the pack. It verifies a pack's hashes, its key, and the signature that
     trust.toml demands. Raises IntegrityError for a pack that is refused, EngineError for a registry.
     """
     name = name or os.environ.get(VARIABLE, "")
@@ -127,7 +127,7 @@ def taking(name: str) -> Take:
                 break
         else:
             if places:
-                say(f"no pack {key[:12]} of these modules in {', '.join(map(str, places))}: compiling them")
+                say(f"no pack {key[:12]} for these modules in {', '.join(map(str, places))}: compiling them")
             return None
         what = f"the kernel pack of {origin}"
         signer = trust.require_signed(what, hashlib.sha256(layers[0].data).hexdigest(), layers[1:])
@@ -156,7 +156,7 @@ def taking(name: str) -> Take:
 
 
 def publish(request: KernelRequest, name: str, key_file: Path | None) -> str:
-    """Put the modules that a request has built into the place `name`, signed by a key; return the pack's sha256.
+    """Store the modules of a request in the place `name`, signed by a key; return the pack's sha256.
 
     The same modules give the same bytes. Raises the errors of `kernels.prepare`, and EngineError, StorageError.
     """
@@ -201,7 +201,7 @@ def publish(request: KernelRequest, name: str, key_file: Path | None) -> str:
 
 
 def copy(folder: Path, repository: str) -> None:
-    """Send the packs of a folder, as they are, to a registry's repository. Raises UsageError, EngineError."""
+    """Send the packs of a folder unchanged to a registry's repository. Raises UsageError, EngineError."""
     origin, target = Folder(folder), Repository(repository)
     tags = [tag for tag in origin.tags() if tag.endswith(".pack")]
     if not tags:

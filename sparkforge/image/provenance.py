@@ -1,7 +1,6 @@
 """The provenance of an image: an in-toto Statement v1 about its digests, with the predicate of SLSA Provenance v1.
 
-It is computed from the image's own contents, so anybody who has the image can compute it again and compare
-(`differences`).
+It is computed from the image's contents, so everybody who has the image can compute and compare it (`differences`).
 """
 
 import re
@@ -67,7 +66,7 @@ def statement(subjects: list[tuple[str, Digest]], kind: str, predicate: Mapping[
 def predicate(
     client: docker.DockerClient | None, image: Any, stack: str, manifest: Mapping[str, Any], builder: str = OWN_BUILD
 ) -> dict[str, Any]:
-    """Return SLSA's predicate for an image, whose manifest has been read. Raises IntegrityError, EngineError."""
+    """Return SLSA's predicate for an image with this `manifest`. Raises IntegrityError, EngineError."""
     labels, source = inspect.labels(image.attrs), inspect.made_from(client, image, stack)
     revision = labels.get(REVISION_LABEL, "")
     if revision.startswith("unknown") or not revision:  # the build set no label: source.json may name the commit
@@ -99,7 +98,7 @@ def _inputs(manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _components(components: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield a bill's components that have a purl, and the components that they were patched from, with hashes."""
+    """Yield a bill's components that have a purl, and the originals of patched components, with hashes."""
     for component in components:
         if purl := component.get("purl"):
             hashes = [entry["content"] for entry in component.get("hashes") or []]

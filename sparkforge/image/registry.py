@@ -1,8 +1,7 @@
 """`./inv image.publish` and `./inv image.pull`: an image goes to a registry and comes back by digest, never by tag.
 
-docker itself pushes and pulls: it is on every machine that serves an image, has the logins (`docker login`), and talks
-plain HTTP to registries on the loopback address only, unless the engine's `insecure-registries` name another one
-(Decision 0021).
+The program docker pushes and pulls: it is on every machine that serves an image, has the logins (`docker login`), and
+uses plain HTTP only for registries on the loopback address and in the engine's `insecure-registries` (Decision 0021).
 """
 
 import re
@@ -32,7 +31,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
     """Push a stack's image, or the image `name`, and print its digest, which `pull` takes.
 
     The image must be this checkout's. Its tag in the registry is its own name, which no other image gets. Raises
-    UsageError, IntegrityError for an image that is not this checkout's, or a tag that has another image, EngineError.
+    UsageError, EngineError, and IntegrityError for another checkout's image or a tag that another image has.
     """
     if not REPOSITORY.fullmatch(repository):
         why = "it takes a registry's host and a repository, without a tag"
@@ -46,12 +45,12 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
         known = _digest(image, repository)
         try:
             present, denied = str(client.images.get_registry_data(reference).id), False
-        except APIError as error:  # before the first push registries deny what is not there: the push tells which it is
+        except APIError as error:  # registries also deny access to a missing image; the push tells the difference
             if error.status_code not in {404, *DENIED}:
                 raise
             present, denied = "", error.status_code in DENIED
         if present and present != known:
-            why = f"it is {present}, and this image was never pushed there as that"
+            why = f"it is {present}, which is not this image"
             fix = f"again   # first remove the tag {tag} from the registry"
             raise IntegrityError(f"{reference} is there already", why, fix, code="integrity.image")
         image.tag(repository, tag)
@@ -67,7 +66,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
     with engine.connected() as client:
         image = client.images.get(image.id)
         if not (digest := _digest(image, repository)):
-            why = f"the engine names none for {repository} after the push"
+            why = f"the engine names no digest for {repository} after the push"
             raise EngineError("the image's digest is unknown", why, f"docker pull {reference}", code="engine.failed")
     echo(f"{repository}@{digest}")
     say(f"on another machine: ./inv image.pull {repository}@{digest}")
@@ -76,7 +75,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
 def pull(stack: str, reference: str, expected: Expected) -> None:
     """Pull the image REPOSITORY@sha256:DIGEST, check it against this checkout, and let Compose serve it.
 
-    Until it has passed, no tag of this machine changes; an image that is refused is removed again. Raises UsageError
+    No tag of this machine changes before the image has passed; a refused image is removed. Raises UsageError
     without a digest, IntegrityError, EngineError.
     """
     if not REFERENCE.fullmatch(reference):
@@ -113,7 +112,7 @@ def _require_stack(image: Any, manifest: Mapping[str, Any], stack: str) -> None:
     labels = inspect.labels(image.attrs)
     named = {"manifest": manifest.get("stack"), "label": labels.get(versions.STACK_LABEL)}
     if wrong := [f"its {origin} says {name!r}" for origin, name in named.items() if name != stack]:
-        why = f"{', and '.join(wrong)}, and the stack {stack} was asked for"
+        why = f"{', and '.join(wrong)}, and the stack {stack} was requested"
         raise IntegrityError(f"{image.short_id} is refused", why, build_command(stack), code="integrity.image")
 
 

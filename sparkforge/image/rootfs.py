@@ -1,8 +1,8 @@
 """The Python environment of an image: `python -m sparkforge.image.rootfs STEP`, run by the stages of the Dockerfile.
 
-One tree at /opt/venv: a hash-locked set, patched, without what its device cannot load (`deploy/trim.toml`), its
-bytecode the same in every build. The tree is verified last, against what its own records say of every file. Our own
-packages are not in it: the image has them in a folder of their own, which is on PYTHONPATH (Dockerfile).
+It is one tree at /opt/venv: a hash-locked, patched set, without files that its device cannot load (`deploy/trim.toml`),
+and with the same bytecode in every build. Last, every file is compared with its RECORD. Our own packages are in another
+folder of the image, which is on PYTHONPATH (Dockerfile).
 """
 
 import argparse
@@ -52,8 +52,8 @@ from sparkforge.sources import bundle
 SIGNING_KEY = Path("/run/secrets/signing-key")  # a secret of the build; the kernel pack stays unsigned without it
 REPORT, BILL = "audit.json", "sbom.json"  # beside the manifest
 TRIMMING = ROOT / "deploy/trim.toml"  # what each device's image leaves out
-LOCK = ".lock"  # uv's, which it makes writable by everybody
-# Written at install, with times and paths of the build.
+LOCK = ".lock"  # uv's lock file, which uv makes writable by everybody
+# Files that an installation writes with times and paths of the build.
 VOLATILE = ("uv_cache.json", "direct_url.json", "REQUESTED")
 
 
@@ -63,11 +63,11 @@ class Tree:
 
     root: Path
     stack: str
-    machine: str = toolchain.THIS_MACHINE  # what the image is for, as `uname -m` has it
+    machine: str = toolchain.THIS_MACHINE  # the image's machine, as `uname -m` prints it
 
     @property
     def is_native(self) -> bool:
-        """Whether the tree's packages can run here. Its interpreter can: every Debian has it at the same path."""
+        """Whether the tree's packages can run here. Its interpreter always can: Debian has it at the same path."""
         return self.machine == toolchain.THIS_MACHINE
 
     @property
@@ -92,7 +92,7 @@ class Tree:
 
     @property
     def lock(self) -> str:
-        """The set that it is made from on its processor."""
+        """The locked set for the tree's processor."""
         return self.inputs.lock(self.machine)
 
 
@@ -103,10 +103,10 @@ def install(tree: Tree, more: str = "") -> None:
     """
     table = pins.load()
     shutil.rmtree(tree.root, ignore_errors=True)
-    # The distribution's interpreter, not that of the environment which runs us.
+    # The distribution's interpreter, not the running environment's.
     base_python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", base_python, tree.root])
-    # Packages that are not installed from the lock as they are: patched wheels, and those that no package index lists.
+    # Packages that the lock does not install: patched wheels, and packages that no index lists.
     special = (pin for pin in table.stack(tree.stack).components.values() if pin.patches or pin.index)
     components = [pin for pin in special if any(name.endswith(".whl") for name in pin.files)]
     wheels = environments.fetch_wheels(tree.lock, components, tree.machine)
@@ -125,7 +125,7 @@ def install(tree: Tree, more: str = "") -> None:
 
 
 def name_plugins(packages: Path) -> None:
-    """Let vLLM find the plugins of spark-mxfp4, whose package lies outside the tree."""
+    """Let vLLM find the plugins of spark-mxfp4, whose package is outside the tree."""
     text = (ROOT / "spark_mxfp4" / "pyproject.toml").read_text(encoding="utf-8")
     project: dict[str, Any] = tomllib.loads(text)["project"]
     groups = "".join(
@@ -136,12 +136,12 @@ def name_plugins(packages: Path) -> None:
 
 
 def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
-    """Take or compile a set of FlashInfer's modules with the tree's own CUDA, and put them where a server loads them.
+    """Take or compile a set of FlashInfer's modules with the tree's CUDA, and install them for the server.
 
-    For another machine than this one they are compiled with the locked toolchain, for an environment of their own.
-    They are a kernel pack under `built`, besides: the Dockerfile's target `kernel-packs`.
-    `name` is a set of the stack's kernel table; empty for the image's own. A stack without kernels has none compiled.
-    Raises the errors of `build_kernels`, and IntegrityError if it compiled none.
+    For another machine the locked toolchain and a separate environment compile them. A kernel pack of the modules is
+    stored under `built` too, for the Dockerfile's target `kernel-packs`. `name` is a set of the stack's kernel table;
+    empty: the image's set. Does nothing for a stack without kernels.
+    Raises the errors of `build_kernels`, and IntegrityError if no module was compiled.
     """
     if not tree.inputs.kernels:
         say(f"the stack {tree.stack} has no kernels to compile")
@@ -157,9 +157,9 @@ def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
 
 
 def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
-    """Compile vLLM's own extensions against the tree, and lay them over upstream's. Raises the errors of both.
+    """Compile vLLM's extensions against the tree, and replace upstream's with them. Raises the errors of both steps.
 
-    `sources` is an unpacked bundle or has a checkout for each repository; an empty folder means the network.
+    `sources` is an unpacked bundle or has a checkout of each repository; if it is empty, they are downloaded.
     """
     require_way("source", tree.machine)
     git_sources = str(sources) if any(sources.iterdir()) else ""
@@ -171,7 +171,7 @@ def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
 
 
 def take_kernels(tree: Tree, built: Path) -> None:
-    """Copy the modules under `built`, a FlashInfer workspace, to where FlashInfer loads them without a compiler."""
+    """Copy the modules under `built`, a FlashInfer workspace, to the folder of precompiled modules."""
     modules = sorted(built.glob(".cache/flashinfer/*/*/cached_ops/*/*.so"))
     if not modules:
         failure = "there are no kernels to put into the image"
@@ -186,7 +186,7 @@ def take_kernels(tree: Tree, built: Path) -> None:
 def cuts(device: str) -> dict[str, list[str]]:
     """Return the paths below site-packages, by name, that deploy/trim.toml leaves out of the device's image.
 
-    What a family of models needs stays (families.toml, `untrimmed`).
+    Paths that a family of models needs stay (families.toml, `untrimmed`).
     """
     entries: dict[str, dict[str, Any]] = read_toml(TRIMMING).get(device, {})
     needed = {name for family in families.load().values() for name in family.untrimmed}
@@ -194,9 +194,9 @@ def cuts(device: str) -> dict[str, list[str]]:
 
 
 def trim(packages: Path, cuts: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Remove what `cuts` name; return the bytes that each freed. Raises IntegrityError if a path matches nothing.
+    """Remove the paths of `cuts`; return the bytes that each freed. Raises IntegrityError if a path matches nothing.
 
-    A name that no longer exists means that upstream moved something, and with it perhaps the reason.
+    If a path no longer exists, upstream moved a file, and the reason to remove it may no longer hold.
     """
     freed = dict.fromkeys(cuts, 0)
     for name, patterns in cuts.items():
@@ -214,7 +214,7 @@ def trim(packages: Path, cuts: Mapping[str, Sequence[str]]) -> dict[str, int]:
 
 
 def cut_pattern(cuts: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
-    """Return a pattern for the beginning of every path that `cuts` leave out; group 1 is the file or folder."""
+    """Return a pattern for the beginning of every path in `cuts`; group 1 is the file or folder."""
     globs = "|".join(re.escape(path).replace(r"\*", "[^/]*") for paths in cuts.values() for path in paths)
     return re.compile(f"({globs})(?:/|$)")
 
@@ -222,7 +222,8 @@ def cut_pattern(cuts: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
 def finish(tree: Tree, jobs: int) -> None:
     """Trim the tree, add licence texts, and make it the same in every build.
 
-    No volatile files, no times, bytecode in one order. Raises IntegrityError for a cut or a text that does not fit.
+    That excludes volatile files and times, and fixes the order of bytecode. Raises IntegrityError for a path of the
+    trimming table that matches nothing, or a wrong licence text.
     """
     for name, size in trim(tree.packages, cuts(tree.device)).items():
         say(f"left out: {name} ({size / 1e6:.0f} MB)")
@@ -233,7 +234,7 @@ def finish(tree: Tree, jobs: int) -> None:
     for record in tree.packages.glob("*.dist-info/RECORD"):
         lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
         lasting = [line for line in lines if Path(line.partition(",")[0]).name not in VOLATILE]
-        if lasting != lines:  # a record has their hashes, which are other ones in every build
+        if lasting != lines:  # RECORD has their hashes, which differ in every build
             write_atomic(record, "".join(lasting))
     for path in sorted(tree.packages.rglob("__pycache__")):
         shutil.rmtree(path)
@@ -242,11 +243,11 @@ def finish(tree: Tree, jobs: int) -> None:
 
 
 def compile_bytecode(tree: Tree, jobs: int) -> None:
-    """Compile every package in a process of its own: what a .pyc holds depends on what its process compiled before it.
+    """Compile each package in a separate process, because a .pyc depends on earlier compilations in its process.
 
-    The image cannot write bytecode (its root is read-only), and without it each of vLLM's processes starts 6 s later.
-    Unchecked hashes instead of times, for the image's times are one epoch (PEP 552). What a .pth file imports when a
-    process starts must not leave bytecode of its own, with times.
+    The image's root is read-only, so it cannot write bytecode, without which each process of vLLM starts 6 s later.
+    The bytecode has unchecked hashes, because all times in the image are equal (PEP 552). The imports of a .pth file
+    when a process starts must not write bytecode with times.
     """
     env = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -261,10 +262,10 @@ def compile_bytecode(tree: Tree, jobs: int) -> None:
 
 
 def audit_code(tree: Tree) -> dict[str, Any]:
-    """Audit the machine code that gpt-oss runs on, FlashInfer's modules and vLLM's libraries; return the report.
+    """Audit the machine code that runs gpt-oss, in FlashInfer's modules and vLLM's libraries; return the report.
 
-    The report leaves out how long that took, which differs in every build. The CPU's image has no such code, and its
-    report is empty. Raises AuditError.
+    The report leaves out the duration, which differs in every build. A CPU image has no such code and an empty report.
+    Raises AuditError.
     """
     if tree.device != CUDA:
         return {}
@@ -277,10 +278,10 @@ def audit_code(tree: Tree) -> dict[str, Any]:
 
 
 def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
-    """Return how many files are as their wheels' records say, and which patched wheels are installed.
+    """Return the number of files that match their wheels' records, and the installed patched wheels.
 
-    Raises IntegrityError if a file differs or is missing, if a package is not in the lock, or if one that the stack has
-    patches for is not the wheel in `locks/patched.toml`.
+    Raises IntegrityError if a file differs or is missing, if a package is not in the lock, or if a package that the
+    stack patches is not the wheel in `locks/patched.toml`.
     """
     changes, lock, patched = image_changes(tree), load_patched(), patched_packages(pins.load(), tree.stack)
     names = re.findall(r"^([A-Za-z0-9._-]+)(?:\[.*\])?==", locks.lock_path(tree.lock).read_text("utf-8"), re.MULTILINE)
@@ -300,7 +301,7 @@ def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
     if problems:
         why = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         fix = "docker compose build --no-cache   # on the host"
-        raise IntegrityError(f"{tree.root} is not what its locks say", why, fix, code="integrity.image-tree")
+        raise IntegrityError(f"{tree.root} does not match its locks", why, fix, code="integrity.image-tree")
     return files, list(wheels.values())
 
 
@@ -310,13 +311,13 @@ def image_changes(tree: Tree) -> ImageChanges:
     records = [Installed.read(record.parent, strict=False) for record in tree.packages.glob("*.dist-info/RECORD")]
     paths = (line.path for installed in records for line in installed.lines)
     left_out = sorted({match[1] for path in paths if (match := pattern.match(path))})
-    overlay = tree.packages / vllm_overlay.RECORD  # audited before it was laid over the wheel
+    overlay = tree.packages / vllm_overlay.RECORD  # audited before it replaced files of the wheel
     files = read_json(overlay)["files"] if overlay.is_file() else {}
     return ImageChanges(left_out=tuple(left_out), compiled={path: change["after"] for path, change in files.items()})
 
 
 def describe(tree: Tree) -> dict[str, Any]:
-    """Return the image's manifest: versions, queues with their hashes, lock, kernels, and a key of it all."""
+    """Return the image's manifest: versions, queues with their hashes, lock, kernels, and a key of all these."""
     table = pins.load()
     parts = [path.name.removesuffix(".dist-info").rpartition("-") for path in sorted(tree.packages.glob("*.dist-info"))]
     libraries = sorted((tree.packages / AHEAD_OF_TIME).glob("*/*.so"))
@@ -332,7 +333,7 @@ def describe(tree: Tree) -> dict[str, Any]:
         **image_changes(tree).model_dump(mode="json"),
         "kernels": {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in libraries},
     }
-    # Caches of compiled code are kept under this key: times cannot tell one image's sources from another's.
+    # Caches of compiled code have this key, because file times cannot tell the sources of two images apart.
     document["key"] = hashlib.sha256(repr(document).encode()).hexdigest()[:16]
     return document
 
@@ -348,12 +349,12 @@ STEPS: dict[str, Callable[[Tree, argparse.Namespace], None]] = {
 
 
 def _verify(tree: Tree, output: Path, debian: Path) -> None:
-    """Verify and audit the tree; leave report and bill of materials beside the manifest, which names both by hash.
+    """Verify and audit the tree; write report and bill of materials beside the manifest, which has their hashes.
 
-    The licences' texts lie in the tree; the manifest has their hash too.
+    The licence texts are in the tree; the manifest has their hash too.
     """
     files, wheels = verify(tree)
-    say(f"{files} files are as their wheels say, {len(wheels)} wheels are ours by locks/patched.toml")
+    say(f"{files} files match their wheels, {len(wheels)} wheels are those of locks/patched.toml")
     report, bill, document, code = output.with_name(REPORT), output.with_name(BILL), describe(tree), audit_code(tree)
     write_json(report, {"files": files, "wheels": [asdict(wheel) for wheel in wheels], "code": code})
     write_atomic(bill, sbom.make(tree.packages, document, code, pins.load(), debian))
@@ -368,12 +369,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m sparkforge.image.rootfs", description=__doc__)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--stack", required=True, help="a stack of pins.toml")
-    parser.add_argument("--platform", default="", help="what the image is for, such as linux/arm64")
+    parser.add_argument("--platform", default="", help="the image's platform, such as linux/arm64")
     parser.add_argument("--tree", type=Path, default=Path("/opt/venv"))
     parser.add_argument("--with", dest="more", default="", help="a further lock to install")
     parser.add_argument("--set", default="", help="a set of the stack's kernel table")
     parser.add_argument("--built", type=Path, default=Path("/kernels"), help="where the kernels are built")
-    parser.add_argument("--sources", type=Path, default=Path("/mnt/bundle"), help="what vLLM is compiled from")
+    parser.add_argument("--sources", type=Path, default=Path("/mnt/bundle"), help="the sources of vLLM")
     parser.add_argument("--targets", default="", help="vLLM's CMake targets, comma-separated; none: all for SM121")
     parser.add_argument("--jobs", default="auto")
     parser.add_argument("--describe", type=Path, default=Path("/opt/image.json"), help="where to write the manifest")

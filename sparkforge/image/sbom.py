@@ -1,8 +1,8 @@
 """An image's bill of materials, CycloneDX 1.6: made in its build from pins, locks, RECORDs, the audit and dpkg's list.
 
-The same image has the same bytes: no time is in it, and its serial number is a hash of everything else. A component's
-hash is that of the file that a pin or a lock names alone; a Python package has its RECORD below it, with the hash of
-that file in the image, because a lock names all files of a release.
+The same image gives the same bytes: the bill has no time, and its serial number is a hash of the rest. A component has
+a hash if a pin or a lock names exactly one file. A lock names all files of a Python release, so a Python package has
+its RECORD as a child, with the hash of RECORD in the image.
 """
 
 import json
@@ -42,8 +42,8 @@ from sparkforge.pins.verify import ORIGIN, WheelOrigin
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.sources.offline import INDEX
 
-LONGEST_LICENCE = 80  # characters; some packages have the whole text in the field for its name
-SOURCES = ("source", "source code", "repository", "github", "code", "homepage")  # labels of Project-URL, the best first
+LONGEST_LICENCE = 80  # characters; some packages have the whole text in the field for the licence's name
+SOURCES = ("source", "source code", "repository", "github", "code", "homepage")  # labels of Project-URL, best first
 VAGUE = re.compile(r"unknown|copyright|see |licen[cs]e$|other", re.IGNORECASE)
 
 
@@ -58,8 +58,8 @@ def make(
     """Return the bill of the image with `packages` as its site-packages, as JSON.
 
     `manifest` is the image's manifest without its audit, `audit` the report on its machine code, and `debian`
-    the root of a file system that has the image's Debian packages. Without one it is the bill of a kernel pack, whose
-    modules were compiled from the distributions `only`.
+    the root of a file system that has the image's Debian packages. Without `debian` this is the bill of a kernel pack,
+    whose modules were compiled from the distributions `only`.
     """
     root = Component(
         name="sparkforge/vllm" if debian else "sparkforge/kernels",
@@ -81,7 +81,7 @@ def make(
 
 
 def of_bundle(file: Path, stack: str, table: Pins) -> str:
-    """Return the bill of a bundle of this checkout: each member with its hash, those of a package index by purl."""
+    """Return the bill of a bundle of this checkout: each member with its hash; members of a package index by purl."""
     pins: dict[tuple[str, str], Pin] = {}
     pins |= {(canonicalize_name(pin.package or ""), pin.version): pin for pin in table.components()}
     components = []
@@ -119,7 +119,7 @@ def _written(bill: Bom) -> str:
 
 
 def _analysed(components: list[Component]) -> Iterator[Vulnerability]:
-    """Yield what vex.toml says of components: of each by its name, and by that of Debian's source package."""
+    """Yield the entries of vex.toml for components, by their names and those of Debian's source packages."""
     names = {}
     for component in components:
         sources = [str(entry.url) for entry in component.external_references if str(entry.url).startswith("pkg:deb/")]
@@ -135,7 +135,7 @@ def _analysed(components: list[Component]) -> Iterator[Vulnerability]:
 
 
 def _pinned(table: Pins, manifest: Mapping[str, Any]) -> Iterator[Component]:
-    """Yield the base image, this project, and what an image that compiled vLLM's extensions had from git."""
+    """Yield the base image, this project, and the git repositories from which vLLM's extensions were compiled."""
     stack = table.stack(manifest["stack"])
     for pin in stack.components.values():
         if pin.kind == "image":
@@ -169,13 +169,13 @@ def _python(packages: Path, table: Pins, manifest: Mapping[str, Any], only: Coll
             pinned = pins.get((name, origin.version))
             sha256 = patched[origin.filename].sha256 if origin.filename in patched else ""
             upstream = PackageURL("pypi", None, name, origin.version)
-            # The patch itself is in the image; what follows # is its sha256.
+            # The patch itself is in the image; its sha256 follows the #.
             urls = [XsUri(f"{info.name}/patches/{patch.name}#{patch.sha256}") for patch in origin.patches]
             patches = [Patch(type=PatchClassification.UNOFFICIAL, diff=Diff(url=url)) for url in urls]
             ancestor = _component(name, origin.version, upstream, sha256=origin.sha256, bom_ref=f"upstream:{upstream}")
             pedigree = Pedigree(ancestors=[ancestor], patches=patches)
         elif pinned:
-            with suppress(ProcessError):  # a release that is pinned for another machine, and here comes by the lock
+            with suppress(ProcessError):  # pinned only for another machine; here it comes from the lock
                 sha256 = choose_pinned(pinned, target).sha256
         file = info / "METADATA"
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
@@ -205,7 +205,7 @@ def _licence_names(metadata: Message) -> list[str]:
 
 
 def _debian(root: Path, manifest: Mapping[str, Any]) -> Iterator[Component]:
-    """Yield each installed package of dpkg's list, with the hash of its file where it is one that we lock."""
+    """Yield each installed package of dpkg's list, with the hash of its file if we lock it."""
     status, locked = root / "var/lib/dpkg/status", dict[str, str]()
     architecture = {machine: name for name, machine in OCI_MACHINES.items()}[manifest["machine"]]
     lock = ROOT / f"locks/debian/{manifest['device']}-runtime-{architecture}.txt"
@@ -225,7 +225,7 @@ def _debian(root: Path, manifest: Mapping[str, Any]) -> Iterator[Component]:
         source_url = PackageURL("deb", "debian", source, source_version.strip("()") or version, {"arch": "source"})
         file = root / "usr/share/doc" / name / "copyright"
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-        # Only some copyright files can be read by a program (DEP 5).
+        # Only some copyright files are machine-readable (DEP 5).
         licences = re.findall(r"^License: *(\S.*)$", text, re.MULTILINE) if text.startswith("Format:") else ()
         yield _component(
             name, version, PackageURL("deb", "debian", name, version, qualifiers),
@@ -259,7 +259,7 @@ def _component(
     licences: list[str] | tuple[str, ...] = (),
     **fields: Any,
 ) -> Component:
-    """Return a component that is referred to by its purl, a file by its path; `fields` are others of CycloneDX."""
+    """Return a component whose reference is its purl, or a file's path; `fields` are further fields of CycloneDX."""
     fields = {"bom_ref": str(purl) if purl else f"file:{name}"} | fields
     licenses: list[License] = [DisjunctiveLicense(name=licence) for licence in licences]
     if len(licences) == 1:  # an expression or an SPDX name

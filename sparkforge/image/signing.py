@@ -1,6 +1,6 @@
 """Signatures by Ed25519: DSSE envelopes around in-toto statements, and cosign's payload for an image's digest.
 
-It uses `cryptography` directly: securesystemslib depends on it too, and would replace only the one line of `encoded`.
+It uses `cryptography` directly: securesystemslib depends on it too, and would replace only one line, in `encoded`.
 """
 
 import base64
@@ -41,7 +41,7 @@ class Envelope(BaseModel):
     """A DSSE envelope."""
 
     class Signature(BaseModel):
-        """One signature; its key id is only a hint, and is not used."""
+        """One signature. Its key id is only a hint and is ignored."""
 
         sig: Base64
 
@@ -64,7 +64,7 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     if status.st_uid != os.geteuid():
         why = f"its owner is uid {status.st_uid}, this process is uid {os.geteuid()}"
         raise _unusable(path, why, on("ls -lL", path))
-    # The content before the mode: no advice changes or overwrites a file that holds something else.
+    # The content is checked before the mode, so that no advice changes or overwrites another file.
     beside = shlex.quote(f"{path}.ed25519")
     other = f"(umask 077; openssl genpkey -algorithm ed25519 -out {beside})   # and name that file"
     try:
@@ -95,7 +95,7 @@ def public_key(text: str) -> Ed25519PublicKey:
 
 
 def public_text(key: Ed25519PrivateKey) -> str:
-    """Return the public half in PEM, as trust.toml takes it."""
+    """Return the public key in PEM, as in trust.toml."""
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return key.public_key().public_bytes(serialization.Encoding.PEM, form).decode()
 
@@ -184,7 +184,7 @@ def own_folder() -> Folder:
 
 
 def digests(image: Any) -> list[tuple[str, str]]:
-    """Return (repository, digest) for each digest that names an image; the last digest is the image id."""
+    """Return (repository, digest) for each digest of an image; the last digest is the image id."""
     if isinstance(image, LayoutImage):
         return [("image", digest) for digest in image.digests]
     pushed = [entry.partition("@") for entry in image.attrs.get("RepoDigests") or []]
@@ -198,7 +198,7 @@ def digests(image: Any) -> list[tuple[str, str]]:
 def sign(stack: str, name: str, expected: Expected, key_file: Path, builder: str, folder: Path | None) -> None:
     """Sign an image of this checkout: its digests, its provenance and its bill of materials.
 
-    All of it goes to the image's repositories, or to `folder` in their place, and into this machine's own folder.
+    All signatures go to the image's repositories, or to `folder` instead, and into this machine's own folder.
     Raises StorageError for the key, IntegrityError for an image of another checkout, EngineError.
     """
     key = private_key(key_file)

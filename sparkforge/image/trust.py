@@ -31,8 +31,8 @@ from sparkforge.image.provenance import CYCLONEDX, REBUILD, SLSA, Predicate, Sta
 
 SIGNATURE, PROVENANCE, SBOM, REBUILT = "signature", "provenance", "sbom", "rebuilt bit for bit"
 FILE = paths.ROOT / "trust.toml"
-SIGN = "./inv image.sign KEY   # an own build; else ask who published it"
-SIGN_FILE = "again   # first make it with --key KEY, or ask who published it"
+SIGN = "./inv image.sign KEY   # for your own build; else ask the publisher"
+SIGN_FILE = "again   # first make it with --key KEY, or ask the publisher"
 
 
 class Key(Record):
@@ -81,15 +81,15 @@ class Trust(Record):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the keys and identities that count."""
+        """The names of the accepted keys and identities."""
         return self.images.keys or (*self.keys, *self.identities)
 
     def public(self) -> signing.Keys:
-        """Return the keys that count, by name."""
+        """Return the accepted keys, by name."""
         return {name: signing.public_key(self.keys[name].public) for name in self.names if name in self.keys}
 
     def workflows(self) -> dict[str, keyless.Identity]:
-        """Return the identities that count, by name."""
+        """Return the accepted identities, by name."""
         return {name: self.identities[name] for name in self.names if name in self.identities}
 
 
@@ -137,8 +137,8 @@ def require(
 ) -> Evidence | None:
     """Return the evidence for an image of a stack; None if nothing is required.
 
-    Attachments are read from the image's layout, from this machine and from `repository`. `back` lets it be older than
-    the last one. Raises IntegrityError, which names missing and wrong attachments.
+    Attachments are read from the image's layout, from this machine and from `repository`. `back` allows an image older
+    than the last accepted one. Raises IntegrityError, which names missing and wrong attachments.
     """
     trust = policy()
     if trust is None:
@@ -162,8 +162,8 @@ def require(
         why = f"trust.toml demands {', '.join(missing)} by {', '.join(trust.names)}: {reasons}"
         raise IntegrityError(f"{what} is refused", why, SIGN, code="integrity.signature")
     if not back and evidence.finished and (last := _accepted().get(stack)) and _time(evidence.finished) < last:
-        why = f"it was built {evidence.finished}, and this machine has accepted one of {last.isoformat()}"
-        failure = f"{what} is older than the last one"
+        why = f"it was built {evidence.finished}, and this machine has accepted an image of {last.isoformat()}"
+        failure = f"{what} is older than the last accepted image"
         raise IntegrityError(failure, why, "./inv rollback --list", code="integrity.signature")
     for suffix, digest in itertools.product(("sig", "att"), sorted(known) if repository else ()):
         signing.attach(signing.own_folder(), digest, suffix, [entry for kind, entry in attached if kind == suffix])
@@ -180,9 +180,9 @@ def signatures(file: Path) -> list[Attached]:
 
 
 def require_file(file: Path) -> str:
-    """Return the sha256 of a bundle that a key of trust.toml signed, empty if nothing is demanded; say which it is.
+    """Return the sha256 of a bundle that a key of trust.toml signed; empty if nothing is demanded. Say which.
 
-    Raises what `require_signed` raises.
+    Raises the errors of `require_signed`.
     """
     attached = signatures(file)
     if not is_demanding():
@@ -210,7 +210,7 @@ def require_buildable(stack: str) -> None:
 def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
     """Return who signed a bundle or a kernel pack, by its sha256; empty if nothing is demanded.
 
-    Raises IntegrityError for one that no key of trust.toml signed, if images need anything.
+    Raises IntegrityError if images have demands and no key of trust.toml signed the file.
     """
     trust = policy()
     if not trust or not trust.images.demand:
@@ -236,7 +236,7 @@ def _signed_statement(entry: Attached, trust: Trust, known: set[str]) -> tuple[s
     else:
         signer, document = signing.read_statement(entry, trust.public())
     if not signer:
-        raise ValueError("a statement is signed by no key that counts")
+        raise ValueError("no accepted key signed a statement")
     statement = parse_record(document, "a statement", Statement)
     if known.isdisjoint(f"sha256:{subject.digest.sha256}" for subject in statement.subject):
         raise ValueError(f"a statement is about another digest, {statement.subject[0].digest.sha256[:12]}")
@@ -244,7 +244,7 @@ def _signed_statement(entry: Attached, trust: Trust, known: set[str]) -> tuple[s
 
 
 def _attached(image: Any, known: set[str], repository: str, *, is_keyless: bool) -> Iterator[tuple[str, Attached]]:
-    """Yield (suffix, entry) of what is attached to an image's digests in its layout, here, and in `repository`."""
+    """Yield (suffix, entry) of an image's attachments in its layout, on this machine, and in `repository`."""
     for digest in sorted(known) if repository and is_keyless else ():
         yield from (("att", entry) for entry in Repository(repository).read_referrers(digest, keyless.BUNDLE))
     places: list[Place] = [signing.own_folder(), *([Repository(repository)] if repository else [])]
@@ -259,7 +259,7 @@ def _attached(image: Any, known: set[str], repository: str, *, is_keyless: bool)
 def _take_signature(evidence: Evidence, entry: Attached, keys: signing.Keys, known: set[str]) -> None:
     signer = signing.signer(entry.data, [entry.annotations.get(signing.SIGNATURE, "")], keys)
     if not signer:
-        raise ValueError("a signature is by no key that counts")
+        raise ValueError("no accepted key made a signature")
     payload = parse_record(entry.data, "a signature", Simple)
     if (digest := payload.digest) not in known:
         raise ValueError(f"a signature is for another image, {digest[:19]}")
@@ -271,7 +271,7 @@ def _take_statement(
 ) -> None:
     client, image, stack = of
     signer, statement = _signed_statement(entry, trust, known)
-    is_forges = signer in trust.identities  # provenance of the forge's form names the workflow, and none of our pins
+    is_forges = signer in trust.identities  # a forge's provenance names the workflow, and none of our pins
     if is_forges:
         evidence.signed.setdefault(SIGNATURE, signer)
     if statement.kind == CYCLONEDX and SBOM in trust.images.demand:
@@ -296,15 +296,15 @@ def _take_statement(
 
 def _wrong(builder: str, named: str, demanded: Images, stack: str) -> Iterator[str]:
     if named != stack:
-        yield f"its provenance names the stack {named[:40]}, and {stack} was asked for"
+        yield f"its provenance names the stack {named[:40]}, and {stack} was requested"
     if demanded.stacks and named not in demanded.stacks:
-        yield f"trust.toml does not take the stack {named[:40]}"
+        yield f"trust.toml does not accept the stack {named[:40]}"
     if demanded.builders and builder not in demanded.builders:
         yield f"it was built by {builder[:80]}, which trust.toml does not name"
 
 
 def _time(text: str) -> datetime:
-    """Return the time that a text names. Raises ValueError if it is not a time or has no time zone."""
+    """Return the time in a text. Raises ValueError if it is not a time or has no time zone."""
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
         raise ValueError(f"{text[:40]} names no time zone")
@@ -336,4 +336,4 @@ def print_trust(stack: str, name: str) -> None:
         elif any(signing.own_folder().read(tag_of(digest, "att")) for _, digest in signing.digests(image)):
             say(f"{image.short_id} has signatures, but no trust.toml names a trusted key")
         else:
-            say(f"{image.short_id} is an unsigned own build; ./inv image.sign KEY signs it")
+            say(f"{image.short_id} is your own unsigned build; ./inv image.sign KEY signs it")

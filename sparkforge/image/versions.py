@@ -1,9 +1,9 @@
-"""Names of images that last: the tag that an image's locks give it, and a name of its own.
+"""Lasting names of images: a tag from the image's locks, and a unique name.
 
-A stack's image has up to three tags in its repository: the moving one that Compose names (`spark`), the version, made
-of vLLM's version and the hash of the locks and patch queues (`spark-0.32.0-1a2b3c4d5e6f`), and its own name, the
-version followed by the image's id. Version and moving tag go over to the next image; the own name stays, so that no
-image is ever left without one.
+A stack's image has up to three tags in its repository: the moving tag that Compose uses (`spark`); the version, made
+of vLLM's version and the hash of the locks and patch queues (`spark-0.32.0-1a2b3c4d5e6f`); and its own name, the
+version followed by the image's id. Version and moving tag move to the next image; the own name stays, so that every
+image keeps a name.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ ID_DIGITS = 12
 
 
 def version(manifest: Mapping[str, Any]) -> str:
-    """Return the version tag that an image's manifest gives it: STACK-VLLM-HASH, the same for the same locks.
+    """Return the version tag for an image's manifest: STACK-VLLM-HASH, the same for the same locks.
 
-    HASH is 12 hexadecimal digits of the sha256 of what `image.verify` compares: the locked set and the patch queues.
+    HASH is 12 hexadecimal digits of the sha256 of the locked set and the patch queues, as `image.verify` compares them.
     """
     inputs = {key: dict(manifest.get(key) or {}) for key in inspect.COMPARED}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:ID_DIGITS]
@@ -42,7 +42,7 @@ def own_name(version_tag: str, image_id: str) -> str:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Return repository and tag of an image's name; a port of the registry is no tag."""
+    """Return repository and tag of an image's name; the registry may have a port."""
     repository, colon, tag = name.rpartition(":")
     return (repository, tag) if colon and "/" not in tag else (name, "latest")
 
@@ -52,7 +52,7 @@ def give_own_name(
 ) -> str:
     """Give an image of ours its own name in `repository`, and return REPOSITORY:TAG.
 
-    `manifest` is the image's, where it has been read. Raises IntegrityError or EngineError for an image without ours.
+    `manifest` is the image's, if the caller has read it. Raises IntegrityError or EngineError for a foreign image.
     """
     tag = own_name(version(manifest or inspect.manifest(client, image)), image.id)
     image.tag(repository, tag)
@@ -62,7 +62,7 @@ def give_own_name(
 def move_tags(client: docker.DockerClient, image: Any, name: str) -> str:
     """Give `image` the tag in `name`, which Compose serves, and its version; return the version's whole name.
 
-    What had one of the tags before gets its own name first, and so does `image`.
+    The images that had these tags get their own names first, and so does `image`.
     """
     repository, _ = split(name)
     manifest = inspect.manifest(client, image)
@@ -77,7 +77,7 @@ def move_tags(client: docker.DockerClient, image: Any, name: str) -> str:
 
 @contextmanager
 def named(stack: str) -> Iterator[None]:
-    """Build a stack's image inside: the replaced image gets a name of its own before, the new one its tags after."""
+    """Context of an image's build: first the old image gets its own name, in the end the new one gets its tags."""
     name = docker_compose.resolve(docker_compose.variables(stack)).image
     with engine.connected() as client:
         _keep(client, name, split(name)[0])
@@ -92,4 +92,4 @@ def _keep(client: docker.DockerClient, name: str, repository: str) -> None:
     except ImageNotFound:
         return
     except SparkforgeError as error:
-        say(f"{name} gets no name of its own: {error.why}")
+        say(f"{name} gets no lasting name: {error.why}")

@@ -1,7 +1,7 @@
-"""The container's cache of compiled kernels, from the host: a volume, which only a container can read.
+"""The container's cache of compiled kernels, used from the host: a volume, which only a container can read.
 
-The commands run inside: in the server's container while it runs, since its processes must be seen, else in one of the
-same image that holds the volume and nothing else.
+The commands run in the server's container if it runs, because they must see its processes; otherwise in a new container
+of the same image with only the volume.
 """
 
 import sys
@@ -26,7 +26,7 @@ ALONE = (
 def run_cache(*cache_arguments: str) -> int:
     """Run `sparkforge.compile.cache` with these arguments on the volume of this checkout's project; return its code.
 
-    Raises an engine's error, and EngineError if a volume is there and the image that reads it is not.
+    Raises an engine's error, and EngineError if the volume exists without the image that reads it.
     """
     terminal = ["--interactive", "--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     command = ["-m", "sparkforge.compile.cache", *cache_arguments]

@@ -1,6 +1,6 @@
-"""Known vulnerabilities of what a bill of materials lists, by an OSV database on this machine.
+"""Known vulnerabilities of a bill's components, from an OSV database on this machine.
 
-Harmless findings are in vex.toml with their reasons; a new image's bill contains these too (CycloneDX's VEX).
+Harmless findings are in vex.toml with their reasons; a new image's bill contains the reasons too (CycloneDX's VEX).
 """
 
 import re
@@ -38,7 +38,7 @@ class Analysis(Record):
     source: str = Field(pattern=r"^https://\S+$")
 
     def covers(self, names: set[str], version: str) -> bool:
-        """Tell whether it is about one of these packages in this version."""
+        """Tell whether the analysis is about one of these packages in this version."""
         return not names.isdisjoint(self.packages) and (not self.versions or version in self.versions)
 
 
@@ -81,11 +81,11 @@ def check(bill: bytes, database: Path) -> None:
     """Print the known vulnerabilities of a bill's components. Raises RefusalError for those that vex.toml lacks.
 
     `database` is an OSV record, a .zip of records (as OSV exports each ecosystem), or a folder of both. Raises
-    UsageError for one that cannot be read, DocumentError for one that is malformed, IntegrityError for the bill.
+    UsageError for an unreadable database, DocumentError for a malformed one, IntegrityError for an invalid bill.
     """
     try:
         packages = _packages(parse_json(bill, "the bill of materials")["components"])
-    except (KeyError, ValueError) as error:  # whoever made the image wrote it
+    except (KeyError, ValueError) as error:  # the image's builder wrote it
         why = f"a component has no usable purl or version: {error}"
         fix = "./inv build --engine docker   # or name another image"
         raise IntegrityError("the bill of materials is refused", why, fix, code="integrity.image") from error
@@ -116,11 +116,11 @@ def check(bill: bytes, database: Path) -> None:
 
 
 def _packages(components: Iterable[dict[str, Any]]) -> Mapping[tuple[str, str], list[tuple[str, str]]]:
-    """Return ecosystem and name as OSV has them, of a Debian package its source's → name and version of components."""
+    """Return OSV's ecosystem and name (for Debian: the source package) → name and version of components."""
     packages = defaultdict[tuple[str, str], list[tuple[str, str]]](list)
     for component in components:
         purl = PackageURL.from_string(component["purl"]) if "purl" in component else None
-        if purl and purl.type == "pypi":  # of a patched one upstream's version
+        if purl and purl.type == "pypi":  # for a patched package, upstream's version
             packages["PyPI", purl.name].append((component["name"], Version(component["version"]).public))
         elif purl and purl.type == "deb":
             urls = [entry["url"] for entry in component.get("externalReferences", [])]
@@ -160,7 +160,7 @@ def _is_affected(affected: Affected, version: str) -> bool:
             marks = sorted((order(mark), kind) for event in interval.events for kind, mark in event.items())
             ours = order(version)
         except InvalidVersion:
-            continue  # its versions are listed, too
+            continue  # its versions are listed too
         for mark, kind in marks if interval.type == "ECOSYSTEM" else ():
             if kind == "introduced" and ours >= mark:
                 vulnerable = True

@@ -1,1 +1,1 @@
-"""Checkpoints: fetched from a hub, or tiny ones written here; the Harmony vocabulary."""
+"""Checkpoints, fetched from a hub or written here (the tiny ones), and the Harmony vocabulary."""

@@ -30,9 +30,9 @@ SPLIT = "|".join([
 
 
 def offline_environment() -> dict[str, str]:
-    """Return the variables that keep a server from asking the network for a model or a vocabulary.
+    """Return the variables that keep a server from downloading a model or a vocabulary.
 
-    oss-harmony reads its built-in vocabulary unless TIKTOKEN_ENCODINGS_BASE points elsewhere, so none is needed for it.
+    oss-harmony needs no variable: it reads its built-in vocabulary unless TIKTOKEN_ENCODINGS_BASE is set.
     """
     return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -54,7 +54,7 @@ def base_vocabulary() -> tuple[bytes, ...]:
 
 def special_tokens() -> dict[str, int]:
     """Return Harmony's special and reserved tokens with their ids, 199,998 to 201,087, in the order of ids."""
-    # oss-harmony knows one id more than the model has rows; asking by id leaves it out.
+    # oss-harmony has one id more than the model has rows; a look-up by id leaves it out.
     return {_token_bytes(i).decode(): i for i in range(BASE_TOKENS, VOCAB_SIZE)}
 
 
@@ -80,7 +80,7 @@ def tokenizer_files() -> dict[str, bytes]:
     names = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
     config = {
         **names,
-        # As the published checkpoint has it. Without it transformers parses tokenizer.json twice.
+        # As in the published checkpoint. Without it transformers parses tokenizer.json twice.
         "added_tokens_decoder": {str(i): {"content": token, **ADDED} for token, i in special_tokens().items()},
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
@@ -102,7 +102,7 @@ def _encoding():  # type: ignore[no-untyped-def]  # noqa: ANN202 (openai_harmony
 
 
 def _token_bytes(token: int) -> bytes:
-    # The public function `decode` gives text, and most tokens are no whole UTF-8 text.
+    # The public function `decode` returns text, and most tokens are not complete UTF-8 text.
     return bytes(_encoding()._inner.decode_bytes([token]))  # noqa: SLF001
 
 
@@ -114,8 +114,8 @@ def _tiktoken_bytes(tokens: tuple[bytes, ...]) -> bytes:
 def _tokenizer() -> bytes:
     """Return tokenizer.json: byte-level BPE whose merges give tiktoken's result.
 
-    tiktoken merges the neighbours whose joined bytes have the lowest rank, however they are cut; so every cut of a
-    token into two tokens is a merge, in the order of the joined token's rank.
+    tiktoken merges the two neighbours whose joined bytes have the lowest rank. So every split of a token into two
+    tokens is a merge, in the order of the joined token's rank.
     """
     tokens = base_vocabulary()
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -138,7 +138,7 @@ def _tokenizer() -> bytes:
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None,
             "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            # tiktoken takes a piece that is a token whole, without merging.
+            # tiktoken does not merge a piece that is itself a token.
             "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
             "vocab": {written: i for i, written in enumerate(text)}, "merges": merges,
         },
@@ -146,6 +146,6 @@ def _tokenizer() -> bytes:
 
 
 def to_json(value: object, indent: int | None = 2) -> bytes:
-    """Return a checkpoint's file of JSON; without indentation also without spaces."""
+    """Return a JSON file of a checkpoint; without indentation also without spaces."""
     separators = None if indent else (",", ":")
     return (json.dumps(value, indent=indent, separators=separators, ensure_ascii=False) + "\n").encode()

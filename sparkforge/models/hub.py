@@ -1,10 +1,9 @@
-"""Fetch a checkpoint: only the files that vLLM reads, resumed where a run was killed, every hash checked.
+"""Fetch a checkpoint: only the files that vLLM reads, with resume and a check of every hash.
 
 `python -m sparkforge.models.hub REPOSITORY --to FOLDER [--revision REV] [--mirror FOLDER] [--replace]`
 
-Files are collected in a folder of their own. Only when all of them are there, have their hashes and fit together, the
-target appears, or its files are replaced by renames. A target without our note, or with that of another model, changes
-only with --replace.
+Files are collected in a temporary folder. When all are present, have their hashes and fit together, the target appears,
+or its files are replaced by renames. A target without our note, or with another model's, changes only with --replace.
 """
 
 import hashlib
@@ -39,21 +38,21 @@ from validate.facts import checkpoint
 from validate.facts.target import Options, Target
 
 PARTIAL = ".sparkforge-partial"  # the folder of a fetch under way: `.NAME` and this beside a new target, or inside one
-# The files of a checkpoint that vLLM 0.32.0 reads; gpt-oss' repositories have the weights in original/ and metal/ too.
+# The files of a checkpoint that vLLM 0.32.0 reads; gpt-oss's repositories have the weights in original/ and metal/ too.
 MODEL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json", "model.safetensors.index.json", "*.safetensors",
 )  # fmt: skip
-FIRST = ("config.json", checkpoint.INDEX)  # by which a model is judged before its weights are fetched
-WORKERS = 4  # files at a time: one connection seldom fills a line
+FIRST = ("config.json", checkpoint.INDEX)  # fetched first, to judge the model before its weights are fetched
+WORKERS = 4  # files at a time: one connection seldom uses the whole bandwidth
 
 
 def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = False) -> Path:
-    """Make `target` the checkpoint of `source` and return it; only verify it if it is whole already.
+    """Make `target` the checkpoint of `source` and return it; if it is complete already, only verify it.
 
-    Nothing in an existing `target` changes before everything has been fetched and verified. Without `replace` its files
-    change only if our note says that they are an earlier fetch of the same repository. Raises NetworkError,
-    IntegrityError, InputError, and StorageError for a folder that is not ours or while another process fetches it.
+    An existing `target` does not change before all files are fetched and verified. Without `replace` its files change
+    only if our note says that they are an earlier fetch of the same repository. Raises NetworkError, IntegrityError,
+    InputError, and StorageError for a folder that is not ours or that another process is fetching.
     """
     target = paths.typed(target).absolute().resolve()
     with locked(target.parent / f".{target.name}.lock", f"fetch {target.name}"):
@@ -69,7 +68,7 @@ def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = 
             _require_ours(target, note, source)
         for file in different:
             if (target / file.name).exists():
-                say(f"{file.name} has other bytes than {file.digest[:19] or file.size}…: it is fetched again")
+                say(f"{file.name} differs from {file.digest[:19] or file.size}…: fetching it again")
         work = target / PARTIAL if target.exists() else target.with_name(f".{target.name}{PARTIAL}")
         if different or not target.exists():
             missing = _missing(work, different)
@@ -95,16 +94,16 @@ def _has(path: Path, file: RemoteFile) -> bool:
 
 
 def _require_ours(target: Path, note: Note | None, source: CheckpointSource) -> None:
-    """Raise StorageError unless `target` is not there, is empty, or is an earlier fetch of the same repository."""
+    """Raise StorageError unless `target` is missing, empty, or an earlier fetch of the same repository."""
     if not target.exists() or {path.name for path in target.iterdir()} <= {PARTIAL}:
         return
     if note is None:
-        why = f"it is not a folder that pull made: {NOTE} is not in it, or cannot be read"
+        why = f"pull did not make it: {NOTE} is missing or cannot be read"
     elif note.repository != source.repository:
         why = f"it holds {note.repository}"
     else:
         return
-    fix = f"--replace   # loses files in {target}; or --to another folder"
+    fix = f"--replace   # replaces files in {target}; or --to another folder"
     raise StorageError(f"{target} is left as it is", why, fix, code="storage.access")
 
 
@@ -116,9 +115,9 @@ def _swap(
     different: list[RemoteFile],
     note: Note | None,
 ) -> None:
-    """Rename verified files into `target`, and remove what only the earlier revision had, if it still is as noted.
+    """Rename verified files into `target`, and remove unchanged files that only the earlier revision had.
 
-    A kill in between leaves our old note and the rest in `work`: the next run goes on from there.
+    A kill in between leaves our old note and the remaining files in `work`, from which the next run continues.
     """
     for file in different:
         (work / file.name).replace(target / file.name)
@@ -157,25 +156,25 @@ def digest_of(path: Path, like: str) -> str:
 
 def fetch_and_report(repository: str, revision: str, destination: str, mirror: str, *, replace: bool = False) -> None:
     """Fetch a checkpoint and print its source and the next command. Raises as `fetch_checkpoint` does."""
-    # Compose looks into `models`.
+    # The default is the folder `models`, which Compose mounts.
     target = Path(destination) if destination else paths.ROOT / "models" / repository.rpartition("/")[2]
     pinned = revision
     if not revision and not mirror:
         note = Note.read(paths.typed(target))
-        recorded = note.revision if note and note.repository == repository else ""  # of an earlier fetch
+        recorded = note.revision if note and note.repository == repository else ""  # the revision of an earlier fetch
         pinned = models.pinned_revision(repository) or recorded
     source: CheckpointSource
     if mirror:
         source = Mirror(Path(mirror), repository, pinned)
     else:
-        from sparkforge.models.hub_online import Hub  # noqa: PLC0415 - and the hub's library is needed for nothing else
+        from sparkforge.models.hub_online import Hub  # noqa: PLC0415 - only this branch needs the hub's library
 
         source = Hub(repository, pinned or "main")
     say(f"{source.name} at {source.revision} → {target}")
     if not pinned and not mirror:
         say(f"no revision of {repository} is pinned: this is its main branch now, and the commit is recorded in {NOTE}")
     folder = fetch_checkpoint(source, target, replace=replace)
-    say("every file is whole and has its hash" if not mirror else "every file is whole")
+    say("every file is complete and has its hash" if not mirror else "every file is complete")
     echo(str(folder))
     if known := models.draft_of(repository):
         say(f"a draft, off by default: ./inv up {known[0]} -- {known[1].flag()}")
@@ -183,7 +182,7 @@ def fetch_and_report(repository: str, revision: str, destination: str, mirror: s
         say(f"serve it: ./inv up --model {folder}")
     recipe = models.of_repository(repository)
     for draft in {row.repository for row in recipe.drafts.values() if row.repository} if recipe else ():
-        say(f"its draft, if speculation is to be tried: ./inv pull {draft}")
+        say(f"its draft, to try speculation: ./inv pull {draft}")
 
 
 def main(command_line: list[str]) -> int:
@@ -211,15 +210,15 @@ def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:
 
 
 def _require_known(target: Path, work: Path, files: list[RemoteFile], repository: str) -> None:
-    """Raise InputError, with the nearest recipe, for a model of no family, or whose config contradicts its tensors.
+    """Raise InputError with the nearest recipe for an unknown family, or a config that contradicts the tensors.
 
-    A recipe's draft is of no family, and passes.
+    A recipe's draft has no family, and passes.
     """
     if models.draft_of(repository):
         return
     config, index = (next((f / name for f in (work, target) if (f / name).is_file()), work / name) for name in FIRST)
     total = sum(file.size for file in files if file.name.endswith(".safetensors"))
-    what, why = f"{repository} is not what its config.json says", ""
+    what, why = f"{repository} contradicts its config.json", ""
     try:
         model = architecture.read(config)
         metadata = read_json(index, largest=checkpoint.HEADER_LIMIT).get("metadata") if index.is_file() else None
@@ -234,7 +233,7 @@ def _require_known(target: Path, work: Path, files: list[RemoteFile], repository
 
 
 def _fetch_all(source: CheckpointSource, work: Path, files: list[RemoteFile]) -> None:
-    """Fetch files side by side, the largest first. The first failure, or Ctrl-C, ends them all; parts are kept."""
+    """Fetch files in parallel, largest first. The first failure, or Ctrl-C, ends all transfers; parts are kept."""
     stopping, counting = threading.Event(), threading.Lock()
     ordered = sorted(files, key=lambda file: -file.size)
     total = sum(file.size for file in files)
@@ -242,7 +241,7 @@ def _fetch_all(source: CheckpointSource, work: Path, files: list[RemoteFile]) ->
         advance(sum(_size(_part(work, file)) for file in files))
 
         def count(size: int) -> None:
-            """Count a piece of any thread's file, and end the thread if another one failed."""
+            """Count a piece of any thread's file, and end the thread if another thread failed."""
             if stopping.is_set():
                 raise InterruptedError("another file failed")
             with counting:
@@ -265,7 +264,7 @@ def _fetch_file(source: CheckpointSource, work: Path, file: RemoteFile, count: C
     digest = digest_of(part, file.digest)
     if part.stat().st_size != file.size or (file.digest and digest != file.digest):
         part.unlink()
-        why, fix = f"it has {digest}, not {file.digest or f'{file.size} bytes'}", "again   # fetches this file anew"
+        why, fix = f"it has {digest}, not {file.digest or f'{file.size} bytes'}", "again   # restarts this file"
         raise IntegrityError(f"{file.name} is not the file that {source.name} names", why, fix, code="integrity.hash")
     with part.open("rb+") as written:
         os.fsync(written.fileno())
@@ -283,9 +282,9 @@ def _size(path: Path) -> int:
 
 
 def _check(target: Path, work: Path, files: list[RemoteFile], different: list[RemoteFile], repository: str) -> None:
-    """Raise InputError unless the files fit together, and are of the model that `repository` names."""
+    """Raise InputError unless the files fit together and are those of the model `repository`."""
     folder = target if target.exists() else work
-    if target.exists() and different:  # the files lie in two folders: links show the checkpoint as it will be
+    if target.exists() and different:  # the files are in two folders: links form the complete checkpoint
         folder = work / ".view"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -306,14 +305,14 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
     except InputError as error:
         raise _broken(repository, work, f"{error.what}: {error.why}") from error
     if problems := models.differences(config, repository):
-        why = f"its config.json has {'; '.join(problems[:3])} (sparkforge/recipes)"
-        fix = on("rm -r", work, "check the mirror, or name the model that it is")
+        why = f"its config.json has {'; '.join(problems[:3])} (see sparkforge/recipes)"
+        fix = on("rm -r", work, "check the mirror, or name the model that it has")
         raise InputError(f"this checkpoint is not {repository}", why, fix, code="input.model")
 
 
 def _broken(repository: str, work: Path, why: str) -> InputError:
-    fix = on("rm -r", work, "removes what was fetched; name another repository or mirror")
-    return InputError(f"{repository} is no whole checkpoint of a known family", why, fix, code="input.model")
+    fix = on("rm -r", work, "removes the fetched files; name another repository or mirror")
+    return InputError(f"{repository} is not a complete checkpoint of a known family", why, fix, code="input.model")
 
 
 def _note(source: CheckpointSource, work: Path, files: list[RemoteFile]) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The Hugging Face hub as the source of a checkpoint, by its own library (huggingface_hub 2.4).
 
-Transfers go through the library's `http_get`, which takes up a file at any byte; its higher-level calls begin an
-interrupted file anew, and a shard of gpt-oss-120b has 4 GB.
+Transfers use the library's `http_get`, which can resume a file at any byte; its higher-level calls restart an
+interrupted file, and a shard of gpt-oss-120b has 4 GB.
 """
 
 import errno
@@ -22,19 +22,19 @@ from sparkforge.core.files import disk_full
 from sparkforge.models.hub_source import RemoteFile
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # an answer of another shape
-RETRY_FIX = "again   # goes on where it stopped"
-ELSEWHERE = "again   # first check the network and HF_ENDPOINT, or name a copy from another machine by --mirror"
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised for a malformed answer
+RETRY_FIX = "again   # continues where it stopped"
+ELSEWHERE = "again   # first check the network and HF_ENDPOINT, or name a copy from another machine with --mirror"
 
 
 class Hub:
-    """A repository of the hub, or of what HF_ENDPOINT names, at one commit."""
+    """A repository of the hub, or of the one in HF_ENDPOINT, at one commit."""
 
     def __init__(self, repository: str, revision: str) -> None:
         self.repository, self.name = repository, repository
         self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
         if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE") == "1":
-            fix = "unset HF_HUB_OFFLINE   # or name a folder by --mirror"
+            fix = "unset HF_HUB_OFFLINE   # or name a folder with --mirror"
             raise NetworkError(f"cannot fetch {repository}", "HF_HUB_OFFLINE is set", fix, code="network.fetch")
         with _hub_errors(repository, revision):
             info = HfApi(endpoint=self.endpoint).model_info(repository, revision=revision, files_metadata=True)
@@ -49,11 +49,11 @@ class Hub:
                 self._files.append(RemoteFile(str(entry.rfilename), size, digest))
 
     def files(self) -> list[RemoteFile]:
-        """Return every file of the commit with the digest that the hub's metadata names."""
+        """Return every file of the commit with its digest in the hub's metadata."""
         return self._files
 
     def fetch(self, file: RemoteFile, part: Path, advance: Callable[[int], None]) -> None:
-        """Download what `part` lacks. Raises NetworkError or StorageError."""
+        """Download the bytes that `part` lacks. Raises NetworkError or StorageError."""
         url = hf_hub_url(self.repository, file.name, revision=self.revision, endpoint=self.endpoint)
         with _hub_errors(self.repository, self.revision), part.open("ab") as output:
             begin = output.tell()
@@ -73,28 +73,28 @@ class Hub:
 def _progress(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> Any:
     """Return a class with the few methods of tqdm that the library calls, which passes `advance` the bytes.
 
-    It raises IntegrityError once the file has more bytes than the hub's metadata says.
+    The class raises IntegrityError if the file has more bytes than in the hub's metadata.
     """
     count = begin
 
     class DownloadProgress:
-        """Stands in for tqdm: takes its arguments and shows nothing."""
+        """Replaces tqdm: takes its arguments and shows nothing."""
 
         def __init__(self, *_args: object, **_more: object) -> None:
             pass
 
         def update(self, size: float | None = 1) -> None:
-            """Count; `size` is negative when the library begins a piece anew."""
+            """Count `size` bytes, negative if the library restarts a piece."""
             nonlocal count
             count += int(size or 0)
             if count > file.size:
                 failure = f"{file.name} is not the file that the hub names"
-                fix = "again   # first check HF_ENDPOINT, or name a copy by --mirror"
+                fix = "again   # first check HF_ENDPOINT, or name a copy with --mirror"
                 raise IntegrityError(failure, f"it has more than {file.size} bytes", fix, code="integrity.hash")
             advance(int(size or 0))
 
         def close(self) -> None:
-            """Nothing is open."""
+            """Do nothing, because nothing is open."""
 
         def __enter__(self) -> Self:
             return self

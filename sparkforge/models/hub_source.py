@@ -1,6 +1,6 @@
-"""The sources of a checkpoint, the note that a fetch leaves in its folder, and a folder as such a source.
+"""The sources of a checkpoint, the note that a fetch leaves in its folder, and a mirror: a folder as a source.
 
-The folder is a copy of a checkpoint, holds a folder for each repository, or is a Hugging Face cache.
+A mirror is a copy of a checkpoint, a folder with a folder for each repository, or a Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sparkforge.core.files import CHUNK, DocumentError, existing_part, read_byte
 from sparkforge.core.paths import typed
 from sparkforge.core.tables import Record, parse_record
 
-NOTE = "sparkforge-model.json"  # our marker, written last: which revision this is, and every file's hash
-SMALL = 64 << 20  # bytes; larger files are weights, whose structure is checked
+NOTE = "sparkforge-model.json"  # our marker, written last, with the revision and every file's hash
+SMALL = 64 << 20  # bytes; larger files are weights, of which only the structure is checked
 BLOB = re.compile(r"[0-9a-f]{64}")  # in a Hugging Face cache, a large file is a link to a blob named by its sha256
 
 
@@ -34,17 +34,17 @@ class RemoteFile:
 
 
 class CheckpointSource(Protocol):
-    """The source of a checkpoint. Every method raises a SparkforgeError for what goes wrong."""
+    """The source of a checkpoint. Every method raises SparkforgeError for its failures."""
 
     name: str
     repository: str
     revision: str
 
     def files(self) -> list[RemoteFile]:
-        """Return every file that is there."""
+        """Return every file of the source."""
 
     def fetch(self, file: RemoteFile, part: Path, advance: Callable[[int], None]) -> None:
-        """Write the file's bytes to `part`, or only those that it lacks; `advance` takes the count of each piece."""
+        """Write the file's bytes to `part`, or only the missing ones; `advance` gets the size of each piece."""
 
 
 class NotedFile(Record, extra="ignore"):
@@ -62,22 +62,22 @@ class Note(Record, extra="ignore"):
 
     @classmethod
     def read(cls, folder: Path) -> Note | None:
-        """Return the note in `folder`; None if there is none. Raises InputError for one that cannot be read."""
+        """Return the note in `folder`; None if there is none. Raises InputError if it cannot be read."""
         path = folder / NOTE
         try:
             return parse_record(read_bytes(path), str(path), cls)
         except FileNotFoundError:
             return None
         except (OSError, DocumentError) as error:
-            fix = on("ls -l", existing_part(path), "without it its hashes are not known")
+            fix = on("ls -l", existing_part(path), "without it the files' hashes are unknown")
             raise InputError(f"{path} cannot be read", str(error), fix, code="input.model") from error
 
 
 class Mirror:
-    """A checkpoint that lies in a folder, perhaps on another machine's disk."""
+    """A checkpoint in a folder, which may be on another machine's disk."""
 
     def __init__(self, folder: Path, repository: str, revision: str) -> None:
-        """Find the checkpoint. Raises NetworkError for a folder without it, InputError for a note that is malformed."""
+        """Find the checkpoint. Raises NetworkError for a folder without it, InputError for a malformed note."""
         self.folder = _find(typed(folder).absolute(), repository, revision)
         self.repository, self.name = repository, f"{repository} in {folder}"
         note = Note.read(self.folder)
@@ -88,10 +88,10 @@ class Mirror:
             failure = f"{self.folder} holds another revision of {repository}"
             raise NetworkError(failure, f"it is {recorded}", "without --revision", code="network.fetch")
         if not self.hashes:
-            say(f"{self.folder} names no hashes ({NOTE}): the files' structure is checked, not their bytes")
+            say(f"{self.folder} has no hashes ({NOTE}), so the files' structure is checked, not their bytes")
 
     def files(self) -> list[RemoteFile]:
-        """Return every file of the folder, with the sha256 that its note or its link's target names.
+        """Return every file of the folder, with the sha256 in its note or in its link's target.
 
         A small file without either is hashed.
         """
@@ -99,7 +99,7 @@ class Mirror:
         return [RemoteFile(path.name, path.stat().st_size, self._digest(path)) for path in files]
 
     def fetch(self, file: RemoteFile, part: Path, advance: Callable[[int], None]) -> None:
-        """Copy what `part` lacks. Raises NetworkError if the folder cannot be read."""
+        """Copy the bytes that `part` lacks. Raises NetworkError if the folder cannot be read."""
         try:
             with (self.folder / file.name).open("rb") as source, part.open("ab") as copy:
                 source.seek(copy.tell())
@@ -109,7 +109,7 @@ class Mirror:
         except InterruptedError:
             raise
         except OSError as error:
-            if error.filename is None:  # our own disk: full, most likely; the caller names that
+            if error.filename is None:  # an error of our own disk, which is most likely full; the caller names it
                 raise
             failure = f"cannot copy {file.name}"
             raise NetworkError(failure, str(error), on("ls -l", self.folder), code="network.fetch") from error

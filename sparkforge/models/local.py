@@ -1,4 +1,4 @@
-"""Find a checkpoint on this machine: a folder, what `pull` wrote, or a snapshot in Hugging Face's cache.
+"""Find a checkpoint on this machine: a folder, a checkpoint that `pull` fetched, or a snapshot in Hugging Face's cache.
 
 Hugging Face's cache (huggingface_hub, "Understand caching") has a folder `models--OWNER--NAME` for each repository:
 `refs/main` holds a commit, and `snapshots/COMMIT` holds the files, as links into `blobs`.
@@ -18,16 +18,16 @@ from sparkforge.plan import families
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MODELS = Path("/models")  # where Compose mounts a folder of models
-MOUNTED = Path("/root/.cache/huggingface")  # where people mount their cache with `docker run`; Compose mounts its hub
+MOUNTED = Path("/root/.cache/huggingface")  # users' mount point with `docker run`; Compose mounts the folder hub
 CONFIG_BYTES = 10_000_000  # a config.json has a few kilobytes
-TOKENS = ("token", "stored_tokens")  # what `hf auth login` writes beside the folder hub
+TOKENS = ("token", "stored_tokens")  # files that `hf auth login` writes beside the folder hub
 
 
 def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
     """Return the folder of a checkpoint: `model` itself if it is a folder, else that of the repository OWNER/NAME.
 
-    Of several snapshots it is `revision`'s, else the pinned one, else the one of refs/main, else the only one; one
-    that holds weights comes first. Raises InputError if there is none, StorageError for one that cannot be read.
+    Of several snapshots it takes that of `revision`, else the pinned one, else the one of refs/main, else the only one;
+    snapshots with weights come first. Raises InputError if there is none, StorageError if it cannot be read.
     """
     folder = paths.typed(model)
     if not REPOSITORY.fullmatch(model) or folder.is_dir():
@@ -57,8 +57,8 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
 
 
 def hub_caches(env: Mapping[str, str]) -> list[Path]:
-    """Return the folders that may hold `models--OWNER--NAME`: huggingface_hub's, and where people mount it."""
-    mounted = str(MOUNTED) if os.access(MOUNTED.parents[1], os.X_OK) else ""  # on a host this is another user's
+    """Return the folders that may hold `models--OWNER--NAME`: huggingface_hub's, and the usual mount points."""
+    mounted = str(MOUNTED) if os.access(MOUNTED.parents[1], os.X_OK) else ""  # on a host, /root belongs to another user
     homes = [env.get("HF_HUB_CACHE"), env.get("HF_HOME"), mounted]
     homes += [f"{env['XDG_CACHE_HOME']}/huggingface" if env.get("XDG_CACHE_HOME") else "", "~/.cache/huggingface"]
     roots = [paths.typed(home).absolute() for home in homes if home]
@@ -74,7 +74,7 @@ def name_of(folder: Path) -> str:
 
 
 def family_of(folder: Path) -> str:
-    """Return the family of a checkpoint. Raises InputError for one of none, or whose weights have another format."""
+    """Return the family of a checkpoint. Raises InputError for an unknown family or weight format."""
     config = folder / "config.json"
     fix = "./inv list   # shows what can be served; --model takes a folder with a checkpoint of a known family"
     require_readable(folder)
@@ -99,7 +99,7 @@ def hub_cache_of(folder: Path) -> Path | None:
 
 
 def require_readable(folder: Path) -> None:
-    """Raise StorageError, with the owner and what changes it, for a folder whose files this process cannot read."""
+    """Raise StorageError, with the owner and the fix, for a folder whose files this process cannot read."""
     if denied := files.unreadable(folder):
         why, fix = denied
         raise StorageError(f"cannot read the model in {folder}", why, fix, code="storage.access")
@@ -115,5 +115,5 @@ def _snapshot(cache: Path, repository: str, revision: str) -> Path | None:
     wanted = [path for commit in commits for path in snapshots if path.name == commit]
     if not revision and len(snapshots) == 1:
         wanted += snapshots
-    complete = [path for path in wanted if any(path.glob("*.safetensors"))]  # others fetch only the tokenizer
+    complete = [path for path in wanted if any(path.glob("*.safetensors"))]  # some have only the tokenizer
     return next(iter((*complete, *wanted)), None)

@@ -19,7 +19,7 @@ from sparkforge.plan.architecture import Architecture, Draft, KnownModel
 from sparkforge.plan.families import Reason
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-UNKNOWN = "unknown"  # a revision that we could not read: the hub is asked for its main branch
+UNKNOWN = "unknown"  # a revision that we could not read: the hub's main branch is fetched
 
 
 class Shown(Record):
@@ -110,7 +110,7 @@ def repositories(name: str) -> tuple[str, ...]:
 
 
 def differences(config: Mapping[str, Any], repository: str) -> list[str]:
-    """Return how a config.json differs from that of a recipe; `repository` may also be the recipe's name."""
+    """Return the differences of a config.json from a recipe's; `repository` may also be the recipe's name."""
     recipe = of_repository(repository) or (load().get(repository) if "/" not in repository else None)
     expected = recipe.config if recipe else {}
     simple = {key: value for key, value in expected.items() if not isinstance(value, dict)}
@@ -119,14 +119,14 @@ def differences(config: Mapping[str, Any], repository: str) -> list[str]:
 
 
 def nearest(size: float = math.inf, fits: Callable[[Recipe], bool] = lambda _recipe: True) -> str:
-    """Return the recipe whose weights are nearest to `size` bytes, of those that `fits` takes; empty if none does."""
+    """Return the recipe that `fits` accepts with weights nearest to `size` bytes; empty if there is none."""
     known = {name: recipe for name, recipe in load().items() if recipe.repository and fits(recipe)}
     sizes = {name: architecture.parse(recipe.config, name).weight_bytes() for name, recipe in known.items()}
     return min(sizes, key=lambda name: abs(math.log(sizes[name] / min(max(size, 1.0), 1e13))), default="")
 
 
 def advice(size: float = math.inf, fits: Callable[[Recipe], bool] = lambda _recipe: True) -> str:
-    """Return the next command after a refusal: the nearest recipe's, or the list of all."""
+    """Return the next command after a refusal: the plan of the nearest recipe, or the list of recipes."""
     name = nearest(size, fits)
     return f"./inv plan {name}   # the nearest recipe: {load()[name].about}" if name else families.LIST
 

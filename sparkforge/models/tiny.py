@@ -1,7 +1,7 @@
 """Write a tiny gpt-oss checkpoint with the on-disk format of openai/gpt-oss-20b.
 
-`python -m sparkforge.models.tiny OUT`. Its weights are the trained ones of `tiny.safetensors`, or with `--random`
-random ones. The vocabulary is the full one. Two machines write the same files.
+`python -m sparkforge.models.tiny OUT` writes the trained weights of `tiny.safetensors`, or random weights with
+`--random`. The vocabulary is the full one. Every machine writes the same files.
 """
 
 import shlex
@@ -26,7 +26,7 @@ SIZE = 150_000_000  # bytes of the whole directory, rounded up
 
 
 class Weights(NamedTuple):
-    """A set of weights: its name in the manifest, its sizes, its tensors by name, and the sampling that suits it."""
+    """A set of weights: its name in the manifest, its sizes, its tensors by name, and its default sampling."""
 
     recipe: Callable[[], str]
     sizes: Callable[[], Sizes]
@@ -34,24 +34,24 @@ class Weights(NamedTuple):
     sampling: Mapping[str, float] = MappingProxyType({})
 
 
-# At a higher temperature, so small a model writes mostly nonsense.
+# At a higher temperature such a small model writes mostly nonsense.
 COOL = MappingProxyType({"temperature": 0.3})
 TRAINED = Weights(tiny_trained.recipe, tiny_trained.sizes, tiny_trained.tensors, COOL)
 RANDOM = Weights(lambda: f"random {tiny_random.RECIPE}", lambda: tiny_random.SIZES, tiny_random.tensors)
 
 
 def write_tiny(directory: Path, weights: Weights = TRAINED) -> Path:
-    """Make `directory` the tiny checkpoint of `weights` and return it; do nothing if it is whole already.
+    """Make `directory` the tiny checkpoint of `weights` and return it; do nothing if it is complete already.
 
-    Raises StorageError, also while another process writes the same directory, or UsageError if `directory` holds
-    something else.
+    Raises StorageError, also while another process writes the same directory, and UsageError if `directory` holds
+    other files.
     """
     directory = directory.absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     ours = manifest.load(directory) or directory.is_relative_to(paths.state())
     if not ours and directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         names = shlex.join([str(directory), f"{directory}.aside"])
-        why, fix = "it is no tiny model of ours", f"mv {names}   # or name another directory"
+        why, fix = "it is not our tiny model", f"mv {names}   # or name another directory"
         raise UsageError(f"will not overwrite {directory}", why, fix)
     if (record := manifest.load(directory)) and not manifest.is_intact(record, directory):
         manifest.beside(directory).unlink(missing_ok=True)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 def _write(directory: Path, weights: Weights) -> Made:
     require_space(directory.parent, SIZE, "the tiny model")
     directory.mkdir()
-    ends = [200002, 199999, 200012]  # as gpt-oss' own file, with the sampling for requests that name none
+    ends = [200002, 199999, 200012]  # as in gpt-oss's file, with the default sampling
     tokens = {"bos_token_id": 199998, "do_sample": True, "eos_token_id": ends, "pad_token_id": 199999}
     configs = {"config.json": config(weights.sizes()), "generation_config.json": {**tokens, **weights.sampling}}
     files = {**{name: to_json(value) for name, value in configs.items()}, **tokenizer_files()}
@@ -85,7 +85,7 @@ def _write(directory: Path, weights: Weights) -> Made:
 
 
 def _weight_files(weights: Weights) -> dict[str, bytes]:
-    """Return two safetensors shards, cut where the first holds half of the bytes, and their index."""
+    """Return two safetensors shards of about equal size, and their index."""
     tensors = dict(weights.tensors())
     total, size, shard_of = sum(len(t.data) for t in tensors.values()), 0, dict[str, str]()
     for name, tensor in tensors.items():

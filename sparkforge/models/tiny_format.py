@@ -12,13 +12,13 @@ from sparkforge.core.files import parse_json, read_json
 HEAD_DIM = 64
 CONFIG = Path(__file__).with_name("tiny_config.json")
 BLOCK = 32  # MXFP4 elements that share one scale (OCP Microscaling Formats v1.0, table 1)
-# safetensors' names of types, and numpy's; bfloat16, which numpy lacks, as words.
+# safetensors' names of types → numpy's; bfloat16, which numpy lacks, as 16-bit words.
 DTYPES = {"BF16": "<u2", "U8": "u1", "I8": "i1", "I32": "<i4", "F32": "<f4"}
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Sizes(NamedTuple):
-    """The sizes of a gpt-oss; hidden and intermediate are multiples of 32."""
+    """The sizes of a gpt-oss model; hidden and intermediate are multiples of 32."""
 
     hidden: int
     intermediate: int
@@ -63,7 +63,7 @@ def bfloat16(values: Floats) -> Tensor:
 
 
 def to_safetensors(named: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Lay tensors out as a safetensors file (its README): header length, JSON header padded to 8 bytes, data."""
+    """Return tensors as a safetensors file (see its README): header length, JSON header padded to 8 bytes, data."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     # Wide types first, so that every tensor begins at a multiple of its element's size.

@@ -1,7 +1,7 @@
-"""Random weights for the tiny checkpoint: any prompt meets every expert, far from zero, so tests of numerics use it.
+"""Random weights for the tiny checkpoint, for tests of numerics: every prompt uses every expert, with large values.
 
-Every byte follows from `RECIPE` and the tensors' names through SHAKE-256, so two machines write the same files. Logits
-are well apart and SwiGLU reaches its limit of 7.
+Every byte is derived from `RECIPE` and the tensors' names with SHAKE-256, so all machines write the same files. Logits
+are well separated and SwiGLU reaches its limit of 7.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import numpy as np
 from sparkforge.models.harmony import VOCAB_SIZE
 from sparkforge.models.tiny_format import BLOCK, HEAD_DIM, Sizes, Tensor, bfloat16
 
-RECIPE = 1  # raise it when the bytes change, so that older directories are written anew
+RECIPE = 1  # increase it when the bytes change, so that older directories are written again
 SIZES = Sizes(hidden=64, intermediate=64, layers=4, experts=8, top_k=4, heads=4, kv_heads=2)
 
 
@@ -28,7 +28,7 @@ def tensors() -> Iterator[tuple[str, Tensor]]:
 
 
 def _layer(seed: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield one layer's tensors; amplitudes keep activations near 1 and drive SwiGLU into its limit of 7."""
+    """Yield one layer's tensors; their amplitudes keep activations near 1 and make SwiGLU reach its limit of 7."""
     hidden, attention, key_values = SIZES.hidden, SIZES.heads * HEAD_DIM, SIZES.kv_heads * HEAD_DIM
     yield "input_layernorm.weight", _norm(seed + "input")
     yield "post_attention_layernorm.weight", _norm(seed + "post")

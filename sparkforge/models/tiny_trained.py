@@ -1,7 +1,7 @@
 """Expand `tiny.safetensors`, the tiny model trained on Jane Austen, to the tensors of a whole gpt-oss checkpoint.
 
-The file holds the checkpoint's tensors unchanged, except embeddings and output head: those have rows only for the
-tokens of `rows`, as int8 with a float32 scale a row. Their row 0 is that of all other tokens.
+The file holds the checkpoint's tensors unchanged, except embeddings and output head: these have rows only for the
+tokens in `rows`, as int8 with one float32 scale per row. Row 0 stands for all other tokens.
 `lab.training` writes the file.
 """
 
@@ -18,13 +18,13 @@ from sparkforge.models.harmony import VOCAB_SIZE
 from sparkforge.models.tiny_format import Floats, Sizes, Tensor, bfloat16, from_safetensors
 
 FILE = Path(__file__).with_name("tiny.safetensors")
-EXPANSION = 1  # raise it when the same file expands to other bytes
-ROWS = "rows"  # i32: the tokens that have a row of their own, that of rows[i] is row i + 1
+EXPANSION = 1  # increase it when the same file expands to other bytes
+ROWS = "rows"  # i32: the tokens with their own rows; rows[i] has row i + 1
 SHORT = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def recipe() -> str:
-    """Return the checkpoint's inputs; if they differ, it is written anew."""
+    """Return the checkpoint's inputs; if they change, it is written again."""
     return f"trained {EXPANSION} {hashlib.sha256(_data()).hexdigest()[:16]}"
 
 
@@ -47,7 +47,7 @@ def tensors() -> Iterator[tuple[str, Tensor]]:
 
 
 def wide(values: Tensor, scale: Tensor) -> Floats:
-    """Return rows that are stored as int8 with a scale a row."""
+    """Return rows in float32 that are stored as int8 with one scale per row."""
     return values.array().astype(np.float32) * scale.array().astype(np.float32)[:, None]
 
 

@@ -1,8 +1,8 @@
-"""One patch's changes to files: parsed strictly, carried out exactly, without git.
+"""One patch's changes to files: parsed strictly and applied exactly, without git.
 
 A user's machine has Python and may have no git (docs/decisions/0002-patches-without-git.md). The rule is that of
 `git apply` without its search for another place: every context line and removed line must be equal, byte for byte, at
-the very line that the hunk names, and a hunk that ends without context must end at the end of the file.
+the line that the hunk names, and a hunk that ends without context must end at the end of the file.
 """
 
 import hashlib
@@ -22,9 +22,8 @@ from sparkforge.sources.archive import unharmful
 
 Content: TypeAlias = bytes | None  # None: there is no such file
 NOWHERE = "/dev/null"
-RESERVED = ".sparkforge"  # our own records in a tree begin so; no patch may touch them
-
-# The lines that may stand before a file's hunks. Everything else there is refused, the known kinds by their name.
+RESERVED = ".sparkforge"  # prefix of our own records in a tree; no patch may touch them
+# The lines that may come before a file's hunks. All others are refused; errors name the known kinds.
 HUNK_LINE = re.compile(r"^@@ .*$", re.MULTILINE)
 INFO_LINE = re.compile(r"diff --git \S+ \S+|index [0-9a-f]+\.\.[0-9a-f]+( 100644)?|(new|deleted) file mode 100644")
 REFUSED_LINES = (
@@ -56,16 +55,16 @@ class FileChange:
     hunks: tuple[Hunk, ...]
 
     def apply(self, content: Content) -> Content:
-        """Return the file's bytes after this change; None means that there is no such file, before or after.
+        """Return the file's bytes after this change; None stands for a missing file, before or after.
 
         Raises PatchError, naming the patch and the place, unless everything matches exactly.
         """
         if self.creates != (content is None):
             raise self._conflict("the file is there already" if self.creates else "the file is missing")
-        lines = BytesIO(content or b"").readlines()  # splits at \n alone, as git does
+        lines = BytesIO(content or b"").readlines()  # splits only at \n, as git does
         result, previous = list[bytes](), 0
         for number, hunk in enumerate(self.hunks):
-            if self.creates and number:  # as git: after the first hunk the file is no longer empty
+            if self.creates and number:  # like git: after the first hunk the file is no longer empty
                 raise self._conflict("the patch creates the file more than once")
             end = hunk.start + len(hunk.before)
             if tuple(lines[hunk.start : end]) != hunk.before or hunk.start < previous:
@@ -91,12 +90,12 @@ def read_files(tree: Path, names: Iterable[str]) -> dict[str, Content]:
 
 
 def digest(content: Content) -> str | None:
-    """Hex sha256 of a file's bytes; None for a file that is not there."""
+    """Return the hex sha256 of a file's bytes; None for a missing file."""
     return None if content is None else hashlib.sha256(content).hexdigest()
 
 
 def refuse_folders(patch: str, files: Iterable[str]) -> None:
-    """Raise PatchError if one of `files` is the folder of another one; `patch` is the name for messages."""
+    """Raise PatchError if one of `files` is also a folder of another; `patch` is the name for messages."""
     names = set(files)
     for name in sorted(names):
         if parent := next((str(parent) for parent in PurePosixPath(name).parents if str(parent) in names), ""):
@@ -120,7 +119,7 @@ def parse(patch: str, diff: str) -> tuple[FileChange, ...]:
     changes = tuple(_file_change(patch, file) for file in files)
     if not changes:
         raise refuse(patch, "changes no file")
-    if HUNK_LINE.sub("@@", str(files)) != HUNK_LINE.sub("@@", diff):  # all that we read is all that there is
+    if HUNK_LINE.sub("@@", str(files)) != HUNK_LINE.sub("@@", diff):  # the parsed hunks must be the whole diff
         raise refuse(patch, "holds lines that belong to no file or hunk, or gives one file two names")
     if len({change.path for change in changes}) != len(changes):
         raise refuse(patch, "names a file twice")
@@ -152,13 +151,13 @@ def _file_change(patch: str, file: PatchedFile) -> FileChange:
 
 
 def _path(patch: str, name: str, prefix: str) -> str:
-    """Return `name` without its prefix, or refuse it where it leads out of the tree, is ambiguous, or is our record."""
+    """Return `name` without its prefix. Raises PatchError if it is outside the tree, ambiguous, or our record."""
     path = name.removeprefix(prefix)
     parts = path.split("/")
     if path == name:
         raise refuse(patch, f"names {name}, which does not begin with {prefix}")
     if PurePosixPath(path).is_absolute() or any(part in ("", ".", "..") for part in parts):
-        raise refuse(patch, f"names {name}, which leads out of the tree or is not in its shortest form")
+        raise refuse(patch, f"names {name}, which points outside the tree or is not in its shortest form")
     if name.startswith('"') or not unharmful(path) or parts[0].startswith(RESERVED):
         raise refuse(patch, f"names {name}, which is no plain file name or belongs to Sparkforge")
     return path
@@ -173,7 +172,7 @@ def _hunk(patch: str, parsed: ParsedHunk) -> Hunk:
             if not line.value.startswith(" "):
                 raise refuse(patch, f"holds a line that belongs to no hunk: {line.value.strip()!r}")
             if not last:
-                raise refuse(patch, f"speaks of a line before the first one of the hunk at line {parsed.source_start}")
+                raise refuse(patch, f"has a remark before the first line of the hunk at line {parsed.source_start}")
             for side in sides[last]:
                 side[-1] = side[-1].removesuffix(b"\n")
         elif line.line_type in sides:

@@ -1,8 +1,8 @@
 """Rewrite a wheel or a source archive with some members replaced: the same bytes on every machine.
 
-The output of zlib depends on its build. So a wheel's members that stay are copied as they are, still packed, and
-a new member is stored unpacked; a .tar.gz, which is one packed stream, consists of deflate's stored blocks (RFC 1951,
-3.2.4). Headers are written here, because what `zipfile` puts into them differs between releases of Python.
+The output of zlib depends on its build. So a wheel's unchanged members are copied still packed, and new members are
+stored unpacked; a .tar.gz, which is one packed stream, consists of deflate's stored blocks (RFC 1951, 3.2.4). This
+module writes the headers, because those of `zipfile` differ between releases of Python.
 """
 
 import hashlib
@@ -24,16 +24,16 @@ from sparkforge.sources import archive
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
 END = struct.Struct("<4s4H2LH")
-UNIX, VERSION = 3, 20  # made by Unix; 2.0 is what folders and deflate need
+UNIX, VERSION = 3, 20  # made by Unix; folders and deflate need version 2.0
 UTF8 = 0x800
-DOS_TIME = (0, 1 << 5 | 1)  # 1980-01-01 00:00, the earliest that a zip can say
-MAX_ENTRIES, MAX_SIZE = 0xFFFF, 0xFFFFFFFF  # beyond them a zip needs its 64-bit form
+DOS_TIME = (0, 1 << 5 | 1)  # 1980-01-01 00:00, the earliest time of a zip
+MAX_ENTRIES, MAX_SIZE = 0xFFFF, 0xFFFFFFFF  # beyond these a zip needs its 64-bit form
 STORED_BLOCK = 0xFFFF
 GZIP_HEADER = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"  # RFC 1952: deflate, no name, no time, unknown system
 
 
 class HashedOutput:
-    """A file that counts and hashes what is written to it."""
+    """A file that counts and hashes the written bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._digest, self.size = file, hashlib.sha256(), 0
@@ -47,7 +47,7 @@ class HashedOutput:
 
     @property
     def sha256(self) -> str:
-        """Hex sha256 of everything that was written."""
+        """The hex sha256 of all written bytes."""
         return self._digest.hexdigest()
 
 
@@ -56,8 +56,8 @@ def rewrite_wheel(
 ) -> None:
     """Write the wheel `source` to `output`: each member at `new_path(name)`, in upstream's order.
 
-    `contents` has new bytes by new name (None: leave the member out); those of no member of `source` come before the
-    member `last`. Raises BadZipFile, one of archive.MALFORMED, for a wheel that cannot be copied.
+    `contents` has new bytes by new name (None: leave the member out); new members come before the member `last`.
+    Raises BadZipFile, one of archive.MALFORMED, for a wheel that cannot be copied.
     """
     with zipfile.ZipFile(source) as opened, source.open("rb") as packed:
         writer, names = _ZipWriter(output), {new_path(info.orig_filename) for info in opened.infolist()}
@@ -87,7 +87,7 @@ class _ZipWriter:
             self.output.write(content)
 
     def copy(self, name: str, info: zipfile.ZipInfo, packed: IO[bytes]) -> None:
-        """Copy a member as it lies in `packed`. Raises BadZipFile where its own header does not fit the directory."""
+        """Copy a member from `packed` unchanged. Raises BadZipFile if its header contradicts the directory."""
         packed.seek(info.header_offset)
         header = packed.read(LOCAL.size)
         if len(header) != LOCAL.size or header[:4] != b"PK\3\4":
@@ -132,8 +132,8 @@ def rewrite_sdist(
 ) -> None:
     """Write the .tar.gz `source` to `output`: its folder `top[0]` becomes `top[1]`, and some files get new bytes.
 
-    `contents` has these by path inside the folder (None: leave the file out); new files come last. Modes become 0644
-    or 0755, owners and times 0. Raises one of archive.MALFORMED for a damaged archive.
+    `contents` has new bytes by path inside the folder (None: leave the file out); new files come last. Modes become
+    0644 or 0755, owners and times 0. Raises one of archive.MALFORMED for a damaged archive.
     """
     old, new = top
     remaining, packer = dict(contents), _StoredGzip(output)
@@ -170,7 +170,7 @@ class _StoredGzip:
         output.write(GZIP_HEADER)
 
     def write(self, data: bytes) -> int:
-        """Write `data` in blocks of 65,535 bytes, whatever the sizes of the writes are."""
+        """Write `data` in blocks of 65,535 bytes, independent of the sizes of the writes."""
         self.pending += data
         while len(self.pending) >= STORED_BLOCK:
             self._block(bytes(self.pending[:STORED_BLOCK]), final=False)
@@ -179,7 +179,7 @@ class _StoredGzip:
         return len(data)
 
     def tell(self) -> int:
-        """Return how many bytes were written, unpacked; `tarfile` asks for it."""
+        """Return the number of written, unpacked bytes, which `tarfile` needs."""
         return self.size
 
     def _block(self, data: bytes, *, final: bool) -> None:

@@ -1,6 +1,6 @@
 """A patch queue on disk: `patches/<upstream>-<version>/series` and its patches with DEP-3 headers.
 
-A patch that is the same in several releases lies in `patches/common/`; each series names it as `../common/FILE`.
+A patch that is the same in several releases is in `patches/common/`; each series names it as `../common/FILE`.
 
 DEP-3 is Debian's format for patch headers (https://dep-team.pages.debian.net/deps/dep3/): `Field: value`, continued by
 lines that begin with a space, closed by a line `---`. `Drop-when` is our own field: one condition per line. If
@@ -103,7 +103,7 @@ class Queue:
     upstream: str
     version: str
     patches: tuple[Patch, ...]
-    installed: Mapping[str, str] = field(default_factory=dict)  # a source archive's folder → where it is installed
+    installed: Mapping[str, str] = field(default_factory=dict)  # a source archive's folder → its installed path
 
     @classmethod
     def load(cls, directory: Path) -> Queue:
@@ -115,12 +115,12 @@ class Queue:
         return cls(name["upstream"], name["version"], patches, _installed(directory))
 
     def for_tree(self, tree: Path) -> Queue:
-        """Return this queue with the paths that `tree` has: an installed package may keep folders elsewhere."""
+        """Return this queue with the paths of `tree`, because an installed package may have other folders."""
         return self._with({old: new for old, new in self.installed.items()
                            if not (tree / old).exists() and (tree / new).is_dir()})  # fmt: skip
 
     def for_files(self, names: Collection[str]) -> Queue:
-        """Do the same as `for_tree` for an archive with the files `names`."""
+        """Return this queue with the paths of an archive with the files `names` (see `for_tree`)."""
 
         def holds(folder: str) -> bool:
             return any(name.startswith(f"{folder}/") for name in names)
@@ -187,7 +187,7 @@ def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Compo
 
 def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
     def new_path(path: str) -> str:
-        """Only the top folder moves, `src/x.py` to `lib/x.py`."""
+        """Return `path` with its top folder replaced, such as `lib/x.py` for `src/x.py`."""
         folder, slash, rest = path.partition("/")
         return moves.get(folder, folder) + slash + rest
 
@@ -197,7 +197,7 @@ def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
 
 
 def _installed(directory: Path) -> dict[str, str]:
-    """Read `installed`, if the queue has it. Each line: a top folder of the source archive, and its installed path."""
+    """Read `installed`, if it exists. Each line has a top folder of the source archive and its installed path."""
     file = directory / "installed"
     lines = _lines(directory, file) if file.is_file() else []
     pairs = [line.split() for line in lines if line and not line.startswith("#")]

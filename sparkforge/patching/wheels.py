@@ -1,7 +1,7 @@
-"""Patched wheels and source archives: upstream's pinned file with its queue applied, one file with one sha256.
+"""Patched wheels and source archives: upstream's pinned file with its queue applied, with a locked sha256.
 
-`patched` makes the file once, from upstream's in the cache, and checks it against `locks/patched.toml`. Installed files
-are never edited: environments and images install the package from this file only.
+`patched` makes the file once, from upstream's file in the cache, and checks it against `locks/patched.toml`. Installed
+files are never edited: environments and images install the package only from this file.
 """
 
 import base64
@@ -35,12 +35,12 @@ from sparkforge.sources import archive, fetch
 SCHEMA = 1
 RELOCK_FIX = "git checkout -- patches locks pins.toml   # if the change is meant: .venv/bin/python -m lab.patches lock"
 SDIST = ".tar.gz"
-SDIST_FOLDER = ".sparkforge-patches"  # of a source archive, which has no dist-info; no patch may touch it
+SDIST_FOLDER = ".sparkforge-patches"  # in a source archive, which has no dist-info; no patch may touch it
 
 
 @dataclass(frozen=True)
 class PatchedWheel:
-    """A patched wheel or source archive: where it lies, its own name and hash, and what it comes from."""
+    """A patched wheel or source archive: its path, its lock entry, and its origin."""
 
     path: Path
     package: str  # as pins.toml names it
@@ -51,14 +51,14 @@ class PatchedWheel:
 
     @property
     def requirement(self) -> str:
-        """The line of a requirements file that names this very file."""
+        """The line of a requirements file for this file, by hash."""
         return f"{self.package}=={self.version} --hash=sha256:{self.lock.sha256}"
 
 
 def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> PatchedWheel:
-    """Return the patched form of `component`'s file `filename`; it is made unless it is in the cache.
+    """Return the patched form of `component`'s file `filename`, from the cache or made now.
 
-    Raises PatchError where the queue or the result is not what `locks/patched.toml` says, or a patch does not fit,
+    Raises PatchError if the queue or the result does not match `locks/patched.toml`, or a patch does not apply,
     IntegrityError for a malformed wheel, and the errors of `fetch`. A damaged file in the cache is made again.
     """
     queue, lock = locked(component, filename, patches)
@@ -89,9 +89,9 @@ def patched_wheel(component: Component, target: TargetMachine) -> PatchedWheel:
 
 
 def make_stack(stack: str, machine: str, *, dry_run: bool) -> None:
-    """Make the patched wheels of a stack for a machine (as `uname -m` has it; empty: this one), and report them.
+    """Make the patched wheels of a stack for a machine (as `uname -m` prints it; empty: this one), and list them.
 
-    With `dry_run` they are made and compared with the lock, and nothing of them is kept. Raises as `patched`.
+    With `dry_run` they are made, compared with the lock, and not kept. Raises as `patched`.
     """
     target = TargetMachine(machine or platform.machine())
     for component in patched_components(pins.load().stack(stack)):
@@ -107,7 +107,7 @@ def make_stack(stack: str, machine: str, *, dry_run: bool) -> None:
 
 
 def locked(component: Component, filename: str, patches: Path = PATCHES) -> tuple[Queue, PatchedFile]:
-    """Return the queue of a file and its entry in the lock. Raises PatchError where they do not fit."""
+    """Return the queue of a file and its entry in the lock. Raises PatchError if they do not match."""
     queue, lock = Queue.load(patches / str(component.patches)), load_patched().get(filename)
     if lock is None or (lock.queue, lock.queue_sha256) != (component.patches, queue.sha256):
         why = "it has no entry there" if lock is None else f"the queue there is not patches/{component.patches}"
@@ -123,15 +123,15 @@ def _make_checked(component: Component, filename: str, queue: Queue, lock: Patch
 
 
 def local_version(version: str, revision: int) -> str:
-    """Return upstream's version with ours: 0.32.0+sparkforge.1, which `==0.32.0` matches (PEP 440)."""
+    """Return upstream's version with our suffix: 0.32.0+sparkforge.1, which `==0.32.0` matches (PEP 440)."""
     return f"{version}{'.' if Version(version).local else '+'}sparkforge.{revision}"
 
 
 def make(source: Path, component: Component, queue: Queue, revision: int, output: IO[bytes]) -> PatchedFile:
     """Write the patched form of `source` to `output` and return the lock's entry for it.
 
-    The same inputs give the same bytes on every machine, with every Python and zlib. Raises PatchError where a patch
-    does not fit, IntegrityError for a malformed archive.
+    The same inputs give the same bytes on every machine, with every Python and zlib. Raises PatchError if a patch does
+    not apply, IntegrityError for a malformed archive.
     """
     hashed = HashedOutput(output)
     version = local_version(component.version, revision)

@@ -1,4 +1,4 @@
-"""Every outside input by version and hash: pins.toml, lock files, the package index, Debian packages."""
+"""Every external input by version and hash: pins.toml, lock files, the package index, Debian packages."""
 
 from sparkforge.pins.table import (
     Component,

@@ -1,7 +1,7 @@
 """Find a package's file on the package index that pip is configured to use.
 
-`pypi-simple` reads the index pages (HTML or JSON, PEP 503/691); the index itself is pip's, so that a mirror or a
-certificate set up once serves here too.
+`pypi-simple` reads the index pages (HTML or JSON, PEP 503/691). The index is pip's, so that a mirror or a certificate
+that is configured for pip is used here too.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from sparkforge.core.console import say, without_passwords
 from sparkforge.core.errors import NetworkError, StorageError
 from sparkforge.core.http import LimitError, request
 
-# pypi-simple loads an HTML parser and takes 0.14 s: only what reads a page imports it.
+# pypi-simple loads an HTML parser in 0.14 s, so only functions that read a page import it.
 if TYPE_CHECKING:
     from pypi_simple import ProjectPage
 
 PIP_PLACES = ("PIP_CONFIG_FILE", "HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS")
 TIMEOUT = httpx.Timeout(30.0, read=120.0)
 ACCEPT = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
-PAGE_BYTES = 32 << 20  # the largest page that a lock of ours needs has 2 MB
+PAGE_BYTES = 32 << 20  # the largest page for our locks has 2 MB
 PAGE_SECONDS = 300.0
 ATTEMPTS = 4
-FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before another attempt; Retry-After counts up to the longest
+FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before another attempt; LONGEST_WAIT also bounds Retry-After
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which the same request may succeed
 
 
@@ -58,19 +58,19 @@ def pip_config() -> PipConfig:
 
 @cache
 def _pip_files(*_places: str | None) -> dict[str, str]:
-    """Return the settings in pip's files, which pip itself reads; `_places` is what says where they lie."""
+    """Return the settings in pip's files, read by pip; `_places`, which determine the files, only key the cache."""
     return installers.pip_files(sys.executable)
 
 
 def client() -> httpx.Client:
-    """Return an HTTP client that trusts what pip trusts and follows redirects.
+    """Return an HTTP client that trusts pip's certificates and follows redirects.
 
     Raises StorageError for a CA bundle that cannot be read, NetworkError for a proxy that cannot be used.
     """
     cert = pip_config().cert
     try:
         verify = ssl.create_default_context(cafile=cert) if cert else True
-    except OSError as error:  # ssl.SSLError is one, and neither names the file
+    except OSError as error:  # includes ssl.SSLError; neither names the file
         failure, why = f"cannot read the certificates in {cert}", error.strerror or str(error)
         raise StorageError(failure, why, "pip config list   # correct PIP_CERT", code="storage.access") from error
     try:
@@ -82,16 +82,16 @@ def client() -> httpx.Client:
 
 
 def attempts() -> tenacity.Retrying:
-    """Return the loop for a request that may be repeated: over broken connections, silence and busy servers."""
+    """Return the retry loop for a request: it repeats after broken connections, timeouts and busy servers."""
     retry, stop = tenacity.retry_if_exception(worth_repeating), tenacity.stop_after_attempt(ATTEMPTS)
     return tenacity.Retrying(stop=stop, retry=retry, wait=_wait, before_sleep=_say_again, reraise=True)
 
 
 def worth_repeating(error: BaseException) -> bool:
-    """Tell whether the same request may succeed later: not after a 404, an answer without end, or a bad URL."""
+    """Tell whether the same request may succeed later; no after a 404, an endless answer, or a bad URL."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code in BUSY
-    # ConnectError: no such host, nothing listens, or a certificate that is not trusted.
+    # ConnectError: unknown host, refused connection, or untrusted certificate.
     lasting = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.ProxyError, httpx.ConnectError, LimitError)
     return isinstance(error, httpx.TransportError) and not isinstance(error, lasting)
 
@@ -131,7 +131,7 @@ def project_page(package: str, http: httpx.Client) -> ProjectPage:
         if "json" in page.headers.get("content-type", ""):
             return ProjectPage.from_json_data(page.json(), base_url=str(page.url))
         return ProjectPage.from_html(package, page.text, base_url=str(page.url))
-    except Exception as error:  # pypi-simple's, pydantic's and Beautiful Soup's own, and RecursionError
+    except Exception as error:  # errors of pypi-simple, pydantic and Beautiful Soup, and RecursionError
         why = " ".join(str(error).split())[:300]
         why = f"the page of the package index is malformed: {type(error).__name__}: {why}"
         fix = "pip config list   # check that PIP_INDEX_URL names a package index (PEP 503)"

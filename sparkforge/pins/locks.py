@@ -1,4 +1,4 @@
-"""Hash-locked requirement sets, `locks/NAME.txt`: where they are, and their installation by uv.
+"""Hash-locked requirement sets, `locks/NAME.txt`: their paths, and their installation by uv.
 
 `./inv pins.lock` makes them (lab/locks.py).
 """
@@ -19,7 +19,7 @@ from sparkforge.pins.index import pip_config
 from sparkforge.pins.wheels import GLIBC
 
 LOCKS = ROOT / "locks"
-MAX = ("max", ROOT / "spark_mxfp4" / "locks")  # the one set that lies elsewhere, beside the library's own
+MAX = ("max", ROOT / "spark_mxfp4" / "locks")  # the only set in another folder, with the library's sets
 INSTALL = (sys.executable, "-m", "uv", "pip", "install", "--require-hashes", "--no-deps", "--quiet")
 
 
@@ -28,8 +28,8 @@ class WheelSet:
     """Wheels that are installed with a locked set: their folders, and requirement lines that name them by hash."""
 
     folders: tuple[Path, ...] = ()
-    replaced: Mapping[str, str] = field(default_factory=dict)  # by package: in place of the line in the lock
-    extra: tuple[str, ...] = ()  # besides the lock, which lacks them
+    replaced: Mapping[str, str] = field(default_factory=dict)  # by package: instead of the line in the lock
+    extra: tuple[str, ...] = ()  # packages that the lock lacks
 
 
 def lock_path(name: str) -> Path:
@@ -38,12 +38,12 @@ def lock_path(name: str) -> Path:
 
 
 def wheels_for(machine: str) -> list[str]:
-    """Return uv's options to install only wheels, those for `machine`."""
+    """Return uv's options to install only wheels for `machine`."""
     return ["--python-platform", f"{machine}-manylinux_2_{GLIBC}", "--only-binary", ":all:"]
 
 
 def uv_environment() -> Mapping[str, str]:
-    """Return uv's settings: pip's index (uv reads no pip configuration), no other, and pip's CA bundle."""
+    """Return uv's settings: only pip's index (uv reads no pip configuration), and pip's CA bundle."""
     config = pip_config()
     index = os.environ.get("UV_DEFAULT_INDEX") or config.index_url
     env = {"UV_DEFAULT_INDEX": index, "UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1", "UV_NO_CONFIG": "1"}
@@ -80,9 +80,9 @@ def install(
 ) -> None:
     """Install a locked set and `wheels` into the environment of `python`, or into the folder `target`.
 
-    A `machine` (`uname -m`) that is not this one gets its own wheels. Where none is named, bytecode is compiled.
-    `copy`, and a target folder, make copies instead of hard links into uv's cache: a hard link's ctime changes with
-    every other link, and ccache then sees its headers "modified". Raises NetworkError with the cause that uv printed.
+    With `machine` (`uname -m`) the wheels are for that machine; without, bytecode is compiled. `copy`, and a target
+    folder, make copies instead of hard links into uv's cache: a hard link's ctime changes with every other link, and
+    ccache then treats headers as modified. Raises NetworkError with the cause that uv printed.
     """
     wheels = wheels or WheelSet()
     command = [*INSTALL, "--python", str(python), "-r", "-"]

@@ -1,4 +1,4 @@
-"""`locks/patched.toml`: the patched wheel or source archive that each upstream file becomes, by hash."""
+"""`locks/patched.toml`: the patched wheel or source archive of each upstream file, by hash."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ class PatchedFile(Record):
     file: Text
     sha256: Sha256
     size: int = Field(gt=0, strict=True)  # bytes
-    record: Sha256 | None = None  # of a wheel: `record_digest` of its RECORD (core/installed.py)
+    record: Sha256 | None = None  # for a wheel: `record_digest` of its RECORD (core/installed.py)
 
 
 class PatchedLock(RootModel[dict[str, PatchedFile]]):
@@ -29,6 +29,6 @@ class PatchedLock(RootModel[dict[str, PatchedFile]]):
 
 
 def load_patched(path: Path | None = None) -> Mapping[str, PatchedFile]:
-    """Read the lock, by default PATH; an empty one where there is none yet. Raises InputError."""
+    """Read the lock, by default PATH; empty if there is no file. Raises InputError."""
     path = path or PATH
     return load(path, PatchedLock).root if path.exists() else {}

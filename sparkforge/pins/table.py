@@ -1,6 +1,6 @@
-"""`pins.toml`: every outside input with its version, hash, size, licence and reason. The only reader of that file.
+"""`pins.toml`: every external input with its version, hash, size, licence and reason. The only reader of that file.
 
-A pin without a hash or a size, with an unknown key, or listed twice is refused; nothing downstream checks again.
+A pin without a hash or a size, with an unknown key, or listed twice is refused; other modules do not check again.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 GitHash = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{40}|unknown)$")]
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
-Size = Annotated[int, Field(gt=0, strict=True)] | Literal["unknown"]  # bytes; pins.toml says what stays unknown
+Size = Annotated[int, Field(gt=0, strict=True)] | Literal["unknown"]  # bytes
 
 RESTORE = "git checkout pins.toml   # or correct it"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class PinnedFile(Record):
-    """One file of a package: its hash, and the size in bytes beyond which a download of it stops."""
+    """One file of a package: its hash, and its size in bytes, at which a download stops."""
 
     sha256: Sha256
     size: Size
 
 
 class Component(Record):
-    """One outside input: a registry package's files, or an image by digest."""
+    """One external input: the files of a package, or an image by digest."""
 
     version: Text
     kind: Literal["sdist", "wheel", "image"]
     licence: Text
     why: Text
-    source: Text | None = None  # where the hash was read, if not from the file itself
+    source: Text | None = None  # the source of the hash, if not the file itself
     package: Text | None = None
     pinned_files: dict[Text, PinnedFile] = Field(default_factory=dict, alias="files")
     image: Text | None = None
     digest: Digest | None = None
-    size: Size | None = None  # of an image; a package's files have one each
+    size: Size | None = None  # for an image; each file of a package has its own
     patches: Text | None = None  # folder under patches/
-    index: Text | None = None  # of a wheel that the default package index does not have: see sources/fetch.py
-    provides: Text | None = None  # NAME==VERSION that importlib.metadata shall know too, where the package differs
+    index: Text | None = None  # for a wheel that the default package index lacks: see sources/fetch.py
+    provides: Text | None = None  # a further NAME==VERSION for importlib.metadata
 
     @model_validator(mode="after")
     def _has_hash_and_size(self) -> Component:
         if self.kind == "image":
             if not (self.image and self.digest and self.size) or self.pinned_files or self.package:
-                raise ValueError("an image needs 'image', 'digest' and 'size' and nothing of a package")
+                raise ValueError("an image needs 'image', 'digest' and 'size', and no key of a package")
         elif not (self.package and self.pinned_files) or self.image or self.digest or self.size:
             raise ValueError("a package needs 'package' and at least one file with its sha256 and size")
         if self.provides and self.provides.partition("==")[2].partition("+")[0] != self.version:
@@ -68,16 +68,16 @@ class Component(Record):
         return {name: file.sha256 for name, file in self.pinned_files.items()}
 
     def size_of(self, filename: str) -> int | None:
-        """Return the size of one of its files in bytes; None if pins.toml says that it is unknown."""
+        """Return the size of a file in bytes; None if it is unknown in pins.toml."""
         size = self.pinned_files[filename].size
         return None if size == "unknown" else size
 
 
 class GitSource(Record):
-    """A git repository that an upstream's build fetches by itself unless it is told of a copy.
+    """A git repository that an upstream's build fetches itself unless a variable names a copy.
 
-    `of` names the component whose files ask for it, `asked_in` the file, `dependency` the name it has there, and `tag`
-    what upstream writes. `commit` and `tree` are SHA-1 names, or `unknown`: said, because a tag can be moved.
+    `of` is the component whose files request it, `asked_in` the file, `dependency` its name there, and `tag` the tag or
+    commit that upstream writes. `commit` and `tree` are SHA-1 ids, or `unknown`; a tag alone could move.
     """
 
     of: Text
@@ -87,29 +87,29 @@ class GitSource(Record):
     tag: Text
     commit: GitHash
     tree: GitHash
-    size: Size  # of a download of that commit; git reports none, so it is `unknown` until somebody has measured one
+    size: Size  # of the commit's download; git does not report it, so it is `unknown` until it is measured
     licence: Text
     needed: bool  # by gpt-oss on compute capability 12.1
-    why: Text  # or why not
-    src_dir: Text | None = None  # the variable with which upstream takes a copy
-    switch: Text | None = None  # what leaves it out of the build without a patch
-    source: Text | None = None  # where the commit was read, if not in upstream's own file
+    why: Text  # why it is needed, or why not
+    src_dir: Text | None = None  # the variable that names a copy for upstream's build
+    switch: Text | None = None  # the setting that leaves it out of the build without a patch
+    source: Text | None = None  # the source of the commit, if not upstream's own file
 
     @model_validator(mode="after")
     def _commit_is_upstreams(self) -> GitSource:
         if COMMIT.fullmatch(self.tag) and self.commit != self.tag:
-            raise ValueError("upstream asks for a commit, and 'commit' is another one")
+            raise ValueError("upstream requests a commit, and 'commit' is a different one")
         if not COMMIT.fullmatch(self.tag) and self.commit != "unknown" and not self.source:
-            raise ValueError("upstream asks for a tag: 'source' must say where its commit was read")
+            raise ValueError("upstream requests a tag: 'source' must name the source of its commit")
         return self
 
 
 class StackImage(Record):
-    """The inputs of a stack's container image, besides its components; a native build takes the same kernels.
+    """The inputs of a stack's container image in addition to its components; a native build has the same kernels.
 
     `device` names the Debian packages, the trimming table and the stages of the image; `locks` maps a processor (as
     `uname -m` prints it) to a hash-locked set; `kernels` is a set of the stack's kernel table, compiled for
-    `architecture`; `environments` names what "kernels" and "vllm" are compiled with where no interpreter is named.
+    `architecture`; `environments` names the default environments in which "kernels" and "vllm" are compiled.
     """
 
     device: Literal["cpu", "cuda"]
@@ -127,7 +127,7 @@ class StackImage(Record):
 
 
 class Stack(Record):
-    """A set of components that build one runtime, what their builds fetch by git, and what its image is made from."""
+    """A set of components that build one runtime, the git sources of their builds, and the inputs of the image."""
 
     summary: Text
     components: dict[Text, Component] = Field(min_length=1)
@@ -145,11 +145,11 @@ class EnvironmentPin(Record):
     """The inputs of a Python environment under the checkout's state (sparkforge/environments.py)."""
 
     lock: Text  # a hash-locked set
-    wheels: tuple[Text, ...] = ()  # STACK/COMPONENT, fetched by their pins; installed besides the lock if it lacks them
-    project: bool = False  # with this checkout, editable
+    wheels: tuple[Text, ...] = ()  # STACK/COMPONENT, fetched by their pins; added if the lock lacks them
+    project: bool = False  # also installs this checkout, editable
     library: Text | None = None  # requirement of spark-mxfp4, whose wheel is built from this checkout
     copy_files: bool = Field(False, alias="copy")  # instead of hard links into uv's cache
-    size: int = Field(gt=0, strict=True)  # bytes to ask for: installed, and the downloads
+    size: int = Field(gt=0, strict=True)  # bytes of free space that are required: installation and downloads
 
 
 class TextPin(Record):
@@ -159,7 +159,7 @@ class TextPin(Record):
     revision: Text = Field(pattern=r"^[0-9a-f]{40}$")
     archive: Text
     member: Text
-    pinned_files: dict[Text, PinnedFile] = Field(alias="files")  # of the archive and of the member
+    pinned_files: dict[Text, PinnedFile] = Field(alias="files")  # the archive and the member
     licence: Text
     why: Text
     source: Text
@@ -169,14 +169,14 @@ class TextPin(Record):
         if self.pinned_files.keys() != {self.archive, self.member}:
             raise ValueError("'files' must have the archive and the member, and nothing else")
         if any(file.size == "unknown" for file in self.pinned_files.values()):
-            raise ValueError("a text needs its sizes: they bound what is downloaded and unpacked")
+            raise ValueError("a text needs sizes, which limit its download and unpacking")
         return self
 
 
 class Pins(Record):
     """The whole table: stacks, environments and texts by name.
 
-    `default` is the stack that commands use where none is named, `devices` maps a device that has another one to it.
+    `default` is the stack of commands without --stack; `devices` maps a device with another stack to that stack.
     """
 
     schema_: Literal[1] = Field(alias="schema")
@@ -224,13 +224,13 @@ class Pins(Record):
         return sorted(unread)
 
     def stack(self, name: str) -> Stack:
-        """Return one stack. Raises InputError naming the known ones."""
+        """Return one stack. Raises InputError, which lists the known stacks."""
         if name not in self.stacks:
             raise _absent(f"there is no stack {name}", self.stacks, f"--stack {self.default}")
         return self.stacks[name]
 
     def image(self, stack: str) -> StackImage:
-        """Return what a stack's image is made from. Raises InputError for an unknown stack, or one without an image."""
+        """Return the inputs of a stack's image. Raises InputError for an unknown stack, or one without an image."""
         image = self.stack(stack).image
         if image is None:
             built = ", ".join(name for name, table in self.stacks.items() if table.image)
@@ -239,13 +239,13 @@ class Pins(Record):
         return image
 
     def environment(self, name: str) -> EnvironmentPin:
-        """Return what an environment is made from. Raises InputError if there is none of that name."""
+        """Return the inputs of an environment. Raises InputError for an unknown name."""
         if name not in self.environments:
             raise _absent(f"there is no environment {name}", self.environments)
         return self.environments[name]
 
     def component(self, stack: str, name: str) -> Component:
-        """Return one component. Raises InputError if there is none of that name."""
+        """Return one component. Raises InputError for an unknown name."""
         try:
             return self.stacks[stack].components[name]
         except KeyError:
@@ -258,12 +258,12 @@ def _absent(failure: str, known: Iterable[str], fix: str = "less pins.toml   # a
 
 
 def load(path: Path = ROOT / "pins.toml") -> Pins:
-    """Read and check the table. Raises InputError naming every entry that is wrong."""
+    """Read and check the table. Raises InputError, which names every invalid entry."""
     try:
         return Pins.model_validate(read_toml(path))
     except FileNotFoundError:
         raise InputError(f"cannot read {path}", "it is not there", RESTORE, code="input.pins") from None
-    except DocumentError as error:  # includes a key that is there twice
+    except DocumentError as error:  # includes a repeated key
         raise InputError(f"{path.name} is no valid TOML", str(error), RESTORE, code="input.pins") from None
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())

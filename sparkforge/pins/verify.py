@@ -1,6 +1,6 @@
-"""An installed patched distribution against `locks/patched.toml`: whether it is that wheel, and unchanged.
+"""Compare an installed patched distribution with `locks/patched.toml`: the same wheel, and unchanged files.
 
-What the build of an image leaves out of a wheel, or compiles itself and lays over it, is in the image's manifest.
+An image's manifest lists the files of a wheel that its build left out, or replaced by compiled ones.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from sparkforge.core.tables import Record, parse_record
 from sparkforge.pins.patched import PatchedFile
 from sparkforge.pins.table import Pins, Sha256, Text
 
-LOCAL = "sparkforge"  # of the version of every patched wheel: 0.32.0+sparkforge.1
+LOCAL = "sparkforge"  # in the version of every patched wheel: 0.32.0+sparkforge.1
 ORIGIN = "patches/upstream.json"  # in its dist-info folder, beside the patches
-# FlashInfer loads what was compiled ahead of time from here (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
+# FlashInfer loads modules that were compiled ahead of time from here (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
 ADDED_LATER = ("flashinfer/data/aot",)
 
 
 class PatchHash(Record):
-    """A patch that was applied: its file name and the sha256 of its bytes."""
+    """An applied patch: its file name and the sha256 of its bytes."""
 
     name: Text
     sha256: Sha256
 
 
 class FileHashes(Record):
-    """Hex sha256 of one file in upstream's wheel and in the patched one; None: it has no such file."""
+    """Hex sha256 of one file in upstream's wheel and in the patched wheel; None if the wheel lacks it."""
 
     before: Sha256 | None
     after: Sha256 | None
@@ -54,25 +54,25 @@ class WheelOrigin(Record):
 
 
 class ImageChanges(Record, extra="ignore"):
-    """The changes of an image's build to installed wheels: paths left out, and sha256 by path of what it compiled."""
+    """The changes of an image's build to installed wheels: paths left out, and sha256 by path of compiled files."""
 
     left_out: tuple[Text, ...] = ()
     compiled: dict[str, Sha256] = Field(default_factory=dict)
 
     @classmethod
     def read(cls, manifest: Path) -> ImageChanges:
-        """Read them from an image's manifest; none where there is no such file. Raises OSError, ValueError."""
+        """Read them from an image's manifest; empty if the file is missing. Raises OSError, ValueError."""
         return cls.model_validate(read_json(manifest)) if manifest.is_file() else cls()
 
 
 def patched_packages(pins: Pins, stack: str) -> list[str]:
-    """Return the normalised names of the distributions that a stack has patches for."""
+    """Return the normalised names of the distributions that a stack patches."""
     components = pins.stack(stack).components.values()
     return sorted({canonicalize_name(pin.package) for pin in components if pin.patches and pin.package})
 
 
 def is_patched(version: str) -> bool:
-    """Tell whether a version is one of our patched wheels: its local part is, or ends in, `sparkforge.N`."""
+    """Tell whether a version is that of a patched wheel: its local part is, or ends in, `sparkforge.N`."""
     try:
         local = (Version(version).local or "").split(".")
     except InvalidVersion:
@@ -91,7 +91,7 @@ def read_origin(info: Path) -> WheelOrigin:
 
 
 def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> PatchedFile:
-    """Return the wheel of the lock that a distribution was installed from, by version and RECORD.
+    """Return the locked wheel from which a distribution was installed, by version and RECORD.
 
     Raises IntegrityError, which names the difference: upstream's wheel, another revision, or another RECORD.
     """
@@ -117,7 +117,7 @@ def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> Pat
 
 
 def differences(installed: Installed, changes: ImageChanges) -> list[str]:
-    """Return how its files differ from RECORD and from what the image's build changed, as `path: change`."""
+    """Return the files that differ from RECORD and from the changes of the image's build, as `path: change`."""
     return installed.differences(left_out=changes.left_out, compiled=changes.compiled, added=ADDED_LATER)
 
 

@@ -1,7 +1,7 @@
-"""Choose, for a machine that need not be this one, the file of each requirement in a hash-locked set.
+"""Choose the file of each requirement in a hash-locked set, for this machine or another one.
 
-`pip download --platform` cannot: it judges the markers of a lock (`; platform_machine == …`) by the machine it runs on,
-and takes one platform tag at a time. Tags and markers are those of PyPA's `packaging`.
+`pip download --platform` cannot do this: it evaluates the markers of a lock (`; platform_machine == …`) for the machine
+that runs it, and takes one platform tag at a time. Tags and markers are evaluated by PyPA's `packaging`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from sparkforge.core.manifest import Made, once
 from sparkforge.pins.index import client, project_page
 from sparkforge.pins.table import Component
 
-if TYPE_CHECKING:  # it loads an HTML parser
+if TYPE_CHECKING:  # at run time the import would load an HTML parser
     from pypi_simple import DistributionPackage
 
 GLIBC = 35  # the newest minor version of glibc 2 that a chosen wheel may require: Ubuntu 22.04's, below DGX OS's 2.39
-MACHINES = ("aarch64", "x86_64")  # machines that we pin wheels for, as `uname -m` prints them
+MACHINES = ("aarch64", "x86_64")  # machines with pinned wheels, as `uname -m` prints them
 PYTHONS = ("3.11", "3.12", "3.13")  # pyproject.toml requires-python
 LEGACY = {"manylinux2014": 17, "manylinux2010": 12, "manylinux1": 5}  # PEP 600
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
@@ -38,7 +38,7 @@ HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class TargetMachine:
-    """The machine that files are for: as `uname -m` has it, and its Python's version."""
+    """The machine for which files are chosen, as `uname -m` prints it, and its Python's version."""
 
     machine: str
     python: tuple[int, int] = sys.version_info[:2]
@@ -47,7 +47,7 @@ class TargetMachine:
         return f"cp{self.python[0]}{self.python[1]}-{self.machine}"
 
     def tags(self) -> dict[Tag, int]:
-        """Return every wheel tag that the machine takes, with its rank: the lower the better."""
+        """Return every wheel tag that the machine accepts, with its rank; lower is better."""
         platforms = []
         for minor in range(GLIBC, 4, -1):
             platforms.append(f"manylinux_2_{minor}_{self.machine}")
@@ -58,7 +58,7 @@ class TargetMachine:
         return {tag: rank for rank, tag in reversed(list(enumerate(ranked)))}
 
     def environments(self) -> list[dict[str, str | AbstractSet[str]]]:
-        """Return the values for markers (PEP 508): with the first and the last release of its Python."""
+        """Return the values for markers (PEP 508), for the first and the last patch release of its Python."""
         version = ".".join(map(str, self.python))
         linux: dict[str, str | AbstractSet[str]] = {
             **cast("dict[str, str]", default_environment()), "os_name": "posix", "sys_platform": "linux",
@@ -114,7 +114,7 @@ def choose(
     for file in files:
         sha256 = (file.digests or {}).get("sha256", "")
         if sha256 not in hashes:
-            continue  # first, because an index also lists file names that no tool understands any more
+            continue  # checked first, because an index also lists file names that no tool can parse any more
         rank = _rank(file.filename, ranks)
         if rank is not None and (best is None or rank < best[0]):
             best = rank, Pick(requirement.name, file.filename, sha256)
@@ -150,7 +150,7 @@ def _rank(filename: str, ranks: Mapping[Tag, int]) -> int | None:
 
 
 def picks(lock: Path, target: TargetMachine) -> list[Pick]:
-    """Return the files of the set at `lock` for `target`, sorted by name. Asks the index once for each lock and target.
+    """Return the files of the set at `lock` for `target`, sorted by name. Queries the index once per lock and target.
 
     Raises InputError (see above) and NetworkError.
     """

@@ -1,1 +1,1 @@
-"""The hardware ledger as data, and `./inv qualify`, which runs what settles its claims on this machine."""
+"""The hardware ledger as data, and `./inv qualify`, which tests its claims on this machine."""

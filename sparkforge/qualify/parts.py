@@ -38,10 +38,8 @@ PASSED: dict[Status, Verdict] = {Status.PASS: HELD, Status.SKIPPED: COULD_NOT_RU
 CONCURRENCIES = (1, 4, 16)
 SHAPES = {GPU: (1024, 256), EMBEDDED: (64, 16)}  # tokens in and out of a request of the load; a CPU is slow
 WORKING_GIB = 16.0  # for the tiny server's processes, and for the memory that the test takes
-LEAST_SHARE = 0.1  # of the GPU's memory; the tiny server starts with it
-OVERSHOOT_GIB = (
-    4.0  # below the bound the test stops taking memory: a guard that does not act must not freeze the machine
-)
+LEAST_SHARE = 0.1  # share of the GPU's memory with which the tiny server starts
+OVERSHOOT_GIB = 4.0  # this far below the bound the test stops, so that a failed guard does not freeze the machine
 GUARD_SECONDS = 120.0  # to take the memory; taking 16 GiB takes seconds
 END_SECONDS = 15.0  # for a server that was told to end
 # Takes CUDA memory in pieces, and prints when MemAvailable is below the bound.
@@ -74,7 +72,7 @@ class Outcome(Record):
 
 @dataclass(frozen=True)
 class Qualification:
-    """The parts' inputs: the device with the tiny model, and the one with the user's model if there is one.
+    """The parts' inputs: the device with the tiny model, and the device with the user's model if there is one.
 
     `shape` is tokens in and out of a request of the load.
     """
@@ -118,7 +116,7 @@ def machine(qualification: Qualification) -> Outcomes:
 
 
 def kernels(qualification: Qualification) -> Outcomes:
-    """Compile and audit FlashInfer's modules, or take those that `prepare` has made."""
+    """Compile and audit FlashInfer's modules, or use those that `prepare` has made."""
     capability = getattr(qualification.tiny, "capability", None)
     if capability is None or not capability.flashinfer:
         why = "the experts of this device are not FlashInfer's, so none of its modules is compiled"
@@ -144,7 +142,7 @@ def _serving(device: InEnvironment, environment: Mapping[str, str] | None = None
 
 
 def tiny(qualification: Qualification) -> Outcomes:
-    """Serve the tiny model; its proof and its first answers must be those that are recorded."""
+    """Serve the tiny model; its first answers must be the recorded ones."""
     with _serving(qualification.tiny) as server:
         difference = first_answers.compare(server.endpoint)
     evidence = (
@@ -157,13 +155,13 @@ def tiny(qualification: Qualification) -> Outcomes:
 def guard(qualification: Qualification) -> Outcomes:
     """Take CUDA memory beside the tiny server until its guard ends it, with a bound well above the usual one."""
     device, machine_memory = qualification.tiny, psutil.virtual_memory()
-    why = "there is no CUDA memory here; lab/memory_guard.py tries the guard with a server's own memory"
+    why = "there is no CUDA memory here; lab/memory_guard.py tests the guard with a server's own memory"
     if device.name == GPU:
-        why = "the GPU has memory of its own, so CUDA allocations take none of the memory that the guard watches"
-        with suppress(ProbeError):  # a GB10's memory is what nvidia-smi does not know
+        why = "the GPU has its own memory, so CUDA allocations take none of the memory that the guard watches"
+        with suppress(ProbeError):  # nvidia-smi does not know a GB10's memory
             if gpus.number(gpus.query("memory.total", units=False, env=os.environ)[0]["memory.total"]) is None:
                 why = ""
-    bound = thresholds.load().end_share * machine_memory.total / GIB  # a higher one has no effect
+    bound = thresholds.load().end_share * machine_memory.total / GIB  # a higher bound has no effect
     share = (machine_memory.available / GIB - bound - WORKING_GIB) * GIB / machine_memory.total
     if not why and share < LEAST_SHARE:
         why = f"{machine_memory.available / GIB:.0f} GiB are free, too little for a server and this test"
@@ -256,7 +254,7 @@ def sample_power(period: float = 1.0) -> Iterator[list[float]]:
     ended, watts = threading.Event(), list[float]()
 
     def sample() -> None:
-        """Ask nvidia-smi until the load has ended, or it gives no figure."""
+        """Query nvidia-smi until the load has ended or nvidia-smi gives no figure."""
         while not ended.wait(period):
             try:
                 power = gpus.number(gpus.query("power.draw", units=False, env=os.environ)[0]["power.draw"])

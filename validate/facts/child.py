@@ -1,6 +1,6 @@
-"""Programs beside the validator that ask torch and vLLM, in the interpreter that will serve. They may crash or hang.
+"""Child programs of the validator that query torch and vLLM in the server's interpreter. They may crash or hang.
 
-Importing vLLM takes longer than what they ask: one process imports it, and each program runs in a fork of that process.
+Importing vLLM takes longer than the queries, so one process imports it and each program runs in a fork of that process.
 """
 
 import json
@@ -21,9 +21,9 @@ IMPORT_SECONDS, FORK_SECONDS = 120.0, 10.0
 
 
 class Program(NamedTuple):
-    """A program: its file, the subject of a sentence about its failure, its time limit, and what its request adds.
+    """A program: its file, the subject of a sentence about its failure, its time limit, and additions to its request.
 
-    `imports` are the modules that its fork has, if they can be imported.
+    `imports` are the modules that are imported before its fork, if possible.
     """
 
     file: Path
@@ -42,17 +42,17 @@ class Outcome(NamedTuple):
 
 
 class Asks(Protocol):
-    """A module of facts with a program; without one it is given an empty outcome."""
+    """A module of facts with a program; if `program` returns None, `facts` gets an empty outcome."""
 
     def program(self, target: Target) -> Program | None:
-        """Return the program that asks; None if there is nothing to ask."""
+        """Return the program that gathers facts; None if none is needed."""
 
     def facts(self, target: Target, outcome: Outcome) -> dict[str, Fact]:
-        """Return every fact of the module; those that the program did not write carry how it ended."""
+        """Return every fact of the module; missing facts have the reason why the program ended."""
 
 
 def gather(target: Target, *modules: Asks) -> tuple[dict[str, Fact], list[float]]:
-    """Return the facts of the modules' programs, and each one's seconds. A program's failure is never raised."""
+    """Return the facts of the modules' programs, and each program's seconds. A program's failure is never raised."""
     programs = [module.program(target) for module in modules]
     outcomes = iter(run_programs(target, [program for program in programs if program]))
     facts: dict[str, Fact] = {}
@@ -67,7 +67,7 @@ def gather(target: Target, *modules: Asks) -> tuple[dict[str, Fact], list[float]
 def run_programs(target: Target, programs: Sequence[Program]) -> list[Outcome]:
     """Run the programs one after another, each with a request for the model and the server's arguments.
 
-    Where the imports crash or hang, each program imports for itself, so that what it asks before is known.
+    If the imports crash or hang, each program imports separately, so that its queries before the crash are answered.
     """
     if not programs:
         return []
@@ -78,7 +78,7 @@ def run_programs(target: Target, programs: Sequence[Program]) -> list[Outcome]:
 
 
 def _run(target: Target, programs: Sequence[Program], import_seconds: float) -> tuple[list[Outcome], bool]:
-    """Return the programs' outcomes, and whether the first was begun and ended."""
+    """Return the programs' outcomes, and whether the first program started and ended."""
     options = target.options
     common = {
         "model": checkpoint.path(target), "serve_args": list(options.serve_args), "layer": checkpoint.layer(target)

@@ -1,4 +1,4 @@
-"""Deep facts: what only torch and vLLM know. One child process with a time limit asks them."""
+"""Deep facts, which only torch and vLLM know: a child process with a time limit queries them."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ IMPORTS = ("torch", "vllm.engine.arg_utils", "vllm.utils.argparse_utils", *deep_
 
 
 def program(target: Target) -> Program:
-    """Return the program that asks."""
+    """Return the program that queries torch and vLLM."""
     return Program(Path(deep_child.__file__), "torch and vllm", target.options.deep_seconds, IMPORTS)
 
 
 def facts(_target: Target, outcome: Outcome) -> dict[str, Fact]:
-    """Return every deep fact; those that the child did not write carry how it ended."""
+    """Return every deep fact; missing facts have the reason why the child ended."""
     known = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in outcome.entries.items()}
     return {name: known.get(name, Fact(None, source, outcome.why)) for name, source in SOURCES.items()}

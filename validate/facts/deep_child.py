@@ -1,9 +1,9 @@
-"""Runs in the interpreter that will serve, beside the validator: imports torch and vllm and queries their choices.
+"""A program of the validator in the server's interpreter: imports torch and vllm and queries their choices.
 
 `python -P deep_child.py REQUEST ANSWERS` with REQUEST = JSON {"model": DIR or null, "serve_args": [...],
-"layer": sizes of a layer and what families.toml says of it}. Each fact is
-one JSON line in the file ANSWERS, written as soon as it is known: a crash later loses nothing. Standard library only,
-besides torch and vllm: it is started by its path, in an environment that need not hold this package.
+"layer": sizes of a layer and its entries in families.toml}. Each fact is one JSON line in the file ANSWERS, written as
+soon as it is known, so that a later crash loses nothing. It needs only the standard library, torch and vllm: it is
+started by its path, and its environment may lack this package.
 """
 
 import functools
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Where the server's options live: since vLLM 0.33.0, in 0.32.0, and before.
+# The module of the server's options: since vLLM 0.33.0, in 0.32.0, and before.
 OPTION_MODULES = (
     "vllm.entrypoints.common.cli_args",
     "vllm.entrypoints.launchers.cli_args",
@@ -34,14 +34,14 @@ def server_options() -> Any:
 
 
 class Questions:
-    """Questions to vLLM 0.32.0; each answers with JSON or raises."""
+    """Queries of vLLM 0.32.0; each returns JSON values or raises."""
 
     def __init__(self, model: str | None, serve_args: list[str], layer: dict[str, Any] | None = None) -> None:
         self.model, self.serve_args, self.layer = model, serve_args, layer or {}
 
     @property
     def platform(self) -> Any:
-        """The platform vLLM runs on."""
+        """The platform of vLLM."""
         from vllm.platforms import current_platform  # noqa: PLC0415 - only this process may import vllm
 
         return current_platform
@@ -59,7 +59,7 @@ class Questions:
         return AsyncEngineArgs.from_cli_args(options).create_engine_config()
 
     def torch_cuda(self) -> str | None:
-        """CUDA version torch was built for; None for a CPU build."""
+        """The CUDA version for which torch was built; None for a CPU build."""
         import torch  # noqa: PLC0415
 
         return None if torch.version.cuda is None else str(torch.version.cuda)
@@ -74,8 +74,8 @@ class Questions:
         return None if capability is None else f"{capability.major}.{capability.minor}"
 
     def is_blackwell_class(self) -> bool:
-        """The answer of the method that our first patch adds."""
-        # vLLM's Platform answers None for any name it does not have (vllm/platforms/interface.py, __getattr__).
+        """The result of the method that our first patch adds."""
+        # vLLM's Platform returns None for unknown attributes (vllm/platforms/interface.py, __getattr__).
         method = getattr(self.platform, "is_blackwell_class", None)
         if method is None:
             raise LookupError("vLLM's platform has no is_blackwell_class(): the patch is not applied")
@@ -126,10 +126,10 @@ class Questions:
         )
 
     def dense_kernels(self) -> dict[str, str]:
-        """Per dense layer (qkv_proj, o_proj, lm_head) the kernel that will multiply by one device's share of it.
+        """For each dense layer (qkv_proj, o_proj, lm_head), the kernel for one device's share of it.
 
-        It is `bf16` for weights that stay as they are, our own format's name, or the class that vLLM's own selection
-        takes for the share's size. Nothing is loaded: weights are made on the meta device.
+        It is `bf16` for unchanged weights, our own format's name, or the class that vLLM selects for the share's size.
+        No weights are loaded; they are on the meta device.
         """
         from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear  # noqa: PLC0415
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415
@@ -151,7 +151,7 @@ class Questions:
         return kernels
 
     def kernel_of(self, layer_class: type, name: str, rows: int, columns: int) -> str:
-        """The class of vLLM's kernel for one layer, by vLLM's own online quantization; `bf16` if it takes none."""
+        """The class of vLLM's kernel for one layer, from vLLM's online quantization; `bf16` if it selects none."""
         import torch  # noqa: PLC0415
         from vllm.config import set_current_vllm_config  # noqa: PLC0415
 
@@ -167,7 +167,7 @@ class Questions:
                 _join_a_world_of_one()
                 method, layer = resolved[-1](), torch.nn.Module()
                 dtype = self.config.model_config.dtype
-                # Where the kernel depends on the layer's size it is chosen here.
+                # If the kernel depends on the layer's size, this call chooses it.
                 method.create_weights(layer, columns, [rows], columns, rows, dtype, weight_loader=lambda *_: None)
         finally:
             torch.set_default_dtype(before)
@@ -175,7 +175,7 @@ class Questions:
         return next(type(part).__name__ for part in vars(method).values() if type(part).__module__.startswith(package))
 
     def attention_backend(self) -> list[str]:
-        """Names of the backends vLLM selects for the model's full layers and, if it has any, sliding ones."""
+        """Names of the backends that vLLM selects for the model's full and sliding layers."""
         from vllm.config import set_current_vllm_config  # noqa: PLC0415
         from vllm.v1.attention.selector import get_attn_backend  # noqa: PLC0415
 
@@ -192,7 +192,7 @@ class Questions:
 
 @functools.cache
 def _join_a_world_of_one() -> None:
-    """Set up vLLM's process groups, which a parameter asks for its rank."""
+    """Set up vLLM's process groups, from which parameters get their rank."""
     from vllm.distributed import parallel_state  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +200,7 @@ def _join_a_world_of_one() -> None:
         parallel_state.initialize_model_parallel(1)
 
 
-# The order is the order of risk: what can crash the process comes last.
+# Ordered by risk: queries that can crash the process come last.
 QUESTIONS: tuple[tuple[str, str, Callable[[Questions], Any]], ...] = (
     ("deep.torch_cuda", "torch.version.cuda", Questions.torch_cuda),
     ("deep.platform", "vllm.platforms.current_platform", Questions.platform_name),
@@ -222,7 +222,7 @@ def main(request: str, answers: str) -> None:
             entry: dict[str, Any] = {"name": name, "source": source, "value": None, "error": None}
             try:
                 entry["value"] = ask(questions)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - vLLM's parser exits; both are answers
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - vLLM's parser exits; both are recorded
                 entry["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             file.write(json.dumps(entry) + "\n")
             file.flush()

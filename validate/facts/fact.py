@@ -15,16 +15,16 @@ from sparkforge.core.tables import Record, parse_record
 from validate.facts.target import Target
 
 SCHEMA = 1
-DEADLINE = 8.0  # seconds; facts that were not read by then stay unknown (a hung network disk, a hung driver)
+DEADLINE = 8.0  # seconds; later facts stay unknown (a hung network disk, a hung driver)
 
 Value = Any  # what JSON can hold
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact: its value, the command, file or API that it is from, and why there is no value if there is none.
+    """One fact: its value, its source (a command, file or API), and the reason if there is no value.
 
-    `value` None with `error` None means: asked, and the answer is "none" (an unset variable, no cgroup limit).
+    `value` None with `error` None means that the fact is known to be absent (an unset variable, no cgroup limit).
     """
 
     value: Value
@@ -33,7 +33,7 @@ class Fact:
 
 
 class Reading(NamedTuple):
-    """The reader of one fact. `read` may raise anything and may hang; it may take `seconds`."""
+    """The reader of one fact. `read` may raise any exception and may hang; its time limit is `seconds`."""
 
     name: str
     source: str
@@ -45,7 +45,7 @@ Facts = Mapping[str, Fact]
 
 
 def take(reading: Reading, target: Target) -> Fact:
-    """Read one fact; whatever goes wrong becomes its `error`."""
+    """Read one fact; any exception becomes its `error`."""
     try:
         return Fact(reading.read(target), reading.source)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a fact that cannot be read is a fact, never a crash
@@ -54,19 +54,19 @@ def take(reading: Reading, target: Target) -> Fact:
 
 
 def gather(target: Target, groups: Sequence[Sequence[Reading]], deadline: float | None = None) -> dict[str, Fact]:
-    """Read every fact of every group; the groups run side by side.
+    """Read every fact of every group; the groups run in parallel.
 
-    No group is waited for longer than `deadline` seconds, or than its slowest reading may take.
+    The time limit of a group is `deadline` seconds, or that of its slowest reading if that is longer.
     """
     facts: dict[str, Fact] = {}
     limits = [deadline or max((reading.seconds for reading in group), default=0.0) for group in groups]
 
     def work(readings: Sequence[Reading]) -> None:
-        """Read one group, one after another; a reading that hangs costs those after it."""
+        """Read the facts of one group in turn; if a reading hangs, the following facts are lost."""
         for reading in readings:
             facts[reading.name] = take(reading, target)
 
-    # Daemon threads: one that hangs in a system call cannot keep the interpreter from ending.
+    # Daemon threads, because a thread that hangs in a system call must not keep the interpreter running.
     workers = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
     for worker in workers:
         worker.start()

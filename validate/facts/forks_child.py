@@ -1,8 +1,8 @@
-"""Runs in the interpreter that will serve: `python -P forks_child.py PLAN` runs programs, each in a fork of itself.
+"""Runs in the server's interpreter: `python -P forks_child.py PLAN` runs programs, each in a fork of itself.
 
 PLAN is a file with a JSON list; each item has `program`, its `request`, its time limit in `seconds`, the modules that
-it `imports`, and `files`: a path to which .answers, .output and .end are added. The modules are imported once for all.
-.end has a JSON line: the exit code, null after the time limit, and the seconds. Standard library only.
+it `imports`, and `files`: a path to which .answers, .output and .end are appended. The modules are imported once.
+.end has a JSON line: the exit code (null after the time limit) and the seconds. It needs only the standard library.
 """
 
 import importlib
@@ -30,23 +30,23 @@ def become(item: dict[str, Any]) -> None:
             os.dup2(output.fileno(), 2)
         arguments = [item["program"], item["request"], item["files"] + ".answers"]
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
-        if cuda is not None and cuda.is_initialized():  # by an import: a fork could not use the GPU
+        if cuda is not None and cuda.is_initialized():  # an import did this; a fork could not use the GPU
             os.execv(sys.executable, [sys.executable, "-P", *arguments])  # noqa: S606
         sys.argv = arguments
         runpy.run_path(item["program"], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 - as an interpreter, it prints whatever ends the program
+    except BaseException:  # noqa: BLE001 - prints every exception, as an interpreter does
         traceback.print_exc()
-    finally:  # it must not return into its parent
+    finally:  # the fork must not return into its parent's code
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
 def run(item: dict[str, Any]) -> int | None:
-    """Return how the program of `item` ended, as subprocess does; None if it was still running when time was up."""
+    """Return the exit code of the program of `item`, as subprocess does; None if it reached its time limit."""
     child = os.fork()
     if not child:
         become(item)
@@ -58,17 +58,17 @@ def run(item: dict[str, Any]) -> int | None:
         time.sleep(STEP_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    deadline = time.monotonic() + REAP_SECONDS  # one that is stuck in a driver stays
+    deadline = time.monotonic() + REAP_SECONDS  # a process that is stuck in a driver stays
     while time.monotonic() < deadline and not os.waitpid(child, os.WNOHANG)[0]:
         time.sleep(STEP_SECONDS)
     return None
 
 
 def main(plan: str) -> None:
-    """Import what the programs share and run them in turn."""
+    """Import the programs' modules and run the programs in turn."""
     items = json.loads(Path(plan).read_text())
     for name in dict.fromkeys(name for item in items for name in item["imports"]):
-        with suppress(Exception):  # the program that needs it says so
+        with suppress(Exception):  # the program that needs it reports the error
             importlib.import_module(name)
     for item in items:
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Facts about the GPU: nvidia-smi for the driver, libcuda in a child process for what CUDA itself sees."""
+"""Facts about the GPU: from nvidia-smi for the driver, from libcuda in a child process for CUDA."""
 
 import ctypes
 import json
@@ -43,7 +43,7 @@ def libcuda(target: Target) -> dict[str, object]:
 
 
 def query_libcuda() -> dict[str, object]:
-    """Ask libcuda for its version and the first device's capability; {"error": why} if it is absent or refuses."""
+    """Query libcuda for its version and the first device's capability; {"error": why} if it is absent or fails."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -29,7 +29,7 @@ def program(target: Target) -> Program | None:
 
 
 def facts(target: Target, outcome: Outcome) -> dict[str, Fact]:
-    """Return every fact of the check `layers`; those that the child did not write carry how it ended."""
+    """Return every fact of the check `layers`; missing facts have the reason why the child ended."""
     if reason := numerics.not_run(target):
         state = {"state": Fact(reason, SOURCE)}
         return {f"layers.{name}": state.get(name, Fact(None, SOURCE)) for name in NAMES}

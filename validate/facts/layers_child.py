@@ -1,10 +1,10 @@
-"""Runs in the interpreter that will serve: two gpt-oss layers through vLLM's own engine, and each part judged.
+"""Runs in the server's interpreter: serves two gpt-oss layers with vLLM's engine and judges each part.
 
 `python -P layers_child.py REQUEST ANSWERS` with REQUEST = JSON {"serve_args": [...], ...}; each fact is a JSON line in
 ANSWERS. The engine gets the server's arguments and a checkpoint of random numbers with gpt-oss's heads, window and
-sinks. It serves a prompt longer than the window, and decodes past the end of a cache block. What enters and leaves each
-part is recorded, and what leaves it is compared with float64 of what entered: an error names its part. Standard library
-only, besides torch, safetensors and vLLM.
+sinks. It reads a prompt longer than the window, and decodes past the end of a cache block. The inputs and outputs of
+each part are recorded, and the outputs compared with float64 results for the same inputs, so that an error names its
+part. It needs only the standard library, torch, safetensors and vLLM.
 """
 
 import importlib
@@ -21,16 +21,16 @@ from typing import Any
 import torch
 
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 64, 8, 64, 128  # of openai/gpt-oss-20b and -120b
-LAYERS, EXPERTS, TOP_K, VOCABULARY = 2, 4, 2, 4096  # a sliding layer and a full one; fewer experts and words than there
-SIZES = {"cuda": 2880, "cpu": 256}  # hidden and intermediate: gpt-oss's own on a GPU, smaller where a CPU computes
+LAYERS, EXPERTS, TOP_K, VOCABULARY = 2, 4, 2, 4096  # a sliding and a full layer; fewer experts and tokens than gpt-oss
+SIZES = {"cuda": 2880, "cpu": 256}  # hidden and intermediate: gpt-oss's on a GPU, smaller on a CPU
 PROMPT, STEPS = 254, 5  # tokens: decoding writes positions 254 to 257, and blocks of 16 to 128 end at 256
-# Of the largest logit, between the last expert that is taken and the next: ten times bfloat16's rounding.
+# Least gap between the last chosen and the next expert, relative to the largest logit: ten times bfloat16's rounding.
 GAP = 0.03
 ROWS = (0, 1, 15, 16, 127, 128, 129, 253, 254, 255, 256, 257)  # positions that are compared
 
 
 def beside(name: str) -> ModuleType:
-    """Return another program of this folder: no package of ours need be installed here."""
+    """Return another program of this folder as a module, because our packages may not be installed here."""
     sys.path.append(str(Path(__file__).parent))  # after all others: its names must not hide a package
     return importlib.import_module(name)
 
@@ -39,7 +39,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def make_weights(size: int) -> Weights:
-    """Return the checkpoint's tensors by their names there: always the same on a kind of device, heavy-tailed (t).
+    """Return the checkpoint's tensors by name: heavy-tailed (t distribution), the same for every device of a kind.
 
     `size` is hidden and intermediate. Projections keep activations near 1, with outliers above 10. The tensors are on
     torch's default device.
@@ -50,7 +50,7 @@ def make_weights(size: int) -> Weights:
         return (scale * torch.randn(shape, generator=random)).to(torch.bfloat16)
 
     def heavy(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        # The root of chi-squared of 4 degrees over 4: the logarithm of two uniform numbers, which take less time.
+        # The root of chi-squared with 4 degrees of freedom over 4, quickly computed from two uniform numbers.
         chi = torch.rand(2, *shape, generator=random).log_().sum(0).mul_(-0.5).sqrt_()
         return torch.randn(shape, generator=random).mul_(scale).div_(chi).to(torch.bfloat16)
 
@@ -68,7 +68,7 @@ def make_weights(size: int) -> Weights:
         weights[f"{prefix}self_attn.sinks"] = normal(HEADS, scale=2.0)
         weights[f"{prefix}mlp.router.weight"] = heavy(EXPERTS, size, scale=size**-0.5)
         weights[f"{prefix}mlp.router.bias"] = normal(EXPERTS, scale=0.2)
-        # E8M0 scales that make a product of `size` elements about as large as what enters.
+        # E8M0 scales that make a product of `size` elements about as large as its input.
         scale = 125 - round(torch.tensor(float(size)).log2().item() / 2)
         for name, count in (("gate_up_proj", 2 * size), ("down_proj", size)):
             prefix_of_expert = f"{prefix}mlp.experts.{name}_"
@@ -121,7 +121,7 @@ def write_checkpoint(folder: Path, weights: Weights, size: int) -> None:
 def make_engine(folder: Path, serve_args: list[str]) -> Any:
     """Return vLLM's engine in this process, with the server's arguments except for sizes.
 
-    It runs eagerly, so that a part's input and output can be recorded: the kernels are those that graphs replay.
+    It runs eagerly, so that a part's input and output can be recorded. The kernels are the same as in CUDA graphs.
     """
     deep = beside("deep_child")
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
@@ -144,9 +144,9 @@ PARTS = ("attn.attn", "attn.qkv_proj", "attn.o_proj", "mlp.router", "mlp.experts
 
 
 def record(model: torch.nn.Module) -> tuple[Calls, torch.Tensor | None]:
-    """Return part → what enters and leaves it at each call from now on, and attention's own rotation.
+    """Return part → its inputs and outputs at each later call, and attention's own rotation.
 
-    The rotation is spark_mxfp4's cosines and sines, float32 [positions, HEAD_DIM], where attention rotates itself.
+    The rotation is spark_mxfp4's cosines and sines, float32 [positions, HEAD_DIM], if attention does the rotation.
     """
     calls: Calls = defaultdict(list)
     rotation = None
@@ -179,7 +179,7 @@ def serve(engine: Any) -> None:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int) -> torch.Tensor:
-    """Return attention of the positions ROWS, float64 [rows, heads * HEAD_DIM]; `window` 0: over all before them.
+    """Return attention of the positions ROWS, float64 [rows, heads * HEAD_DIM]; `window` 0: no window.
 
     q, k and v are [positions, heads * HEAD_DIM], after the rotation.
     """
@@ -195,7 +195,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tenso
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
-    """Return x [positions, heads * HEAD_DIM] as attention sees it: rotated, Neox style, where it rotates itself."""
+    """Return x [positions, heads * HEAD_DIM], rotated in Neox style if attention does the rotation."""
     if rotation is None:
         return x
     low, high = x.double().unflatten(-1, (-1, HEAD_DIM)).chunk(2, dim=-1)
@@ -219,7 +219,7 @@ def project(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def mix(numerics: ModuleType, weights: Weights, name: str, x: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """Return what the experts `name` give for x [rows, hidden] and their shares [rows, EXPERTS], float64."""
+    """Return the output of the experts `name` for x [rows, hidden] and their shares [rows, EXPERTS], float64."""
     result = torch.zeros(x.shape, dtype=torch.float64)
     for expert in range(EXPERTS):
 
@@ -264,7 +264,7 @@ def judge(
         yield f"o_proj {layer}", numerics.difference(out[rows], project(weights, f"{attn}.o_proj", x[rows]))
         (x, *_), routes = joined(f"{mlp}.router")
         logits = project(weights, f"{mlp}.router", x)
-        # Where the logits of two experts are almost equal, rounding may choose the other expert.
+        # If the logits of two experts are almost equal, rounding may choose the other expert.
         order = (routes if routes.dim() == logits.dim() else logits).double().sort(descending=True).values
         clear = [row for row in rows if order[row, TOP_K - 1] - order[row, TOP_K] > GAP * order[row].abs().max()]
         parts = shares(routes)
@@ -273,7 +273,7 @@ def judge(
         else:
             yield f"router {layer}", numerics.difference(parts[clear], shares(logits)[clear])
         _, out = joined(f"{mlp}.experts")
-        hidden = weights[f"{mlp}.router.weight"].shape[1]  # what vLLM pads is cut off
+        hidden = weights[f"{mlp}.router.weight"].shape[1]  # without vLLM's padding
         wanted = mix(numerics, weights, f"{mlp}.experts", x[clear, :hidden], parts[clear])
         yield f"experts {layer}", numerics.difference(out[clear, :hidden], wanted)
     (x, *_), logits = joined("logits_processor")
@@ -283,7 +283,7 @@ def judge(
 def main(request: str, answers: str) -> None:
     """Serve, judge, and write the results, fact by fact."""
     arguments = json.loads(request)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, where its parts can be recorded
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model's parts are recorded in this process
     numerics = beside("numerics_child")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = SIZES[device]

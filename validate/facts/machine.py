@@ -1,4 +1,4 @@
-"""Facts about the machine: processor, memory, disks, port, and the environment variables that steer the server."""
+"""Facts about the machine: processor, memory, disks, port, and the environment variables for the server."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ SHM = Path("/dev/shm")  # noqa: S108 - the mount itself
 
 
 def cgroup_headroom(_: Target) -> int | None:
-    """Bytes this container may still use (cgroup v2 or v1), or None where no limit is below MemAvailable."""
+    """Bytes that this container may still use (cgroup v2 or v1), or None if no limit is below MemAvailable."""
     machine = memory.measure(ROOT)
     return None if machine.bound == "MemAvailable" else machine.available
 
@@ -33,8 +33,8 @@ def cgroup_headroom(_: Target) -> int | None:
 def remove_ipc(_: Target) -> bool:
     """Whether logind deletes this user's shared memory at the end of the last session (logind.conf(5), RemoveIPC).
 
-    It spares system users, and users who linger: their sessions do not end. It does not see the /dev/shm that our
-    system unit has for itself (deploy/sparkforge.service).
+    Users of the system and lingering users are not affected. logind does not see the private /dev/shm of our system
+    unit (deploy/sparkforge.service).
     """
     user = os.getuid()
     if os.environ.get(OWN_SHM):
@@ -82,17 +82,17 @@ def cache_free(target: Target) -> int:
 
 
 def guard_gib(target: Target) -> float:
-    """GiB that must stay free: with less the memory guard ends the server. The table's, too, where none is wanted."""
+    """GiB that must stay free, because with less the memory guard ends the server; the table's value if it is off."""
     return (thresholds.configured(target.options.environ) or thresholds.load()).end_gib
 
 
 def port(target: Target) -> int:
-    """The port that the server will take."""
+    """The port that the server will listen on."""
     return target.options.port if target.options.port is not None else int(target.argument("--port") or DEFAULT_PORT)
 
 
 def host(target: Target) -> str:
-    """The address the server will listen on; loopback by default."""
+    """The address that the server will listen on; loopback by default."""
     return target.options.host or target.argument("--host") or "127.0.0.1"
 
 
@@ -118,14 +118,14 @@ def utilization(target: Target) -> float:
 
 
 def optimize(target: Target) -> int:
-    """Level of `python -O` that the server will run with: the interpreter's own, or what PYTHONOPTIMIZE asks for."""
+    """The server's level of `python -O`: the interpreter's own, or that of PYTHONOPTIMIZE."""
     text = target.options.environ.get("PYTHONOPTIMIZE", "")
     level = (int(text) if text.isdigit() else 1) if text else 0  # CPython: any other text counts as 1
     return max(level, target.interpreter()[2])
 
 
 def arguments(target: Target) -> list[str]:
-    """The arguments for the server, without the value of --api-key: reports are passed on."""
+    """The arguments for the server, without the value of --api-key, because users pass reports on."""
     shown: list[str] = []
     for argument in target.options.serve_args:
         hidden = shown and shown[-1] == "--api-key"
@@ -134,7 +134,7 @@ def arguments(target: Target) -> list[str]:
 
 
 def dense_format(target: Target) -> list[str]:
-    """The formats of the attention's projections and of the LM head: two keys of the plan's BITS."""
+    """The formats of attention's projections and of the LM head: two keys of the plan's BITS."""
     return [*astuple(choose.dense_format(target.options.serve_args, target.options.environ))]
 
 

@@ -1,4 +1,4 @@
-"""Facts about numbers: one small MoE layer through the kernel that will serve, in a child process that may hang."""
+"""Facts about numbers: one small MoE layer with the server's kernel, in a child process that may hang."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ CHILD = Path(__file__).with_name("numerics_child.py")
 SOURCE = "a small MXFP4 MoE layer, run by validate/facts/numerics_child.py"
 NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_difference", "charged", "loaded")
 RAN, NOT_COMPILED, OTHER = "ran", "not compiled", "other experts"
-EAGER = "cuda, eager"  # the child's word for a GPU with a kernel that no CUDA graph can hold
-PLUGIN, VLLM = "plugin", "vllm"  # whose kernel runs the experts: our plugin's, or the one that vLLM selects
+EAGER = "cuda, eager"  # the child's word for a GPU with a kernel that does not support CUDA graphs
+PLUGIN, VLLM = "plugin", "vllm"  # the origin of the experts' kernel: our plugin, or vLLM's selection
 
 
 def program(target: Target) -> Program | None:
@@ -28,7 +28,7 @@ def program(target: Target) -> Program | None:
 
 
 def facts(target: Target, outcome: Outcome) -> dict[str, Fact]:
-    """Return every fact of the check `numerics`; those that the child did not write carry how it ended."""
+    """Return every fact of the check `numerics`; missing facts have the reason why the child ended."""
     if why := not_run(target):
         return {f"numerics.{name}": Fact(why if name == "state" else None, SOURCE) for name in NAMES}
     missing = {f"numerics.{name}": Fact(None, SOURCE, outcome.why) for name in NAMES}
@@ -37,7 +37,7 @@ def facts(target: Target, outcome: Outcome) -> dict[str, Fact]:
 
 
 def way_of(target: Target) -> str:
-    """Return whose kernel will run the experts, by the server's arguments and variables."""
+    """Return the origin of the experts' kernel, by the server's arguments and variables."""
     if target.stack == "embedded":
         return PLUGIN
     named = target.argument("--quantization") == "spark-mxfp4"
@@ -45,9 +45,9 @@ def way_of(target: Target) -> str:
 
 
 def not_run(target: Target) -> str:
-    """Return why the layer is not run; empty if it is, also where the child has to say what is wrong.
+    """Return the reason why the layer is not run; empty if it is run, or if the child must report an error.
 
-    Without FlashInfer's module the first call would take minutes. The layer is one of the default family's experts.
+    Without FlashInfer's module the first call would take minutes. The layer has experts of the default family.
     """
     row, own = checkpoint.family(target), families.load()[families.default()].experts
     kinds = [(e.activation, e.bias) if e else None for e in (row.experts if row else own, own)]
@@ -57,5 +57,5 @@ def not_run(target: Target) -> str:
         return ""
     try:
         return "" if software.moe_module(target) in software.cached_modules(target) else NOT_COMPILED
-    except Exception:  # noqa: BLE001 - a fact of its own says why
+    except Exception:  # noqa: BLE001 - another fact has the reason
         return ""

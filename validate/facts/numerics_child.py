@@ -1,9 +1,9 @@
-"""Runs in the interpreter that will serve: one small MXFP4 MoE layer through the kernel that will serve, then judged.
+"""Runs in the server's interpreter: computes one small MXFP4 MoE layer with the server's kernel and judges it.
 
 `python -P numerics_child.py REQUEST ANSWERS` with REQUEST = JSON {"way": "plugin" or "vllm", "model": DIR or null,
-"serve_args": [...], "gpu_fields": [...] of nvidia-smi}; each fact is one JSON line in ANSWERS. Standard library only,
-besides torch and what is judged.
-The reference is written out here in float64 from the format's specification: it shares no line with any kernel.
+"serve_args": [...], "gpu_fields": [...] of nvidia-smi}; each fact is one JSON line in ANSWERS. It needs only the
+standard library, torch and the judged packages.
+The reference is written here in float64 from the format's specification and shares no code with any kernel.
 """
 
 import importlib
@@ -30,10 +30,10 @@ ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0
 TOLERANCE = {"bf16": 0.02, "mxfp8": 0.10}
 
 PROBED_BYTES = 1 << 29  # of CUDA memory
-# What a container sees of its own memory cgroup, in version 2 and 1; a machine's root cgroup has no such file.
+# A container's view of its own memory cgroup, in version 2 and 1; a machine's root cgroup has no such file.
 USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
-LOAD_SECONDS, SMI_SECONDS = 1.5, 5.0  # utilization.gpu is that of the last second, at most
-EAGER = "cuda, eager"  # a GPU with a kernel that no CUDA graph can hold; the plugin refuses it where graphs are on
+LOAD_SECONDS, SMI_SECONDS = 1.5, 5.0  # utilization.gpu covers at most the last second
+EAGER = "cuda, eager"  # a GPU with a kernel that does not support CUDA graphs; the plugin refuses it if graphs are on
 
 
 class MoeLayer(NamedTuple):
@@ -78,7 +78,7 @@ def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def reference(layer: MoeLayer) -> torch.Tensor:
-    """Return what the layer gives, float64 [T, H], one token and one expert after the other."""
+    """Return the layer's output, float64 [T, H], computed one token and one expert at a time."""
     weights, ids = layer.routing()
     gate_up, down = (unpack(blocks, scales) for blocks, scales, _ in (layer.gate_up, layer.down))
     result = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
@@ -92,7 +92,7 @@ def reference(layer: MoeLayer) -> torch.Tensor:
 
 
 class Run(NamedTuple):
-    """A kernel ready to run: its name, which tolerance fits it, its device (or EAGER), and the call, [T, H]."""
+    """A kernel ready to run: its name, its tolerance, its device (or EAGER), and the call, which returns [T, H]."""
 
     kernel: str
     activations: str
@@ -110,7 +110,7 @@ def by_plugin(layer: MoeLayer, _request: dict[str, Any]) -> Run:
     hidden, intermediate = kernel.padded(HIDDEN, INTERMEDIATE)
 
     def moved(projection: tuple[torch.Tensor, ...], rows: int, columns: int) -> Projection:
-        """The projection in the corner of zeros, as the plugin's create_weights and vLLM's loader leave it."""
+        """The projection padded with zeros, as the plugin's create_weights and vLLM's loader leave it."""
         parts = []
         for part, shape in zip(projection, ((rows, columns // 2), (rows, columns // BLOCK), (rows,)), strict=True):
             padded = torch.zeros(EXPERTS, *shape, dtype=part.dtype, device=device)
@@ -129,12 +129,12 @@ def by_plugin(layer: MoeLayer, _request: dict[str, Any]) -> Run:
 
 
 def by_vllm(layer: MoeLayer, request: dict[str, Any]) -> Run:
-    """Return the layer as vLLM 0.32.0 itself would run it: its choice of backend, its weight conversion, its kernel."""
+    """Return the layer as vLLM 0.32.0 would run it, with its choice of backend, weight conversion and kernel."""
     from vllm.config import set_current_vllm_config  # noqa: PLC0415 - only what is judged is imported
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod  # noqa: PLC0415
     from vllm.v1.worker.workspace import init_workspace_manager  # noqa: PLC0415
 
-    # This program may run where no package of ours is installed; after all others, its folder hides no package.
+    # Our packages may not be installed here. This folder comes last in the path, so that it hides no package.
     sys.path.append(str(Path(__file__).parent))
     child = importlib.import_module("deep_child")
     questions = child.Questions(request["model"], request["serve_args"], request["layer"])
@@ -176,7 +176,7 @@ def _vllm_call(
 
 
 class Holder(torch.nn.Module):
-    """Stands for vLLM's RoutedExperts: what its MXFP4 method reads of a layer, on one device."""
+    """Replaces vLLM's RoutedExperts: has the attributes that its MXFP4 method reads of a layer, on one device."""
 
     expert_map = num_expert_group = topk_group = e_score_correction_bias = routing_sink = None
     apply_router_weight_on_input = False
@@ -193,7 +193,7 @@ class Holder(torch.nn.Module):
 
 
 def _holder(method: Any, layer: MoeLayer, device: torch.device) -> Holder:
-    """Return a layer with vLLM's own parameters, padded as its backend wants them, filled with ours."""
+    """Return a layer with vLLM's parameters, padded as its backend requires and filled with our weights."""
     config = method.moe
     hidden, intermediate = method.maybe_roundup_sizes(HIDDEN, INTERMEDIATE, torch.bfloat16, config.moe_parallel_config)
     config.hidden_dim, config.intermediate_size_per_partition = hidden, intermediate
@@ -209,7 +209,7 @@ def _holder(method: Any, layer: MoeLayer, device: torch.device) -> Holder:
 
 
 def difference(output: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the root mean square of the difference relative to that of `wanted`."""
+    """Return the root mean square of the difference, relative to the root mean square of `wanted`."""
     return float((output.double() - wanted.to(output.device)).norm() / wanted.norm())
 
 
@@ -219,22 +219,22 @@ def graph_difference(run: Run, eager: torch.Tensor) -> float | None:
         return None
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up off the default stream, as torch.cuda.graph asks for
+    with torch.cuda.stream(side):  # warm up on another than the default stream, as torch.cuda.graph requires
         run.call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run.call()
-    captured.fill_(float("nan"))  # what the replay does not write stays visible
+    captured.fill_(float("nan"))  # elements that the replay does not write stay NaN
     graph.replay()
     torch.cuda.synchronize()
     return float((captured.float() - eager.float()).abs().max())
 
 
 def loaded_state(fields: list[str]) -> dict[str, str] | None:
-    """Return what nvidia-smi says of the GPU under LOAD_SECONDS of products; None without a GPU or an answer.
+    """Return nvidia-smi's state of the GPU under LOAD_SECONDS of products; None without a GPU or an answer.
 
-    An idle GPU lowers its clock, so only a load shows one that cannot be raised.
+    An idle GPU lowers its clock, so only a load shows a clock that stays low.
     """
     if not torch.cuda.is_available():
         return None
@@ -253,7 +253,7 @@ def loaded_state(fields: list[str]) -> dict[str, str] | None:
                 return None
         if query is not None and query.poll() is not None:
             break
-    if query is None or query.poll() is None:  # it hangs, as with a broken driver: it ends with this process
+    if query is None or query.poll() is None:  # it hangs, as with a broken driver, and ends with this process
         return None
     lines = query.communicate()[0].splitlines()
     values = [value.strip() for value in lines[0].split(",")] if lines else []
@@ -261,7 +261,7 @@ def loaded_state(fields: list[str]) -> dict[str, str] | None:
 
 
 def charged() -> float | None:
-    """Return which share of CUDA memory this container's cgroup counts; None without a GPU or a cgroup to read."""
+    """Return the share of CUDA memory that this container's cgroup counts; None without a GPU or a readable cgroup."""
     file = next((path for path in map(Path, USAGE) if path.is_file()), None)
     if file is None or not torch.cuda.is_available():
         return None
@@ -277,11 +277,11 @@ WAYS = {"plugin": by_plugin, "vllm": by_vllm}
 
 
 def main(request: str, answers: str) -> None:
-    """Run the layer and write the results, fact by fact: a later crash loses nothing that was written."""
+    """Run the layer and write the results fact by fact, so that a later crash loses none."""
     arguments = json.loads(request)
 
     def write(name: str, value: Any) -> None:
-        """Append a line and close the file: a crash in the next line must not lose it."""
+        """Append a line and close the file, so that a later crash does not lose it."""
         with Path(answers).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"name": f"numerics.{name}", "value": value}) + "\n")
 

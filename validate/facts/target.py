@@ -1,4 +1,4 @@
-"""The target of a validation: the interpreter that will serve, its packages, the environment, the model, the port."""
+"""The target of a validation: the server's interpreter, its packages, the environment, the model, the port."""
 
 import functools
 import importlib.metadata
@@ -29,11 +29,11 @@ ASK_INTERPRETER = (
 
 
 def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
-    """Cache a function's answer for ever, its exception too: a probe that hung once does not run again."""
+    """Cache a function's result or exception for ever, so that a probe that hung does not run again."""
 
     @functools.cache
     def outcome(*args: Any) -> tuple[T | None, Exception | None]:
-        """`functools.cache` forgets what raised, so an exception is returned."""
+        """Return an exception instead of raising it, because `functools.cache` does not cache raised ones."""
         try:
             return function(*args), None
         except Exception as error:  # noqa: BLE001 - raised again for every caller below
@@ -53,8 +53,8 @@ def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
 class Options:
     """The caller's options. Unset values are read from `serve_args`, then from vLLM's defaults.
 
-    `stack` is the table of pins.toml whose versions are expected; unset, the profile's. A `foreign` environment is one
-    that its user made. `layers` adds the check of that name to a profile without it.
+    `stack` is the table of pins.toml whose versions are expected; unset: the profile's. A `foreign` environment was
+    made by its user. `layers` adds the check of that name to a profile without it.
     """
 
     stack: str | None = None
@@ -74,7 +74,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Options and the packages of the interpreter that will serve, which is asked once."""
+    """Options and the packages of the server's interpreter, which is queried once."""
 
     options: Options
     stack: str
@@ -95,7 +95,7 @@ class Target:
 
     @once
     def metadata(self) -> dict[str, Path]:
-        """Metadata folders by normalised name; where a name occurs twice, the first on the path wins."""
+        """Metadata folders by normalised name; if a name occurs twice, the first on the path wins."""
         folders: dict[str, Path] = {}
         for directory in dict.fromkeys(self.interpreter()[1]):
             with suppress(OSError):

@@ -2,9 +2,9 @@
 
     kernels.toml ─► FlashInfer writes build.ninja ─► units, most memory first ─► ninja links ─► audit ─► manifest
 
-A server runs ninja on the same files and finds nothing to do, if its paths and variables are the same
-(docs/concepts/kernels.md). A killed build is continued: what was compiled comes from ccache. The manifest is removed
-first and written last.
+A server with the same paths and variables runs ninja on the same files and has nothing to compile
+(docs/concepts/kernels.md). After a kill the next build takes finished units from ccache. The manifest is removed first
+and written last.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparkforge.core.manifest import Manifest
 from sparkforge.core.process import run
 
 STAGE, PACK = "kernels", "pack"
-SPACE = 300_000_000  # bytes: objects, libraries and ccache took 0.1 GB on x86-64; the rest is the compilers' own files
+SPACE = 300_000_000  # bytes: objects, libraries and ccache took 0.1 GB on x86-64; the rest is for the compilers' files
 
 
 # Puts an order's libraries at the paths given by module name, and returns facts for the manifest, among them PACK and
@@ -51,7 +51,7 @@ class KernelRequest:
     An empty `set_name` or `arch` means the image's, an empty `output` means `.sparkforge/kernels`, and an empty
     `python` means an environment that is made for the build. `machine` is the server's, as in `uname -m`. `output`
     is the folder of the cache, `python` the interpreter of the environment that serves, `jobs` a number or "auto".
-    `checkout` is a clone of FlashInfer that this interpreter imports in place of the patched wheel.
+    `checkout` is a clone of FlashInfer that this interpreter imports instead of the patched wheel.
     """
 
     stack: str
@@ -80,7 +80,7 @@ class KernelOrder:
 
     @property
     def variables_file(self) -> Path:
-        """The server's variables, DIR/kernels-SET.env; the manifest lies beside it."""
+        """The file of the server's variables, DIR/kernels-SET.env; the manifest is beside it."""
         return self.output / f"kernels-{self.set_name}.env"
 
     @property
@@ -95,7 +95,7 @@ class KernelOrder:
 
     @property
     def server_variables(self) -> dict[str, str]:
-        """The variables with which a server finds nothing to compile; the build sets the same ones."""
+        """The variables with which a server has nothing to compile; the build sets the same."""
         variables = self.chain.environment()
         compilers = {name: variables[name] for name in environment.COMPILER_VARIABLES}
         own = {"FLASHINFER_CUDA_ARCH_LIST": self.arch, "FLASHINFER_WORKSPACE_BASE": str(self.output)}
@@ -128,9 +128,9 @@ class KernelOrder:
 
     @property
     def identity(self) -> dict[str, str]:
-        """The inputs that are equal on every machine: `inputs` without folders, and torch's version without its device.
+        """The inputs that are equal on every machine: `inputs` without folders and without torch's device.
 
-        FlashInfer's generators read nothing from torch that differs between its builds for CPU and CUDA.
+        FlashInfer's generators use nothing of torch that differs between its builds for CPU and CUDA.
         """
         folders = {*environment.COMPILER_VARIABLES, "FLASHINFER_WORKSPACE_BASE", "python", "site-packages"}
         inputs = {name: value for name, value in self.inputs.items() if name not in folders}
@@ -142,7 +142,7 @@ class KernelOrder:
 
 
 def build_kernels(request: KernelRequest) -> tuple[Path, bool]:
-    """Build a set of a stack's modules; return the file of the server's variables, and whether anything was done.
+    """Build a set of a stack's modules; return the file of the server's variables, and whether the build did anything.
 
     Raises UsageError and the errors of `build`.
     """
@@ -174,12 +174,12 @@ def prepare(request: KernelRequest) -> KernelOrder:
     modules = table.chosen(set_name)
     limit = parse_limit(request.jobs)
     if request.python:
-        interpreter = Path(request.python).absolute()  # not resolved: a virtual environment is found by its link
+        interpreter = Path(request.python).absolute()  # not resolved: a virtual environment's link identifies it
         if not interpreter.is_file():
             fix = "without --python"
             raise UsageError(f"cannot build for {interpreter}", "there is no such interpreter", fix)
     else:
-        say("no --python: building for a separate environment, which no server uses")
+        say("no --python: building for a new environment, which no server uses")
         interpreter = environments.build_interpreter(stack, "kernels")
     server = environment.examine(interpreter, table, stack, Path(request.checkout) if request.checkout else None)
     chain = toolchain.find(arch, machine=request.machine)
@@ -191,9 +191,9 @@ def prepare(request: KernelRequest) -> KernelOrder:
 def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bool]:
     """Compile missing units, link, audit and write the manifest; return the result and whether anything was done.
 
-    With the same inputs and intact outputs nothing is done. Libraries from `take` are audited like compiled ones,
-    and copied into the server's FlashInfer package, from which they are loaded without ninja. Raises ProcessError for a
-    unit that does not compile, CompileError (also where a server would compile again), AuditError, StorageError.
+    With the same inputs and intact outputs it does nothing. Libraries from `take` are audited like compiled ones and
+    copied into the server's FlashInfer package, from which they are loaded without ninja. Raises ProcessError for a
+    unit that does not compile, CompileError (also if a server would compile again), AuditError, StorageError.
     """
     inputs = order.inputs
     with locked(order.output / ".sparkforge-kernels.lock", f"build kernels in {order.output}"):
@@ -208,14 +208,14 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
         started = time.monotonic()
         modules = environment.write(order.environment, order.modules, order.env)
         libraries = {name: folder / f"{name}.so" for name, folder in modules.items()}
-        for library in libraries.values():  # without a manifest it is not trusted; linking is quick
+        for library in libraries.values():  # without a manifest they are not trusted; linking is quick
             library.unlink(missing_ok=True)
         taken = take(order, libraries) if take else None
         result, facts = (BuildResult(0, 0, int(taken["units"])), dict(taken)) if taken else _compile(order, modules)
         for name, folder in modules.items():
             if not taken and (commands := ninja_build.pending(order.ninja(folder))):
                 why = f"ninja would still run {len(commands)} commands, the first: {commands[0][:120]} …"
-                fix = f"ninja -C {folder} -n -d explain prints the reason; one cause is a clock that was set back"
+                fix = f"ninja -C {folder} -n -d explain   # prints the reason; one cause is a clock that was set back"
                 raise CompileError(f"{name} is not finished", why, fix, code="compile.kernels")
         report = _audit(order, libraries)
         for name, library in libraries.items():
@@ -226,7 +226,7 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
                 loaded.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(library, loaded)
             elif loaded.is_file() and sha256_file(loaded) != sha256_file(library):
-                say(f"removing {loaded}: it would be loaded in place of the compiled library")
+                say(f"removing {loaded}: it would be loaded instead of the compiled library")
                 loaded.unlink()
         result = replace(result, seconds=round(time.monotonic() - started, 3))
         variables = order.server_variables
@@ -251,7 +251,7 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
     unlinked = {name: ninja_build.pending(order.ninja(folder)) for name, folder in folders.items()}
 
     def link(schedule: Schedule) -> None:
-        """Let ninja take the objects from ccache, record them, and link. Lost objects are compiled as memory allows."""
+        """Let ninja take objects from ccache, record them, and link. Missing objects are compiled as memory allows."""
         for name, commands in unlinked.items():
             if commands:
                 run([*order.ninja(folders[name]), "-j", str(schedule.max_jobs)], env=order.env)

@@ -15,7 +15,7 @@ from sparkforge.core.files import read_toml
 from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("kernels.toml")
-EVERYTHING = "all"  # the set that holds all the others
+EVERYTHING = "all"  # the set that includes all others
 
 
 class Call(Record):
@@ -59,7 +59,7 @@ class KernelTable(Record):
         names = [module.name for module in self.module]
         strays = [row.name for row in self.module if row.call not in self.calls or set(row.sets) - self.sets.keys()]
         if strays or len(names) != len(set(names)) or EVERYTHING not in self.sets:
-            raise ValueError(f"a call or a set is unknown, or a name is there twice: {strays or names}")
+            raise ValueError(f"a call or a set is unknown, or a name is repeated: {strays or names}")
         return self
 
     def chosen(self, name: str) -> tuple[KernelModule, ...]:
@@ -84,14 +84,14 @@ def request(module: KernelModule) -> dict[str, Any]:
 def load(version: str, path: Path = TABLE) -> KernelTable:
     """Return the table for a release of FlashInfer.
 
-    Each call has one line, for the vLLM that is served with that release. Each module has its call's generator and
-    arguments. Raises InputError for a release that is not in the table. The table is part of the program: a mistake in
-    it raises KeyError or the errors of pydantic.
+    Each call has one line, of the vLLM that is served with that release. Each module has its call's generator and
+    arguments. Raises InputError for a release that is not in the table. A mistake in the table, which is part of the
+    program, raises KeyError or pydantic's errors.
     """
     document = read_toml(path)
     if version not in document["flashinfer"]:
-        why = f"{path.name} has those of {', '.join(document['flashinfer'])}"
-        fix = "--help   # build another stack, or extend that table (docs/concepts/kernels.md)"
+        why = f"{path.name} has the kernels of {', '.join(document['flashinfer'])}"
+        fix = "--help   # build another stack, or extend the table (docs/concepts/kernels.md)"
         raise InputError(f"no kernels are known for FlashInfer {version}", why, fix, code="input.pins")
     index = document["flashinfer"].index(version)
     shared = {name: (call.pop("generator"), call.pop("arguments", {})) for name, call in document["calls"].items()}
@@ -105,5 +105,5 @@ def load(version: str, path: Path = TABLE) -> KernelTable:
 
 
 def releases() -> list[str]:
-    """Return the releases of FlashInfer that the table has."""
+    """Return the releases of FlashInfer in the table."""
     return list(read_toml(TABLE)["flashinfer"])

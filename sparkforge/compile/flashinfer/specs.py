@@ -1,7 +1,8 @@
-"""Ask FlashInfer's own generators for build files. A program for the interpreter that has FlashInfer; never imported.
+"""Run FlashInfer's generators of build files: a program for the interpreter that has FlashInfer, never imported.
 
-`probe` prints the versions that it has; `write` reads [{name, generator, arguments}, …] from stdin, has FlashInfer
-write each module's sources and build.ninja into its cache, and prints where. Standard library and FlashInfer only.
+`probe` prints the installed versions. `write` reads [{name, generator, arguments}, …] from stdin, lets FlashInfer
+write each module's sources and build.ninja into its cache, and prints the folders. It uses only the standard library
+and FlashInfer.
 
 The packages flashinfer and flashinfer.jit are imported without running their __init__, which needs a GPU
 (gdn_kernels/gdn_decode_bf16_state.py:2705); the generators need none.
@@ -22,7 +23,7 @@ DISTRIBUTIONS = ("flashinfer-python", "torch", "apache-tvm-ffi")
 
 
 def probe() -> dict[str, str]:
-    """Return the versions of `DISTRIBUTIONS` (empty: not there), FlashInfer's folder, and Python's headers."""
+    """Return the versions of `DISTRIBUTIONS` (empty: not installed), FlashInfer's folder, and Python's headers."""
     versions = dict.fromkeys(DISTRIBUTIONS, "")
     for name in DISTRIBUTIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -33,14 +34,14 @@ def probe() -> dict[str, str]:
 
 
 def write(requests: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Have FlashInfer write the build files of each request; return name and folder of each module."""
+    """Let FlashInfer write the build files of each request; return name and folder of each module."""
     enter(Path(probe()["package"]))
     modules = []
     for request in requests:
         arguments = {key: resolve(value) for key, value in request["arguments"].items()}
         spec = resolve("@" + request["generator"])(**arguments)
         if spec.name != request["name"]:
-            raise ValueError(f"{request['generator']} made {spec.name} and not {request['name']}")
+            raise ValueError(f"{request['generator']} made {spec.name} instead of {request['name']}")
         spec.write_ninja()
         modules.append({"name": spec.name, "folder": str(spec.build_dir.resolve())})
     return modules
@@ -63,10 +64,10 @@ def resolve(value: Any) -> Any:
 
 
 def main(question: str) -> None:
-    """Print the answer as the last line of stdout, {"error": …} where FlashInfer refuses."""
+    """Print the answer as the last line of stdout, {"error": …} if FlashInfer refuses."""
     try:
         answer: Any = probe() if question == "probe" else write(json.load(sys.stdin))
-    except Exception as error:  # noqa: BLE001 - whatever FlashInfer raises is the answer
+    except Exception as error:  # noqa: BLE001 - every error of FlashInfer is an answer
         answer = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(answer))
 

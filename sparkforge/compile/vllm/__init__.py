@@ -1,1 +1,1 @@
-"""vLLM's own extensions compiled for SM121 and laid over upstream's wheel."""
+"""vLLM's extensions compiled for SM121, which replace those of upstream's wheel."""

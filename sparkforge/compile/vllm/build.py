@@ -1,10 +1,10 @@
 """`./inv build --from source`: compile vLLM's extensions for SM121, without a GPU, into an overlay for its wheel.
 
-    sdist ─► private patched copy ─► cmake ─► units, hungriest first ─► ninja links ─► audit ─► overlay and manifest
+    sdist ─► private patched copy ─► cmake ─► units, largest first ─► ninja links ─► audit ─► overlay and manifest
 
-Only the targets of `targets.toml` that SM121 uses. A killed build is continued: what was compiled comes from
-ccache. The overlay appears when it is complete and the audit passed (docs/concepts/vllm-extensions.md).
-`compile_units` stops after some units and their audit, for who edits one of a hundred.
+It builds only the targets of `targets.toml` that SM121 uses. After a kill the next build takes finished units from
+ccache. The overlay appears when it is complete and has passed the audit (docs/concepts/vllm-extensions.md).
+`compile_units` compiles and audits only some units, for a developer who edits one.
 """
 
 import fnmatch
@@ -42,16 +42,16 @@ from sparkforge.core.manifest import Made
 from sparkforge.core.process import run
 
 STAGE = "vllm"
-LAYOUT = "1"  # raise it when this module would make another build of the same inputs
+LAYOUT = "1"  # increase it when this module makes a different build from the same inputs
 MINIMUM_CXX = 13  # vLLM 0.32.0, CMakeLists.txt:1561-1571
 SUPPORTED = re.compile(r"CUDA supported target architectures: (.*)$", re.MULTILINE)
 GENCODE = re.compile(r"-gencode arch=\w+,code=(\w+)")
 # CMake's rules that make an object, before and since 3.28, which looks for C++ modules.
 COMPILERS = re.compile(r"^(?:CUDA|CXX)_COMPILER__(.+?)(?:_(?:un)?scanned)?_Release$", re.MULTILINE)
 OBJECT = re.compile(r"^CMakeFiles/(.+?)\.dir/(.+)$")
-# Read by CMake while it configures, or by torch's and vLLM's CMake files; they would make another build of it.
+# Variables that CMake, or torch's and vLLM's CMake files, read; they would change the build.
 CLEARED = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "CUDAFLAGS", "LDFLAGS", "CMAKE_ARGS", "PYTHONPATH", "PYTHONHOME")
-# Nothing may come from a network that pins.toml has not seen.
+# Nothing may be downloaded that is not in pins.toml.
 OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DVLLM_TARGET_DEVICE=cuda", "-DFETCHCONTENT_FULLY_DISCONNECTED=ON")
 
 
@@ -70,7 +70,7 @@ class ExtensionOrder:
 
     @property
     def configuration(self) -> dict[str, str]:
-        """The inputs of a configured build folder, whatever targets are built in it."""
+        """The inputs of a configured build folder, for any targets."""
         tools = {name: self.chain.versions[name] for name in ("nvcc", "c++")}
         interpreter = {**self.interpreter.versions, "interpreter": str(self.interpreter.python)}
         return {"layout": LAYOUT, "arch": self.arch, **tools, **interpreter, **self.sources.identity}
@@ -94,7 +94,7 @@ class ExtensionOrder:
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables of cmake, the compilers and ninja; ccache does not tell one build folder from another."""
+        """The variables of cmake, the compilers and ninja; with them ccache ignores the build folder's path."""
         variables = self.chain.environment()
         return {
             **variables,
@@ -115,11 +115,11 @@ def home() -> Path:
 class ExtensionRequest:
     """A user's request: a stack's extensions.
 
-    `targets` are comma-separated CMake targets, empty: all for SM121; `sources` is the folder of an unpacked bundle
-    or of git checkouts, empty: the network; `arch` is empty for that of the stack's image; `python` is an interpreter
-    with torch and CUDA, empty: one of our own; `output` is the overlay's folder; `checkout` is a clone of vLLM that is
-    compiled as it is, empty: the pinned sdist with its queue. `units` are patterns of source files: then only these are
-    compiled and audited, nothing is linked, and repositories that cannot be had are left out.
+    `targets` are comma-separated CMake targets (empty: all for SM121); `sources` is the folder of an unpacked bundle or
+    of git checkouts (empty: the network); `arch` is the architecture (empty: that of the stack's image); `python` is an
+    interpreter with torch and CUDA (empty: a new environment); `output` is the overlay's folder; `checkout` is a clone
+    of vLLM that is compiled unchanged (empty: the pinned sdist with its queue). `units` are patterns of source files:
+    only these are compiled and audited, nothing is linked, and unavailable repositories are left out.
     """
 
     stack: str
@@ -134,9 +134,9 @@ class ExtensionRequest:
 
 
 def build_extensions(request: ExtensionRequest) -> tuple[Path, bool]:
-    """Build a stack's vLLM extensions and report what was done; return the overlay, and whether it is new.
+    """Build a stack's vLLM extensions and print a summary; return the overlay, and whether it is new.
 
-    Raises UsageError and what `build` and `compile_units` raise.
+    Raises UsageError and the errors of `build` and `compile_units`.
     """
     order = prepare(request)
     if request.units:
@@ -162,12 +162,12 @@ def prepare(request: ExtensionRequest) -> ExtensionOrder:
     folder = paths.typed(request.output).absolute() if request.output else paths.state() / "vllm-overlay"
     if folder.exists() and manifest.load(folder) is None:
         failure = f"cannot write {folder}"
-        raise UsageError(failure, "it exists and is no overlay of ours", "--help   # name another folder")
+        raise UsageError(failure, "it exists and is not an overlay of ours", "--help   # name another folder")
     checkout = Path(request.checkout).absolute() if request.checkout else None
     some = bool(request.units)
     inputs = vllm_sources.fetch_sources(table, chosen, inputs_folder, stack, checkout, without_missing=some)
     chain = toolchain.find(arch, minimum_cxx=MINIMUM_CXX)
-    if not shutil.which("patch"):  # CMakeLists.txt:402 mends a header of torch 2.13 with it
+    if not shutil.which("patch"):  # CMakeLists.txt:402 uses it to patch a header of torch 2.13
         failure = "cannot build vLLM"
         raise CompileError(failure, "its CMake files run `patch`", "sudo apt install patch", code="compile.toolchain")
     python = paths.typed(request.python).absolute() if request.python else environments.build_interpreter(stack, "vllm")
@@ -175,10 +175,10 @@ def prepare(request: ExtensionRequest) -> ExtensionOrder:
 
 
 def build(order: ExtensionOrder) -> BuildResult:
-    """Build what is not built, audit it, and put the overlay in place; with the same inputs do nothing.
+    """Build missing units, audit the libraries, and publish the overlay; with the same inputs do nothing.
 
-    Raises ProcessError for what does not configure or compile, CompileError, AuditError, StorageError; an earlier
-    overlay is then left as it was.
+    Raises ProcessError for a failed configuration or unit, CompileError, AuditError, StorageError; an earlier overlay
+    then stays.
     """
     previous = manifest.current(order.output, STAGE, order.inputs)
     if previous and manifest.is_intact(previous, order.output):
@@ -201,7 +201,7 @@ def build(order: ExtensionOrder) -> BuildResult:
         facts = {**asdict(result), "code": code_of(units), "vllm": order.table.version, "machine": os.uname().machine}
 
         def make(temporary: Path) -> Made:
-            """Copy, so that a killed publication leaves what was staged."""
+            """Copy, so that the staged files survive a kill."""
             for name in outputs:
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(staged / name, temporary / name)
@@ -218,7 +218,7 @@ def compile_units(order: ExtensionOrder, patterns: Sequence[str]) -> list[Path]:
     """Compile the units whose source matches one of `patterns`, audit each object, link nothing; return the objects.
 
     A source is named as in the checkout, such as csrc/topk.cu, and `*` stands for any text. Raises UsageError for a
-    pattern that matches no unit, and what `build` raises.
+    pattern that matches no unit, and the errors of `build`.
     """
     with locked(home().with_suffix(".lock"), "build vLLM's extensions"):
         started = time.monotonic()
@@ -228,7 +228,7 @@ def compile_units(order: ExtensionOrder, patterns: Sequence[str]) -> list[Path]:
         for pattern in patterns:
             if not fnmatch.filter(sources, pattern):
                 why = f"the targets that SM121 uses have {len(sources)} units, such as {', '.join(sorted(sources)[:3])}"
-                raise UsageError(f"no unit is made of {pattern}", why, "./inv dev.build vllm --units 'csrc/*.cu'")
+                raise UsageError(f"no unit matches {pattern}", why, "./inv dev.build vllm --units 'csrc/*.cu'")
         units = [unit for source, unit in sources.items() if any(fnmatch.fnmatch(source, name) for name in patterns)]
         objects = [order.folder / "cmake" / _object_of(unit) for unit in units]
         result = _compile(order, units, [_object_of(unit) for unit in units])
@@ -245,7 +245,7 @@ def compile_units(order: ExtensionOrder, patterns: Sequence[str]) -> list[Path]:
 
 
 def _remove_others(order: ExtensionOrder) -> None:
-    """Remove the build folders of other inputs, gigabytes each; ccache still has their objects."""
+    """Remove the build folders of other inputs, which take gigabytes each; ccache still has their objects."""
     for folder in home().iterdir():
         if folder != order.folder:
             manifest.remove(folder)
@@ -259,7 +259,7 @@ def _object_of(unit: Unit) -> str:
 def configure(order: ExtensionOrder) -> None:
     """Make the build folder if there is none.
 
-    Raises ProcessError, and CompileError if CMake makes something else of the architecture than the table says.
+    Raises ProcessError, and CompileError if CMake selects other architectures than the table.
     """
     tree = order.folder / "tree"
     order.folder.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ def configure(order: ExtensionOrder) -> None:
         return
     for stale in (tree, order.folder / "cmake"):  # of a run that was killed
         manifest.remove(stale)
-    say("configuring: half a minute and more")
+    say("configuring: takes half a minute or more")
     vllm_sources.copy_tree(order.sources, tree)
     variables = {}
     for name, option in order.table.repositories.items():
@@ -290,9 +290,9 @@ def configure(order: ExtensionOrder) -> None:
         raise explained(error) from None
     expected, match = order.table.mapped(order.arch).base, SUPPORTED.search(output)
     if match is None or match[1] != expected:
-        failure = f"vLLM's CMake files do not make {expected} of {order.arch}"
-        why = f"they make {match[1] if match else 'nothing'} of it"
-        fix = f"less {vllm_targets.PATH}   # correct [arch] by CMakeLists.txt:108-131 of this vLLM"
+        failure = f"vLLM's CMake files do not select {expected} for {order.arch}"
+        why = f"they select {match[1] if match else 'nothing'}"
+        fix = f"less {vllm_targets.PATH}   # correct [arch] according to CMakeLists.txt:108-131 of this vLLM"
         raise CompileError(failure, why, fix, code="compile.incomplete")
     write_json(stamp, order.configuration)
 
@@ -300,8 +300,7 @@ def configure(order: ExtensionOrder) -> None:
 def units_of(order: ExtensionOrder) -> list[Unit]:
     """Return the compilations of the order's targets, named TARGET/SOURCE.o wherever they are built.
 
-    Raises CompileError if CMake's rules are not the ones we know: ninja would compile what is not scheduled, without
-    regard to memory.
+    Raises CompileError if CMake's rules are unknown, because ninja would compile such units without regard to memory.
     """
     folder = order.folder / "cmake"
     listing = run([order.chain.ninja, "-C", folder, "-t", "rules"]).stdout
@@ -311,7 +310,7 @@ def units_of(order: ExtensionOrder) -> list[Unit]:
     units = ninja_build.read_units(folder, order.chain.ninja, rules, unit_name=unit_name) if rules else []
     if without := set(order.targets) - {unit.name.partition("/")[0] for unit in units}:
         failure = f"no units of {', '.join(sorted(without))} were found"
-        why, cmake = f"{folder}/build.ninja names them in a way of its own", order.interpreter.versions["cmake"]
+        why, cmake = f"{folder}/build.ninja has unknown rules or names", order.interpreter.versions["cmake"]
         fix = f"again   # first install the CMake of locks/build-vllm.txt; this one is {cmake}"
         raise CompileError(failure, why, fix, code="compile.incomplete")
     return units
@@ -328,13 +327,13 @@ def _compile(order: ExtensionOrder, units: Sequence[Unit], outputs: Sequence[str
 
 
 def code_of(units: Sequence[Unit]) -> dict[str, int]:
-    """Count the CUDA units by the machine code, and PTX, that their commands ask for."""
+    """Count the CUDA units by the machine code, and PTX, that their commands request."""
     codes = (" ".join(sorted(set(GENCODE.findall(unit.command[-1])))) for unit in units)
     return dict(Counter(code for code in codes if code))
 
 
 def _install(order: ExtensionOrder) -> Path:
-    """Have CMake install each target, which takes the build's own run paths out of it; return the folder."""
+    """Let CMake install each target, which removes the build's run paths; return the folder."""
     staged = order.folder / "stage"
     manifest.remove(staged)
     for target in order.targets:

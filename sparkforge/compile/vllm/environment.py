@@ -1,6 +1,6 @@
 """The interpreter with the torch for which vLLM's extensions are compiled, and the CMake that configures them.
 
-vLLM's CMake files run that interpreter: they ask its torch for headers and flags, and its jinja2 generates kernels.
+vLLM's CMake files run that interpreter: its torch supplies headers and flags, and its jinja2 generates kernels.
 """
 
 import re
@@ -47,7 +47,7 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True)
 class Interpreter:
-    """An interpreter that fits, the CMake that goes with it, and the versions of torch, Python and CMake."""
+    """A fitting interpreter, its CMake, and the versions of torch, Python and CMake."""
 
     python: Path
     cmake: Path
@@ -64,8 +64,8 @@ def examine(python: Path, stack: str) -> Interpreter:
     pinned = pins.load().component(stack, "torch").version
     problems = {
         f"it has no torch: {facts.error}": not facts.torch,
-        f"its torch is {facts.torch} and not {pinned}": facts.torch.partition("+")[0] not in ("", pinned),
-        f"its torch {facts.torch} is built without CUDA, and vLLM's CMake files ask it for CUDA":
+        f"its torch is {facts.torch} instead of {pinned}": facts.torch.partition("+")[0] not in ("", pinned),
+        f"its torch {facts.torch} is built without CUDA, which vLLM's CMake files need":
             facts.torch and not facts.cuda,
         f"it lacks {', '.join(facts.missing)}": facts.missing,
     }  # fmt: skip
@@ -90,6 +90,6 @@ def find_cmake(python: Path) -> tuple[Path, str]:
                 return Path(cmake).absolute(), version[0]
             rejected.append(f"{cmake} is {version[0] if version else 'no CMake'}")
     wanted = ".".join(map(str, MINIMUM_CMAKE))
-    why = f"vLLM asks for {wanted}, and there is {', '.join(rejected) or 'none'}"
+    why = f"vLLM requires {wanted}, and there is {', '.join(rejected) or 'none'}"
     fix = f"{python} -m pip install 'cmake>={wanted},<5', or {FIX}"
     raise CompileError("no CMake that fits", why, fix, code="compile.toolchain")

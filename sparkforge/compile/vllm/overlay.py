@@ -1,7 +1,8 @@
-"""Lay the overlay of `build --from source` over upstream's wheel of the same version, installed or unpacked.
+"""Copy the overlay of `build --from source` over upstream's wheel of the same version, installed or unpacked.
 
-An overlay, and no wheel of our own: upstream's holds Python that only its build brings by git (triton_kernels, parts of
-flash-attention, the Rust frontend), and a second distribution with the same files would break uninstalling the first.
+The result is an overlay and not a wheel, because upstream's wheel holds parts that its build fetches by git
+(triton_kernels, parts of flash-attention, the Rust frontend), and because a second distribution with the same files
+would break uninstalling the first.
 """
 
 import shutil
@@ -20,20 +21,20 @@ from sparkforge.pins.wheels import TargetMachine, choose_pinned
 RECORD = ".sparkforge-overlay.vllm.json"
 SCHEMA = 1
 STAGE = "vllm-wheel"
-TARGET = TargetMachine("aarch64")  # the machine that serves, whatever this one is
+TARGET = TargetMachine("aarch64")  # the server's machine, which may not be this one
 UNPACKED = 3  # upstream's aarch64 wheel: 321 MB packed, 0.78 GB unpacked
 
 
 def install_overlay(overlay: Path, tree: str) -> None:
     """Replace upstream's libraries in the site-packages `tree` by those of `overlay`.
 
-    Their hashes are in `tree`/.sparkforge-overlay.vllm.json afterwards. Raises CompileError if the overlay is not whole
-    or does not fit; nothing is replaced then.
+    Their hashes are in `tree`/.sparkforge-overlay.vllm.json afterwards. Raises CompileError, and replaces nothing, if
+    the overlay is incomplete or does not fit.
     """
     packages, record = Path(tree), manifest.load(overlay)
     if record is None or record.stage != "vllm" or not manifest.is_intact(record, overlay):
-        why = "it has no manifest of a build from source beside it, or a library is not the one that was made"
-        raise _error(f"{overlay} is no overlay", why, "./inv build --from source, which makes one")
+        why = "it has no manifest of a build from source beside it, or a library was changed"
+        raise _error(f"{overlay} is no overlay", why, "./inv build --from source   # makes one")
     version = str(record.facts["vllm"])
     installed = [path.name.removesuffix(".dist-info").split("-")[1] for path in packages.glob("vllm-*.dist-info")]
     absent = [name for name in record.outputs if not (packages / name).is_file()]
@@ -52,7 +53,7 @@ def install_overlay(overlay: Path, tree: str) -> None:
 def unpack_wheel(stack: str) -> tuple[Path, bool]:
     """Unpack the patched wheel; return the tree and whether it was made now.
 
-    Its machine code is the aarch64 one, whatever machine this is. Raises the errors of `wheels.patched`.
+    It is the aarch64 wheel on every machine. Raises the errors of `wheels.patched`.
     """
     component = pins.load().component(stack, "vllm-wheel")
     filename = choose_pinned(component, TARGET).filename

@@ -1,7 +1,7 @@
-"""The sources of vLLM's extensions: a private, patched copy of the sdist's C++ side, and its repositories.
+"""The sources of vLLM's extensions: a private, patched copy of the sdist's C++ files, and its repositories.
 
-A copy, because vLLM's CMake writes into its own source tree (generated Marlin kernels, FlashMLA's interface). Each
-repository is real, or a folder that stands in for one that is left out (`targets.toml`).
+A copy is needed because vLLM's CMake writes into its source tree (generated Marlin kernels, FlashMLA's interface). A
+repository that is left out is replaced by a stub folder (`targets.toml`).
 """
 
 import os
@@ -29,7 +29,7 @@ STAND_IN = '#error "left out of this build: see sparkforge/compile/vllm/targets.
 
 @dataclass(frozen=True)
 class Repository:
-    """One repository for CMake: its folder (None: a stand-in), and what identifies its content."""
+    """One repository for CMake: its folder (None: a stub), and an identity of its content."""
 
     folder: Path | None
     identity: str
@@ -39,7 +39,7 @@ class Repository:
 class ExtensionSources:
     """The unpacked sdist, its listing (path → sha256), the patch queue, and each repository.
 
-    `queue` is None for a person's checkout, which holds its patches itself.
+    `queue` is None for a user's checkout, which already contains its patches.
     """
 
     tree: Path
@@ -64,11 +64,11 @@ def fetch_sources(
     *,
     without_missing: bool = False,
 ) -> ExtensionSources:
-    """Fetch what `targets` are compiled from; repositories come from `folder`, else from the network.
+    """Fetch the sources of `targets`; repositories come from `folder`, else from the network.
 
-    `folder` is an unpacked bundle, or has a git checkout for each repository. `checkout` is a person's clone of vLLM,
-    which is compiled as it is in place of the sdist and the queue. `without_missing` leaves out what cannot be had.
-    Raises CompileError naming all that is missing, and the errors of `sources`.
+    `folder` is an unpacked bundle, or has a git checkout for each repository. `checkout` is a user's clone of vLLM,
+    which is compiled unchanged instead of the sdist and the queue. `without_missing` leaves out unavailable
+    repositories. Raises CompileError naming all missing repositories, and the errors of `sources`.
     """
     stack = pins.load().stack(stack_name)
     component = stack.components["vllm"]
@@ -93,7 +93,7 @@ def fetch_sources(
             repositories[name] = Repository(None, "left out")
     if missing and without_missing:
         names = ", ".join(missing)
-        say(f"without {names}, which cannot be had: a unit that includes it does not compile (--sources DIR)")
+        say(f"without {names}, not available: a unit that includes it does not compile (--sources DIR)")
     elif missing:
         raise _missing_repositories(missing, users, stack)
     if checkout is not None:
@@ -103,18 +103,18 @@ def fetch_sources(
 
 
 def list_checkout(checkout: Path) -> dict[str, str]:
-    """Return path → sha256 of what CMake reads of a clone of vLLM."""
+    """Return path → sha256 of the files of a clone of vLLM that CMake reads."""
     files = (path for part in PARTS for path in (checkout / part, *(checkout / part).rglob("*")))
     wanted = (path for path in files if path.is_file() and "__pycache__" not in path.parts)
     return {str(path.relative_to(checkout)): sha256_file(path) for path in sorted(wanted)}
 
 
 def _repository(name: str, variable: str, pin: GitSource, folder: Path | None) -> Repository:
-    """Return a repository: where `variable` names one, a checkout in `folder`, or the pinned one, fetched.
+    """Return a repository: the folder in `variable`, else a checkout in `folder`, else the pinned one, fetched.
 
-    Raises CompileError (compile.inputs) that says why there is none.
+    Raises CompileError (compile.inputs) with the reason if there is none.
     """
-    if chosen := os.environ.get(variable):  # whoever sets vLLM's own variable answers for the content
+    if chosen := os.environ.get(variable):  # a user who sets vLLM's variable is responsible for the content
         override = Path(chosen)
         if not override.is_dir():
             raise UsageError(f"cannot build with {variable}={override}", "there is no such folder", f"unset {variable}")
@@ -130,7 +130,7 @@ def _repository(name: str, variable: str, pin: GitSource, folder: Path | None) -
 
 
 def _checkout(name: str, pin: GitSource, folder: Path) -> Repository:
-    """Take a git checkout if it is at the pinned commit and clean. Raises CompileError."""
+    """Return a git checkout that is at the pinned commit and clean. Raises CompileError."""
     if not (folder / ".git").exists():
         raise CompileError(name, f"there is no git checkout {folder}", "", code="compile.inputs")
     try:
@@ -166,7 +166,7 @@ def _missing_repositories(missing: Mapping[str, str], users: Mapping[str, Sequen
 def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
     """Make the private, patched copy at `copy`, which must not exist.
 
-    Raises PatchError if a file of the unpacked sdist is not the one that the archive held, or the queue does not fit;
+    Raises PatchError if a file of the unpacked sdist differs from the archive's, or the queue does not apply;
     CompileError if a file of a checkout changed meanwhile.
     """
     patched = inputs.queue.paths if inputs.queue else ()
@@ -177,10 +177,10 @@ def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(inputs.tree / path, target)
         if sha256_file(target) != sha256 and inputs.queue is None:
-            failure, why = f"{inputs.tree / path} was edited meanwhile", "it is another file than a moment ago"
+            failure, why = f"{inputs.tree / path} was edited meanwhile", "its content differs from a moment ago"
             raise CompileError(failure, why, "again", code="compile.inputs")
         if sha256_file(target) != sha256:
-            failure, why = f"{inputs.tree / path} was edited by hand", "it is not the file that the archive held"
+            failure, why = f"{inputs.tree / path} was edited by hand", "it differs from the file in the archive"
             remark = "keep your edits first (lab/patches/README.md); then the same command again"
             raise PatchError(failure, why, on("rm -r", inputs.tree, remark), code="patch.modified")
     if inputs.queue:

@@ -1,4 +1,4 @@
-"""`targets.toml`: which CMake targets of a vLLM are built for SM121."""
+"""`targets.toml`: the CMake targets of a vLLM release that are built for SM121."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -24,7 +24,7 @@ class Arch(Record):
 class CmakeTarget(Record):
     """One CMake target: whether SM121 uses it, why or why not, and the line of the sdist that defines it.
 
-    `needs` names repositories whose headers its units include, `module` the audit's rule for it.
+    `needs` names repositories whose headers its units include; `module` is its rule in the audit.
     """
 
     use: bool
@@ -36,7 +36,7 @@ class CmakeTarget(Record):
 
 
 class RepositoryOption(Record):
-    """A repository of CMake's: the variable that names its folder, and files that stand in where it is left out."""
+    """A repository for CMake: the variable that names its folder, and the stub files if it is left out."""
 
     variable: str
     files: tuple[str, ...]
@@ -53,7 +53,7 @@ class TargetTable(Record):
 
     @property
     def used(self) -> list[str]:
-        """The targets that SM121 uses, the cheapest first."""
+        """The targets that SM121 uses, cheapest first."""
         return [name for name, target in self.targets.items() if target.use]
 
     def chosen(self, names: Sequence[str]) -> list[str]:
@@ -71,15 +71,15 @@ class TargetTable(Record):
         """Return CMake's architectures for `arch`. Raises UsageError for an architecture that was not tried."""
         if arch not in self.arch:
             known = ", ".join(self.arch)
-            raise UsageError(f"no rule for --arch {arch}", f"tried were {known}", "--arch 12.1a")
+            raise UsageError(f"no rule for --arch {arch}", f"choose from {known}", "--arch 12.1a")
         return self.arch[arch]
 
 
 @cache
 def load(version: str) -> TargetTable:
-    """Return the table for a vLLM. Raises InputError if it has none of that release.
+    """Return the table for a vLLM release. Raises InputError for an unknown release.
 
-    The table is part of the program: a mistake in it raises what pydantic raises.
+    A mistake in the table, which is part of the program, raises pydantic's errors.
     """
     document = read_toml(PATH)
     releases, targets, left_out = (document.pop(key) for key in ("versions", "targets", "left_out"))

@@ -86,7 +86,7 @@ def test_folder_is_searched_and_the_error_names_rule_and_fix(tmp_path, extension
         report.require_clean()
     assert "1 of 2 files fail the audit (damaged x 1)" in caught.value.what
     assert "_D.abi3.so" in caught.value.why
-    assert caught.value.fix == "bring or build the file again"
+    assert caught.value.fix == "get or build the file again"
     assert caught.value.exit_code == 54
 
 

@@ -25,7 +25,7 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags):
     stub.status, stub.fail_from = 500, echoes + 4 + 1  # within the second configuration
     with refused("benchmark.batch", "2 of 3") as caught:
         runs.run_benchmark(flags)
-    assert "the same command measures those again" in caught.value.fix
+    assert "the same command repeats the failed ones" in caught.value.fix
     summary = (batches(flags)[0] / "summary.txt").read_text()
     for text in ("✓ CONC=1: PASSED", "✗ CONC=2: FAILED", "HTTP 500", "Failed: 2"):
         assert text in summary

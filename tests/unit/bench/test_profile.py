@@ -102,7 +102,7 @@ BROKEN = {
     "cut gzip": (packed({"traceEvents": []})[:-9], "its gzip stream is damaged"),
     "no events": (packed({"traceEvents": 3}), "it has no list of traceEvents"),
     "a list of texts": (packed({"traceEvents": ["x"]}), "event 0 is no object"),
-    "no time": (packed({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}), "event 0 has no name, begin"),
+    "no time": (packed({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}), "event 0 has no valid name"),
     "nothing ran": (packed({"traceEvents": [event("a phase", 0, 1, "user_annotation")]}), "it holds no operator"),
     "a bomb": (gzip.compress(bytes(trace.LARGEST + 1), 1), "unpacked; profile fewer tokens"),
 }

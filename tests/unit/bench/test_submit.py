@@ -107,7 +107,7 @@ def test_a_wrong_argument_is_named(saved, wrong):
 @pytest.mark.parametrize("answer", ["[" * 100_000, '{"event_id": "../../x"}'], ids=["deep", "a path"])
 def test_a_board_whose_answer_names_no_event_is_said_to_be_silent(stub, board_saved, answer):
     stub.board_answer = answer.encode()
-    with refused("network.submit", "did not say whether"):
+    with refused("network.submit", "unknown whether the board"):
         send(board_saved, stub.url, "gradio")
 
 
@@ -160,6 +160,6 @@ def test_the_board_of_another_shape_is_refused(stub, board_saved, table, end):
 def test_runs_that_the_board_would_refuse_are_not_measured(stub, table, tmp_path, shape):
     isl, osl = shape
     flags = {"team": "T", "to": table.competition.boards["1024/8192"], "url": stub.url, "output": str(tmp_path)}
-    with refused("benchmark.board", "does not take this"):
+    with refused("benchmark.board", "does not accept this"):
         submit.main({**flags, "isl": isl, "osl": osl, "conc": "1"})
     assert not stub.asked

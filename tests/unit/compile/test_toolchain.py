@@ -109,9 +109,9 @@ def test_an_incomplete_cuda_on_the_path_is_skipped(machine, tmp_path, monkeypatc
     recorded_cuda(locked_one / toolchain.HOME)
     monkeypatch.setattr(toolchain, "install", lambda _machine: (locked_one, False))
     assert toolchain.find().origin == "locked wheels"
-    assert "is passed over" in capfd.readouterr().err
+    assert "is skipped" in capfd.readouterr().err
     (locked_one / toolchain.HOME / "bin/ptxas").unlink()
-    with refused("compile.toolchain", f"no longer whole .*lacks bin/ptxas · rm -r {locked_one} "):
+    with refused("compile.toolchain", f"no longer complete .*lacks bin/ptxas · rm -r {locked_one} "):
         toolchain.find()
 
 

@@ -77,7 +77,7 @@ def test_patches_that_a_checkout_lacks_are_named(kit, folders, tmp_path, monkeyp
     diff = kit.diff(tmp_path / "d", {"vllm/a.py": lines}, {"vllm/a.py": patched})
     queue = Queue.load(kit.write_queue(tmp_path / "vllm-1.0", diff))
     monkeypatch.setattr(series, "queues", lambda table, stack: [(None, queue)])
-    advice = "without 0001-change-something.patch: on the host, .venv/bin/python -m lab.patches into CHECKOUT"
+    advice = "lacks 0001-change-something.patch: on the host, .venv/bin/python -m lab.patches into CHECKOUT"
     for content, advised in ((lines, True), ("moved\n" + lines, True), (patched, False), (f"edited\n{patched}", False)):
         (sources / "vllm/vllm/a.py").write_text(content)
         dev.check_mounted(packages, "spark", sources)

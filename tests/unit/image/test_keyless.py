@@ -79,7 +79,7 @@ def test_the_workflow_that_is_named_vouches_for_its_image(image, sigstore, deman
         ({"identity": WORKFLOW.replace("owner", "other")}, "not by release"),
         ({"issuer": "https://other.example"}, "not by release"),
         ({"builders": ["urn:mine"]}, f"it was built by {BUILDER}, which trust.toml does not name"),
-        ({"stacks": ["spark"]}, "trust.toml does not take the stack embedded"),
+        ({"stacks": ["spark"]}, "trust.toml does not accept the stack embedded"),
         ({"root": Instance().trusted_root()}, "not by release"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_bundle_that_was_changed_is_refused(image, sigstore, demand, change):
         change(document)
     attach(image, documents)
     demand()
-    with refused("integrity.signature", "demands signature, provenance, sbom by release: a Sigstore bundle is of no"):
+    with refused("integrity.signature", "demands signature, provenance, sbom by release: no accepted identity signed"):
         trust.require(None, image, STACK)
 
 
@@ -156,7 +156,7 @@ def test_what_is_about_another_image_or_signed_after_the_certificate_ended_is_re
     monkeypatch.setattr(other, "_builder", lambda *args: Instance._builder(other, *args[:2], late(args[2])))
     demand(root=other.trusted_root())
     attach(image, bundles(image, other))
-    with refused("integrity.signature", "a Sigstore bundle is of no identity"):
+    with refused("integrity.signature", "no accepted identity signed a Sigstore bundle"):
         trust.require(None, image, STACK)
 
 
@@ -168,7 +168,7 @@ def late(until):
 def test_invalid_bundles_are_refused(image, demand, data):
     signing.attach(Folder(image.layout.path), image.digests[0], "att", [Attached(data, KIND)])
     demand()
-    with refused("integrity.signature", "a Sigstore bundle is of no identity"):
+    with refused("integrity.signature", "no accepted identity signed a Sigstore bundle"):
         trust.require(None, image, STACK)
 
 

@@ -200,7 +200,7 @@ def test_the_tree_of_another_machine_has_its_wheels_and_modules_and_says_so(tree
 
 
 def test_vllm_is_compiled_on_a_machine_like_the_images_only(tree, tmp_path):
-    with pytest.raises(UsageError, match="does not go with --platform"):
+    with pytest.raises(UsageError, match="cannot be combined with --platform"):
         rootfs.compile_vllm(Tree(tree.root, "spark", FOREIGN), tmp_path, "", "1")
 
 

@@ -234,7 +234,7 @@ BOMBS = {
     "no JSON": (lambda layout, manifest: (layout.folder / "index.json").write_text("{"), "no JSON"),
     "deep JSON": (lambda layout, manifest: (layout.folder / "index.json").write_text("[" * 100_000), "nested deeper"),
     "too many": (lambda layout, manifest: layout.index([manifest] * 1000), "at most 64 items"),
-    "indexes of indexes": (deep, "an index that names an index"),
+    "indexes of indexes": (deep, "nested more than one level deep"),
     "a path as digest": (
         lambda layout, manifest: layout.index([{**manifest, "digest": "sha256:../../index.json"}]),
         "should match pattern",

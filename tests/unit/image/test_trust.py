@@ -85,7 +85,7 @@ def test_without_a_policy_nothing_is_required_and_own_builds_are_reported_as_uns
 ):
     monkeypatch.setattr(trust, "FILE", tmp_path / "none.toml")
     commands.image_verify.body(None, image=str(make(key=None)), stack=STACK)
-    assert "is an unsigned own build" in capsys.readouterr().err
+    assert "is your own unsigned build" in capsys.readouterr().err
 
 
 def test_an_unsigned_image_is_refused_with_the_next_command_and_not_by_the_bill_alone(make, demand, capsys):
@@ -121,13 +121,13 @@ def test_another_builder_or_stack_is_refused(make, demand):
     folder = make()
     for options, reason in (
         ({"builders": ["urn:other"]}, "it was built by urn:lab, which trust.toml does not name"),
-        ({"stacks": ["spark"]}, "trust.toml does not take the stack embedded"),
+        ({"stacks": ["spark"]}, "trust.toml does not accept the stack embedded"),
     ):
         demand(**options)
         with refused("integrity.signature", reason):
             require(folder)
     demand("provenance")
-    with refused("integrity.signature", "names the stack embedded, and spark was asked for"):
+    with refused("integrity.signature", "names the stack embedded, and spark was requested"):
         trust.require(None, oci.LayoutImage(folder), "spark")
 
 
@@ -180,10 +180,10 @@ def swap_pins(statement):
 
 ATTACKS = {
     "payload changed": (lambda entry: edited(entry, lambda data: data.replace(b"urn:lab", b"urn:bad")), "provenance"),
-    "payload truncated": (lambda entry: edited(entry, lambda data: data[:-40]), "no key that counts"),
-    "type changed": (envelope_with(payloadType="application/json"), "no key that counts"),
+    "payload truncated": (lambda entry: edited(entry, lambda data: data[:-40]), "no accepted key"),
+    "type changed": (envelope_with(payloadType="application/json"), "no accepted key"),
     "no signature": (envelope_with(signatures=[]), "at least 1"),
-    "a signature of rubbish": (envelope_with(signatures=[{"sig": "AAAA"}]), "no key that counts"),
+    "a signature of rubbish": (envelope_with(signatures=[{"sig": "AAAA"}]), "no accepted key"),
     "no base64": (envelope_with(payload="{}"), "pattern"),
     "base64 that is cut": (envelope_with(payload="A"), "Invalid base64"),
     "a flood of signatures": (envelope_with(signatures=[{"sig": "AAAA"}] * 1000), "at most 16"),
@@ -220,7 +220,7 @@ def test_the_signatures_of_another_key_are_refused_whatever_they_call_it(make, d
     folder = make(key=OTHER)
     for thing in ALL:
         demand(thing)
-        with refused("integrity.signature", "no key that counts"):
+        with refused("integrity.signature", "no accepted key"):
             require(folder)
     demand(text=demand().read_text().replace(signing.public_text(LAB), signing.public_text(OTHER)))
     assert set(require(folder).signed) == set(ALL)  # only the key was wrong
@@ -230,7 +230,7 @@ def test_a_key_that_is_not_listed_for_images_does_not_count(make, demand):
     folder = make(key=OTHER)
     text = demand(keys=["lab"]).read_text()
     demand(text=text.replace("[images]", f'[keys.other]\npublic = """{signing.public_text(OTHER)}"""\n[images]'))
-    with refused("integrity.signature", "no key that counts"):
+    with refused("integrity.signature", "no accepted key"):
         require(folder)
 
 
@@ -240,7 +240,7 @@ def test_an_older_image_needs_a_rollback_and_a_rollback_makes_it_the_last(make, 
     demand()
     trust.accept(STACK, require(old))
     trust.accept(STACK, require(new))
-    with refused("integrity.signature", "older than the last one.*rollback"):
+    with refused("integrity.signature", "older than the last accepted image.*rollback"):
         require(old)
     trust.accept(STACK, require(old, back=True))
     assert require(old)

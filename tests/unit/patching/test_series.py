@@ -27,8 +27,8 @@ def load(kit, tmp_path, *diffs, **options):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("pkg/a.py", "../a.py", "leads out of the tree"),
-        ("pkg/a.py", "/etc/passwd", "leads out of the tree"),
+        ("pkg/a.py", "../a.py", "points outside the tree"),
+        ("pkg/a.py", "/etc/passwd", "points outside the tree"),
         ("pkg/a.py", ".sparkforge-patches.json", "belongs to Sparkforge"),
         ("pkg/a.py", "pkg\\a.py", "no plain file name"),
         ("a/pkg/a.py", "pkg/a.py", "does not begin with a/"),
@@ -47,7 +47,7 @@ def load(kit, tmp_path, *diffs, **options):
         (" three\n", " three", "is cut off"),
         (" three\n", " thr\0ee\n", "holds a NUL at byte"),
         ("pkg/a.py", "pkg/\x1b[2Ja.py", "no plain file name"),
-        (" one\n", "\\ No newline at end of file\n one\n", "before the first one"),
+        (" one\n", "\\ No newline at end of file\n one\n", "before the first line"),
         (GOOD, "diff --git a/x a/\ndeleted file mode 100644\nindex e69de29..0000000\n", "two names"),
         (GOOD, GOOD + GOOD, "names a file twice"),
         (GOOD, "diff --git a/x b/x\nindex 12..34 100644\n", "changes nothing in x"),

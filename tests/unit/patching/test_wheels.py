@@ -228,7 +228,7 @@ def other_version(files):
 
 RECORD = f"{INFO}/RECORD"
 MALFORMED = {
-    "a member that leads out": (lambda files: {**files, "../x": b""}, "leads out"),
+    "a member that leads out": (lambda files: {**files, "../x": b""}, "points outside"),
     "a link": (lambda files: [*files.items(), (link("lib/link"), b"/etc")], "symbolic link"),
     "a member twice": (lambda files: [*files.items(), ("lib/big.bin", b"")], "lib/big.bin' is in it twice"),
     "no dist-info": (lambda files: {"lib/a.py": b""}, "dist-info"),

@@ -62,8 +62,8 @@ BROKEN = {
     "no such stack of a device": ("[stacks.s]", '[devices]\ndocker = "t"\n[stacks.s]', "names no stack: t"),
     "other schema": ("schema = 1", "schema = 2", "schema"),
     "no commit": (f'commit = "{COMMIT}"', "", "commit"),
-    "another commit than upstream's": (f'commit = "{COMMIT}"', f'commit = "{SHA[:40]}"', "'commit' is another one"),
-    "a tag's commit from nowhere": (f'tag = "{COMMIT}"', 'tag = "v1"', "'source' must say"),
+    "another commit than upstream's": (f'commit = "{COMMIT}"', f'commit = "{SHA[:40]}"', "'commit' is a different one"),
+    "a tag's commit from nowhere": (f'tag = "{COMMIT}"', 'tag = "v1"', "'source' must name"),
     "of nothing": ('of = "c"', 'of = "x"', "no component of this stack: g"),
 }
 

@@ -133,7 +133,7 @@ def test_the_signature_that_trust_toml_demands_is_verified_before_a_bundle_is_un
     with pytest.raises(Exit):
         unpack()
     refusals.append(capsys.readouterr().err)
-    for refusal, why in zip(refusals, ("it has none", "another digest", "no key that counts", ""), strict=True):
+    for refusal, why in zip(refusals, ("it has none", "another digest", "no accepted key", ""), strict=True):
         assert "[integrity.signature]" in refusal
         assert why in refusal
     maintain.bundle_make.body(None, output=str(tmp_path / "b.tar"), stack="spark", key=str(tmp_path / "lab"))
@@ -203,7 +203,7 @@ def test_a_file_that_is_no_bundle_is_not_overwritten(tmp_path, world):
     file = tmp_path / "b.tar"
     bundle.make(file, stack="spark")  # its manifest stays when the file is replaced
     file.write_text("dear")
-    with pytest.raises(UsageError, match="no bundle"):
+    with pytest.raises(UsageError, match="not a bundle"):
         bundle.make(file, stack="spark")
     assert file.read_text() == "dear"
 
@@ -258,9 +258,9 @@ ATTACKS = {
     "index not first": (lambda m: [m[1], m[0], *m[2:]], "begins with"),
     "empty": (lambda m: [], "empty"),
     "a member missing": (lambda m: m[:-1], "truncated: simple"),
-    "wrong bytes": (lambda m: [*m[:-1], (m[-1][0], m[-1][1][:-1] + b"X")], "not what the index says"),
-    "longer": (lambda m: [*m[:-1], (m[-1][0], m[-1][1] + b"X")], "not what the index says"),
-    "traversal": (lambda m: [*m, (odd("../x"), b"x")], "'../x' is absolute, leads out"),
+    "wrong bytes": (lambda m: [*m[:-1], (m[-1][0], m[-1][1][:-1] + b"X")], "does not match the index"),
+    "longer": (lambda m: [*m[:-1], (m[-1][0], m[-1][1] + b"X")], "does not match the index"),
+    "traversal": (lambda m: [*m, (odd("../x"), b"x")], "'../x' is absolute, points outside"),
     "traversal in the index": (lambda m: [*edit_index(m, **{"../x": FINE}), (odd("../x"), b"x")], "lists '../x'"),
     "a file that is a folder": (lambda m: edit_index(m, **{"pins.toml/x": FINE}), "lists 'pins.toml/x'"),
     "the index in the index": (lambda m: edit_index(m, **{"index.json": FINE}), "lists 'index.json'"),
@@ -270,7 +270,7 @@ ATTACKS = {
     "folder": (lambda m: [*m, (odd("files", tarfile.DIRTYPE), b"")], "not in its index"),
     "an endless size": (
         lambda m: [(m[0][0], b'{"schema": 1, "members": {"x": {"sha256": "0", "size": 1e999}}}'), *m[1:]],
-        "not one that this Sparkforge reads",
+        "cannot be read by this Sparkforge",
     ),
     "deeper than any of ours": (lambda m: [*edit_index(m, **{DEEP: FINE}), (odd(DEEP), b"x")], "lists 'a/a/"),
 }

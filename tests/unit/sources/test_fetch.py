@@ -97,7 +97,7 @@ def test_a_download_stops_at_the_size_of_its_pin(server, monkeypatch):
         fetch.fetch("thing", NAME, SHA, 1 << 61)
     server.behave = lambda _: (200, DATA)
     monkeypatch.setattr(fetch, "START_SECONDS", -1e9)
-    with refused("network.fetch", "bytes came in"):
+    with refused("network.fetch", "bytes arrived in"):
         fetch.fetch("thing", NAME, SHA, len(DATA))
     assert leftovers() == []
 

@@ -106,7 +106,7 @@ def test_a_spark_serves_with_our_plugin_if_its_numbers_are_right(good, with_valu
     assert [finding.check for finding in report.of(Status.FAIL)] == failed
     if not failed:
         [warning] = [finding for finding in report.of(Status.WARN) if finding.check == "moe-backend"]
-        assert "our plugin runs the experts by spark_mxfp4 triton, not on the FP4 tensor cores" in warning.evidence
+        assert "our plugin runs the experts with spark_mxfp4 triton, not on the FP4 tensor cores" in warning.evidence
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_a_spark_serves_with_our_plugin_if_its_numbers_are_right(good, with_valu
         (["--enable-sleep-mode"], Status.FAIL, "waking up ended the engine"),
         (["--enable_sleep"], Status.FAIL, "--enable-sleep-mode"),
         (["--enable-lora"], Status.FAIL, "MARLIN"),
-        (["--max-model-len", "262144"], Status.FAIL, "made for 131072 tokens"),
-        (["--max_model_len=256K"], Status.FAIL, "made for 131072 tokens"),
+        (["--max-model-len", "262144"], Status.FAIL, "is for 131072 tokens"),
+        (["--max_model_len=256K"], Status.FAIL, "is for 131072 tokens"),
         (["--tensor-parallel-size=2"], Status.FAIL, "a Spark has one GPU"),
         (["--cpu-offload-gb", "8"], Status.FAIL, "one memory"),
         (["--kv-cache-dtype", "nvfp4"], Status.FAIL, "refuses this KV cache"),

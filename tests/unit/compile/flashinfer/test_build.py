@@ -63,7 +63,7 @@ def test_modules_that_a_server_would_rebuild_are_refused(site):
     with refused("compile.kernels", "tiny"):
         build.build(with_arguments(site, link="true"))
     assert not list(site.order.output.glob("*.manifest.json"))
-    with refused("compile.environment", "made other and not tiny"):
+    with refused("compile.environment", "made other instead of tiny"):
         build.build(with_arguments(site, name="other"))
 
 
@@ -94,7 +94,7 @@ def test_an_environment_is_examined(site, monkeypatch):
     monkeypatch.setattr(kernel_env, "REMOVED", ())
     with refused("compile.environment", r"flashinfer-python 0\.7\.0\.post1 is upstream's wheel") as error:
         kernel_env.examine(site.python, table, "spark")
-    assert "./inv patch   # prints where" in error.value.fix
+    assert "./inv patch   # prints the path" in error.value.fix
     (site.jit.parent.parent / "torch-2.13.0.dist-info/METADATA").unlink()
     (site.jit.parent.parent / "torch-2.13.0.dist-info").rmdir()
     with refused("compile.environment", "torch is not installed"):

@@ -78,13 +78,13 @@ def test_a_source_that_was_edited_by_hand_is_refused_with_its_name(order):
 
 def test_a_failed_audit_refuses_the_build(order, edit_patch):
     edit_patch("PyInit_spinloop() { return ANSWER + 1", "PyInit_another() { return 1")
-    with pytest.raises(AuditError, match="it is no Python module spinloop"):
+    with pytest.raises(AuditError, match="it is not the Python module spinloop"):
         vllm_build.build(order("spinloop"))
     assert not order("spinloop").output.exists()
 
 
 def test_another_architecture_chosen_by_cmake_is_an_error(order):
-    with refused("compile.incomplete", r"do not make 12.0f of 12.0f · they make 12.0 of it"):
+    with refused("compile.incomplete", r"do not select 12.0f for 12.0f · they select 12.0"):
         vllm_build.build(order("spinloop", arch="12.0f"))
     assert not (order("spinloop", arch="12.0f").folder / "configured.json").exists()
 
@@ -129,7 +129,7 @@ def test_a_unit_alone_is_compiled_audited_and_not_linked(order, capsys):
     assert not extension_order.output.exists()
     assert not list(extension_order.folder.glob("cmake/*.so"))
     order.forget()
-    with pytest.raises(UsageError, match=r"no unit is made of csrc/none\.cu"):
+    with pytest.raises(UsageError, match=r"no unit matches csrc/none\.cu"):
         vllm_build.compile_units(extension_order, ["csrc/none.cu"])
     vllm_build.compile_units(extension_order, ["csrc/fs*.cpp"])
     assert order.compiled() == []
@@ -211,5 +211,5 @@ def test_invalid_arguments_are_refused_before_any_download(arguments, message):
 
 def test_a_folder_that_is_no_overlay_of_ours_is_not_written_over(tmp_path):
     (tmp_path / "precious").mkdir()
-    with pytest.raises(UsageError, match="it exists and is no overlay of ours"):
+    with pytest.raises(UsageError, match="it exists and is not an overlay of ours"):
         vllm_build.prepare(ExtensionRequest("spark", targets="spinloop", output=str(tmp_path / "precious")))

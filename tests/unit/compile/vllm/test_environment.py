@@ -36,7 +36,7 @@ def test_a_suitable_interpreter_is_used_with_the_cmake_in_its_folder(interpreter
 
 
 def test_all_problems_are_reported_together(interpreter):
-    with refused("compile.inputs", r"not 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools"):
+    with refused("compile.inputs", r"instead of 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools"):
         vllm_env.examine(interpreter(torch="2.11.0", cuda="", missing=["jinja2", "setuptools"]), "spark")
 
 
@@ -63,7 +63,7 @@ def test_an_old_cmake_is_skipped_and_named_if_there_is_no_other(interpreter, tmp
     monkeypatch.setenv("PATH", f"{newer}{os.pathsep}/usr/bin{os.pathsep}/bin")
     assert vllm_env.find_cmake(python) == (newer / "cmake", "3.28.3")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with refused("compile.toolchain", r"vLLM asks for 3\.26\.1, and there is .*cmake is 3\.25\.1"):
+    with refused("compile.toolchain", r"vLLM requires 3\.26\.1, and there is .*cmake is 3\.25\.1"):
         vllm_env.find_cmake(python)
 
 

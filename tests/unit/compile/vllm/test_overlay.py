@@ -66,7 +66,7 @@ REFUSED = {
         tree / "vllm-0.31.0.dist-info"
     ),
     f"has no {NAMES[1]}": lambda _overlay, tree: (tree / NAMES[1]).rename(tree / "elsewhere"),
-    "not the one that was made": lambda overlay, _tree: (overlay / NAMES[0]).write_bytes(b"x"),
+    "a library was changed": lambda overlay, _tree: (overlay / NAMES[0]).write_bytes(b"x"),
     "it has no manifest of a build from source beside it": lambda overlay, _tree: manifest.beside(overlay).unlink(),
 }
 
