@@ -42,7 +42,8 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 PREFIXES = _pattern("PREFIXES")
 JOURNAL = re.compile(r"^(?:\w{3} [ \d]\d [\d:]{8} )?(?:[\w.-]+ )?([\w./@-]{2,60})(?:\[\d+\])?: ")
-PROGRESS = re.compile(r"^[^\[\]%]*\d%[^\[\]]*\[[^\[\]]{0,60}(?:it/s|s/it)[^\[\]]{0,60}\](?=[(A-Z\[])")  # without a line end
+# A progress bar without its line end.
+PROGRESS = re.compile(r"^[^\[\]%]*\d%[^\[\]]*\[[^\[\]]{0,60}(?:it/s|s/it)[^\[\]]{0,60}\](?=[(A-Z\[])")
 SERVERS = _pattern("SERVERS")
 PROGRAMS = _pattern("PROGRAMS")
 # Programs and units of a desktop or of the system, which the kernel and systemd report on beside the server's.
