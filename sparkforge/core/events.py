@@ -54,11 +54,11 @@ FOREIGN = re.compile(
     r"(?:\[\d+\]:? (?:segfault|trap|general)|\.\w+[: ])"
 )
 JOURNAL_TIME = re.compile(r"^\w{3} [ \d]\d [\d:]{8} (?:[\w.-]+ )?")
-# The same behind an ISO time (short-iso; /var/log/kern.log of Ubuntu 24.04), where only these tell it from a message.
+# The same behind an ISO time (short-iso; /var/log/kern.log of Ubuntu 24.04) or an hour: not every word is a program.
 JOURNAL_ISO = re.compile(
-    r"^\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-][\d:]+) [\w.-]+ ([\w./@()-]{2,60})(?:\[\d+\]: |(?<=kernel): )"
+    r"^(?:\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-][\d:]+)|\d\d:\d\d:\d\d) [\w.-]+ ([\w./@()-]{2,60})(?:\[\d+\]: |(?<=kernel): )"
 )
-DMESG = re.compile(r"<|\[ *[\dTC]|\[[A-Z][a-z]{2} ")
+DMESG = re.compile(r"<|\[ *(?:\d+\.|[TC]\d)|\[[A-Z][a-z]{2} ")
 PROCESS = re.compile(r"\((\w[\w.-]* pid=\d+)\)")
 LEVELS = _pattern("LEVELS")
 LETTERS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
