@@ -128,7 +128,8 @@ class AuditReport:
         first, files = self.violations[0], {violation.file for violation in self.violations}
         rules = Counter(violation.rule for violation in self.violations)
         counts = ", ".join(f"{rule} x {number}" for rule, number in rules.most_common())
-        failure = f"{len(files)} of {len(self.binaries) + len(self.wheels)} files fail the audit ({counts})"
+        all_files = {*files, *(binary.path for binary in self.binaries), *(wheel.path for wheel in self.wheels)}
+        failure = f"{len(files)} of {len(all_files)} files fail the audit ({counts})"
         raise AuditError(failure, f"{first.file}: {first.detail} [{first.rule}]", first.fix)
 
 
@@ -301,8 +302,16 @@ def run_audit(
     output: Path | None = None,
     foreign: bool = False,
 ) -> None:
-    """Audit, print the table to stdout, write the JSON to `output`. Raises AuditError if a rule is broken."""
+    """Audit, print the table to stdout, write the JSON to `output`. Raises AuditError if a rule is broken.
+
+    Raises UsageError if there is nothing to audit.
+    """
     report = audit_files(paths, tools=tools, modules=modules, machine=machine, foreign=foreign)
+    if not (report.binaries or report.wheels or report.violations):
+        places = ", ".join(map(str, paths))
+        raise UsageError(
+            f"nothing to audit in {places}", "no .cubin, .o, .so or .whl file is there", "./inv audit --help"
+        )
     if output:
         write_json(output, report.document())
     width = None if sys.stdout.isatty() else WIDE

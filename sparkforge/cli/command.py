@@ -8,6 +8,7 @@ import functools
 import inspect
 import io
 import os
+import re
 import select
 import shlex
 import signal
@@ -267,11 +268,8 @@ def caller_paths(text: str) -> list[Path]:
 
 def whole_number(flag: str, text: str) -> int:
     """Return `text` as an int. Raises UsageError; Invoke's own conversion would end in a traceback."""
-    try:
-        if len(text) <= DIGITS:
-            return int(text)
-    except ValueError:
-        pass
+    if re.fullmatch(r"[+-]?\d+", text, re.ASCII) and len(text) <= DIGITS:  # int() also takes 1_000 and other scripts
+        return int(text)
     raise UsageError(f"{flag} {text[: 2 * DIGITS]!r} is not valid", "it takes a whole number", "--help")
 
 

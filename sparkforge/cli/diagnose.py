@@ -79,8 +79,8 @@ def validate(
     command += ["--layers", "--json", report, "--model", directory, "--port", str(number)]
     command += ["--serve-args", *serve_profile.arguments()]
     variables = {**command_line.ENVIRONMENT, **serve_profile.variables()}
+    report.unlink(missing_ok=True)
     if json_:
-        report.unlink(missing_ok=True)
         result = run_unchecked(command, cwd=paths.ROOT, env=variables)
         code = result.returncode
         if report.exists():
@@ -89,6 +89,9 @@ def validate(
             say(result.stderr)
     else:
         code = call(command, cwd=paths.ROOT, env=variables)
+    if not code and not report.exists():
+        why = "it wrote no report: is it a Python interpreter?"
+        raise UsageError(f"cannot validate with {interpreter}", why, "without --python")
     if code:
         raise Exit(code=code)
 

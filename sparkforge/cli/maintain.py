@@ -53,6 +53,8 @@ def clean_cache(_ctx: Context, options: CleanOptions) -> None:
     from sparkforge.compile import cache
 
     folder = Path(caller_path(options.root)) if options.root else None
+    if folder and not folder.is_dir():
+        raise UsageError(f"there is no cache {folder}", "it is no folder", "./inv clean-cache --list")
     if options.list_:
         cache.print_cache(folder)
         return

@@ -154,10 +154,14 @@ def _write(text: str) -> None:
         ) from error
 
 
+LONGEST_WHAT = 400  # characters; a path may have 4,096
+
+
 def show_error(error: SparkforgeError) -> None:
     """Print an error in three lines: what failed with its code, why, and the next command."""
     out = console()
-    out.print(f"✗ {for_people(error.what)}", style="bold red", end="")
+    what = " ".join(for_people(error.what).split())  # a name can hold line ends
+    out.print(f"✗ {what if len(what) <= LONGEST_WHAT else f'{what[:LONGEST_WHAT]}…'}", style="bold red", end="")
     out.print(f" [{error.code}]" if error.code else "", style="dim")
     out.print(f"  why:  {for_people(error.why)}")
     out.print(f"  next: {for_people(paths.where_it_runs(error.fix))}", style="bold")

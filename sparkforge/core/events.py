@@ -6,7 +6,9 @@ addresses, request ids) are one line with a count. `Event.faults` are the lines 
 `Event.decisive` is the line that says why.
 """
 
+import codecs
 import io
+import json
 import re
 import tomllib
 from collections import deque
@@ -23,7 +25,11 @@ KEPT_LINES = 1500  # different lines that are kept from the beginning of a log, 
 REMEMBERED = 20_000  # different lines that are recognised when they come again
 BLOCK_LINES = 40  # after the first line of an error of ours, in which its `next:` must come
 
-COLOUR = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+# The last form is what is left of a colour where the escape character was lost or made visible.
+COLOUR = re.compile(
+    rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])|"
+    rb"(?:\xef\xbf\xbd|\^\[)?\[\d{1,2}(?:;\d+)*m(?!\])"
+)
 NUMBERS = re.compile(rb"\d[\d.:,/-]{3,}")
 
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -36,6 +42,9 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 PREFIXES = _pattern("PREFIXES")
 JOURNAL = re.compile(r"^(?:\w{3} [ \d]\d [\d:]{8} )?(?:[\w.-]+ )?([\w./@-]{2,60})(?:\[\d+\])?: ")
+# A progress bar without its line end.
+PROGRESS = re.compile(r"^[^\[\]%]*\d%[^\[\]]*\[[^\[\]]{0,60}(?:it/s|s/it)[^\[\]]{0,60}\](?=[(A-Z\[])")
+SERVERS = _pattern("SERVERS")
 PROGRAMS = _pattern("PROGRAMS")
 # Programs and units of a desktop or of the system, on which the kernel and systemd report too.
 FOREIGN = re.compile(
@@ -45,6 +54,11 @@ FOREIGN = re.compile(
     r"(?:\[\d+\]:? (?:segfault|trap|general)|\.\w+[: ])"
 )
 JOURNAL_TIME = re.compile(r"^\w{3} [ \d]\d [\d:]{8} (?:[\w.-]+ )?")
+# The same behind an ISO time (short-iso; /var/log/kern.log of Ubuntu 24.04) or an hour: not every word is a program.
+JOURNAL_ISO = re.compile(
+    r"^(?:\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-][\d:]+)|\d\d:\d\d:\d\d) [\w.-]+ ([\w./@()-]{2,60})(?:\[\d+\]: |(?<=kernel): )"
+)
+DMESG = re.compile(r"<|\[ *(?:\d+\.|[TC]\d)|\[[A-Z][a-z]{2} ")
 PROCESS = re.compile(r"\((\w[\w.-]* pid=\d+)\)")
 LEVELS = _pattern("LEVELS")
 LETTERS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
@@ -60,10 +74,19 @@ CODE = re.compile(r"^\s{4,}|^\s*[\^~]+\s*$")  # the source line of a traceback's
 FRAME = re.compile(r"^\s+\S|^\s*$")  # in a traceback, an indented line is not an error by itself
 FILE = re.compile(r'^\s+File "[^"]*", line \d+')
 BARE = re.compile(r"[\w.]+:?\s*")  # an exception's type without a message
+CUDA = {int(number): re.compile(pattern) for number, pattern in _TEXTS["CUDA"].items()}
+# A number that is given for one; below 600 it may be an HTTP status.
+CUDA_NUMBER = re.compile(
+    r"(?i)\bcu(?:da|dnn|[A-Z])\w*\b.{0,80}?\b(?:error|failure|code|status|err)\b[ :=(]{1,2}([6-9]\d\d)\b|"
+    r"\berr (\d{3}) != CUDA_SUCCESS|\bError (80\d|999)\b"
+)
+CUDA_WORDS = re.compile("|".join(pattern.pattern for pattern in CUDA.values()))
+CAUSED = re.compile(r"\s*(?:Caused by:|╰─▶) ")  # the second line of an error of uv
 XID = re.compile(r"\bXid \((?:PCI:)?[\w:.]+\): (\d+)|\bXid[ :](\d+)\b")
 ENDED = _pattern("ENDED")
 SIGNALS = {"KILL": 9, "SEGV": 11, "ABRT": 6, "BUS": 7, "ILL": 4, "FPE": 8, "TERM": 15, "INT": 2, "HUP": 1}
-KILLED = re.compile(r"status=\d+/(KILL|SEGV|ABRT|BUS|ILL|FPE)|\bSIG(KILL|SEGV|ABRT|BUS|ILL|FPE)\b")
+KILLED = re.compile(r"status=\d+/(KILL|SEGV|ABRT|BUS|ILL|FPE)|\b(?:SIG|signal=)(KILL|SEGV|ABRT|BUS|ILL|FPE)\b")
+SEGFAULT = re.compile(r"Segmentation fault|Segfault encountered|segfault at |\bsignal 11\b")
 # A shell's message about a program that a signal ended: `run.sh: line 12:  4411 Killed   vllm serve …`; zsh's is in
 # small letters: `[1]  + 51234 killed     vllm serve …`.
 SHELL = re.compile(
@@ -78,10 +101,12 @@ LAST_WORDS = _pattern("LAST_WORDS")
 KERNEL = _pattern("KERNEL")
 NVRM = _pattern("NVRM")
 DEATH = _pattern("DEATH")
+AFTERMATH = _pattern("AFTERMATH")
 CONSEQUENCE = _pattern("CONSEQUENCE")
 NOISE = _pattern("NOISE")
-# Signs that the server takes requests, and that it was started again.
-ALIVE = re.compile(r"Application startup complete|\"(?:POST /\S+|GET /health) HTTP/[\d.]+\" 200")
+# A start or download succeeded; the server took requests again; a new start of the server.
+SUCCESS = re.compile(r"Application startup complete|^Fetching \d+ files: 100%|^Successfully installed ")
+ALIVE = re.compile(r"\"(?:POST /\S+|GET /health) HTTP/[\d.]+\" 200")
 BANNER = re.compile(r"non-default args:|vLLM API server version|Initializing a V1 LLM engine")
 ORDERLY = _pattern("ORDERLY")
 BLOCK = re.compile(r"^(?:✗ \S|FAIL [a-z0-9][a-z0-9-]+\s+\S)")
@@ -93,8 +118,9 @@ class Line:
     """A line, without the prefixes of programs that passed it on, and its meaning.
 
     `level` is the log level, empty if the program has none; `exception` is the type of an exception, and `cause` the
-    number of the line with the exception that led to it; `code` and `signal` say how a process ended; `parts` has the
-    `why` and `next` of a Sparkforge error; `survived` says that the server took requests afterwards.
+    number of the line with the exception that led to it; `cuda` is a CUDA error's number; `code` and `signal` say how a
+    process ended; `parts` has the `why` and `next` of a Sparkforge error; `survived` says that the server took requests
+    afterwards, `harmless` that the start or download succeeded.
     """
 
     number: int
@@ -104,6 +130,7 @@ class Line:
     exception: str = ""
     cause: int = 0
     xid: int | None = None
+    cuda: int | None = None
     code: int | None = None
     signal: int | None = None
     parts: dict[str, str] = field(default_factory=dict)
@@ -111,6 +138,7 @@ class Line:
     after: tuple[str, ...] = ()
     count: int = 1
     survived: bool = False
+    harmless: bool = False
 
     @property
     def quiet(self) -> bool:
@@ -145,9 +173,9 @@ class Line:
     @property
     def told(self) -> str:
         """The displayed text; for an exception without a message, also the next line or where it was raised."""
-        if not BARE.fullmatch(self.text):
-            return self.shown
         following = strip(self.after[0])[0] if self.after else ""
+        if not BARE.fullmatch(self.text):
+            return f"{self.shown} {following.strip()}"[:SHOWN] if CAUSED.match(following) else self.shown
         frames = [strip(text)[0] for text in self.before]
         place = next((match for text in reversed(frames) if (match := FILE.search(text))), None)
         if following.startswith(" ") and following.strip():
@@ -162,10 +190,14 @@ class Line:
 
 @dataclass
 class Event:
-    """A parsed log: its relevant lines in order, and the line numbers of the shutdown request and of the end."""
+    """A parsed log: its relevant lines in order, and the line numbers of some of them.
+
+    These are the shutdown request, the first line that follows from the death of a process, and the last line.
+    """
 
     lines: list[Line] = field(default_factory=list)
     ended: int = 0
+    aftermath: int = 0
     length: int = 0
 
     @property
@@ -184,6 +216,7 @@ class Event:
         """The line that says why: the last exception, Xid, NVRM or error line that is not a consequence of another."""
         faults = self.faults
         causes = [line for line in faults if not CONSEQUENCE.search(line.text)] or faults
+        causes = [line for line in causes if not self.aftermath or line.number < self.aftermath] or causes
         for kind in (
             [line for line in causes if line.exception],
             [line for line in causes if line.xid is not None or "NVRM" in line.text],
@@ -208,7 +241,7 @@ def read(chunks: Iterable[bytes]) -> Event:
     for number, raw in _lines(chunks):
         reader.read(number, raw)
     lines = sorted((*reader.first, *reader.last, *reader.quiet), key=lambda line: line.number)
-    return Event(lines, reader.ended, reader.length)
+    return Event(lines, reader.ended, reader.aftermath, reader.length)
 
 
 def read_text(text: str) -> Event:
@@ -240,17 +273,22 @@ class _Reader:
         self.last: deque[Line] = deque(maxlen=KEPT_LINES)
         self.quiet: deque[Line] = deque(maxlen=KEPT_LINES)
         self.seen: dict[int, Line | None] = {}
-        self.ended = self.length = 0
+        self.ended = self.aftermath = self.length = 0
         self.pending: list[Line] = []  # faults since the last start, which a sign of life cancels
         self.exception: dict[str, int] = {}  # by process: the line of its last exception
         self.chained: set[str] = set()
+        self.ignored: set[str] = set()  # processes whose next exception Python ignored
         self.block: _Block | None = None
         self.before: deque[str] = deque(maxlen=3)  # the last lines of the log
         self.latest: deque[Line | None] = deque(maxlen=2)  # those lines parsed, if they are kept
 
     def read(self, number: int, raw: bytes) -> None:
-        """Take the next line of the log."""
-        raw = COLOUR.sub(b"", raw.rstrip(b"\r\n"))
+        """Take the next line of the log; a carriage return divides it, as progress bars do."""
+        raw = raw.replace(b"\0", b"").removeprefix(codecs.BOM_UTF16_LE).removeprefix(codecs.BOM_UTF8)
+        for part in raw.rstrip(b"\r\n").split(b"\r"):
+            self._read(number, COLOUR.sub(b"", unwrap(part)))
+
+    def _read(self, number: int, raw: bytes) -> None:
         shown = raw[:SHOWN].decode("utf-8", "replace")
         if self.block and self.block.ends_with(strip(raw.decode("utf-8", "replace"))[0]):
             self.block = None
@@ -273,6 +311,13 @@ class _Reader:
         line = parse(raw.decode("utf-8", "replace"), number)
         if CODE.search(line.text) and any(FILE.search(strip(text)[0]) for text in self.before):
             return None
+        if not (self.aftermath or line.quiet) and AFTERMATH.search(line.text):
+            self.aftermath = number
+        if line.text.startswith("Exception ignored in"):
+            self.ignored.add(line.process)
+        elif line.exception and line.process in self.ignored:
+            self.ignored.discard(line.process)
+            return None
         if line.exception and not line.quiet:  # note the exception of the same process that led to this one
             if line.process in self.chained:
                 line.cause = self.exception.get(line.process, 0)
@@ -292,13 +337,14 @@ class _Reader:
 
     def _notice(self, line: Line, number: int) -> None:
         """Keep track of starts, signs of life and the end, which decide what a fault means."""
-        if line.is_fault:
+        if succeeded := SUCCESS.search(line.text) or ALIVE.search(line.text):
+            for pending in self.pending:
+                pending.survived = True
+                pending.harmless = pending.harmless or succeeded.re is SUCCESS
+            self.pending.clear()
+        elif line.is_fault or line.are_last_words or line.level == "WARNING":
             if len(self.pending) < KEPT_LINES:
                 self.pending.append(line)
-        elif ALIVE.search(line.text):
-            for fault in self.pending:
-                fault.survived = True
-            self.pending.clear()
         elif BANNER.search(line.text):
             self.pending.clear()
             self.ended = 0
@@ -332,24 +378,65 @@ class _Block:
 
 
 def strip(text: str) -> tuple[str, str, str]:
-    """Return a line without prefixes, the log level, and the process; journald's program stays as `name: `."""
+    """Return a line without prefixes, the log level, and the process; a program of the journal stays as `name: `."""
     process = level = ""
+    if "%|" in text or "% Completed" in text:
+        text = PROGRESS.sub("", text)
     for _ in range(8):
-        if match := PREFIXES.match(text):
+        if program := JOURNAL_ISO.match(text):
+            text, level = _of_journal(program, text)
+        elif match := PREFIXES.match(text):
             if found := PROCESS.match(match[0].strip()):
                 process = found[1]
-            elif match[0].startswith(("[ ", "[", "<")) and not match[0].startswith("[rank"):
+            elif DMESG.match(match[0]):
                 level = "KERNEL"
             text = text[match.end() :]
         elif (match := LEVELS.match(text)) and not level:
             name = next(filter(None, match.groups()))
             level, text = LETTERS.get(name, name), text[match.end() :]
         elif (match := JOURNAL_TIME.match(text)) and (program := JOURNAL.match(text)):
-            text = f"{program[1]}: {text[program.end() :]}" if program[1] != "kernel" else text[program.end() :]
-            level = "KERNEL" if program[1] == "kernel" else "" if PROGRAMS.search(program[1]) else "FOREIGN"
+            text, level = _of_journal(program, text)
         else:
             break
     return text, level, process
+
+
+def _of_journal(program: re.Match[str], text: str) -> tuple[str, str]:
+    """Return what a program told the journal, behind its name unless it is the kernel or the server, and the level."""
+    message = text[program.end() :]
+    if program[1] == "kernel":
+        return message, "KERNEL"
+    if PROGRAMS.search(program[1]):
+        return f"{program[1]}: {message}", ""
+    return (message, "") if SERVERS.search(program[1]) else (f"{program[1]}: {message}", "FOREIGN")
+
+
+def unwrap(raw: bytes) -> bytes:
+    """Return the line inside a line of Docker's json-file log; any other line as it is."""
+    if not raw.startswith(b'{"log":"'):
+        return raw
+    try:
+        return str(json.loads(raw)["log"]).rstrip("\n").encode("utf-8", "replace")
+    except (ValueError, RecursionError):  # a line that is cut
+        return raw[len(b'{"log":"') :]
+
+
+def _cuda_error(text: str) -> int | None:
+    """Return the number of the CUDA error that a line tells of."""
+    if (match := CUDA_NUMBER.search(text)) and (number := int(match[1] or match[2] or match[3])) in CUDA:
+        return number
+    if not CUDA_WORDS.search(text) or text.startswith("Search for `"):
+        return None
+    return next(number for number, pattern in CUDA.items() if pattern.search(text))
+
+
+def _signal(text: str) -> int | None:
+    """Return the number of the signal by which a line says that a process ended."""
+    if match := KILLED.search(text):
+        return SIGNALS[match[1] or match[2]]
+    if match := SHELL.match(text):
+        return SHELL_SIGNALS[(match[1] or match[2]).lower()]
+    return SIGNALS["SEGV"] if SEGFAULT.search(text) else None
 
 
 def parse(text: str, number: int = 0) -> Line:
@@ -363,12 +450,10 @@ def parse(text: str, number: int = 0) -> Line:
         return line
     if match := EXCEPTION.match(rest):
         line.exception = match[1]
+    line.cuda = _cuda_error(rest)
     if "Xid" in rest and (match := XID.search(rest)):
         line.xid = int(match[1] or match[2])
-    if match := KILLED.search(rest):
-        line.signal = SIGNALS[match[1] or match[2]]
-    elif match := SHELL.match(rest):
-        line.signal = SHELL_SIGNALS[(match[1] or match[2]).lower()]
+    line.signal = _signal(rest)
     if match := ENDED.search(rest):
         name, value = next((name, value) for name, value in match.groupdict().items() if value is not None)
         line.code = -int(value) if name == "f" else int(value)

@@ -308,7 +308,8 @@ def _parsed(parse: Callable[[str], Any], text: str, origin: str, form: str, *, f
     except RecursionError:
         raise DocumentError(origin, f"it is nested deeper than {DEEPEST} levels") from None
     except ValueError as error:
-        raise DocumentError(origin, f"it is not {form}: {' '.join(str(error).split())[:200]}") from None
+        why = " ".join(str(error).partition("; use sys.")[0].split())  # Python's advice is about its own settings
+        raise DocumentError(origin, f"it is not {form}: {why[:200]}") from None
     levels: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         if not levels:

@@ -76,4 +76,7 @@ def first_fault(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the whole file'}: {first['msg'].removeprefix('Value error, ')}"
+    why = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "string_pattern_mismatch":
+        why = f"{first['input'][:40]!r} does not match the pattern {first['ctx']['pattern']}"
+    return f"{'.'.join(map(str, first['loc'])) or 'the whole file'}: {why}"

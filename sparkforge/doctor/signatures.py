@@ -88,6 +88,7 @@ class Signature(Record):
     line: re.Pattern[str] | None = None
     exception: re.Pattern[str] | None = None
     xid: tuple[int, ...] = ()
+    cuda: tuple[int, ...] = ()
     code: tuple[int, ...] = ()
     signal: tuple[int, ...] = ()
     unless: re.Pattern[str] | None = None
@@ -113,7 +114,7 @@ class Signature(Record):
     @property
     def reads_logs(self) -> bool:
         """Whether it has a condition for the lines of a log."""
-        return bool(self.line or self.exception or self.xid or self.code or self.signal)
+        return bool(self.line or self.exception or self.xid or self.cuda or self.code or self.signal)
 
     @property
     def is_cause(self) -> bool:
@@ -124,7 +125,7 @@ class Signature(Record):
         """Return the named groups of a line that shows this; None if the line is about something else."""
         if not self._reads(line) or (self.block and "next" not in line.parts):
             return None
-        numbers = ((self.xid, line.xid), (self.code, line.code), (self.signal, line.signal))
+        numbers = ((self.xid, line.xid), (self.cuda, line.cuda), (self.code, line.code), (self.signal, line.signal))
         if any(wanted and number not in wanted for wanted, number in numbers):
             return None
         if self.exception and not self.exception.search(line.exception):
@@ -175,6 +176,8 @@ def recognise(event: Event, known: Sequence[Signature]) -> tuple[list[Hit], Line
         hit for hit in hits if not any(h.line is hit.line and h.signature.id in hit.signature.follows for h in hits)
     ]
     decisive = event.decisive
+    if decisive is None:  # what a start or download overcame is no reason why it failed
+        hits = [hit for hit in hits if hit.signature.severity is not Severity.FATAL or not hit.line.harmless]
     caused = any(hit.signature.is_cause and not hit.signature.alone for hit in hits)
     named = any(hit.line is decisive and hit.signature.severity is Severity.FATAL for hit in hits)
     unknown = None if caused or named or decisive is None or CONSEQUENCE.search(decisive.text) else decisive

@@ -21,7 +21,7 @@ from sparkforge.core.process import GRACE_SECONDS, spawn, started_at, terminate,
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import FLEET, stack_of
 from sparkforge.patching import series
-from sparkforge.serve import hold, logs, proof, record
+from sparkforge.serve import hold, logs, proof, record, settings
 from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.supervise import supervised
 
@@ -243,6 +243,7 @@ def _spawn(launch: Launch) -> Server:
         log.replace(log.with_name("server.previous.log"))
     record.end_path().unlink(missing_ok=True)
     environment = {**os.environ, **launch.environment, record.MARK: record.mark(), **KEEP_ENVIRONMENT}
+    environment.pop(settings.VLLM_ARGS, None)  # its flags are in the command; vLLM would warn of the variable
     weights = str(launch.model) if launch.plan.model_id and launch.plan.device != FLEET else ""
     command = supervised(launch.command, record.end_path(), weights, trial=launch.plan.trial)
     pid = spawn(command, log=log, env=environment, cwd=paths.state())

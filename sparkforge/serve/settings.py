@@ -6,18 +6,19 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparkforge import pins
 from sparkforge.core import gpus, paths
 from sparkforge.core.errors import InputError, StorageError, UsageError
 from sparkforge.core.process import ProbeError
-from sparkforge.core.vllm_flags import CONTEXT, MODEL, flag_value
+from sparkforge.core.vllm_flags import CONTEXT, MODEL, flag_value, passable
 from sparkforge.models import local
 from sparkforge.plan import families, thresholds
 from sparkforge.serve import access, command_line, limits, profiles
 from sparkforge.serve.health import RUN
+from sparkforge.serve.record import StartPlan
 
 STRICT, WARN, OFF = "strict", "warn", "off"
 EXIT, HOLD = "exit", "hold"  # what a container does after a failed validation
@@ -160,6 +161,19 @@ def vllm_args(env: Mapping[str, str]) -> list[str]:
     if flag_value(split, MODEL) is not None:
         raise UsageError(f"{VLLM_ARGS} names a model", "the model is a setting of its own", "SPARKFORGE_MODEL=…")
     return split
+
+
+def completed(plan: StartPlan, env: Mapping[str, str]) -> StartPlan:
+    """Return the plan with the model, its name and the flags of the variables, which a container reads itself.
+
+    Raises UsageError for a flag that may not be passed, InputError for a model that is not on this machine.
+    """
+    folder = env.get("INV_CWD") or str(Path.cwd())  # the caller's
+    named = env.get("SPARKFORGE_MODEL") or TINY
+    model = plan.model or ("" if named == TINY else checkpoint(named, str(Path(folder) / paths.typed(named))))
+    flags = passable(vllm_args(env), relative_to=folder)
+    model_id = plan.model_id or env.get("SPARKFORGE_MODEL_ID", "")
+    return replace(plan, model=model, model_id=model_id, flags=(*flags, *plan.flags))
 
 
 def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:

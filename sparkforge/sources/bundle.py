@@ -41,7 +41,7 @@ from sparkforge.core.files import parse_json, require_space, sha256_file
 from sparkforge.core.manifest import Made, Manifest
 from sparkforge.core.process import run
 from sparkforge.pins import Pins, wheels
-from sparkforge.pins.locks import lock_path
+from sparkforge.pins.locks import LOCKS, lock_path
 from sparkforge.pins.wheels import MACHINES, Pick, TargetMachine, choose_pinned
 from sparkforge.sources import archive, fetch, offline, repositories, trees
 from sparkforge.sources.archive import checked_path, members, unharmful, write_member
@@ -139,6 +139,9 @@ def make_and_report(output: Path, *, stack: str, machine: str = "", python: str 
     if machine and machine not in MACHINES:
         why = f"the pinned files are for {' and '.join(MACHINES)}"
         raise UsageError(f"cannot bundle for {machine}", why, f"./inv bundle --machine {MACHINES[0]}")
+    if unknown := [name for name in more if not re.fullmatch(r"[\w.-]+", name) or not lock_path(name).is_file()]:
+        why = f"there are {', '.join(sorted(file.stem for file in LOCKS.glob('*.txt')))}"
+        raise UsageError(f"there is no lock {unknown[0]}", why, "./inv bundle --more spark")
     version = (3, int(python.removeprefix("3."))) if python else sys.version_info[:2]
     target = TargetMachine(machine or platform.machine(), version)
     bundle, new = make(output, stack=stack, target=target, locks=[*basic_locks(pins.load()), *more])

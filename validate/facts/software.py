@@ -136,7 +136,7 @@ def known_variables(target: Target) -> frozenset[str]:
 
 def unknown_variables(target: Target) -> list[str]:
     """Set variables that vLLM would report as unknown (vllm/platforms/interface.py, validate_environ)."""
-    known = known_variables(target)
+    known = {*known_variables(target), "VLLM_ARGS"}  # a setting of ours, which does not reach the server
     return sorted(name for name in target.options.environ if name.startswith("VLLM_") and name not in known)
 
 

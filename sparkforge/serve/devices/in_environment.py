@@ -46,6 +46,7 @@ class InEnvironment(Device):
     default_profile: str  # the serve profile where none is named
 
     def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
+        plan = settings.completed(plan, os.environ)
         self.profile = self.choose_profile(plan)
         if plan.python:
             python = paths.typed(plan.python).absolute()  # not resolved: the link's path finds a virtual environment
@@ -123,14 +124,16 @@ class InEnvironment(Device):
                 tell(verdict)
                 return verdict
             process = run_unchecked(command, cwd=paths.ROOT, env={**variables_of(self.profile), **self.variables()})
-            if process.returncode:
+            verdict = process.stdout.strip().rpartition("\n")[2]
+            if process.returncode or not verdict:
                 say(process.stdout + process.stderr)
                 why = f"it ended with code {process.returncode}; its report is above"
+                if not process.returncode:
+                    why = f"{self.python} printed no report: is it a Python interpreter?"
                 if mode == settings.STRICT:
                     problem = "the validator refuses to serve"
                     raise logs.refusal(problem, process.stdout, why=why, fix="./inv doctor", then="./inv up")
                 say("WARNING: the validator refuses; SPARKFORGE_VALIDATE=warn lets the server start all the same")
-            verdict = process.stdout.strip().splitlines()[-1]
             tell(verdict)
         return verdict
 

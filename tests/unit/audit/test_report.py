@@ -12,7 +12,7 @@ import pytest
 
 from sparkforge.audit import report as audit_report
 from sparkforge.audit.cubins import Tools
-from sparkforge.audit.report import audit_files
+from sparkforge.audit.report import audit_files, run_audit
 from sparkforge.core.errors import AuditError, UsageError
 
 pytestmark = pytest.mark.needs("c++")
@@ -88,6 +88,14 @@ def test_folder_is_searched_and_the_error_names_rule_and_fix(tmp_path, extension
     assert "_D.abi3.so" in caught.value.why
     assert caught.value.fix == "get or build the file again"
     assert caught.value.exit_code == 54
+
+
+def test_an_audit_of_nothing_and_of_what_is_no_wheel_says_so(tmp_path):
+    with pytest.raises(UsageError, match="nothing to audit"):
+        run_audit([tmp_path], tools=lambda: NONE)
+    (tmp_path / "x-1-py3-none-any.whl").write_bytes(b"PK")
+    with pytest.raises(AuditError, match="1 of 1 files fail"):
+        run_audit([tmp_path], tools=lambda: NONE)
 
 
 def test_invalid_arguments_are_refused(tmp_path):

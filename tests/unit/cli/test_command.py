@@ -99,7 +99,7 @@ def test_an_answer_with_half_a_surrogate_pair_is_printed():
 
 def test_a_word_that_is_no_number_is_refused():
     assert whole_number("--port", "8000") == 8000
-    for text in ("x", "1e999", "NaN", "9" * 5000, "\ud800"):
+    for text in ("x", "1e999", "NaN", "9" * 5000, "\ud800", "٣٤", "8_000", " 8"):
         with pytest.raises(UsageError, match="--port") as caught:
             whole_number("--port", text)
         assert len(caught.value.what) < 100

@@ -61,6 +61,14 @@ def test_control_characters_are_removed_and_splits_change_nothing(text, data):
     assert not UNSAFE.search(cleaned)
 
 
+def test_what_failed_is_one_line_of_a_bounded_length(printed):
+    console.show_error(SparkforgeError("cannot read /a\nb" + "x" * 4000, "why", "fix", code="input.x"))
+    what = without_ours(printed()).partition("\n  why:")[0].replace("\n", "")  # the screen is 200 columns wide
+    assert what.startswith("✗ cannot read /a bxx")
+    assert what.endswith("x… [input.x]")
+    assert len(what) < 450
+
+
 @pytest.mark.parametrize("evil", EVIL)
 def test_every_way_of_printing_is_sanitised(printed, capsys, evil):
     console.say(f"say {evil}")

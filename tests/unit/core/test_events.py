@@ -49,6 +49,32 @@ def test_survived_errors_are_no_faults_but_crashes_are(log, faults):
     assert len(events.read_text(log).faults) == faults
 
 
+LOST = """ERROR 11-21 07:30:52 [core.py:1] ValueError: the reason
+Exception ignored in: <function WeakMethod._cb at 0x7f>
+Traceback (most recent call last):
+TypeError: 'NoneType' object is not callable
+"""
+LATE = """(EngineCore pid=9) ValueError: the reason
+(APIServer pid=1) vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
+(APIServer pid=1) h11._util.LocalProtocolError: Too little data for declared Content-Length
+"""
+UV = "error: the reason\n  Caused by: a wrong hash\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        (LOST, "ValueError: the reason"),
+        (LATE, "ValueError: the reason"),
+        (UV, "error: the reason Caused by: a wrong hash"),
+        (LOST.encode("utf-16"), "ValueError: the reason"),  # as PowerShell saves what it prints
+        ("  5%|x | 1/22\r 10%|x | 2/22\rValueError: the reason\n", "ValueError: the reason"),
+    ],
+)
+def test_the_decisive_line_is_found_in_every_form_and_before_what_followed(log, told):
+    assert events.read([log if isinstance(log, bytes) else log.encode()]).decisive.told == told
+
+
 def test_lines_that_differ_in_long_numbers_only_are_one_line():
     text = "".join(f"ERROR 11-21 07:30:{i % 60:02} [a.py:1] request {10_000 + i} failed\n" for i in range(5000))
     (line,) = events.read_text(text).lines

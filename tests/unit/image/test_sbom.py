@@ -237,7 +237,7 @@ BOMBS = {
     "indexes of indexes": (deep, "nested more than one level deep"),
     "a path as digest": (
         lambda layout, manifest: layout.index([{**manifest, "digest": "sha256:../../index.json"}]),
-        "should match pattern",
+        "does not match the pattern",
     ),
     "a size of minus one": (lambda layout, manifest: layout.index([{**manifest, "size": -1}]), "greater than"),
     "layers that are no list": (lambda layout, manifest: layout.index([layout.put({"layers": 3})]), "valid list"),

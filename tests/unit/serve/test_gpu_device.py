@@ -134,6 +134,12 @@ def test_a_refused_validation_ends_the_start_unless_the_user_says_otherwise(
     assert "not recorded as known good" in capsys.readouterr().err
 
 
+def test_an_interpreter_that_validates_nothing_is_refused(fake_nvidia_smi, tmp_path):
+    fake_nvidia_smi(H100)
+    with pytest.raises(RefusalError, match="is it a Python interpreter"):
+        Gpu(StartPlan("gpu"), Path("/bin/true"), tmp_path).validate()
+
+
 @pytest.fixture
 def spark(tmp_path):
     """The files of a Spark with a driver."""

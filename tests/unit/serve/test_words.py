@@ -98,6 +98,22 @@ def test_vllm_args_are_split_as_a_shell_would_and_stay_out_of_the_environment(im
     assert "VLLM_ARGS" not in server.environment  # unknown to vLLM: the check unknown-environment would report it
 
 
+def test_a_start_without_a_container_takes_the_same_variables(monkeypatch, tmp_path):
+    monkeypatch.setenv("INV_CWD", str(tmp_path))
+    env = {
+        **os.environ,
+        "SPARKFORGE_MODEL": "m",
+        "SPARKFORGE_MODEL_ID": "id",
+        "VLLM_ARGS": "--seed 1 --chat-template ./c",
+    }
+    completed = settings.completed(StartPlan("embedded", flags=("--seed", "2")), env)
+    assert (completed.model, completed.model_id) == (f"{tmp_path}/m", "id")
+    assert completed.flags == ("--seed", "1", "--chat-template", f"{tmp_path}/c", "--seed", "2")
+    assert settings.completed(StartPlan("embedded"), {"SPARKFORGE_MODEL": settings.TINY}) == StartPlan("embedded")
+    with pytest.raises(UsageError, match="--api-key cannot be passed"):
+        settings.completed(StartPlan("embedded"), {"VLLM_ARGS": "--api-key sesame"})
+
+
 @pytest.mark.parametrize("text", ["--chat-template 'open", "--model x/y", "--model=x/y"])
 def test_vllm_args_that_cannot_be_read_or_name_a_model_are_refused(text):
     with pytest.raises(UsageError, match="VLLM_ARGS"):

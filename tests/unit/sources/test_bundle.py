@@ -213,6 +213,8 @@ def test_a_file_that_is_no_bundle_is_not_overwritten(tmp_path, world):
     [
         ("b.zip", {}),
         ("b.tar", {"machine": "arm64"}),
+        ("b.tar", {"more": ["nope"]}),
+        ("b.tar", {"more": ["../pins"]}),
     ],
 )
 def test_another_format_machine_or_python_is_refused(tmp_path, world, name, target):

@@ -88,7 +88,14 @@ def vllm(site, known="{'VLLM_PORT': 1, 'MAX_JOBS': 2}"):
 
 def test_unknown_variables_by_vllms_own_list(target, site):
     vllm(site)
-    env = {"VLLM_PORT": "1", "VLLM_ATTENTION_BACKEND": "x", "MAX_JOBS": "2", "HOME": "/h", "PATH": "/usr/bin:/bin"}
+    env = {
+        "VLLM_PORT": "1",
+        "VLLM_ATTENTION_BACKEND": "x",
+        "MAX_JOBS": "2",
+        "HOME": "/h",
+        "PATH": "/usr/bin:/bin",
+        "VLLM_ARGS": "-",
+    }
     validated = target(python=site.parent / "python", environ=env)
     assert fact("env.unknown_to_vllm", validated).value == ["VLLM_ATTENTION_BACKEND"]
 
