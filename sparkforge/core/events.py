@@ -62,6 +62,7 @@ DMESG = re.compile(r"<|\[ *(?:\d+\.|[TC]\d)|\[[A-Z][a-z]{2} ")
 PROCESS = re.compile(r"\((\w[\w.-]* pid=\d+)\)")
 LEVELS = _pattern("LEVELS")
 LETTERS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
+LETTERS |= {"DEBU": "DEBUG", "WARN": "WARNING", "ERRO": "ERROR", "FATA": "FATAL"}  # of docker's and nerdctl's messages
 QUIET = {"DEBUG", "INFO"}
 # `Type: message` or `package.Type: message`, not indented.
 EXCEPTION = re.compile(
@@ -172,9 +173,9 @@ class Line:
 
     @property
     def told(self) -> str:
-        """The displayed text; for an exception without a message, also the next line or where it was raised."""
+        """The displayed text; without a message or ending in a colon, with the next line or where it was raised."""
         following = strip(self.after[0])[0] if self.after else ""
-        if not BARE.fullmatch(self.text):
+        if not (BARE.fullmatch(self.text) or self.text.endswith(":")):
             return f"{self.shown} {following.strip()}"[:SHOWN] if CAUSED.match(following) else self.shown
         frames = [strip(text)[0] for text in self.before]
         place = next((match for text in reversed(frames) if (match := FILE.search(text))), None)
@@ -425,7 +426,7 @@ def _cuda_error(text: str) -> int | None:
     """Return the number of the CUDA error that a line tells of."""
     if (match := CUDA_NUMBER.search(text)) and (number := int(match[1] or match[2] or match[3])) in CUDA:
         return number
-    if not CUDA_WORDS.search(text) or text.startswith("Search for `"):
+    if not CUDA_WORDS.search(text) or text.startswith("Search for "):
         return None
     return next(number for number, pattern in CUDA.items() if pattern.search(text))
 

@@ -47,7 +47,7 @@ class Recipe(KnownModel):
     """
 
     about: str
-    repository: str = Field(default="", pattern=r"^([\w.-]+/[\w.-]+)?$")
+    repository: str = Field(default="", pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)?$")
     revision: str = Field(default=UNKNOWN, pattern=r"^([0-9a-f]{40}|unknown)$")
     revision_source: str = ""
     family: str

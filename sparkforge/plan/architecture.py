@@ -64,7 +64,7 @@ class KnownModel(Record):
 
     config: dict[str, Any]
     source: str
-    tensor_bytes: int | None = None
+    tensor_bytes: int | None = Field(default=None, ge=1)
     tensor_bytes_source: str = ""
     repository: str = ""
     drafts: dict[str, Draft] = Field(default_factory=dict)

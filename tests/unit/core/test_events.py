@@ -67,6 +67,7 @@ UV = "error: the reason\n  Caused by: a wrong hash\n"
         (LOST, "ValueError: the reason"),
         (LATE, "ValueError: the reason"),
         (UV, "error: the reason Caused by: a wrong hash"),
+        ("CMake Error at a.txt:4 (x):\n  the reason\n", "CMake Error at a.txt:4 (x): the reason"),
         (LOST.encode("utf-16"), "ValueError: the reason"),  # as PowerShell saves what it prints
         ("  5%|x | 1/22\r 10%|x | 2/22\rValueError: the reason\n", "ValueError: the reason"),
     ],

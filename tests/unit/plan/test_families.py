@@ -121,3 +121,19 @@ def test_formulas():
     assert families.evaluate("a if zero else missing or 3", values.get) == 3
     with pytest.raises(KeyError, match="missing"):
         families.evaluate("a * missing", values.get)
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong", "key"),
+    [
+        ('repository = "openai/gpt-oss-20b"', 'repository = "../x"', "repository"),
+        ("tensor_bytes = 13761264768", "tensor_bytes = -1", "tensor_bytes"),
+    ],
+)
+def test_a_recipe_of_no_repository_or_without_weights_is_refused(tmp_path, value, wrong, key):
+    text = (recipes.FOLDER / "gpt-oss-20b.toml").read_text()
+    assert value in text
+    file = tmp_path / "x.toml"
+    file.write_text(text.replace(value, wrong))
+    with pytest.raises(InputError, match=key):
+        recipes.read(file)
