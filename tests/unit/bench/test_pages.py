@@ -65,7 +65,7 @@ def test_the_schema_is_the_committed_one_and_results_fit_it(make_result):
         (('"passed": true', '"passed": "maybe"'), "passed"),
         (('"conc": 4', '"conc": 0'), "config.conc"),
         (('"duration_s"', '"duration"'), "metrics"),
-        (("{", ""), "no JSON"),
+        (("{", ""), "not JSON"),
     ],
 )
 def test_a_file_that_is_no_result_is_refused_with_its_path(make_result, tmp_path, change, where):

@@ -231,7 +231,7 @@ BOMBS = {
         lambda layout, manifest: (layout.folder / "index.json").write_bytes(b" " * (oci.LARGEST_DOCUMENT + 1)),
         "more than 4,194,304 bytes",
     ),
-    "no JSON": (lambda layout, manifest: (layout.folder / "index.json").write_text("{"), "no JSON"),
+    "no JSON": (lambda layout, manifest: (layout.folder / "index.json").write_text("{"), "not JSON"),
     "deep JSON": (lambda layout, manifest: (layout.folder / "index.json").write_text("[" * 100_000), "nested deeper"),
     "too many": (lambda layout, manifest: layout.index([manifest] * 1000), "at most 64 items"),
     "indexes of indexes": (deep, "nested more than one level deep"),

@@ -187,7 +187,7 @@ ATTACKS = {
     "no base64": (envelope_with(payload="{}"), "pattern"),
     "base64 that is cut": (envelope_with(payload="A"), "Invalid base64"),
     "a flood of signatures": (envelope_with(signatures=[{"sig": "AAAA"}] * 1000), "at most 16"),
-    "no envelope": (lambda entry: Attached(b"[" * 9999, entry.kind, {}), "nested|no JSON"),
+    "no envelope": (lambda entry: Attached(b"[" * 9999, entry.kind, {}), "nested|not JSON"),
     "truncated bill, signed": (resigned(cut_bill), "the signed bill of materials is not the one in the image"),
     "other pins, signed": (resigned(swap_pins), "the provenance is not the image's: resolvedDependencies"),
     "no subject, signed": (resigned(lambda statement: statement.update(subject=[])), "at least 1"),

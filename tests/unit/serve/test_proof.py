@@ -159,7 +159,7 @@ def streamed(content):
     [
         (streamed(['{"text": "', proof.LINE, '"}']), fake_api.GOOD, ""),
         (streamed(['{"text": "', proof.LINE[:9], '!!!!"}']), fake_api.GOOD, "being written is 'Paris and!!!!'"),
-        (streamed(['{"text": "', proof.LINE, '"}']), {"choices": [{"message": {"content": "!!"}}]}, "no JSON: '!!'"),
+        (streamed(['{"text": "', proof.LINE, '"}']), {"choices": [{"message": {"content": "!!"}}]}, "not JSON: '!!'"),
     ],
 )
 def test_both_answers_of_a_mixed_step_are_checked(events, response, fault):
