@@ -110,7 +110,7 @@ def test_a_database_may_be_a_record_or_a_folder_and_the_command_reads_an_images_
 @pytest.mark.parametrize(
     ("data", "reason"),
     [(b"[" * 9999, "nested|not JSON"), (b"{}", "id"), (b'{"id": "x", "affected": [{"ranges": [{}]}]}', "ranges"),
-     (b'"' + b"x" * vulnerabilities.LARGEST, "more than"), (b"\xff", "no text")],
+     (b'"' + b"x" * vulnerabilities.LARGEST, "more than"), (b"\xff", "not text")],
     ids=["deep", "empty", "range", "large", "bytes"],
 )  # fmt: skip
 def test_a_malformed_record_is_refused(check, data, reason):
