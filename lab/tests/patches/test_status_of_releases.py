@@ -19,9 +19,9 @@ TABLE = pins.load()
 ORACLE = "vllm/model_executor/layers/fused_moe/oracle/mxfp4.py"
 # (stack, against): verdicts in the queue's order, and text in the evidence or misfits of one patch
 EXPECTED = {
-    ("spark", "0.32.0"): ((A,) * 25, {}),
+    ("spark", "0.32.0"): ((A,) * 27, {}),
     ("spark", "0.33.0"): (
-        (A, C, O, A, C, C, O, C, A, O, O, C, C, C, C, O, C, C, C, C, C, C, C, A, C),
+        (A, C, O, A, C, C, O, C, A, O, O, C, C, C, C, O, C, C, C, C, C, C, C, A, C, O, C),
         {1: f"{ORACLE}:55: the text", 2: "vllm/compilation/decorators.py +9 lines"},
     ),
     ("spark", "flashinfer-0.7.0.post1"): ((A, A, A, A), {}),
