@@ -1,4 +1,4 @@
-"""Small files of state: the last failure, the support archive, what compilers used, and the server's record."""
+"""Small files of state: the last failure, the server's record, and the support archive."""
 
 from __future__ import annotations
 

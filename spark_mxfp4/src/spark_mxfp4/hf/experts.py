@@ -69,12 +69,12 @@ class PackedExperts(nn.Module):
     def ready(self) -> ExpertWeights:
         """Return the weights in the kernel's layout. Raises RuntimeError before `prepare`."""
         if self._ready is None:
-            raise RuntimeError("the experts are not prepared · the weights were changed · call prepare()")
+            raise RuntimeError("the experts are not prepared, or their weights have changed since · call prepare()")
         return self._ready
 
     @torch.compiler.disable
     def prepare(self) -> None:
-        """Convert the weights to the kernel's layout; the checkpoint's bytes are then freed."""
+        """Convert the weights to the kernel's layout; if that is another, free the checkpoint's bytes."""
         if self._ready is not None:
             return
         projections = (Projection(*(getattr(self, name + suffix).data for suffix in SUFFIXES)) for name in PROJECTIONS)
