@@ -29,14 +29,20 @@ MILESTONES = (
 
 
 def refusal(problem: str, text: str, *, why: str, fix: str, then: str = "") -> RefusalError:
-    """Return the error for a validator's refusal, with the failed checks and the first next command of its report.
+    """Return the error for a validator's refusal, with its report's failed checks and the first one's next command.
 
     `why` and `fix` are for a `text` without a report; `then` follows the report's command.
     """
     lines = [line.strip() for line in text.splitlines()]
     checks = dict.fromkeys(line for line in lines if line.startswith("FAIL "))
-    fixes = [line.removeprefix("next:").strip() for line in lines if line.startswith("next:")]
-    next_command = with_remark(fixes[0], f"then {then}") if fixes and then else (*fixes, fix)[0]
+    mark, fixes = "", dict[str, str]()  # a line's mark → the first command below such a line: warnings have some too
+    for line in lines:
+        if line.startswith("next:"):
+            fixes.setdefault(mark, line.removeprefix("next:").strip())
+        elif line[:5] in {"FAIL ", "WARN ", "skip "}:
+            mark = line[:4]
+    first = fixes.get("FAIL") or fixes.get("skip") or next(iter(fixes.values()), "")
+    next_command = with_remark(first, f"then {then}") if first and then else first or fix
     return RefusalError(problem, "\n        ".join(checks) or why, next_command, code="validation.failed")
 
 

@@ -20,6 +20,8 @@ from sparkforge.serve.record import StartPlan
 REFUSAL = """\
 validate · profile embedded · this machine · 2026-11-21T07:00:00+00:00
 ok   port-free    port 8000 is free
+WARN cpu-instructions  this processor has no avx512f
+       next: ./inv up   # a processor with avx512f is faster
 FAIL memory-host  2.0 GiB can be had, wanted 4.1 GiB
        next: ps aux --sort=-rss | head   # stop something large
        read: docs/reference/checks.md#memory-host
