@@ -163,8 +163,8 @@ def vllm_args(env: Mapping[str, str]) -> list[str]:
     return split
 
 
-def completed(plan: StartPlan, env: Mapping[str, str]) -> StartPlan:
-    """Return the plan with the model, its name and the flags of the variables, which a container reads itself.
+def with_variables(plan: StartPlan, env: Mapping[str, str]) -> StartPlan:
+    """Return the plan with SPARKFORGE_MODEL, SPARKFORGE_MODEL_ID and VLLM_ARGS applied; containers read them themselves.
 
     Raises UsageError for a flag that may not be passed, InputError for a model that is not on this machine.
     """

@@ -39,9 +39,10 @@ def become(item: dict[str, Any]) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 - prints every exception, as an interpreter does
         traceback.print_exc()
-    finally:  # the fork must not return into its parent's code
-        sys.stdout.flush()
-        sys.stderr.flush()
+    finally:  # it must not return into the parent's code, not even when the disk is full
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 

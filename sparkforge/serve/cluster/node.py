@@ -89,12 +89,12 @@ ANSWER_KEYS = {"validate": "verdict", "begin": STATE, "start": "url", "status": 
 
 
 def end_path() -> Path:
-    """Return the path of the record that names the node that ended this node's part."""
+    """Return the path of the record of which other node ended this node's server, and why."""
     return paths.state() / watch.END
 
 
 def lost() -> Mapping[str, str] | None:
-    """Return which other node ended this one's part, and why; None if none did."""
+    """Return that record; None if no other node ended this one's server."""
     with suppress(OSError, ValueError):
         note = read_json(end_path())
         if isinstance(note, dict) and {"node", "why"} <= note.keys():

@@ -46,7 +46,7 @@ class InEnvironment(Device):
     default_profile: str  # the serve profile where none is named
 
     def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
-        plan = settings.completed(plan, os.environ)
+        plan = settings.with_variables(plan, os.environ)
         self.profile = self.choose_profile(plan)
         if plan.python:
             python = paths.typed(plan.python).absolute()  # not resolved: the link's path finds a virtual environment

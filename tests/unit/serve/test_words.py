@@ -106,12 +106,12 @@ def test_a_start_without_a_container_takes_the_same_variables(monkeypatch, tmp_p
         "SPARKFORGE_MODEL_ID": "id",
         "VLLM_ARGS": "--seed 1 --chat-template ./c",
     }
-    completed = settings.completed(StartPlan("embedded", flags=("--seed", "2")), env)
+    completed = settings.with_variables(StartPlan("embedded", flags=("--seed", "2")), env)
     assert (completed.model, completed.model_id) == (f"{tmp_path}/m", "id")
     assert completed.flags == ("--seed", "1", "--chat-template", f"{tmp_path}/c", "--seed", "2")
-    assert settings.completed(StartPlan("embedded"), {"SPARKFORGE_MODEL": settings.TINY}) == StartPlan("embedded")
+    assert settings.with_variables(StartPlan("embedded"), {"SPARKFORGE_MODEL": settings.TINY}) == StartPlan("embedded")
     with pytest.raises(UsageError, match="--api-key cannot be passed"):
-        settings.completed(StartPlan("embedded"), {"VLLM_ARGS": "--api-key sesame"})
+        settings.with_variables(StartPlan("embedded"), {"VLLM_ARGS": "--api-key sesame"})
 
 
 @pytest.mark.parametrize("text", ["--chat-template 'open", "--model x/y", "--model=x/y"])

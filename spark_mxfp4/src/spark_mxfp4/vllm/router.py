@@ -1,4 +1,4 @@
-"""gpt-oss' router for vLLM in one launch: product, choice of experts and their shares (kernels/router.py).
+"""gpt-oss' router for vLLM in one launch: logits, the chosen experts and their shares (kernels/router.py).
 
 vLLM takes three launches: two for the product, and `topk_softmax`. Here the router layer returns routes in place of
 logits, and `SparkMxfp4MoEMethod` takes the routes as vLLM's monolithic methods take logits. Above 16 tokens the same
