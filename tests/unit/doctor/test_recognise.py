@@ -27,6 +27,7 @@ ERROR = "✗ the model is gone\n  why:  first line\n        second line\n  next:
 ALSO = {
     ("killed", "engine-core-failed"),
     ("graph-replay-fault", "engine-core-failed"),
+    ("grammar-failed", "engine-core-failed"),
     ("shared-memory-deleted", "engine-core-failed"),
     ("engine-core-failed", UNKNOWN),
 }
