@@ -394,7 +394,7 @@ def strip(text: str) -> tuple[str, str, str]:
             text = text[match.end() :]
         elif (match := LEVELS.match(text)) and not level:
             name = next(filter(None, match.groups()))
-            level, text = LETTERS.get(name, name), text[match.end() :]
+            level, text = LETTERS.get(name.upper(), name.upper()), text[match.end() :]
         elif (match := JOURNAL_TIME.match(text)) and (program := JOURNAL.match(text)):
             text, level = _of_journal(program, text)
         else:
