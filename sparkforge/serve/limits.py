@@ -2,7 +2,9 @@
 
 `access.Guard` puts `Limiter` after the key's check, so the bounds hold on every device. The body is parsed once,
 before vLLM sees it. The compile time of a grammar is measured outside the engine by patch 0030 of vLLM's queues,
-which reads `grammar-seconds` from VLLM_GRAMMAR_COMPILATION_CPU_S; patch 0031 reads `header-seconds`.
+which reads `grammar-seconds` from VLLM_GRAMMAR_COMPILATION_CPU_S; patch 0031 reads `header-seconds`. vLLM serves in
+order and has a number of slots, `--max-num-seqs`. So one client's requests wait here once its answers have taken all
+slots but a ninth, and other clients find a free one.
 
     SPARKFORGE_LIMITS="sequences=32, body-seconds=120"     # 0 switches a bound off
 
@@ -15,10 +17,12 @@ import re
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from sparkforge.core.errors import UsageError
 
@@ -48,7 +52,9 @@ LIMITS = {  # name → bound
     name: Bound(**row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
 MANY = 4096  # tokens counted for an answer without max_tokens
+GENERATING = frozenset({"completions", "responses", "messages", "generate", "invocations"})  # ends of paths with answers
 GRAMMARS = ("response_format", "structured_outputs", "output_config", "output_format", "text")
+SHARE = 9  # a client's answers leave this part of the slots free
 BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems", "enum")
 REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}|[()]|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -120,17 +126,20 @@ class Judge:
     limits: Mapping[str, int]
     _values: Counter[str] = field(default_factory=Counter)
 
-    def check(self, body: bytes) -> None:
-        """Check the limits of a request's body. A body that is not a JSON object passes: vLLM refuses it."""
+    def check(self, body: bytes) -> int:
+        """Check the limits of a request's body; return how many answers it wants.
+
+        A body that is not a JSON object passes: vLLM refuses it.
+        """
         try:
             request = json.loads(body)
         except RecursionError:
             raise LimitError("json-depth", "the body nests lists and objects too deep") from None
         except ValueError:
-            return
+            return 1
         self._tree(request, "json-depth", "json-values", "the body", None)
         if not isinstance(request, dict):
-            return
+            return 1
         # A lone surrogate, which JSON can hold and UTF-8 cannot: tokenizers, grammars and vLLM's engine fail with it.
         for name, value in request.items() if SURROGATE.search(body) else ():
             try:
@@ -144,7 +153,7 @@ class Judge:
         texts = (item for level in _levels(request) for item in level if isinstance(item, str))
         count = sum(len(text) for text in texts if not text.startswith("data:"))
         self._most("text", count, "characters of texts")
-        self._sequences(request)
+        answers = self._sequences(request)
         self._sampling(request)
         echoed = request.get("echo") and (request.get("logprobs") is not None or "prompt" not in request)
         if echoed or request.get("prompt_logprobs") is not None:
@@ -156,6 +165,7 @@ class Judge:
             several = max(1, _number(request.get("n")))
             self._most("scores", several * tokens * (1 + each), "log probabilities of prompts", name)
         self._schemas(request)
+        return answers
 
     def _most(self, name: str, number: int, what: str, parameter: str | None = None) -> None:
         most = self.limits[name]
@@ -168,7 +178,7 @@ class Judge:
             self._most(depth, deep, f"levels of {what}", parameter)
             self._most(values, self._values[values], f"values of {what}", parameter)
 
-    def _sequences(self, request: dict[str, Any]) -> None:
+    def _sequences(self, request: dict[str, Any]) -> int:
         prompt = request.get("prompt")
         several = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [""]
         prompts = len(several)
@@ -186,6 +196,7 @@ class Judge:
             names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
             each = max(_number(request.get(name)) for name in names) or MANY
             self._most("sequence-tokens", sequences * each, f"tokens of {sequences} answers", wanted)
+        return sequences
 
     def _sampling(self, request: dict[str, Any]) -> None:
         for name in ("stop", "stop_sequences", "stop_token_ids", "bad_words"):
@@ -288,12 +299,48 @@ def _decoded(value: Any) -> Any:
     return decoded
 
 
+class Line:
+    """One client's answers that run, and its requests that wait, first come first served."""
+
+    def __init__(self) -> None:
+        self._answers, self._order, self._ended = 0, asyncio.Lock(), asyncio.Event()
+
+    @asynccontextmanager
+    async def slots(self, answers: int, most: int, receive: Receive) -> AsyncIterator[bool]:
+        """Hold slots for `answers`: wait until at most `most` are held, or no others. Yield False if the client leaves.
+
+        `receive` returns only when the client leaves, because the body was read.
+        """
+        turn = asyncio.ensure_future(self._turn(answers, most))
+        try:
+            await asyncio.sleep(0)
+            if not turn.done():
+                left = asyncio.ensure_future(receive())
+                try:
+                    await asyncio.wait({turn, left}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    left.cancel()
+            yield turn.done()
+        finally:
+            if not turn.cancel():  # it is done
+                self._answers -= answers
+                self._ended.set()
+
+    async def _turn(self, answers: int, most: int) -> None:
+        async with self._order:
+            while self._answers and self._answers + answers > most:
+                self._ended.clear()
+                await self._ended.wait()
+            self._answers += answers
+
+
 class Limiter:
     """ASGI middleware: a request passes if it is within the bounds. Raises UsageError for a wrong SPARKFORGE_LIMITS."""
 
     def __init__(self, app: Application, environment: Mapping[str, str]) -> None:
         self._app, self._limits = app, read(environment)
         self._running: Counter[str] = Counter()
+        self._lines: WeakValueDictionary[str, Line] = WeakValueDictionary()
         # One at a time, because parsing holds the GIL, for which the event loop waits.
         self._big_bodies = asyncio.Lock()
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -318,8 +365,16 @@ class Limiter:
         try:
             self._admit(counted)
             try:
-                if whole := await self._read(dict(scope["headers"]), receive):
-                    await self._app(scope, whole, bounded_send)
+                if read := await self._read(dict(scope["headers"]), receive):
+                    answers, whole = read
+                    if scope["path"].rpartition("/")[2] not in GENERATING:
+                        await self._app(scope, whole, bounded_send)
+                        return
+                    slots = scope["app"].state.vllm_config.scheduler_config.max_num_seqs
+                    line = self._lines.setdefault(client, Line())
+                    async with line.slots(answers, slots - slots // SHARE, receive) as is_there:
+                        if is_there:
+                            await self._app(scope, whole, bounded_send)
             finally:
                 self._running -= Counter(counted.values())  # which drops counts of 0
         except RequestError as error:
@@ -334,8 +389,11 @@ class Limiter:
                 raise LimitError(name, f"{self._running[key]} requests are running; try again in a second")
         self._running.update(counted.values())
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> Receive | None:
-        """Return a `receive` that yields the checked body; None if the client left early. Raises RequestError."""
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> tuple[int, Receive] | None:
+        """Return the number of wanted answers and a `receive` that yields the checked body; None if the client left.
+
+        Raises RequestError.
+        """
         most, body, more = self._limits["body-bytes"] or sys.maxsize, bytearray(), True
         length = headers.get(b"content-length", b"0")[:18]
         size = int(length) if length.isdigit() else 0
@@ -351,16 +409,17 @@ class Limiter:
             raise LimitError("body-seconds", "the body did not arrive in time") from None
         if size > most:
             raise LimitError("body-bytes", f"the body has more than {most:,} bytes")
+        answers = 1
         if b"multipart/" not in headers.get(b"content-type", b"").lower():
             judge = Judge(self._limits)
             if len(body) > BIG_BODY:
                 async with self._big_bodies:
-                    await asyncio.to_thread(judge.check, bytes(body))
+                    answers = await asyncio.to_thread(judge.check, bytes(body))
             else:
-                judge.check(bytes(body))
+                answers = judge.check(bytes(body))
         messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def whole() -> Message:
             return messages.pop() if messages else await receive()
 
-        return whole
+        return answers, whole

@@ -5,6 +5,7 @@ supports.
 """
 
 import dataclasses
+import gc
 import json
 import os
 import pickle
@@ -153,6 +154,16 @@ def whole_model(vllm_config):
     return GptOssForCausalLM(vllm_config=vllm_config)
 
 
+def traced(forward, backend):
+    """Return `forward` for torch.compile, after the models of earlier tests are freed.
+
+    vLLM's handlers of oneDNN, which AVX-512 processors have, raise if they are freed during tracing.
+    """
+    gc.collect()
+    torch.compiler.reset()
+    return torch.compile(forward, backend=backend, fullgraph=True)
+
+
 def test_vllm_is_the_expected_release(configure):
     configure(SMALL)
     release = os.environ.get("SPARKFORGE_TEST_VLLM") or pins.load().component("embedded", "vllm").version
@@ -238,8 +249,7 @@ def test_vllms_router_and_our_experts_agree_with_the_reference(
         return experts(x, logits)
 
     if backend:
-        torch.compiler.reset()
-        forward = torch.compile(forward, backend=backend, fullgraph=True)
+        forward = traced(forward, backend)
     with set_forward_context(None, vllm_config, num_tokens=7):
         output = forward(x, logits)
     shares, ids = logits.topk(2)
@@ -280,8 +290,7 @@ def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, 
     x = torch.randn(7, 64)
     forward = block.forward
     if backend:
-        torch.compiler.reset()
-        forward = torch.compile(forward, backend=backend, fullgraph=True)
+        forward = traced(forward, backend)
     with set_forward_context(None, vllm_config, num_tokens=7):
         output = forward(x)
     shares, ids = torch.nn.functional.linear(x, *router_weights).topk(2)

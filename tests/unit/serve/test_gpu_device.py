@@ -57,7 +57,7 @@ def test_the_capability_chooses_profile_validator_and_command(fake_nvidia_smi, t
     assert (device.validator, launch.plan.device, launch.plan.profile) == ("gpu", "gpu", "hopper")
     assert "--quantization=spark-mxfp4" in launch.command
     assert "sparkforge.serve.forked_vllm" not in launch.command
-    assert launch.command.index("--max-num-seqs=64") < launch.command.index("--max-num-seqs=2")
+    assert launch.command.index("--max-num-seqs=72") < launch.command.index("--max-num-seqs=2")
     fake_nvidia_smi(GB10)
     device = Gpu(StartPlan("gpu"), Path(sys.executable), tmp_path)
     assert (device.validator, device.launch().plan.profile) == ("spark", "safe")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,6 +91,10 @@ REFUSED = {
 }  # fmt: skip
 
 
+VLLM = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=9))  # 8 of these slots are one client's
+APP = SimpleNamespace(state=SimpleNamespace(vllm_config=VLLM))
+
+
 class Server:
     def __init__(self, text=""):
         self.limiter = limits.Limiter(self.application, {limits.VARIABLE: text})
@@ -101,15 +106,15 @@ class Server:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
-    async def ask(self, body, path=CHAT, headers=(), receive=None, send=None):
+    async def ask(self, body, path=CHAT, headers=(), receive=None, send=None, client="::1"):
         async def whole():
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def keep(message):
             self.sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers), "client": ("127.0.0.1", 1)}
-        await self.limiter(scope, receive or whole, send or keep)
+        scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers), "client": (client, 1)}
+        await self.limiter({**scope, "app": APP}, receive or whole, send or keep)
 
     def post(self, body, **arguments):
         self.sent = []
@@ -204,6 +209,78 @@ def test_more_requests_at_once_are_told_to_come_back(name):
     assert (b"retry-after", b"1") in start["headers"]
     assert json.loads(body["body"])["error"]["type"] == "rate_limit_error"
     assert answers == 3
+
+
+class Busy(Server):
+    """A server that answers nothing before `open`; it notes each client whose request arrives."""
+
+    def __init__(self):
+        super().__init__()
+        self.arrived, self.open, self.tasks = [], asyncio.Event(), []
+
+    async def application(self, scope, receive, send):
+        self.arrived.append(scope["client"][0])
+        await self.open.wait()
+        await super().application(scope, receive, send)
+
+    async def request(self, client, n=1, left=None, path=CHAT):
+        """Send a request for `n` answers, whose client leaves when the event `left` is set."""
+        messages = [{"type": "http.request", "body": json.dumps({"n": n}).encode(), "more_body": False}]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await (left or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        self.tasks.append(asyncio.create_task(self.ask(b"", path=path, receive=receive, client=client)))
+        await asyncio.sleep(0.01)
+
+    async def end(self):
+        self.open.set()
+        await asyncio.gather(*self.tasks)
+
+
+def test_a_client_with_many_answers_leaves_slots_for_others():
+    async def served():
+        server = Busy()
+        for client, n in [("a", 7), ("a", 2), ("a", 1), ("b", 8), ("b", 1)]:
+            await server.request(client, n)
+        await server.request("a", path="/tokenize")
+        before = list(server.arrived)
+        await server.end()
+        return before, server.arrived[len(before) :], server.answers
+
+    before, later, answers = asyncio.run(served())
+    assert before == ["a", "b", "a"]  # the last is no answer
+    assert (sorted(later), answers) == (["a", "a", "b"], 6)
+
+
+def test_a_client_that_waits_for_itself_is_served_in_order():
+    async def served():
+        server = Busy()
+        for n in (8, 3, 8, 1):
+            await server.request("a", n)
+        await server.end()
+        return [json.loads(sent["body"])["n"] for sent in server.sent if "body" in sent]
+
+    assert asyncio.run(served()) == [8, 3, 8, 1]
+
+
+def test_a_client_that_leaves_while_it_waits_takes_no_slot():
+    async def served():
+        server, left = Busy(), asyncio.Event()
+        await server.request("a", 8)
+        await server.request("a", 1, left)
+        await server.request("a", 8)
+        left.set()
+        await asyncio.sleep(0.01)
+        await server.end()
+        await server.request("a", 8)
+        await server.end()
+        return server.answers
+
+    assert asyncio.run(served()) == 3
 
 
 def test_the_guard_judges_after_the_key(monkeypatch):
