@@ -96,7 +96,7 @@ def test_profiles_are_ranked(starter, stub, capsys):
     assert "no such kernel" in standings()["fast"]["why"]
     assert "accuracy gate" in standings()["long-context"]["why"]
     assert standings()["safe"]["score"] > 0
-    assert stored["settings"]["safe"]["--max-num-seqs"] == "16"
+    assert stored["settings"]["safe"]["--max-num-seqs"] == "18"
     assert record.read() is None
     assert all(process.wait(10) is not None for process in starter.processes)
     shown = capsys.readouterr()

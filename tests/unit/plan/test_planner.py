@@ -55,9 +55,9 @@ def test_schema_on_disk_is_the_models():
 
 
 RECOMMENDED = [
-    ({}, "safe"), ({"concurrency": "16", "context": "32768"}, "safe"), ({"concurrency": "17"}, "fast"),
+    ({}, "safe"), ({"concurrency": "18", "context": "32768"}, "safe"), ({"concurrency": "19"}, "fast"),
     ({"context": "32769", "concurrency": "1"}, "long-context"), ({"context": "131072", "concurrency": "7"}, ""),
-    ({"context": "131072", "concurrency": "10", "kv_dtype": "fp8"}, "long-context"), ({"concurrency": "65"}, ""),
+    ({"context": "131072", "concurrency": "10", "kv_dtype": "fp8"}, "long-context"), ({"concurrency": "73"}, ""),
     ({"resident": "30", "concurrency": "64"}, ""),
 ]  # fmt: skip
 

@@ -102,7 +102,7 @@ def test_flags_after_two_dashes_come_last_and_the_validator_sees_them(started, t
     assert flag_value(launched.command, "--quantization") == "spark-mxfp4"
     at = launched.command.index("--max-model-len=512")
     assert launched.command[at : at + len(wanted)] == wanted
-    assert launched.command.index("--max-num-seqs=16") < at
+    assert launched.command.index("--max-num-seqs=18") < at
     output = capsys.readouterr().err
     assert "--max-num-seqs replaces the profile's --max-num-seqs (16)" in output
     assert "--no-enforce-eager replaces the profile's --enforce-eager" in output
