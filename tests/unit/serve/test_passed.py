@@ -104,7 +104,7 @@ def test_flags_after_two_dashes_come_last_and_the_validator_sees_them(started, t
     assert launched.command[at : at + len(wanted)] == wanted
     assert launched.command.index("--max-num-seqs=18") < at
     output = capsys.readouterr().err
-    assert "--max-num-seqs replaces the profile's --max-num-seqs (16)" in output
+    assert "--max-num-seqs replaces the profile's --max-num-seqs (18)" in output
     assert "--no-enforce-eager replaces the profile's --enforce-eager" in output
 
 
