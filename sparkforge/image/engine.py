@@ -17,6 +17,7 @@ from sparkforge.core.docker import INSTALL, explained
 from sparkforge.core.errors import EngineError, IntegrityError, SparkforgeError
 
 SECONDS = 20  # timeout of an engine's answer; starting a container takes seconds at most
+UNPACK_SECONDS = 1800  # and of creating the first container of an image that the engine has to unpack before
 FIRST_CLOSED = 28  # the first Docker whose ports on 127.0.0.1 only this machine reaches
 NVIDIA = "nvidia"
 CDI_KIND = "nvidia.com/gpu"

@@ -273,6 +273,8 @@ def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str
 def _file(client: docker.DockerClient | None, image: Any, path: str, stack: str) -> bytes:
     if client is None:
         return bytes(image.read(path))
+    # The containerd store unpacks an image for another platform only now: 63 s for a Spark's on x86-64.
+    client.api.timeout = engine.UNPACK_SECONDS
     container = client.api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]
     try:
         stream, _ = client.api.get_archive(container, path)

@@ -89,7 +89,7 @@ def _shares(costs: dict[str, float]) -> list[tuple[str, float]]:
 def show(document: dict[str, Any]) -> str:
     lines = []
     for module, columns in (
-        ("hostile", ("attacks", "baseline", "worst", "together", "busy_cores", "unsound")),
+        ("hostile", ("attacks", "baseline", "worst", "together", "crowded", "busy_cores", "unsound")),
         ("faults", ("operations", "faults", "kills", "tracebacks", "hangs", "unhealed", "lost", "litter")),
         ("races", ("runs", "succeeded", "refused", "false_refusals", "unsound", "hangs")),
         ("fuzz", ("inputs", "accepted", "declared", "named", "tracebacks", "hangs")),

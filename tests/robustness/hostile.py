@@ -3,9 +3,9 @@
     PYTHONPATH=tests python -m robustness.hostile server [--seconds 900] [--json FILE]
 
 The program starts the embedded server on loopback and a bystander that sends requests continuously. It sends every
-attack of ATTACKS, first one after another, then eight at once; their clients disconnect after PATIENCE seconds. Then it
-cuts streams half-way, repeats requests and sends those of `hostile_texts`. It checks running requests, CPU time and
-memory.
+attack of ATTACKS, first one after another, then eight at once, then CROWD long prompts at once; their clients
+disconnect after PATIENCE seconds. Then it cuts streams half-way, repeats requests and sends those of `hostile_texts`.
+It checks running requests, CPU time and memory.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ WORST = 2.0  # seconds that the bystander may wait above the baseline
 IDLE_AFTER, IDLE = 10.0, 0.25  # seconds after the last attacker left, and cores that may then be busy
 GROWTH, BUSY_SECONDS = 1.05, 2.0
 STREAMS, REPEATS, TEXTS = 300, 2000, 1000
+CROWD = 40  # more requests than the server has slots
 START_SECONDS = 600.0
 WARM_UP = 6  # answers before the baseline: the first JSON starts the process that compiles grammars
 ASK: dict[str, Any] = {"model": TINY_ID, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -357,6 +358,11 @@ def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str,
             list(pool.map(lambda name: attack(url, port, name), names))
         together = bystander.worst()
         check("eight at once", together <= baseline + WORST, f"the bystander's worst wait {together:.2f} s")
+        crowd = [completion(prompt=[1000 + i] * 3900, max_tokens=100, ignore_eos=True) for i in range(CROWD)]
+        with ThreadPoolExecutor(CROWD) as pool:
+            list(pool.map(lambda request: send(url, *request), crowd))
+        crowded = bystander.worst()
+        check("a crowd", crowded <= baseline + WORST, f"the bystander's worst wait {crowded:.2f} s")
         refused = bystander.end()
         check("bystander", not refused, f"{refused} of its requests were refused")
         time.sleep(IDLE_AFTER)
@@ -388,6 +394,7 @@ def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str,
         "baseline": round(baseline, 2),
         "worst": worst,
         "together": round(together, 2),
+        "crowded": round(crowded, 2),
         "busy_cores": round(busy, 2),
         "unsound": len(failures),
         "failures": failures,

@@ -5,12 +5,14 @@ import hashlib
 import io
 import json
 import tarfile
+import time
 from functools import partial
 
 import pytest
 
 from sparkforge.core import errors
 from sparkforge.image import build as builder
+from sparkforge.image import engine
 from sparkforge.image import inspect as docker_image
 
 PATH = "/opt/sparkforge/image.json"
@@ -71,6 +73,17 @@ def test_an_image_of_this_checkout_is_accepted_and_nothing_is_left(fake_engine, 
     called = [(path, query) for path, query in fake_engine.asked if "abc" in path]
     assert called[-1][0] == "DELETE /containers/abc"
     assert called[-1][1]["v"] in {"True", "1", "true"}  # with the anonymous volume that the image declares
+
+
+def test_an_engine_may_unpack_an_image_before_its_first_container(fake_engine, holding, manifest, monkeypatch):
+    def unpacked(_query):
+        time.sleep(0.6)
+        return 201, {"Id": "abc", "Warnings": []}
+
+    monkeypatch.setattr(engine, "SECONDS", 0.2)
+    fake_engine.routes["POST /containers/create"] = unpacked
+    holding(manifest)
+    verify()
 
 
 def test_other_patches_and_another_lock_are_named(fake_engine, holding, manifest):
