@@ -90,6 +90,7 @@ class Experts(Record):
     `selector` is vLLM's function that selects a backend: its module of fused_moe/oracle, named as the experts' format;
     its name; the keys of weights and activations. `backends`: compute capability → stack → what it must return there;
     `why` has the reason. `methods` are vLLM's names of the quantisation method that the model must have; empty: any.
+    `ours`: serve profile → why a server with it runs MXFP4 experts on our kernels.
     """
 
     activation: str
@@ -99,6 +100,7 @@ class Experts(Record):
     methods: tuple[str, ...] = ()
     backends: dict[str, dict[str, str]] = Field(default_factory=dict)
     why: str = ""
+    ours: dict[str, str] = Field(default_factory=dict)
 
 
 class Chat(Record):
