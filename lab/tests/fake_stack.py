@@ -27,6 +27,7 @@ VLLM = {
     '    "VLLM_NO_USAGE_STATS": 1,\n}\n',
     "vllm/utils/__init__.py": "",
     "vllm/utils/argparse_utils.py": "from argparse import ArgumentParser as FlexibleArgumentParser\n",
+    "vllm/utils/deep_gemm.py": "import functools\n\n\n@functools.cache\ndef is_deep_gemm_supported(): ...\n",
     "vllm/utils/flashinfer.py": "def _wrap(module, name): ...\n\n\n"
     'flashinfer_moe = _wrap("flashinfer.fused_moe", "cutlass_fused_moe")\n'
     "def has_flashinfer():\n    return False\n",

@@ -135,7 +135,8 @@ def report(*, as_json: bool) -> None:
     """Print every family and recipe, with its evidence."""
     if as_json:
         recipes = {name: recipe.model_dump(mode="json", exclude={"config"}) for name, recipe in load().items()}
-        rows = {name: {"about": row.about, "model_type": row.model_type} for name, row in families.load().items()}
+        names = {"about", "model_type", "experts"}
+        rows = {name: row.model_dump(mode="json", include=names) for name, row in families.load().items()}
         echo_json({"families": rows, "recipes": recipes})
         return
     table = Table("family", "what it is", "weights in", title="families", box=SIMPLE)
@@ -149,7 +150,10 @@ def report(*, as_json: bool) -> None:
     console().print(table)
     for name, recipe in load().items():
         shown = "; ".join(f"{row.what} ({row.where}; {row.how})" for row in recipe.shown)
-        say(f"{name}: {shown or 'no evidence'}")
+        experts = families.load()[recipe.family].experts
+        backends = " or ".join({*experts.backends.get("12.1", {}).values()} if experts else ())
+        more = f"; vLLM's selector returns {backends} for its experts on a Spark" if backends else ""
+        say(f"{name}: {shown or 'no evidence'}{more}")
 
 
 def weights(recipe: Recipe) -> Architecture:

@@ -87,16 +87,20 @@ class Sizes(Record):
 class Experts(Record):
     """The routed experts as vLLM's FusedMoEConfig names them, and the backend expected for them.
 
-    `methods` are vLLM's names of the quantisation method that the experts must have for these backends.
-    `backends`: compute capability → stack → what vLLM's own selection must return there; `why` has the reason.
+    `selector` is vLLM's function that selects a backend: its module of fused_moe/oracle, named as the experts' format;
+    its name; the keys of weights and activations. `backends`: compute capability → stack → what it must return there;
+    `why` has the reason. `methods` are vLLM's names of the quantisation method that the model must have; empty: any.
+    `ours`: serve profile → why a server with it runs MXFP4 experts on our kernels.
     """
 
     activation: str
     bias: bool
     routing: str
+    selector: tuple[str, ...] = Field(min_length=2)
     methods: tuple[str, ...] = ()
     backends: dict[str, dict[str, str]] = Field(default_factory=dict)
     why: str = ""
+    ours: dict[str, str] = Field(default_factory=dict)
 
 
 class Chat(Record):

@@ -30,6 +30,7 @@ TABLE = Path(__file__).with_name("profiles.toml")
 OUR_EXPERTS = "spark-mxfp4"  # vLLM's name of our plugin's quantization method, and our GPU profile with it
 CHECKPOINT_FORMAT = "mxfp4"  # vLLM's name of the format that our expert kernels read
 KERNEL_VARIABLE = "SPARK_MXFP4_KERNEL"  # as in spark_mxfp4.registry, which imports torch
+FAMILIES_VARIABLE = "SPARK_MXFP4_FAMILIES"  # as in spark_mxfp4.vllm.plugin
 Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
 
 
@@ -107,19 +108,21 @@ class ServeProfiles(Record):
         return self.model_copy(update={"profiles": {**self.profiles, **changed}, "stacks": {}})
 
     def for_family(self, family: Family) -> Self:
-        """Return the table for models of one family: with its flags, without those that it does not support."""
+        """Return the table for a family's models: with its flags and our experts, without what it does not support."""
 
-        def changed(profile: ServeProfile) -> ServeProfile:
+        def changed(name: str, profile: ServeProfile) -> ServeProfile:
             flags = {**profile.flags, **(family.flags() if profile.family else {})}
-            kept = {
-                "flags": {name: reason for name, reason in flags.items() if name not in family.without},
-                "environment": {n: reason for n, reason in profile.environment.items() if n not in family.without},
-            }
-            return profile.model_copy(update=kept)
+            environment = dict(profile.environment)
+            for left_out in family.without:
+                flags.pop(left_out, None)
+                environment.pop(left_out, None)
+            if why := family.experts and family.experts.ours.get(name):
+                environment[FAMILIES_VARIABLE] = Reason(value="on", why=why)
+            return profile.model_copy(update={"flags": flags, "environment": environment})
 
         rows = {"profiles": self.profiles, "bases": self.bases}
         return self.model_copy(
-            update={kind: {name: changed(row) for name, row in table.items()} for kind, table in rows.items()}
+            update={kind: {name: changed(name, row) for name, row in table.items()} for kind, table in rows.items()}
         )
 
     def resolve(self, name: str, below: tuple[str, ...] = ()) -> ServeProfile:

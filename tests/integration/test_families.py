@@ -85,9 +85,7 @@ def test_greedy_tokens_are_those_of_transformers_in_float32(served):
     compare(family, folder, endpoint, NEAR.get(family, 1e-4))
 
 
-def test_experts_in_mxfp4_run_on_our_kernels(tmp_path, free_port, monkeypatch):
-    """Stock vLLM has no kernel for MXFP4 experts on a CPU."""
-    monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "on")
+def test_experts_in_mxfp4_run_on_our_kernels_by_the_familys_row(tmp_path, free_port):
     with serving("qwen3-moe", tmp_path, free_port(), pack=tmp_path / "reference") as (_, endpoint):
         compare("qwen3-moe", tmp_path / "reference", endpoint, 0.1)
     assert "Using 'SPARK_TORCH' Mxfp4 MoE backend" in (tmp_path / "log").read_text()

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from sparkforge.core.files import write_atomic, write_json
+from sparkforge.models import recipes
 from sparkforge.models.harmony import tokenizer_files
 from sparkforge.models.tiny_format import Sizes, config
+from sparkforge.plan import families
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
@@ -33,6 +35,8 @@ ROOT = Path(__file__).parents[2]
 # The patched vLLM of the next stack is tested daily (test_a_gb10_sheet_…); the tables of its choices run nightly.
 RELEASES = ["vllm_trees", pytest.param("next_trees", marks=pytest.mark.nightly)]
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
+WHY = families.load()[families.default()].experts.why
+TOKENLESS = ("--skip-tokenizer-init", "--max-model-len", "512")
 FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activation", "mxfp8")
 # The names that vllm/utils/flashinfer.py needs in has_flashinfer_cutlass_fused_moe.
 FLASHINFER = {
@@ -64,6 +68,10 @@ class ClaimedGB10(CpuPlatform):
     @classmethod
     def support_deep_gemm(cls):
         return True  # as vllm/platforms/cuda.py for the family 120
+
+    @classmethod
+    def supports_fp8(cls):
+        return True  # as vllm/platforms/cuda.py from 8.9
 """
 
 
@@ -180,6 +188,25 @@ def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, clai
 
 
 @pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("recipe", ["qwen3-30b-a3b-fp8", "glm-4.7-flash-nvfp4"])
+def test_the_backend_of_another_familys_experts_is_the_one_of_its_row(
+    request, deep_facts, tmp_path, release, claim, gb10_sheet, recipe
+):
+    stack = "spark" if release == "vllm_trees" else "spark-next"
+    config = dict(recipes.load()[recipe].config)
+    if "weight_block_size" in (quantization := config["quantization_config"]):
+        config["quantization_config"] = {**quantization, "activation_scheme": "dynamic"}
+    write_json(tmp_path / "config.json", config)
+    answers = deep_facts(tmp_path, vars(request.getfixturevalue(release))["patched"], claim, args=TOKENLESS)
+    chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.quantization", "deep.capability")}
+    recorded = json.loads(gb10_sheet(stack))["facts"]
+    sheet = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in recorded.items()}
+    finding = evaluate(CHECKS["moe-backend"], View({**sheet, **chosen, "model.config": Fact(config, "test")}))
+    (backend,) = {families.load()[recipes.load()[recipe].family].experts.backends["12.1"][stack]}
+    assert (finding.status, finding.evidence) == (Status.PASS, f"vLLM selects {backend}")
+
+
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("more", [(), FLAGS], ids=["its profile", "beside safe"])
 def test_our_plugin_may_serve_on_a_claimed_gb10(
     request, deep_facts, gather_in_forks, model, release, claim, gb10_sheet, more
@@ -265,7 +292,7 @@ def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, deep_facts, large,
     ("tree", "verdict", "evidence"),
     [
         pytest.param("upstream", ValidationVerdict.REFUSE,
-                     "vLLM will run the experts with MARLIN, hardware FP4 is " + FP4, marks=pytest.mark.nightly),
+                     f"vLLM will run the experts with MARLIN instead of {FP4}: {WHY}", marks=pytest.mark.nightly),
         ("patched", ValidationVerdict.SERVE, f"vLLM selects {FP4}"),
     ],
 )  # fmt: skip

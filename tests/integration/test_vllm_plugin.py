@@ -699,6 +699,16 @@ def test_a_kernel_for_gpt_oss_alone_refuses_another_family(one_process, other_fa
         other_family()
 
 
+def test_experts_of_another_family_that_are_left_to_vllm_are_its_own(monkeypatch):
+    from vllm.model_executor.layers.quantization import mxfp4 as stock
+
+    monkeypatch.setattr(stock, "Mxfp4MoEMethod", before := stock.Mxfp4MoEMethod)  # put back afterwards
+    monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "on")
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", "vllm")
+    plugin.register()
+    assert stock.Mxfp4MoEMethod is before
+
+
 def test_a_wrong_switch_for_families_is_refused(monkeypatch):
     monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "yes")
     with pytest.raises(ValueError, match="it can be on or off"):

@@ -199,22 +199,24 @@ def _blackwell_class(view: View) -> CheckResult:
 
 @CHECKS.add(needs=("deep", "model", "numerics"), fix=f"./inv up -- {HARDWARE_FP4}   # or drop --enable-lora")
 def _moe_backend(view: View) -> CheckResult:
-    """vLLM selects the hardware FP4 path for the experts, or our plugin runs them on request."""
+    """vLLM selects the expected backend for the experts, or our plugin runs them on request."""
     method = view.text("deep.quantization")
     if method == OUR_METHOD:
         return _our_experts(view)
-    family = families.load()[serving.architecture(view).family]
-    if family.experts is None:
+    model = serving.architecture(view)
+    experts, form = families.load()[model.family].experts, model.experts_form
+    if experts is None:
         return passed("the model has no experts")
-    expected = set(family.experts.backends.get(view.text("deep.capability"), {}).values())
-    if not expected:
-        return warned(f"it is unknown which backend runs experts of this family here: {family.experts.why}")
+    expected = set(experts.backends.get(view.text("deep.capability"), {}).values())
+    if not expected or form != experts.selector[0]:
+        return warned(f"it is unknown which backend runs {form} experts of this family here")
     backend = view.text("deep.moe_backend")
-    if method not in family.experts.methods:
+    if experts.methods and method not in experts.methods:
         evidence = f"vLLM loads the model with quantization {method}, not with its own MXFP4"
         return failed(evidence, "./inv up   # without --quantization")
     if backend not in expected:
-        return failed(f"vLLM will run the experts with {backend}, hardware FP4 is {' or '.join(sorted(expected))}")
+        evidence = f"vLLM will run the experts with {backend} instead of {' or '.join(sorted(expected))}: {experts.why}"
+        return failed(evidence) if experts.methods else failed(evidence, "./inv up   # without --moe-backend")
     return passed(f"vLLM selects {backend}")
 
 

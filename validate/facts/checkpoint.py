@@ -59,7 +59,7 @@ def layer(target: Target) -> dict[str, Any]:
         return {}
     model = architecture.parse(config(target), "config.json")
     sizes = {name: getattr(model, name) for name in ("experts", "top_k", "hidden", "intermediate")}
-    experts = row.experts.model_dump(include={"activation", "bias", "routing"}) if row.experts else {}
+    experts = row.experts.model_dump(include={"activation", "bias", "routing", "selector"}) if row.experts else {}
     return {**sizes, **experts, "sinks": row.sinks, "windows": bool(model.sliding_layers)}
 
 

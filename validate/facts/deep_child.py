@@ -89,12 +89,15 @@ class Questions:
         return None if method is None else str(method)
 
     def moe_backend(self) -> str:
-        """The result of vLLM's own MXFP4 selector for this model's experts on this device."""
+        """The result of vLLM's own selector for this model's experts on this device."""
         from vllm.config import set_current_vllm_config  # noqa: PLC0415
-        from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import select_mxfp4_moe_backend  # noqa: PLC0415
 
         with set_current_vllm_config(self.config):
-            return str(select_mxfp4_moe_backend(self.moe_config())[0].name)
+            experts, layers = self.moe_config(), "vllm.model_executor.layers"
+            module, function, *keys = self.layer["selector"]
+            select = getattr(importlib.import_module(f"{layers}.fused_moe.oracle.{module}"), function)
+            known = importlib.import_module(f"{layers}.quantization.utils.quant_utils")
+            return str(select(experts, *(getattr(known, key) for key in keys))[0].name)
 
     def moe_config(self) -> Any:
         """The FusedMoEConfig of one layer, as its model and fused_moe/layer.py build it on one device."""
@@ -207,7 +210,7 @@ QUESTIONS: tuple[tuple[str, str, Callable[[Questions], Any]], ...] = (
     ("deep.capability", "current_platform.get_device_capability()", Questions.capability),
     ("deep.is_blackwell_class", "current_platform.is_blackwell_class()", Questions.is_blackwell_class),
     ("deep.quantization", "VllmConfig.model_config.quantization", Questions.quantization),
-    ("deep.moe_backend", "vLLM's select_mxfp4_moe_backend()", Questions.moe_backend),
+    ("deep.moe_backend", "vLLM's selector of experts' backends", Questions.moe_backend),
     ("deep.dense_kernels", "vLLM's resolver and selection of linear kernels", Questions.dense_kernels),
     ("deep.attention_backend", "vLLM's get_attn_backend()", Questions.attention_backend),
 )

@@ -180,10 +180,10 @@ class InEnvironment(Device):
 
 
 def variables_of(profile: ServeProfile) -> dict[str, str]:
-    """Return the variables that the validator and the server get with a profile."""
+    """Return the variables that the validator and the server get with a profile, in which the user's values win."""
     return {
         **command_line.ENVIRONMENT,
-        **profile.variables(),
+        **{name: os.environ.get(name, value) for name, value in profile.variables().items()},
         "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
     }
 

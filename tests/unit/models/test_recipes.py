@@ -57,6 +57,7 @@ def test_models_lists_every_family_and_recipe(capsys):
     assert program.main(["models"]) == 0
     printed = "".join(capsys.readouterr())
     assert all(name in printed for name in (*families.load(), *KNOWN))
+    assert "vLLM's selector returns TRITON" in " ".join(printed.split())
     assert program.main(["models", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert (set(listed["families"]), set(listed["recipes"])) == (set(families.load()), set(KNOWN))

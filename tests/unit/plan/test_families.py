@@ -100,6 +100,13 @@ def test_a_profile_has_the_parsers_of_the_family_and_none_of_the_flags_that_it_d
     assert not [flag for flag in default if flag.startswith("--reasoning-parser")]
 
 
+def test_a_row_names_serve_profiles_with_our_experts():
+    rows = [row.experts for row in families.load().values() if row.experts]
+    named = {name for experts in rows for name in experts.ours}
+    assert named <= {name for name, row in profiles.load().items() if "--quantization=spark-mxfp4" in row.arguments()}
+    assert profiles.named("embedded-kv8", family="qwen3-moe").variables()["SPARK_MXFP4_FAMILIES"] == "on"
+
+
 def test_what_a_family_needs_is_not_trimmed(monkeypatch):
     name, row = next(iter(families.load().items()))
     assert "tilelang" in rootfs.cuts("cuda")

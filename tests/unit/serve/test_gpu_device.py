@@ -1,5 +1,6 @@
 """The choice of the device, or why none can serve, from files, processors and a stand-in for nvidia-smi."""
 
+import json
 import os
 import platform
 import sys
@@ -12,7 +13,9 @@ import pytest
 from sparkforge.compile.flashinfer import build
 from sparkforge.core.errors import RefusalError, UsageError
 from sparkforge.image.devices import CONTAINERS, EMBEDDED
+from sparkforge.models import recipes
 from sparkforge.plan import capabilities
+from sparkforge.serve import entrypoint, settings
 from sparkforge.serve.devices import choose, in_environment
 from sparkforge.serve.devices.in_environment import Gpu
 from sparkforge.serve.record import StartPlan
@@ -61,6 +64,28 @@ def test_the_capability_chooses_profile_validator_and_command(fake_nvidia_smi, t
     fake_nvidia_smi(GB10)
     device = Gpu(StartPlan("gpu"), Path(sys.executable), tmp_path)
     assert (device.validator, device.launch().plan.profile) == ("spark", "safe")
+
+
+@pytest.mark.parametrize("variables", [{}, {"SPARK_MXFP4_FAMILIES": "off"}])
+@pytest.mark.parametrize(("device", "ours"), [(H100, "on"), (None, "on"), (GB10, None)], ids=["9.0", "cpu", "12.1"])
+def test_mxfp4_experts_run_on_our_kernels_where_the_familys_row_says_so(
+    fake_nvidia_smi, tmp_path, monkeypatch, device, ours, variables
+):
+    """A value that the user set wins, with and without a container."""
+    monkeypatch.setenv("SPARKFORGE_PROFILE", "spark" if device else "embedded")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = {**recipes.load()["qwen3-30b-a3b-fp8"].config, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fake_nvidia_smi(device or "")
+    kind = Gpu if device else in_environment.Embedded
+    launch = kind(StartPlan("gpu", model=str(tmp_path)), Path(sys.executable)).launch()
+    container = entrypoint.plan(settings.read(os.environ), entrypoint.ContainerArguments(str(tmp_path)))
+    chosen = [
+        {**os.environ, **server.environment}.get("SPARK_MXFP4_FAMILIES")
+        for server in ((launch, container) if device != H100 else (launch,))  # an image has kernels for 12.1
+    ]
+    assert set(chosen) == {variables.get("SPARK_MXFP4_FAMILIES", ours)}
 
 
 def test_on_12_x_flashinfers_modules_are_compiled_and_the_server_gets_their_variables(

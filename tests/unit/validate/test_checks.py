@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparkforge import pins
+from sparkforge.models import recipes
 from sparkforge.patching import series
 from sparkforge.pins.patched import load_patched
 from sparkforge.plan import thresholds
@@ -147,6 +148,7 @@ OURS = {
     "numerics.difference": 0.003,
     "layers.differences": {"experts 0": 0.004, "router 0": 0.002},
 }
+QWEN = {"deep.quantization": "fp8", "model.config": recipes.load()["qwen3-30b-a3b-fp8"].config}
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 FREE, LIMIT, SHARE = "memory.available_bytes", "memory.cgroup_headroom_bytes", "serve.gpu_memory_utilization"
 ARCHITECTURES, MARLIN = "env.flashinfer_cuda_arch_list", {"o_proj": "MarlinMxFp4LinearKernel"}
@@ -188,6 +190,9 @@ SPARK_CASES = [
     ("dense-kernels", FAIL, {"deep.dense_kernels": {"o_proj": "NewKernel"}}),
     ("moe-backend", FAIL, {"deep.quantization": "spark-mxfp4"}),  # our experts serve, and vLLM's were checked
     ("moe-backend", FAIL, {**OURS, "deep.quantization": "other"}),
+    ("moe-backend", PASS, {**QWEN, "deep.moe_backend": "TRITON"}),
+    ("moe-backend", FAIL, {**QWEN, "deep.moe_backend": "DEEPGEMM"}),
+    ("moe-backend", WARN, {**QWEN, "model.config": {**QWEN["model.config"], "quantization_config": None}}),  # bf16
     ("memory-unified", WARN, {SHARE: 0.88, FREE: 118 << 30}),
     ("memory-unified", FAIL, {SHARE: 0}),
     ("memory-unified", FAIL, {SHARE: 0.5}),  # too small for the weights

@@ -42,11 +42,9 @@ def register() -> None:
         # vLLM freezes imported objects (gc.freeze). Frozen objects are not collected at exit, and Triton's nanobind
         # then reports hundreds of leaked functions at the end of every log.
         atexit.register(gc.unfreeze)
-    if os.environ.get(FAMILIES_VARIABLE, "off") != "off":
-        if os.environ[FAMILIES_VARIABLE] != "on":
-            raise ValueError(
-                f"{FAMILIES_VARIABLE} is {os.environ[FAMILIES_VARIABLE]!r} · it can be on or off · set or unset it"
-            )
+    if (switch := os.environ.get(FAMILIES_VARIABLE) or "off") not in ("on", "off"):
+        raise ValueError(f"{FAMILIES_VARIABLE} is {switch!r} · it can be on or off · set or unset it")
+    if switch == "on" and os.environ.get(registry.KERNEL_VARIABLE) != STOCK:
         from spark_mxfp4.vllm.experts import take_families  # noqa: PLC0415 - heavy, for whom it was switched on
 
         take_families(lambda: (registry.load(chosen_kernel()), chosen_mode()))
