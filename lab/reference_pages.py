@@ -112,7 +112,8 @@ Compose sets these. Set them yourself with `docker run -e`.
 `SPARKFORGE_LIMITS="sequences=128, body-seconds=120"` changes bounds; 0 removes one. They hold on every device, after
 the check of the API key; a cluster has the defaults. A request above a bound gets an error that names the bound, in the
 format of OpenAI, or of Anthropic on `/v1/messages`; 429 has `Retry-After`. A client is one address, so all clients
-behind a proxy count as one. One client's answers take at most eight ninths of `--max-num-seqs`; its other requests wait.
+behind a proxy count as one. One client's answers take at most eight ninths of `--max-num-seqs`; its other requests
+wait.
 
 {bounds}
 

@@ -52,7 +52,7 @@ LIMITS = {  # name → bound
     name: Bound(**row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
 MANY = 4096  # tokens counted for an answer without max_tokens
-GENERATING = frozenset({"completions", "responses", "messages", "generate", "invocations"})  # ends of paths with answers
+GENERATING = frozenset({"completions", "responses", "messages", "generate", "invocations"})  # ends of paths
 GRAMMARS = ("response_format", "structured_outputs", "output_config", "output_format", "text")
 SHARE = 9  # a client's answers leave this part of the slots free
 BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems", "enum")

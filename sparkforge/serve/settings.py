@@ -164,7 +164,7 @@ def vllm_args(env: Mapping[str, str]) -> list[str]:
 
 
 def with_variables(plan: StartPlan, env: Mapping[str, str]) -> StartPlan:
-    """Return the plan with SPARKFORGE_MODEL, SPARKFORGE_MODEL_ID and VLLM_ARGS applied; containers read them themselves.
+    """Return the plan with the variables of model, name and flags applied, which containers read themselves.
 
     Raises UsageError for a flag that may not be passed, InputError for a model that is not on this machine.
     """

@@ -278,6 +278,14 @@ def send(url: str, path: str, body: Any) -> str:
     return ended[0]
 
 
+def crowd(url: str, bystander: Bystander) -> float:
+    """Send CROWD long prompts at once, which share no prefix; return the bystander's longest wait."""
+    requests = [completion(prompt=[1000 + i] * 3900, max_tokens=100, ignore_eos=True) for i in range(CROWD)]
+    with ThreadPoolExecutor(CROWD) as pool:
+        list(pool.map(lambda request: send(url, *request), requests))
+    return bystander.worst()
+
+
 def cut_stream(url: str) -> None:
     """Begin a streamed answer, and disconnect after its first event."""
     body = {**ASK, "stream": True, "max_tokens": 1000}
@@ -358,13 +366,9 @@ def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str,
             list(pool.map(lambda name: attack(url, port, name), names))
         together = bystander.worst()
         check("eight at once", together <= baseline + WORST, f"the bystander's worst wait {together:.2f} s")
-        crowd = [completion(prompt=[1000 + i] * 3900, max_tokens=100, ignore_eos=True) for i in range(CROWD)]
-        with ThreadPoolExecutor(CROWD) as pool:
-            list(pool.map(lambda request: send(url, *request), crowd))
-        crowded = bystander.worst()
+        crowded = crowd(url, bystander)
         check("a crowd", crowded <= baseline + WORST, f"the bystander's worst wait {crowded:.2f} s")
-        refused = bystander.end()
-        check("bystander", not refused, f"{refused} of its requests were refused")
+        check("bystander", not (refused := bystander.end()), f"{refused} of its requests were refused")
         time.sleep(IDLE_AFTER)
         busy = busy_cores(pid)
         check("idle", busy <= IDLE, f"{busy:.2f} cores busy {IDLE_AFTER:g} s after the last client left")
