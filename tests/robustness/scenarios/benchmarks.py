@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -51,12 +55,25 @@ def _place(work: Path) -> Path:
     return work / "out/batch_isl8_osl8_20261121_000000"
 
 
+@contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """Keep other racers from completing the batch between the two reads of its plan; they would begin a second one."""
+    handle = os.open(work, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _act(work: Path) -> None:
-    if b'"complete": true' in (_place(work) / batch.PLAN).read_bytes():
-        return
-    folder = batch.folder(work / "out", PLAN, fresh=False)
+    with _alone(work):
+        if b'"complete": true' in (_place(work) / batch.PLAN).read_bytes():
+            return
+        folder = batch.folder(work / "out", PLAN, fresh=False)
     batch.run(BENCH, CONFIGS, folder)
-    batch.finish(folder)
+    with _alone(work):
+        batch.finish(folder)
 
 
 def _judge(work: Path) -> None:
