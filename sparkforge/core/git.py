@@ -58,6 +58,6 @@ def checkout_git(root: Path, *arguments: str | Path) -> str:
 def checkout_commit(root: Path) -> str:
     """Return the commit that we run from, marked if files differ from it; empty outside a git checkout."""
     try:
-        return checkout_git(root, "describe", "--always", "--dirty", "--abbrev=12").strip()
+        return checkout_git(root, "describe", "--always", "--exclude=*", "--dirty", "--abbrev=12").strip()
     except ProcessError:
         return ""

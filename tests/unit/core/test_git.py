@@ -44,6 +44,11 @@ def test_a_hooks_environment_does_not_lead_git_into_the_users_repository(tmp_pat
         runner.git(tmp_path, "log")
 
 
+def test_a_tag_does_not_replace_the_commit(mine):
+    plain(mine, "tag", "-a", "-m", "0.1.0", "0.1.0")
+    assert runner.checkout_commit(mine) == plain(mine, "rev-parse", "--short=12", "HEAD").strip()
+
+
 def test_no_configuration_attribute_or_ignore_file_of_the_user_counts(tmp_path, monkeypatch):
     home = tmp_path / "home"
     (home / ".config/git").mkdir(parents=True)
