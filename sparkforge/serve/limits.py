@@ -322,7 +322,7 @@ class Line:
                     left.cancel()
             yield turn.done()
         finally:
-            if not turn.cancel():  # it is done
+            if not turn.cancel():  # False: it had ended, so the slots are held
                 self._answers -= answers
                 self._ended.set()
 
