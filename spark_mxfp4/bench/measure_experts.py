@@ -182,7 +182,7 @@ def main() -> None:
 
     print_row("ceilings", result["ceilings"])
     if arguments.tune:
-        result["tune"] = tune(MODELS["gpt-oss-120b"], tokens)
+        result["tune"] = {name: tune(model, tokens) for name, model in models.items()}
     else:
         rows = result["models"] = {name: model._asdict() for name, model in models.items()}
         for name, model in models.items():

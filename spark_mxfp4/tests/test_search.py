@@ -45,12 +45,13 @@ def test_the_best_mixed_pair_wins_and_every_load_has_a_rule():
     bounds = [rule.get("pairs") for rule in rules]
     assert bounds[-1] is None
     assert bounds[:-1] == sorted(set(bounds[:-1]))
-    assert len(rules) == len(search.loads(H200, 16))
+    assert len(rules) == len(search.loads(H200, UNKNOWN))
 
 
 @pytest.mark.parametrize("experts", [1, 8, 16, 32, 256, 512])
 def test_loads_rise_and_a_bucket_takes_few_timings(experts):
-    loads, timings = search.loads(H200, experts), []
+    sizes = tuning.LaidOut(experts, 1024, 1024)
+    loads, timings = search.loads(H200, sizes), []
     assert loads == sorted(set(loads))
     assert len(loads) <= 15
     assert loads[-1] <= search.MOST_PAIRS
@@ -59,13 +60,13 @@ def test_loads_rise_and_a_bucket_takes_few_timings(experts):
         timings.append((pairs, shapes))
         return 1.0
 
-    choose_rules(tuning.LaidOut(experts, 1024, 1024), counting)
+    choose_rules(sizes, counting)
     assert len(timings) == len(set(timings)) <= 16 * len(loads)
 
 
 def test_a_pair_that_is_not_clearly_faster_does_not_replace_the_tables():
-    load = search.loads(H200, 16)[1]
-    usual = tuning.default_shapes(H200, load, 16)
+    load = search.loads(H200, UNKNOWN)[1]
+    usual = tuning.default_shapes(H200, load, UNKNOWN)
     rules = choose_rules(timed=lambda _, shapes: 100 if shapes == usual else 99)
     assert (rules[1]["gate_up"], rules[1]["down"]) == usual
 
@@ -73,9 +74,9 @@ def test_a_pair_that_is_not_clearly_faster_does_not_replace_the_tables():
 @pytest.mark.parametrize("experts", [1, 16, 256])
 def test_loads_with_one_launch_are_not_searched(experts):
     sizes = UNKNOWN._replace(experts=experts)
-    few = [pairs for pairs in range(1, 4 * experts) if tuning.default_shapes(H200, pairs, experts) is None]
+    few = [pairs for pairs in range(1, 4 * experts) if tuning.default_shapes(H200, pairs, sizes) is None]
     assert few
-    assert not {*few} & {*search.loads(H200, experts)}
+    assert not {*few} & {*search.loads(H200, sizes)}
     tune(sizes)
     assert {tuning.shapes(H200, pairs, sizes) for pairs in few} == {None}
 
@@ -85,7 +86,7 @@ def test_when_time_is_up_the_remaining_loads_keep_the_tables_shapes():
     rules = choose_rules(until=2, clock=lambda: next(moments))
     pairs = [(rule["gate_up"], rule["down"]) for rule in rules]
     assert pairs[:2] == [(3, 5), (3, 5)]
-    assert pairs[2:] == [tuning.default_shapes(H200, load, 16) for load in search.loads(H200, 16)[2:]]
+    assert pairs[2:] == [tuning.default_shapes(H200, load, UNKNOWN) for load in search.loads(H200, UNKNOWN)[2:]]
 
 
 def test_the_cost_model_offers_narrow_tiles_for_few_tokens_and_wide_ones_for_many():
@@ -154,7 +155,7 @@ def test_without_a_search_the_tables_shapes_stay(reason, monkeypatch):
         monkeypatch.setattr(search, "timer", lambda *_: full)
     tune(sizes)
     assert tuning._adopted == {}
-    assert tuning.shapes(H200, 64, sizes) == tuning.default_shapes(H200, 64, sizes.experts)
+    assert tuning.shapes(H200, 64, sizes) == tuning.default_shapes(H200, 64, sizes)
 
 
 def test_another_value_of_the_variable_is_refused(monkeypatch):

@@ -16,11 +16,14 @@ def test_every_load_has_shapes_that_exist_and_hold_at_least_a_quarter_of_an_expe
 
 
 @pytest.mark.parametrize(
-    ("pairs", "experts", "one_launch"),
-    [(4, 128, True), (64, 128, True), (77, 128, False), (32, 16, True), (33, 16, False), (4, 1, False), (2, 1, True)],
-)
-def test_few_pairs_take_one_launch_unless_an_expert_would_get_many_tiles(pairs, experts, one_launch):
-    assert (tuning.default_shapes("NVIDIA H200", pairs, experts) is None) == one_launch
+    ("pairs", "experts", "intermediate", "one_launch"),
+    [(4, 128, 2880, True), (64, 128, 2880, True), (77, 128, 2880, False), (32, 16, 2048, True), (33, 16, 2048, False),
+     (4, 1, 2880, False), (2, 1, 2880, True), (256, 128, 768, True), (256, 128, 2048, False), (257, 256, 768, False),
+     (129, 64, 768, False)],
+)  # fmt: skip
+def test_few_pairs_take_one_launch_unless_an_expert_would_get_many_tiles(pairs, experts, intermediate, one_launch):
+    sizes = tuning.LaidOut(experts, 2048, intermediate)
+    assert (tuning.default_shapes("NVIDIA H200", pairs, sizes) is None) == one_launch
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,12 @@ def tune(device: torch.device, sizes: LaidOut, widths: Sequence[int], layer: Lay
     tuning.adopt(name, sizes, rules)
 
 
-def loads(device: str, experts: int) -> list[int]:
-    """Return the numbers of pairs to time for a layer of `experts`: those with one launch for each product."""
+def loads(device: str, sizes: LaidOut) -> list[int]:
+    """Return the numbers of pairs to time for layers of `sizes`: those with one launch for each product."""
     doubled = itertools.accumulate(itertools.repeat(2), operator.mul, initial=SMALLEST_SHARE)
-    many = (int(experts * share) for share in itertools.takewhile(lambda share: share <= LARGEST_SHARE, doubled))
+    many = (int(sizes.experts * share) for share in itertools.takewhile(lambda share: share <= LARGEST_SHARE, doubled))
     timed = (pairs for pairs in many if 1 <= pairs <= MOST_PAIRS)
-    return [pairs for pairs in timed if tuning.default_shapes(device, pairs, experts) is not None]
+    return [pairs for pairs in timed if tuning.default_shapes(device, pairs, sizes) is not None]
 
 
 def candidates(pairs: int, experts: int, widths: Sequence[int]) -> list[int]:
@@ -122,10 +122,10 @@ def choose(
     clock: Callable[[], float] = time.monotonic,
 ) -> tuning.Rules:
     """Return rules for every load, timed by `timed`; once `clock` reaches `until`, loads keep the table's shapes."""
-    numbers = loads(device, sizes.experts)
+    numbers = loads(device, sizes)
     best = []
     for pairs in numbers:
-        usual = tuning.default_shapes(device, pairs, sizes.experts)
+        usual = tuning.default_shapes(device, pairs, sizes)
         if usual is not None:
             best.append(usual if clock() >= until else _fastest(pairs, sizes.experts, widths, usual, timed))
     bounds = [int(math.sqrt(low * high)) for low, high in itertools.pairwise(numbers)]

@@ -24,7 +24,7 @@ _adopted: dict[tuple[str, LaidOut], Rules] = {}
 
 def shapes(device: str, pairs: int, sizes: LaidOut) -> Pair | None:
     """Return both products' shapes for `pairs` of token and expert in a layer of `sizes`; None means one launch."""
-    usual = default_shapes(device, pairs, sizes.experts)
+    usual = default_shapes(device, pairs, sizes)
     rules = _adopted.get((device, sizes))
     if usual is None or rules is None:
         return usual
@@ -32,9 +32,9 @@ def shapes(device: str, pairs: int, sizes: LaidOut) -> Pair | None:
     return rule["gate_up"], rule["down"]
 
 
-def default_shapes(device: str, pairs: int, experts: int) -> Pair | None:
-    """Return the table's shapes for `pairs` of token and expert among `experts`, for any sizes of the layer."""
-    rule = _choose(_rules("hopper", device), pairs, experts)
+def default_shapes(device: str, pairs: int, sizes: LaidOut) -> Pair | None:
+    """Return the table's shapes for `pairs` of token and expert in a layer of `sizes`, without a search's result."""
+    rule = _choose(_rules("hopper", device), pairs, sizes.experts, sizes.intermediate)
     return None if rule.get("whole_layer") else (rule["gate_up"], rule["down"])
 
 
@@ -63,10 +63,11 @@ def _fields(kernel: str, device: str, pairs: int, experts: int) -> dict[str, Any
     return {key: value for key, value in rule.items() if key not in ("pairs", "pairs_per_expert")}
 
 
-def _choose(rules: Rules, pairs: int, experts: int) -> dict[str, Any]:
-    """Return the first rule whose limits on `pairs` and `pairs_per_expert` hold; the last rule has no limits."""
+def _choose(rules: Rules, pairs: int, experts: int, intermediate: int = 0) -> dict[str, Any]:
+    """Return the first rule whose limits (`pairs`, `pairs_per_expert`, `intermediate`) hold; the last has no limits."""
     for rule in rules:
-        if pairs <= rule.get("pairs", pairs) and pairs <= rule.get("pairs_per_expert", pairs) * experts:
+        of_expert, width = rule.get("pairs_per_expert", pairs), rule.get("intermediate", intermediate)
+        if pairs <= rule.get("pairs", pairs) and pairs <= of_expert * experts and intermediate <= width:
             return rule
     return rules[-1]
 
