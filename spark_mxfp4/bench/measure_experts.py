@@ -21,17 +21,29 @@ import triton
 from common import LAYERS, ceilings, count_of, figures, output_file, print_row, token_counts
 from spark_mxfp4.experts import GPT_OSS, SILU, Activation, ExpertWeights, TopK
 from spark_mxfp4.kernels import hopper
-from spark_mxfp4.kernels.check import MODELS, OTHERS, LayerSizes, error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.check import (
+    MODELS,
+    OTHERS,
+    ROUTINGS,
+    LayerSizes,
+    error,
+    random_routing,
+    random_weights,
+    reference,
+)
 from spark_mxfp4.kernels.gpu import GpuKernel
 from spark_mxfp4.kernels.timing import REPLAYS, Layer, graph_time
 
 MOST_SHARE = 4.0  # `tune` times the kernel of a whole layer up to this many tokens per expert
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-Peer = Callable[[LayerSizes, tuple[int, ...], Activation], list[dict[str, Any]]]
+PeerArguments = tuple[LayerSizes, tuple[int, ...], Activation, str]  # the last: a kind of `random_routing`
+Peer = Callable[[LayerSizes, tuple[int, ...], Activation, str], list[dict[str, Any]]]
 
 
-def measure_ours(model: LayerSizes, tokens: tuple[int, ...], activation: Activation) -> list[dict[str, Any]]:
+def measure_ours(
+    model: LayerSizes, tokens: tuple[int, ...], activation: Activation, routing: str
+) -> list[dict[str, Any]]:
     """Check and time our layer for each number of tokens."""
     kernel = GpuKernel()
 
@@ -45,7 +57,7 @@ def measure_ours(model: LayerSizes, tokens: tuple[int, ...], activation: Activat
     rows = []
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
-        routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
+        routes = [random_routing(number, model.experts, model.top_k, routing) for _ in range(LAYERS)]
         touched = statistics.mean(len(set(ids.flatten().tolist())) for ids, _ in routes)
         computed = kernel.run(x, layers[-1], *routes[-1], activation=activation)
         deviation = error(computed, reference(x, plain, *routes[-1], activation=activation))
@@ -115,13 +127,11 @@ def cutlass_peer() -> Peer:
     return peer_cutlass.measure
 
 
-def measure_peer(
-    name: str, load: Callable[[], Peer], model: str, tokens: tuple[int, ...], activation: Activation
-) -> dict[str, Any]:
+def measure_peer(name: str, load: Callable[[], Peer], model: str, arguments: PeerArguments) -> dict[str, Any]:
     """Return a peer's rows for `model` under the key `name`, or its error under `name`_failed."""
     torch.cuda.empty_cache()
     try:
-        return {name: load()((MODELS | OTHERS)[model], tokens, activation)}
+        return {name: load()(*arguments)}
     except Exception as failure:  # noqa: BLE001 - another's kernels: our figures outlive whatever they raise
         why = f"{type(failure).__name__}: {failure}"
         sys.stdout.write(f"{name} failed for {model} · {why}\n")
@@ -161,6 +171,7 @@ def main() -> None:
     flags.add_argument(
         "--experts", default="", help="only models with these numbers of experts, separated by commas; default: all"
     )
+    flags.add_argument("--routing", choices=ROUTINGS, default="even", help="one: every token to the same experts")
     flags.add_argument("--silu", action="store_true", help="layers of other families: plain SiLU, no biases")
     arguments = flags.parse_args()
     activation, known = (SILU, OTHERS) if arguments.silu else (GPT_OSS, MODELS)
@@ -173,7 +184,8 @@ def main() -> None:
     tokens = arguments.tokens
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "cuda": torch.version.cuda, "layers_in_turn": LAYERS, "replays": REPLAYS, "ceilings": ceilings(),
+        "cuda": torch.version.cuda, "routing": arguments.routing, "layers_in_turn": LAYERS, "replays": REPLAYS,
+        "ceilings": ceilings(),
     }  # fmt: skip
 
     def save() -> None:
@@ -187,11 +199,11 @@ def main() -> None:
         rows = result["models"] = {name: model._asdict() for name, model in models.items()}
         for name, model in models.items():
             print_row(name, model._asdict())
-            rows[name]["ours"] = measure_ours(model, tokens, activation)
+            rows[name]["ours"] = measure_ours(model, tokens, activation, arguments.routing)
             save()
         for title, load in peers(arguments).items():
-            for name in models:
-                rows[name] |= measure_peer(title, load, name, tokens, activation)
+            for name, model in models.items():
+                rows[name] |= measure_peer(title, load, name, (model, tokens, activation, arguments.routing))
                 save()
     result["ceilings_after"] = ceilings()
     save()

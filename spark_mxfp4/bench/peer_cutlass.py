@@ -36,7 +36,7 @@ class CutlassLayer(NamedTuple):
     activation: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # alpha, beta, limit: float32 [E] each
 
 
-def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation) -> list[dict[str, Any]]:
+def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation, routing: str) -> list[dict[str, Any]]:
     """Check and time one call of `cutlass_fused_moe` for each number of tokens, with tactics chosen beforehand.
 
     The time is that of the whole call: sorting, both products with the activation, weighted sum. It does not include
@@ -50,18 +50,23 @@ def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation) 
     tuner, most = AutoTuner.get(), max(tokens)
     tuner.warmup, tuner.repeat = WARMUPS, REPEATS
     with autotune(True, tuning_buckets=tokens):
-        run(padded(_inputs(most, model)), layers[-1], *random_routing(most, model.experts, model.top_k))
+        run(padded(_inputs(most, model)), layers[-1], *random_routing(most, model.experts, model.top_k, routing))
     with autotune(False, tuning_buckets=tokens):
-        return [_measured(model, number, layers, plain, activation) for number in tokens]
+        routes = {n: [random_routing(n, model.experts, model.top_k, routing) for _ in layers] for n in tokens}
+        return [_measured(model, routes[number], layers, plain, activation) for number in tokens]
 
 
 def _measured(
-    model: LayerSizes, number: int, layers: list[CutlassLayer], plain: ExpertWeights, activation: Activation
+    model: LayerSizes,
+    routes: list[tuple[torch.Tensor, torch.Tensor]],
+    layers: list[CutlassLayer],
+    plain: ExpertWeights,
+    activation: Activation,
 ) -> dict[str, Any]:
-    """Return the row of `number` tokens; `plain` are the last layer's weights as in the checkpoint."""
+    """Return the row of the tokens of `routes`; `plain` are the last layer's weights as in the checkpoint."""
+    number = len(routes[0][0])
     x = _inputs(number, model)
     wide = padded(x)
-    routes = [random_routing(number, model.experts, model.top_k) for _ in layers]
     touched = statistics.mean(len(set(ids.flatten().tolist())) for ids, _ in routes)
     computed = run(wide, layers[-1], *routes[-1])[:, : model.hidden]
     deviation = error(computed, reference(x, plain, *routes[-1], activation=activation))

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 import triton_kernels.matmul_ogs_details.opt_flags as options
 import triton_kernels.swiglu
+from triton_kernels import routing as their_routing
 from triton_kernels.matmul_ogs import FlexCtx, FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs
 from triton_kernels.numerics import InFlexData
-from triton_kernels.routing import routing, routing_torch
 from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
 from triton_kernels.tensor_details import layout
 
 import common
 from spark_mxfp4.experts import GPT_OSS, Activation, Projection
 from spark_mxfp4.kernels import timing
-from spark_mxfp4.kernels.check import LayerSizes, random_weights
+from spark_mxfp4.kernels.check import LayerSizes, random_scores, random_weights
 
 Prepared = tuple[Any, Any, torch.Tensor | None]  # weights, precision with the scales, bias
 
 
-def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation) -> list[dict[str, Any]]:
+def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation, routing: str) -> list[dict[str, Any]]:
     """Time both products for each number of tokens; the sorting before them is not in its time, in ours it is.
 
     Its SwiGLU always adds 1 to the linear half, so its numbers for plain SiLU are wrong and their time is right.
@@ -37,11 +37,11 @@ def measure(model: LayerSizes, tokens: tuple[int, ...], activation: Activation) 
     specs = FnSpecs("swiglu", triton_kernels.swiglu.swiglu_fn, ("alpha", "limit"))
     fused = FusedActivation(specs, (activation.alpha, activation.limit), 2)
     # Its routing kernels compile for a power of two only. The routing's own reference in torch has the same result.
-    route = routing if model.top_k.bit_count() == 1 else routing_torch
+    route = their_routing.routing if model.top_k.bit_count() == 1 else their_routing.routing_torch
     rows = []
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
-        routes = [route(torch.randn(number, model.experts, device="cuda"), model.top_k) for _ in layers]
+        routes = [route(random_scores(number, model.experts, routing), model.top_k) for _ in layers]
         touched = statistics.mean(int((data.expt_hist > 0).sum()) for data, _, _ in routes)
 
         def once(i: int, x: torch.Tensor = x, routes: list[Any] = routes) -> None:

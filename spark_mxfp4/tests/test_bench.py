@@ -81,9 +81,7 @@ def test_a_failed_peer_is_recorded_and_our_rows_stay(tmp_path, monkeypatch):
     for name, value in {"is_available": True, "get_device_name": "a GPU", "empty_cache": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(measure_experts, "ceilings", lambda: {"copy_gbs": 1.0})
-    monkeypatch.setattr(
-        measure_experts, "measure_ours", lambda model, tokens, activation: [{"tokens": n} for n in tokens]
-    )
+    monkeypatch.setattr(measure_experts, "measure_ours", lambda model, tokens, *_: [{"tokens": n} for n in tokens])
     monkeypatch.setitem(sys.modules, "peer_cutlass", None)
     run(monkeypatch, "measure_experts", "--output", tmp_path / "f.json", "--tokens", "1,8", "--experts", "32",
         "--peer-cutlass")  # fmt: skip

@@ -86,13 +86,16 @@ def random_routing(
     `even` draws all experts alike, `uneven` prefers a few so that others get no token, and `one` sends every token to
     the same experts.
     """
-    scores = torch.randn(tokens, experts, device=device)
-    if kind == "uneven":
-        scores += 4 * torch.linspace(1, 0, experts, device=device) ** 6
-    if kind == "one":
-        scores = torch.arange(experts, 0, -1, device=device).float().expand(tokens, experts)
-    ids = scores.topk(top_k, dim=1).indices.int()
+    ids = random_scores(tokens, experts, kind, device).topk(top_k, dim=1).indices.int()
     return ids, torch.softmax(torch.randn(tokens, top_k, device=device), dim=-1)
+
+
+def random_scores(tokens: int, experts: int, kind: str = "even", device: str | torch.device = "cuda") -> torch.Tensor:
+    """Return a router's scores, float32 [T, E], for `random_routing`."""
+    if kind == "one":
+        return torch.arange(experts, 0, -1, device=device).float().repeat(tokens, 1)
+    scores = torch.randn(tokens, experts, device=device)
+    return scores + 4 * torch.linspace(1, 0, experts, device=device) ** 6 if kind == "uneven" else scores
 
 
 def reference(
