@@ -82,10 +82,7 @@ def ensure(env: Environment, pins: Pins) -> bool:
 
 
 def build_interpreter(stack: str, purpose: Literal["kernels", "vllm"]) -> Path:
-    """Make the environment in which a stack's `purpose`, kernels or vllm, is built; return its interpreter.
-
-    No server runs in it. Raises the errors of `ensure`.
-    """
+    """Make the environment that builds `purpose`, kernels or vllm; return its interpreter. Raises as `ensure`."""
     table = load()
     env = Environment(table.image(stack).environments[purpose])
     ensure(env, table)

@@ -302,10 +302,7 @@ def run_audit(
     output: Path | None = None,
     foreign: bool = False,
 ) -> None:
-    """Audit, print the table to stdout, write the JSON to `output`. Raises AuditError if a rule is broken.
-
-    Raises UsageError if there is nothing to audit.
-    """
+    """Audit, print the table, write JSON to `output`. Raises AuditError for a broken rule, UsageError for no file."""
     report = audit_files(paths, tools=tools, modules=modules, machine=machine, foreign=foreign)
     if not (report.binaries or report.wheels or report.violations):
         places = ", ".join(map(str, paths))
@@ -342,10 +339,7 @@ def table(report: AuditReport, capability: str) -> Table:
 
 
 def audit_patched(paths: Sequence[Path]) -> list[AuditedWheel]:
-    """Compare every patched wheel among `paths`, and every package with a patched wheel's version, with the lock.
-
-    Raises InputError for a malformed lock.
-    """
+    """Compare wheels among `paths` and installed packages that we patch with the lock. Raises InputError."""
     lock: Mapping[str, PatchedFile] | None = None
     audited = list[AuditedWheel]()
     candidates = list[Path]()

@@ -43,10 +43,7 @@ class Shapes:
 
 
 def count(kernels: Iterable[tuple[str, bytes]]) -> tuple[list[Shapes], dict[int, bytes]]:
-    """Return each kernel's shapes, and one real instruction of each shape, from kernels' names and code.
-
-    Raises ValueError for more shapes than any compiler makes.
-    """
+    """Return each kernel's shapes and a real instruction of each shape. Raises ValueError for too many shapes."""
     counted_kernels, samples = [], dict[int, bytes]()
     for name, code in kernels:
         packed = shapes(code)
@@ -72,10 +69,7 @@ class Decoder:
     watched: dict[int, str] = field(default_factory=dict)
 
     def learn(self, samples: Mapping[int, bytes]) -> None:
-        """Let nvdisasm read the samples of new shapes in one call, which takes 0.3 s for 1 or 1000 shapes.
-
-        Raises ProcessError if it fails.
-        """
+        """Let nvdisasm read the samples of new shapes in one call, which takes 0.3 s. Raises ProcessError."""
         new = {shape: code for shape, code in samples.items() if shape not in self.known}
         if not new:
             return

@@ -24,10 +24,7 @@ LN2 = math.log(2)
 
 @dataclass(frozen=True)
 class Score:
-    """A text's score: `total` is the sum of natural logprobs over `tokens` tokens of `size` bytes.
-
-    `faults` describe implausible answers; a score with faults is invalid.
-    """
+    """`total`: sum of natural logprobs over `tokens` tokens of `size` bytes; with `faults` it is invalid."""
 
     total: float
     tokens: int
@@ -79,10 +76,7 @@ def tokenize(endpoint: Endpoint, text: str) -> list[int]:
 
 
 def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
-    """Return the logprobs of a prompt's tokens except the first, from an answer with one generated token.
-
-    A missing logprob is NaN. Raises ServerError if the answer has none.
-    """
+    """Return a prompt's logprobs but the first, from an answer of one token; NaN if missing. Raises ServerError."""
     try:
         values = answer["choices"][0]["logprobs"]["token_logprobs"]
         generated = int(answer["usage"]["completion_tokens"])

@@ -115,10 +115,7 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
 
 
 def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
-    """Return the stack that a plan serves, the model's id, and the server's arguments after the profile's.
-
-    Raises UsageError, InputError, EngineError.
-    """
+    """Return the stack that a plan serves, the model's id, and the server's arguments after the profile's."""
     if plan.device not in CONTAINERS:
         model_id = served_name(paths.typed(plan.model).absolute()) if plan.model else server_settings.TINY_ID
         read_arguments = in_environment.vllm_arguments if plan.device == EMBEDDED else server_settings.arguments
@@ -129,10 +126,7 @@ def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _end_running_server(plan: StartPlan, *, may_end: bool) -> None:
-    """End the running server if that is allowed, and a server that a killed bake-off left.
-
-    Raises ServerError, and UsageError for an unusable port.
-    """
+    """End the running server if that is allowed. Raises ServerError, and UsageError for an unusable port."""
     server = record.read()
     if server is None or not server.alive:
         launch.check_free(plan.port)

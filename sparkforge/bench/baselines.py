@@ -52,10 +52,7 @@ class Reference(Record):
     weights_sha256: str = ""
 
     def metrics(self, factor: float) -> dict[str, float]:
-        """Return the figures for `factor` times its nats.
-
-        All limits are derived from one sum, so they agree with each other.
-        """
+        """Return the figures for `factor` times its nats: all limits come from one sum, so they agree."""
         return Score(-self.nats * factor, self.tokens, self.size).metrics
 
 
@@ -119,10 +116,7 @@ class Competition(Record):
 
 
 class Baselines(Record):
-    """The whole file. `sweeps` are the concurrencies to run by shape, isl/osl.
-
-    `default_texts` are the default texts, by pattern of the model's name.
-    """
+    """The whole file. `sweeps` are concurrencies by isl/osl, `default_texts` texts by pattern of the model's name."""
 
     schema_version: Literal[1] = Field(alias="schema")
     sweeps: dict[str, list[int]]

@@ -55,10 +55,7 @@ def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage
 
 
 def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
-    """Score the text and ask the canaries; return the verdict.
-
-    Raises BenchmarkError if there is no threshold for this model and text.
-    """
+    """Score the text, ask the canaries, and return the verdict. Raises BenchmarkError without a threshold for them."""
     threshold = baselines.threshold(endpoint.model, text.name)
     if threshold is None:
         failure = f"no threshold is known for {endpoint.model} on {text.name}"

@@ -57,10 +57,7 @@ def run(endpoint: Endpoint, config: Config, text: str, seconds: float, progress:
 
 
 def draw_prompts(endpoint: Endpoint, config: Config, text: str, count: int, seed: int) -> list[Prompt]:
-    """Return `count` prompts drawn with `seed`: the tokens of `text` in random order, so that every id is valid.
-
-    Raises ServerError for a server that does not tokenize.
-    """
+    """Return `count` prompts drawn with `seed`: `text`'s tokens in random order, all valid ids. Raises ServerError."""
     rng = random.Random(seed)  # noqa: S311 (a load, no secret)
 
     def length(tokens: int) -> int:

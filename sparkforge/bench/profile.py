@@ -50,10 +50,7 @@ class TraceProfile(Record):
 
 
 def main(flags: Mapping[str, str]) -> None:
-    """Profile a server or, with `trace`, read an existing trace; print and write the result.
-
-    Raises UsageError, ServerError, and InputError for a file that is not a trace.
-    """
+    """Profile a server or read the trace `trace`; print and write it. Raises UsageError, ServerError, InputError."""
     stamp, output = f"{datetime.now(UTC):%Y%m%d_%H%M%S}", batch.output_folder(flags.get("output", ""))
     if flags.get("trace"):
         path, folder = Path(flags["trace"]), output / f"profile_{stamp}"
@@ -62,7 +59,18 @@ def main(flags: Mapping[str, str]) -> None:
         with locked(paths.state() / "bench.lock", "run a benchmark beside another"):
             profile, folder = measure(flags, output, stamp)
     write_json(folder / "profile.json", profile.model_dump(mode="json"))
-    print_profile(profile)
+    breakdown = profile.breakdown
+    of = PROCESSORS[breakdown.processor]
+    parts = Table("part", "%", "ms", "what it is", title=f"parts, waiting included · {of}", box=SIMPLE)
+    for group in breakdown.groups:
+        parts.add_row(group.name, format_figure(group.share * 100), format_figure(group.ms), group.about)
+    heaviest = breakdown.operators[:HEAVIEST]
+    title = f"heaviest operators, {len(heaviest)} of {len(breakdown.operators)}, without the time of what they call"
+    operators = Table("operator", "part", "%", "ms", "calls", title=f"{title} · {of}", box=SIMPLE)
+    for row in heaviest:
+        name = row.name if len(row.name) <= LONGEST_NAME else f"{row.name[: LONGEST_NAME - 1]}…"
+        operators.add_row(name, row.group, format_figure(row.share * 100), format_figure(row.ms), str(row.calls))
+    console().print(parts, operators)
     echo(str(folder))
 
 
@@ -134,10 +142,7 @@ def collect(server: Server) -> Path:
 
 
 def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
-    """Move the profiler's files with `prefix` to `target`; return the workers' traces by rank.
-
-    Raises ServerError if there is none.
-    """
+    """Move the profiler's files with `prefix` to `target`; return the traces by rank. Raises ServerError for none."""
     written = sorted(source.glob(f"{prefix}*"))
     target.mkdir(parents=True, exist_ok=True)
     files = [Path(shutil.move(file, target / file.name)) for file in written]
@@ -146,19 +151,3 @@ def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
         why = f"nothing in {source} begins with {prefix}"
         raise ServerError("the profiler wrote no trace", why, "./inv logs", code="server.reply")
     return traces
-
-
-def print_profile(profile: TraceProfile) -> None:
-    """Print the parts of the model and the heaviest operators as tables."""
-    breakdown = profile.breakdown
-    of = PROCESSORS[breakdown.processor]
-    parts = Table("part", "%", "ms", "what it is", title=f"parts, waiting included · {of}", box=SIMPLE)
-    for group in breakdown.groups:
-        parts.add_row(group.name, format_figure(group.share * 100), format_figure(group.ms), group.about)
-    heaviest = breakdown.operators[:HEAVIEST]
-    title = f"heaviest operators, {len(heaviest)} of {len(breakdown.operators)}, without the time of what they call"
-    operators = Table("operator", "part", "%", "ms", "calls", title=f"{title} · {of}", box=SIMPLE)
-    for row in heaviest:
-        name = row.name if len(row.name) <= LONGEST_NAME else f"{row.name[: LONGEST_NAME - 1]}…"
-        operators.add_row(name, row.group, format_figure(row.share * 100), format_figure(row.ms), str(row.calls))
-    console().print(parts, operators)

@@ -56,10 +56,7 @@ def check(flags: Mapping[str, Any], model: str, longest: int) -> tuple[list[Conf
 
 
 def run_gate(flags: Mapping[str, Any]) -> Gate:
-    """Run the gate alone and print it; with `record`, without a threshold. Raises BenchmarkError.
-
-    With `fetch_text` its text is fetched first. Raises the errors of `text.fetch`.
-    """
+    """Run the gate alone and print it, after `fetch_text`; with `record` without a threshold. Raises BenchmarkError."""
     if source := flags.get("fetch_text"):
         text.fetch(source)
     prepared = prepare(flags)
@@ -94,10 +91,7 @@ def run_benchmark(flags: Mapping[str, Any]) -> None:
 
 
 def measure(flags: Mapping[str, Any], judge: Callable[[Gate], None] = gate.require) -> RunOutcome:
-    """Run the gate, then every configuration, and print them. Raises BenchmarkError before any load.
-
-    `judge` raises for a passed gate that its caller does not accept.
-    """
+    """Run the gate, which `judge` may also refuse, then every configuration, and print them. Raises BenchmarkError."""
     prepared = prepare(flags)
     configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint)
     limit, name = prepared.settings.number("limit"), _file_name(prepared.settings, configs)

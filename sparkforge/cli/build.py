@@ -30,10 +30,7 @@ IMAGE = "an image's name, if it is not the stack's; or the path of an OCI layout
 
 
 def chosen_stack(name: str) -> str:
-    """Return the stack that a user named, on the command line or by SPARKFORGE_STACK, or the default one.
-
-    Raises InputError if pins.toml does not have it.
-    """
+    """Return the stack of the command line or SPARKFORGE_STACK, or the default one. Raises InputError if unknown."""
     from sparkforge import pins
 
     table = pins.load()
@@ -43,10 +40,7 @@ def chosen_stack(name: str) -> str:
 
 
 def chosen_jobs(jobs: str) -> str:
-    """Return how many compilers a user wants at once: by the option, or by the first of JOBS_VARIABLES that is set.
-
-    Raises UsageError if it is not a number.
-    """
+    """Return the compilers wanted at once, by --jobs or the first set of JOBS_VARIABLES. Raises UsageError."""
     name = "--jobs" if jobs != "auto" else next((name for name in JOBS_VARIABLES if os.environ.get(name)), "")
     text = jobs if jobs != "auto" else os.environ.get(name) or "auto"
     if text != "auto" and not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) > 0):

@@ -58,10 +58,7 @@ def require_way(way: str, machine: str = toolchain.THIS_MACHINE) -> None:
 
 
 def build(request: BuildRequest) -> dict[str, bool]:
-    """Run every stage, print a table, and return for each stage whether its artifact was made now.
-
-    Raises UsageError, and each stage's own errors.
-    """
+    """Run every stage, print a table, and return which artifacts are new. Raises UsageError and the stages' errors."""
     require_way(request.way)
     jobs.parse_limit(request.jobs)
     if not pins.load().image(request.stack).kernels:

@@ -50,10 +50,7 @@ LAUNCHERS = ("FLASHINFER_NVCC_LAUNCHER", "FLASHINFER_CXX_LAUNCHER", "CMAKE_CUDA_
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Every program that a build starts, with absolute paths; `machine` is the target (as `uname -m`).
-
-    `versions` has the versions of nvcc, c++, glibc, ninja and ccache.
-    """
+    """Every program of a build, absolute, for `machine` (`uname -m`); versions of nvcc, c++, glibc, ninja, ccache."""
 
     home: Path  # CUDA_HOME
     origin: str  # "CUDA_HOME", "PATH" or "locked wheels"

@@ -101,10 +101,7 @@ class _SafeConsole(Console):
 
 @cache
 def console() -> Console:
-    """Return the console on stderr; plain text if stderr is not a terminal or NO_COLOR is set.
-
-    It interprets neither markup nor emoji codes, because texts may come from a server.
-    """
+    """Return the console on stderr: plain without a terminal or with NO_COLOR, never markup or emoji from a text."""
     return _SafeConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 

@@ -104,10 +104,7 @@ def sweep_temporaries(folder: Path, pattern: str) -> int:
 
 
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> None:
-    r"""Replace `path` by `data` (text as UTF-8) in one step.
-
-    A lone surrogate, as in a file name that is not UTF-8, is written as `\udcff`, which JSON reads back.
-    """
+    """Replace `path` by `data` in one step; text is UTF-8, with a lone surrogate as the escape that JSON reads back."""
     with atomic_file(path, mode=mode) as file:
         file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 

@@ -58,10 +58,7 @@ def measure(root: Path = Path("/")) -> Machine:
 
 
 def largest_process(least: int = GIB) -> str:
-    """Name the process with the most memory among those that we may see: "python3 (pid 12), 8.1 GiB".
-
-    Empty if none holds `least` bytes; stopping smaller ones helps little.
-    """
+    """Name the process with the most memory that we may see: "python3 (pid 12), 8.1 GiB"; empty below `least` bytes."""
     sizes = [
         (process.info["memory_info"].rss, process.info["name"], process.pid)
         for process in psutil.process_iter(["name", "memory_info"])

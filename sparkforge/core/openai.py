@@ -233,10 +233,7 @@ class Endpoint:
         return Served(name, offered[name])
 
     def wait_until_serving(self, deadline: float, alive: Callable[[], bool]) -> bool:
-        """Wait for health, then for one token; False if `alive()` ends or `deadline` (monotonic) passes before.
-
-        Raises ServerError if the server is healthy but cannot generate.
-        """
+        """Wait for health, then one token; False if `alive()` ends or `deadline` passes. Raises ServerError."""
         if not wait_until(self.healthy, deadline, alive):
             return False
         self.first_token(max(1.0, deadline - time.monotonic()))
@@ -298,10 +295,7 @@ def _reply_error(problem: str, why: str, length: int = 300) -> ServerError:
 
 
 def metric_values(text: str, names: Collection[str]) -> dict[str, list[float]]:
-    """Return the finite values of each metric in `names`, one for each set of labels.
-
-    Raises one of MALFORMED for lines that are not metrics.
-    """
+    """Return the finite values of each metric in `names`, one for each set of labels. Raises one of MALFORMED."""
     lines = [line for line in text.splitlines() if line.startswith(tuple(names)) and len(line) < LONGEST]
     values_by_name: dict[str, list[float]] = {}
     for family in text_string_to_metric_families("\n".join(lines)):

@@ -157,10 +157,7 @@ def environment(name: str) -> Path:
 
 
 def typed(text: str | Path) -> Path:
-    """Return the path that a user typed, with its `~` expanded.
-
-    Raises UsageError for the home of an unknown user.
-    """
+    """Return the path that a user typed, with its `~` expanded. Raises UsageError for an unknown user."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

@@ -78,10 +78,7 @@ def run_unchecked(
 
 @contextmanager
 def _running(command: Sequence[str | Path], fix: str = "", **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program; if an exception or a signal ends the block, end it and all that it has started.
-
-    Raises ProcessError if it cannot be started.
-    """
+    """Start a program; if an exception ends the block, end it and all that it has started. Raises ProcessError."""
     with ExitStack() as stack:
         with interrupt.held():
             process = stack.enter_context(_started(command, fix, **options))
@@ -102,19 +99,13 @@ def _started(command: Sequence[str | Path], fix: str = "", **options: Any) -> su
 
 
 def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> int:
-    """Run `command` with our own stdin, stdout and stderr and return its exit code. `env` is added to ours.
-
-    Raises ProcessError if it cannot be started.
-    """
+    """Run `command` with our streams and `env` added to ours; return its exit code. Raises ProcessError."""
     with _running(command, cwd=cwd, env={**os.environ, **env}) as process:
         return process.wait()
 
 
 def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, None]:
-    """Run `command` and yield what it prints to stdout and stderr, as it comes; it ends when the caller stops reading.
-
-    Raises ProcessError if it cannot be started.
-    """
+    """Run `command`, yield what it prints, and end it when the caller stops reading. Raises ProcessError."""
     decoder = getincrementaldecoder("utf-8")("replace")  # a piece can end in the middle of a character
     with _running(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0) as process:
         while process.stdout and (data := process.stdout.read(PIECE)):
@@ -231,10 +222,7 @@ class Usage:
 
 
 class Child:
-    """A program in a session of its own, stdout and stderr in `log`, whose resource usage is read when it ends.
-
-    Raises ProcessError if it cannot be started.
-    """
+    """A program in its own session, printing to `log`; its usage is read when it ends. Raises ProcessError."""
 
     def __init__(self, command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> None:
         self._process = _detached(command, log, "wb", env={**os.environ, **env}, cwd=cwd)
@@ -256,10 +244,7 @@ class Child:
 
 
 def resident_sizes(leaders: Iterable[int]) -> dict[int, int]:
-    """Return, for each session leader, the sum in bytes of the resident sizes in its session now.
-
-    Pages that several processes share count once for each of them.
-    """
+    """Return each leader's sum of resident bytes in its session; shared pages count once for each process."""
     sizes, page = dict.fromkeys(leaders, 0), os.sysconf("SC_PAGE_SIZE")
     for pid in psutil.pids():
         with suppress(OSError, ValueError):  # it may end while we look
@@ -306,10 +291,7 @@ def terminate(pids: Sequence[int]) -> None:
 
 
 def terminate_tree(pid: int, *, grace: float = GRACE_SECONDS) -> None:
-    """End a process and all that descend from it: SIGTERM, `grace` seconds, SIGKILL. Waits for their end.
-
-    Raises ProcessError if one of them may not be signalled.
-    """
+    """End a process and its descendants: SIGTERM, `grace` seconds, SIGKILL; wait for that. Raises ProcessError."""
     if _is_program(pid):
         _end(pid, grace, _tree)
 

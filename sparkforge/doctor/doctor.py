@@ -79,7 +79,14 @@ def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
     if as_json:
         echo_json(document(problems, evidence))
     else:
-        _print(problems, evidence)
+        for source in evidence.sources:
+            say(f"{'read' if source.read else 'not read'}: {source.name} · {one_line(source.note)}")
+        for line in lines(problems):
+            echo(line)
+        if not problems:
+            echo("nothing that is known to go wrong was found")
+        elif all(problem.severity is Severity.HARMLESS for problem in problems):
+            echo("none of this is a fault: the server runs with it")
     if archive:
         from sparkforge.doctor import support  # noqa: PLC0415 - only for an archive
 
@@ -91,10 +98,7 @@ def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
 
 
 def gather(log: str, state: str) -> Evidence:
-    """Return the evidence: a log alone if only that is named, else a state folder, the Docker engine and the machine.
-
-    Raises UsageError, StorageError.
-    """
+    """Return the evidence: one log, or state folder, Docker engine and machine. Raises UsageError, StorageError."""
     folder = paths.typed(state).absolute() if state else paths.state()
     if state and not folder.is_dir():
         raise UsageError(f"there is no folder {folder}", "--state names one like .sparkforge", "./inv doctor")
@@ -135,10 +139,7 @@ def examine(evidence: Evidence, known: Sequence[Signature]) -> list[Problem]:
 
 
 def ranked(problems: Sequence[Problem]) -> list[Problem]:
-    """Sort by severity, and causes before their effects; the order of discovery decides the rest.
-
-    A cause counts as severe as the worst that follows from it.
-    """
+    """Sort by severity, causes before effects, then by discovery. A cause is as severe as the worst of its effects."""
     linked = [problem.model_copy(update={"causes": _causes(problem, problems)}) for problem in problems]
     direct = {name: {cause for p in linked if p.id == name for cause in p.causes} for name in (p.id for p in linked)}
     roots = {name: causes - {name} for name, causes in direct.items()}  # direct and indirect causes
@@ -175,17 +176,6 @@ def lines(problems: Sequence[Problem]) -> Iterator[str]:
         if problem.causes:
             yield f"     follows from {', '.join(str(numbers[cause]) for cause in problem.causes)}, most likely"
         yield from (f"     read: {seen}" for seen in problem.seen)
-
-
-def _print(problems: Sequence[Problem], evidence: Evidence) -> None:
-    for source in evidence.sources:
-        say(f"{'read' if source.read else 'not read'}: {source.name} · {one_line(source.note)}")
-    for line in lines(problems):
-        echo(line)
-    if not problems:
-        echo("nothing that is known to go wrong was found")
-    elif all(problem.severity is Severity.HARMLESS for problem in problems):
-        echo("none of this is a fault: the server runs with it")
 
 
 def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem]:

@@ -60,10 +60,7 @@ class EvidenceSource:
 
 
 class Log:
-    """A log that is read once; its first and last bytes are kept.
-
-    `kind` says which program wrote it; `written` is the Unix time of its last change.
-    """
+    """A log that is read once, its ends kept. `kind` is the program that wrote it, `written` its Unix time."""
 
     def __init__(
         self, name: str, chunks: Callable[[], Iterator[bytes]], *, kind: str = OTHER, written: float = 0.0

@@ -116,11 +116,6 @@ class Signature(Record):
         """Whether it has a condition for the lines of a log."""
         return bool(self.line or self.exception or self.xid or self.cuda or self.code or self.signal)
 
-    @property
-    def is_cause(self) -> bool:
-        """Whether it can be the reason why a server died."""
-        return self.severity is Severity.FATAL and EVERY not in self.follows
-
     def match(self, line: Line) -> dict[str, str] | None:
         """Return the named groups of a line that shows this; None if the line is about something else."""
         if not self._reads(line) or (self.block and "next" not in line.parts):
@@ -178,7 +173,8 @@ def recognise(event: Event, known: Sequence[Signature]) -> tuple[list[Hit], Line
     decisive = event.decisive
     if decisive is None:  # what a start or download overcame is no reason why it failed
         hits = [hit for hit in hits if hit.signature.severity is not Severity.FATAL or not hit.line.harmless]
-    caused = any(hit.signature.is_cause and not hit.signature.alone for hit in hits)
+    fatal = [hit.signature for hit in hits if hit.signature.severity is Severity.FATAL]
+    caused = any(EVERY not in signature.follows and not signature.alone for signature in fatal)
     named = any(hit.line is decisive and hit.signature.severity is Severity.FATAL for hit in hits)
     unknown = None if caused or named or decisive is None or CONSEQUENCE.search(decisive.text) else decisive
     if caused or unknown:

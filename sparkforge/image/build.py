@@ -113,10 +113,7 @@ def commit() -> dict[str, str]:
 
 
 def expected(machine: str, *, stack: str) -> Mapping[str, Mapping[str, str]]:
-    """Return the contents that an image of this checkout must have: patch queues and the locked set, name → sha256.
-
-    `machine` is the image's: amd64 or arm64.
-    """
+    """Return what an image of this checkout for `machine` (amd64, arm64) must have: queues and lock, name → sha256."""
     lock = pins.load().image(stack).lock(devices.OCI_MACHINES[machine])
     return {
         "patches": {queue.name: queue.sha256 for _, queue in series.queues(pins.load(), stack)},

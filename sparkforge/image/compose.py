@@ -64,10 +64,7 @@ def files() -> list[Path]:
 
 
 def compose(*arguments: str | Path, more: Sequence[str] = ()) -> list[str | Path]:
-    """Return the arguments of `docker` for a Compose command on our files.
-
-    `more` are further files of the checkout, after ours and the user's.
-    """
+    """Return the arguments of `docker` for a Compose command on our files, the user's, and the checkout's `more`."""
     chosen = [*files(), *(paths.ROOT / name for name in more)]
     file_options: list[str | Path] = [option for path in chosen for option in ("--file", path)]
     return ["compose", "--project-name", project(), "--project-directory", paths.ROOT, *file_options, *arguments]
@@ -98,10 +95,7 @@ def resolve(env: Mapping[str, str]) -> Service:
 
 
 def resolved(env: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the whole project as Compose resolves it: every variable replaced, every path absolute.
-
-    `more` are further files of the checkout, after ours.
-    """
+    """Return the project as Compose resolves it, with the checkout's files `more` after ours. Raises EngineError."""
     text = docker(compose("config", "--format", "json", more=more), env=env if more else _named(env))
     try:
         return parse_object(text, "Compose's project", Project)
@@ -137,10 +131,7 @@ def service_of(document: Mapping[str, Any], port: int = 0) -> Service:
 
 
 def up(env: Mapping[str, str], log: Path, tell: Callable[[str], None], *, more: Sequence[str] = ()) -> None:
-    """Create and start the service's container; the image must be there. Output goes to `log`.
-
-    `more` are further files of the checkout, after ours.
-    """
+    """Create and start the service's container from its image; output goes to `log`. `more` are further files."""
     arguments = compose("up", "--detach", "--no-build", SERVICE, more=more)
     docker_logged(arguments, log, tell, env if more else _named(env))
 

@@ -97,10 +97,7 @@ def named(name: str) -> Checkout:
 
 
 def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
-    """Return the folder that holds the checkout's package; None if there is none, as in an empty mount.
-
-    Raises StorageError if the folder cannot be read.
-    """
+    """Return the folder that holds the checkout's package; None in an empty mount. Raises StorageError."""
     folder = sources / checkout.name
     try:
         for root in checkout.roots:
@@ -127,10 +124,7 @@ def use(checkouts: Sequence[Checkout], packages: Path, sources: Path = SOURCES, 
 
 
 def link_natives(checkout: Checkout, packages: Path, sources: Path = SOURCES) -> list[str]:
-    """Link the files that a build would have added to the checkout and that it lacks; return the links' paths.
-
-    Raises StorageError if the checkout cannot be written.
-    """
+    """Link the files that a build would add and the checkout lacks; return their paths. Raises StorageError."""
     root, installed = root_of(checkout, sources), packages / checkout.package
     if root is None or not installed.is_dir():
         return []

@@ -88,10 +88,7 @@ class State:
 
 @contextmanager
 def connected() -> Iterator[docker.DockerClient]:
-    """Open the engine that the `docker` command would use (DOCKER_HOST, else its context).
-
-    Raises EngineError for the SDK's errors.
-    """
+    """Open the engine that `docker` would use (DOCKER_HOST, else its context). Raises EngineError for its errors."""
     client = None
     try:
         client = docker.from_env(timeout=SECONDS, version="auto")

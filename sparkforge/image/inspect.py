@@ -227,10 +227,7 @@ def lines(attrs: Mapping[str, Any]) -> list[str]:
 
 
 def unaudited(manifest: Mapping[str, Any], report: bytes) -> list[str]:
-    """Return the faults of the audit in an image; empty if there are none.
-
-    The audit must have the hash in the manifest and no violation, and cover every compiled module.
-    """
+    """Return the audit's faults: another hash than in the manifest, a violation, or a module that it does not cover."""
     if hashlib.sha256(report).hexdigest() not in dict(manifest.get("audit") or {}).values():
         return ["its audit report is not the one that its manifest names"]
     audit = _parsed(report, Audit)
@@ -258,10 +255,7 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str) -> bytes:
-    """Return the file that a label names, read without running the image.
-
-    Raises IntegrityError if the image has no such label because another program or an old Sparkforge built it.
-    """
+    """Return the file that a label names, without running the image. Raises IntegrityError without the label."""
     path = labels(image.attrs).get(label, "")
     if not path:
         why = f"it has no label {label}"

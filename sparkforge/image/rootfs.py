@@ -97,10 +97,7 @@ class Tree:
 
 
 def install(tree: Tree, more: str = "") -> None:
-    """Make the tree from its lock, with patched wheels, and the lock `more`.
-
-    Raises the errors of `environments.fetch_wheels` and `locks.install`.
-    """
+    """Make the tree from its lock and the lock `more`. Raises as `environments.fetch_wheels` and `locks.install`."""
     table = pins.load()
     shutil.rmtree(tree.root, ignore_errors=True)
     # The distribution's interpreter, not the running environment's.

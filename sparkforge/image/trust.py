@@ -113,10 +113,7 @@ class Evidence:
 
 
 def policy() -> Trust | None:
-    """Return the policy of this checkout; None if there is none.
-
-    Raises InputError, and StorageError if another user can write it.
-    """
+    """Return the policy of this checkout, or None. Raises InputError, and StorageError if others can write it."""
     path = FILE
     try:
         status = path.stat()
@@ -180,10 +177,7 @@ def signatures(file: Path) -> list[Attached]:
 
 
 def require_file(file: Path) -> str:
-    """Return the sha256 of a bundle that a key of trust.toml signed; empty if nothing is demanded. Say which.
-
-    Raises the errors of `require_signed`.
-    """
+    """Return the sha256 of a signed bundle and say by whom; empty if none is demanded. Raises as `require_signed`."""
     attached = signatures(file)
     if not is_demanding():
         say(f"{file.name} {'has a signature, but no trust.toml names a trusted key' if attached else 'is unsigned'}")
@@ -226,10 +220,7 @@ def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
 
 
 def _signed_statement(entry: Attached, trust: Trust, known: set[str]) -> tuple[str, Statement]:
-    """Return the signer of a statement, and the statement, whose subject is one of `known`.
-
-    Raises ValueError otherwise.
-    """
+    """Return the signer and the statement, whose subject is one of `known`. Raises ValueError otherwise."""
     if entry.kind.startswith(keyless.BUNDLE):
         signer, payload = keyless.read_statement(entry.data, trust.workflows(), FILE.parent)
         document = parse_json(payload, "a statement")

@@ -39,10 +39,7 @@ def offline_environment() -> dict[str, str]:
 
 @cache
 def base_vocabulary() -> tuple[bytes, ...]:
-    """Return the bytes of the 199,998 base tokens, in the order of their ids.
-
-    Raises InputError if the installed openai_harmony is missing or holds another vocabulary.
-    """
+    """Return the bytes of the 199,998 base tokens by id. Raises InputError without the right openai_harmony."""
     tokens = tuple(_token_bytes(i) for i in range(BASE_TOKENS))
     digest = hashlib.sha256(_tiktoken_bytes(tokens)).hexdigest()
     if digest != VOCABULARY_SHA256:

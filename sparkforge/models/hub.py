@@ -210,10 +210,7 @@ def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:
 
 
 def _require_known(target: Path, work: Path, files: list[RemoteFile], repository: str) -> None:
-    """Raise InputError with the nearest recipe for an unknown family, or a config that contradicts the tensors.
-
-    A recipe's draft has no family, and passes.
-    """
+    """Raise InputError for an unknown family or a config that contradicts the tensors; a recipe's draft passes."""
     if models.draft_of(repository):
         return
     config, index = (next((f / name for f in (work, target) if (f / name).is_file()), work / name) for name in FIRST)

@@ -91,10 +91,7 @@ class Mirror:
             say(f"{self.folder} has no hashes ({NOTE}), so the files' structure is checked, not their bytes")
 
     def files(self) -> list[RemoteFile]:
-        """Return every file of the folder, with the sha256 in its note or in its link's target.
-
-        A small file without either is hashed.
-        """
+        """Return every file of the folder with its sha256: from its note or link, or of a small file's content."""
         files = [path for path in sorted(self.folder.iterdir()) if path.is_file() and path.name != NOTE]
         return [RemoteFile(path.name, path.stat().st_size, self._digest(path)) for path in files]
 

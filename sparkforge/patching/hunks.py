@@ -103,10 +103,7 @@ def refuse_folders(patch: str, files: Iterable[str]) -> None:
 
 
 def parse(patch: str, diff: str) -> tuple[FileChange, ...]:
-    """Read a unified diff with a/ and b/ prefixes; `patch` is the file's name for messages.
-
-    Raises PatchError for anything but plain changes of text files inside the tree.
-    """
+    """Read a unified diff of text files with a/ and b/ prefixes; `patch` is the file's name. Raises PatchError."""
     if not diff.endswith("\n"):
         raise refuse(patch, "is cut off: its last line does not end")
     for pattern, reason in REFUSED_LINES:

@@ -112,7 +112,15 @@ class Queue:
         if not name:
             raise _bad_series(directory, "the directory is not named <upstream>-<version>")
         patches = tuple(Patch.load(directory / entry) for entry in _series(directory))
-        return cls(name["upstream"], name["version"], patches, _installed(directory))
+        file = directory / "installed"
+        lines = _lines(directory, file) if file.is_file() else []
+        pairs = [line.split() for line in lines if line and not line.startswith("#")]
+        for parts in pairs:
+            if len(parts) != 2 or "/" in parts[0] or not all(map(unharmful, parts)):
+                raise _bad_series(
+                    directory, f"`installed` has a line other than `FOLDER FOLDER/INSIDE`: {' '.join(parts)}"
+                )
+        return cls(name["upstream"], name["version"], patches, {parts[0]: parts[1] for parts in pairs})
 
     def for_tree(self, tree: Path) -> Queue:
         """Return this queue with the paths of `tree`, because an installed package may have other folders."""
@@ -194,17 +202,6 @@ def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
     changes = tuple(replace(change, path=new_path(change.path)) for change in patch.changes)
     conditions = tuple(replace(condition, path=new_path(condition.path)) for condition in patch.drop_when)
     return replace(patch, changes=changes, drop_when=conditions)
-
-
-def _installed(directory: Path) -> dict[str, str]:
-    """Read `installed`, if it exists. Each line has a top folder of the source archive and its installed path."""
-    file = directory / "installed"
-    lines = _lines(directory, file) if file.is_file() else []
-    pairs = [line.split() for line in lines if line and not line.startswith("#")]
-    for parts in pairs:
-        if len(parts) != 2 or "/" in parts[0] or not all(map(unharmful, parts)):
-            raise _bad_series(directory, f"`installed` has a line other than `FOLDER FOLDER/INSIDE`: {' '.join(parts)}")
-    return {parts[0]: parts[1] for parts in pairs}
 
 
 def _series(directory: Path) -> list[str]:

@@ -51,10 +51,7 @@ def uv_environment() -> Mapping[str, str]:
 
 
 def replace(text: str, replaced: Mapping[str, str]) -> str:
-    """Return a locked set with other requirement lines for the packages in `replaced`; markers stay.
-
-    Raises InputError for a package that the set lacks.
-    """
+    """Return a locked set with other lines for the packages in `replaced`; markers stay. Raises InputError."""
     for package, line in replaced.items():
         requirement, _, hashes = line.partition(" ")
         text, count = re.subn(

@@ -95,7 +95,14 @@ def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> Pat
 
     Raises IntegrityError, which names the difference: upstream's wheel, another revision, or another RECORD.
     """
-    wheels = _wheels(installed.name, lock)
+    wheels = []
+    for wheel in lock.values():
+        try:
+            distribution, version, _, _ = parse_wheel_filename(wheel.file)
+        except InvalidWheelFilename:  # a source archive
+            continue
+        if distribution == installed.name:
+            wheels.append((wheel, version))
     candidates = [wheel for wheel, version in wheels if version == _version(installed.version)]
     name = f"{installed.name} {installed.version}"
     if not is_patched(installed.version):
@@ -119,18 +126,6 @@ def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> Pat
 def differences(installed: Installed, changes: ImageChanges) -> list[str]:
     """Return the files that differ from RECORD and from the changes of the image's build, as `path: change`."""
     return installed.differences(left_out=changes.left_out, compiled=changes.compiled, added=ADDED_LATER)
-
-
-def _wheels(name: str, lock: Mapping[str, PatchedFile]) -> list[tuple[PatchedFile, Version]]:
-    wheels = []
-    for wheel in lock.values():
-        try:
-            distribution, version, _, _ = parse_wheel_filename(wheel.file)
-        except InvalidWheelFilename:  # a source archive
-            continue
-        if distribution == name:
-            wheels.append((wheel, version))
-    return wheels
 
 
 def _version(text: str) -> Version | None:

@@ -78,10 +78,7 @@ class Pick:
 
 
 def requirements(text: str, target: TargetMachine) -> Iterator[tuple[Requirement, frozenset[str]]]:
-    """Return each requirement of a hash-locked set that holds on `target`, with its hashes.
-
-    Raises InputError for a requirement without a hash or without an exact version.
-    """
+    """Return each requirement of a hash-locked set that holds on `target`, with its hashes. Raises InputError."""
     environments = target.environments()
     for line in text.replace("\\\n", " ").splitlines():
         entry = line.partition("#")[0].strip()
@@ -105,10 +102,7 @@ def requirements(text: str, target: TargetMachine) -> Iterator[tuple[Requirement
 def choose(
     requirement: Requirement, hashes: frozenset[str], files: Sequence[DistributionPackage], target: TargetMachine
 ) -> Pick:
-    """Return the file of `requirement` that fits `target` best: a wheel, else a source archive.
-
-    Raises InputError if no file with one of `hashes` fits.
-    """
+    """Return the file of `requirement` that fits `target` best: a wheel, else a source archive. Raises InputError."""
     ranks = target.tags()
     best: tuple[int, Pick] | None = None
     for file in files:
@@ -150,10 +144,7 @@ def _rank(filename: str, ranks: Mapping[Tag, int]) -> int | None:
 
 
 def picks(lock: Path, target: TargetMachine) -> list[Pick]:
-    """Return the files of the set at `lock` for `target`, sorted by name. Queries the index once per lock and target.
-
-    Raises InputError (see above) and NetworkError.
-    """
+    """Return the files of the set at `lock` for `target`, by name; one query each. Raises InputError, NetworkError."""
     sha256 = sha256_file(lock)
     cached = paths.cache() / "picks" / f"{lock.stem}-{target}-{sha256[:12]}.json"
     inputs = {"lock": sha256, "target": str(target), "glibc": f"2.{GLIBC}"}

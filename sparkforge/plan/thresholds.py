@@ -48,10 +48,7 @@ def load() -> Thresholds:
 
 
 def configured(env: Mapping[str, str]) -> Thresholds | None:
-    """Return the thresholds, with the bound that VARIABLE sets; None for 0, which turns the guard off.
-
-    Raises ValueError if it is not a number of GiB.
-    """
+    """Return the thresholds with VARIABLE's bound; None for 0, no guard. Raises ValueError if it is not GiB."""
     text = env.get(VARIABLE, "")
     if not text:
         return load()

@@ -72,10 +72,7 @@ class Outcome(Record):
 
 @dataclass(frozen=True)
 class Qualification:
-    """The parts' inputs: the device with the tiny model, and the device with the user's model if there is one.
-
-    `shape` is tokens in and out of a request of the load.
-    """
+    """The parts' inputs: the tiny model's device, the user's model's device if any, and a load's tokens in and out."""
 
     tiny: InEnvironment
     model: InEnvironment | None

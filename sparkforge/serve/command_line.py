@@ -107,10 +107,7 @@ def api_names(model_id: str) -> tuple[str, ...]:
 
 
 def served_name(directory: Path) -> str:
-    """Return the name under which the API offers a checkpoint.
-
-    Raises InputError if its family is unknown, StorageError if it cannot be read.
-    """
+    """Return a checkpoint's name in the API. Raises InputError for an unknown family, StorageError if unreadable."""
     local.family_of(directory)
     return local.name_of(directory)
 

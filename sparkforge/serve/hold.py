@@ -31,10 +31,7 @@ def until_admitted(
     tell: Callable[[str], None],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> T:
-    """Call `start` until no validator refuses, and return its value; `tell` gets a line about each pause.
-
-    The context `waiting` is entered during each pause.
-    """
+    """Call `start` until no validator refuses; `tell` gets a line about each pause, spent in the context `waiting`."""
     seconds = FIRST
     while True:
         try:
@@ -69,10 +66,7 @@ def held(command: Callable[P, T]) -> Callable[P, T]:
 
 
 def tell_systemd(*, ready: bool = False, status: str = "") -> None:
-    """Send READY=1 and a status line to the service manager that started this process, if one did (sd_notify(3)).
-
-    The status is what `systemctl status` shows, in one line.
-    """
+    """Send READY=1 and a status line to the service manager that started this process, if any (sd_notify(3))."""
     address = os.environ.get(SOCKET, "")
     if not address:
         return

@@ -71,10 +71,7 @@ def explain(text: str) -> list[str]:
 
 
 def failure(problem: str, text: str, command: str) -> ServerError:
-    """Return the error for a server that failed, with the lines of its log that explain it; `command` prints them all.
-
-    Its next command is `./inv doctor`.
-    """
+    """Return the error for a failed server with its log's explaining lines; `command` prints the whole log."""
     why = "\n        ".join(explain(text) or ["its log is empty"])
     return ServerError(problem, why, f"./inv doctor   # the whole log: {command}", code="server.start")
 

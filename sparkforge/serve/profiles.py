@@ -138,10 +138,7 @@ class ServeProfiles(Record):
 
 
 def load(table: Path = TABLE, *, stack: str = "", family: str = "") -> dict[str, ServeProfile]:
-    """Read every profile for `stack` and models of `family`, by default that of the default models.
-
-    Raises InputError for a table that cannot be read or is malformed.
-    """
+    """Read every profile for `stack` and `family`, by default that of the default models. Raises InputError."""
     row = families.load()[family or families.default()]
     document = tables.load(table, ServeProfiles).on_stack(stack).for_family(row)
     return {name: document.resolve(name) for name in document.profiles}
@@ -211,10 +208,7 @@ def require_recipe(name: str, recipe: Recipe, stack: str, device: str, context: 
 
 
 def require_fit(name: str, recipe: Recipe, stack: str, machine: Device, profile: str = "", context: int = 0) -> None:
-    """Raise RefusalError if the weights and one sequence of the longest length do not fit the machine.
-
-    `profile` is the serve profile, empty for the recipe's.
-    """
+    """Raise RefusalError if weights and one longest sequence do not fit; an empty `profile` is the recipe's."""
 
     def missing(other: Recipe) -> int:
         rows = load(stack=stack, family=other.family)

@@ -184,10 +184,7 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
 
 
 def remove(*, system: bool) -> None:
-    """Stop the service and remove its unit: with `system` the system's, else this user's or, without one, the system's.
-
-    Raises ServerError if there is none, or StorageError.
-    """
+    """Stop and remove the system's unit, or this user's, else the system's. Raises ServerError, StorageError."""
     version()
     managers = [Manager(True)] if system else [Manager(False), Manager(True)]
     manager = next((manager for manager in managers if os.path.lexists(manager.file)), None)
@@ -261,10 +258,7 @@ def command(arguments: Iterable[str]) -> str:
 
 
 def quoted(word: str) -> str:
-    r"""Return a word between double quotes, with `\`, `"` and `%` escaped (systemd.syntax(7), systemd.unit(5)).
-
-    Raises UsageError for a control character or invalid UTF-8.
-    """
+    """Return a word quoted for a unit (systemd.syntax(7)). Raises UsageError for control characters, invalid UTF-8."""
     return '"' + plain(word + " ")[:-1].replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 

@@ -408,10 +408,7 @@ def show_ready(server: Server) -> None:
 
 
 def stay(server: Server) -> None:
-    """Show the log until the server ends; at Ctrl-C stop the server.
-
-    Returns after a requested end, as by `./inv down` elsewhere. Raises ServerError if it ended by itself.
-    """
+    """Show the log until the server ends; Ctrl-C stops it. Raises ServerError if it ended by itself."""
     log = Path(server.log)
     try:
         if server.container:
@@ -430,10 +427,7 @@ def stay(server: Server) -> None:
 
 
 def _stay_with_container(server: Server) -> None:
-    """Show a container's log until it has ended for good: Docker may start it again.
-
-    Raises ServerError if its program failed.
-    """
+    """Show a container's log until it has ended for good: Docker may start it again. Raises ServerError."""
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
     while True:
@@ -451,10 +445,7 @@ def _stay_with_container(server: Server) -> None:
 
 
 def show_status(server: Server, *, as_json: bool = False) -> None:
-    """Print the running server's state.
-
-    Exit code 0 means that a process or container runs; its health is in the first line.
-    """
+    """Print the running server's state, its health in the first line. Exit code 0: a process or container runs."""
     measured = report(server)
     if as_json:
         echo_json(measured.model_dump(mode="json"))

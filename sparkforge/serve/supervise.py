@@ -155,10 +155,7 @@ def supervised(
 
 
 def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str = "") -> Outcome:
-    """Run `command` to its end and say how it ended.
-
-    After a requested end the exit code is 0 if the server's is, else 128 plus the signal. Any other end is never 0.
-    """
+    """Run `command` to its end: 0 or 128 plus the signal after a requested end; any other end is never 0."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     former = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED_SIGNALS)

@@ -117,10 +117,7 @@ def intact(target: Path, sha256: str) -> bool:
 
 
 def download(url: str, target: Path, sha256: str, http: httpx.Client, size: int | None = None) -> None:
-    """Download `url` to `target`, which appears only with the right sha256; at most `size` bytes are read.
-
-    Raises IntegrityError, StorageError and httpx's errors.
-    """
+    """Download at most `size` bytes with that sha256. Raises IntegrityError, StorageError and httpx's errors."""
     digest, count, limit = hashlib.sha256(), 0, size or LARGEST
     deadline = time.monotonic() + START_SECONDS + limit / SLOWEST
     with http.stream("GET", url) as response:

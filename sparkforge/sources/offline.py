@@ -17,10 +17,7 @@ INDEX = "index.json"
 
 
 def use(folder: Path) -> None:
-    """Use the unpacked bundle in `folder` instead of the network, in this process and its children.
-
-    Raises UsageError if it is no unpacked bundle.
-    """
+    """Use the unpacked bundle in `folder` instead of the network, also in child processes. Raises UsageError."""
     if not (folder / INDEX).is_file():
         words = ["./inv", "bundle.unpack", *([str(folder), f"{folder}.unpacked"] if folder.is_file() else ["--help"])]
         fix = f"{shlex.join(words)}   # unpacks a bundle"

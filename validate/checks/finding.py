@@ -38,10 +38,7 @@ class CheckResult:
 
 
 class FactMissing(Exception):  # noqa: N818 - control flow inside this module, never seen by a user
-    """A check needs a fact that is unknown or has the wrong type.
-
-    `fix` is the next command for this fact; empty: the check's.
-    """
+    """A fact is unknown or of the wrong type; `fix` is its next command, empty for the check's."""
 
     def __init__(self, why: str, fix: str = "") -> None:
         super().__init__(why)

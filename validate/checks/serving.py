@@ -50,10 +50,7 @@ def longest(arguments: list[str], default: int) -> int:
 
 
 def integer(arguments: list[str], flag: str, default: int) -> int:
-    """Return the value of an integer flag: 8192, 8k (8,000) or 8K (8,192), as in vLLM.
-
-    The forms are those of vllm/utils/argparse_utils.py:29. Raises FactMissing for an invalid value.
-    """
+    """Return an integer flag's value: 8192, 8k, 8K (vllm/utils/argparse_utils.py:29). Raises FactMissing."""
     text = flag_value(arguments, flag)
     if text is None:
         return default

@@ -54,10 +54,7 @@ def take(reading: Reading, target: Target) -> Fact:
 
 
 def gather(target: Target, groups: Sequence[Sequence[Reading]], deadline: float | None = None) -> dict[str, Fact]:
-    """Read every fact of every group; the groups run in parallel.
-
-    The time limit of a group is `deadline` seconds, or that of its slowest reading if that is longer.
-    """
+    """Read all facts, the groups in parallel, each for `deadline` seconds or its slowest reading's limit."""
     facts: dict[str, Fact] = {}
     limits = [deadline or max((reading.seconds for reading in group), default=0.0) for group in groups]
 

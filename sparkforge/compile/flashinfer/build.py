@@ -142,10 +142,7 @@ class KernelOrder:
 
 
 def build_kernels(request: KernelRequest) -> tuple[Path, bool]:
-    """Build a set of a stack's modules; return the file of the server's variables, and whether the build did anything.
-
-    Raises UsageError and the errors of `build`.
-    """
+    """Build a request; return the file of the server's variables, and whether anything was done. Raises as `build`."""
     started, order = time.monotonic(), prepare(request)
     result, changed = build(order, request.take)
     say(f"{len(order.modules)} modules in {order.output}: {result} ({time.monotonic() - started:.1f} s)")

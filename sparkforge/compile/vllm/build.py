@@ -134,10 +134,7 @@ class ExtensionRequest:
 
 
 def build_extensions(request: ExtensionRequest) -> tuple[Path, bool]:
-    """Build a stack's vLLM extensions and print a summary; return the overlay, and whether it is new.
-
-    Raises UsageError and the errors of `build` and `compile_units`.
-    """
+    """Build a stack's vLLM extensions, print a summary, and return the overlay and whether it is new."""
     order = prepare(request)
     if request.units:
         compile_units(order, request.units)
@@ -257,10 +254,7 @@ def _object_of(unit: Unit) -> str:
 
 
 def configure(order: ExtensionOrder) -> None:
-    """Make the build folder if there is none.
-
-    Raises ProcessError, and CompileError if CMake selects other architectures than the table.
-    """
+    """Make the build folder if there is none. Raises ProcessError, and CompileError for other architectures."""
     tree = order.folder / "tree"
     order.folder.mkdir(parents=True, exist_ok=True)
     stamp = order.folder / "configured.json"

@@ -51,10 +51,7 @@ def install_overlay(overlay: Path, tree: str) -> None:
 
 
 def unpack_wheel(stack: str) -> tuple[Path, bool]:
-    """Unpack the patched wheel; return the tree and whether it was made now.
-
-    It is the aarch64 wheel on every machine. Raises the errors of `wheels.patched`.
-    """
+    """Unpack the patched aarch64 wheel; return the tree and whether it is new. Raises as `wheels.patched`."""
     component = pins.load().component(stack, "vllm-wheel")
     filename = choose_pinned(component, TARGET).filename
     lock = wheels.locked(component, filename)[1]

@@ -77,10 +77,7 @@ class TargetTable(Record):
 
 @cache
 def load(version: str) -> TargetTable:
-    """Return the table for a vLLM release. Raises InputError for an unknown release.
-
-    A mistake in the table, which is part of the program, raises pydantic's errors.
-    """
+    """Return the table for a vLLM release. Raises InputError for another one, pydantic's errors for our mistakes."""
     document = read_toml(PATH)
     releases, targets, left_out = (document.pop(key) for key in ("versions", "targets", "left_out"))
     if version not in releases:

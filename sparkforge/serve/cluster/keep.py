@@ -87,10 +87,7 @@ def end() -> None:
 
 
 def keep(config: ClusterConfig) -> None:
-    """Start the cluster again after each unrequested end; return after a requested one.
-
-    Raises ServerError after too many failures.
-    """
+    """Start the cluster again after each unrequested end. Raises ServerError after too many failures."""
     failures: tuple[ServerFailure, ...] = ()
     _note("watching", config.head.name, failures)
     while why := _next_end(config):

@@ -43,10 +43,7 @@ def command_line(node: ClusterNode, argv: Sequence[str]) -> list[str]:
 
 
 def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str | None = None) -> str:
-    """Return what a program prints on a node.
-
-    Raises NetworkError if the node cannot be reached, ProcessError if the program fails or takes longer than `seconds`.
-    """
+    """Return what a program prints on a node. Raises NetworkError for the node, ProcessError for the program."""
     command = command_line(node, argv)
     result = run_unchecked(command, cwd=None if node.ssh else paths.ROOT, stdin=stdin, seconds=seconds)
     if not result.returncode:
@@ -62,10 +59,7 @@ def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str
 def document(
     node: ClusterNode, argv: Sequence[str], shape: type[Answer], *, seconds: float, stdin: str | None = None
 ) -> Answer:
-    """Return the JSON object that a program prints on a node.
-
-    Raises the errors of `output`, and InputError for a malformed answer.
-    """
+    """Return the JSON object that a program prints on a node. Raises as `output`, and InputError."""
     text = output(node, argv, seconds=seconds, stdin=stdin)
     try:
         return parse_record(text, node.name, shape)
@@ -82,10 +76,7 @@ def ask_probe(node: ClusterNode, mode: str, shape: type[Answer], *, seconds: flo
 
 
 def on_every(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result]:
-    """Call a function with every node at the same time; return the results by the node's name.
-
-    Raises the first node's error, after all have ended.
-    """
+    """Call a function with all nodes at once; return results by name. Raises the first error, after all have ended."""
     with ThreadPoolExecutor(len(nodes)) as pool:
         return dict(zip((node.name for node in nodes), pool.map(call, nodes), strict=True))
 

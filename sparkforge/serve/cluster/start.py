@@ -93,10 +93,7 @@ def show_logs(config: ClusterConfig, lines: int) -> None:
 
 
 def down(config: ClusterConfig) -> None:
-    """End the servers of all nodes' checkouts at the same time, whoever started them.
-
-    Raises ServerError, after the others have ended, if one does not end.
-    """
+    """End the servers of all nodes at the same time, whoever started them. Raises ServerError if one does not end."""
     answers = remote.on_all(config.nodes, lambda node: ask(config, node, "down"))
     for name, answer in answers.items():
         say(f"{name}: {answer.what if isinstance(answer, SparkforgeError) else answer['state']}")

@@ -108,10 +108,7 @@ def install_command(node: ClusterNode) -> str:
 
 
 def sending_error(error: ProcessError, head: ClusterNode, node: ClusterNode) -> SparkforgeError:
-    """Return the error that the messages of rsync, ssh or docker describe.
-
-    Their last lines say only that the connection ended.
-    """
+    """Return the error that messages of rsync, ssh or docker describe; their last lines rarely say it."""
     on_both = f"{install_command(head)} && {install_command(node)} && {RESUME}"
     meanings: tuple[tuple[str, type[SparkforgeError], str, str, str], ...] = (
         ("No space left on device|Disk quota exceeded", StorageError, f"the disk of {node.name} is full",

@@ -96,10 +96,7 @@ class NodeWatch:
         return None
 
     def tell(self, node: str, why: str) -> None:
-        """Tell the other nodes that the server ends, and because of which node.
-
-        A server can end before the first turn, so waiting connections and their hellos are accepted first.
-        """
+        """Tell the other nodes, also those that have just connected, that the server ends and because of which node."""
         for _ in ("connection", "hello"):
             self._receive(0)
         self._send({"node": node, "end": why})

@@ -33,10 +33,7 @@ def has_driver(root: Path = Path("/")) -> bool:
 
 
 def choose(name: str, root: Path = Path("/"), processor: str = platform.machine()) -> Choice:
-    """Return the device of that name; `auto` chooses by the machine, whose files lie under `root`.
-
-    Raises UsageError for an unknown name.
-    """
+    """Return the device `name`; `auto` chooses by the machine with its files under `root`. Raises UsageError."""
     if name in NAMES and name != AUTO:
         return Choice(name, "you asked for it")
     if name != AUTO:

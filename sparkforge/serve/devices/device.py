@@ -39,10 +39,7 @@ class Device(ABC):
 
     @abstractmethod
     def start(self) -> Server:
-        """Start the server, record it, and return it once it has passed the start-up test.
-
-        Raises ServerError or RefusalError; whenever it raises, nothing is left running.
-        """
+        """Start, record, test and return the server. Raises ServerError or RefusalError; then nothing runs."""
 
     def try_tiny(self, serve: Callable[[Callable[[str], None]], Server], end: Callable[[], object]) -> None:
         """Serve the tiny model with `serve`, compare its first answers with the recorded ones, and `end` it.

