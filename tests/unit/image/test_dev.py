@@ -1,6 +1,7 @@
 """How the development image uses mounted checkouts."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,15 +60,17 @@ def test_changed_native_sources_are_noticed_until_accepted(folders):
     assert dev.changed(VLLM, sources) == []
 
 
-def test_the_checkout_is_imported_instead_of_the_installed_package(folders, tmp_path):
+def start_python(packages, code, **environment):
+    """Return the words that a new Python prints, which has only the site-packages `packages`."""
+    command = [sys.executable, "-I", "-S", "-c", f"import os, site; site.addsitedir({str(packages)!r}); {code}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
+
+
+def test_the_checkout_is_imported_instead_of_the_installed_package(folders):
     sources, packages = folders
-    dev.use([VLLM], packages, sources)
-    code = f"import site; site.addsitedir({str(packages)!r}); import vllm; print(vllm.here)"
-    output = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "checkout"
-    dev.use([], packages, sources)
-    output = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "installed"
+    for checkouts, imported in (([VLLM], "checkout"), ([], "installed")):
+        dev.use(checkouts, packages, sources)
+        assert start_python(packages, "import vllm; print(vllm.here)") == [imported]
 
 
 def test_patches_that_a_checkout_lacks_are_named(kit, folders, tmp_path, monkeypatch, capsys):
@@ -118,29 +121,22 @@ def test_flashinfer_compiles_the_checkouts_own_sources(tmp_path):
     assert (checkout / "flashinfer/_build_meta.py").read_text() == "installed"
 
 
-def test_a_persons_own_build_in_python_gets_the_planners_number_of_jobs(folders, monkeypatch):
+def test_a_persons_own_build_in_python_gets_the_planners_number_of_jobs(folders, capsys):
     sources, packages = folders
-    monkeypatch.setattr(dev, "max_jobs", lambda: 3)
     dev.check_mounted(packages, "spark", sources)
-    code = f"import os, site; site.addsitedir({str(packages)!r}); print(*(os.environ[name] for name in {dev.JOBS!r}))"
-    command = [sys.executable, "-I", "-S", "-c", code]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env={}).stdout
-    assert output.split() == ["3", "3"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env={"MAX_JOBS": "7"}).stdout
-    assert output.split() == ["7", "3"]
+    (jobs,) = re.findall(r"MAX_JOBS and CMAKE_BUILD_PARALLEL_LEVEL are (\d+)", capsys.readouterr().err)
+    code = f"print(*(os.environ[name] for name in {dev.JOBS!r}))"
+    assert start_python(packages, code) == [jobs, jobs]
+    assert start_python(packages, code, MAX_JOBS="700") == ["700", jobs]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [("all", "all -j 2"), ("-j 20", "-j 20 -j 2"), ("-C x -j 2", "-C x -j 2"),
-      ],
-)  # fmt: skip
-def test_ninja_runs_as_many_jobs_as_fit(tmp_path, arguments, expected):
+def test_ninja_runs_as_many_jobs_as_fit(tmp_path):
     (tmp_path / "ninja").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "ninja").chmod(0o755)
     env = {**os.environ, "SPARKFORGE_NINJA": str(tmp_path / "ninja"), "MAX_JOBS": "2"}
-    command = [ROOT / "deploy/dev-bin/ninja", *arguments.split()]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.strip() == expected
+    for arguments, expected in (("all", "all -j 2"), ("-j 20", "-j 20 -j 2"), ("-C x -j 2", "-C x -j 2")):
+        command = [ROOT / "deploy/dev-bin/ninja", *arguments.split()]
+        assert subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.strip() == expected
 
 
 # ./inv dev.build
@@ -160,18 +156,15 @@ def test_vllm_is_compiled_from_the_checkout_into_it(folders, tree, monkeypatch, 
     (sources / "vllm/csrc/a.cu").write_text("two")
     asked = []
 
+    def make(folder):
+        (folder / "vllm").mkdir(parents=True)
+        (folder / "vllm/_C.abi3.so").write_bytes(b"new code")
+        return Made({"vllm/_C.abi3.so": "0" * 64})
+
     def build_extensions(request):
         asked.append(request)
-        overlay = Path(request.output)
-        library = "vllm/_C.abi3.so"
-
-        def make(folder):
-            (folder / "vllm").mkdir(parents=True)
-            (folder / library).write_bytes(b"new code")
-            return Made({library: "0" * 64})
-
-        manifest.once(overlay, "vllm", {"a": "1"}, make)
-        return overlay, True
+        manifest.once(Path(request.output), "vllm", {"a": "1"}, make)
+        return Path(request.output), True
 
     monkeypatch.setattr(dev, "build_extensions", build_extensions)
     dev.build("vllm", "spark", dev.BuildOptions(jobs="3"), tree=tree, sources=sources)

@@ -4,30 +4,31 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from expected import refused
+from oci_layout import Writer, layer
 
-from sparkforge.core import errors
 from sparkforge.core.paths import ROOT
-from sparkforge.image import build, inspect, provenance, registry, versions
+from sparkforge.image import build, oci, provenance, registry, versions
 
 REPOSITORY = "registry.example.com/new/vllm"
 DIGEST = f"sha256:{'d' * 64}"
 
 
 @pytest.fixture
-def publish(fake_engine, docker_command, monkeypatch):
+def publish(fake_engine, docker_command, holding):
     """Return a publishing function: the registry answers `status`; `docker push` prints `text`, exits with `code`."""
-    monkeypatch.setattr(inspect, "require_ours", lambda *_: ({"stack": "embedded"}, None))
-    monkeypatch.setattr(versions, "version", lambda _: "v")
+    holding()
     fake_engine.routes[r"POST /images/.+/tag"] = lambda query: (201, {})
 
     def publish(status, text="", code=0):
         fake_engine.routes[r"GET /distribution/.+/json"] = lambda query: (status, {"message": "denied: no access"})
         fake_engine.image["RepoDigests"] = [f"{REPOSITORY}@{DIGEST}"]
         docker_command.answers("push", err=text, code=code)
-        registry.publish("embedded", "x", REPOSITORY, None)
+        registry.publish("embedded", "x", REPOSITORY, partial(build.expected, stack="embedded"))
 
     return publish
 
@@ -40,46 +41,40 @@ def test_a_repository_that_the_first_push_creates_is_pushed_to(publish, status, 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_push_that_is_denied_too_names_the_login(publish, status):
-    with pytest.raises(errors.EngineError) as caught:
+    with refused("engine.registry", "write_package.* · docker login registry.example.com "):
         publish(status, "denied: permission_denied: write_package\n", 1)
-    assert caught.value.code == "engine.registry"
-    assert "write_package" in caught.value.why
-    assert caught.value.fix.startswith("docker login registry.example.com ")
 
 
 def test_an_image_for_another_machine_is_refused_after_the_pull(fake_engine, docker_command):
     fake_engine.image["Architecture"] = "arm64"
     docker_command.answers("pull")
-    with pytest.raises(errors.IntegrityError, match="another platform") as caught:
+    with refused("integrity.image", "another platform.*it is linux/arm64, the engine is linux/amd64"):
         registry.pull("embedded", f"{REPOSITORY}@{DIGEST}", None)
-    assert "it is linux/arm64, the engine is linux/amd64" in caught.value.why
 
 
 def test_status_500_of_the_registry_does_not_count_as_a_missing_tag(publish):
-    with pytest.raises(errors.EngineError, match="denied"):
+    with refused("engine.failed", "denied"):
         publish(500)
 
 
-@pytest.mark.parametrize(
-    ("label", "source", "recorded"),
-    [
-        ("abc-changed", {"revision": "def"}, "abc-changed"),
-        ("unknown; how", {"revision": "def"}, "def"),
-        ("unknown", {}, ""),
-    ],
-)
-def test_provenance_names_the_commit_also_of_an_image_that_plain_compose_built(monkeypatch, label, source, recorded):
-    assert made(monkeypatch, label, source)["buildDefinition"]["externalParameters"]["revision"] == recorded
+def predicate_of(folder, label="", source="{}"):
+    labels = {provenance.REVISION_LABEL: label, "org.sparkforge.source": "/source.json"}
+    Writer(folder).image([layer([("source.json", source.encode())])], labels)
+    return provenance.predicate(None, oci.LayoutImage(folder), "embedded", {"stack": "embedded"})
 
 
-def made(monkeypatch, label="", source=()):
-    monkeypatch.setattr(inspect, "made_from", lambda *_args: dict(source))
-    image = SimpleNamespace(attrs={"Config": {"Labels": {provenance.REVISION_LABEL: label}}, "Os": "linux"})
-    return provenance.predicate(None, image, "embedded", {"stack": "embedded"})
+def test_provenance_names_the_commit_also_of_an_image_that_plain_compose_built(tmp_path):
+    for number, (label, source, recorded) in enumerate([
+        ("abc-changed", '{"revision": "def"}', "abc-changed"),
+        ("unknown; how", '{"revision": "def"}', "def"),
+        ("unknown", "{}", ""),
+    ]):  # fmt: skip
+        predicate = predicate_of(tmp_path / str(number), label, source)
+        assert predicate["buildDefinition"]["externalParameters"]["revision"] == recorded
 
 
-def test_provenance_differs_by_name(monkeypatch):
-    predicate = made(monkeypatch)
+def test_provenance_differs_by_name(tmp_path):
+    predicate = predicate_of(tmp_path / "image")
     assert provenance.differences(predicate, predicate) == []
     changed = json.loads(json.dumps(predicate))
     changed["buildDefinition"]["externalParameters"]["platform"] = "linux/arm64"
@@ -121,9 +116,6 @@ def test_the_workflows_step_publishes_signed_packs_before_the_image_that_takes_t
     assert (tmp_path / "out/digest").read_text().strip() == DIGEST
 
 
-NAME = "sparkforge/vllm:spark"
-
-
 def manifest(**changes):
     held = build.expected("arm64", stack="spark")
     return {"stack": "spark", "packages": {"vllm": "0.32.0+sparkforge.2"}, **held, **changes}
@@ -140,26 +132,16 @@ def test_the_version_is_made_of_vllm_the_lock_and_the_patches_alone():
     assert versions.version(manifest(patches={})) != version
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        (NAME, ("sparkforge/vllm", "spark")),
-        ("127.0.0.1:5000/a/b:c", ("127.0.0.1:5000/a/b", "c")),
-        ("127.0.0.1:5000/a/b", ("127.0.0.1:5000/a/b", "latest")),
-    ],
-)
-def test_a_registrys_port_is_no_tag(name, parts):
-    assert versions.split(name) == parts
+def test_a_registrys_port_is_no_tag():
+    assert versions.split("sparkforge/vllm:spark") == ("sparkforge/vllm", "spark")
+    assert versions.split("127.0.0.1:5000/a/b:c") == ("127.0.0.1:5000/a/b", "c")
+    assert versions.split("127.0.0.1:5000/a/b") == ("127.0.0.1:5000/a/b", "latest")
 
 
-@pytest.mark.parametrize(
-    ("repository", "named"),
-    [
-        ("127.0.0.1:5000/a/b", "127.0.0.1:5000/a/b"),
-        ("docker.io/me/vllm", "me/vllm"),
+def test_the_digest_of_an_image_is_found_under_the_name_that_the_engine_gives_its_repository():
+    for repository, named in (
+        ("127.0.0.1:5000/a/b", "127.0.0.1:5000/a/b"), ("docker.io/me/vllm", "me/vllm"),
         ("docker.io/library/vllm", "vllm"),
-    ],
-)
-def test_the_digest_of_an_image_is_found_under_the_name_that_the_engine_gives_its_repository(repository, named):
-    image = SimpleNamespace(attrs={"RepoDigests": ["other/vllm@sha256:0", f"{named}@sha256:1"]})
-    assert registry._digest(image, repository) == "sha256:1"
+    ):  # fmt: skip
+        image = SimpleNamespace(attrs={"RepoDigests": ["other/vllm@sha256:0", f"{named}@sha256:1"]})
+        assert registry._digest(image, repository) == "sha256:1"

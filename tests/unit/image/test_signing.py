@@ -23,12 +23,16 @@ pytestmark = pytest.mark.needs("openssl")
 DIGEST = f"sha256:{'d' * 64}"
 
 
-@pytest.fixture
-def key(tmp_path):
-    path = tmp_path / "key.pem"
-    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", str(path)], check=True)  # noqa: S607
+def make_key(path, algorithm="ed25519"):
+    command = ["openssl", "genpkey", "-algorithm", algorithm, "-out", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
     path.chmod(0o600)
     return path
+
+
+@pytest.fixture
+def key(tmp_path):
+    return make_key(tmp_path / "key.pem")
 
 
 @pytest.fixture
@@ -79,10 +83,7 @@ def test_signing_again_changes_nothing_and_another_key_adds(image, key, tmp_path
     first = (folder / "index.json").read_bytes()
     sign(folder, key, folder=str(folder))
     assert ((folder / "index.json").read_bytes(), len(place.read(tag))) == (first, 1)
-    other = tmp_path / "other.pem"
-    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", str(other)], check=True)  # noqa: S607
-    other.chmod(0o600)
-    sign(folder, other, folder=str(folder))
+    sign(folder, make_key(tmp_path / "other.pem"), folder=str(folder))
     assert len(place.read(tag)) == 2
     commands.image_sbom.body(None, image=str(folder), stack="embedded")  # the layout still finds its image
 
@@ -96,23 +97,20 @@ def test_an_image_of_another_checkout_is_not_signed(tmp_path, key, capsys):
     assert not (tmp_path / "signatures").exists()
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o700])
-def test_a_key_that_others_can_read_is_refused_with_the_fix(key, mode):
-    key.chmod(mode)
-    with refused("storage.access", f"chmod 600 {key}"):
-        signing.private_key(key)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_key_of_another_user_is_refused(key):
-    os.chown(key, 12345, -1)
-    with refused("storage.access", "its owner is uid 12345"):
-        signing.private_key(key)
+def test_a_key_that_others_can_read_or_own_is_refused_with_the_fix(key):
+    for mode in (0o640, 0o604, 0o700):
+        key.chmod(mode)
+        with refused("storage.access", f"chmod 600 {key}"):
+            signing.private_key(key)
+    key.chmod(0o600)
+    if os.geteuid() == 0:  # only root can give a file away
+        os.chown(key, 12345, -1)
+        with refused("storage.access", "its owner is uid 12345"):
+            signing.private_key(key)
 
 
 def test_invalid_keys_are_refused(tmp_path):
-    rsa = tmp_path / "rsa.pem"
-    subprocess.run(["openssl", "genpkey", "-algorithm", "RSA", "-out", str(rsa)], check=True, capture_output=True)  # noqa: S607
+    make_key(tmp_path / "rsa.pem", "RSA")
     (tmp_path / "large").write_bytes(b"\0" * 20_000)
     (tmp_path / "cut").write_text("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n")
     os.mkfifo(tmp_path / "pipe", 0o600)
@@ -168,8 +166,9 @@ def test_a_registry_keeps_what_is_attached(registry, key):
 def hostile(serve):
     def hostile(answers):
         def answer(handler):
-            path = handler.path.partition("?")[0].rpartition("/v2/a/b/")[2]
-            status, headers, body = answers.get(path, (404, {}, b""))
+            status, headers, body = answers.get(
+                handler.path.partition("?")[0].rpartition("/v2/a/b/")[2], (404, {}, b"")
+            )
             return status, body, headers
 
         server = serve(answer)

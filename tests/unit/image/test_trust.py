@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,10 +28,11 @@ def demand(tmp_path, monkeypatch):
     path = tmp_path / "trust.toml"
     monkeypatch.setattr(trust, "FILE", path)
 
-    def demand(*things, text="", **images):
-        lines = [f"{name} = {json.dumps(value)}" for name, value in {"demand": list(things or ALL), **images}.items()]
-        key = f'[keys.lab]\nidentity = "the lab"\npublic = """{signing.public_text(LAB)}"""\n'
-        path.write_text(text or "\n".join(["schema = 1", key, "[images]", *lines]))
+    def demand(*things, lab=LAB, office=None, **images):
+        images = [f"{name} = {json.dumps(value)}" for name, value in {"demand": list(things or ALL), **images}.items()]
+        keys = [f'[keys.{name}]\npublic = """{signing.public_text(key)}"""' for name, key in
+                {"lab": lab, "office": office}.items() if key]  # fmt: skip
+        path.write_text("\n".join(["schema = 1", *keys, "[images]", *images]))
         path.chmod(0o600)
         return path
 
@@ -67,23 +69,17 @@ def require(folder, **options):
 
 def test_machines_that_rebuilt_an_image_are_one_line(make, demand, capsys):
     folder, second = make(), Ed25519PrivateKey.generate()
-    path = demand("signature")
-    path.write_text(
-        path.read_text().replace("[images]", f'[keys.office]\npublic = """{signing.public_text(second)}"""\n[images]')
-    )
+    demand("signature", office=second)
     named = signing.digests(oci.LayoutImage(folder))
-    statements = [
-        signing.signed(provenance.statement(named, provenance.REBUILD, {}), key) for key in (LAB, second, OTHER)
-    ]
+    rebuild = provenance.statement(named, provenance.REBUILD, {})
+    statements = [signing.signed(rebuild, key) for key in (LAB, second, OTHER)]
     signing.attach(Folder(folder), named[0][1], "att", statements)
     commands.image_verify.body(None, image=str(folder), stack=STACK)
     assert "rebuilt bit for bit by lab, office\n" in capsys.readouterr().err
 
 
-def test_without_a_policy_nothing_is_required_and_own_builds_are_reported_as_unsigned(
-    make, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(trust, "FILE", tmp_path / "none.toml")
+@pytest.mark.usefixtures("demand")  # which was not called: there is no trust.toml
+def test_without_a_policy_nothing_is_required_and_own_builds_are_reported_as_unsigned(make, capsys):
     commands.image_verify.body(None, image=str(make(key=None)), stack=STACK)
     assert "is your own unsigned build" in capsys.readouterr().err
 
@@ -222,14 +218,13 @@ def test_the_signatures_of_another_key_are_refused_whatever_they_call_it(make, d
         demand(thing)
         with refused("integrity.signature", "no accepted key"):
             require(folder)
-    demand(text=demand().read_text().replace(signing.public_text(LAB), signing.public_text(OTHER)))
+    demand(lab=OTHER)
     assert set(require(folder).signed) == set(ALL)  # only the key was wrong
 
 
 def test_a_key_that_is_not_listed_for_images_does_not_count(make, demand):
     folder = make(key=OTHER)
-    text = demand(keys=["lab"]).read_text()
-    demand(text=text.replace("[images]", f'[keys.other]\npublic = """{signing.public_text(OTHER)}"""\n[images]'))
+    demand(keys=["lab"], office=OTHER)
     with refused("integrity.signature", "no accepted key"):
         require(folder)
 
@@ -273,25 +268,23 @@ def test_a_policy_of_another_user_or_a_broken_one_is_not_believed(make, demand, 
 
 
 @pytest.mark.parametrize(
-    ("stack", "code", "reason"),
+    ("stack", "refusal"),
     [
-        ("spark", "integrity.image", "its label says 'spark'"),
-        (STACK, "integrity.signature", "nothing is attached to it"),
+        ("spark", ("integrity.image", "its label says 'spark'")),
+        (STACK, ("integrity.signature", "nothing is attached to it")),
     ],
 )
 def test_pull_refuses_another_or_an_unsigned_image_before_a_tag_moves_and_removes_it(
-    demand, fake_engine, docker_command, monkeypatch, tmp_path, stack, code, reason
+    demand, fake_engine, docker_command, holding, monkeypatch, tmp_path, stack, refusal
 ):
     demand("signature")
-    monkeypatch.setattr(inspect, "require_ours", lambda *_: ({"stack": STACK}, None))
-    monkeypatch.setitem(fake_engine.image, "Config", {"Labels": {"org.sparkforge.stack": STACK}})
+    holding(stack=STACK, labels={"org.sparkforge.stack": stack})
     monkeypatch.setattr(trust, "Repository", lambda name: Folder(tmp_path / "registry"))
-    fake_engine.image["Config"]["Labels"] = {"org.sparkforge.stack": stack}
     before_the_pull = iter([(404, {"message": "No such image"})])
     fake_engine.routes[r"GET /images/.+/json"] = lambda query: next(before_the_pull, (200, fake_engine.image))
     reference = f"registry.example.com/a/b@sha256:{'d' * 64}"
-    with refused(code, reason):
-        registry.pull(STACK, reference, None)
+    with refused(*refusal):
+        registry.pull(STACK, reference, partial(build.expected, stack=STACK))
     assert docker_command.calls[-1] == f"image rm {reference}"
     assert not [call for call, _ in fake_engine.asked if "/tag" in call]
 
