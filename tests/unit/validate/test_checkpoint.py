@@ -56,14 +56,11 @@ MODEL_DAMAGE = {
     "too long": (lambda m: shard(m / "b.safetensors", ["z"], cut=-1), "model.shards_damaged", "its header promises"),
     "cut in the header": (lambda m: shard(m / "b.safetensors", ["z"], cut=30), "model.shards_damaged", CUT),
     "a web page": (lambda m: (m / "b.safetensors").write_text("<html>" * 9), "model.shards_damaged", CUT),
-    "no header": (
-        lambda m: (m / "b.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"),
-        "model.shards_damaged",
-        "has no safetensors header",
-    ),
+    "no header": (lambda m: (m / "b.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"), "model.shards_damaged",
+                  "has no safetensors header"),
     "other tensors": (lambda m: shard(m / "b.safetensors", ["q"]), "model.shards_damaged", "lacks 1 tensors"),
     "no tokenizer": (lambda m: (m / "tokenizer.json").unlink(), "model.files_missing", ["tokenizer.json"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MODEL_DAMAGE)

@@ -56,20 +56,15 @@ def test_a_probe_that_failed_does_not_run_again():
     assert calls == ["x"]
 
 
-MALFORMED = {
-    "no json": "{", "no facts": '{"schema": 1}', "other schema": '{"schema": 2, "facts": {}}',
-    "no value": '{"schema": 1, "facts": {"a": {"source": "x"}}}',
-    "source a number": '{"schema": 1, "facts": {"a": {"value": 1, "source": 2}}}', "deep": "[" * 100_000,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", [*MALFORMED, "no text", "absent"])
-def test_malformed_sheet_is_one_named_error(tmp_path, case):
-    if case != "absent":
-        (tmp_path / "s.json").write_bytes(MALFORMED.get(case, "\xff\xfe").encode("latin1"))
-    with refused("input.facts") as caught:
-        load_sheet(tmp_path / "s.json")
-    assert "\n" not in str(caught.value)
+def test_malformed_sheet_is_one_named_error(tmp_path):
+    for text in (None, b"\xff\xfe", b"{", b'{"schema": 1}', b'{"schema": 2, "facts": {}}', b"[" * 100_000,
+                 b'{"schema": 1, "facts": {"a": {"source": "x"}}}',
+                 b'{"schema": 1, "facts": {"a": {"value": 1, "source": 2}}}'):  # fmt: skip
+        if text is not None:
+            (tmp_path / "s.json").write_bytes(text)
+        with refused("input.facts") as caught:
+            load_sheet(tmp_path / "s.json")
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

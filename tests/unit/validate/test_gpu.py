@@ -1,7 +1,7 @@
 """Facts about the GPU, from an nvidia-smi and a libcuda that answer, refuse, crash or hang."""
 
 import re
-from types import SimpleNamespace
+import subprocess
 
 import pytest
 
@@ -30,13 +30,10 @@ def test_nvidia_smi_tells(target, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("script", "why"),
-    [
-        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "ended with code 18: Failed"),
-        ("echo 'No devices were found'", "lists no GPU"),
-        ("sleep 60", r"did not answer within 0\.3 s"),
-        ("kill -9 $$", "signal 9"),
-    ],
-)
+    [("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "ended with code 18: Failed"),
+     ("echo 'No devices were found'", "lists no GPU"), ("kill -9 $$", "signal 9"),
+     ("sleep 60", r"did not answer within 0\.3 s")],
+)  # fmt: skip
 def test_nvidia_smi_fails(target, tmp_path, monkeypatch, script, why):
     monkeypatch.setattr("sparkforge.core.gpus.SECONDS", 0.3 if "sleep" in script else 60.0)
     validated = target(environ=smi(tmp_path, script))
@@ -44,37 +41,33 @@ def test_nvidia_smi_fails(target, tmp_path, monkeypatch, script, why):
         assert re.search(why, take(reading, validated).error)
 
 
-class FakeCuda:
-    """The five libcuda functions that the validator calls, with a GB10's answers."""
-
-    def __init__(self, version=13000, init=0, devices=1):
-        self.values = {"cuDriverGetVersion": version, "cuDeviceGetCount": devices}
-        self.cuInit = lambda _flags: init
-
-    def __getattr__(self, name):
-        def answer(out, attribute=None, _device=None):
-            out._obj.value = self.values[name] if name in self.values else {75: 12, 76: 1, 18: 1}[attribute]
-            return 0
-
-        return answer
+LIBCUDA = """
+#include <stdlib.h>
+#include <unistd.h>
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuInit(unsigned flags) { INIT }
+int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 12 : 1; return 0; }
+"""
 
 
+@pytest.mark.needs("cc")
 @pytest.mark.parametrize(
-    ("cuda", "answer"),
+    ("init", "count", "values"),
     [
-        (FakeCuda(), {"api": "13.0", "count": 1, "capability": "12.1", "integrated": True}),
-        (FakeCuda(devices=0), {"api": "13.0", "count": 0}),
-        (FakeCuda(init=999), {"error": "cuInit returned CUDA error 999"}),
+        ("return 0;", 1, ["13.0", 1, "12.1", True]),
+        ("return 0;", 0, ["13.0", 0, "libcuda sees no device", "libcuda sees no device"]),
+        ("return 999;", 1, ["cuInit returned CUDA error 999"] * 4),
+        ("abort();", 1, ["the libcuda probe was killed by signal 6: it printed nothing"] * 4),
+        ("for (;;) pause();", 1, ["the libcuda probe did not answer within 2 s"] * 4),
     ],
 )
-def test_libcuda_is_asked(monkeypatch, cuda, answer):
-    monkeypatch.setattr(gpu, "ctypes", SimpleNamespace(**{**vars(gpu.ctypes), "CDLL": lambda _name: cuda}))
-    assert gpu.query_libcuda() == answer
-
-
-def test_libcuda_that_crashes_or_hangs_does_not_take_us_along(target, tmp_path, monkeypatch):
-    for body, why in (("import os; os.abort()", "signal 6"), ("import time; time.sleep(60)", "did not answer within")):
-        (tmp_path / "sitecustomize.py").write_text(body)
-        monkeypatch.setattr(gpu, "SECONDS", 0.5 if "sleep" in body else 60.0)
-        validated = target(environ={"PYTHONPATH": str(tmp_path)})
-        assert all(why in take(reading, validated).error for reading in gpu.CUDA_READINGS)
+def test_libcuda_is_asked_and_does_not_take_us_along(target, tmp_path, monkeypatch, init, count, values):
+    """Its C compiler, loader and process are real; only the driver is not."""
+    (tmp_path / "cuda.c").write_text(LIBCUDA.replace("INIT", init).replace("COUNT", str(count)))
+    command = ["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "cuda.c"]
+    subprocess.run(command, check=True)
+    monkeypatch.setattr(gpu, "SECONDS", 2.0 if "pause" in init else 60.0)
+    validated = target(environ={"LD_LIBRARY_PATH": str(tmp_path)})
+    facts = [take(reading, validated) for reading in gpu.CUDA_READINGS]
+    assert [fact.error or fact.value for fact in facts] == values

@@ -69,9 +69,8 @@ def served(weights, rotation):
 
 def worst(served, rotation, weights):
     """Return the parts that differ by more than 1 %, the limit for bfloat16."""
-    return [
-        part for part, difference in child.judge(served, rotation, weights, numerics_child) if not difference <= 0.01
-    ]
+    differences = child.judge(served, rotation, weights, numerics_child)
+    return [part for part, difference in differences if not difference <= 0.01]
 
 
 def test_right_parts_differ_by_rounding_alone(served, rotation, weights):
@@ -98,18 +97,17 @@ def test_a_wrong_weight_shows_in_its_part_alone(served, rotation, weights, name,
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
+    ("name", "value", "parts"),
     [
-        ({"WINDOW": 127}, ["attention sliding prefill", "attention sliding decode"]),
-        ({"WINDOW": 0}, ["attention sliding prefill", "attention sliding decode"]),
-        ({"TOP_K": 1}, ["experts 0", "experts 1"]),
+        ("WINDOW", 127, ["attention sliding prefill", "attention sliding decode"]),
+        ("WINDOW", 0, ["attention sliding prefill", "attention sliding decode"]),
+        ("TOP_K", 1, ["experts 0", "experts 1"]),
     ],
 )
-def test_a_wrong_size_shows(served, rotation, weights, monkeypatch, change, parts):
+def test_a_wrong_size_shows(served, rotation, weights, monkeypatch, name, value, parts):
     if rotation is not None:  # routes show the number of experts per token
         parts = [part.replace("experts", "router") for part in parts]
-    for name, value in change.items():
-        monkeypatch.setattr(child, name, value)
+    monkeypatch.setattr(child, name, value)
     assert worst(served, rotation, weights) == parts
 
 
@@ -123,6 +121,5 @@ def test_rounding_that_selects_an_equally_good_expert_is_no_fault(served, rotati
     router, as_good = "model.layers.0.mlp.router", torch.tensor([[3.0, 2.0, 1.99, -1.0]], dtype=torch.bfloat16)
     if rotation is None:
         routed = [(x, torch.cat([as_good, logits[1:]])) for x, logits in served[router]]
-        assert worst({**served, router: routed}, None, weights) == [
-            "router 0"
-        ]  # not the experts, which had other logits
+        # Not the experts, which had other logits.
+        assert worst({**served, router: routed}, None, weights) == ["router 0"]

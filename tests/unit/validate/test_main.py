@@ -31,10 +31,9 @@ def command(environment, *arguments, flags=(), **more):
 def ask(environment, monkeypatch, capsys):
     """Return a function that runs the command in this process with the same variables."""
 
-    def ask(*arguments, **more):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "environ", environment(**more))
-            code = main(list(arguments))
+    def ask(*arguments):
+        monkeypatch.setattr(os, "environ", environment())
+        code = main(list(arguments))
         printed = capsys.readouterr()
         return subprocess.CompletedProcess(arguments, code, printed.out, printed.err)
 

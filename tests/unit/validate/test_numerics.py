@@ -1,7 +1,6 @@
 """The numerics check notices wrong kernels: each mutation is a mistake that a kernel's author could make."""
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -35,19 +34,6 @@ def both(weights, change):
 def kernel(x, weights, ids, topk, expert_map=None):
     {body}
 """
-
-
-@pytest.fixture
-def gathered(tmp_path, environment):
-    """Facts of the check with a kernel of the given body in the registry."""
-
-    def gathered(body):
-        (tmp_path / "mutant.py").write_text(MODULE.format(body=body))
-        env = environment(SPARK_MXFP4_KERNEL="mutant:kernel")
-        env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
-        return gather(Target(Options(environ=env), "embedded"), numerics)[0]
-
-    return gathered
 
 
 def judge(facts):
@@ -99,37 +85,34 @@ def test_a_kernel_that_hangs_times_out(tmp_path, environment, monkeypatch):
     fact = json.dumps({"name": "numerics.kernel", "value": "slow"})
     (tmp_path / "child.py").write_text(f"import sys, time; open(sys.argv[2], 'w').write({fact!r}); time.sleep(600)")
     monkeypatch.setattr(numerics, "CHILD", tmp_path / "child.py")
-    begun = time.monotonic()
     facts, _ = gather(Target(Options(environ=environment(), numerics_seconds=3.0), "embedded"), numerics)
-    assert time.monotonic() - begun < 60
     assert facts["numerics.kernel"].value == "slow"
     finding = judge(facts)
     assert finding.status is Status.FAIL
     assert "did not answer within 3 s" in finding.evidence
 
 
-def test_a_crash_of_a_kernel_is_reported(gathered):
-    facts = gathered("os.abort()")
+def test_a_crash_of_a_kernel_is_reported(tmp_path, environment):
+    (tmp_path / "mutant.py").write_text(MODULE.format(body="os.abort()"))
+    env = environment(SPARK_MXFP4_KERNEL="mutant:kernel")
+    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+    facts, _ = gather(Target(Options(environ=env), "embedded"), numerics)
     assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"  # reported before the crash
     finding = judge(facts)
     assert finding.status is Status.FAIL
     assert "killed by signal 6" in finding.evidence
 
 
-@pytest.mark.parametrize(
-    ("stack", "arguments", "kernel", "way"),
-    [
-        ("embedded", (), "", "plugin"),
-        ("spark", (), "", "vllm"),
+def test_the_kernel_that_will_serve_is_the_one_that_runs(environment):
+    for stack, arguments, kernel, way in (
+        ("embedded", (), "", "plugin"), ("spark", (), "", "vllm"),
         ("spark", ("--quantization", "spark-mxfp4"), "", "plugin"),
         ("spark", ("--quantization=spark-mxfp4",), "fast_moe:FastMoe", "plugin"),
         ("spark-next", ("--quantization=spark-mxfp4",), "vllm", "vllm"),  # the profiles fast-dense-8 and -4
         ("spark", ("--quantization", "mxfp4"), "triton", "vllm"),
-    ],
-)
-def test_the_kernel_that_will_serve_is_the_one_that_runs(environment, stack, arguments, kernel, way):
-    options = Options(serve_args=arguments, environ=environment(SPARK_MXFP4_KERNEL=kernel))
-    assert numerics.way_of(Target(options, stack)) == way
+    ):  # fmt: skip
+        options = Options(serve_args=arguments, environ=environment(SPARK_MXFP4_KERNEL=kernel))
+        assert numerics.way_of(Target(options, stack)) == way
 
 
 LAID_OUT = """
@@ -170,24 +153,20 @@ def test_without_a_compiled_module_the_spark_warns_and_computes_nothing(site, in
     assert "./inv build.kernels" in finding.fix
 
 
-@pytest.mark.parametrize("where", ["cache", "ahead of time"])
-def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, environment, tmp_path, where):
+@pytest.mark.parametrize(
+    "folder", [".cache/flashinfer/0.7.0.post1/121a/cached_ops", "site-packages/flashinfer/data/aot"]
+)
+def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, environment, tmp_path, folder):
     install(site, "flashinfer-python", "0.7.0.post1")
     (site / "flashinfer").mkdir()
     (site / "flashinfer" / "__init__.py").write_text("")
-    cache = tmp_path / ".cache" / "flashinfer" / "0.7.0.post1" / "121a" / "cached_ops"
-    folder = (site / "flashinfer" / "data" / "aot" if where == "ahead of time" else cache) / "fused_moe_120"
     options = Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path)))
     filtered = replace(options, environ={**options.environ, "FLASHINFER_MOE_SM120_DTYPES": "fp8xfp4"})
-    assert numerics.not_run(Target(options, "spark"))
-    folder.mkdir(parents=True)
-    (folder / "fused_moe_120.so").write_bytes(b"")
-    assert not numerics.not_run(Target(options, "spark"))
-    assert numerics.not_run(Target(filtered, "spark"))  # FlashInfer would ask for another module
-    other = folder.with_name("fused_moe_120_fp8xfp4")
-    other.mkdir()
-    (other / f"{other.name}.so").write_bytes(b"")
-    assert not numerics.not_run(Target(filtered, "spark"))
+    for asked, name in ((options, "fused_moe_120"), (filtered, "fused_moe_120_fp8xfp4")):
+        assert numerics.not_run(Target(asked, "spark"))  # FlashInfer would ask for another module
+        (tmp_path / folder / name).mkdir(parents=True)
+        (tmp_path / folder / name / f"{name}.so").write_bytes(b"")
+        assert not numerics.not_run(Target(asked, "spark"))
 
 
 @pytest.mark.parametrize(

