@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 
 from sparkforge.pins import Component, Pins
-from sparkforge.sources import trees
+
+# A repository that `up` asks for, and that no server has.
+DEPENDENCY = {
+    "of": "up", "asked_in": "CMakeLists.txt", "dependency": "dep", "repository": "https://127.0.0.1:9/dep.git",
+    "tag": "d" * 40, "commit": "d" * 40, "tree": "unknown", "size": "unknown", "licence": "MIT", "needed": True,
+    "why": "wanted", "src_dir": "DEP_SRC_DIR",
+}  # fmt: skip
+DECLARED = f"FetchContent_Declare(dep GIT_REPOSITORY {DEPENDENCY['repository']} GIT_TAG {DEPENDENCY['tag']})"
+ASKS = f"if(NOT DEP_SRC_DIR)\n{DECLARED}\nendif()\n"
 
 
 def component(files, **changes):
@@ -16,18 +24,8 @@ def component(files, **changes):
 
 
 def table(components, git=None):
-    return Pins.model_validate(
-        {
-            "schema": 1,
-            "default": "s",
-            "stacks": {"s": {"summary": "a stack", "git": git or {}, "components": components}},
-        }
-    )
-
-
-def install_pins(pins):
-    component = next(iter(pins.stack("s").components.values()))
-    return trees.tree_folder(component, next(iter(component.files)))
+    stack = {"summary": "a stack", "git": git or {}, "components": components}
+    return Pins.model_validate({"schema": 1, "default": "s", "stacks": {"s": stack}})
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +39,5 @@ def kit(kit):
     def upstream(files):
         return table({"up": component({"up-1.tar.gz": kit.seed("up-1.tar.gz", kit.sdist("up-1", files))})})
 
-    return SimpleNamespace(
-        sdist=kit.sdist, seed=kit.seed, component=component, table=table, upstream=upstream, install_pins=install_pins,
-    )  # fmt: skip
+    more = {"component": component, "table": table, "upstream": upstream, "asks": ASKS, "dependency": DEPENDENCY}
+    return SimpleNamespace(**vars(kit), **more)

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import os
 import stat
 import subprocess
 import tarfile
@@ -64,26 +65,21 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_members_other_than_plain_files_are_refused_with_their_name(tmp_path, kind):
-    members = [(info("p-1/a.txt", size=1), b"a"), (info("p-1/odd", kind=KINDS[kind][0], link=KINDS[kind][1]), b"")]
-    refused(tar(tmp_path / "a.tar.gz", members), tmp_path / "t", f"p-1/odd.*{kind}", top="p-1")
-
-
-def test_a_sparse_file_and_an_unknown_type_are_refused(tmp_path):
+def test_members_other_than_plain_files_are_refused_with_their_name(tmp_path):
+    for name, (kind, link) in KINDS.items():
+        members = [(info("p-1/a.txt", size=1), b"a"), (info("p-1/odd", kind=kind, link=link), b"")]
+        refused(tar(tmp_path / "a.tar.gz", members), tmp_path / "t", f"p-1/odd.*{name}", top="p-1")
     sparse = info("p-1/s", size=1)
     sparse.pax_headers = {"GNU.sparse.map": "0,1", "GNU.sparse.size": "1099511627776", "GNU.sparse.numblocks": "1"}
     refused(tar(tmp_path / "a.tar.gz", [(sparse, b"x")]), tmp_path / "t", "p-1/s.*sparse file", top="p-1")
     refused(tar(tmp_path / "b.tar.gz", [(info("p-1/k", kind=b"K"), b"")]), tmp_path / "t", "refused", top="p-1")
 
 
-PATHS = [
-    "../x", "/x", "p-1/../../x", "p-1/./x", "", "p-1/a\nb", "p-1/a\\..\\b", "C:/x", "p-1/\x7f", "p-1/" + "x" * 256,
-    "elsewhere/x", "p-1",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path",
+    ["../x", "/x", "p-1/../../x", "p-1/./x", "", "p-1/a\nb", "p-1/a\\..\\b", "C:/x", "p-1/\x7f", "p-1/" + "x" * 256,
+     "elsewhere/x", "p-1"],
+)  # fmt: skip
 def test_a_path_that_could_lead_out_is_refused(tmp_path, path):
     refused(tar(tmp_path / "a.tar.gz", {"p-1/a.txt": b"a", path: b"x"}), tmp_path / "t", "refused", top="p-1")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.tar.gz"]
@@ -107,10 +103,10 @@ def test_a_wheel_with_a_link_a_device_or_another_packing_is_refused(tmp_path, mo
     refused(tmp_path / "w.whl", tmp_path / "t", reason)
 
 
-@pytest.mark.parametrize("names", [["p-1/a", "p-1/a"], ["p-1/a", "p-1/a/b"], ["p-1/a/b", "p-1/a"]])
-def test_one_name_for_two_things_is_refused(tmp_path, names):
-    members = [(info(name, size=1), b"x") for name in names]
-    refused(tar(tmp_path / "a.tar.gz", members), tmp_path / "t", "twice|both|file and a folder", top="p-1")
+def test_one_name_for_two_things_is_refused(tmp_path):
+    for names in (["p-1/a", "p-1/a"], ["p-1/a", "p-1/a/b"], ["p-1/a/b", "p-1/a"]):
+        members = [(info(name, size=1), b"x") for name in names]
+        refused(tar(tmp_path / "a.tar.gz", members), tmp_path / "t", "twice|both|file and a folder", top="p-1")
 
 
 def test_a_bomb_too_many_members_and_a_header_that_fills_memory_are_refused(tmp_path, monkeypatch):
@@ -162,28 +158,13 @@ def test_a_zip_with_an_impossible_offset_is_refused(tmp_path, offset):
     with zipfile.ZipFile(tmp_path / "w.whl", "w") as out:
         out.writestr("a", b"x")
     data = bytearray((tmp_path / "w.whl").read_bytes())
-    central, end = data.index(b"PK\x01\x02"), data.index(b"PK\x05\x06")
-    data[central + 42 : central + 46] = offset.to_bytes(4, "little")  # the member's offset
-    (tmp_path / "w.whl").write_bytes(data)
-    refused(tmp_path / "w.whl", tmp_path / "t", "refused")
-    data[end + 16 : end + 20] = offset.to_bytes(4, "little")  # the directory's offset
-    (tmp_path / "w.whl").write_bytes(data)
-    refused(tmp_path / "w.whl", tmp_path / "t", "refused")
+    for place in (data.index(b"PK\x01\x02") + 42, data.index(b"PK\x05\x06") + 16):  # the member's, the directory's
+        data[place : place + 4] = offset.to_bytes(4, "little")
+        (tmp_path / "w.whl").write_bytes(data)
+        refused(tmp_path / "w.whl", tmp_path / "t", "refused")
 
 
-class Counted(io.FileIO):
-    count = 0
-
-    def read(self, size=-1):
-        data = super().read(size)
-        Counted.count += len(data)
-        return data
-
-
-def test_endless_zeros_after_a_tars_end_are_not_read(tmp_path, monkeypatch):
+def test_endless_zeros_after_a_tars_end_are_not_read(tmp_path):
     path = tar(tmp_path / "a.tar", {"p-1/a.txt": b"a"}, pack=bytes)
-    with path.open("r+b") as file:
-        file.truncate(3 << 30)  # sparse
-    monkeypatch.setattr(archive.Path, "open", lambda *arguments: Counted(*arguments))  # noqa: PLW0108 - a method
+    os.truncate(path, 8 << 40)  # sparse; reading 8 TB would not end
     refused(path, tmp_path / "t", "bytes follow its end", top="p-1")
-    assert 0 < Counted.count < 10 << 20

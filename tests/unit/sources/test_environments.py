@@ -12,12 +12,7 @@ from sparkforge.core.errors import NetworkError
 from sparkforge.core.files import locked, write_json
 from sparkforge.pins.locks import WheelSet
 
-ENV = environments.Environment("embedded")
-
-
-@pytest.fixture
-def table():
-    return pins.load()
+ENV, TABLE = environments.Environment("embedded"), pins.load()
 
 
 @pytest.fixture
@@ -39,50 +34,50 @@ def filled(monkeypatch):
     return install
 
 
-def test_it_is_made_once(table, filled):
-    assert environments.ensure(ENV, table)
-    assert not environments.ensure(ENV, table)
+def test_it_is_made_once(filled):
+    assert environments.ensure(ENV, TABLE)
+    assert not environments.ensure(ENV, TABLE)
     assert filled.calls == ["embedded"]
-    assert environments.stamp(ENV) == environments.inputs(ENV, table)
-    version = table.component("embedded", "vllm").version
+    assert environments.stamp(ENV) == environments.inputs(ENV, TABLE)
+    version = TABLE.component("embedded", "vllm").version
     (metadata,) = ENV.site_packages.glob("vllm-*.dist-info/METADATA")
     assert f"Name: vllm\nVersion: {version}+cpu\n" in metadata.read_text()
 
 
 @pytest.mark.parametrize("field", ["lock", "torch", "python"])
-def test_a_changed_input_recreates_the_environment(table, filled, field):
-    environments.ensure(ENV, table)
+def test_a_changed_input_recreates_the_environment(filled, field):
+    environments.ensure(ENV, TABLE)
     record = json.loads(manifest.beside(ENV.path).read_text())
     write_json(manifest.beside(ENV.path), {**record, "inputs": {**record["inputs"], field: "another"}})
-    assert environments.ensure(ENV, table)
+    assert environments.ensure(ENV, TABLE)
 
 
-def test_the_old_environment_stays_until_the_new_one_is_complete(table, filled):
-    environments.ensure(ENV, table)
+def test_the_old_environment_stays_until_the_new_one_is_complete(filled):
+    environments.ensure(ENV, TABLE)
     (ENV.path / "precious").touch()
     manifest.beside(ENV.path).unlink()
     filled.error = NetworkError("a", "b", "c", code="network.fetch")
     with refused("network.fetch"):
-        environments.ensure(ENV, table)
+        environments.ensure(ENV, TABLE)
     assert (ENV.path / "precious").exists()
     assert environments.stamp(ENV) == {}
     filled.error = None
-    assert environments.ensure(ENV, table)
+    assert environments.ensure(ENV, TABLE)
     assert not (ENV.path / "precious").exists()
 
 
-def test_too_little_space_and_a_second_one_at_once_are_refused_before_anything_starts(table, filled):
-    small = table.environment("embedded").model_copy(update={"size": 1 << 60})
-    table = table.model_copy(update={"environments": {**table.environments, "embedded": small}})
+def test_too_little_space_and_a_second_one_at_once_are_refused_before_anything_starts(filled):
+    large = TABLE.environment("embedded").model_copy(update={"size": 1 << 60})
+    table = TABLE.model_copy(update={"environments": {**TABLE.environments, "embedded": large}})
     with refused("storage.full", "embedded environment"):
         environments.ensure(ENV, table)
     with locked(ENV.path.with_name(".embedded.lock"), "make it"), refused("storage.busy"):
-        environments.ensure(ENV, table)
+        environments.ensure(ENV, TABLE)
     assert filled.calls == []
 
 
-def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(table, tmp_path, monkeypatch):
-    torch, vllm = table.component("embedded", "torch"), table.component("embedded", "vllm")
+def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(tmp_path, monkeypatch):
+    torch, vllm = TABLE.component("embedded", "torch"), TABLE.component("embedded", "vllm")
     lock = tmp_path / "set.txt"
     lock.write_text(f"{vllm.package}=={vllm.version} \\\n    --hash=sha256:0\n")
     monkeypatch.setattr(environments.locks, "lock_path", lambda name: lock)
@@ -97,8 +92,8 @@ def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(table, tmp_path, mo
 
 
 @pytest.mark.parametrize("name", ["kernels", "vllm"])
-def test_build_environments_are_made_in_the_same_way(table, filled, name):
-    env = environments.Environment(table.image("spark").environments[name])
+def test_build_environments_are_made_in_the_same_way(filled, name):
+    env = environments.Environment(TABLE.image("spark").environments[name])
     assert environments.build_interpreter("spark", name) == env.python
     assert environments.build_interpreter("spark", name) == env.python
-    assert filled.calls == [table.environment(env.name).lock]
+    assert filled.calls == [TABLE.environment(env.name).lock]

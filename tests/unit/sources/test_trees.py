@@ -6,29 +6,17 @@ from expected import refused
 
 from sparkforge.core import manifest, paths
 from sparkforge.core.errors import UsageError
-from sparkforge.sources import archive, fetch, offline, repositories, trees
+from sparkforge.sources import archive, fetch, offline, trees
 
 FILES = {"CMakeLists.txt": "project(up)\n", "pkg/a.py": "x = 1\n", "pkg/b.py": "y = 2\n"}
-NEEDED = {
-    "of": "up", "asked_in": "CMakeLists.txt", "dependency": "dep", "repository": "https://e.invalid/dep.git",
-    "tag": "d" * 40, "commit": "d" * 40, "tree": "unknown", "size": "unknown", "licence": "MIT", "needed": True,
-    "why": "wanted", "src_dir": "DEP_SRC_DIR",
-}  # fmt: skip
-ASKS = (
-    "if(NOT DEP_SRC_DIR)\nFetchContent_Declare(dep GIT_REPOSITORY https://e.invalid/dep.git GIT_TAG "
-    + "d" * 40
-    + ")\nendif()\n"
-)
 
 
 def test_an_archive_is_unpacked_once_with_its_listing_and_manifest(kit):
     pins = kit.upstream(FILES)
     fetched = trees.fetch_sources("s", table=pins)
-    unpacked = kit.install_pins(pins)
+    unpacked = trees.tree_folder(pins.component("s", "up"), "up-1.tar.gz")
     assert [(tree.name, tree.state, tree.path) for tree in fetched] == [("up", "made", unpacked)]
-    assert {
-        str(file.relative_to(unpacked)): file.read_text() for file in unpacked.rglob("*") if file.is_file()
-    } == FILES
+    assert kit.snapshot(unpacked) == {path: text.encode() for path, text in FILES.items()}
     recorded = manifest.load(unpacked)
     assert recorded.inputs["up-1.tar.gz"].startswith(unpacked.name)
     assert recorded.outputs["listing"] == hashlib.sha256(archive.listing_path(unpacked).read_bytes()).hexdigest()
@@ -36,10 +24,9 @@ def test_an_archive_is_unpacked_once_with_its_listing_and_manifest(kit):
     assert [tree.state for tree in trees.fetch_sources("s", table=pins)] == ["unchanged"]
 
 
-def test_a_needed_repository_that_cannot_be_had_is_missing_and_the_rest_is_kept(kit, monkeypatch):
-    monkeypatch.setattr(repositories, "SETTINGS", (*repositories.SETTINGS, "protocol.allow=never"))
-    sha256 = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": ASKS}))
-    pins = kit.table({"up": kit.component({"up-1.tar.gz": sha256})}, {"dep": NEEDED})
+def test_a_needed_repository_that_cannot_be_had_is_missing_and_the_rest_is_kept(kit):
+    sha256 = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": kit.asks}))
+    pins = kit.table({"up": kit.component({"up-1.tar.gz": sha256})}, {"dep": kit.dependency})
     fetched = trees.fetch_sources("s", table=pins)
     assert [(tree.name, tree.state) for tree in fetched] == [("up", "made"), ("dep", "missing")]
     with refused("network.fetch", r"1 of 2 sources are missing.*git init -q dep"):
