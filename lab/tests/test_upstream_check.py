@@ -257,10 +257,7 @@ def test_remains_of_a_killed_check_are_removed_and_only_one_check_runs(world, co
     left.mkdir(parents=True)
     assert command("flashinfer-1.0") is True
     assert not left.exists()
-    with (
-        files.locked(paths.state() / "upstream.lock", "check upstream releases"),
-        refused("storage.busy"),
-    ):
+    with files.locked(paths.state() / "upstream.lock", "check upstream releases"), refused("storage.busy"):
         command("flashinfer-1.0")
 
 

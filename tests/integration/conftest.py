@@ -62,11 +62,7 @@ class Checkout:
 
     @property
     def environment(self):
-        ours = (
-            "SPARKFORGE_STATE",
-            "PYTHONPATH",
-            "OMP_NUM_THREADS",
-        )  # set for pytest (lab/suite.py), not by a user
+        ours = ("SPARKFORGE_STATE", "PYTHONPATH", "OMP_NUM_THREADS")  # set for pytest (lab/suite.py), not by a user
         return {**{key: value for key, value in os.environ.items() if key not in ours}, "PATH": str(self.programs)}
 
     def inv(self, *args):

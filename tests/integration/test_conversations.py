@@ -54,7 +54,7 @@ def read_table():
 TABLE = read_table()
 # Client, feature → the current result of the client's script.
 FAULTS: dict[tuple[str, str], str] = {
-    ("Codex", "tools: web_search, local_shell, apply_patch with a grammar"): r"400 .*tools\[2\]: type 'web_search'",
+    ("Codex", "tools: web_search, local_shell, apply_patch with a grammar"): r"400 .*tools\[2\]: type 'web_search'"
 }
 
 

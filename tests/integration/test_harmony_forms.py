@@ -211,11 +211,7 @@ def test_every_form_is_asked_and_the_page_has_their_number():
 
 # The scripted model prefers its script by more than the API's largest bias, so no bias can make it write white space or
 # begin a call. `./inv up` tests both with the trained model (test_road.py).
-BIASED = {
-    "limited white space",
-    "a stop string in a tool call",
-    "a call beside a schema",
-}
+BIASED = {"limited white space", "a stop string in a tool call", "a call beside a schema"}
 CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name not in BIASED]
 
 

@@ -91,8 +91,7 @@ def test_float32_logprobs_equal_the_reference(engine, reference, name, logged):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "second"),
-    [("two ranks, tensor", "Worker_TP1 pid="), ("two ranks, expert", "Worker_TP1_EP1 pid=")],
+    ("name", "second"), [("two ranks, tensor", "Worker_TP1 pid="), ("two ranks, expert", "Worker_TP1_EP1 pid=")]
 )
 def test_two_ranks_together_equal_the_reference(engine, reference, name, second):
     """Two real processes share the layers' columns or the experts."""

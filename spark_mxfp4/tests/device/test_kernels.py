@@ -25,10 +25,7 @@ from spark_mxfp4.mxfp4 import quantize_mxfp8
 
 pytestmark = pytest.mark.device
 BF16, W4A8 = 0.006, 0.1  # largest errors: bf16 between the products; E4M3 activations with three bits of mantissa
-TILES = {
-    "triton bf16": fused.Tiles(64, 16, 64, 4, 3),
-    "triton W4A8": fused.Tiles(128, 64, 128, 4, 2, scaled=True),
-}
+TILES = {"triton bf16": fused.Tiles(64, 16, 64, 4, 3), "triton W4A8": fused.Tiles(128, 64, 128, 4, 2, scaled=True)}
 HOPPER, GPU = HopperKernel("hopper"), GpuKernel()
 KERNELS = ("hopper", *TILES)
 

@@ -45,6 +45,4 @@ def _judge(work: Path) -> None:
             assert (_tree() / path).read_bytes() == content, path
 
 
-SCENARIOS = [
-    Scenario("sources", _prepare, _bring, _judge, volatile=("*.manifest.json",), races=(0, BUSY)),
-]
+SCENARIOS = [Scenario("sources", _prepare, _bring, _judge, volatile=("*.manifest.json",), races=(0, BUSY))]
