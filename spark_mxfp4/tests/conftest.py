@@ -12,7 +12,6 @@ from spark_mxfp4.mxfp4 import dequantize
 
 INSTALL = {"c++": "sudo apt install g++", "nvcc": "install CUDA 13, and put its bin/ on PATH"}
 ROOM = 1 << 14  # guard elements around each tensor, which no kernel may write
-IDS = [[3, 17, 99, 4, 4, 60, 127, 0, 31, 5]]
 
 
 def require(program):
@@ -36,8 +35,10 @@ def nvcc():
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def own_cache_and_no_choice(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("SPARK_MXFP4_KERNEL", "SPARK_MXFP4_TRUST_REMOTE_CODE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +54,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def no_choice(monkeypatch):
-    for name in ("SPARK_MXFP4_KERNEL", "SPARK_MXFP4_TRUST_REMOTE_CODE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -92,7 +87,7 @@ def gpu_on_cpu(library, monkeypatch):
 
 @pytest.fixture
 def ids():
-    return torch.tensor(IDS)
+    return torch.tensor([[3, 17, 99, 4, 4, 60, 127, 0, 31, 5]])
 
 
 @pytest.fixture
@@ -136,46 +131,3 @@ def answer(ids):
         return logits, model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None).tolist()
 
     return of
-
-
-@pytest.fixture
-def padded_kernel(tmp_path, monkeypatch):
-    """A user's kernel that requires sizes in multiples of 256 and checks them."""
-    (tmp_path / "padding_kernels.py").write_text(
-        "from spark_mxfp4.experts import moe\n"
-        "from spark_mxfp4.kernel import MoeKernel\n"
-        "class Wide(MoeKernel):\n"
-        "    hidden_alignment = intermediate_alignment = 256\n"
-        "    def run(self, x, weights, topk_ids, topk_weights, expert_map=None):\n"
-        "        sizes = {x.shape[-1], weights.down.weight.shape[1], 2 * weights.down.weight.shape[2]}\n"
-        "        if any(size % 256 for size in sizes):\n"
-        "            raise ValueError(f'not padded: {sizes}')\n"
-        "        return moe(x, weights, topk_ids, topk_weights, expert_map)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return "padding_kernels:Wide"
-
-
-@pytest.fixture
-def laid_out_kernel(tmp_path, monkeypatch):
-    """A user's kernel with a layout of its own: experts backwards, nibbles swapped, another shape."""
-    (tmp_path / "layout_kernels.py").write_text(
-        "from spark_mxfp4.experts import ExpertWeights, Projection, moe\n"
-        "from spark_mxfp4.kernel import MoeKernel\n"
-        "def swap(t):\n"
-        "    return (t >> 4) | (t << 4)\n"
-        "def there(p):\n"
-        "    return Projection(swap(p.weight).flip(0).transpose(1, 2).contiguous(), p.scales.flip(0), p.bias)\n"
-        "def back(p):\n"
-        "    return Projection(swap(p.weight.transpose(1, 2)).flip(0).contiguous(), p.scales.flip(0), p.bias)\n"
-        "class Odd(MoeKernel):\n"
-        "    intermediate_alignment = 128\n"
-        "    def run(self, x, weights, topk_ids, topk_weights, expert_map=None):\n"
-        "        return moe(x, ExpertWeights(*map(back, weights)), topk_ids, topk_weights, expert_map)\n"
-        "    def prepare(self, weights):\n"
-        "        return ExpertWeights(*map(there, weights))\n"
-        "    def restore(self, prepared, hidden, intermediate):\n"
-        "        return ExpertWeights(*map(back, prepared))\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return "layout_kernels:Odd"

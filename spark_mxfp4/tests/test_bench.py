@@ -15,7 +15,6 @@ import torch
 
 import measure_experts
 import measure_formats
-import measure_linear
 import measure_shards
 from measure_formats import DRAWS, STATES_SEED, measure, pieces
 from project import PROJECT
@@ -110,13 +109,6 @@ def test_the_reading_kernel_reads_every_word_once():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(PROJECT / "bench")}
     result = subprocess.run([sys.executable, "-c", READ], env=environment, capture_output=True, text=True, check=False)
     assert result.stdout == "every word once\n", result.stderr
-
-
-def test_a_row_says_that_vllm_is_absent(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.delitem(sys.modules, "peer_linear", raising=False)
-    (row,) = measure_linear._vllm([], {}, 1.0)
-    assert "cannot be imported" in row["absent"]
 
 
 @pytest.mark.parametrize("split", measure_shards.SPLITS)

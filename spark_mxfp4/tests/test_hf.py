@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from spark_mxfp4 import hf
 from spark_mxfp4.hf.experts import PackedExperts
@@ -56,10 +57,9 @@ def test_state_dict_has_the_checkpoints_names_and_fills_another_model(make_model
     assert torch.equal(answer(first)[0], answer(second)[0])
 
 
-@pytest.mark.parametrize("kernel", ["padded_kernel", "laid_out_kernel"])
-def test_own_sizes_and_layout_are_stored_once_and_undone(make_model, answer, request, kernel):
-    kernel = request.getfixturevalue(kernel)
-    plain, other = hf.convert_and_replace(make_model()), hf.convert_and_replace(make_model(), kernel)
+@pytest.mark.parametrize("kernel", ["Padded", "LaidOut"])
+def test_own_sizes_and_layout_are_stored_once_and_undone(make_model, answer, kernel):
+    plain, other = hf.convert_and_replace(make_model()), hf.convert_and_replace(make_model(), f"own_kernels:{kernel}")
     torch.testing.assert_close(answer(plain)[0], answer(other)[0], rtol=1e-5, atol=1e-5)
     assert experts_of(other)[0].gate_up_proj_blocks.numel() == 0  # not kept twice
     wanted, got = plain.state_dict(), other.state_dict()
@@ -73,18 +73,20 @@ def test_own_sizes_and_layout_are_stored_once_and_undone(make_model, answer, req
     assert answer(half)[0].isfinite().all()
 
 
-def test_a_kernel_tunes_each_layer_as_it_laid_it_out(model, monkeypatch, laid_out_kernel):
+def test_a_kernel_tunes_each_layer_as_it_laid_it_out(model, monkeypatch):
     seen = []
     monkeypatch.setattr("spark_mxfp4.kernel.MoeKernel.tune", lambda _, prepared: seen.append(prepared))
-    layers = experts_of(hf.convert_and_replace(model, laid_out_kernel))
+    layers = experts_of(hf.convert_and_replace(model, "own_kernels:LaidOut"))
     assert all(prepared is experts.ready() for prepared, experts in zip(seen, layers, strict=True))
 
 
-def test_converting_again_changes_the_kernel_only(model, answer, padded_kernel):
+def test_converting_again_changes_the_kernel_only(model, answer, monkeypatch):
     _, tokens = answer(hf.convert_and_replace(model))
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    hf.convert_and_replace(model, padded_kernel)
-    assert {experts.kernel.name for experts in experts_of(model)} == {padded_kernel}
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", "own_kernels:Padded")
+    hf.convert_and_replace(model)
+    assert {experts.kernel.name for experts in experts_of(model)} == {"own_kernels:Padded"}
+    assert "own_kernels:Padded" in repr(experts_of(model)[0])
     assert answer(model)[1] == tokens
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
@@ -108,75 +110,57 @@ def test_an_interrupted_conversion_is_finished_by_the_next(make_model, answer, m
     assert torch.equal(got[0], wanted[0])
 
 
+SMALL = {
+    "vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+def replaced(model):
+    for layer in model.model.layers:
+        layer.mlp.experts = torch.nn.Identity()
+    return model
+
+
+def not_finite(model):
+    with torch.no_grad():
+        experts_of(model)[1].down_proj[3, 5, 7] = float("nan")
+    return model
+
+
+def offloaded(model):
+    experts_of(model)[2].to("meta")
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        ("llama", "type 'llama' · it is dense: it has no experts"),
-        ("mixtral", "type 'mixtral' · its experts are not gpt-oss'"),
-        ("module", "type Linear · it is dense"),
+        (lambda _: LlamaForCausalLM(LlamaConfig(**SMALL)), "type 'llama' · it is dense: it has no experts"),
+        (lambda _: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2)), "its experts are not gpt-oss'"),
+        (lambda _: torch.nn.Linear(2, 2), "type Linear · it is dense"),
+        (lambda make: replaced(make()), "another library has replaced them"),
+        (
+            lambda make: make(exact=False, intermediate_size=40),
+            r"layers\.0\.mlp\.experts\.down_proj · 40 inputs are no",
+        ),
+        (lambda make: make(swiglu_limit=5.0), "swiglu_limit 5.0, the kernels know 1.702 and 7.0"),
+        (lambda make: offloaded(make()), r"layers\.2\.mlp\.experts · its weights are offloaded"),
+        (lambda make: not_finite(make()), r"layers\.1\.mlp\.experts\.down_proj · expert 3 holds NaN or infinity"),
     ],
 )
-def test_other_models_are_refused_by_name(make, message):
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
-    small = {
-        "vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "num_key_value_heads": 1,
-    }  # fmt: skip
-    model = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**small)),
-        "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**small, num_local_experts=2)),
-        "module": lambda: torch.nn.Linear(2, 2),
-    }[make]()
+def test_other_models_and_weights_are_refused_by_name(make_model, make, message):
+    model = make(make_model)
     with pytest.raises(ValueError, match=message):
         hf.convert_and_replace(model)
-
-
-def test_a_model_whose_experts_another_library_replaced_is_refused(model):
-    for layer in model.model.layers:
-        layer.mlp.experts = torch.nn.Identity()
-    with pytest.raises(ValueError, match="another library has replaced them"):
-        hf.convert_and_replace(model)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"intermediate_size": 40}, r"layers\.0\.mlp\.experts\.down_proj · 40 inputs are no multiple of 32"),
-        ({"swiglu_limit": 5.0}, "swiglu_limit 5.0, the kernels know 1.702 and 7.0"),
-    ],
-)
-def test_unsupported_sizes_and_activations_are_refused(make_model, changes, message):
-    model = make_model(exact=False, **changes)
-    with pytest.raises(ValueError, match=message):
-        hf.convert_and_replace(model)
-    assert not any(isinstance(experts, PackedExperts) for experts in experts_of(model))
-
-
-def test_weights_that_are_not_finite_are_refused_by_layer_and_expert(model):
-    with torch.no_grad():
-        experts_of(model)[1].down_proj[3, 5, 7] = float("nan")
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj · expert 3 holds NaN or infinity"):
-        hf.convert_and_replace(model)
-
-
-def test_offloaded_weights_are_refused_before_anything_is_changed(model):
-    experts_of(model)[2].to("meta")
-    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts · its weights are offloaded"):
-        hf.convert_and_replace(model)
-    assert not isinstance(experts_of(model)[0], PackedExperts)
+    if "NaN" not in message:  # noticed before anything is changed
+        assert not any(isinstance(module, PackedExperts) for module in model.modules())
 
 
 def test_an_unknown_kernel_is_refused_before_anything_is_changed(model):
     with pytest.raises(ValueError, match="there is no kernel 'tritn'"):
         hf.convert_and_replace(model, "tritn")
     assert not isinstance(experts_of(model)[0], PackedExperts)
-
-
-def test_the_environment_names_the_kernel(model, monkeypatch, padded_kernel):
-    monkeypatch.setenv("SPARK_MXFP4_KERNEL", padded_kernel)
-    hf.convert_and_replace(model)
-    assert padded_kernel in repr(experts_of(model)[0])
 
 
 def test_torch_compile_sees_one_operator_a_layer(model, ids):

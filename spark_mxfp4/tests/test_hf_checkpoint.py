@@ -25,23 +25,8 @@ SIZES = {
 # Lengths below and above the sliding window of 128 tokens.
 PROMPTS = [[(i * 7919 + seed * 104729) % SIZES["vocab_size"] for i in range(n)] for seed, n in enumerate((9, 300))]
 GENERATED = 16
+HERE = Path(__file__).parent
 EXAMPLE = PROJECT / "examples" / "convert_gpt_oss.py"
-# A kernel with its own layout, so that loading temporarily needs a layer's bytes in both layouts.
-OWN_LAYOUT = """
-from spark_mxfp4.experts import ExpertWeights, moe
-from spark_mxfp4.kernel import MoeKernel
-
-class Turned(MoeKernel):
-    def run(self, x, weights, topk_ids, topk_weights, expert_map=None):
-        return moe(x, self.restore(weights, 0, 0), topk_ids, topk_weights, expert_map)
-
-    def prepare(self, weights):
-        turned = [[tensor.transpose(1, 2).contiguous() for tensor in p[:2]] for p in weights]
-        return ExpertWeights(*(p._replace(weight=w, scales=s) for p, (w, s) in zip(weights, turned)))
-
-    def restore(self, prepared, hidden, intermediate):
-        return self.prepare(prepared)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +42,14 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def unmodified(checkpoint, dtype=torch.float32):
+def unmodified(checkpoint, **options):
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     # transformers dequantises to bfloat16, which holds every E2M1 product with these scales exactly.
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=dtype, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
+        checkpoint, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager", **options
     )
-    return model.to(dtype).eval()
+    return model.float().eval()
 
 
 @torch.no_grad()
@@ -82,23 +67,31 @@ def wanted(checkpoint):
     return answers(unmodified(checkpoint))
 
 
-WAYS = {
-    "converted": lambda checkpoint: hf.convert_and_replace(unmodified(checkpoint)),
-    "packed": lambda checkpoint: hf.load_packed(
-        str(checkpoint), dtype=torch.float32, attn_implementation="eager"
-    ).eval(),
-    "chosen": lambda checkpoint: chosen(unmodified(checkpoint)),
-}
-
-
-def chosen(model):
+def chosen(checkpoint):
+    model = unmodified(checkpoint)
     model.set_experts_implementation("spark_mxfp4")
     return model
 
 
+def load_packed(checkpoint, **options):
+    return hf.load_packed(str(checkpoint), dtype=torch.float32, attn_implementation="eager", **options).eval()
+
+
+WAYS = {
+    "converted": lambda checkpoint: hf.convert_and_replace(unmodified(checkpoint)),
+    "converted, with a device map": lambda checkpoint: hf.convert_and_replace(unmodified(checkpoint, device_map="cpu")),
+    "packed": load_packed,
+    "packed, to a device": lambda checkpoint: load_packed(checkpoint, device="cpu"),
+    "packed, with a device map": lambda checkpoint: load_packed(checkpoint, device_map="cpu"),
+    "chosen": chosen,
+}
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_logits_and_greedy_tokens_are_the_unmodified_models(checkpoint, wanted, way):
-    for (logits, tokens), (expected, expected_tokens) in zip(answers(WAYS[way](checkpoint)), wanted, strict=True):
+    model = WAYS[way](checkpoint)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    for (logits, tokens), (expected, expected_tokens) in zip(answers(model), wanted, strict=True):
         assert tokens == expected_tokens
         assert len(tokens) > GENERATED
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -106,28 +99,22 @@ def test_logits_and_greedy_tokens_are_the_unmodified_models(checkpoint, wanted, 
 
 def test_converting_costs_less_than_one_layer_at_its_peak():
     """Measure the peak of resident memory above the start, in a separate process."""
-    layer, peak, after, total = map(int, run_program(Path(__file__).parent / "convert_peak.py").split())
+    layer, peak, after, total = map(int, run_program(HERE / "convert_peak.py").split())
     assert 0 < peak < layer
     assert after < -0.65 * total  # 16 bits become 4.25: -0.73; if one layer of eight stays dense: -0.61
 
 
-def run_program(*arguments, path=None):
+def run_program(*arguments):
     """Run a program with one torch thread; freed large tensors are returned to the system (mallopt(3))."""
-    python_path = os.pathsep.join(filter(None, [str(Path(__file__).parent), path]))
-    environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    result = subprocess.run(
-        [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False
-    )
+    settings = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, *map(str, arguments)]
+    result = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     return result.stdout
 
 
 def test_loading_packed_costs_one_layer_above_the_packed_weights(tmp_path):
-    (tmp_path / "turned_kernel.py").write_text(OWN_LAYOUT)
-    script = Path(__file__).parent / "load_peak.py"
-    layer, peak, end, total = map(
-        int, run_program(script, tmp_path, "turned_kernel:Turned", path=str(tmp_path)).split()
-    )
+    layer, peak, end, total = map(int, run_program(HERE / "load_peak.py", tmp_path, "own_kernels:Turned").split())
     assert total <= end < total + layer / 4  # memory has only the kernel's layout, not the checkpoint's bytes
     # One layer in both layouts. The peak is sampled, so a short peak may be missed.
     assert peak < end + 1.1 * layer
@@ -148,23 +135,6 @@ def test_the_example_loads_dequantised_converts_and_generates_the_same(checkpoin
         for folder in (checkpoint, tmp_path / "saved")
     )
     assert stored == saved
-
-
-@pytest.mark.parametrize("options", [{"device": "cpu"}, {"device_map": "cpu"}])
-def test_a_device_map_of_one_cpu_loads_packed_experts(checkpoint, wanted, options):
-    model = hf.load_packed(str(checkpoint), dtype=torch.float32, attn_implementation="eager", **options).eval()
-    assert [tokens for _, tokens in answers(model)] == [tokens for _, tokens in wanted]
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-
-
-def test_a_model_with_a_device_map_is_converted(checkpoint, wanted):
-    from transformers import AutoModelForCausalLM, Mxfp4Config
-
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, quantization_config=Mxfp4Config(dequantize=True), device_map="cpu", attn_implementation="eager"
-    )
-    model = hf.convert_and_replace(model.float().eval())
-    assert [tokens for _, tokens in answers(model)] == [tokens for _, tokens in wanted]
 
 
 def test_offloaded_experts_are_refused_by_name(checkpoint, tmp_path):

@@ -1,4 +1,4 @@
-"""Kernels from a folder or a hub repository: names, calls of the package `kernels`, and its absence.
+"""Kernels from a folder or a hub repository: calls of the package `kernels`, and its absence.
 
 test_hub_repository.py uses the real package.
 """
@@ -28,20 +28,6 @@ def test_names_are_split(name, source):
     assert source.is_folder == (name[0] in "./~")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("owner/name", "name a version: owner/name@1"),
-        ("owner/name@#f", "name a version"),
-        ("a/b/c@1", "'a/b/c@1' is no repository"),
-        ("owner/@1", "is no repository"),
-    ],
-)
-def test_incomplete_names_are_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        registry.load(name)
-
-
 def test_without_the_package_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "kernels", None)
     with pytest.raises(ValueError, match=r"the package 'kernels' is missing · pip install 'kernels>=0\.17,<0\.18'"):
@@ -63,19 +49,16 @@ def hub(monkeypatch):
     return asked
 
 
-def test_a_number_is_a_version_and_anything_else_a_revision(hub):
+def test_a_number_is_a_version_anything_else_a_revision_and_code_is_trusted_only_when_asked(hub, monkeypatch):
     assert registry.load("owner/name@1").run(*[None] * 4) == "moe"
     assert registry.load("owner/name@b5c939d#fast").run(*[None] * 4) == "fast"
+    monkeypatch.setenv("SPARK_MXFP4_TRUST_REMOTE_CODE", "1")
+    registry.load("owner/name@1")
     assert hub == [
         ("owner/name", {"version": 1, "trust_remote_code": False}),
         ("owner/name", {"revision": "b5c939d", "trust_remote_code": False}),
+        ("owner/name", {"version": 1, "trust_remote_code": True}),
     ]
-
-
-def test_code_of_others_is_trusted_only_when_asked(hub, monkeypatch):
-    monkeypatch.setenv("SPARK_MXFP4_TRUST_REMOTE_CODE", "1")
-    registry.load("owner/name@1")
-    assert hub[0][1]["trust_remote_code"] is True
 
 
 def test_a_folder_is_passed_as_one_path(hub, tmp_path, monkeypatch):

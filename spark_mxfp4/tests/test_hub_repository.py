@@ -131,4 +131,6 @@ def test_a_module_from_the_template_can_be_published(tmp_path):
 
     module = template.write("fast_moe", tmp_path) / "fast_moe.py"
     folder = publish.write(tmp_path / "hub", 1, module, "fast-moe")
+    builds = {path.name: json.loads((path / "metadata.json").read_text())["id"] for path in folder.glob("build/*")}
+    assert all(builds[f"torch-{backend}"].startswith(f"_fast_moe_{backend}_") for backend in publish.BACKENDS)
     conformance.check(registry.load(f"{folder}#FastMoe"), cases=conformance.CASES[:2])

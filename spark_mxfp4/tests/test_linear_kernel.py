@@ -15,6 +15,7 @@ from project import PROJECT
 from spark_mxfp4.kernels import extension, linear, precompile
 from spark_mxfp4.kernels.extension import NO_FIT
 from spark_mxfp4.kernels.linear import Format, Weight, reference
+from spark_mxfp4.mxfp4 import dequantize
 
 pytestmark = pytest.mark.needs("c++")
 VARIANTS = 16
@@ -98,11 +99,31 @@ def test_a_variant_refuses_what_it_cannot_take(on_cpu, variant):
         assert error_on_cpu(on_cpu, variant, Format.MXFP8, 16, 64 * 45 * 5, 1, SMALLER) == NO_FIT
 
 
+def expanded(library, weight):
+    """Return the matrix bf16 [N, K] that linear.cu reads from `weight`."""
+    out = torch.full((weight.rows + 1, weight.columns), torch.nan).bfloat16()
+    job = linear._job(weight, out[:-1])
+    assert library.spark_linear_expand(ctypes.byref(job), int(weight.format), None) == 0
+    assert out[-1].isnan().all()
+    return out[:-1]
+
+
 @pytest.mark.parametrize("format_", Format)
-def test_weights_are_expanded_on_a_cpu(on_cpu, format_):
-    matrix = torch.randn(70, 224)
-    weight, out = Weight.pack(matrix, format_), torch.full((71, 224), torch.nan).bfloat16()
-    job = linear._job(weight, out[:70])
-    assert on_cpu.spark_linear_expand(ctypes.byref(job), int(format_), None) == 0
-    assert torch.equal(out[:70], reference(matrix, format_).bfloat16())
-    assert out[70:].isnan().all()
+@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (17, 96), (48, 32), (5, 2880), (70, 224)])
+def test_the_kernel_reads_the_quantised_matrix(on_cpu, format_, rows, columns):
+    matrix = torch.randn(rows, columns) * torch.logspace(-6, 0, rows)[:, None]
+    matrix[0] = 0
+    weight = Weight.pack(matrix, format_)
+    assert weight.data.shape == (-(-rows // 16), -(-columns // 64), format_.chunk_bytes)
+    assert torch.equal(expanded(on_cpu, weight), reference(matrix, format_).bfloat16())
+
+
+def test_every_byte_keeps_its_place(on_cpu):
+    blocks = torch.randint(0, 256, (32, 6, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 129, (32, 6), dtype=torch.uint8)
+    values = dequantize(blocks, scales).bfloat16()
+    assert torch.equal(expanded(on_cpu, Weight.from_mxfp4(blocks, scales)), values)
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F].repeat(4)[: 16 * 62].view(16, 62)
+    elements = torch.nn.functional.pad(codes, (0, 2)).view(torch.float8_e4m3fn)
+    assert torch.equal(expanded(on_cpu, Weight.from_fp8(elements, torch.ones(16))), elements.bfloat16())

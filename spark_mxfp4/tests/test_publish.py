@@ -53,16 +53,6 @@ def test_the_same_sources_give_the_same_bytes(folder, tmp_path):
         assert (again / path.relative_to(folder)).read_bytes() == path.read_bytes()
 
 
-def test_a_users_module_becomes_both_builds(tmp_path):
-    module = tmp_path / "fast.py"
-    module.write_text("from spark_mxfp4.experts import moe\n")
-    folder = publish.write(tmp_path / "hub", 1, module, "fast-moe")
-    for backend in publish.BACKENDS:
-        build = folder / "build" / f"torch-{backend}"
-        assert (build / "__init__.py").read_text() == module.read_text()
-        assert json.loads((build / "metadata.json").read_text())["id"].startswith(f"_fast_moe_{backend}_")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

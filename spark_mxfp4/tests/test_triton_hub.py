@@ -190,21 +190,6 @@ def test_missing_names_of_a_hub_are_listed(make_model, make_hub, changes, messag
     assert not isinstance(model.model.layers[0].mlp.experts, PackedExperts)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("hub:no_such_package", "cannot be imported · No module named 'no_such_package'"),
-        ("hub:json", r"it lacks matmul_ogs \("),
-        ("hub:owner/name", "name a version: owner/name@1"),
-        ("hub:/no/such/folder", "cannot be loaded"),
-    ],
-)
-def test_wrong_hubs_are_refused_by_name(name, message):
-    with pytest.raises(ValueError, match=message) as raised:
-        registry.load(name)
-    assert "\n" not in str(raised.value)
-
-
 def test_a_package_that_fails_to_import_is_refused_in_one_line(make_hub):
     folder = make_hub("broken", {"__init__": ('"""', 'raise RuntimeError("no driver")\n"""')})
     with pytest.raises(ValueError, match=r"cannot be imported · no driver · check the package in "):

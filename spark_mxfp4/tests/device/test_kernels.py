@@ -27,7 +27,13 @@ pytestmark = pytest.mark.device
 BF16, W4A8 = 0.006, 0.1  # largest errors: bf16 between the products; E4M3 activations with three bits of mantissa
 TILES = {"triton bf16": fused.Tiles(64, 16, 64, 4, 3), "triton W4A8": fused.Tiles(128, 64, 128, 4, 2, scaled=True)}
 HOPPER, GPU = HopperKernel("hopper"), GpuKernel()
-KERNELS = ("hopper", *TILES)
+LIMITS = {"hopper": BF16, "triton bf16": BF16, "triton W4A8": W4A8}
+
+
+def layer(experts, hidden, intermediate, tokens, top_k, routing="even", *, bias=True):
+    """Return a random layer's weights, activations and routing."""
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    return random_weights(experts, hidden, intermediate, bias=bias), x, *random_routing(tokens, experts, top_k, routing)
 
 
 def run(kernel, x, weights, ids, shares, expert_map=None, activation=GPT_OSS):
@@ -36,7 +42,7 @@ def run(kernel, x, weights, ids, shares, expert_map=None, activation=GPT_OSS):
     return poisoned(HOPPER.run, x, HOPPER.prepare(weights), ids, shares, expert_map, activation)
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=LIMITS)
 def kernel(request):
     if request.param == "hopper" and not HOPPER.available(torch.device("cuda")):
         pytest.skip("no Hopper GPU, or no nvcc, here")
@@ -46,11 +52,9 @@ def kernel(request):
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 9, 16, 33, 64, 100, 257, 1000, 2048])
 def test_layer_is_right_for_every_routing_and_repeats_to_the_bit(kernel, tokens, routing):
-    weights = random_weights(16, 320, 224)
-    x = torch.randn(tokens, 320, device="cuda").bfloat16()
-    ids, shares = random_routing(tokens, 16, 5, routing)
+    weights, x, ids, shares = layer(16, 320, 224, tokens, 5, routing)
     got = run(kernel, x, weights, ids, shares)
-    assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
+    assert error(got, reference(x, weights, ids, shares)) < LIMITS[kernel]
     for _ in range(3):
         assert torch.equal(got, run(kernel, x, weights, ids, shares))
 
@@ -58,30 +62,24 @@ def test_layer_is_right_for_every_routing_and_repeats_to_the_bit(kernel, tokens,
 @pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), [*EDGES, *MODELS.values()])
 @pytest.mark.parametrize("tokens", [1, 50, 600])
 def test_layer_is_right_for_every_size(kernel, experts, top_k, hidden, intermediate, tokens):
-    weights = random_weights(experts, hidden, intermediate, bias=experts != 8)
-    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    ids, shares = random_routing(tokens, experts, top_k)
+    weights, x, ids, shares = layer(experts, hidden, intermediate, tokens, top_k, bias=experts != 8)
     got = run(kernel, x, weights, ids.long() if tokens == 50 else ids, shares)
-    assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
+    assert error(got, reference(x, weights, ids, shares)) < LIMITS[kernel]
 
 
 @pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), OTHERS.values())
 @pytest.mark.parametrize("tokens", [1, 9, 64, 600])
 def test_layer_of_another_family_is_right(kernel, experts, top_k, hidden, intermediate, tokens):
-    weights = random_weights(experts, hidden, intermediate, bias=False)
-    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    ids, shares = random_routing(tokens, experts, top_k)
+    weights, x, ids, shares = layer(experts, hidden, intermediate, tokens, top_k, bias=False)
     got = run(kernel, x, weights, ids, shares, activation=SILU)
-    assert error(got, reference(x, weights, ids, shares, activation=SILU)) < (W4A8 if "W4A8" in kernel else BF16)
+    assert error(got, reference(x, weights, ids, shares, activation=SILU)) < LIMITS[kernel]
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096, 8192])
 def test_gpt_oss_120b_prefill_is_right(kernel, tokens):
-    weights = random_weights(128, 2880, 2880)
-    x = torch.randn(tokens, 2880, device="cuda").bfloat16()
-    ids, shares = random_routing(tokens, 128, 4, "uneven")
+    weights, x, ids, shares = layer(128, 2880, 2880, tokens, 4, "uneven")
     got = run(kernel, x, weights, ids, shares)
-    assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
+    assert error(got, reference(x, weights, ids, shares)) < LIMITS[kernel]
 
 
 @pytest.fixture
@@ -93,9 +91,7 @@ def on_hopper():
 @pytest.mark.parametrize("shape", hopper.GROUPED)
 @pytest.mark.parametrize("tokens", [1, 8, 65, 400, 3000])
 def test_every_hopper_shape_is_right(on_hopper, shape, tokens):
-    weights = random_weights(8, 352, 288)
-    x = torch.randn(tokens, 352, device="cuda").bfloat16()
-    ids, shares = random_routing(tokens, 8, 4, "uneven")
+    weights, x, ids, shares = layer(8, 352, 288, tokens, 4, "uneven")
     got = poisoned(grouped_layer, x, HOPPER.prepare(weights), TopK(ids, shares), (shape, shape))
     assert error(got, reference(x, weights, ids, shares)) < BF16
 
@@ -104,10 +100,8 @@ def test_every_hopper_shape_is_right(on_hopper, shape, tokens):
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 33, 200])
 @pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), [*EDGES, MODELS["gpt-oss-20b"]])
 def test_one_launch_is_right_for_every_plan(on_hopper, experts, top_k, hidden, intermediate, tokens, routing):
-    weights = random_weights(experts, hidden, intermediate)
+    weights, x, ids, shares = layer(experts, hidden, intermediate, tokens, top_k, routing)
     prepared = HOPPER.prepare(weights)
-    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    ids, shares = random_routing(tokens, experts, top_k, routing)
     wanted = reference(x, weights, ids, shares)
     for shape in hopper.LAYERS:
         for parts in (1, 2, 5):
@@ -137,22 +131,18 @@ def test_one_launch_beside_another_on_a_second_stream(on_hopper):
 
 
 def test_half_of_the_experts_on_each_of_two_devices_adds_up(kernel):
-    weights = random_weights(10, 128, 96)
-    x = torch.randn(77, 128, device="cuda").bfloat16()
-    ids, shares = random_routing(77, 10, 3)
+    weights, x, ids, shares = layer(10, 128, 96, 77, 3)
     for local in ([0, 2, 4, 6, 8], [9, 7, 5, 3, 1]):
         expert_map = torch.full((10,), -1, dtype=torch.int32, device="cuda")
         expert_map[local] = torch.arange(5, dtype=torch.int32, device="cuda")
         local_weights = ExpertWeights(*(type(p)(*(tensor[local].contiguous() for tensor in p)) for p in weights))
         got = run(kernel, x, local_weights, ids, shares, expert_map)
-        assert error(got, reference(x, weights, ids, shares, local)) < (W4A8 if "W4A8" in kernel else BF16)
+        assert error(got, reference(x, weights, ids, shares, local)) < LIMITS[kernel]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 300])
 def test_without_local_experts_the_output_is_zero(kernel, tokens):
-    weights = random_weights(4, 128, 96)
-    x = torch.randn(tokens, 128, device="cuda").bfloat16()
-    ids, shares = random_routing(tokens, 4, 4)
+    weights, x, ids, shares = layer(4, 128, 96, tokens, 4)
     nowhere = torch.full((4,), -1, dtype=torch.int32, device="cuda")
     assert not run(kernel, x, weights, ids, shares, nowhere).any()
 
@@ -179,7 +169,7 @@ def test_a_graph_follows_new_inputs_and_routings(kernel, tokens):
             old.copy_(new)
         got.fill_(torch.nan)
         graph.replay()
-        assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
+        assert error(got, reference(x, weights, ids, shares)) < LIMITS[kernel]
 
 
 @pytest.mark.parametrize("scale", [0, 1, 128, 129, 254])
@@ -203,7 +193,7 @@ def test_nan_and_infinity_stay_with_their_token(kernel, value):
     ids, shares = random_routing(40, 4, 2)
     got = run(kernel, x, weights, ids, shares)
     others = torch.arange(40, device="cuda") != 3
-    assert error(got[others], reference(x, weights, ids, shares)[others]) < (W4A8 if "W4A8" in kernel else BF16)
+    assert error(got[others], reference(x, weights, ids, shares)[others]) < LIMITS[kernel]
     if math.isnan(value):
         assert got[3].isnan().all()
 
