@@ -1,12 +1,9 @@
 """Print the modules that FlashInfer's JIT would build. A program; its first argument is the tree under test.
 
-A second argument sets the variable FLASHINFER_MOE_SM120_DTYPES.
-
-`spec` on stdin prints the SM120 fused MoE's module name, flags and units (path → text of a generated unit, null for
-other units), or {"error": …} for a ValueError. `dense` prints the same of the SM120 FP4 product, NVFP4 (`fp4`) and
-MXFP4 (`mxfp4`, null where FlashInfer has no generator for it). `ninja` runs the `ninja` on PATH as FlashInfer's build
-does. The packages flashinfer and flashinfer.jit are imported without running their __init__, which loads every
-operator and a GPU library.
+A second argument sets the variable FLASHINFER_MOE_SM120_DTYPES. `spec` on stdin prints the SM120 fused MoE's module
+name, flags and units (path → text of a generated unit, null for others); `dense` the same of the SM120 FP4 product,
+NVFP4 (`fp4`) and MXFP4 (`mxfp4`, null where FlashInfer has no generator for it). The packages flashinfer and
+flashinfer.jit are imported without running their __init__, which loads every operator and a GPU library.
 """
 
 import json
@@ -22,15 +19,12 @@ for name in ("flashinfer", "flashinfer.jit"):
     package.__path__ = [str(tree / name.replace(".", "/"))]
     sys.modules[name] = package
 
-from flashinfer.jit import cpp_ext, env  # noqa: E402
+from flashinfer.jit import env  # noqa: E402
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module  # noqa: E402
 
 
 def spec():
-    try:
-        return described(gen_cutlass_fused_moe_sm120_module())
-    except ValueError as error:
-        return {"error": str(error)}
+    return described(gen_cutlass_fused_moe_sm120_module())
 
 
 def dense():
@@ -50,9 +44,5 @@ def described(module):
     return {"name": module.name, "flags": module.extra_cuda_cflags, "cflags": module.extra_cflags, "units": units}
 
 
-def ninja():
-    cpp_ext.run_ninja(Path.cwd(), Path("build.ninja"), verbose=True)
-
-
-answer = {"spec": spec, "dense": dense, "ninja": ninja}[sys.stdin.read()]()
+answer = {"spec": spec, "dense": dense}[sys.stdin.read()]()
 print(json.dumps(answer))

@@ -8,16 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import cluster_nodes as namespaces
 import psutil
 import pytest
+from serving import serving
 from waiting import wait_for
 
-from sparkforge.core.openai import Endpoint
-from sparkforge.core.process import session_members, spawn, started_at, terminate_session, with_variable
+from sparkforge.core.process import session_members, started_at, with_variable
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
 from sparkforge.serve import command_line, record
@@ -98,26 +97,14 @@ def left(nodes, name):
 
 
 def test_the_answers_of_two_nodes_are_those_of_one(answers, nodes, model, forking, free_port):
-    port = free_port()
-    launch = forking(
-        in_environment.Embedded(
-            StartPlan(EMBEDDED, model_id="tiny", port=port, flags=tuple(FLAGS)), Path(sys.executable), model
-        ).launch()
-    )
-    environment = {**os.environ, **launch.environment, "PYTHONPATH": str(namespaces.ROOT)}
-    pid = spawn(launch.command, log=nodes.work / "one.log", env=environment, cwd=nodes.work)
-    started, url = started_at(pid), f"http://127.0.0.1:{port}"
-    try:
-        assert Endpoint(url, "tiny", key="").wait_until_serving(
-            time.monotonic() + 600, lambda: started_at(pid) == started
-        )
+    plan = StartPlan(EMBEDDED, model_id="tiny", port=free_port(), flags=tuple(FLAGS))
+    launch = forking(in_environment.Embedded(plan, Path(sys.executable), model).launch())
+    with serving(launch, "tiny", nodes.work) as endpoint:
         for (tokens, logprobs), prompt in zip(answers, PROMPTS, strict=True):
-            expected, expected_logprobs = complete(f"{url}/v1", prompt)
+            expected, expected_logprobs = complete(f"{endpoint.url}/v1", prompt)
             assert len(tokens) == 12
             assert tokens == expected
             assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
-    finally:
-        terminate_session(pid)
 
 
 def test_status_and_logs_name_both_nodes(answers, nodes, file):

@@ -2,18 +2,15 @@
 
 import contextlib
 import json
-import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import tiny_families
+from serving import serving
 
 from sparkforge.core import openai
-from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.core.vllm_flags import SPECULATION
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.plan import architecture, families
@@ -30,7 +27,7 @@ NEAR = {"qwen3_5-moe": 0.4}
 
 
 @contextlib.contextmanager
-def serving(family, work, port, *flags, pack=None):
+def serving_family(family, work, port, *flags, pack=None):
     """The folder of a family's tiny checkpoint, and a server of it."""
     folder = tiny_families.write(work / "model", family)
     if pack:
@@ -39,20 +36,13 @@ def serving(family, work, port, *flags, pack=None):
     plan = StartPlan(EMBEDDED, model=str(folder), port=port, flags=flags)
     launch = in_environment.Embedded(plan, Path(sys.executable)).launch()
     assert launch.family == family
-    environment = {**os.environ, **launch.environment, "PYTHONPATH": f"{ROOT}:{tiny_families.write_torchvision(work)}"}
-    pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
-    started, endpoint = started_at(pid), Endpoint(f"http://127.0.0.1:{port}", "model", key="")
-    try:
-        up = endpoint.wait_until_serving(time.monotonic() + 500, lambda: started_at(pid) == started)
-        assert up, (work / "log").read_text(errors="replace")[-3000:]
+    with serving(launch, "model", work, (ROOT, tiny_families.write_torchvision(work))) as endpoint:
         yield folder, endpoint
-    finally:
-        terminate_session(pid)
 
 
 @pytest.fixture(scope="module", params=tiny_families.CONFIGS)
 def served(request, tmp_path_factory, free_port):
-    with serving(request.param, tmp_path_factory.mktemp(request.param), free_port()) as (folder, endpoint):
+    with serving_family(request.param, tmp_path_factory.mktemp(request.param), free_port()) as (folder, endpoint):
         yield request.param, folder, endpoint
 
 
@@ -69,9 +59,9 @@ def test_speculation_gives_the_same_greedy_tokens_in_fewer_steps(method, tmp_pat
     if method == "eagle3":
         lookup = {"model": str(tiny_families.write_eagle3(tmp_path / "draft"))}
     config = json.dumps({"method": method, "num_speculative_tokens": 3, **lookup})
-    with serving("qwen3", tmp_path, free_port()) as (_, endpoint):
+    with serving_family("qwen3", tmp_path, free_port()) as (_, endpoint):
         plain = greedy(endpoint)
-    with serving("qwen3", tmp_path, free_port(), f"{SPECULATION}={config}") as (_, endpoint):
+    with serving_family("qwen3", tmp_path, free_port(), f"{SPECULATION}={config}") as (_, endpoint):
         assert greedy(endpoint) == plain
         names = (status.DRAFTS, status.ACCEPTED)
         drafts, accepted = (sum(openai.metric_values(endpoint.get("/metrics").text, names)[name]) for name in names)
@@ -86,7 +76,7 @@ def test_greedy_tokens_are_those_of_transformers_in_float32(served):
 
 
 def test_experts_in_mxfp4_run_on_our_kernels_by_the_familys_row(tmp_path, free_port):
-    with serving("qwen3-moe", tmp_path, free_port(), pack=tmp_path / "reference") as (_, endpoint):
+    with serving_family("qwen3-moe", tmp_path, free_port(), pack=tmp_path / "reference") as (_, endpoint):
         compare("qwen3-moe", tmp_path / "reference", endpoint, 0.1)
     assert "Using 'SPARK_TORCH' Mxfp4 MoE backend" in (tmp_path / "log").read_text()
 

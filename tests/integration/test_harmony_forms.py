@@ -4,7 +4,6 @@ Patches 0004 to 0012 and 0014 to 0021 of the queue correct these answers (docs/r
 """
 
 import json
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -20,57 +19,48 @@ from sparkforge.serve import proof
 pytestmark = pytest.mark.integration
 MODEL = "scripted"
 JSON = '{"city": "Oslo"}'
+THINK = "<|channel|>analysis<|message|>Let me think.<|end|>"
+NEXT, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
+END = f"{FINAL}All done.<|return|>"
+LOOK = f"<|channel|>commentary<|message|>I look it up.<|end|>{NEXT}"
+ARGUMENTS = f"<|message|>{JSON}<|call|>"
 # Name → what the model writes after `<|start|>assistant`.
 FORMS = {
     "final": "<|channel|>final<|message|>I have a toy and a book.<|return|>",
     "final json": f"<|channel|>final json<|message|>{JSON}<|return|>",
     "final constrain": f"<|channel|>final <|constrain|>json<|message|>{JSON}<|return|>",
-    "two messages": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
-    "<|channel|>final<|message|>All done.<|return|>",
-    "two finals": "<|channel|>final<|message|>First part.<|end|><|start|>assistant"
-    "<|channel|>final<|message|>Second part.<|return|>",
-    "commentary, then final": "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"
-    "<|channel|>final<|message|>All done.<|return|>",
-    "two thoughts": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
-    "<|channel|>analysis<|message|>It is clear.<|end|><|start|>assistant<|channel|>final<|message|>All done.<|return|>",
-    "no start": "<|channel|>analysis<|message|>Let me think.<|end|>assistant"
-    "<|channel|>final<|message|>All done.<|return|>",
+    "two messages": f"{THINK}{NEXT}{END}",
+    "two finals": f"<|channel|>final<|message|>First part.<|end|>{NEXT}{FINAL}Second part.<|return|>",
+    "commentary, then final": f"{LOOK}{END}",
+    "two thoughts": f"{THINK}{NEXT}<|channel|>analysis<|message|>It is clear.<|end|>{NEXT}{END}",
+    "no start": f"{THINK}assistant{END}",
     "text first": "Plain words without a header.<|return|>",
     "message first": "<|message|>Words without a channel.<|return|>",
-    "start first": "<|start|>assistant<|channel|>final<|message|>All done.<|return|>",
-    "commentary, then a call": "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"
-    f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>",
-    "recipient in the role": f" to=functions.weather<|channel|>commentary json<|message|>{JSON}<|call|>",
-    "recipient in the channel": f"<|channel|>commentary to=functions.weather json<|message|>{JSON}<|call|>",
-    "recipient in both": f" to=functions.weather<|channel|>commentary to=functions.weather json<|message|>"
-    f"{JSON}<|call|>",
-    "analysis, then JSON": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
-    f"<|channel|>final json<|message|>{JSON}<|return|>",
-    "unknown channel": "<|channel|>musings<|message|>Let me see.<|end|><|start|>assistant"
-    "<|channel|>final<|message|>All done.<|return|>",
+    "start first": f"{NEXT}{END}",
+    "commentary, then a call": f"{LOOK}<|channel|>commentary to=functions.weather <|constrain|>json{ARGUMENTS}",
+    "recipient in the role": f" to=functions.weather<|channel|>commentary json{ARGUMENTS}",
+    "recipient in the channel": f"<|channel|>commentary to=functions.weather json{ARGUMENTS}",
+    "recipient in both": f" to=functions.weather<|channel|>commentary to=functions.weather json{ARGUMENTS}",
+    "analysis, then JSON": f"{THINK}{NEXT}<|channel|>final json<|message|>{JSON}<|return|>",
+    "unknown channel": f"<|channel|>musings<|message|>Let me see.<|end|>{NEXT}{END}",
     "ends in a channel": "<|channel|>fin",
-    "ends before a channel": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant",
+    "ends before a channel": f"{THINK}{NEXT}",
     "ends in a recipient": "<|channel|>commentary to=functions.wea",
-    "white space": "<|channel|>final json<|message|>{" + " " * 40 + '"city": "Oslo"}<|return|>',
     "channel without a name": "<|channel|><|message|>All done.<|return|>",
-    "two channels": f"<|channel|>commentary<|channel|>commentary to=functions.weather json<|message|>{JSON}<|call|>",
-    "a name as role": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>final<|message|>All done.<|return|>",
-    "role twice": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistantassistant"
-    "<|channel|>final<|message|>All done.<|return|>",
-    "start twice": "<|channel|>analysis<|message|>Let me think.<|end|><|start|><|start|>assistant"
-    "<|channel|>final<|message|>All done.<|return|>",
-    "special token in a message": "<|channel|>analysis<|message|>Let me think.<|channel|>final<|message|>"
-    "All done.<|return|>",
+    "two channels": f"<|channel|>commentary<|channel|>commentary to=functions.weather json{ARGUMENTS}",
+    "a name as role": f"{THINK}<|start|>final<|message|>All done.<|return|>",
+    "role twice": f"{THINK}{NEXT}assistant{END}",
+    "start twice": f"{THINK}<|start|>{NEXT}{END}",
+    "special token in a message": f"<|channel|>analysis<|message|>Let me think.{END}",
     "a tool of the model's own": '<|channel|>analysis to=browser.search code<|message|>{"query": "Oslo"}<|call|>',
     "code": "<|channel|>analysis to=python code<|message|>print(7)<|call|>",
-    "letters of several bytes": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
-    "<|channel|>final<|message|>Grüße 🦜 heim.<|return|>",
+    "letters of several bytes": f"{THINK}{NEXT}<|channel|>final<|message|>Grüße 🦜 heim.<|return|>",
 }
 # Words that are one token, at the start of a text and after a space.
 CUES = [
     "cat", "dog", "bird", "fish", "horse", "wolf", "bear", "lion", "duck", "fox", "rabbit", "snake", "mouse", "cow",
     "pig", "frog", "sun", "moon", "star", "rain", "snow", "wind", "tree", "rose", "leaf", "hill", "lake",
-    "ship", "road", "door",
+    "ship", "road",
 ]  # fmt: skip
 CUE_OF = dict(zip(FORMS, CUES, strict=True))
 SCRIPTS = {CUE_OF[form]: text for form, text in FORMS.items()}  # what conftest.py's server writes
@@ -203,7 +193,7 @@ def test_a_client_gets_the_right_answer(served, form, request_name, ask):
 
 
 def test_every_form_is_asked_and_the_page_has_their_number():
-    assert {form for form, _ in RIGHT} | set(RESPONSES) | {"white space", *UNOFFERED} == set(FORMS)
+    assert {form for form, _ in RIGHT} | set(RESPONSES) | set(UNOFFERED) == set(FORMS)
     page = " ".join((ROOT / "docs/reference/clients.md").read_text(encoding="utf-8").split())
     forms = f"{len(FORMS)} forms of Harmony in {len(RIGHT)} requests of Chat Completions, each whole and streamed"
     assert f"{forms}, and in {len(RESPONSES)} of the Responses API." in page
@@ -219,42 +209,6 @@ CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name no
 def test_the_canary_of_a_patch_finds_no_fault(scripted_server, name):
     """The canary works with any model, because its request forces the output."""
     assert proof.fault_of(name, Endpoint(scripted_server.url, MODEL, key=scripted_server.key), 300.0) == ""
-
-
-def test_white_space_ends(served):
-    """The script has 40 consecutive spaces; 32 are allowed. Off its script the model follows only the grammar."""
-    schema = {**SCHEMA, "properties": {"city": {"enum": ["Oslo"]}}}
-    response = served.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": CUE_OF["white space"]}],
-        max_tokens=300,
-        response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
-    )
-    (choice,) = response.choices
-    value, _end = json.JSONDecoder().raw_decode(choice.message.content)  # the text `<|end|>` may follow
-    assert value == {"city": "Oslo"}
-    assert not re.search(r"\s{33}", choice.message.content)
-    assert choice.finish_reason == "stop"
-
-
-def test_a_refusal_names_what_is_wrong_with_the_schema(served):
-    wrong = {"type": "json_schema", "json_schema": {"name": "place", "schema": {"type": "nonsense"}}}
-    with pytest.raises(openai.BadRequestError, match=r"Unsupported type .*nonsense"):
-        served.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "cat"}], max_tokens=TOKENS, response_format=wrong
-        )
-
-
-def test_an_image_is_refused(served):
-    text, image = {"type": "text", "text": CUE_OF["final"]}, "data:image/png;base64,iVBORw0KGgo="
-    for part in ({"type": "image_url", "image_url": {"url": image}}, {"type": "file", "file": {"file_data": image}}):
-        with pytest.raises(openai.BadRequestError, match="takes text only"):
-            served.chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": [text, part]}], max_tokens=TOKENS
-            )
-    parts = [{"type": "input_text", "text": "cat"}, {"type": "input_image", "image_url": image, "detail": "auto"}]
-    with pytest.raises(openai.BadRequestError, match="takes text only"):
-        served.responses.create(model=MODEL, input=[{"role": "user", "content": parts}], max_output_tokens=TOKENS)
 
 
 RESPONSES = {
@@ -274,19 +228,6 @@ def test_the_responses_api_gives_these_items(served, form):
     assert [item.type for item in response.output] == RESPONSES[form]
 
 
-def test_the_responses_api_keeps_to_stop_strings(served):
-    def ask(**more):
-        return served.responses.create(
-            model=MODEL, input=CUE_OF["final"], max_output_tokens=TOKENS, extra_body={"stop": ["toy"]}, **more
-        )
-
-    text = RIGHT["final", "stop"].content
-    assert ask().output_text == text
-    events = list(ask(stream=True))
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
-    assert events[-1].response.output_text == text
-
-
 RESPONSES_TOOL = {"type": "function", "name": "weather", "parameters": SCHEMA}
 
 
@@ -302,39 +243,10 @@ def respond_long(served, **options):
     )  # fmt: skip
 
 
-def respond_streamed(served, form, **options):
-    """Request a stream, check that its deltas add up to the last event's response, and return that response."""
-    events = list(respond(served, form, stream=True, **options))
-    response = events[-1].response
-    deltas = {kind: "".join(event.delta for event in events if event.type == kind) for kind in DELTAS}
-    calls = [item.arguments for item in response.output if item.type == "function_call"]
-    assert list(deltas.values()) == [response.output_text, "".join(calls)]
-    return response
-
-
-DELTAS = ["response.output_text.delta", "response.function_call_arguments.delta"]
-
-
-@pytest.mark.parametrize("ask", [respond, respond_streamed])
-@pytest.mark.parametrize("form", ["recipient in the channel", "recipient in the role"])
-def test_the_responses_api_gives_a_forbidden_call_as_a_message(served, form, ask):
-    response = ask(served, form, tools=[RESPONSES_TOOL], tool_choice="none")
-    assert [item.type for item in response.output] == ["message"]
-    assert response.output_text == JSON
-    assert response.usage.input_tokens == ask(served, form).usage.input_tokens  # the prompt lists no tool
-
-
-@pytest.mark.parametrize("ask", [respond, respond_streamed])
-def test_the_responses_api_cuts_a_stop_string_off_a_call(served, ask):
-    response = ask(served, "recipient in the channel", tools=[RESPONSES_TOOL], extra_body={"stop": ["Oslo"]})
-    assert [(item.type, item.arguments) for item in response.output] == [("function_call", CUT)]
-
-
-@pytest.mark.parametrize("ask", [respond, respond_streamed])
-def test_a_response_can_be_continued(served, ask):
+def test_a_response_can_be_continued(served):
     """The second turn continues the first turn's messages, but uses its own instructions and tools."""
     fields = {"instructions": "Speak like a pirate.", "tools": [RESPONSES_TOOL]}
-    first = ask(served, "recipient in the channel", **fields)
+    first = respond(served, "recipient in the channel", **fields)
     (call,) = first.output
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
     shown = {"extra_body": {"enable_response_messages": True}}
@@ -400,58 +312,18 @@ def test_the_last_responses_are_kept(scripted_server, served):
 UNOFFERED = {"a tool of the model's own": "browser.search", "code": "python"}
 
 
-@pytest.mark.parametrize("tools", [{}, {"tools": [TOOL]}], ids=["no tools", "others"])
 @pytest.mark.parametrize("form", UNOFFERED)
-def test_a_call_of_a_tool_that_nobody_offered_is_an_error(served, form, tools):
+def test_a_call_of_a_tool_that_nobody_offered_is_an_error(served, form):
     """The error names the tool; clients retry it like any server error."""
     messages = [{"role": "user", "content": CUE_OF[form]}]
-    options = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, **tools}
+    options = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "tools": [TOOL]}
     with pytest.raises(openai.InternalServerError, match=UNOFFERED[form]):
         served.chat.completions.create(**options)
     with pytest.raises(openai.APIError, match=UNOFFERED[form]):
         list(served.chat.completions.create(stream=True, **options))
 
 
-FINAL_SCHEMA = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA}}
-
-
-@pytest.mark.parametrize("ask", [respond, respond_streamed])
-@pytest.mark.parametrize(("form", "types"), [("recipient in the channel", ["function_call"]),
-                                             ("final json", ["message"])])  # fmt: skip
-def test_the_responses_api_leaves_calls_free_beside_a_schema(served, form, types, ask):
-    response = ask(served, form, tools=[RESPONSES_TOOL], text=FINAL_SCHEMA)
-    assert [item.type for item in response.output] == types
-
-
-@pytest.mark.parametrize("stop", [[], ["toy"]], ids=["whole", "stop"])
-@pytest.mark.parametrize("form", ["final", "two messages", "two finals", "letters of several bytes"])
-def test_log_probabilities_are_the_contents(served, form, stop):
-    messages = [{"role": "user", "content": CUE_OF[form]}]
-    options = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "logprobs": True, "stop": stop}
-    (choice,) = served.chat.completions.create(top_logprobs=2, **options).choices
-    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
-    assert {len(entry.top_logprobs) for entry in choice.logprobs.content} == {2}
-    events = served.chat.completions.create(stream=True, **options)
-    choices = [choice for event in events for choice in event.choices]
-    tokens = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
-    assert "".join(tokens) == "".join(choice.delta.content or "" for choice in choices)
-
-
 USER = {"role": "user", "content": CUE_OF["final"]}
-
-
-CALL_ITEM = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": JSON}
-CUSTOM_ITEM = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"}
-PARTS = [{"type": "input_text", "text": "It "}, {"type": "input_text", "text": "rains."}]
-
-
-@pytest.mark.parametrize("call", [CALL_ITEM, CUSTOM_ITEM], ids=["function", "custom"])
-@pytest.mark.parametrize("output", ["It rains.", PARTS], ids=["text", "parts"])
-def test_outputs_of_calls_reach_the_prompt(served, call, output):
-    result = {"type": f"{call['type']}_output", "call_id": "c1", "output": output}
-    more = {"extra_body": {"enable_response_messages": True}}
-    response = served.responses.create(model=MODEL, input=[call, result, USER], max_output_tokens=TOKENS, **more)
-    assert "It rains." in json.dumps(response.input_messages)
 
 
 def test_an_item_reference_is_the_stored_item(served):
@@ -465,22 +337,16 @@ def test_an_item_reference_is_the_stored_item(served):
         served.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "fc_gone"}])
 
 
-REFUSED = [
-    ("input[1]", "'local_shell_call'", {"input": [USER, {"type": "local_shell_call", "id": "x"}]}),
-    ("input[0]", "'compaction'", {"input": [{"type": "compaction", "encrypted_content": "x"}]}),
-    ("input[0]", "'web_search_call'", {"input": [{"type": "web_search_call", "id": "x", "status": "completed"}]}),
-    ("input.0.role", "'clown'", {"input": [{"role": "clown", "content": "x"}]}),
-    *(("tools[0]", repr(tool["type"]), {"input": "x", "tools": [tool]}) for tool in (
-        {"type": "local_shell"}, {"type": "web_search"}, {"type": "web_search_preview"}, {"type": "nonsense"},
-        {"type": "code_interpreter", "container": {"type": "auto"}}, {"type": "custom", "name": "apply_patch"},
-        {"type": "namespace", "name": "n", "description": "d", "tools": []},
-    )),
-    ("tools[0]", "grammar", {"input": "x", "tools": [{"type": "custom", "name": "apply_patch", "format":
-     {"type": "grammar", "syntax": "lark", "definition": "start: x"}}]}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("place", "name", "request_"), REFUSED, ids=[name for _, name, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("place", "name", "request_"),
+    [
+        ("input[1]", "'compaction'", {"input": [USER, {"type": "compaction", "encrypted_content": "x"}]}),
+        ("input.0.role", "'clown'", {"input": [{"role": "clown", "content": "x"}]}),
+        ("tools[0]", "'local_shell'", {"input": "x", "tools": [{"type": "local_shell"}]}),
+        ("tools[0]", "grammar", {"input": "x", "tools": [{"type": "custom", "name": "apply_patch", "format":
+         {"type": "grammar", "syntax": "lark", "definition": "start: x"}}]}),
+    ],
+)  # fmt: skip
 def test_what_is_not_supported_is_named_in_one_line(served, place, name, request_):
     with pytest.raises(openai.BadRequestError) as caught:
         served.responses.create(model=MODEL, **request_)

@@ -1,6 +1,5 @@
 """One command from a fresh copy to an answering model, then everything that a user does with it."""
 
-import concurrent.futures
 import json
 import re
 import shutil
@@ -46,9 +45,8 @@ def test_every_step_is_told_and_timed(up):
         assert re.search(rf"✓ \[\d/4\] {step}.*\(\d+\.\d s\)", up.stderr), up.stderr
     assert "device: embedded, because" in up.stderr
     assert f"curl {up.url}/v1/chat/completions" in up.stderr
-    assert set(json.loads((up.state / "up.json").read_text())["seconds"]) == {
-        "environment", "model", "validation", "server",
-    }  # fmt: skip
+    seconds = json.loads((up.state / "up.json").read_text())["seconds"]
+    assert set(seconds) == {"environment", "model", "validation", "server"}
 
 
 def test_it_serves_through_patched_sources_and_our_own_experts(up):
@@ -76,16 +74,6 @@ def test_the_tiny_model_gives_the_answers_recorded_in_float32(up):
 def test_it_listens_on_loopback_only(up):
     listening = {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == up.port}
     assert listening == {"127.0.0.1"}
-
-
-def test_completions_are_deterministic_and_counted(api):
-    body = {
-        "model": MODEL, "prompt": "One two three", "max_tokens": 8, "temperature": 0, "logprobs": 1, "ignore_eos": True,
-    }  # fmt: skip
-    first, second = api.post("/v1/completions", json=body).json(), api.post("/v1/completions", json=body).json()
-    assert first["usage"]["completion_tokens"] == 8
-    assert len(first["choices"][0]["logprobs"]["token_logprobs"]) == 8
-    assert first["choices"][0]["text"] == second["choices"][0]["text"]
 
 
 LOGPROBS = {
@@ -117,15 +105,6 @@ def test_every_process_of_vllm_carries_the_mark_of_our_servers(up):
     members = session_members(server(up)["pid"])
     assert len(members) >= 3  # the supervisor, the API server, the engine
     assert {psutil.Process(pid).environ().get(record.MARK) for pid in members} == {record.mark(up.state)}
-
-
-def test_requests_at_once_all_get_their_tokens(api):
-    def ask(number):
-        body = {"model": MODEL, "prompt": f"Number {number}", "max_tokens": 8, "ignore_eos": True}
-        return api.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(16))) == [8] * 16
 
 
 BAD = {
@@ -193,12 +172,8 @@ def test_a_dead_engine_of_forks_ends_the_server_with_a_code(stopped, forking, mo
     """tests/unit/serve/test_supervise.py tests this with fake servers, tests/engine/test_stop.py with a container."""
     monkeypatch.setenv("SPARKFORGE_STATE", str(stopped.state))
     python, model = stopped.state / "envs" / "embedded" / "bin" / "python", stopped.state / "models" / MODEL
-    launch.start(
-        forking(
-            in_environment.Embedded(StartPlan(EMBEDDED, model_id=MODEL, port=stopped.port), python, model).launch()
-        ),
-        lambda _: None,
-    )
+    plan = StartPlan(EMBEDDED, model_id=MODEL, port=stopped.port)
+    launch.start(forking(in_environment.Embedded(plan, python, model).launch()), lambda _: None)
     supervisor = psutil.Process(server(stopped)["pid"])
     marks = {psutil.Process(pid).environ().get(record.MARK) for pid in session_members(supervisor.pid)}
     assert marks == {record.mark(stopped.state)}

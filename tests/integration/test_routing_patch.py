@@ -1,7 +1,6 @@
 """Patches 0001 and 0002: the choices of vLLM's own code in a stock and a patched tree for made-up devices."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +46,6 @@ WARNED = {
     "spark lora": "kernel does not support LoRA",
     "spark without flashinfer": "FlashInfer's CUTLASS fused MoE is not installed",
 }
-BLACKWELL = {(8, 0): False, (9, 0): False, (10, 0): True, (10, 3): True, (11, 0): True, (12, 0): True, (12, 1): True}
 
 
 @pytest.fixture(
@@ -110,12 +108,3 @@ def test_the_experts_of_each_recipe_get_the_backend_that_its_familys_row_expects
     assert selected("patched", cases) == rows
     assert selected("patched", beside) == taken
     assert selected("patched", beside, **profiles.named("safe", stack=stack).variables()) == rows
-
-
-def test_blackwell_class_is_the_generation_and_no_family(ask):
-    program = Path(__file__).with_name("blackwell_class.py")
-    devices = [*(("CUDA", capability) for capability in BLACKWELL), ("CUDA", None), ("ROCM", (12, 0)), ("CPU", (10, 0))]
-    assert ask("upstream", program, devices) == [None] * len(devices)
-    answers = ask("patched", program, devices)
-    assert [answer[0] for answer in answers] == [*BLACKWELL.values(), False, False, False]
-    assert [answer[1] for answer in answers[:7]] == [capability[0] == 10 for capability in BLACKWELL]

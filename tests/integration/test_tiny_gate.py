@@ -1,17 +1,15 @@
 """The accuracy gate on real vLLM serving the trained tiny model: right weights pass, every broken kernel fails."""
 
-import os
+import dataclasses
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from serving import serving
 
 from sparkforge.bench import baselines, gate
-from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models.tiny import write_tiny
 from sparkforge.serve.devices import in_environment
@@ -30,31 +28,15 @@ WRONG = [
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, free_port, forking):
     """One server for all faults: its experts read the fault from a file; see faulty_experts.py."""
-    work = tmp_path_factory.mktemp("gate")
+    work, port = tmp_path_factory.mktemp("gate"), free_port()
     (work / "fault").write_text("none")
-    port = free_port()
-    launch = forking(
-        in_environment.Embedded(
-            StartPlan(EMBEDDED, port=port), Path(sys.executable), write_tiny(work / "tiny")
-        ).launch()
-    )
-    environment = {
-        **os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))),
-        "SPARK_MXFP4_KERNEL": "faulty_experts:faulty", "FAULT_FILE": str(work / "fault"),
-    }  # fmt: skip
+    plan, model = StartPlan(EMBEDDED, port=port), write_tiny(work / "tiny")
+    launch = forking(in_environment.Embedded(plan, Path(sys.executable), model).launch())
+    variables = {"SPARK_MXFP4_KERNEL": "faulty_experts:faulty", "FAULT_FILE": str(work / "fault")}
     # The cache must not keep results of another fault.
-    command = [*launch.command, "--no-enable-prefix-caching"]
-    pid = spawn(command, log=work / "log", env=environment, cwd=work)
-    started = started_at(pid)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        up = Endpoint(url, TINY_ID, key="").wait_until_serving(
-            time.monotonic() + 600, lambda: started_at(pid) == started
-        )
-        assert up, (work / "log").read_text(errors="replace")[-3000:]
-        yield SimpleNamespace(endpoint=Endpoint(url, TINY_ID, key=""), fault=work / "fault", log=work / "log")
-    finally:
-        terminate_session(pid)
+    launch = dataclasses.replace(launch, command=(*launch.command, "--no-enable-prefix-caching"))
+    with serving(launch, TINY_ID, work, (ROOT, HERE), **variables) as endpoint:
+        yield SimpleNamespace(endpoint=endpoint, fault=work / "fault", log=work / "log")
 
 
 def verdict(served, fault, **changes):
@@ -80,7 +62,6 @@ def test_every_fault_fails_the_gate(served, fault):
 
 def test_hello_gets_words(served):
     served.fault.write_text("none")
-    endpoint = Endpoint(served.endpoint.url, TINY_ID, key="")
-    answer = "".join(delta.text for delta in endpoint.stream_chat([{"role": "user", "content": "Hello"}], 64))
+    answer = "".join(delta.text for delta in served.endpoint.stream_chat([{"role": "user", "content": "Hello"}], 64))
     assert len(answer.split()) > 5, answer
     assert answer.isascii()

@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +19,33 @@ import pytest
 import tiny_families
 import torch
 import vllm
+import vllm.platforms
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.config.quantization import QuantizationConfigArgs
+from vllm.distributed import cleanup_dist_env_and_memory, parallel_state
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.quantization import mxfp4 as stock
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.v1.attention.backends import registry as backends
 
 from spark_mxfp4 import registry
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
+from spark_mxfp4.kernels import linear as dense_kernels
 from spark_mxfp4.kernels.attention import rotated as rotated_by_kernels
 from spark_mxfp4.kernels.check import error
+from spark_mxfp4.kernels.linear import Format, Weight, reference
 from spark_mxfp4.mxfp4 import dequantize, quantize
-from spark_mxfp4.vllm import plugin, versions
+from spark_mxfp4.vllm import attention, norms, plugin, router, versions
+from spark_mxfp4.vllm import experts as vllm_experts
+from spark_mxfp4.vllm import linear as vllm_linear
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
 from sparkforge.models import tiny_random
@@ -35,7 +54,6 @@ from sparkforge.plan import families
 from validate.facts import deep_child
 
 pytestmark = pytest.mark.integration
-TP_SIZES = [1, 2, 4, 8, 16]  # 2880 / 32 = 90 blocks: only 1 and 2 divide them
 SMALL = {
     "hidden_size": 64, "intermediate_size": 2880, "num_hidden_layers": 1, "num_local_experts": 4,
     "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts_per_tok": 2, "experts_per_token": 2,
@@ -94,9 +112,6 @@ def inner_columns(inner, ranks, rank):
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     """Set up vLLM's process groups for one process; ranks are faked, because no test communicates between ranks."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import cleanup_dist_env_and_memory, parallel_state
-
     with set_current_vllm_config(VllmConfig()):
         path = tmp_path_factory.mktemp("group") / "init"
         parallel_state.init_distributed_environment(1, 0, f"file://{path}", 0, "gloo")
@@ -110,8 +125,6 @@ def configure(tmp_path):
     """Return a function: config.json → vLLM's configuration as in a server; vLLM loads the plugin itself."""
 
     def make(changes, **options):
-        from vllm.engine.arg_utils import EngineArgs
-
         (tmp_path / "config.json").write_text(json.dumps(configuration(**changes)))
         settings = {
             "quantization": "spark-mxfp4", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 512,
@@ -136,8 +149,6 @@ def as_rank(groups, rank, ranks, way="_TP"):
 
 
 def build(vllm_config, make, device="cpu"):
-    from vllm.config import set_current_vllm_config
-
     before = torch.get_default_dtype()
     vllm_config.compilation_config.static_forward_context.clear()  # faked ranks have layers with the same names
     torch.set_default_dtype(vllm_config.model_config.dtype)
@@ -149,8 +160,6 @@ def build(vllm_config, make, device="cpu"):
 
 
 def whole_model(vllm_config):
-    from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
-
     return GptOssForCausalLM(vllm_config=vllm_config)
 
 
@@ -222,11 +231,20 @@ def routing(number):
     return torch.randn(23, 64), ids.int(), shares
 
 
-def partial_output(layer):
-    """Return this rank's part of the experts' output, computed as in a server."""
+def check_ranks(groups, vllm_config, stored, ranks, check, way="_TP"):
+    """Load each rank's experts, check them, and compare the sum of all ranks' outputs with the reference."""
     x, ids, shares = routing(4)
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer.quant_method.apply(layer, x, shares, ids, None, None)
+    total, layers = torch.zeros_like(x), []
+    for rank in range(ranks):
+        vllm_config.parallel_config.data_parallel_rank = rank if way == "_DP" else 0
+        with as_rank(groups, rank, ranks, way):
+            layer = load_layer(vllm_config, stored)
+        check(layer, rank)
+        layer.quant_method.process_weights_after_loading(layer)
+        total += layer.quant_method.apply(layer, x, shares, ids, None, None)
+        layers.append(layer)
+    torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
+    return layers
 
 
 @pytest.mark.parametrize("mode", ["packed", "dequant"])
@@ -234,8 +252,6 @@ def partial_output(layer):
 def test_vllms_router_and_our_experts_agree_with_the_reference(
     one_process, configure, stored, monkeypatch, mode, backend
 ):
-    from vllm.forward_context import set_forward_context
-
     monkeypatch.setenv("SPARK_MXFP4_MODE", mode)
     vllm_config = configure(SMALL)
     model = build(vllm_config, whole_model)
@@ -260,20 +276,14 @@ def test_vllms_router_and_our_experts_agree_with_the_reference(
 @pytest.fixture
 def fused_router(monkeypatch):
     """Select our router kernel; restore vLLM's router layer afterwards."""
-    from vllm.model_executor.custom_op import op_registry_oot
-
-    from spark_mxfp4.vllm.router import replace_routers
-
     monkeypatch.setenv("SPARK_MXFP4_ROUTER", "fused")
     yield
     op_registry_oot.pop("GateLinear", None)
-    replace_routers.cache_clear()
+    router.replace_routers.cache_clear()
 
 
 @pytest.mark.parametrize("backend", [None, "eager", "inductor"])
 def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, stored, fused_router, backend):
-    from vllm.forward_context import set_forward_context
-
     vllm_config = configure(SMALL)
     model = build(vllm_config, whole_model)
     model.load_weights((name, tensor.clone()) for name, tensor in stored.tensors.items())
@@ -299,8 +309,6 @@ def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, 
 
 
 def test_wrong_values_and_unsupported_routing_are_refused(monkeypatch):
-    from spark_mxfp4.vllm import plugin, router
-
     monkeypatch.setenv("SPARK_MXFP4_ROUTER", "fast")
     with pytest.raises(ValueError, match="must be one of vllm, fused"):
         plugin.fused(plugin.ROUTER_VARIABLE)
@@ -320,35 +328,24 @@ def test_wrong_values_and_unsupported_routing_are_refused(monkeypatch):
 @pytest.fixture
 def fused_attention(monkeypatch):
     """Select our attention kernel; restore vLLM's backend, norms and rotary embeddings afterwards."""
-    from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers import rotary_embedding
-    from vllm.v1.attention.backends import registry
-
-    from spark_mxfp4.vllm.attention import replace_norms
-
     monkeypatch.setenv("SPARK_MXFP4_ATTENTION", "fused")
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
-    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
-    yield registry
+    monkeypatch.setattr(backends, "_ATTN_OVERRIDES", {})
+    yield
     op_registry_oot.pop("RMSNorm", None)
-    replace_norms.cache_clear()
+    attention.replace_norms.cache_clear()
 
 
 def test_fused_attention_takes_flash_attentions_place_in_every_process(configure, fused_attention):
     quantization = configure(SMALL).quant_config
-    fused_attention._ATTN_OVERRIDES.clear()
+    backends._ATTN_OVERRIDES.clear()
     pickle.loads(pickle.dumps(quantization))  # noqa: S301 (as another process gets it)
-    chosen = fused_attention.AttentionBackendEnum.FLASH_ATTN.get_class()
+    chosen = backends.AttentionBackendEnum.FLASH_ATTN.get_class()
     assert chosen.__name__ == "SparkAttentionBackend"
     assert chosen.forward_includes_kv_cache_update
 
 
 def test_attention_takes_over_the_rotary_embedding_of_models_without_a_draft(configure, monkeypatch, fused_attention):
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers import rotary_embedding
-
-    from spark_mxfp4.vllm import attention
-
     monkeypatch.setattr(attention, "_ROPE_DICT", rotary_embedding._ROPE_DICT)
     config = configure(SMALL)
     yarn = {"rope_theta": 150000.0, "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
@@ -367,14 +364,9 @@ def test_attention_takes_over_the_rotary_embedding_of_models_without_a_draft(con
 
 
 def test_norms_on_a_cpu_stay_vllms(configure, fused_attention):
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
-    from spark_mxfp4.vllm.attention import replace_norms
-
     with set_current_vllm_config(configure(SMALL)):
         expected = RMSNorm(64, dtype=torch.bfloat16)
-        replace_norms()
+        attention.replace_norms()
         norm = RMSNorm(64, dtype=torch.bfloat16)
     assert norm.fused
     x, residual = torch.randn(2, 3, 64).bfloat16()
@@ -384,11 +376,6 @@ def test_norms_on_a_cpu_stay_vllms(configure, fused_attention):
 @pytest.fixture
 def open_sums(monkeypatch, fused_attention, one_process):
     """Configure two faked ranks, whose GPUs share memory, so that the norms add their partial results."""
-    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
-    from vllm.model_executor.custom_op import op_registry_oot
-
-    from spark_mxfp4.vllm import norms
-
     inboxes = []
 
     def buffers(size, group):
@@ -400,40 +387,31 @@ def open_sums(monkeypatch, fused_attention, one_process):
     monkeypatch.setattr(norms, "obstacle", lambda _config: "")
     monkeypatch.setattr(CustomAllreduce, "create_shared_buffer", buffers)
     with as_rank(one_process, 1, 2):
-        yield norms
+        yield
     op_registry_oot.pop("RowParallelLinear", None)
     norms.ranks.cache_clear()
     norms.leave_sums_open.cache_clear()
 
 
 def test_layers_of_several_ranks_leave_their_sums_to_the_norms(configure, stored, open_sums, monkeypatch):
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.linear import RowParallelLinear
-
     config = configure(SMALL)
     assert load_layer(config, stored).moe_config.skip_final_all_reduce
     with set_current_vllm_config(config):
         assert not RowParallelLinear(64, 64, quant_config=config.quant_config).reduce_results
         norm = RMSNorm(64, dtype=torch.bfloat16)
     assert norm.reduces
-    group = open_sums.ranks()
+    group = norms.ranks()
     assert (len(group.boxes), group.rank, group.buffers.tolist()) == (2, 1, [0] * 64)
     called = []
-    monkeypatch.setattr(open_sums.norm, "reduce_add_rms_norm", lambda *given: called.append(given[-1]) or given[:2])
-    monkeypatch.setattr(open_sums.norm, "add_rms_norm", lambda *given: called.append("norm") or given[:2])
-    monkeypatch.setattr(open_sums, "tensor_model_parallel_all_reduce", lambda x: called.append("sum") or x)
+    monkeypatch.setattr(norms.norm, "reduce_add_rms_norm", lambda *given: called.append(given[-1]) or given[:2])
+    monkeypatch.setattr(norms.norm, "add_rms_norm", lambda *given: called.append("norm") or given[:2])
+    monkeypatch.setattr(norms, "tensor_model_parallel_all_reduce", lambda x: called.append("sum") or x)
     for tokens in (64, 65):
-        open_sums.reduce_add_rms_norm._init_fn(*torch.ones(2, tokens, 64), torch.ones(64), 1e-5)
+        norms.reduce_add_rms_norm._init_fn(*torch.ones(2, tokens, 64), torch.ones(64), 1e-5)
     assert called == [group, "sum", "norm"]
 
 
 def test_one_rank_leaves_no_sum_open(configure, stored, monkeypatch, fused_attention, one_process):
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.linear import RowParallelLinear
-
-    from spark_mxfp4.vllm import norms
-
     monkeypatch.setenv("SPARK_MXFP4_REDUCTION", "fused")
     config = configure(SMALL)
     assert not load_layer(config, stored).moe_config.skip_final_all_reduce
@@ -448,33 +426,23 @@ def test_one_rank_leaves_no_sum_open(configure, stored, monkeypatch, fused_atten
     norms.leave_sums_open.cache_clear()
 
 
-@pytest.mark.parametrize("ranks", TP_SIZES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])  # 2880 / 32 = 90 blocks: only 1 and 2 divide them
 def test_each_tensor_parallel_rank_gets_its_blocks_and_all_add_up(one_process, configure, stored, ranks):
-    vllm_config = configure(SMALL)
-    x, ids, shares = routing(4)
-    total, width = torch.zeros_like(x), 0
-    for rank in range(ranks):
-        with as_rank(one_process, rank, ranks):
-            layer = load_layer(vllm_config, stored)
-        columns_of_rank = inner_columns(2880, ranks, rank)
-        width += check_share(layer, stored.weights, columns_of_rank, rank)
-        total += partial_output(layer)
-    assert width == 2880
-    torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
+    columns = [inner_columns(2880, ranks, rank) for rank in range(ranks)]
+    assert sum(part.stop - part.start for part in columns) == 2880
+    check_ranks(one_process, configure(SMALL), stored, ranks, lambda layer, rank: check_share(
+        layer, stored.weights, columns[rank], rank))  # fmt: skip
 
 
-def check_share(layer, whole, columns_of_rank, rank):
-    """Compare a rank's parameters with slices of the whole; return the rank's number of intermediate columns."""
-    rows, columns = (
-        slice(2 * columns_of_rank.start, 2 * columns_of_rank.stop),
-        columns_of_rank.stop - columns_of_rank.start,
-    )
+def check_share(layer, whole, columns, rank):
+    """Compare a rank's parameters with slices of the whole: `columns` of the intermediate size, the rest zero."""
+    rows = slice(2 * columns.start, 2 * columns.stop)
     wanted = {
         "w13_weight": whole.gate_up.weight[:, rows],
         "w13_weight_scale": whole.gate_up.scales[:, rows],
         "w13_bias": whole.gate_up.bias[:, rows],
-        "w2_weight": whole.down.weight[..., columns_of_rank.start // 2 : columns_of_rank.stop // 2],
-        "w2_weight_scale": whole.down.scales[..., columns_of_rank.start // 32 : columns_of_rank.stop // 32],
+        "w2_weight": whole.down.weight[..., columns.start // 2 : columns.stop // 2],
+        "w2_weight_scale": whole.down.scales[..., columns.start // 32 : columns.stop // 32],
         "w2_bias": whole.down.bias if rank == 0 else torch.zeros_like(whole.down.bias),  # added once
     }
     for name, part in wanted.items():
@@ -483,44 +451,29 @@ def check_share(layer, whole, columns_of_rank, rank):
         assert torch.equal(have[inside], part), name
         have[inside] = 0
         assert not have.any(), f"{name}: padding is not zero"
-    return columns
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_each_expert_parallel_rank_gets_its_experts_and_all_add_up(one_process, configure, stored, ranks):
-    vllm_config = configure(SMALL, enable_expert_parallel=True)
-    x, ids, shares = routing(4)
-    total = torch.zeros_like(x)
-    for rank in range(ranks):
-        with as_rank(one_process, rank, ranks):
-            layer = load_layer(vllm_config, stored)
+@pytest.mark.parametrize(("ranks", "way"), [(2, "_TP"), (4, "_TP"), (2, "_DP")])
+def test_each_expert_parallel_rank_gets_its_experts_and_all_add_up(one_process, configure, stored, ranks, way):
+    """With data parallelism each rank has its own requests; vLLM gives the experts the tokens of all ranks."""
+
+    def check(layer, rank):
         local = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
         assert torch.equal(layer.w13_weight, stored.weights.gate_up.weight[local])
         assert torch.equal(layer.w2_weight_scale, stored.weights.down.scales[local])
         assert torch.equal(layer.w2_bias.float(), stored.weights.down.bias[local])
         assert layer.expert_map[local].tolist() == list(range(4 // ranks))
         assert (layer.expert_map == -1).sum() == 4 - 4 // ranks
-        total += partial_output(layer)
-    torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
+
+    options = {"data_parallel_size": ranks} if way == "_DP" else {}
+    check_ranks(one_process, configure(SMALL, enable_expert_parallel=True, **options), stored, ranks, check, way)
 
 
-@pytest.mark.parametrize("spread", [True, False])
-def test_data_parallel_ranks_share_the_experts_and_all_add_up(one_process, configure, stored, spread):
-    """Each rank has its own requests; vLLM gives the experts the tokens of all ranks and adds up the results."""
-    vllm_config = configure(SMALL, data_parallel_size=2, enable_expert_parallel=spread)
-    x, ids, shares = routing(4)
-    total = torch.zeros_like(x)
-    for rank in range(2):
-        vllm_config.parallel_config.data_parallel_rank = rank
-        with as_rank(one_process, rank, 2, "_DP"):
-            layer = load_layer(vllm_config, stored)
-            if spread:
-                assert torch.equal(layer.w13_weight, stored.weights.gate_up.weight[2 * rank : 2 * rank + 2])
-                assert layer.expert_map.tolist() == ([-1, -1, 0, 1] if rank else [0, 1, -1, -1])
-            else:
-                check_share(layer, stored.weights, inner_columns(2880, 2, rank), rank)
-        total += partial_output(layer)
-    torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
+def test_data_parallel_ranks_without_expert_parallelism_share_the_columns(one_process, configure, stored):
+    check_ranks(
+        one_process, configure(SMALL, data_parallel_size=2), stored, 2,
+        lambda layer, rank: check_share(layer, stored.weights, inner_columns(2880, 2, rank), rank), "_DP",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -545,16 +498,11 @@ def laid_out(monkeypatch, tmp_path):
 
 
 def test_a_kernels_layout_takes_the_place_of_the_loaded_bytes(one_process, configure, stored, laid_out):
-    vllm_config = configure(SMALL)
-    x, ids, shares = routing(4)
-    total = torch.zeros_like(x)
-    for rank in range(4):  # 720 columns become 736 by whole blocks, and 768 by this kernel's alignment
-        with as_rank(one_process, rank, 4):
-            layer = load_layer(vllm_config, stored)
+    def check(layer, rank):  # 720 columns become 736 by whole blocks, and 768 by this kernel's alignment
         assert layer.w2_weight.shape == (4, 64, 384)
-        total += partial_output(layer)
+
+    for layer in check_ranks(one_process, configure(SMALL), stored, 4, check):
         assert layer.w2_weight.shape == layer.quant_method.kernel.tuned == (4, 1, 64, 384)
-    torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
 
 
 def test_the_compile_cache_knows_kernel_and_mode(one_process, configure, stored):
@@ -605,8 +553,6 @@ def layer_facts(**changes):
         "is_lora_enabled": False, "activation": "swigluoai", "apply_router_weight_on_input": False, "use_ep": False,
         "ep_size": 1, **changes,
     }  # fmt: skip
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     moe_config = SimpleNamespace(
         has_bias=False, is_lora_enabled=facts["is_lora_enabled"], num_experts=128,
         activation=MoEActivation(facts["activation"]),
@@ -629,30 +575,15 @@ def layer_facts(**changes):
     ],
 )
 def test_unsupported_features_are_refused_with_their_name(change, message):
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    from spark_mxfp4.vllm.experts import SparkMxfp4MoEMethod
-
-    def make():
+    refusal = pytest.raises(NotImplementedError, match=message) if message else nullcontext()
+    with set_current_vllm_config(VllmConfig()), refusal:
         layer = layer_facts(**change)
-        method = SparkMxfp4MoEMethod(layer.moe_config, registry.load("torch"), "packed")
+        method = vllm_experts.SparkMxfp4MoEMethod(layer.moe_config, registry.load("torch"), "packed")
         method.create_weights(layer, 2, 32, 32, torch.bfloat16)
-        return method
-
-    with set_current_vllm_config(VllmConfig()):
-        if message is None:
-            assert make().mode == "packed"
-        else:
-            with pytest.raises(NotImplementedError, match=message):
-                make()
 
 
 @pytest.fixture
 def other_family(monkeypatch, tmp_path):
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers.quantization import mxfp4 as stock
-    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
-
     monkeypatch.setattr(stock, "Mxfp4MoEMethod", stock.Mxfp4MoEMethod)  # put back afterwards
     monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "on")
     plugin.register()
@@ -700,8 +631,6 @@ def test_a_kernel_for_gpt_oss_alone_refuses_another_family(one_process, other_fa
 
 
 def test_experts_of_another_family_that_are_left_to_vllm_are_its_own(monkeypatch):
-    from vllm.model_executor.layers.quantization import mxfp4 as stock
-
     monkeypatch.setattr(stock, "Mxfp4MoEMethod", before := stock.Mxfp4MoEMethod)  # put back afterwards
     monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "on")
     monkeypatch.setenv("SPARK_MXFP4_KERNEL", "vllm")
@@ -716,10 +645,8 @@ def test_a_wrong_switch_for_families_is_refused(monkeypatch):
 
 
 def test_a_kernel_with_a_layout_refuses_dense_experts(laid_out):
-    from spark_mxfp4.vllm.experts import _refuse_unfit
-
     with pytest.raises(ValueError, match="set SPARK_MXFP4_MODE=packed"):
-        _refuse_unfit(registry.load(), "dequant")
+        vllm_experts._refuse_unfit(registry.load(), "dequant")
 
 
 @pytest.mark.parametrize(
@@ -727,35 +654,24 @@ def test_a_kernel_with_a_layout_refuses_dense_experts(laid_out):
     [("torch", "FULL_AND_PIECEWISE", True), ("torch", "NONE", False), ("vllm_layout_kernels:Odd", "FULL", False)],
 )
 def test_on_cuda_a_kernel_that_waits_is_refused_in_graphs(monkeypatch, laid_out, kernel, graphs, refused):
-    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
-
-    from spark_mxfp4.vllm import experts as vllm_experts
-
     monkeypatch.setattr(vllm_experts, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     vllm_config = VllmConfig()
     vllm_config.compilation_config = CompilationConfig(cudagraph_mode=graphs)
-    with set_current_vllm_config(vllm_config):
-        if refused:
-            with pytest.raises(ValueError, match=r"cannot be held in CUDA graphs · .* · add --enforce-eager"):
-                vllm_experts._refuse_unfit(registry.load(kernel), "packed")
-        else:
-            vllm_experts._refuse_unfit(registry.load(kernel), "packed")
+    refusal = pytest.raises(ValueError, match=r"cannot be held in CUDA graphs · .* · add --enforce-eager")
+    with set_current_vllm_config(vllm_config), refusal if refused else nullcontext():
+        vllm_experts._refuse_unfit(registry.load(kernel), "packed")
 
 
 @pytest.mark.parametrize(("cuda", "cpu", "device"), [(True, False, "cuda"), (False, True, "cpu"), (False, False, None)])
 def test_the_platform_chooses_the_kernel_or_is_refused(monkeypatch, cuda, cpu, device):
-    import vllm.platforms
-
-    from spark_mxfp4.vllm.plugin import device_type
-
     platform = SimpleNamespace(is_cuda=lambda: cuda, is_cpu=lambda: cpu, device_name="xpu")
     monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
     monkeypatch.delenv("SPARK_MXFP4_KERNEL", raising=False)
     if device is None:
         with pytest.raises(NotImplementedError, match="cannot run on xpu"):
-            device_type()
+            plugin.device_type()
     else:
-        assert registry.chosen_name(device_type()) == {"cuda": "triton", "cpu": "torch"}[device]
+        assert registry.chosen_name(plugin.device_type()) == {"cuda": "triton", "cpu": "torch"}[device]
 
 
 # Dense formats: attention's projections and the LM head in 4 or 8 bits.
@@ -782,24 +698,21 @@ def formats(monkeypatch):
         monkeypatch.setenv("SPARK_MXFP4_LM_HEAD", head)
 
     yield choose
-    from vllm.model_executor.custom_op import op_registry_oot
-
-    from spark_mxfp4.vllm.linear import show_heads_to_the_configuration
-
     op_registry_oot.pop("ParallelLMHead", None)
-    show_heads_to_the_configuration.cache_clear()
+    vllm_linear.show_heads_to_the_configuration.cache_clear()
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Make the layers call the GPU kernel, which is replaced by a stand-in that records its calls."""
-    from spark_mxfp4.kernels import linear as kernels
-    from spark_mxfp4.vllm import linear
-
     calls = []
-    monkeypatch.setattr(linear, "_runs_our_kernels", lambda _weight: True)
-    monkeypatch.setattr(kernels, "_start", lambda x, weight, bias, out: (calls.append((x, weight, bias)), out.fill_(2)))
-    monkeypatch.setattr(kernels, "dense", lambda weight: torch.full((weight.rows, weight.columns), 3.0).bfloat16())
+    monkeypatch.setattr(vllm_linear, "_runs_our_kernels", lambda _weight: True)
+    monkeypatch.setattr(
+        dense_kernels, "_start", lambda x, weight, bias, out: (calls.append((x, weight, bias)), out.fill_(2))
+    )
+    monkeypatch.setattr(
+        dense_kernels, "dense", lambda weight: torch.full((weight.rows, weight.columns), 3.0).bfloat16()
+    )
     return calls
 
 
@@ -819,8 +732,6 @@ def process(model, names=DENSE_LAYERS):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("linear", "head"), [("fp8", "mxfp8"), ("mxfp8", "mxfp4"), ("mxfp4", "fp8")])
 def test_a_cpu_multiplies_by_the_formats_values(one_process, configure, formats, checkpoint, linear, head, ranks):
-    from spark_mxfp4.kernels.linear import Format, reference
-
     formats(linear, head)
     vllm_config = configure(DENSE)
     for rank in range(ranks):
@@ -874,8 +785,6 @@ def test_dense_shares_of_two_ranks_equal_one_rank(one_process, configure, format
 
 @pytest.mark.parametrize("format_name", ["fp8", "mxfp8", "mxfp4"])
 def test_a_gpu_gets_the_kernels_bytes_and_calls(one_process, configure, formats, checkpoint, on_a_gpu, format_name):
-    from spark_mxfp4.kernels.linear import Format, Weight
-
     formats(format_name, format_name)
     model = dense_model(configure(DENSE, dtype="bfloat16"), checkpoint)
     loaded = [model.get_submodule(name).weight.data.clone() for name in DENSE_LAYERS]
@@ -925,12 +834,8 @@ def test_impossible_formats_are_refused(configure, formats, linear, head, option
 
 
 def test_shares_of_broken_blocks_are_refused_by_name(configure, formats):
-    from vllm.config import set_current_vllm_config
-
-    from spark_mxfp4.vllm.linear import linear_method
-
     with set_current_vllm_config(configure(DENSE)):
-        method = linear_method("mxfp8", "model.layers.0.attn.o_proj")
+        method = vllm_linear.linear_method("mxfp8", "model.layers.0.attn.o_proj")
     with pytest.raises(ValueError, match=r"attn\.o_proj cannot be served in MXFP8 · .* 48 columns, .*multiple of 32"):
         method.create_weights(torch.nn.Module(), 48, [64], 96, 64, torch.float32, weight_loader=None)
 
