@@ -9,11 +9,10 @@ import re
 import zipfile
 
 import pytest
-from engine.test_cuda import BASE, command, look
+from engine.test_cuda import BASE, command, look, require_tree, require_verdict
 
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
-from sparkforge.patching.series import queues
 from sparkforge.pins import index, locks
 from sparkforge.pins.wheels import TargetMachine, choose, requirements
 
@@ -92,24 +91,17 @@ def test_a_module_is_compiled_here_and_audited_as_a_sparks(crossed):
     assert re.search(r"FlashInfer takes \['xqa_\S+\.so'\]", crossed)
 
 
-def test_the_tree_is_of_aarch64_wheels_and_both_queues(crossed):
+def test_the_tree_is_of_aarch64_wheels_and_both_queues_and_is_imported_in_emulation(crossed):
     assert '"machine": "aarch64"' in crossed
-    for _, queue in queues(pins.load(), "spark"):
-        assert f'"{queue.upstream}-{queue.version}": "{queue.sha256}"' in crossed
-    files, wheels = re.search(r"(\d+) files match their wheels, (\d+) wheels are those", crossed).groups()
-    assert int(files) > 20_000
-    assert wheels == "2"
+    require_tree(crossed, "spark")
 
 
-def test_serving_is_imported_in_emulation_and_bytecode_is_the_same(crossed):
-    assert re.search(r"^#\d+ [\d.]+ serving is imported$", crossed, re.MULTILINE)
-    assert int(re.search(r"^#\d+ [\d.]+ cuDNN (\d+)$", crossed, re.MULTILINE)[1]) >= 91500
+def test_bytecode_is_a_sparks_own(crossed):
     assert re.search(r"^#\d+ [\d.]+ bytecode is a Spark's own$", crossed, re.MULTILINE)
 
 
 def test_the_validator_of_the_image_judges_a_sparks_facts(crossed):
-    assert "ok   moe-backend" in crossed
-    assert "serve: the server may start" in crossed
+    require_verdict(crossed)
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +116,9 @@ def native(engine, tmp_path_factory):
     return engine.docker(*arguments, both=True)
 
 
-def test_the_locked_packages_install_on_the_processor_of_a_spark(native):
+def test_the_locked_packages_the_environment_and_the_compiler_run_on_the_processor_of_a_spark(native):
     assert re.search(r"machine aarch64, Python 3\.13\.\d+, tini version", native)
-
-
-def test_the_environment_of_inv_is_made_of_locked_aarch64_wheels(native):
     assert re.search(r"^#\d+ [\d.]+ environment of ./inv$", native, re.MULTILINE)
-
-
-def test_the_locked_compiler_runs_there_and_makes_code_for_a_spark(native):
     assert "twice.sm_121a.cubin" in native
 
 

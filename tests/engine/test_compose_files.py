@@ -13,34 +13,32 @@ SILENT = "services: {vllm: {environment: {OMP_NUM_THREADS: 1}}}\n"
 
 
 @pytest.mark.parametrize(
-    ("files", "service", "options"),
+    ("files", "service", "named"),
     [
-        (("docker-compose.yml",), "vllm", ""),
+        ("docker-compose.yml", "vllm", ""),
+        ("docker-compose.yml docker-compose.cluster.yml", "vllm", "docker-compose.yml docker-compose.cluster.yml"),
+        ("docker-compose.yml mine.yml", "vllm", "docker-compose.yml mine.yml"),
+        ("docker-compose.yml silent.yml", "vllm", ""),
+        ("docker-compose.dev.yml", "serve", "docker-compose.dev.yml"),
         (
-            ("docker-compose.yml", "docker-compose.cluster.yml"),
-            "vllm",
-            "-f docker-compose.yml -f docker-compose.cluster.yml ",
-        ),
-        (("docker-compose.yml", "mine.yml"), "vllm", "-f docker-compose.yml -f mine.yml "),
-        (("docker-compose.yml", "silent.yml"), "vllm", ""),
-        (("docker-compose.dev.yml",), "serve", "-f docker-compose.dev.yml --profile serve "),
-        (
-            ("docker-compose.dev.yml", "docker-compose.dev.cpu.yml"),
+            "docker-compose.dev.yml docker-compose.dev.cpu.yml",
             "serve",
-            "-f docker-compose.dev.yml -f docker-compose.dev.cpu.yml --profile serve ",
+            "docker-compose.dev.yml docker-compose.dev.cpu.yml",
         ),
     ],
 )
-def test_each_file_that_was_given_by_f_is_named(engine, tmp_path, monkeypatch, files, service, options):
+def test_each_file_that_was_given_by_f_is_named(engine, tmp_path, monkeypatch, files, service, named):
     (tmp_path / "mine.yml").write_text(OWN)
     (tmp_path / "silent.yml").write_text(SILENT)
-    named = [word for name in files for word in ("-f", ROOT / name if (ROOT / name).exists() else tmp_path / name)]
-    resolved = engine.docker("compose", *named, "--profile", "*", "config", "--format", "json")
+    paths_of = [ROOT / name if (ROOT / name).exists() else tmp_path / name for name in files.split()]
+    words = [word for path in paths_of for word in ("-f", path)]
+    resolved = engine.docker("compose", *words, "--profile", "*", "config", "--format", "json")
     variables = json.loads(resolved)["services"][service]["environment"]
     assert not variables["SPARKFORGE_COMPOSE_FILE"], "Compose passes no -f on; if it does now, the rest is needless"
     for name, value in variables.items():
         if name.startswith(paths.COMPOSE_FILES) or name == paths.COMPOSE_PROFILE:
             monkeypatch.setenv(name, value)
+    options = "".join(f"-f {name} " for name in named.split()) + ("--profile serve " if service == "serve" else "")
     assert paths.where_it_runs("docker compose up -d", tmp_path) == f"docker compose {options}up -d   # on the host"
 
 

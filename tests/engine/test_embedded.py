@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import urllib.request
 
 import pytest
 
@@ -12,11 +11,6 @@ from sparkforge.core.paths import ROOT
 
 URL = "http://127.0.0.1:18000"
 MODEL = "tiny-gpt-oss"
-
-
-def get(path):
-    with urllib.request.urlopen(f"{URL}{path}", timeout=60) as reply:
-        return reply.read().decode()
 
 
 def test_the_validation_is_in_the_log_before_the_server(served):
@@ -34,27 +28,7 @@ def test_its_report_and_its_metrics_are_written(served):
     )
 
 
-def test_it_answers_health_models_and_chat_streaming(served):
-    assert Endpoint(URL).healthy()
-    assert [model["id"] for model in json.loads(get("/v1/models"))["data"]] == [MODEL]
-    assert Endpoint(URL, MODEL, key="").first_token(60)
-    deltas = Endpoint(URL, MODEL, key="").stream_chat([{"role": "user", "content": "Hello"}], 12)
-    pieces = [delta.text for delta in deltas if delta.text]
-    assert pieces
-
-
-def test_it_runs_without_privileges(served):
-    status = served.compose("exec", "-T", "vllm", "cat", "/proc/1/status")
-    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    assert fields["Uid"].split()[0] == "1000"
-    assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
-    assert fields["NoNewPrivs"] == "1"
-    assert fields["Name"] == "tini"
-    result = served.compose("exec", "-T", "vllm", "sh", "-c", "touch /opt/venv/x 2>&1 || echo refused")
-    assert "refused" in result
-
-
-def test_it_validated_and_serves_with_nothing_executable_in_tmp(served):
+def test_it_serves_with_nothing_executable_in_tmp(served):
     mounts = served.compose("exec", "-T", "vllm", "cat", "/proc/mounts").splitlines()
     options = next(mount.split()[3].split(",") for mount in mounts if mount.split()[1] == "/tmp")
     assert "noexec" in options

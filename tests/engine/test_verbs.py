@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,11 @@ class Checkout:
     path: Path
     environment: dict
     port: int
-    said: list = field(default_factory=list)
 
     def inv(self, *arguments, **more):
         command = [sys.executable, "-m", "invoke", *arguments]
         env = {**self.environment, **more}
         result = subprocess.run(command, cwd=self.path, env=env, capture_output=True, text=True, check=False)
-        self.said.append((arguments, result.returncode, result.stdout[-3000:], result.stderr[-3000:]))
         assert "Traceback" not in result.stdout + result.stderr
         return result
 
@@ -39,6 +37,12 @@ class Checkout:
         result = self.inv(*arguments, **more)
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout + result.stderr
+
+    def docker(self, *arguments):
+        command = ["docker", *arguments]
+        return subprocess.run(
+            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=True
+        ).stdout
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +81,10 @@ def test_status_chat_and_logs_work_with_a_served_container(served):
     assert served.good("chat", "Hello", "--max-tokens", "4")
 
 
-def test_the_image_tells_what_it_holds(checkout):
+def test_the_image_tells_what_it_holds_and_belongs_to_this_checkout(checkout, tmp_path):
     said = checkout.good("image.verify", "--stack", "embedded")
     assert "platform   linux/" in said
     assert "patches    vllm-0.32.0" in said
-
-
-def test_the_image_belongs_to_this_checkout(checkout, tmp_path):
-    said = checkout.good("image.verify", "--stack", "embedded")
     assert "every lock as in this checkout" in said
     assert int(re.search(r"audited in the build: (\d+) files hashed", said)[1]) > 5_000
     other = tmp_path / "other"
@@ -103,9 +103,8 @@ def test_the_image_belongs_to_this_checkout(checkout, tmp_path):
 def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
     assert "stopped" in served.good("down")
     assert served.inv("status").returncode == 24
-    listed = ["docker", "ps", "--all", "--quiet", "--filter", "label=com.docker.compose.project=sparkforge-verbs"]
-    ps = subprocess.run(listed, env=served.environment, capture_output=True, text=True, check=True)
-    assert ps.stdout == ""
+    listed = ("ps", "--all", "--quiet", "--filter", "label=com.docker.compose.project=sparkforge-verbs")
+    assert served.docker(*listed) == ""
     result = served.inv(
         "up", "--device", "docker-cpu", "--port", str(served.port), SPARKFORGE_MODEL="/models/that-is-not-there"
     )
@@ -113,29 +112,24 @@ def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
     assert "FAIL model-files" in result.stderr
     assert "./inv pull REPOSITORY" in result.stderr
     assert served.inv("status").returncode == 24
-    ps = subprocess.run(
-        [*listed, "--filter", "status=running"], env=served.environment, capture_output=True, text=True, check=True
-    )
-    assert ps.stdout == ""
+    assert served.docker(*listed, "--filter", "status=running") == ""
 
 
 def test_a_refused_container_is_restarted_thrice_and_then_stays_down(checkout):
     """The container is started by `docker compose up`, because `./inv` would stop it at the first refusal."""
-    arguments = ["docker", "compose", "--project-name", "sparkforge-verbs"]
-    arguments += [f"--file={name}" for name in ("docker-compose.yml", "tests/engine/ci.yml")]
-    env = {**checkout.environment, "PORT": str(checkout.port), "SPARKFORGE_MODEL": "/models/that-is-not-there"}
-    env["SPARKFORGE_STACK"] = "embedded"
+    settings = {"PORT": str(checkout.port), "SPARKFORGE_MODEL": "/models/that-is-not-there"}
+    own = replace(checkout, environment={**checkout.environment, **settings, "SPARKFORGE_STACK": "embedded"})
+    files = ("--file=docker-compose.yml", "--file=tests/engine/ci.yml")
 
     def compose(*more):
-        return subprocess.run([*arguments, *more], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+        return own.docker("compose", "--project-name", "sparkforge-verbs", *files, *more)
 
     compose("down")
     compose("up", "--detach", "--no-build", "vllm")
     container = compose("ps", "--all", "--quiet", "vllm").strip()
 
     def state():
-        inspect = ["docker", "inspect", container]
-        inspection = json.loads(subprocess.run(inspect, env=env, capture_output=True, text=True, check=True).stdout)[0]
+        inspection = json.loads(checkout.docker("inspect", container))[0]
         return inspection["State"]["Status"], inspection["State"]["ExitCode"], inspection["RestartCount"]
 
     wait_for(lambda: state() == ("exited", 30, 3), 600, state)
@@ -151,11 +145,11 @@ def test_a_fleet_of_two_containers_is_one_server(checkout, tmp_path):
     for name, resident in (("red", "true"), ("green", "false")):
         text += f'[models.{name}]\nmodel = "tiny-gpt-oss"\ndevice = "docker-cpu"\nresident = {resident}\n'
     (tmp_path / "fleet.toml").write_text(text)
-    url, listed = f"http://127.0.0.1:{checkout.port}", ["docker", "ps", "--all", "--format", "{{.Names}}"]
+    url = f"http://127.0.0.1:{checkout.port}"
 
     def containers():
-        ps = subprocess.run(listed, env=checkout.environment, capture_output=True, text=True, check=True)
-        return sorted(name for name in ps.stdout.split() if name.startswith("sparkforge-verbs-"))
+        names = checkout.docker("ps", "--all", "--format", "{{.Names}}").split()
+        return sorted(name for name in names if name.startswith("sparkforge-verbs-"))
 
     def fleet():
         return json.loads(checkout.good("status", "--json"))["server"]["fleet"]
