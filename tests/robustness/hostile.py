@@ -29,6 +29,7 @@ import httpx
 import psutil
 
 from robustness import hostile_texts
+from robustness.hostile_texts import CHAT, chat, completion, messages, responses
 from sparkforge.core import paths
 from sparkforge.core.openai import Endpoint, wait_until
 from sparkforge.core.process import spawn, started_at, terminate_session
@@ -37,7 +38,6 @@ from sparkforge.serve.devices import in_environment
 from sparkforge.serve.record import StartPlan
 from sparkforge.serve.settings import TINY_ID
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 US, THEM = "127.0.0.2", "127.0.0.3"  # the bystander's address and the attackers'
 PATIENCE = 5.0  # seconds after which an attacker disconnects
 WORST = 2.0  # seconds that the bystander may wait above the baseline
@@ -47,53 +47,31 @@ STREAMS, REPEATS, TEXTS = 300, 2000, 1000
 CROWD = 40  # more requests than the server has slots
 START_SECONDS = 600.0
 WARM_UP = 6  # answers before the baseline: the first JSON starts the process that compiles grammars
-ASK: dict[str, Any] = {"model": TINY_ID, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": ["name"]}
 
 
 def schema(value: Any, **more: Any) -> tuple[str, dict[str, Any]]:
-    """Return a chat whose answer must match a schema."""
-    return CHAT, {
-        **ASK,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}},
-        **more,
-    }
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": value}}, **more)
 
 
 def structured(**value: Any) -> tuple[str, dict[str, Any]]:
-    """Return a chat with structured_outputs."""
-    return CHAT, {**ASK, "structured_outputs": value}
-
-
-def chat(**more: Any) -> tuple[str, dict[str, Any]]:
-    """Return a chat with further fields."""
-    return CHAT, {**ASK, **more}
-
-
-def completion(**more: Any) -> tuple[str, dict[str, Any]]:
-    """Return a completion with further fields."""
-    return COMPLETIONS, {"model": TINY_ID, "prompt": "Hi", "max_tokens": 4, **more}
+    return chat(structured_outputs=value)
 
 
 def objects(count: int, value: Any = None, required: int = 0) -> dict[str, Any]:
     """Return the schema of an object with the given number of properties."""
     names = [f"p{i}" for i in range(count)]
-    return {
-        "type": "object",
-        "properties": {n: value or {"type": "string"} for n in names},
-        "required": names[:required],
-    }
+    properties = {name: value or {"type": "string"} for name in names}
+    return {"type": "object", "properties": properties, "required": names[:required]}
 
 
 def nested(depth: int, wrap: Callable[[Any], Any], inner: Any) -> Any:
-    """Nest a value to the given depth."""
     for _ in range(depth):
         inner = wrap(inner)
     return inner
 
 
 def tool(parameters: Any, name: str = "f", **more: Any) -> dict[str, Any]:
-    """Return a function tool."""
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
 
@@ -137,12 +115,11 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "required tool with a large schema": chat(tools=[tool(objects(500))], tool_choice="required"),
     "strict tools": chat(tools=[tool(objects(100), f"f{i}", strict=True) for i in range(50)], tool_choice="required"),
     "10,000 tools": chat(tools=[tool({}, f"f{i}") for i in range(10_000)]),
-    "Responses: large format": (RESPONSES, {"model": TINY_ID, "input": "Hi", "max_output_tokens": 4, "text": {
-        "format": {"type": "json_schema", "name": "x", "schema": objects(3000)}}}),
-    "Responses: 10,000 items": (RESPONSES, {"model": TINY_ID, "input": [{"role": "user", "content": "x"}] * 10_000}),
-    "Messages: large tools": (MESSAGES, {**ASK, "tools": [
-        {"name": f"f{i}", "input_schema": objects(400)} for i in range(40)]}),
-    "Messages: 5,000 stop sequences": (MESSAGES, {**ASK, "stop_sequences": WORDS[:5000]}),
+    "Responses: large format": responses(
+        text={"format": {"type": "json_schema", "name": "x", "schema": objects(3000)}}),
+    "Responses: 10,000 items": responses(input=[{"role": "user", "content": "x"}] * 10_000),
+    "Messages: large tools": messages(tools=[{"name": f"f{i}", "input_schema": objects(400)} for i in range(40)]),
+    "Messages: 5,000 stop sequences": messages(stop_sequences=WORDS[:5000]),
     "n of 10,000": completion(n=10_000),
     "best_of of 10,000": completion(best_of=10_000),
     "64 answers of 4,000 tokens": completion(n=64, max_tokens=4000, ignore_eos=True),
@@ -165,7 +142,7 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "a chat of 4 MB": chat(messages=[{"role": "user", "content": "x y " * 1_000_000}]),
     "a prompt of 40 MB": completion(prompt="x" * 40_000_000),
     "a million tokens": completion(prompt=[1] * 1_000_000),
-    "20,000 messages": chat(messages=ASK["messages"] * 20_000),
+    "20,000 messages": chat(messages=hostile_texts.user() * 20_000),
     "JSON nested 100,000 times": (CHAT, b"[" * 100_000),
     "numbers of 100,000 digits": (CHAT, b'{"n": ' + b"9" * 100_000 + b"}"),
 }  # fmt: skip
@@ -194,7 +171,7 @@ RAW: dict[str, Callable[[int], str]] = {
     "a header of 1 MB": lambda port: raw(port, HEAD % port + b"X-A: " + b"x" * 1_000_000 + b"\r\n\r\n"),
     "a length of 1e18": lambda port: raw(port, HEAD % port + b"Content-Length: 999999999999999999\r\n\r\n{}"),
     "a response that nobody reads": lambda port: raw(port, HEAD % port + b"Content-Length: %d\r\n\r\n%b" % (
-        len(body := json.dumps({**ASK, "stream": True, "max_tokens": 1000}).encode()), body)),
+        len(body := json.dumps(chat(stream=True, max_tokens=1000)[1]).encode()), body)),
 }  # fmt: skip
 
 
@@ -234,7 +211,6 @@ class Bystander:
         return max(waits)
 
     def alive(self) -> bool:
-        """Tell whether the process still sends requests."""
         return self._process.is_alive()
 
     def end(self) -> int:
@@ -264,18 +240,14 @@ def content(name: str) -> bytes:
 def send(url: str, path: str, body: Any) -> str:
     """Send a request as a client that disconnects after PATIENCE seconds; return the status, or `left`."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    transport = httpx.HTTPTransport(local_address=THEM)
-    ended: list[str] = []
-    with httpx.Client(transport=transport, timeout=PATIENCE, trust_env=False) as session:
-        try:
-            headers = {"content-type": "application/json"}
-            response = session.post(f"{url}{path}", content=content, headers=headers)
-            ended.append(str(response.status_code))
-        except httpx.TimeoutException:
-            ended.append("left")
-        except httpx.HTTPError as error:
-            ended.append(type(error).__name__)
-    return ended[0]
+    transport, headers = httpx.HTTPTransport(local_address=THEM), {"content-type": "application/json"}
+    try:
+        with httpx.Client(transport=transport, timeout=PATIENCE, trust_env=False) as session:
+            return str(session.post(f"{url}{path}", content=content, headers=headers).status_code)
+    except httpx.TimeoutException:
+        return "left"
+    except httpx.HTTPError as error:
+        return type(error).__name__
 
 
 def crowd(url: str, bystander: Bystander) -> float:
@@ -288,7 +260,7 @@ def crowd(url: str, bystander: Bystander) -> float:
 
 def cut_stream(url: str) -> None:
     """Begin a streamed answer, and disconnect after its first event."""
-    body = {**ASK, "stream": True, "max_tokens": 1000}
+    body = chat(stream=True, max_tokens=1000)[1]
     transport = httpx.HTTPTransport(local_address=THEM)
     with suppress(httpx.HTTPError), httpx.Client(transport=transport, timeout=60, trust_env=False) as session:  # noqa: SIM117
         with session.stream("POST", f"{url}{CHAT}", json=body) as response:
@@ -393,18 +365,10 @@ def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str,
         check("texts", not broken, f"{why}: {json.dumps(broken[0])[:500]}" if broken else why)
         check("health", Endpoint(url).healthy(), "the server answers /health")
     return {
-        "scenario": "server",
-        "attacks": len(rows),
-        "baseline": round(baseline, 2),
-        "worst": worst,
-        "together": round(together, 2),
-        "crowded": round(crowded, 2),
-        "busy_cores": round(busy, 2),
-        "unsound": len(failures),
-        "failures": failures,
-        "rows": rows,
-        "seconds": round(time.monotonic() - begun, 1),
-    }
+        "scenario": "server", "attacks": len(rows), "baseline": round(baseline, 2), "worst": worst,
+        "together": round(together, 2), "crowded": round(crowded, 2), "busy_cores": round(busy, 2),
+        "unsound": len(failures), "failures": failures, "rows": rows, "seconds": round(time.monotonic() - begun, 1),
+    }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

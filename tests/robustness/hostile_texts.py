@@ -41,6 +41,29 @@ SYMBOLS = (
 )  # fmt: skip
 
 
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+
+
+def user(content: Any = "Hi") -> list[Any]:
+    return [{"role": "user", "content": content}]
+
+
+def chat(**more: Any) -> tuple[str, dict[str, Any]]:
+    return CHAT, {"model": TINY_ID, "messages": user(), "max_tokens": 4, **more}
+
+
+def completion(**more: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETIONS, {"model": TINY_ID, "prompt": "Hi", "max_tokens": 4, **more}
+
+
+def responses(**more: Any) -> tuple[str, dict[str, Any]]:
+    return RESPONSES, {"model": TINY_ID, "input": "Hi", "max_output_tokens": 4, **more}
+
+
+def messages(**more: Any) -> tuple[str, dict[str, Any]]:
+    return MESSAGES, {"model": TINY_ID, "messages": user(), "max_tokens": 4, **more}
+
+
 class Dice(random.Random):
     """Makes random values that a client may send."""
 
@@ -114,26 +137,6 @@ def requests(seed: int, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield dice.choice(REQUESTS)(dice)
 
 
-def _user(content: Any = "Hi") -> list[Any]:
-    return [{"role": "user", "content": content}]
-
-
-def _chat(**more: Any) -> tuple[str, dict[str, Any]]:
-    return "/v1/chat/completions", {"model": TINY_ID, "messages": _user(), "max_tokens": 3, **more}
-
-
-def _completion(**more: Any) -> tuple[str, dict[str, Any]]:
-    return "/v1/completions", {"model": TINY_ID, "prompt": "Hi", "max_tokens": 3, **more}
-
-
-def _responses(**more: Any) -> tuple[str, dict[str, Any]]:
-    return "/v1/responses", {"model": TINY_ID, "input": "Hi", "max_output_tokens": 3, **more}
-
-
-def _messages(**more: Any) -> tuple[str, dict[str, Any]]:
-    return "/v1/messages", {"model": TINY_ID, "messages": _user(), "max_tokens": 3, **more}
-
-
 def _structured(dice: Dice) -> dict[str, Any]:
     return dice.choice(
         (
@@ -181,29 +184,29 @@ def _conversation(dice: Dice) -> list[Any]:
 
 
 REQUESTS: tuple[Callable[[Dice], tuple[str, dict[str, Any]]], ...] = (
-    lambda dice: _chat(response_format=_format(dice)),
-    lambda dice: _chat(structured_outputs=_structured(dice)),
-    lambda dice: _chat(tools=_tools(dice), tool_choice=dice.choice(("auto", "required", "none", dice.text()))),
-    lambda dice: _chat(tools=_tools(dice), response_format=_format(dice)),
-    lambda dice: _chat(messages=_conversation(dice)),
-    lambda dice: _chat(**{dice.choice(("stop", "user", "model", "reasoning_effort", "service_tier", "chat_template",
+    lambda dice: chat(response_format=_format(dice)),
+    lambda dice: chat(structured_outputs=_structured(dice)),
+    lambda dice: chat(tools=_tools(dice), tool_choice=dice.choice(("auto", "required", "none", dice.text()))),
+    lambda dice: chat(tools=_tools(dice), response_format=_format(dice)),
+    lambda dice: chat(messages=_conversation(dice)),
+    lambda dice: chat(**{dice.choice(("stop", "user", "model", "reasoning_effort", "service_tier", "chat_template",
                                        "chat_template_kwargs", "bad_words", "logit_bias", "metadata")): dice.value()}),
-    lambda dice: _completion(structured_outputs=_structured(dice)),
-    lambda dice: _completion(response_format=_format(dice)),
-    lambda dice: _completion(prompt=dice.text(), logprobs=dice.choice((None, 2)), echo=dice.choice((True, False))),
-    lambda dice: _completion(**{dice.choice(("stop", "suffix", "bad_words", "logit_bias", "prompt", "stop_token_ids",
+    lambda dice: completion(structured_outputs=_structured(dice)),
+    lambda dice: completion(response_format=_format(dice)),
+    lambda dice: completion(prompt=dice.text(), logprobs=dice.choice((None, 2)), echo=dice.choice((True, False))),
+    lambda dice: completion(**{dice.choice(("stop", "suffix", "bad_words", "logit_bias", "prompt", "stop_token_ids",
                                              "temperature", "top_p", "top_k", "min_p", "seed", "n", "logprobs",
                                              "max_tokens", "repetition_penalty", "allowed_token_ids",
                                              "min_tokens")): dice.value()}),
-    lambda dice: _responses(input=dice.choice((dice.text(), [{"role": "user", "content": dice.text()}]))),
-    lambda dice: _responses(text={"format": {"type": "json_schema", "name": dice.text(), "schema": dice.schema()}}),
-    lambda dice: _responses(tools=[{"type": "function", **_tools(dice)[0]["function"]}], instructions=dice.text()),
-    lambda dice: _responses(**{dice.choice(("previous_response_id", "metadata", "user", "reasoning", "include",
+    lambda dice: responses(input=dice.choice((dice.text(), [{"role": "user", "content": dice.text()}]))),
+    lambda dice: responses(text={"format": {"type": "json_schema", "name": dice.text(), "schema": dice.schema()}}),
+    lambda dice: responses(tools=[{"type": "function", **_tools(dice)[0]["function"]}], instructions=dice.text()),
+    lambda dice: responses(**{dice.choice(("previous_response_id", "metadata", "user", "reasoning", "include",
                                             "truncation", "tool_choice")): dice.value()}),
-    lambda dice: _messages(messages=_user(dice.text()), system=dice.text(), stop_sequences=[dice.text()]),
-    lambda dice: _messages(tools=[{"name": dice.text(), "input_schema": dice.schema()}]),
-    lambda dice: _messages(output_config={"format": {"type": "json_schema", "schema": dice.schema()}}),
+    lambda dice: messages(messages=user(dice.text()), system=dice.text(), stop_sequences=[dice.text()]),
+    lambda dice: messages(tools=[{"name": dice.text(), "input_schema": dice.schema()}]),
+    lambda dice: messages(output_config={"format": {"type": "json_schema", "schema": dice.schema()}}),
     lambda dice: ("/tokenize", {"model": TINY_ID, "prompt": dice.text()}),
     lambda dice: ("/detokenize", {"model": TINY_ID, "tokens": [dice.choice((0, -1, 10**9, 200006, 2**40))]}),
-    lambda dice: ("/v1/messages/count_tokens", {"model": TINY_ID, "messages": _user(dice.text())}),
+    lambda dice: ("/v1/messages/count_tokens", {"model": TINY_ID, "messages": user(dice.text())}),
 )  # fmt: skip

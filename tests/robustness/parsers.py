@@ -5,7 +5,6 @@ A call may raise our own errors. It raises AssertionError if the parser accepted
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gzip
 import hashlib
@@ -139,9 +138,7 @@ def _read_upstream_wheel(data: bytes, scratch: Path) -> None:
     queue = Queue.load(patching.queue(scratch, "patches", "TWO"))
     with (scratch / "out.whl").open("wb") as output:
         patched_wheels.make(source, patching.table().component("s", "up"), queue, 1, output)
-    with contextlib.suppress(
-        IntegrityError
-    ):  # a member that no patch touches may be damaged, because the wheel's hash is pinned
+    with suppress(IntegrityError):  # a member that no patch touches may be damaged: the wheel's hash is pinned
         archive.unpack(scratch / "out.whl", scratch / "unpacked")
 
 
@@ -216,11 +213,14 @@ def _unpack(name: str) -> Read:
     return read
 
 
-def _bundles(_scratch: Path) -> list[bytes]:
-    members = {"pins.toml": b"schema = 1\n", "files/x/y.whl": b"wheel"}
+def _bundle(members: Mapping[str, bytes], **about: object) -> list[bytes]:
     listed = {path: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for path, data in members.items()}
-    value = {"schema": bundle.SCHEMA, "stack": "s", "target": "t", "members": listed, "absent": []}
+    value = {"schema": bundle.SCHEMA, **about, "members": listed, "absent": []}
     return [_raw_tar({"index.json": json.dumps(value, indent=1).encode(), **members})]
+
+
+def _bundles(_scratch: Path) -> list[bytes]:
+    return _bundle({"pins.toml": b"schema = 1\n", "files/x/y.whl": b"wheel"}, stack="s", target="t")
 
 
 def _read_bundle(data: bytes, scratch: Path) -> None:
@@ -234,15 +234,12 @@ def _read_bundle(data: bytes, scratch: Path) -> None:
 
 
 PACKED = {"nvcc": "13.0", "machine": "aarch64"}  # the key of a pack
-LIBRARY = b"machine code"
 
 
 def _packs(_scratch: Path) -> list[bytes]:
-    members = {"audit.json": b"{}", "libraries/m.so": LIBRARY, "sbom.json": b"{}"}
-    listed = {path: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for path, data in members.items()}
-    about = {"key": packs.key_of(PACKED), "inputs": PACKED, "facts": {"units": 1, "modules": {"m": 1}}}
-    value = {"schema": bundle.SCHEMA, **about, "members": listed, "absent": []}
-    return [_raw_tar({"index.json": json.dumps(value, indent=1).encode(), **members})]
+    members = {"audit.json": b"{}", "libraries/m.so": b"machine code", "sbom.json": b"{}"}
+    facts = {"units": 1, "modules": {"m": 1}}
+    return _bundle(members, key=packs.key_of(PACKED), inputs=PACKED, facts=facts)
 
 
 def _read_pack(data: bytes, scratch: Path) -> None:
@@ -295,10 +292,7 @@ def _read_binary(data: bytes, scratch: Path) -> None:
 
 
 def _wheels(scratch: Path) -> list[bytes]:
-    library = _binaries(scratch)[1]
-    encoded = base64.urlsafe_b64encode(hashlib.sha256(library).digest()).decode().rstrip("=")
-    files = {"one/one.so": library, "one-1.dist-info/RECORD": f"one/one.so,sha256={encoded},{len(library)}\n".encode()}
-    return [archives.zipped(files)]
+    return [archives.wheel("one-1.dist-info", {"one/one.so": _binaries(scratch)[1]})]
 
 
 def _read_wheel(data: bytes, scratch: Path) -> None:
@@ -663,17 +657,11 @@ def _parsers() -> Iterator[Parser]:
     ), _read_state("failure.json", record.read_failure))  # fmt: skip
     yield Parser("manifest", _texts(json.dumps(MANIFEST)), _read_manifest)
     yield Parser("architecture", _configs, _loaded(architecture.read, "config.json"))
-    for name in (
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "config.json",
-        "sparkforge-model.json",
-    ):
-        short = {"config.json": "checkpoint-config", "sparkforge-model.json": "checkpoint-note"}
-        samples, read = _checkpoint(name)
-        yield Parser(
-            short.get(name, "safetensors" if name.endswith("s") else "safetensors-index"), samples, read, cost=30.0
-        )
+    for name, file in {
+        "safetensors": "model-00001-of-00002.safetensors", "safetensors-index": "model.safetensors.index.json",
+        "checkpoint-config": "config.json", "checkpoint-note": "sparkforge-model.json",
+    }.items():  # fmt: skip
+        yield Parser(name, *_checkpoint(file), cost=30.0)
     yield Parser("log", _texts(LOG), _read_log)
 
 

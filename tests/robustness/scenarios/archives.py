@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import tarfile
 import zipfile
+from base64 import urlsafe_b64encode
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +34,15 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
         for name, content in files.items():
             out.writestr(zipfile.ZipInfo(name), content)
     return data.getvalue()
+
+
+def wheel(info: str, files: Mapping[str, bytes]) -> bytes:
+    """Return a wheel of the files, with the RECORD in its folder `info`."""
+    hashes = {
+        path: urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=") for path, data in files.items()
+    }
+    rows = [f"{path},sha256={hashes[path]},{len(data)}\n" for path, data in files.items()]
+    return zipped({**files, f"{info}/RECORD": "".join([*rows, f"{info}/RECORD,,\n"]).encode()})
 
 
 def _prepare(work: Path) -> None:

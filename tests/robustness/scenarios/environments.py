@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import platform
@@ -27,13 +26,7 @@ def wheel(name: str, tag: str = "py3-none-any") -> tuple[str, bytes]:
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n".encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
     }
-    rows = [f"{path},sha256={_encoded(data)},{len(data)}" for path, data in files.items()]
-    files[f"{info}/RECORD"] = ("\n".join([*rows, f"{info}/RECORD,,"]) + "\n").encode()
-    return f"{name}-1-{tag}.whl", archives.zipped(files)
-
-
-def _encoded(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+    return f"{name}-1-{tag}.whl", archives.wheel(info, files)
 
 
 def _component(package: str, name: str, data: bytes, **more: str) -> dict[str, object]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import re
 import zipfile
-from base64 import urlsafe_b64encode
 from functools import cache
 from pathlib import Path
 
@@ -65,16 +64,9 @@ NAME = "up-1-py3-none-any.whl"
 def wheel() -> bytes:
     info = "up-1.dist-info"
     files = {name: text.encode() for name, text in BEFORE.items()} | {"pkg/big.bin": b"x" * 100_000}
-    files |= {
-        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: up\nVersion: 1\n",
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\n",
-    }
-    rows = [f"{name},sha256={_encoded(data)},{len(data)}\n" for name, data in files.items()]
-    return archives.zipped({**files, f"{info}/RECORD": "".join([*rows, f"{info}/RECORD,,\n"]).encode()})
-
-
-def _encoded(data: bytes) -> str:
-    return urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+    files[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: up\nVersion: 1\n"
+    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\n"
+    return archives.wheel(info, files)
 
 
 @cache
