@@ -44,67 +44,66 @@ def test_the_pinned_release_again_breaks_nothing(world):
     assert not list((paths.state() / "upstream").iterdir()), "a folder stays"
 
 
+GIT, CALLS, FLAGS = "git dependencies", "kernel calls", "flags and variables"
+INIT, JIT, INTERLEAVE = (
+    "flashinfer/__init__.py",
+    "flashinfer/jit/cpp.py",
+    "from .fused_moe import interleave as interleave\n",
+)
 # A change in a release: (upstream, file, old text, new text, column, its effect, words of an observation)
 CASES = {
     "moves the patched line": ("vllm", "oracle", "import logging\n", "import logging\nimport json\n", "patches",
         CHANGED, "+1 lines"),
     "changes the patched line": ("vllm", "oracle", "CHOICE = 'MARLIN'", "CHOICE = 'TRITON'", "patches", BREAKS,
         "0001-change-something"),
-    "does what Drop-when names": ("flashinfer", "flashinfer/jit/cpp.py", "jobs = None",
-        "jobs = 1  # NOTHING OF THE KIND", "patches", CHANGED, "already upstream"),
-    "moves a git dependency": ("vllm", CMAKE, "GIT_TAG v1", "GIT_TAG v2", "git dependencies", CHANGED,
-        "cutlass: tag v1 → v2"),
-    "takes it from elsewhere": ("vllm", CMAKE, "example.org/cutlass", "example.com/cutlass", "git dependencies",
-        BREAKS, "cutlass: repository"),
+    "does what Drop-when names": ("flashinfer", JIT, "jobs = None", "jobs = 1  # NOTHING OF THE KIND", "patches",
+        CHANGED, "already upstream"),
+    "moves a git dependency": ("vllm", CMAKE, "GIT_TAG v1", "GIT_TAG v2", GIT, CHANGED, "cutlass: tag v1 → v2"),
+    "takes it from elsewhere": ("vllm", CMAKE, "example.org/cutlass", "example.com/cutlass", GIT, BREAKS,
+        "cutlass: repository"),
     "adds one": ("vllm", CMAKE, "include(FetchContent)\n",
-        "include(FetchContent)\n" + CUTLASS.format(name="new", tag="v7"), "git dependencies", BREAKS,
+        "include(FetchContent)\n" + CUTLASS.format(name="new", tag="v7"), GIT, BREAKS,
         "new v7 from https://example.org/new.git (CMakeLists.txt:2) is new"),
-    "takes another copy": ("vllm", CMAKE, "FetchContent_Declare",
-        "if(NOT MY_SRC_DIR)\nendif()\nFetchContent_Declare", "git dependencies", NONE, ""),
-    "removes one": ("vllm", CMAKE, CUTLASS.format(name="cutlass", tag="v1"), "", "git dependencies", CHANGED,
+    "takes another copy": ("vllm", CMAKE, "FetchContent_Declare", "if(NOT MY_SRC_DIR)\nendif()\nFetchContent_Declare",
+        GIT, NONE, ""),
+    "removes one": ("vllm", CMAKE, CUTLASS.format(name="cutlass", tag="v1"), "", GIT, CHANGED,
         "cutlass is no longer fetched"),
-    "hides one": ("vllm", CMAKE, "GIT_TAG v1", "GIT_TAG ${X}", "git dependencies", UNKNOWN, "cannot be followed"),
-    "moves a call": ("vllm", "experts", "def apply", "\n\ndef apply", "kernel calls", CHANGED,
+    "hides one": ("vllm", CMAKE, "GIT_TAG v1", "GIT_TAG ${X}", GIT, UNKNOWN, "cannot be followed"),
+    "moves a call": ("vllm", "experts", "def apply", "\n\ndef apply", CALLS, CHANGED,
         "experts: {experts}:5 moved to line 7"),
-    "writes a call otherwise": ("vllm", "experts", "return flashinfer_moe(", "y = flashinfer_moe(", "kernel calls",
-        CHANGED, "written otherwise"),
-    "stops calling": ("vllm", "experts", "flashinfer_moe(", "print(", "kernel calls", BREAKS,
-        "vLLM calls it nowhere"),
-    "passes what FlashInfer lacks": ("vllm", "experts", "scale=scale", "scale=scale, bias=1", "kernel calls", BREAKS,
+    "writes a call otherwise": ("vllm", "experts", "return flashinfer_moe(", "y = flashinfer_moe(", CALLS, CHANGED,
+        "written otherwise"),
+    "stops calling": ("vllm", "experts", "flashinfer_moe(", "print(", CALLS, BREAKS, "vLLM calls it nowhere"),
+    "passes what FlashInfer lacks": ("vllm", "experts", "scale=scale", "scale=scale, bias=1", CALLS, BREAKS,
         "it has no bias"),
-    "passes too much": ("vllm", "vllm/sample.py", "inter(x), 1", "inter(x), 1, 2, 3", "kernel calls", BREAKS,
+    "passes too much": ("vllm", "vllm/sample.py", "inter(x), 1", "inter(x), 1, 2, 3", CALLS, BREAKS,
         "4 positional arguments, the call passes 5"),
-    "passes too little": ("vllm", "experts", ", scale=scale", "", "kernel calls", BREAKS, "it needs scale as well"),
-    "wraps it beyond recognition": ("vllm", WRAPPERS, "_wrap(", "_wrap(*", "kernel calls", UNKNOWN,
+    "passes too little": ("vllm", "experts", ", scale=scale", "", CALLS, BREAKS, "it needs scale as well"),
+    "wraps it beyond recognition": ("vllm", WRAPPERS, "_wrap(", "_wrap(*", CALLS, UNKNOWN,
         "does not say which function of FlashInfer"),
-    "renames FlashInfer's function": ("flashinfer", CORE, "def cutlass_fused_moe(input", "def fused_moe(input",
-        "kernel calls", BREAKS, "no flashinfer.fused_moe.cutlass"),
-    "needs another argument": ("flashinfer", CORE, "*, tune=False", "*, tune", "kernel calls", BREAKS,
-        "it needs tune as well"),
-    "offers another argument": ("flashinfer", CORE, "*, tune=False", "*, swap=None", "kernel calls", NONE,
-        "+swap, -tune"),
-    "drops a re-export": ("flashinfer", "flashinfer/__init__.py",
-        "from .fused_moe import interleave as interleave\n", "", "kernel calls", BREAKS, "no flashinfer.interleave"),
-    "decides at run time": ("flashinfer", "flashinfer/__init__.py",
-        "from .fused_moe import interleave as interleave\n", "def __getattr__(name):\n    return 1\n",
-        "kernel calls", UNKNOWN, "__getattr__"),
-    "removes a generator": ("flashinfer", GENERATOR, "gen_module", "make_module", "kernel calls", BREAKS,
+    "renames FlashInfer's function": ("flashinfer", CORE, "def cutlass_fused_moe(input", "def fused_moe(input", CALLS,
+        BREAKS, "no flashinfer.fused_moe.cutlass"),
+    "needs another argument": ("flashinfer", CORE, "*, tune=False", "*, tune", CALLS, BREAKS, "it needs tune as well"),
+    "offers another argument": ("flashinfer", CORE, "*, tune=False", "*, swap=None", CALLS, NONE, "+swap, -tune"),
+    "drops a re-export": ("flashinfer", INIT, INTERLEAVE, "", CALLS, BREAKS, "no flashinfer.interleave"),
+    "decides at run time": ("flashinfer", INIT, INTERLEAVE, "def __getattr__(name):\n    return 1\n", CALLS, UNKNOWN,
+        "__getattr__"),
+    "removes a generator": ("flashinfer", GENERATOR, "gen_module", "make_module", CALLS, BREAKS,
         "no flashinfer.jit.moe.gen_module"),
-    "gives a generator other arguments": ("flashinfer", GENERATOR, "name, size, decl", "name, decl, more",
-        "kernel calls", BREAKS, "it has no size"),
-    "removes what a generator is given": ("flashinfer", GENERATOR, "DECLARATION", "TEXT", "kernel calls", BREAKS,
+    "gives a generator other arguments": ("flashinfer", GENERATOR, "name, size, decl", "name, decl, more", CALLS,
+        BREAKS, "it has no size"),
+    "removes what a generator is given": ("flashinfer", GENERATOR, "DECLARATION", "TEXT", CALLS, BREAKS,
         "no flashinfer.jit.moe.DECLARATION"),
-    "removes a flag": ("vllm", ENGINE, "--moe-backend", "--moe-backends", "flags and variables", BREAKS,
+    "removes a flag": ("vllm", ENGINE, "--moe-backend", "--moe-backends", FLAGS, BREAKS,
         "no flag --moe-backend, which a uses; the nearest name there is --moe-backends"),
-    "deprecates a flag": ("vllm", ENGINE, '"--max-num-seqs"', '"--max-num-seqs", deprecated=True',
-        "flags and variables", CHANGED, "is deprecated"),
-    "removes a variable": ("vllm", ENVS, "VLLM_CUBIN", "VLLM_HAS_CUBIN", "flags and variables", BREAKS,
+    "deprecates a flag": ("vllm", ENGINE, '"--max-num-seqs"', '"--max-num-seqs", deprecated=True', FLAGS, CHANGED,
+        "is deprecated"),
+    "removes a variable": ("vllm", ENVS, "VLLM_CUBIN", "VLLM_HAS_CUBIN", FLAGS, BREAKS,
         "no variable VLLM_CUBIN, which b uses"),
-    "hides its variables": ("vllm", ENVS, "environment_variables", "variables", "flags and variables", UNKNOWN,
-        "variables"),
-    "hides its parser": ("vllm", CLI, "make_arg_parser", "make_parser", "flags and variables", UNKNOWN, "its flags"),
-    "reads a kernel variable no more": ("flashinfer", GENERATOR, "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_ARCH",
-        "flags and variables", BREAKS, "reads FLASHINFER_CUDA_ARCH_LIST"),
+    "hides its variables": ("vllm", ENVS, "environment_variables", "variables", FLAGS, UNKNOWN, "variables"),
+    "hides its parser": ("vllm", CLI, "make_arg_parser", "make_parser", FLAGS, UNKNOWN, "its flags"),
+    "reads a kernel variable no more": ("flashinfer", GENERATOR, "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_ARCH", FLAGS,
+        BREAKS, "reads FLASHINFER_CUDA_ARCH_LIST"),
 }  # fmt: skip
 
 
@@ -119,7 +118,7 @@ def test_each_change_has_its_effect_and_observation(world, case):
 
 def test_a_call_that_moved_to_another_file_is_named(world):
     text = world.files["vllm"][world.experts]
-    column = world.check("vllm", {world.experts: None, "vllm/other.py": text}).columns["kernel calls"]
+    column = world.check("vllm", {world.experts: None, "vllm/other.py": text}).columns[CALLS]
     assert "it is called in vllm/other.py:5 now" in texts(column, BREAKS)[0]
 
 
@@ -127,7 +126,7 @@ def test_vllm_is_checked_with_the_flashinfer_that_it_requires(world):
     world.release("flashinfer", "2.0", replaced(world, "flashinfer", CORE, "*, tune=False", "*, tune"))
     row = world.check("vllm", replaced(world, "vllm", REQUIREMENTS, "python==1.0", "python==2.0"))
     assert (row.checked_with, row.requires["flashinfer-python"]) == ("flashinfer-2.0", "2.0")
-    assert row.columns["kernel calls"].effect is BREAKS
+    assert row.columns[CALLS].effect is BREAKS
 
 
 def test_a_required_flashinfer_that_is_not_there_leaves_the_calls_undetermined(world, monkeypatch):
@@ -135,9 +134,7 @@ def test_a_required_flashinfer_that_is_not_there_leaves_the_calls_undetermined(w
         raise NetworkError("cannot find it", "no such version", "wait", code="network.fetch")
 
     monkeypatch.setattr(upstream, "_listed", absent)
-    column = world.check("vllm", replaced(world, "vllm", REQUIREMENTS, "python==1.0", "python==3.0")).columns[
-        "kernel calls"
-    ]
+    column = world.check("vllm", replaced(world, "vllm", REQUIREMENTS, "python==1.0", "python==3.0")).columns[CALLS]
     assert (column.effect, "flashinfer-python 3.0" in column.reasons[0]) == (UNKNOWN, True)
 
 
@@ -179,7 +176,7 @@ def test_without_an_interpreter_the_experts_stay_undetermined_and_the_move_is_re
     row = world.check("vllm")
     assert not row.can_move
     assert row.columns["experts"].reasons == ["the selector was not run: no code is run"]
-    assert row.columns["flags and variables"].effect is NONE
+    assert row.columns[FLAGS].effect is NONE
 
 
 def test_an_interpreter_that_imports_another_vllm_is_refused(world, tmp_path):
@@ -195,9 +192,7 @@ def test_an_interpreter_that_imports_another_vllm_is_refused(world, tmp_path):
 
 def test_the_parser_refuses_a_value(world):
     world.python = sys.executable
-    column = world.check("vllm", replaced(world, "vllm", ENGINE, '["auto", "x"]', '["auto", "y"]')).columns[
-        "flags and variables"
-    ]
+    column = world.check("vllm", replaced(world, "vllm", ENGINE, '["auto", "x"]', '["auto", "y"]')).columns[FLAGS]
     (text,) = texts(column, BREAKS)
     assert text.startswith("the release's own parser refuses the profile a: ")
     assert "invalid choice: 'x'" in text
@@ -263,11 +258,7 @@ def test_remains_of_a_killed_check_are_removed_and_only_one_check_runs(world, co
 
 @pytest.mark.parametrize(
     ("name", "path", "part"),
-    [
-        ("flashinfer", CORE, "kernel calls"),
-        ("vllm", ENVS, "flags and variables"),
-        ("vllm", "vllm/sample.py", "kernel calls"),
-    ],
+    [("flashinfer", CORE, CALLS), ("vllm", ENVS, FLAGS), ("vllm", "vllm/sample.py", CALLS)],
 )
 def test_a_file_in_a_newer_python_leaves_its_part_undetermined(world, name, path, part):
     column = world.check(name, {path: world.files[name][path] + "def f(: pass\n"}).columns[part]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.patches import authoring
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, Pins
 
@@ -35,6 +36,10 @@ def world(kit, tmp_path, monkeypatch):
         V1=V1, AFTER=AFTER, folder=folder, patches=folder.parent, component=component, release=release,
         table=Pins.model_validate({"schema": 1, "default": "s", "stacks": stacks}), queue=lambda: Queue.load(folder),
     )  # fmt: skip
+
+
+def draft(world, name="do-more"):
+    return authoring.prepare(world.table, name, "s", "up", world.patches)
 
 
 def commit_all(kit, tree, message):

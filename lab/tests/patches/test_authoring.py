@@ -4,6 +4,7 @@ import pytest
 from expected import refused
 
 from lab.patches import authoring
+from lab.tests.patches.conftest import draft
 from sparkforge.core import paths
 from sparkforge.core.errors import PatchError, SparkforgeError, UsageError
 from sparkforge.patching.series import Queue
@@ -14,10 +15,6 @@ FIELDS = {
     "drop_when": "contains pkg/b.py more ; lacks pkg/b.py value",
 }
 NAME = "0004-do-more.patch"
-
-
-def draft(world, name="do-more"):
-    return authoring.prepare(world.table, name, "s", "up", world.patches)
 
 
 @pytest.fixture

@@ -3,15 +3,11 @@
 import pytest
 
 from lab.patches import authoring
-from lab.tests.patches.conftest import commit_all
+from lab.tests.patches.conftest import commit_all, draft
 from lab.tests.patches.test_checkout import commit, state
 from sparkforge.core.errors import PatchError, UsageError
 
 FIELDS = {"bug": "https://example.org/2", "drop_when": "contains pkg/b.py more"}
-
-
-def draft(world, name="do-more"):
-    return authoring.prepare(world.table, name, "s", "up", world.patches)
 
 
 def test_the_edits_beyond_the_queue_become_a_patch(kit, world, clone, capsys):
