@@ -28,6 +28,17 @@ def test_its_report_and_its_metrics_are_written(served):
     )
 
 
+def test_it_runs_without_privileges(served):
+    status = served.compose("exec", "-T", "vllm", "cat", "/proc/1/status")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert fields["Uid"].split()[0] == "1000"
+    assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
+    assert fields["NoNewPrivs"] == "1"
+    assert fields["Name"] == "tini"
+    result = served.compose("exec", "-T", "vllm", "sh", "-c", "touch /opt/venv/x 2>&1 || echo refused")
+    assert "refused" in result
+
+
 def test_it_serves_with_nothing_executable_in_tmp(served):
     mounts = served.compose("exec", "-T", "vllm", "cat", "/proc/mounts").splitlines()
     options = next(mount.split()[3].split(",") for mount in mounts if mount.split()[1] == "/tmp")
