@@ -9,6 +9,7 @@ it (vllm/entrypoints/serve/middleware/authenticate.py). vLLM's documented option
     SPARKFORGE_ALLOWED_HOSTS  comma-separated names for the Host header: NAME (any port) or NAME:PORT; empty: all
     SPARKFORGE_METRICS        `open`: /metrics answers without the key
     SPARKFORGE_LIMITS         bounds of a request (sparkforge.serve.limits), checked after the key
+    FORWARDED_ALLOW_IPS       addresses of proxies whose X-Forwarded-For uvicorn believes
 
 Nothing but the standard library is imported: vLLM's process and the container's health check load this module.
 """
@@ -33,6 +34,8 @@ from sparkforge.serve.limits import Application, Receive, RequestError, Scope, S
 
 KEY, KEY_FILE, HOSTS = "VLLM_API_KEY", "SPARKFORGE_API_KEY_FILE", "SPARKFORGE_ALLOWED_HOSTS"
 METRICS, BIND = "SPARKFORGE_METRICS", "SPARKFORGE_BIND"
+# uvicorn's default believes 127.0.0.1 and [::1]: a client of this machine could pass as many, and take all slots.
+PROXIES = "FORWARDED_ALLOW_IPS"
 OPEN = "open"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 SECRET = "/run/secrets/api_key"  # noqa: S105 - where Compose puts the key's file

@@ -1,6 +1,7 @@
 """vLLM's command line and environment: the one place that turns what is served, where and how into both."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,8 @@ class ServerCommand:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that the server needs."""
-        return {**ENVIRONMENT, **(self.profile.variables() if self.profile else {}), **self.extra_environment}
+        variables = {**ENVIRONMENT, access.PROXIES: os.environ.get(access.PROXIES, "")}
+        return {**variables, **(self.profile.variables() if self.profile else {}), **self.extra_environment}
 
     def command(self, python: str | Path) -> tuple[str, ...]:
         """Return the whole command, run by the interpreter `python`."""

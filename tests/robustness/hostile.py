@@ -11,6 +11,7 @@ It checks running requests, CPU time and memory.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -38,7 +39,8 @@ from sparkforge.serve.devices import in_environment
 from sparkforge.serve.record import StartPlan
 from sparkforge.serve.settings import TINY_ID
 
-US, THEM = "127.0.0.2", "127.0.0.3"  # the bystander's address and the attackers'
+US, THEM = "127.0.0.2", "127.0.0.1"  # the bystander's address, and the attackers', which uvicorn's default believes
+CLAIMED = itertools.cycle(range(1, 255))  # last numbers of the addresses that requests say they come from
 PATIENCE = 5.0  # seconds after which an attacker disconnects
 WORST = 2.0  # seconds that the bystander may wait above the baseline
 IDLE_AFTER, IDLE = 10.0, 0.25  # seconds after the last attacker left, and cores that may then be busy
@@ -238,9 +240,13 @@ def content(name: str) -> bytes:
 
 
 def send(url: str, path: str, body: Any) -> str:
-    """Send a request as a client that disconnects after PATIENCE seconds; return the status, or `left`."""
+    """Send a request as a client that disconnects after PATIENCE seconds; return the status, or `left`.
+
+    Each request says that it comes from another address.
+    """
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    transport, headers = httpx.HTTPTransport(local_address=THEM), {"content-type": "application/json"}
+    transport = httpx.HTTPTransport(local_address=THEM)
+    headers = {"content-type": "application/json", "x-forwarded-for": f"10.0.0.{next(CLAIMED)}"}
     try:
         with httpx.Client(transport=transport, timeout=PATIENCE, trust_env=False) as session:
             return str(session.post(f"{url}{path}", content=content, headers=headers).status_code)

@@ -212,7 +212,7 @@ class Keeper:
         bound = share * limits.end_below(psutil.virtual_memory().total) / GIB if limits else 0.0
         environment = {
             NAMES: ",".join(member.names), "MODEL": "", "PORT": "", access.KEY_FILE: "",
-            thresholds.VARIABLE: f"{bound:.3f}",
+            thresholds.VARIABLE: f"{bound:.3f}", access.PROXIES: "*",  # on loopback, behind HAProxy
         }  # fmt: skip
         start = model.run(*up, "--", *member.flags, environment=environment)
         while (usage := start.poll()) is None:

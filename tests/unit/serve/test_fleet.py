@@ -39,7 +39,9 @@ class Api(misbehaving.Api):
             for number in range(pieces):
                 self.wfile.write(f"data: {{number}}\\n\\n".encode()); self.wfile.flush(); time.sleep(0.25)
         elif "who" in body:
-            self.reply(200, {{"served": value("--model"), "host": self.headers["Host"], "named": body["model"]}})
+            clients = self.headers.get_all("X-Forwarded-For")
+            self.reply(200, {{"served": value("--model"), "host": self.headers["Host"], "named": body["model"],
+                              "clients": clients}})
         else:
             import io
             self.rfile = io.BytesIO(json.dumps(body).encode())
@@ -139,7 +141,10 @@ def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder, monkeyp
     for name in listed:
         model = "green" if "green" in name else "red"
         assert Path(ask(client, name).json()["served"]).name == model
-    assert ask(client, "red").json()["host"] == f"127.0.0.1:{client.base_url.port}"
+    client.headers["X-Forwarded-For"] = "10.1.1.1"  # a client's own claim does not reach the server
+    answer = ask(client, "red").json()
+    assert (answer["host"], answer["clients"]) == (f"127.0.0.1:{client.base_url.port}", ["127.0.0.1"])
+    assert server(folder, "red").environ()["FORWARDED_ALLOW_IPS"] == "*"
     assert states(folder)["green"] == "ready"
     deep = json.loads("[" * 50 + '{"model": "green"}' + "]" * 50)
     assert Path(ask(client, "red", tools=deep).json()["served"]).name == "red"  # deeper than json_query reads

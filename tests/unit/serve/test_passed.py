@@ -1,10 +1,12 @@
 """Options, variables and flags after `--` that `./inv up` and a container pass to vLLM; no server starts."""
 
+import asyncio
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from sparkforge.cli import program
 from sparkforge.core import gpus
@@ -298,6 +300,19 @@ def server(**more):
 def test_a_model_answers_with_and_without_its_owner(model_id, names):
     arguments = ServerCommand("/models/m", model_id, "127.0.0.1", 8000).arguments
     assert arguments[3 : arguments.index("--host")] == names
+
+
+@pytest.mark.parametrize(("trusted", "client"), [("", "127.0.0.1"), ("127.0.0.1", "10.1.1.1")])
+def test_only_a_proxy_that_the_user_names_tells_who_the_client_is(monkeypatch, trusted, client):
+    monkeypatch.setenv(access.PROXIES, trusted) if trusted else monkeypatch.delenv(access.PROXIES, raising=False)
+    seen = []
+
+    async def app(scope, _receive, _send):
+        seen.append(scope["client"][0])
+
+    scope = {"type": "http", "client": ("127.0.0.1", 5000), "headers": [(b"x-forwarded-for", b"10.1.1.1")]}
+    asyncio.run(ProxyHeadersMiddleware(app, server().environment[access.PROXIES])(scope, None, None))
+    assert seen == [client]
 
 
 @pytest.mark.parametrize("word", ["--hos=0.0.0.0", "--por"])
