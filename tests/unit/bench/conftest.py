@@ -24,7 +24,7 @@ PASSAGE = Passage("persuasion-24", TEXT)
 
 class Stub:
     def __init__(self):
-        self.lie, self.status, self.fail_from = "", 0, 0
+        self.model, self.lie, self.status, self.fail_from = MODEL, "", 0, 0
         self.logprob, self.content, self.first = -0.5, "Paris.", "<|channel|>"
         self.tool_arguments, self.tool_name = '{"city": "Paris"}', "get_weather"
         self.tokenizes, self.counts = True, True
@@ -42,7 +42,7 @@ class Handler(Quiet):
     def get(self):
         stub = self.server.stub
         if self.path == "/v1/models":
-            self.json({"data": [{"id": MODEL, "max_model_len": 4096}]})
+            self.json({"data": [{"id": stub.model, "max_model_len": 4096}]})
         elif self.path == "/version":
             self.json({"version": "0.0-stub"})
         elif self.path == "/metrics" and stub.counts:
@@ -55,8 +55,7 @@ class Handler(Quiet):
             self.json({"error": "no such path"}, 404)
 
     def post(self):
-        stub = self.server.stub
-        body = json.loads(self.body())
+        stub, body = self.server.stub, json.loads(self.body())
         with stub.lock:
             stub.asked[self.path] += 1
             stub.bodies.append((self.path, body, dict(self.headers)))
@@ -93,12 +92,7 @@ class Handler(Quiet):
             usage = {"prompt_tokens": len(prompt) + 2, "completion_tokens": 1}
             return self.json({"choices": [{"text": stub.first}], "usage": usage})
         scores = [None] + [stub.logprob] * (len(prompt) - 1) + [-0.1]
-        if stub.lie == "NaN logprobs":
-            scores[3] = float("nan")
-        if stub.lie == "null logprobs":
-            scores[3] = None
-        if stub.lie == "positive logprobs":
-            scores[3] = 0.5
+        scores[3] = {"NaN logprobs": float("nan"), "positive logprobs": 0.5}.get(stub.lie, scores[3])
         if stub.lie == "fewer logprobs":
             del scores[1:4]
         choice = {"text": "", "logprobs": None if stub.lie == "no logprobs" else {"token_logprobs": scores}}
@@ -260,8 +254,3 @@ def board_result(make_result, table):
         return result.model_copy(update={"gate": result.gate.model_copy(update=own)})
 
     return make
-
-
-@pytest.fixture
-def unused_port(free_port):
-    return free_port()

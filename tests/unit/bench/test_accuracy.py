@@ -19,9 +19,8 @@ from sparkforge.models import tiny_trained
 def test_hopeless_scores_are_infinite_and_fail(total, tokens):
     score = Score(total, tokens, 100)
     assert score.metrics["word_perplexity"] == math.inf
-    threshold = AccuracyThreshold(
-        model="*", text="t", at_most={"word_perplexity": 1e300}, source="s", date="2026-11-21"
-    )
+    limits = {"word_perplexity": 1e300}
+    threshold = AccuracyThreshold(model="*", text="t", at_most=limits, source="s", date="2026-11-21")
     assert not gate.check_score(score, threshold, "")[0].ok
 
 
@@ -45,9 +44,8 @@ def test_a_worse_model_fails_with_metric_and_difference(stub, endpoint, table, p
 
 def test_upper_and_lower_limits_are_distinguished(stub, endpoint, table, passage, capsys):
     scored = len(passage.text) - 2
-    known = Reference(
-        precision="float32", nats=scored / 2, tokens=scored, size=len(passage.text), within=0.5, why="a test"
-    )
+    size = len(passage.text)
+    known = Reference(precision="float32", nats=scored / 2, tokens=scored, size=size, within=0.5, why="a test")
     row = AccuracyThreshold(model="*", text="persuasion-24", reference=known, source="s", date="2026-11-21")
     verdict = gate.run(endpoint, table.model_copy(update={"gates": [row]}), passage)
     gate.print_gate(verdict)
@@ -110,9 +108,8 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_canary_says_what_is_wrong(stub, endpoint, fault):
-    name, changes = BROKEN[fault]
+@pytest.mark.parametrize(("fault", "name", "changes"), [(fault, *row) for fault, row in BROKEN.items()])
+def test_a_canary_says_what_is_wrong(stub, endpoint, fault, name, changes):
     assert [check.told for check in canary.run(endpoint, list(canary.CANARIES))] == ["correct"] * 4
     vars(stub).update(changes)
     check = canary.run(endpoint, [name])[0]

@@ -25,10 +25,8 @@ from sparkforge.serve.record import Server, StartPlan
 
 pytestmark = pytest.mark.slow  # real programs in most of them
 
-FLAGS = {
-    "isl": "24", "osl": "8", "conc": "1", "num_prompts": "3", "warmups": "0", "silence": "60",
-    "text": "persuasion-24",
-}  # fmt: skip
+FLAGS = {"isl": "24", "osl": "8", "conc": "1", "num_prompts": "3", "warmups": "0", "silence": "60"}
+FLAGS["text"] = "persuasion-24"
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +43,15 @@ def fake_compose(monkeypatch):
     monkeypatch.setattr(bakeoff.container, "last_log", lambda: "RuntimeError: in the container")
 
 
+def served(process, stub, **more):
+    port = urlsplit(stub.url).port
+    return Server(process.pid, started_at(process.pid), "127.0.0.1", port, "m", "honest-model", "docker", "", **more)
+
+
 @pytest.fixture
-def starter(stub, unused_port):
+def starter(stub, free_port):
     """Start fake servers: a sleeping process, recorded at the stub's address; `acts` maps profiles to behaviour."""
-    fake = SimpleNamespace(acts={}, started=[], processes=[], request=StartPlan("docker", port=unused_port))
+    fake = SimpleNamespace(acts={}, started=[], processes=[], request=StartPlan("docker", port=free_port()))
 
     def start(request):
         assert request.trial
@@ -56,10 +59,7 @@ def starter(stub, unused_port):
         fake.acts.get(request.profile, lambda: None)()
         process = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)
         fake.processes.append(process)
-        port, begun = urlsplit(stub.url).port, started_at(process.pid)
-        server = Server(
-            process.pid, begun, "127.0.0.1", port, "m", "honest-model", "docker", "", profile=request.profile
-        )
+        server = served(process, stub, profile=request.profile)
         record.write(server)
         return server
 
@@ -126,29 +126,21 @@ def test_a_running_server_is_not_ended_silently(starter):
     assert starter.started == ["safe"]
 
 
-@pytest.mark.parametrize("names", [("nothing",), (), ("safe", "nothing")])
-def test_names_are_checked_before_anything_starts(starter, names):
-    with pytest.raises(UsageError):
-        bake(starter, *names)
+def test_names_are_checked_before_anything_starts(starter):
+    for names in (("nothing",), (), ("safe", "nothing")):
+        with pytest.raises(UsageError):
+            bake(starter, *names)
     assert starter.started == []
-
-
-def another(starter, url):
-    """Act like `./inv down` and `./inv up` in another terminal; return the new server's process."""
-    starter.processes[-1].kill()
-    record.forget()
-    process = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)
-    starter.processes.append(process)
-    begun, port = started_at(process.pid), urlsplit(url).port
-    record.write(Server(process.pid, begun, "127.0.0.1", port, "m", "honest-model", "docker", ""))
-    return process
 
 
 @pytest.mark.parametrize("status", [200, 500])
 def test_a_server_of_another_command_is_neither_ended_nor_ranked(starter, stub, status):
     def replace_server():
+        """Act like `./inv down` and `./inv up` in another terminal."""
         stub.status = status
-        another(starter, stub.url)
+        starter.processes[-1].kill()
+        starter.processes.append(subprocess.Popen(["/bin/sleep", "600"], start_new_session=True))
+        record.write(served(starter.processes[-1], stub))
 
     starter.acts = {"fast": lambda: vars(stub).update(at_load=replace_server)}
     with pytest.raises(ServerError, match="by another command"):
@@ -176,19 +168,17 @@ def test_a_trial_that_cannot_be_ended_does_not_hide_why(starter, monkeypatch, ca
     assert "./inv down ends the trial's server" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "error",
-    [UsageError("--seed x is none", "it takes a number", "--seed 0"),
-     StorageError("cannot run", "another command", "wait", code="storage.busy"),
-     ServerError("port 8000 is taken", "another program", "--port 8001", code="server.port")],
-    ids=["usage", "busy", "port"],
-)  # fmt: skip
-def test_faults_of_the_command_or_the_machine_end_the_bake_off(starter, error):
-    starter.acts = {"safe": fails(error)}
-    with pytest.raises(type(error), check=lambda raised: raised is error):
-        bake(starter, "safe")
-    assert not bakeoff.record_path().exists()
-    assert record.read() is None
+def test_faults_of_the_command_or_the_machine_end_the_bake_off(starter):
+    for error in (
+        UsageError("--seed x is none", "it takes a number", "--seed 0"),
+        StorageError("cannot run", "another command", "wait", code="storage.busy"),
+        ServerError("port 8000 is taken", "another program", "--port 8001", code="server.port"),
+    ):
+        starter.acts = {"safe": fails(error)}
+        with pytest.raises(type(error), check=lambda raised, error=error: raised is error):
+            bake(starter, "safe")
+        assert not bakeoff.record_path().exists()
+        assert record.read() is None
 
 
 @pytest.mark.parametrize(

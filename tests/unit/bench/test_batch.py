@@ -82,12 +82,10 @@ def test_a_faster_run_is_detected_but_equal_runs_are_not(make_result):
         assert {d.change for d in compare.differences(*sides)} == {"no difference seen"}
 
 
-@pytest.mark.parametrize(
-    "other", [{"conc": 8}, {"client": {"name": "x", "version": ""}}, {"passed": False}, {"requests": []}]
-)
-def test_incomparable_results_are_refused(make_result, other):
-    with pytest.raises(UsageError, match="cannot be compared"):
-        compare.differences([make_result()], [make_result(**other)])
+def test_incomparable_results_are_refused(make_result):
+    for other in ({"conc": 8}, {"client": {"name": "x", "version": ""}}, {"passed": False}, {"requests": []}):
+        with pytest.raises(UsageError, match="cannot be compared"):
+            compare.differences([make_result()], [make_result(**other)])
 
 
 def test_compare_reads_several_files_a_side(make_result, tmp_path, capsys):
@@ -99,8 +97,8 @@ def test_compare_reads_several_files_a_side(make_result, tmp_path, capsys):
         compare.print_comparison("", f"{tmp_path}/c.json")
 
 
-@pytest.mark.parametrize("name", ["accuracy", "Accuracy", "a\nb", "\udcff", "a\u202eb", "x" * 300, "a/b", "../mine"])
-def test_invalid_names_of_results_are_refused(flags, name):
-    with pytest.raises(UsageError, match="RESULT_FILENAME") as caught:
-        runs.check({**flags, "result_filename": name}, "m", 4096)
-    assert str(caught.value).isprintable()
+def test_invalid_names_of_results_are_refused(flags):
+    for name in ("accuracy", "Accuracy", "a\nb", "\udcff", "a\u202eb", "x" * 300, "a/b", "../mine"):
+        with pytest.raises(UsageError, match="RESULT_FILENAME") as caught:
+            runs.check({**flags, "result_filename": name}, "m", 4096)
+        assert str(caught.value).isprintable()

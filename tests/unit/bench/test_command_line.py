@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from sparkforge.bench import __main__ as program
-from sparkforge.bench import runs
 from sparkforge.cli import program as inv
 from sparkforge.core.paths import ROOT
 
@@ -58,9 +57,9 @@ def test_acc_runs_the_gate_alone(out, stub, shape):
     assert json.loads((out / "accuracy.json").read_text())["sanity_only"]
 
 
-def test_gpt_oss_without_its_text_is_an_input_error_with_the_next_command(out, monkeypatch, capsys):
-    served = runs.Endpoint("http://127.0.0.1:9", "gpt-oss-120b")
-    monkeypatch.setattr(runs.settings, "endpoint", lambda options: served)
+def test_gpt_oss_without_its_text_is_an_input_error_with_the_next_command(out, stub, monkeypatch, capsys):
+    stub.model = "gpt-oss-120b"
+    monkeypatch.setenv("MODEL", "openai/gpt-oss-120b")
     assert inv.main(["bench.acc", "--output", str(out)]) == 10
     assert "next: ./inv bench.acc --fetch-text hub" in capsys.readouterr().err
 
@@ -82,13 +81,9 @@ def test_the_containers_program_runs_gate_and_load(out, stub, monkeypatch):
 
 @pytest.mark.parametrize(
     ("line", "code"),
-    [
-        (["acc"], 0),
-        (["submit", "Team", "-isl", "16", "-osl", "4", "-conc", "1", *SMALL], 0),
-        (["fly"], 2),
-        (["acc", "--fetch-text", "/nonexistent"], 10),
-    ],
-)
+    [(["acc"], 0), (["submit", "Team", "-isl", "16", "-osl", "4", "-conc", "1", *SMALL], 0), (["fly"], 2),
+     (["acc", "--fetch-text", "/nonexistent"], 10)],
+)  # fmt: skip
 def test_the_containers_program_ends_with_the_errors_code(out, stub, monkeypatch, line, code):
     monkeypatch.setenv("BENCH_URL", stub.url)
     output = [] if line[0] == "fly" else ["--output", str(out)]

@@ -58,23 +58,16 @@ def test_the_schema_is_the_committed_one_and_results_fit_it(make_result):
     jsonschema.validate(make_result().model_dump(mode="json"), json.loads(committed))
 
 
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        (("sparkforge-bench/1", "sparkforge-bench/9"), "format"),
-        (('"passed": true', '"passed": "maybe"'), "passed"),
-        (('"conc": 4', '"conc": 0'), "config.conc"),
-        (('"duration_s"', '"duration"'), "metrics"),
-        (("{", ""), "not JSON"),
-    ],
-)
-def test_a_file_that_is_no_result_is_refused_with_its_path(make_result, tmp_path, change, where):
+def test_a_file_that_is_no_result_is_refused_with_its_path(make_result, tmp_path):
     path = tmp_path / "r.json"
-    schema.write(path, make_result())
-    path.write_text(path.read_text().replace(*change, 1))
-    with refused("input.result") as caught:
-        schema.read(path)
-    assert where in caught.value.why
+    for old, new, where in (
+        ("sparkforge-bench/1", "sparkforge-bench/9", "format"), ('"passed": true', '"passed": "maybe"', "passed"),
+        ('"conc": 4', '"conc": 0', r"config\.conc"), ('"duration_s"', '"duration"', "metrics"), ("{", "", "not JSON"),
+    ):  # fmt: skip
+        schema.write(path, make_result())
+        path.write_text(path.read_text().replace(old, new, 1))
+        with refused("input.result", rf"r\.json.*{where}"):
+            schema.read(path)
     with refused("input.result", "cannot read"):
         schema.read(tmp_path / "none.json")
 

@@ -58,13 +58,13 @@ def test_the_hub_is_asked_for_the_archive_at_the_pinned_commit(hub, pin, monkeyp
     assert fetched() == RAW.encode()
 
 
-@pytest.mark.parametrize("name", [MEMBER, ARCHIVE])
-def test_a_text_comes_from_a_file(tmp_path, name):
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(DATA[name])
-    text.fetch(str(file))
-    assert fetched() == RAW.encode()
+def test_a_text_comes_from_a_file(tmp_path):
+    for name, data in DATA.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+        text.fetch(str(tmp_path / name))
+        assert fetched() == RAW.encode()
+        text.path(NAME).unlink()
 
 
 @pytest.mark.parametrize("data", [b"", b"another text", DATA[ARCHIVE][:-9], RAW.replace("\n", "\r\n").encode()])

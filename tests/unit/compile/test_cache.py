@@ -33,25 +33,18 @@ def test_modules_are_removed_by_name_or_changed_source(cached, monkeypatch, opti
     assert left(cached) == sorted({"page", "rope", "sampling"} - set(expected))
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("names", "fused_moe_120", ["fused_moe_120", "fused_moe_120_fp8xfp4"]),
-        ("names", "fused_moe_120_fp8xfp4", ["fused_moe_120_fp8xfp4"]),
-        ("changed", "flashinfer/jit/fused_moe.py", ["fused_moe_120", "fused_moe_120_fp8xfp4"]),
-        ("changed", "flashinfer/jit/gemm/core.py", ["mxfp8_gemm_cutlass_sm120"]),
-        (
-            "changed",
-            "flashinfer/jit",
-            ["fused_moe_120", "fused_moe_120_fp8xfp4", "mxfp8_gemm_cutlass_sm120", "sampling"],
-        ),
-    ],
-)
-def test_variants_and_generated_modules_are_found(cached, tmp_path, option, value, expected):
-    for name in ("fused_moe_120", "fused_moe_120_fp8xfp4", "mxfp8_gemm_cutlass_sm120"):
+def test_variants_and_generated_modules_are_found(cached):
+    moe, filtered, gemm = "fused_moe_120", "fused_moe_120_fp8xfp4", "mxfp8_gemm_cutlass_sm120"
+    for name in (moe, filtered, gemm):
         cached.make(cached.base, name, "common.cuh")
-    chosen = Path("/x/site-packages") / value if option == "changed" else value
-    assert sorted(clean(**{option: [chosen]})) == expected
+    jit = Path("/x/site-packages/flashinfer/jit")
+    for selection, expected in (
+        ({"names": [moe]}, [moe, filtered]), ({"names": [filtered]}, [filtered]),
+        ({"changed": [jit / "fused_moe.py"]}, [moe, filtered]), ({"changed": [jit / "gemm/core.py"]}, [gemm]),
+        ({"changed": [jit]}, [moe, filtered, gemm, "sampling"]),
+    ):  # fmt: skip
+        chosen = cache.Selection(**selection).of(cache.modules(cached.root))
+        assert sorted(module.name for module in chosen) == expected
 
 
 def test_stale_is_another_version_a_missing_source_or_no_recipe(cached):
@@ -108,9 +101,7 @@ def test_modules_mapped_by_a_live_process_stay(cached):
 
 def test_what_flashinfer_is_building_stays(cached):
     lock = cached.locks / "page.lock"
-    code = (
-        f"import fcntl, sys, time; f = open({str(lock)!r}, 'a'); fcntl.flock(f, 2); print(flush=True); time.sleep(60)"
-    )
+    code = f"import fcntl, time; f = open({str(lock)!r}, 'a'); fcntl.flock(f, 2); print(flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         holder.stdout.readline()
@@ -124,29 +115,22 @@ def test_what_flashinfer_is_building_stays(cached):
         pass
 
 
-def interrupted(cached, name="page"):
-    """Leave a module in the state after a killed removal."""
-    folder = cached.folders[name]
-    folder.rename(folder.with_name(f".{name}.1{cache.REMOVING}"))
-
-
 @pytest.mark.parametrize("options", [{"stale": True}, {"names": ["rope"]}])
 def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, options):
-    interrupted(cached)
+    cached.folders["page"].rename(cached.folders["page"].with_name(f".page.1{cache.REMOVING}"))
     clean(dry_run=True, **options)
     assert len(left(cached)) == 3, "a dry run removes nothing"
     clean(**options)
     assert [name for name in left(cached) if name.startswith(".")] == []
 
 
-@pytest.mark.parametrize(
-    ("selection", "reason"),
-    [({"names": ["rope", "pgae"]}, "no module pgae"), ({"names": ["[pr]*", "fused_*"]}, r"no module fused_\*"),
-     ({}, "nothing chosen"), ({"everything": True}, "no terminal")],
-)  # fmt: skip
-def test_an_empty_selection_and_all_without_a_terminal_are_refused(cached, selection, reason):
-    with pytest.raises(UsageError, match=reason):
-        clean(**selection)
+def test_an_empty_selection_and_all_without_a_terminal_are_refused(cached):
+    for selection, reason in (
+        ({"names": ["rope", "pgae"]}, "no module pgae"), ({"names": ["[pr]*", "fused_*"]}, r"no module fused_\*"),
+        ({}, "nothing chosen"), ({"everything": True}, "no terminal"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=reason):
+            clean(**selection)
     assert left(cached) == ["page", "rope", "sampling"]
 
 

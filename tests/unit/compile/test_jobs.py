@@ -1,4 +1,5 @@
 import itertools
+import re
 import sys
 import time
 
@@ -73,12 +74,9 @@ def test_the_expected_time_is_that_of_the_schedule():
 # --- running it: real processes ---
 
 
-def python(code):
-    return (sys.executable, "-S", "-c", code)
-
-
 def holding(megabytes, seconds=0.3):
-    return python(f"import time; held = b'x' * {megabytes * MB}; time.sleep({seconds})")
+    code = f"import time; held = b'x' * {megabytes * MB}; time.sleep({seconds})"
+    return (sys.executable, "-S", "-c", code)
 
 
 class Watcher:
@@ -122,26 +120,20 @@ def test_real_programs_stay_within_the_budget(tmp_path, monkeypatch):
 
 def test_a_hit_of_ccache_is_told(tmp_path):
     known = costs(MB)
-    code = (
-        "import os; open(os.environ['CCACHE_STATSLOG'], 'w').write('# x.cu\\ndirect_cache_hit\\nlocal_storage_hit\\n')"
-    )
-    report, watcher = go(schedule(known, 10 * GIB), [python(code)], tmp_path)
+    hit = ("sh", "-c", "printf '# x.cu\\ndirect_cache_hit\\nlocal_storage_hit\\n' > $CCACHE_STATSLOG")
+    report, watcher = go(schedule(known, 10 * GIB), [hit], tmp_path)
     assert report.units["u0"].cached
     assert watcher.events[-1] == ("cached", "u0")
 
 
-def killed_once(flag, how="kill -9 $$"):
-    return ("sh", "-c", f"test -e {flag} && exit 0; touch {flag}; {how}")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
-    ["kill -9 $$", "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1"],
-)  # fmt: skip
+    "how", ["kill -9 $$", "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1"]
+)
 def test_a_killed_compiler_is_tried_again_alone(tmp_path, how):
-    known = costs(30, 20, 10)
-    commands = [killed_once(tmp_path / "flag", how), holding(1, 0.5), holding(1, 0)]
+    known, flag = costs(30, 20, 10), tmp_path / "flag"
+    killed_once = ("sh", "-c", f"test -e {flag} && exit 0; touch {flag}; {how}")
+    commands = [killed_once, holding(1, 0.5), holding(1, 0)]
     report, watcher = go(schedule(known, GIB, cores=2), commands, tmp_path)
     assert sorted(report.units) == ["u0", "u1", "u2"]
     assert report.units["u0"].retried
@@ -152,12 +144,8 @@ def test_a_killed_compiler_is_tried_again_alone(tmp_path, how):
 
 def test_a_compiler_killed_twice_is_out_of_memory_with_the_unit_and_the_next_setting(tmp_path):
     known = costs(2 * GIB)
-    with refused("compile.killed") as caught:
+    with refused("compile.killed", "u0.* · .*out of memory.*2.1 GB predicted.* · .*--jobs 1") as caught:
         go(schedule(known, 3 * GIB), [("sh", "-c", "kill -9 $$")], tmp_path)
-    assert "u0" in caught.value.what
-    assert "out of memory" in caught.value.why
-    assert "2.1 GB predicted" in caught.value.why
-    assert "--jobs 1" in caught.value.fix
     assert [stage for stage, _ in caught.value.watcher.events] == ["started", "killed"] * 2
 
 
@@ -222,50 +210,32 @@ def test_a_compiler_is_the_kernels_first_victim(tmp_path):
     assert (tmp_path / "score").read_text().strip() == jobs.VICTIM
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "²", "two", ""])
-def test_an_invalid_number_of_jobs_is_refused(text):
-    with pytest.raises(UsageError, match="--jobs"):
-        jobs.parse_limit(text)
+def test_an_invalid_number_of_jobs_is_refused():
+    for text in ("0", "-1", "²", "two", ""):
+        with pytest.raises(UsageError, match="--jobs"):
+            jobs.parse_limit(text)
     assert (jobs.parse_limit("auto"), jobs.parse_limit("3")) == (None, 3)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "error   : Instruction 'cvt with .e2m1x2' not supported on .target 'sm_121'",  # ptxas 13.0.88
-        "error   : Feature '.block_scale' not supported on .target 'sm_121'",
-    ],
-)
-def test_missing_suffix_is_named(line):
-    error = explained(
-        ProcessError(
-            "nvcc ended with code 255", f"ptxas x.ptx, line 35; {line}", "run it by hand", code="process.failed"
-        )
-    )
-    assert "without the a suffix" in error.why
-    assert line.partition(": ")[2] in error.why
-    assert "FLASHINFER_CUDA_ARCH_LIST=12.1a" in error.fix
-    assert "arch=compute_121a,code=sm_121a" in error.fix
-
-
-@pytest.mark.parametrize(
-    "line", ["Feature 'wgmma' not supported on .target 'sm_121'", "expression must have a constant value", ""]
-)
-def test_other_messages_stay(line):
-    error = ProcessError("nvcc ended with code 2", line, "run it by hand", code="process.failed")
-    assert explained(error) is error
+def test_other_messages_stay():
+    for line in ("Feature 'wgmma' not supported on .target 'sm_121'", "expression must have a constant value", ""):
+        error = ProcessError("nvcc ended with code 2", line, "run it by hand", code="process.failed")
+        assert explained(error) is error
 
 
 @pytest.mark.parametrize(
     ("printed", "why", "fix"),
-    [("x.cuh:11:10: fatal error: cutlass/numeric_size.h: No such file or directory", "CUTLASS has no cutlass/numeric",
+    [(f"ptxas x.ptx, line 35; error   : {reason} not supported on .target 'sm_121'",  # ptxas 13.0.88
+      f"without the a suffix.*{reason}", "FLASHINFER_CUDA_ARCH_LIST=12.1a.*arch=compute_121a,code=sm_121a")
+     for reason in ("Instruction 'cvt with .e2m1x2'", "Feature '.block_scale'")]
+    + [("x.cuh:11:10: fatal error: cutlass/numeric_size.h: No such file or directory", "CUTLASS has no cutlass/numeric",
       "unset VLLM_CUTLASS_SRC_DIR"),
      ('gemm.cu:1:2: error: #error "left out of this build: see …"', "a repository that is left out", "--targets"),
      ("  No supported CUDA architectures; the build would produce a binary", "no architecture", "build --from source"),
      ("ptxas fatal   : PTX with .target 'sm_121a' cannot be compiled for architecture 'sm_121'", "sm_121a",
       "nvcc -gencode arch=compute_121a,code=sm_121a")],
 )  # fmt: skip
-def test_known_errors_of_vllm_builds_are_named_with_the_next_step(printed, why, fix):
+def test_known_errors_of_builds_are_named_with_the_next_step(printed, why, fix):
     explanation = explained(ProcessError("cmake ended with code 1", printed, "read the log", code="process.failed"))
-    assert why in explanation.why
-    assert fix in explanation.fix
+    assert re.search(why, explanation.why)
+    assert re.search(fix, explanation.fix)
