@@ -34,10 +34,8 @@ def library(tmp_path):
     def make(*fatbins):
         (tmp_path / "all.fatbin").write_bytes(b"".join(fatbins))
         source = tmp_path / "one.s"
-        source.write_text(
-            f'.section .nv_fatbin,"a"\n.balign 8\n.incbin "{tmp_path}/all.fatbin"\n'
-            '.section .note.GNU-stack,"",@progbits\n'
-        )
+        text = f'.section .nv_fatbin,"a"\n.balign 8\n.incbin "{tmp_path}/all.fatbin"\n'
+        source.write_text(text + '.section .note.GNU-stack,"",@progbits\n')
         library = tmp_path / "one.so"
         command = ["c++", "-shared", "-fPIC", str(source), "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True)
@@ -97,20 +95,17 @@ def test_other_compressions_are_left_to_cuobjdump(read):
     assert "none" in code.damage
 
 
-@pytest.mark.parametrize(
-    ("broken", "why"),
-    [
-        pytest.param(lambda: struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 0, 0), "header of 0 bytes", id="empty fatbin"),
-        pytest.param(lambda: fatbin(struct.pack("<HHIQ", 2, 1, 0, 0) + bytes(48)), "0 + 0 bytes", id="empty entry"),
-        pytest.param(lambda: fatbin(struct.pack("<HHIQ", 2, 1, 64, 2**63) + bytes(48)), "are left", id="huge entry"),
-        pytest.param(lambda: struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 16, 2**63), "past its section", id="huge"),
-    ],
-)
-def test_a_fatbin_that_leads_nowhere_is_damage_with_its_place(read, broken, why):
-    code = read(broken())
-    assert why in code.damage
-    assert "section .nv_fatbin at byte" in code.damage
-    assert rules_of(code) == ["damaged"]
+def test_a_fatbin_that_leads_nowhere_is_damage_with_its_place(read):
+    for broken, why in (
+        (struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 0, 0), "header of 0 bytes"),
+        (fatbin(struct.pack("<HHIQ", 2, 1, 0, 0) + bytes(48)), "0 + 0 bytes"),
+        (fatbin(struct.pack("<HHIQ", 2, 1, 64, 2**63) + bytes(48)), "are left"),
+        (struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 16, 2**63), "past its section"),
+    ):
+        code = read(broken)
+        assert why in code.damage
+        assert "section .nv_fatbin at byte" in code.damage
+        assert rules_of(code) == ["damaged"]
 
 
 def test_more_entries_or_bytes_than_any_library_has_are_damage(read, monkeypatch):
@@ -134,20 +129,13 @@ def test_the_flags_of_an_older_cubin_give_its_target(read, flags, target):
     assert (code.target, code.sm, code.loads) == (target, int(target[3:5]), False)
 
 
-@pytest.mark.parametrize(
-    ("entries", "target"),
-    [
-        (lambda: entry(b"<packed by LZ4", 4096, kind=elf.KIND_PTX, sm=90), "compute_90"),
-        (lambda: entry(b".version 8.7\n.target sm_120a\n", kind=elf.KIND_PTX, sm=120), "compute_120a"),
-        (
-            lambda: entry(zstandard.compress(PTX := b".version 8.7\n.target sm_120f\n"), len(PTX), elf.KIND_PTX, 120),
-            "compute_120f",
-        ),
-    ],
-    ids=["lz4", "plain", "zstd"],
-)
-def test_the_text_of_ptx_gives_its_target(read, entries, target):
-    assert read(fatbin(entries())).host.ptx == (target,)
+def test_the_text_of_ptx_gives_its_target(read):
+    text = b".version 8.7\n.target sm_120f\n"
+    for data, size, sm, target in (
+        (b"<packed by LZ4", 4096, 90, "compute_90"), (text, 0, 120, "compute_120f"),
+        (zstandard.compress(text), len(text), 120, "compute_120f"),
+    ):  # fmt: skip
+        assert read(fatbin(entry(data, size, elf.KIND_PTX, sm))).host.ptx == (target,)
 
 
 def test_the_command_refuses_only_our_own_library_that_holds_nothing_but_ptx_for_12_1(

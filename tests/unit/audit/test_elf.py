@@ -40,10 +40,10 @@ def test_flags_of_the_linker_are_seen(library):
     assert old.runpath == ("/old",)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
-def test_truncated_library_is_damaged(library, share):
+def test_truncated_library_is_damaged(library):
     whole = library().read_bytes()
-    assert damage(library(), whole[: int(len(whole) * share)])
+    for share in (0.0, 0.1, 0.5, 0.9, 0.999):
+        assert damage(library(), whole[: int(len(whole) * share)])
 
 
 SECTION_FIELDS = {"type": (4, "<I"), "offset": (24, "<Q"), "size": (32, "<Q"), "link": (40, "<I"), "info": (44, "<I")}
@@ -93,19 +93,18 @@ WRONG = [(name, {"link": link}) for name in (".dynamic", ".dynsym", ".gnu.versio
 WRONG += [(name, {"type": 1}) for name in (".dynamic", ".dynsym", ".gnu.version_r")]
 
 
-@pytest.mark.parametrize(("name", "fields"), [*WRONG, (".dynsym", {"size": 2**40}), (".text", {"size": 2**40})])
-def test_a_section_of_another_kind_size_or_link_is_damage_with_its_place(library, name, fields):
-    path = library()
-    at, _ = section_place(path, name)
-    assert f"section {name} at byte {at}" in damage(path, changed(path, name, **fields))
+def test_a_section_of_another_kind_size_or_link_is_damage_with_its_place(library):
+    for name, fields in (*WRONG, (".dynsym", {"size": 2**40}), (".text", {"size": 2**40})):
+        path = library()
+        at, _ = section_place(path, name)
+        assert f"section {name} at byte {at}" in damage(path, changed(path, name, **fields)), fields
 
 
-@pytest.mark.parametrize(("at", "form"), [(58, "<H"), (54, "<H")], ids=["sections", "segments"])
-def test_a_table_with_entries_of_size_zero_is_damaged(library, at, form):
-    path = library()
-    data = bytearray(path.read_bytes())
-    struct.pack_into(form, data, at, 0)
-    assert "entries of 0 bytes" in damage(path, data)
+def test_a_table_with_entries_of_size_zero_is_damaged(library):
+    for at in (58, 54):  # the tables of sections and of segments
+        data = bytearray(library().read_bytes())
+        struct.pack_into("<H", data, at, 0)
+        assert "entries of 0 bytes" in damage(library(), data)
 
 
 def test_symbols_that_share_one_endless_name_are_damage(library, monkeypatch):

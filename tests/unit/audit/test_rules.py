@@ -14,6 +14,7 @@ GEMM = (
     "_ZN7cutlass13device_kernelI17GroupProblemShape13CollectiveMmaMainloopSm120ArrayTmaWarpSpecializedBlockScaled_e2m1E"
 )
 QMMA, E2M1, TRAP = "QMMA.SF.16832.F32.E4M3.E2M1.E8", "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C", "BPT.TRAP"
+HMMA, UNPACK = "HMMA.16816.F32.BF16", "F2FP.F16.E4M3.UNPACK_B"
 HOST = Host(
     machine="aarch64", shared=True, soname="", needed=("libc.so.6", "libcudart.so.13"), runpath=("$ORIGIN/../lib",),
     glibc=(2, 39), executable_stack=False,
@@ -31,25 +32,20 @@ def rules_of(binary, **options):
     return [violation.rule for violation in judge(binary, RULES, **options)]
 
 
-@pytest.mark.parametrize(
-    ("target", "does"),
-    [
-        ("sm_121a", True), ("sm_121f", True), ("sm_121", True), ("sm_120", True), ("sm_120f", True), ("sm_120a", False),
-        ("sm_90a", False), ("sm_90", False), ("sm_100f", False), ("sm_110", False), ("", False), ("sm_122", False),
-        ("sm_120+sm_121a", False),
-    ],
-)  # fmt: skip
-def test_which_targets_load_on_12_1(target, does):
-    assert loads(target, "12.1") is does
+def test_which_targets_load_on_12_1_and_which_ptx_the_driver_compiles():
+    others = ("sm_120a", "sm_90a", "sm_90", "sm_100f", "sm_110", "", "sm_122", "sm_120+sm_121a")
+    fitting = ("sm_121a", "sm_121f", "sm_121", "sm_120", "sm_120f")
+    assert [target for target in (*fitting, *others) if loads(target, "12.1")] == list(fitting)
+    others = ("compute_120a", "compute_90a", "compute_100f", "compute_122", "compute_130", "compute_")
+    fitting = ("compute_80", "compute_120", "compute_121a", "compute_120f")
+    assert [target for target in (*fitting, *others) if compiles(target, "12.1")] == list(fitting)
 
 
 SM100_STUB = "GroupProblemShape_CollectiveMma_MainloopSm100ArrayTma_e2m1"
 TRAPS = {"strings": RULES.sass.trap_strings}
 CODE = {
     "hardware FP4": ([(GEMM, {QMMA: 16}), ("cvt_fp16_to_fp4", {E2M1: 4}), ("scale", {})], {}, []),
-    "MMA without block scales": (
-        [(GEMM, {"QMMA.16832.F32.E4M3.E2M1": 64, "HMMA.16816.F32.BF16": 64})], {}, ["software-fp4"],
-    ),
+    "MMA without block scales": ([(GEMM, {"QMMA.16832.F32.E4M3.E2M1": 64, HMMA: 64})], {}, ["software-fp4"]),
     "a conversion without E2M1": ([("_Z15cvt_fp32_to_fp4PK6float2Ph", {})], {}, ["software-fp4"]),
     "the same under a plain label": ([("_Z15cvt_fp32_to_fp4PK6float2Ph", {})], {"target": "sm_120"}, ["arch-suffix"]),
     "nothing but a trap": ([(GEMM, {TRAP: 1})], {}, ["trap-stub"]),
@@ -64,9 +60,8 @@ CODE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CODE)
-def test_machine_code_is_judged_by_its_instructions(name):
-    kernels, options, expected = CODE[name]
+@pytest.mark.parametrize(("kernels", "options", "expected"), CODE.values(), ids=CODE)
+def test_machine_code_is_judged_by_its_instructions(kernels, options, expected):
     assert rules_of(file(*(Kernel(mangled, 900, counts) for mangled, counts in kernels), **options)) == expected
 
 
@@ -98,17 +93,6 @@ def test_host_part(changes, rule, detail):
     assert detail in violation.detail
 
 
-@pytest.mark.parametrize(
-    ("ptx", "does"),
-    [
-        *((f"compute_{name}", True) for name in ("80", "120", "121a", "120f")),
-        *((f"compute_{name}", False) for name in ("120a", "90a", "100f", "122", "130", "")),
-    ],
-)
-def test_which_ptx_the_driver_compiles_for_12_1(ptx, does):
-    assert compiles(ptx, "12.1") is does
-
-
 def test_a_foreign_file_is_not_judged_by_the_rules_of_our_image():
     """bitsandbytes 0.50.2 and torchao 0.18.0 have parts that our image's rules would refuse."""
     host = dataclasses.replace(
@@ -130,9 +114,8 @@ def test_ptx_that_the_driver_compiles_is_enough_for_a_foreign_file_only():
     assert violation.rule == "wrong-arch"
     assert "sm_100, PTX for compute_120" in violation.detail
     assert "none of it loads" not in violation.detail
-    (violation,) = judge(
-        dataclasses.replace(binary, host=dataclasses.replace(HOST, ptx=("compute_90a",))), RULES, ours=False
-    )
+    older = dataclasses.replace(binary, host=dataclasses.replace(HOST, ptx=("compute_90a",)))
+    (violation,) = judge(older, RULES, ours=False)
     assert "none of it loads on 12.1" in violation.detail
     for target in ("compute_90", "compute_121"):  # PTX alone, which proves nothing about machine code
         (violation,) = judge(Binary("x.so", 1000, dataclasses.replace(HOST, ptx=(target,)), ()), RULES)
@@ -141,17 +124,16 @@ def test_ptx_that_the_driver_compiles_is_enough_for_a_foreign_file_only():
 
 
 def test_swapped_libraries():
-    assert rules_of(file(path="vllm/_C.abi3.so", host=HOST)) == []
-    assert rules_of(file(path="vllm/_moe_C.abi3.so", host=HOST)) == ["swapped-library"]
-    assert rules_of(file(path="cached_ops/sampling/sampling.so", host=HOST)) == []
-    assert rules_of(file(path="cached_ops/sampling/page.so", host=HOST)) == ["swapped-library"]
+    for path in ("vllm/_C.abi3.so", "cached_ops/sampling/sampling.so"):
+        assert rules_of(file(path=path, host=HOST)) == []
+    for path in ("vllm/_moe_C.abi3.so", "cached_ops/sampling/page.so"):
+        assert rules_of(file(path=path, host=HOST)) == ["swapped-library"]
     assert rules_of(file(host=HOST), machine="aarch64") == []
     assert rules_of(file(host=HOST), machine="x86_64") == ["swapped-library"]
 
 
 PREFILL = "_ZN10flashinfer34BatchPrefillWithPagedKVCacheKernelILb0E13__nv_bfloat16S4_S4_fi13AttentionSinkLb1EE{}"
 PREFILL_FP8 = PREFILL.replace("S4_S4_", "13__nv_fp8_e4m3S4_")
-HMMA, UNPACK = "HMMA.16816.F32.BF16", "F2FP.F16.E4M3.UNPACK_B"
 
 
 @pytest.mark.parametrize(
@@ -185,17 +167,13 @@ def test_named_modules():
     assert swapped.rule == "swapped-library"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_mistake_in_the_rules_is_named(tmp_path):
+    path, text = tmp_path / "rules.toml", PATH.read_text(encoding="utf-8")
+    for old, new in (
         ("[sass]", "[sass"), ("schema = 1", "schema = 2"), ("glibc = [2, 39]", "glibc = [2, 1e999]"),
         ("'e2m1|fp4", "'(e2m1|fp4"),
-    ],
-)  # fmt: skip
-def test_a_mistake_in_the_rules_is_named(tmp_path, change):
-    path = tmp_path / "rules.toml"
-    text = PATH.read_text(encoding="utf-8")
-    assert change[0] in text
-    path.write_text(text.replace(*change), encoding="utf-8")
-    with pytest.raises(InputError, match=r"rules\.toml"):
-        load(path)
+    ):  # fmt: skip
+        assert old in text
+        path.write_text(text.replace(old, new), encoding="utf-8")
+        with pytest.raises(InputError, match=r"rules\.toml"):
+            load(path)

@@ -14,12 +14,8 @@ from sparkforge.patching.hunks import parse
 pytestmark = pytest.mark.needs("git")
 
 # Few different lines, so that hunks fit in several places; some lines would break a careless splitter.
-LINE = st.sampled_from(
-    [
-        "", "a", "b", "c", " a", "-x", "--- a/f", "+++ b/f", "@@ -1 +1 @@", "\\ No newline", "a\rb", "\x0c", "\x85é",
-        "\u2028",
-    ]
-)  # fmt: skip
+LINE = st.sampled_from(["", "a", "b", "c", " a", "-x", "--- a/f", "+++ b/f", "@@ -1 +1 @@", "\\ No newline", "a\rb",
+                        "\x0c", "\x85é", "\u2028"])  # fmt: skip
 TEXT = st.tuples(st.lists(LINE, max_size=14), st.booleans()).map(
     lambda parts: "\n".join(parts[0]) + ("\n" if parts[1] and parts[0] else "")
 )

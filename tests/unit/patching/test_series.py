@@ -59,19 +59,15 @@ def load(kit, tmp_path, *diffs, **options):
 def test_malformed_diffs_are_refused_by_name(kit, tmp_path, old, new, reason):
     assert old in GOOD
     broken = GOOD.replace(old, new).encode(errors="surrogateescape")
-    with refused("patch.format") as caught:
+    with refused("patch.format", f"0001-change-something.patch.*{reason}"):
         load(kit, tmp_path, broken)
-    assert "0001-change-something.patch" in caught.value.what
-    assert reason in caught.value.why
 
 
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        *(
-            (f"{field}: ", f"X{field}: ", f"lacks the header fields {field}")
-            for field in ("Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")
-        ),
+        *((f"{name}: ", f"X{name}: ", f"lacks the header fields {name}")
+          for name in ("Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")),
         ("Description: Change something\n on two lines\n", "Description:\n", "lacks the header fields Description"),
         ("Forwarded: no", "Bug: twice", "repeats one: 'Bug: twice'"),
         ("Forwarded: no", "not a field", "is not a DEP-3 field"),
@@ -81,14 +77,13 @@ def test_malformed_diffs_are_refused_by_name(kit, tmp_path, old, new, reason):
         ("contains pkg/a.py nothing of the kind", "lacks pkg/a.py", "Drop-when that is not"),
         ("---\n", "", "no line `---`"),
     ],
-)
+)  # fmt: skip
 def test_bad_headers_are_refused_by_name(kit, tmp_path, old, new, reason):
     header = kit.HEADER.replace(old, new)
     assert header != kit.HEADER
     diff = GOOD if "---" in header else GOOD[GOOD.index("@@") :]
-    with refused("patch.format") as caught:
+    with refused("patch.format", reason):
         load(kit, tmp_path, diff, header=header)
-    assert reason in caught.value.why
 
 
 @pytest.mark.parametrize(
@@ -106,9 +101,8 @@ def test_a_series_that_differs_from_its_directory_is_refused(kit, tmp_path, seri
     directory = kit.write_queue(tmp_path / "queue-1.0", GOOD, NEW)
     (directory / "series").unlink()
     kit.write(directory, {"series": series})
-    with refused("patch.format") as caught:
+    with refused("patch.format", reason):
         Queue.load(directory)
-    assert reason in caught.value.why
 
 
 def test_a_common_patch_counts_as_one_of_the_folder(kit, tmp_path):
@@ -125,21 +119,19 @@ def test_a_common_patch_counts_as_one_of_the_folder(kit, tmp_path):
         Queue.load(directory)
 
 
-@pytest.mark.parametrize("line", ["csrc", "csrc ../out", "csrc /out", "a/b c", "csrc x y", "csrc x//y"])
-def test_a_place_outside_the_package_is_refused(kit, tmp_path, line):
+def test_a_place_outside_the_package_and_another_kind_of_name_are_refused(kit, tmp_path):
     directory = kit.write_queue(tmp_path / "queue-1.0", GOOD)
-    kit.write(directory, {"installed": f"# a comment\n{line}\n"})
-    with refused("patch.format", "installed"):
-        Queue.load(directory)
-
-
-@pytest.mark.parametrize("name", ["1-short.patch", "0001-Capital.patch", "0001_underscore.patch", "0001-.patch"])
-def test_a_patch_with_another_kind_of_name_is_refused(kit, tmp_path, name):
-    directory = kit.write_queue(tmp_path / "queue-1.0", GOOD)
-    (directory / "0001-change-something.patch").rename(directory / name)
-    (directory / "series").write_text(name)
-    with refused("patch.format", "NNNN-imperative-subject"):
-        Queue.load(directory)
+    for line in ("csrc", "csrc ../out", "csrc /out", "a/b c", "csrc x y", "csrc x//y"):
+        kit.write(directory, {"installed": f"# a comment\n{line}\n"})
+        with refused("patch.format", "installed"):
+            Queue.load(directory)
+    (directory / "installed").unlink()
+    patch = directory / "0001-change-something.patch"
+    for name in ("1-short.patch", "0001-Capital.patch", "0001_underscore.patch", "0001-.patch"):
+        patch = patch.rename(directory / name)
+        (directory / "series").write_text(name)
+        with refused("patch.format", "NNNN-imperative-subject"):
+            Queue.load(directory)
 
 
 def test_the_queue_hash_sees_every_byte_name_and_place(kit, tmp_path):
@@ -158,25 +150,19 @@ CONTENT = b"one\ntwo\nthree\n"
         (None, "", "", "the file is missing"),
         (b"zero\n" + CONTENT, "", "", "the text at line 1"),  # right text, one line lower: git would say "offset 1"
         (b"one\r\ntwo\r\nthree\r\n", "", "", "the text at line 1"),
-        (
-            CONTENT + b"four\n",
-            "@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n three\n",
-            "@@ -1,3 +1,2 @@\n one\n two\n-three\n",
-            "ends without context",
-        ),
+        (CONTENT + b"four\n", "@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n three\n",
+         "@@ -1,3 +1,2 @@\n one\n two\n-three\n", "ends without context"),
         (CONTENT, "@@ -1,3 +1,3 @@\n one\n", "@@ -2,2 +2,2 @@\n", None),
         (CONTENT, " three\n", " three\n@@ -1,2 +1,2 @@\n-one\n+ONE\n two\n", "the text at line 1"),  # out of order
     ],
-)
+)  # fmt: skip
 def test_a_hunk_applies_at_its_line_with_its_text_or_not_at_all(kit, tmp_path, content, old, new, reason):
     (change,) = load(kit, tmp_path, GOOD.replace(old, new) if old else GOOD).patches[0].changes
     if reason is None:
         assert change.apply(content) == b"one\nTWO\nthree\n"
         return
-    with refused("patch.conflict") as caught:
+    with refused("patch.conflict", f"0001-change-something.patch does not apply to pkg/a.py · .*{reason}"):
         change.apply(content)
-    assert reason in caught.value.why
-    assert "0001-change-something.patch does not apply to pkg/a.py" in caught.value.what
 
 
 def test_creating_needs_an_absent_file_and_deleting_the_stated_content(kit, tmp_path):
@@ -193,19 +179,15 @@ def test_creating_needs_an_absent_file_and_deleting_the_stated_content(kit, tmp_
 
 @pytest.mark.parametrize(
     ("files", "path", "folder"),
-    [
-        ({"pkg/a.py": "a\n"}, "pkg", "pkg"),
-        ({"pkg": "a file\n"}, "pkg/new.py", "pkg"),
-        ({"pkg/a.py": "a\n"}, "pkg/a.py/new", "pkg/a.py"),
-    ],
-)
+    [({"pkg/a.py": "a\n"}, "pkg", "pkg"), ({"pkg": "a file\n"}, "pkg/new.py", "pkg"),
+     ({"pkg/a.py": "a\n"}, "pkg/a.py/new", "pkg/a.py")],
+)  # fmt: skip
 def test_a_patch_may_not_replace_a_folder_or_write_below_a_file(kit, tmp_path, files, path, folder):
     queue = load(kit, tmp_path / "queue", NEW.replace("a/n", f"a/{path}").replace("b/n", f"b/{path}"))
     tree = kit.write(tmp_path / "tree", files)
     before = kit.snapshot(tree)
-    with pytest.raises(PatchError, match="cannot be used") as caught:
+    with pytest.raises(PatchError, match=f"cannot be used.*makes a file of {folder}, which is the folder of"):
         queue.apply_to(tree)
-    assert f"makes a file of {folder}, which is the folder of" in caught.value.why
     assert kit.snapshot(tree) == before
     with pytest.raises(PatchError):
         queue.apply({path: None}, files)  # as in a wheel

@@ -56,11 +56,11 @@ def test_gpt_oss_120b_on_a_spark_by_hand():
     assert lines["graphs, workspaces"] == 3.5 * GIB
 
 
-@pytest.mark.parametrize(("resident", "share"), [(0.0, 0.87), (6.2, 0.87), (20.0, 0.79), (200.0, 0.0)])
-def test_the_share_is_the_memory_left_by_others(resident, share):
+def test_the_share_is_the_memory_left_by_others():
     spark = DEVICES["spark"]
-    device = spark.model_copy(update={"resident": spark.resident.model_copy(update={"value": resident})})
-    assert budget.most_share(device) == share
+    for resident, share in ((0.0, 0.87), (6.2, 0.87), (20.0, 0.79), (200.0, 0.0)):
+        device = spark.model_copy(update={"resident": spark.resident.model_copy(update={"value": resident})})
+        assert budget.most_share(device) == share
 
 
 BIG = parse(KNOWN["gpt-oss-120b"].config, "test")
@@ -110,22 +110,27 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_configuration_that_makes_no_sense_is_named(case):
-    changed, message = WRONG[case]
+@pytest.mark.parametrize(("changed", "message"), WRONG.values(), ids=WRONG)
+def test_a_configuration_that_makes_no_sense_is_named(changed, message):
     with refused("input.config", message) as caught:
         parse({**KNOWN["gpt-oss-120b"].config, **changed}, "x/config.json")
     assert caught.value.fix
     assert "x/config.json" in caught.value.what
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b'{"model_type": "gpt_oss"', b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b" " * 10_000_001],
-    ids=["empty", "cut", "cut later", "list", "number", "no text", "deep", "long"],
-)
-def test_a_file_that_is_no_configuration_is_named(tmp_path, content):
-    (tmp_path / "config.json").write_bytes(content)
-    for path in (tmp_path, tmp_path / "config.json"):
-        with refused("input.config"):
-            architecture.read(path)
+def test_a_file_that_is_no_configuration_is_named(tmp_path):
+    file = tmp_path / "config.json"
+    for content in (
+        b"",
+        b"{",
+        b'{"model_type": "gpt_oss"',
+        b"[]",
+        b"3",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b" " * 10_000_001,
+    ):
+        file.write_bytes(content)
+        for path in (tmp_path, file):
+            with refused("input.config"):
+                architecture.read(path)

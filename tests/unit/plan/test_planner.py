@@ -136,9 +136,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_words_are_named(capsys, case):
-    arguments, kind = BAD[case]
+@pytest.mark.parametrize(("arguments", "kind"), BAD.values(), ids=BAD)
+def test_bad_words_are_named(capsys, arguments, kind):
     with pytest.raises(kind):
         show(capsys, **arguments)
 
@@ -151,12 +150,10 @@ def test_a_folder_is_planned_for_with_its_files_sizes(capsys, tmp_path):
     assert shown.cited == []
 
 
-@pytest.mark.parametrize(
-    ("model", "device", "tokens"),
-    [("gpt-oss-120b", "spark", 1024), ("gpt-oss-20b", "spark", 256), ("gpt-oss-120b", "h200", None)],
-)
-def test_the_plan_says_up_to_how_many_tokens_our_experts_read_each_weight_once(capsys, model, device, tokens):
-    assert show(capsys, model, device=device).few_tokens == tokens
+def test_the_plan_says_up_to_how_many_tokens_our_experts_read_each_weight_once(capsys):
+    for model, device, tokens in (("gpt-oss-120b", "spark", 1024), ("gpt-oss-20b", "spark", 256),
+                                  ("gpt-oss-120b", "h200", None)):  # fmt: skip
+        assert show(capsys, model, device=device).few_tokens == tokens
 
 
 def test_tables_name_every_part(capsys):
@@ -188,13 +185,10 @@ def test_a_draft_takes_memory_and_pays_above_the_break_even(capsys):
     assert (block.tokens, block.passes) == (5, 0)
 
 
-@pytest.mark.parametrize("draft", ["x", "eagle3:", "eagle3:0", "eagle3:33", "eagle3:-1", ":"])
-def test_a_draft_that_makes_no_sense_is_named(capsys, draft):
-    with pytest.raises(UsageError, match="--draft"):
-        show(capsys, draft=draft)
-
-
-def test_the_draft_of_a_plan_is_what_vllm_is_told():
+def test_the_draft_of_a_plan_is_what_vllm_is_told_and_one_that_makes_no_sense_is_named(capsys):
+    for draft in ("x", "eagle3:", "eagle3:0", "eagle3:33", "eagle3:-1", ":"):
+        with pytest.raises(UsageError, match="--draft"):
+            show(capsys, draft=draft)
     draft = planner.read_draft("eagle3:3", planner.read_subject("gpt-oss-120b", KNOWN))
     profile = dict(flag.partition("=")[::2] for flag in PROFILES["safe-eagle3"].arguments)
     assert json.loads(draft.flag().partition("=")[2].strip("'")) == json.loads(profile["--speculative-config"])
