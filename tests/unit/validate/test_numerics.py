@@ -92,17 +92,6 @@ def test_a_kernel_that_hangs_times_out(tmp_path, environment, monkeypatch):
     assert "did not answer within 3 s" in finding.evidence
 
 
-def test_a_crash_of_a_kernel_is_reported(tmp_path, environment):
-    (tmp_path / "mutant.py").write_text(MODULE.format(body="os.abort()"))
-    env = environment(SPARK_MXFP4_KERNEL="mutant:kernel")
-    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
-    facts, _ = gather(Target(Options(environ=env), "embedded"), numerics)
-    assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"  # reported before the crash
-    finding = judge(facts)
-    assert finding.status is Status.FAIL
-    assert "killed by signal 6" in finding.evidence
-
-
 def test_the_kernel_that_will_serve_is_the_one_that_runs(environment):
     for stack, arguments, kernel, way in (
         ("embedded", (), "", "plugin"), ("spark", (), "", "vllm"),
