@@ -40,6 +40,13 @@ def demand(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def attachments(tmp_path, monkeypatch):
+    """The folder that takes the place of a registry."""
+    monkeypatch.setattr(trust, "Repository", lambda name: Folder(tmp_path / "registry"))
+    return tmp_path / "registry"
+
+
+@pytest.fixture
 def make(tmp_path):
     def make(name="image", key=LAB, builder="urn:lab", **options):
         writer = Writer(tmp_path / name)
@@ -267,6 +274,7 @@ def test_a_policy_of_another_user_or_a_broken_one_is_not_believed(make, demand, 
 # How an image enters an engine
 
 
+@pytest.mark.usefixtures("attachments")
 @pytest.mark.parametrize(
     ("stack", "refusal"),
     [
@@ -275,11 +283,10 @@ def test_a_policy_of_another_user_or_a_broken_one_is_not_believed(make, demand, 
     ],
 )
 def test_pull_refuses_another_or_an_unsigned_image_before_a_tag_moves_and_removes_it(
-    demand, fake_engine, docker_command, holding, monkeypatch, tmp_path, stack, refusal
+    demand, fake_engine, docker_command, holding, stack, refusal
 ):
     demand("signature")
     holding(stack=STACK, labels={"org.sparkforge.stack": stack})
-    monkeypatch.setattr(trust, "Repository", lambda name: Folder(tmp_path / "registry"))
     before_the_pull = iter([(404, {"message": "No such image"})])
     fake_engine.routes[r"GET /images/.+/json"] = lambda query: next(before_the_pull, (200, fake_engine.image))
     reference = f"registry.example.com/a/b@sha256:{'d' * 64}"
@@ -289,16 +296,15 @@ def test_pull_refuses_another_or_an_unsigned_image_before_a_tag_moves_and_remove
     assert not [call for call, _ in fake_engine.asked if "/tag" in call]
 
 
-def test_what_was_verified_in_a_registry_is_kept_for_the_next_start(demand, tmp_path, monkeypatch):
+def test_what_was_verified_in_a_registry_is_kept_for_the_next_start(demand, attachments):
     digest, image_id = f"sha256:{'d' * 64}", f"sha256:{'e' * 64}"
     image = SimpleNamespace(attrs={"RepoDigests": [f"r/a@{digest}"]}, id=image_id, tags=["r/a:1"], short_id="e")
-    signing.attach(Folder(tmp_path / "registry"), digest, "sig", [signing.signature("r/a", digest, LAB)])
-    monkeypatch.setattr(trust, "Repository", lambda name: Folder(tmp_path / "registry"))
+    signing.attach(Folder(attachments), digest, "sig", [signing.signature("r/a", digest, LAB)])
     demand("signature")
     with refused("integrity.signature"):
         trust.require(None, image, STACK)
     assert trust.require(None, image, STACK, "r/a").signed == {"signature": "lab"}
-    shutil.rmtree(tmp_path / "registry")
+    shutil.rmtree(attachments)
     assert trust.require(None, image, STACK).signed == {"signature": "lab"}
     image.attrs["RepoDigests"] = []  # the engine forgot where it came from
     with refused("integrity.signature", "for another image"):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkforge.pins import Component, Pins
+from sparkforge.pins import Component, Pins, index
 
 # A repository that `up` asks for, and that no server has.
 DEPENDENCY = {
@@ -29,9 +29,10 @@ def table(components, git=None):
 
 
 @pytest.fixture(autouse=True)
-def no_sync(monkeypatch):
-    """Skip syncs: tests do not lose power, and a sync waits for all programs' writes."""
+def no_waits(monkeypatch):
+    """Skip syncs, because tests do not lose power and a sync waits for all programs' writes; retry at once."""
     monkeypatch.setattr(os, "sync", lambda: None)
+    monkeypatch.setattr(index, "FIRST_WAIT", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -31,17 +31,21 @@ TORCH = f"torch-1+cpu-{TAG}-{TAG}-manylinux_2_28_{platform.machine()}.whl"
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch, kit):
+def picks(kit):
+    """The wheels that the lock picks."""
+    return [Pick("Some.Thing", WHEEL, kit.seed(WHEEL, b"wheel" * 1000))]
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch, kit, picks):
     for path in ("pins.toml", "locks/tools.txt", "locks/embedded.txt", "patches/up-1/series"):
         (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / path).write_text(path)
     monkeypatch.setattr(paths, "ROOT", tmp_path / "root")
-    monkeypatch.setattr("sparkforge.pins.index.FIRST_WAIT", 0.0)
     monkeypatch.setattr(bundle, "lock_path", lambda name: tmp_path / f"root/locks/{name}.txt")
     sdist = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": kit.asks}))
     torch = {"kind": "wheel", "package": "torch", "version": "1+cpu", "index": "http://127.0.0.1:9"}
     torch = kit.component({TORCH: kit.seed(TORCH, b"torch")}, **torch)
-    wheel = Pick("Some.Thing", WHEEL, kit.seed(WHEEL, b"wheel" * 1000))
     table = kit.table({"up": kit.component({"up-1.tar.gz": sdist})}, {"dep": kit.dependency}).model_dump(by_alias=True)
     table["stacks"]["embedded"] = {"summary": "e", "components": {"torch": torch.model_dump(by_alias=True)}}
     table["stacks"]["spark"] = table["stacks"].pop("s")
@@ -49,7 +53,7 @@ def world(tmp_path, monkeypatch, kit):
     table["environments"] = {"embedded": {"lock": "embedded", "wheels": ["embedded/torch"], "size": 1}}
     pinned = pins.Pins.model_validate(table)
     monkeypatch.setattr(pins, "load", lambda: pinned)
-    monkeypatch.setattr(wheels, "picks", lambda lock, target: [wheel])
+    monkeypatch.setattr(wheels, "picks", lambda lock, target: picks)
     return pinned
 
 
@@ -130,12 +134,11 @@ def test_the_signature_that_trust_toml_demands_is_verified_before_a_bundle_is_un
     assert statement["predicate"] == json.loads(text)
 
 
-def test_a_bill_lists_every_member_with_its_hash_and_packages_with_their_licence(tmp_path, kit, world, monkeypatch):
+def test_a_bill_lists_every_member_with_its_hash_and_packages_with_their_licence(tmp_path, kit, world, picks):
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as made:
         made.writestr("some_thing-1.dist-info/METADATA", "Name: some-thing\nLicense-Expression: MIT\n")
-    picked = Pick("some-thing", WHEEL, kit.seed(WHEEL, content.getvalue()))
-    monkeypatch.setattr(wheels, "picks", lambda lock, target: [picked])
+    picks[:] = [Pick("some-thing", WHEEL, kit.seed(WHEEL, content.getvalue()))]
     bundle.make(tmp_path / "b.tar", stack="spark")
     text = sbom.of_bundle(tmp_path / "b.tar", "spark", world)
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None

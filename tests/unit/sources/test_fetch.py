@@ -34,7 +34,6 @@ def server(monkeypatch, serve):
     server.file_requests, server.behave, server.page = 0, lambda _: (200, DATA), lambda _: (200, PAGE, HTML)
     monkeypatch.setenv("PIP_INDEX_URL", f"{server.url}/simple")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(index, "FIRST_WAIT", 0.0)
     fetch.sweep.cache_clear()
     return server
 

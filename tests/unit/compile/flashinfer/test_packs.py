@@ -83,7 +83,7 @@ def test_a_cross_compiled_pack_is_used_like_a_native_one(world, tmp_path, monkey
     served = replace(foreign.environment, versions={"torch": "2.13.0"})
     assert packs.key_of(foreign.identity) == packs.key_of(replace(foreign, environment=served).identity)
     build.build(foreign)
-    monkeypatch.setattr(build, "prepare", lambda _request: foreign)
+    world.order = foreign
     packs.publish(REQUEST, str(tmp_path / "packs"), None)
     taken = replace(foreign, output=tmp_path / "taken")
     assert build.build(taken, packs.taking(str(tmp_path / "packs")))[0].compiled == 0
