@@ -165,13 +165,7 @@ def test_a_registry_keeps_what_is_attached(registry, key):
 @pytest.fixture
 def hostile(serve):
     def hostile(answers):
-        def answer(handler):
-            status, headers, body = answers.get(
-                handler.path.partition("?")[0].rpartition("/v2/a/b/")[2], (404, {}, b"")
-            )
-            return status, body, headers
-
-        server = serve(answer)
+        server = serve(lambda handler: answers.get(handler.path.partition("?")[0].rpartition("/v2/a/b/")[2], (404,)))
         return server.url.removeprefix("http://"), server.asked
 
     return hostile
@@ -189,16 +183,16 @@ def manifest(*layers):
 @pytest.mark.parametrize(
     ("answers", "code"),
     [
-        ({f"manifests/{TAG}": (200, {}, manifest(BLOB)), BLOB_PATH: (200, {}, b"another")}, "integrity.hash"),
-        ({f"manifests/{TAG}": (200, {}, manifest(BLOB)), BLOB_PATH: (200, {}, b"longer than said")}, "engine.registry"),
-        ({f"manifests/{TAG}": (200, {}, manifest(*[BLOB] * 1000))}, "integrity.image"),
-        ({f"manifests/{TAG}": (200, {}, b" " * (5 << 20))}, "engine.registry"),
-        ({f"manifests/{TAG}": (200, {}, b"[" * 100_000)}, "integrity.image"),
-        ({f"manifests/{TAG}": (200, {}, b"\xff")}, "integrity.image"),
-        ({f"manifests/{TAG}": (302, {"Location": f"/v2/a/b/manifests/{TAG}"}, b"")}, "engine.registry"),
-        ({f"manifests/{TAG}": (302, {"Location": "ftp://[x"}, b"")}, "engine.registry"),
-        ({f"manifests/{TAG}": (500, {}, b"")}, "engine.registry"),
-        ({f"manifests/{TAG}": (401, {"WWW-Authenticate": "Bearer realm=x"}, b"")}, "engine.registry"),
+        ({f"manifests/{TAG}": (200, manifest(BLOB)), BLOB_PATH: (200, b"another")}, "integrity.hash"),
+        ({f"manifests/{TAG}": (200, manifest(BLOB)), BLOB_PATH: (200, b"longer than said")}, "engine.registry"),
+        ({f"manifests/{TAG}": (200, manifest(*[BLOB] * 1000))}, "integrity.image"),
+        ({f"manifests/{TAG}": (200, b" " * (5 << 20))}, "engine.registry"),
+        ({f"manifests/{TAG}": (200, b"[" * 100_000)}, "integrity.image"),
+        ({f"manifests/{TAG}": (200, b"\xff")}, "integrity.image"),
+        ({f"manifests/{TAG}": (302, b"", {"Location": f"/v2/a/b/manifests/{TAG}"})}, "engine.registry"),
+        ({f"manifests/{TAG}": (302, b"", {"Location": "ftp://[x"})}, "engine.registry"),
+        ({f"manifests/{TAG}": (500, b"")}, "engine.registry"),
+        ({f"manifests/{TAG}": (401, b"", {"WWW-Authenticate": "Bearer realm=x"})}, "engine.registry"),
     ],
 )  # fmt: skip
 def test_a_registry_that_lies_or_floods_is_refused(hostile, answers, code):
@@ -208,9 +202,9 @@ def test_a_registry_that_lies_or_floods_is_refused(hostile, answers, code):
 
 
 def test_a_login_stays_with_its_host(hostile, monkeypatch, tmp_path):
-    other, overheard = hostile({f"manifests/{TAG}": (200, {}, manifest())})
+    other, overheard = hostile({f"manifests/{TAG}": (200, manifest())})
     away = {"Location": f"http://{other}/v2/a/b/manifests/{TAG}"}
-    address, asked = hostile({f"manifests/{TAG}": (401, {"WWW-Authenticate": "Basic"}, b"")})
+    address, asked = hostile({f"manifests/{TAG}": (401, b"", {"WWW-Authenticate": "Basic"})})
     login = {"auths": {address: {"auth": base64.b64encode(b"me:secret").decode()}}}
     (tmp_path / "config.json").write_text(json.dumps(login))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
@@ -218,22 +212,22 @@ def test_a_login_stays_with_its_host(hostile, monkeypatch, tmp_path):
     with refused("engine.registry", "answers 401"):
         place.read(TAG)
     assert asked[-1][1] == f"Basic {base64.b64encode(b'me:secret').decode()}"
-    redirecting, _ = hostile({f"manifests/{TAG}": (302, away, b"")})
+    redirecting, _ = hostile({f"manifests/{TAG}": (302, b"", away)})
     place.url = place.url.replace(address, redirecting)
     assert place.read(TAG) == []
     assert overheard == [(f"/v2/a/b/manifests/{TAG}", None)]
 
 
 def test_a_token_is_fetched_with_the_login_and_used(hostile, monkeypatch, tmp_path):
-    answers = {"token": (200, {}, b'{"token": "t"}')}
+    answers = {"token": (200, b'{"token": "t"}')}
     address, asked = hostile(answers)
     challenge = f'Bearer realm="http://{address}/v2/a/b/token",service="s"'
-    answers[f"manifests/{TAG}"] = (401, {"WWW-Authenticate": challenge}, b"")
+    answers[f"manifests/{TAG}"] = (401, b"", {"WWW-Authenticate": challenge})
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
 
     def refuses(text, token=b'{"token": "t"}'):
         (tmp_path / "config.json").write_text(text)
-        answers["token"] = (200, {}, token)
+        answers["token"] = (200, token)
         with refused("engine.registry"):
             Repository(f"{address}/a/b").read(TAG)
 
