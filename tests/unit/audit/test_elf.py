@@ -40,10 +40,14 @@ def test_flags_of_the_linker_are_seen(library):
     assert old.runpath == ("/old",)
 
 
-def test_truncated_library_is_damaged(library):
+def test_a_truncated_library_and_a_table_with_entries_of_size_zero_are_damaged(library):
     whole = library().read_bytes()
     for share in (0.0, 0.1, 0.5, 0.9, 0.999):
         assert damage(library(), whole[: int(len(whole) * share)])
+    for at in (58, 54):  # the tables of sections and of segments
+        data = bytearray(whole)
+        struct.pack_into("<H", data, at, 0)
+        assert "entries of 0 bytes" in damage(library(), data)
 
 
 SECTION_FIELDS = {"type": (4, "<I"), "offset": (24, "<Q"), "size": (32, "<Q"), "link": (40, "<I"), "info": (44, "<I")}
@@ -98,13 +102,6 @@ def test_a_section_of_another_kind_size_or_link_is_damage_with_its_place(library
         path = library()
         at, _ = section_place(path, name)
         assert f"section {name} at byte {at}" in damage(path, changed(path, name, **fields)), fields
-
-
-def test_a_table_with_entries_of_size_zero_is_damaged(library):
-    for at in (58, 54):  # the tables of sections and of segments
-        data = bytearray(library().read_bytes())
-        struct.pack_into("<H", data, at, 0)
-        assert "entries of 0 bytes" in damage(library(), data)
 
 
 def test_symbols_that_share_one_endless_name_are_damage(library, monkeypatch):

@@ -86,15 +86,12 @@ def test_folder_is_searched_and_the_error_names_rule_and_fix(tmp_path, extension
         report.require_clean()
 
 
-def test_an_audit_of_nothing_and_of_what_is_no_wheel_says_so(tmp_path):
+def test_an_audit_of_nothing_and_of_what_cannot_be_audited_says_so(tmp_path):
     with pytest.raises(UsageError, match="nothing to audit"):
         run_audit([tmp_path], tools=lambda: NONE)
     (tmp_path / "x-1-py3-none-any.whl").write_bytes(b"PK")
     with pytest.raises(AuditError, match="1 of 1 files fail"):
         run_audit([tmp_path], tools=lambda: NONE)
-
-
-def test_invalid_arguments_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     for arguments in (
         {"paths": [tmp_path / "none.so"]}, {"paths": [tmp_path / "a.txt"]}, {"paths": []},

@@ -73,12 +73,9 @@ def test_the_tiny_model_is_compared_with_its_float32_figures(table, bits, failed
     assert len(checks) == 4
 
 
-def test_without_a_threshold_there_is_no_verdict(endpoint, table):
+def test_without_a_threshold_there_is_no_verdict_and_a_recorded_row_is_one_that_passes(endpoint, table, passage):
     with refused("benchmark.undecided", "no threshold"):
         gate.run(endpoint, table, Passage("another-text", "words"))
-
-
-def test_a_recorded_row_is_a_threshold_that_passes(endpoint, table, passage, tmp_path):
     verdict = gate.run(endpoint, table, passage)
     text = gate.threshold_row("org/Honest-Model", verdict, len(passage.text.encode()), "2026-11-21")
     (row,) = (AccuracyThreshold(**row) for row in tomllib.loads(text)["gates"])
@@ -105,6 +102,7 @@ BROKEN = {
     "the arguments are not JSON": ("tool_call", {"tool_arguments": '{"city": '}),
     "the arguments name no city": ("tool_call", {"tool_arguments": "{}"}),
     "which was not offered": ("tool_call", {"tool_name": "rm"}),
+    "does not have the API's form": ("answers", {"lie": "no choices"}),
 }
 
 
@@ -115,8 +113,3 @@ def test_a_canary_says_what_is_wrong(stub, endpoint, fault, name, changes):
     check = canary.run(endpoint, [name])[0]
     assert not check.ok
     assert fault in check.told
-
-
-def test_an_answer_of_another_form_fails_a_canary(stub, endpoint):
-    stub.lie = "no choices"
-    assert "does not have the API's form" in canary.run(endpoint, ["answers"])[0].told

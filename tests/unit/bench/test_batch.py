@@ -82,13 +82,10 @@ def test_a_faster_run_is_detected_but_equal_runs_are_not(make_result):
         assert {d.change for d in compare.differences(*sides)} == {"no difference seen"}
 
 
-def test_incomparable_results_are_refused(make_result):
+def test_compare_reads_several_files_a_side_and_incomparable_results_are_refused(make_result, tmp_path, capsys):
     for other in ({"conc": 8}, {"client": {"name": "x", "version": ""}}, {"passed": False}, {"requests": []}):
         with pytest.raises(UsageError, match="cannot be compared"):
             compare.differences([make_result()], [make_result(**other)])
-
-
-def test_compare_reads_several_files_a_side(make_result, tmp_path, capsys):
     for name, speed in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         schema.write(tmp_path / f"{name}.json", make_result(speed=speed))
     compare.print_comparison(f"{tmp_path}/a.json,{tmp_path}/b.json", f"{tmp_path}/c.json")

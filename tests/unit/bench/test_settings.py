@@ -107,16 +107,13 @@ def serving(stub):
     return write
 
 
-def test_this_checkouts_server_is_the_default(stub, serving):
+def test_this_checkouts_server_is_the_default_if_its_process_lives(stub, serving):
     serving()
     endpoint = settings.endpoint(BenchSettings({}, {}))
     assert endpoint.url == stub.url
     server = context.describe_server(endpoint)
     assert (server.device, server.version) == ("embedded", "0.0-stub")
     assert server.memory_bytes.keys() == {"rss", "pss"}
-
-
-def test_a_record_of_a_dead_process_is_not_believed(stub, serving):
     serving(started=1.0)
     assert context.running_server() is None
     assert context.describe_server(settings.endpoint(BenchSettings({"url": stub.url}, {}))).device == ""

@@ -109,18 +109,15 @@ def test_gpt_oss_is_scored_on_the_competitions_text_or_not_at_all(table, model):
     assert "not measured" in threshold.source
 
 
-def test_a_text_that_was_changed_is_not_scored(table):
+def test_a_changed_text_is_not_scored_and_a_file_does_not_get_the_limits_of_a_text_by_its_name(table, tmp_path):
     text.path(NAME).parent.mkdir()
     text.path(NAME).write_bytes(RAW.replace("more", "less").encode())
     with refused("input.text", "is not wikitext"):
         gate.passage(table, NAME)
-
-
-@pytest.mark.parametrize("name", [NAME, "persuasion-24"])
-def test_a_file_does_not_get_the_limits_of_a_known_text_by_its_name(table, tmp_path, name):
-    (tmp_path / f"{name}.txt").write_text("words that a model has learned")
-    with pytest.raises(UsageError, match="cannot be called"):
-        gate.passage(table, str(tmp_path / f"{name}.txt"))
+    for name in (NAME, "persuasion-24"):
+        (tmp_path / f"{name}.txt").write_text("words that a model has learned")
+        with pytest.raises(UsageError, match="cannot be called"):
+            gate.passage(table, str(tmp_path / f"{name}.txt"))
 
 
 def test_the_text_is_what_the_competitions_script_joins():

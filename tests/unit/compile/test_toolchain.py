@@ -85,12 +85,6 @@ def test_compilers_get_a_folder_for_temporary_files_that_is_there(machine, tmp_p
     assert path.is_dir()
 
 
-def test_a_wrapper_on_the_path_leads_to_its_cuda(machine, tmp_path):
-    home = recorded_cuda(tmp_path / "cuda")
-    script(machine / "nvcc", f'exec {home}/bin/nvcc "$@"')
-    assert (toolchain.find().home, toolchain.find().origin) == (home, "PATH")
-
-
 def test_an_incomplete_cuda_is_refused_if_requested(machine, tmp_path, monkeypatch):
     home = recorded_cuda(tmp_path / "cuda")
     monkeypatch.setenv("CUDA_HOME", str(home))
@@ -101,10 +95,11 @@ def test_an_incomplete_cuda_is_refused_if_requested(machine, tmp_path, monkeypat
         (home / part).touch()
 
 
-def test_an_incomplete_cuda_on_the_path_is_skipped(machine, tmp_path, monkeypatch, capfd):
-    broken, locked_one = recorded_cuda(tmp_path / "cuda"), tmp_path / "state"
-    (broken / "include/nvrtc.h").unlink()
-    script(machine / "nvcc", f'exec {broken}/bin/nvcc "$@"')
+def test_a_wrapper_leads_to_its_cuda_and_an_incomplete_one_is_skipped(machine, tmp_path, monkeypatch, capfd):
+    home, locked_one = recorded_cuda(tmp_path / "cuda"), tmp_path / "state"
+    script(machine / "nvcc", f'exec {home}/bin/nvcc "$@"')
+    assert (toolchain.find().home, toolchain.find().origin) == (home, "PATH")
+    (home / "include/nvrtc.h").unlink()
     recorded_cuda(locked_one / toolchain.HOME)
     monkeypatch.setattr(toolchain, "install", lambda _machine: (locked_one, False))
     assert toolchain.find().origin == "locked wheels"
@@ -268,13 +263,12 @@ def test_for_another_machine_its_libraries_get_programs_that_run_here(installing
         toolchain.find(machine=OTHER)
 
 
-def test_a_compiler_for_this_machine_is_refused_for_another(installing, cross_compiler, monkeypatch):
+def test_a_compiler_for_this_machine_is_refused_for_another_and_the_c_library_is_the_compilers(
+    installing, cross_compiler, monkeypatch
+):
+    wanted = os.confstr("CS_GNU_LIBC_VERSION").split()[-1]
+    assert toolchain.glibc_version(cross_compiler) == wanted
     monkeypatch.setenv("CXX", shutil.which("c++"))
     package = f"g..-{OTHER.replace('_', '-')}-linux-gnu"
     with refused("compile.toolchain", rf"for {OTHER} here, and there is .* for {HERE} · sudo apt install {package}"):
         toolchain.find(machine=OTHER)
-
-
-def test_the_c_library_is_the_compilers(cross_compiler):
-    wanted = os.confstr("CS_GNU_LIBC_VERSION").split()[-1]
-    assert toolchain.glibc_version(cross_compiler) == wanted

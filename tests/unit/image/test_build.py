@@ -103,20 +103,14 @@ esac""")
     assert "--image sparkforge/vllm:spark-arm64" in capsys.readouterr().err
 
 
-def test_an_engine_that_cannot_set_up_the_other_platforms_packages_is_refused_with_what_to_install(docker):
-    called = docker(ENGINE.replace(", linux/arm64", ""))
+def test_a_build_that_fails_or_cannot_be_made_is_refused_with_the_next_step(docker):
+    called = docker(ENGINE.replace(", linux/arm64", ""))  # this engine runs no program of the other platform
     with refused("engine.failed", "linux/arm64.*qemu-user"):
         image.build(WORDS, "spark", ImageOptions(platform="linux/arm64"))
     assert "build" not in called()
-
-
-def test_a_build_that_fails_is_named_and_its_log_is_the_next_step(docker):
     docker("echo '#9 ERROR: process did not complete: exit code: 54'; exit 1")
     with refused("engine.failed", r"exit code: 54.*image\.log$"):
         image.build(WORDS, "spark")
-
-
-def test_another_way_is_refused():
     with refused("usage", "wheel or source"):
         image.build(WORDS, "spark", ImageOptions("git"))
     other = "linux/amd64" if os.uname().machine == "aarch64" else "linux/arm64"

@@ -69,19 +69,27 @@ def test_the_audit_in_the_image_must_match_it(holding, code, changes, message):
         verify()
 
 
-def test_an_image_that_is_not_there_names_the_build(fake_engine):
+def test_an_image_that_is_not_ours_or_not_there_is_named(fake_engine):
+    for configuration in (None, [], {"Labels": None}, {"Labels": [1]}, {"Labels": {"/opt": 5}}):
+        fake_engine.image["Config"] = configuration
+        with refused("integrity.image", "not an image of this Sparkforge"):
+            verify()
     fake_engine.routes[r"GET /images/.+/json"] = lambda query: (404, {"message": "No such image: x"})
     with refused("engine.image", r"\./inv build --engine docker --stack embedded"):
         verify()
 
 
-def test_a_broken_manifest_is_a_named_error_and_nothing_is_left(fake_engine, holding):
+def test_a_broken_manifest_or_audit_is_a_named_error_and_nothing_is_left(fake_engine, holding):
     for content in (b"{", b"", b"7", b"[" * 100_000, b'{"patches": []}', b'{"lock": {"a": 1}}', b'{"packages": "x"}',
                     b'{"audit": [1]}', b'{"stack": {}}', b"\xff"):  # fmt: skip
         holding(content)
         with refused("engine.failed", "cannot read the image's own manifest"):
             verify()
         assert fake_engine.asked[-1][0] == "DELETE /containers/abc"
+    for report in ([], None, 5, {"code": 1, "files": 3}, {"files": 3, "code": {"files": [1]}}, {"code": {}}):
+        holding(report=report)
+        with refused("engine.failed", "cannot read the image's own manifest"):
+            verify()
 
 
 def test_a_first_build_without_room_or_buildx_is_refused(fake_engine, docker_command, monkeypatch, tmp_path):
@@ -103,17 +111,3 @@ def test_a_first_build_without_room_or_buildx_is_refused(fake_engine, docker_com
     docker_command.answers("buildx version", err="docker: 'buildx' is not a docker command.", code=1)
     with pytest.raises(errors.EngineError):
         docker_image.ready_to_build("embedded")
-
-
-def test_a_broken_audit_is_a_named_error(holding):
-    for report in ([], None, 5, {"code": 1, "files": 3}, {"files": 3, "code": {"files": [1]}}, {"code": {}}):
-        holding(report=report)
-        with refused("engine.failed", "cannot read the image's own manifest"):
-            verify()
-
-
-def test_malformed_labels_are_not_ours(fake_engine):
-    for configuration in (None, [], {"Labels": None}, {"Labels": [1]}, {"Labels": {"/opt": 5}}):
-        fake_engine.image["Config"] = configuration
-        with refused("integrity.image", "not an image of this Sparkforge"):
-            verify()

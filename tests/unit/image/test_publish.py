@@ -132,13 +132,10 @@ def test_the_version_is_made_of_vllm_the_lock_and_the_patches_alone():
     assert versions.version(manifest(patches={})) != version
 
 
-def test_a_registrys_port_is_no_tag():
+def test_a_registrys_port_is_no_tag_and_the_engines_name_of_a_repository_is_known():
     assert versions.split("sparkforge/vllm:spark") == ("sparkforge/vllm", "spark")
     assert versions.split("127.0.0.1:5000/a/b:c") == ("127.0.0.1:5000/a/b", "c")
     assert versions.split("127.0.0.1:5000/a/b") == ("127.0.0.1:5000/a/b", "latest")
-
-
-def test_the_digest_of_an_image_is_found_under_the_name_that_the_engine_gives_its_repository():
     for repository, named in (
         ("127.0.0.1:5000/a/b", "127.0.0.1:5000/a/b"), ("docker.io/me/vllm", "me/vllm"),
         ("docker.io/library/vllm", "vllm"),

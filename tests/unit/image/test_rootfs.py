@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 import pytest
 from expected import refused
 
-from sparkforge.core.errors import IntegrityError, UsageError
+from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import sha256_file
 from sparkforge.image import devices, rootfs
 from sparkforge.image.rootfs import Tree
@@ -179,14 +179,11 @@ def test_each_step_asks_for_the_trees_machine_and_its_sources(tree, tmp_path, mo
         (request,) = asked["build_extensions"]
         assert (request.sources, request.targets) == (sources, "spinloop")
     assert asked["install_overlay"] == ("the overlay", str(tree.packages))
+    with refused("usage", "cannot be combined with --platform"):
+        rootfs.compile_vllm(Tree(tree.root, "spark", FOREIGN), tmp_path, "", "1")
     foreign = Tree(tmp_path / "new", "embedded", FOREIGN)
     rootfs.install(foreign)
     assert asked["fetch_wheels"][2] == rootfs.describe(foreign)["machine"] == FOREIGN
-
-
-def test_vllm_is_compiled_on_a_machine_like_the_images_only(tree, tmp_path):
-    with pytest.raises(UsageError, match="cannot be combined with --platform"):
-        rootfs.compile_vllm(Tree(tree.root, "spark", FOREIGN), tmp_path, "", "1")
 
 
 def test_files_compiled_here_replace_the_wheels(tree):

@@ -118,7 +118,7 @@ def test_a_malformed_record_is_refused(check):
             check(data)
 
 
-def test_a_path_without_a_database_is_refused(tmp_path):
+def test_a_path_without_a_database_and_a_bill_with_an_unusable_component_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.zip").write_bytes(b"PK\x03\x04 cut")
     for name, code, reason in (
@@ -127,16 +127,10 @@ def test_a_path_without_a_database_is_refused(tmp_path):
     ):  # fmt: skip
         with refused(code, reason):
             vulnerabilities.check(BILL, tmp_path / name)
-
-
-def test_a_strangers_bill_with_an_unusable_component_is_refused(tmp_path):
-    for component in (
-        {"purl": "pkg:pypi/a@1"},
-        {"purl": "x", "version": "1"},
-        {"purl": "pkg:pypi/a@1", "version": "?"},
-    ):
+    for entry in ({"purl": "pkg:pypi/a@1"}, {"purl": "x", "version": "1"}, {"purl": "pkg:pypi/a@1", "version": "?"}):
+        bill = json.dumps({"components": [{"name": "a", **entry}]}).encode()
         with refused("integrity.image", "bill of materials"):
-            vulnerabilities.check(json.dumps({"components": [{"name": "a", **component}]}).encode(), tmp_path)
+            vulnerabilities.check(bill, tmp_path)
 
 
 @pytest.mark.needs("dpkg")

@@ -15,7 +15,7 @@ from sparkforge.plan.devices import GIB
 
 KNOWN = models.load()
 MODELS = {name: parse(known.config, name) for name, known in KNOWN.items()}
-DEVICES = devices.table()
+BIG, DEVICES = MODELS["gpt-oss-120b"], devices.table()
 LOADS = st.builds(
     Workload, context=st.integers(1, 131_072), concurrency=st.integers(1, 200), kv=st.sampled_from(["bf16", "fp8"]),
     batched=st.sampled_from([2_048, 4_096, 8_192]), sequences=st.sampled_from([16, 64, 1_024]),
@@ -63,14 +63,11 @@ def test_the_share_is_the_memory_left_by_others():
         assert budget.most_share(device) == share
 
 
-BIG = parse(KNOWN["gpt-oss-120b"].config, "test")
-
-
-@pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b"])
-def test_the_sum_is_the_checkpoints_own_size(name):
-    assert parse(KNOWN[name].config, name).weight_bytes() == KNOWN[name].tensor_bytes
-    assert KNOWN[name].source
-    assert KNOWN[name].tensor_bytes_source
+def test_the_sum_is_the_checkpoints_own_size():
+    for name in ("gpt-oss-120b", "gpt-oss-20b"):
+        assert MODELS[name].weight_bytes() == KNOWN[name].tensor_bytes
+        assert KNOWN[name].source
+        assert KNOWN[name].tensor_bytes_source
 
 
 def test_kv_cache_of_gpt_oss_120b():

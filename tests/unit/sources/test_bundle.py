@@ -186,16 +186,13 @@ def test_offline_a_bundle_gives_back_sources_and_repositories(tmp_path, world, m
     assert [source.state for source in trees.fetch_sources("spark")] == ["unchanged", "unchanged"]
 
 
-def test_a_file_that_is_no_bundle_is_not_overwritten(tmp_path, world):
+def test_a_file_that_is_no_bundle_is_not_overwritten_and_another_format_machine_or_part_is_refused(tmp_path, world):
     file = tmp_path / "b.tar"
     bundle.make(file, stack="spark")  # its manifest stays when the file is replaced
     file.write_text("dear")
     with pytest.raises(UsageError, match="not a bundle"):
         bundle.make(file, stack="spark")
     assert file.read_text() == "dear"
-
-
-def test_another_format_machine_or_part_is_refused(tmp_path, world):
     for name, target in (
         ("b.zip", {}), ("b.tar", {"machine": "arm64"}), ("b.tar", {"more": ["nope"]}), ("b.tar", {"more": ["../pins"]}),
     ):  # fmt: skip

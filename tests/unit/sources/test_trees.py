@@ -22,6 +22,8 @@ def test_an_archive_is_unpacked_once_with_its_listing_and_manifest(kit):
     assert recorded.outputs["listing"] == hashlib.sha256(archive.listing_path(unpacked).read_bytes()).hexdigest()
     shutil.rmtree(paths.cache())  # nothing more is read
     assert [tree.state for tree in trees.fetch_sources("s", table=pins)] == ["unchanged"]
+    with refused("input.pins", r"pins.toml has s"):
+        trees.fetch_sources("t", table=pins)
 
 
 def test_a_needed_repository_that_cannot_be_had_is_missing_and_the_rest_is_kept(kit):
@@ -32,11 +34,6 @@ def test_a_needed_repository_that_cannot_be_had_is_missing_and_the_rest_is_kept(
     with refused("network.fetch", r"1 of 2 sources are missing.*git init -q dep"):
         trees.require_all(fetched, pins.stacks["s"].git)
     assert [tree.state for tree in trees.fetch_sources("s", table=pins, git=False)] == ["unchanged", "left out"]
-
-
-def test_an_unknown_stack_names_the_known(kit):
-    with refused("input.pins", r"pins.toml has s"):
-        trees.fetch_sources("t", table=kit.upstream(FILES))
 
 
 @pytest.fixture

@@ -35,14 +35,11 @@ def test_a_suitable_interpreter_is_used_with_the_cmake_in_its_folder(interpreter
     assert examined.versions == {"torch": "2.13.0+cu130", "built for python": "3.12.3", "cmake": "4.1.2"}
 
 
-def test_all_problems_are_reported_together_and_missing_headers_name_their_package(interpreter):
+def test_an_unsuitable_interpreter_is_refused_with_all_its_problems(interpreter):
     with refused("compile.inputs", r"instead of 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools"):
         vllm_env.examine(interpreter(torch="2.11.0", cuda="", missing=["jinja2", "setuptools"]), "spark")
     with refused("compile.toolchain", r" · sudo apt install python3\.12-dev$"):
         vllm_env.examine(interpreter(header=False), "spark")
-
-
-def test_a_program_that_is_no_interpreter_is_no_traceback(interpreter):
     python = interpreter()
     for text in ("exit 3", "echo Hello", "true"):
         python.write_text(f"#!/bin/sh\n{text}\n")
@@ -66,14 +63,11 @@ def test_an_old_cmake_is_skipped_and_named_if_there_is_no_other(interpreter, tmp
 TABLE = vllm_targets.load("0.32.0")
 
 
-def test_targets_unused_on_sm121_are_refused_with_reason_and_line():
+def test_targets_and_architectures_are_those_of_sm121():
     with pytest.raises(UsageError, match=r"FlashAttention 3 is for 9.0a \(cmake/external_projects/vllm_flash_attn"):
         TABLE.chosen(["_vllm_fa3_C"])
     with pytest.raises(UsageError, match="vLLM has no target _C ·"):
         TABLE.chosen(["_C"])
-
-
-def test_the_architecture_is_mapped_as_vllms_cmake_files_do_and_an_untested_one_is_refused():
     for arch, base in (("12.1a", "12.0"), ("12.1", "12.0"), ("12.0f", "12.0f")):
         assert (TABLE.mapped(arch).base, TABLE.mapped(arch).family) == (base, "12.0f")
     with pytest.raises(UsageError, match=r"no rule for --arch 10\.0a"):
