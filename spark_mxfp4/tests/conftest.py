@@ -57,15 +57,25 @@ def one_thread():
 
 
 @pytest.fixture
-def gpu_on_cpu(library, monkeypatch):
+def claim_gpu(monkeypatch):
+    """Return a function that replaces functions of torch.cuda by their results, as on a GPU that is not here."""
+
+    def claim(**results):
+        for name, result in results.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+
+    return claim
+
+
+@pytest.fixture
+def gpu_on_cpu(library, monkeypatch, claim_gpu):
     """Run hopper.py with the test module's `library`, one multiprocessor, and memory of NaN and 77 between guards."""
-    from cpu_kernels import set_processors
+    from cpu_kernels import properties
     from spark_mxfp4.kernels import hopper
 
     library.spark_error = lambda number: f"{number} threads wait for ever".encode()
     monkeypatch.setattr(hopper, "library", lambda: library)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=None))
-    set_processors(1, monkeypatch)
+    claim_gpu(current_stream=SimpleNamespace(cuda_stream=None), get_device_properties=properties(1))
     library.add_tensor.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     library.add_tensor(None, 0)
     guarded = []

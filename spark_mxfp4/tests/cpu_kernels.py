@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from spark_mxfp4.kernels import precompile
@@ -32,10 +31,9 @@ def shared_library(folder: Path, unit: str, *, change: Callable[[str], str] = st
     return str(library)
 
 
-def set_processors(number: int, monkeypatch: pytest.MonkeyPatch, shared: int = 232_448) -> None:
-    """Give hopper.py a GPU with `number` multiprocessors and `shared` bytes of shared memory for a block."""
-    properties = SimpleNamespace(multi_processor_count=number, shared_memory_per_block_optin=shared)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+def properties(number: int, shared: int = 232_448) -> SimpleNamespace:
+    """Return the properties of a GPU with `number` multiprocessors and `shared` bytes of shared memory for a block."""
+    return SimpleNamespace(multi_processor_count=number, shared_memory_per_block_optin=shared)
 
 
 def activations(tokens: int, hidden: int) -> torch.Tensor:

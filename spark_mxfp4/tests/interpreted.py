@@ -1,7 +1,4 @@
-"""Run by test_triton.py in a separate process, because Triton decides at import whether it interprets."""
-
-import sys
-import traceback
+"""The Triton kernels against the reference; test_triton.py runs this file by Triton's interpreter."""
 
 import torch
 
@@ -26,7 +23,7 @@ def layer(*, bias=True):
     return weights, torch.randn(TOKENS, HIDDEN), ids, torch.softmax(torch.randn(TOKENS, TOP_K), dim=-1)
 
 
-def sorting():
+def test_sorting():
     for count, top_k, known in ((1, 1, None), (40, 5, None), (700, 3, 4), (3, 16, None)):
         experts = 20 if known is None else known
         ids = torch.randint(-1, 20, (count, top_k), dtype=torch.int32)
@@ -45,20 +42,20 @@ def sorting():
             assert len(own_pairs) == -(-len(wanted) // 16) * 16
 
 
-def whole_layer():
+def test_whole_layer():
     for bias in (True, False):
         weights, x, ids, shares = layer(bias=bias)
         got = fused.tiled(x, weights, TopK(ids, shares), tiles=fused.Tiles(32, 16, 64, 4, 2))
         assert error(got, moe(x, weights, ids, shares)) < 1e-6
 
 
-def silu():
+def test_silu():
     weights, x, ids, shares = layer(bias=False)
     got = fused.tiled(8 * x, weights, TopK(ids, shares), SILU, fused.Tiles(32, 16, 64, 4, 2))
     assert error(got, moe(8 * x, weights, ids, shares, None, SILU)) < 1e-6
 
 
-def expert_map():
+def test_expert_map():
     weights, x, ids, shares = layer()
     expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
     expert_map[[4, 1]] = torch.arange(2, dtype=torch.int32)
@@ -67,7 +64,7 @@ def expert_map():
     assert error(got, moe(x, local, ids, shares, expert_map)) < 1e-6
 
 
-def extreme_scales():
+def test_extreme_scales():
     weights, x, ids, shares = layer()
     weights.gate_up.weight[:] = 0x11  # 0.5 everywhere
     for scale, size in ((0, 2.0**100), (1, 2.0**100), (254, 2.0**-8)):
@@ -83,7 +80,7 @@ def extreme_scales():
     assert not got[:, :5].isnan().any()
 
 
-def w4a8():
+def test_w4a8():
     """The W4A8-MX product equals the float32 product of the rounded activations."""
     weights, x, ids, shares = layer()
 
@@ -101,7 +98,7 @@ def w4a8():
     assert error(got, moe(x, weights, ids, shares)) > 5e-3
 
 
-def mxfp8():
+def test_mxfp8():
     tie = torch.tensor([0.0, 1.0625, 1.1875, 17.0, 19.0, 448.0, 464.0, 480.0]).repeat(4)
     x = torch.cat(
         [
@@ -114,15 +111,3 @@ def mxfp8():
     got, got_scales = quantize_rows(x)
     assert torch.equal(got_scales, scales)
     assert torch.equal(got.view(torch.uint8), elements.view(torch.uint8))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for name in sys.argv[2:]:
-        torch.manual_seed(int(sys.argv[1]))
-        try:
-            globals()[name]()
-        except AssertionError:  # continue: the other checks help to find the fault
-            traceback.print_exc()
-        else:
-            print(name)

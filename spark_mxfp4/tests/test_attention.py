@@ -4,6 +4,7 @@ import ctypes
 import re
 import subprocess
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,14 +30,11 @@ def library(tmp_path_factory):
     return loaded
 
 
-@pytest.fixture(autouse=True)
-def _on_a_cpu(request, monkeypatch):
-    if "library" in request.fixturenames:
-        library = request.getfixturevalue("library")
-        monkeypatch.setattr(attention, "load", lambda _device: library)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: type("Stream", (), {"cuda_stream": None}))
-        cpu_kernels.set_processors(16, monkeypatch)
-        attention._processors.cache_clear()
+@pytest.fixture
+def on_a_cpu(library, monkeypatch, claim_gpu):
+    monkeypatch.setattr(attention, "load", lambda _device: library)
+    claim_gpu(current_stream=SimpleNamespace(cuda_stream=None), get_device_properties=cpu_kernels.properties(16))
+    attention._processors.cache_clear()
 
 
 @pytest.mark.needs("c++")
@@ -50,12 +48,12 @@ def _on_a_cpu(request, monkeypatch):
         ((600,), 0, 1, {"block": 48, "scale": 8}), ((90, 33), 0, 0, {"key_heads": 2, "stored": False}),
     ],
 )  # fmt: skip
-def test_attention_is_that_of_float32(library, lengths, window, shared_by, options):
+def test_attention_is_that_of_float32(on_a_cpu, lengths, window, shared_by, options):
     attention_cases.check_attention(lengths, window, shared_by, torch.device("cpu"), **options)
 
 
 @pytest.mark.needs("c++")
-def test_a_prompt_is_rotated_and_cached(library):
+def test_a_prompt_is_rotated_and_cached(on_a_cpu):
     attention_cases.check_rotation([(9, 9), (3, 20), (1, 65)], torch.device("cpu"))
 
 
@@ -63,13 +61,13 @@ def test_a_prompt_is_rotated_and_cached(library):
 @pytest.mark.parametrize(
     ("tokens", "columns", "scale"), [(1, 2880, 1), (3, 64, 1), (2, 8, 1), (2, 12_288, 1), (0, 64, 1), (2, 2880, 0.003)]
 )
-def test_norm_equals_vllms(library, tokens, columns, scale):
+def test_norm_equals_vllms(on_a_cpu, tokens, columns, scale):
     attention_cases.check_norm(tokens, columns, torch.device("cpu"), scale)
 
 
 @pytest.mark.needs("c++")
 @pytest.mark.parametrize(("ranks", "columns"), [(2, 2880), (3, 64), (2, 12_288)])
-def test_a_norm_adds_the_parts_of_all_ranks(library, ranks, columns):
+def test_a_norm_adds_the_parts_of_all_ranks(on_a_cpu, ranks, columns):
     """Ranks run one after another. Each finds the messages of later ranks prefilled, and those must then be sent."""
     inboxes = [torch.zeros(norm.MOST_TOKENS, 3, ranks, columns).bfloat16() for _ in range(ranks)]
     assert {inbox.nbytes for inbox in inboxes} == {norm.inbox_bytes(ranks, columns)}
@@ -108,14 +106,14 @@ def test_splits_fill_the_gpu():
     assert attention.splits(1, 8, 1024, 48) == 4
 
 
-def test_other_heads_and_devices_are_left_to_vllm(monkeypatch):
+def test_other_heads_and_devices_are_left_to_vllm(monkeypatch, claim_gpu):
     assert [sizes for sizes in HEADS if attention.heads_fit(*sizes)] == [(64, 8, 64), (8, 1, 64), (8, 8, 64)]
     assert not attention.device_fits(torch.device("cpu"))
     gpu = torch.device("cuda")
     for capability, fits in (((9, 0), True), ((12, 1), True), ((10, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, version=capability: version)
+        claim_gpu(get_device_capability=capability)
         assert attention.device_fits(gpu) is fits
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    claim_gpu(get_device_capability=(9, 0))
     monkeypatch.setattr(torch.version, "hip", "7.1")  # AMD's gfx90a reports 9.0 too
     assert not attention.device_fits(gpu)
 

@@ -70,15 +70,14 @@ def test_a_missing_folder_gives_a_one_line_error_before_the_measurement(monkeypa
         ("measure_shards", (), r"sees 0 NVIDIA GPUs.*run bench/measure_experts\.py --output"),
     ],
 )
-def test_invalid_requests_give_an_error_that_names_them(monkeypatch, tmp_path, program, arguments, message):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+def test_invalid_requests_give_an_error_that_names_them(monkeypatch, claim_gpu, tmp_path, program, arguments, message):
+    claim_gpu(device_count=0)
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, program, "--output", tmp_path / "f.json", *arguments)
 
 
-def test_a_failed_peer_is_recorded_and_our_rows_stay(tmp_path, monkeypatch):
-    for name, value in {"is_available": True, "get_device_name": "a GPU", "empty_cache": None}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+def test_a_failed_peer_is_recorded_and_our_rows_stay(tmp_path, monkeypatch, claim_gpu):
+    claim_gpu(is_available=True, get_device_name="a GPU", empty_cache=None)
     monkeypatch.setattr(measure_experts, "ceilings", lambda: {"copy_gbs": 1.0})
     monkeypatch.setattr(measure_experts, "measure_ours", lambda model, tokens, *_: [{"tokens": n} for n in tokens])
     monkeypatch.setitem(sys.modules, "peer_cutlass", None)

@@ -57,13 +57,9 @@ def test_problems_of_a_kernel_are_reported(change, problem):
     assert dataclasses.replace(right, **change).problems() == problem
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "spark_mxfp4.kernels.offline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_the_command_refuses_an_unknown_capability():
-    result = run("--capabilities", "12.0,7.5")
+    command = [sys.executable, "-m", "spark_mxfp4.kernels.offline", "--capabilities", "12.0,7.5"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "no such capability: 7.5 · choose from 8.0, 8.9" in result.stderr
 

@@ -29,7 +29,7 @@ def library(tmp_path_factory):
 
 
 @pytest.fixture
-def check(library, gpu_on_cpu, monkeypatch):
+def check(library, gpu_on_cpu, claim_gpu):
     """Return a function that compares a random layer, computed with given shapes, with float32.
 
     The function returns how often warpgroups waited for their turn to store.
@@ -38,7 +38,7 @@ def check(library, gpu_on_cpu, monkeypatch):
     def layer(shapes, sizes, tokens, top_k=1, routing="even", *, processors=1, here=None, activation=GPT_OSS):
         torch.manual_seed(tokens)
         library.count_turns()
-        cpu_kernels.set_processors(processors, monkeypatch)
+        claim_gpu(get_device_properties=cpu_kernels.properties(processors))
         experts, hidden, _ = sizes
         weights, x = random_weights(*sizes, "cpu"), LARGE * activations(tokens, hidden)
         ids, shares = random_routing(tokens, experts, top_k, routing, "cpu")

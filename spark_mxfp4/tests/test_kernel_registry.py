@@ -54,8 +54,8 @@ def test_a_kernel_names_the_implementation_that_will_run():
     assert [registry.load("triton").variant(weights) for weights in (plain, laid_out)] == ["triton", "hopper"]
 
 
-def test_on_a_gb10_the_variant_is_layer(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (12, 1))
+def test_on_a_gb10_the_variant_is_layer(claim_gpu):
+    claim_gpu(get_device_capability=(12, 1))
     weight = SimpleNamespace(device=torch.device("cuda"), dim=lambda: 4)
     weights = ExpertWeights(Projection(weight), Projection(weight))
     assert registry.load("triton").variant(weights) == "layer"

@@ -111,8 +111,8 @@ def test_activations_may_lie_anywhere(monkeypatch):
     ("blocks", "block", "warp"), [(1, 0, 0), (1, 0, 9), (3, 0, 9), (3, 1, 9), (3, 1, 8), (3, 2, 0), (4, 0, 4)]
 )
 @pytest.mark.parametrize(("sizes", "tokens", "parts"), [((1, 64, 64), 3, 2), ((1, 32, 1984), 2, 1)])
-def test_no_warp_has_to_keep_up_with_the_others(library, monkeypatch, blocks, block, warp, sizes, tokens, parts):
-    cpu_kernels.set_processors(blocks, monkeypatch)
+def test_no_warp_has_to_keep_up_with_the_others(library, claim_gpu, blocks, block, warp, sizes, tokens, parts):
+    claim_gpu(get_device_properties=cpu_kernels.properties(blocks))
     weights, x = random_weights(*sizes, "cpu"), activations(tokens, sizes[1])
     ids, shares = random_routing(tokens, 1, 1, device="cpu")
     library.make_slow(block, warp)
@@ -124,11 +124,10 @@ def test_no_warp_has_to_keep_up_with_the_others(library, monkeypatch, blocks, bl
 
 
 @pytest.fixture
-def gb10(library, gpu_on_cpu, monkeypatch):
+def gb10(library, gpu_on_cpu, claim_gpu):
     """A GPU of 48 multiprocessors with 99 KB for a block, and without kernels for single products."""
-    cpu_kernels.set_processors(48, monkeypatch, GB10_SHARED)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 1))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA GB10")
+    properties = cpu_kernels.properties(48, GB10_SHARED)
+    claim_gpu(get_device_properties=properties, get_device_capability=(12, 1), get_device_name="NVIDIA GB10")
     library.limit_bytes(GB10_SHARED)
     yield
     library.limit_bytes(HOPPER_SHARED)

@@ -75,11 +75,11 @@ def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path,
 
 
 @pytest.mark.parametrize(("capability", "target"), [((9, 0), "90a"), ((12, 1), "121a")])
-def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch, capability, target):
+def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch, claim_gpu, capability, target):
     bound = []
     monkeypatch.setattr(extension, "bind", lambda path, _functions: bound.append(path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    claim_gpu(get_device_capability=capability)
     device = torch.device("cuda", 7)
     loads = (
         hopper.library.__wrapped__,
@@ -114,10 +114,10 @@ def test_a_failed_build_prints_its_error_and_leaves_no_files(compiled, fake_nvcc
     assert "there are no kernels for '89' · targets are 90a, 120a, 121a" in capsys.readouterr().err
 
 
-def test_amds_gpus_are_refused_by_name(monkeypatch):
+def test_amds_gpus_are_refused_by_name(monkeypatch, claim_gpu):
     """AMD's gfx90a reports the compute capability 9.0, as Hopper does, and torch calls the device cuda."""
     monkeypatch.setattr(torch.version, "hip", "7.1")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    claim_gpu(get_device_capability=(9, 0))
     device = torch.device("cuda", 6)
     assert not hopper.HopperKernel.available(device)
     with pytest.raises(NotImplementedError, match="dense kernels cannot run"):
@@ -131,8 +131,8 @@ def test_amds_gpus_are_refused_by_name(monkeypatch):
         GpuKernel().prepare(weights)
 
 
-def test_an_error_of_a_launch_is_raised_with_cudas_message(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=None))
+def test_an_error_of_a_launch_is_raised_with_cudas_message(claim_gpu):
+    claim_gpu(current_stream=SimpleNamespace(cuda_stream=None))
     library = SimpleNamespace(start=lambda result, _stream: result, spark_error=lambda error: b"error %d" % error)
     launch = partial(extension.launch, library, "start", device=torch.device("cuda"))
     assert launch(0) is True

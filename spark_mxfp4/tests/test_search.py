@@ -23,11 +23,10 @@ def choose_rules(sizes=UNKNOWN, timed=fake_timer, until=math.inf, clock=lambda: 
 
 
 @pytest.fixture(autouse=True)
-def own_results(monkeypatch):
+def own_results(monkeypatch, claim_gpu):
     monkeypatch.setenv(search.SEARCH_VARIABLE, "on")
     monkeypatch.setattr(tuning, "_adopted", {})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H200)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    claim_gpu(get_device_name=H200, is_current_stream_capturing=False)
     monkeypatch.setattr(search, "timer", lambda *_: fake_timer)
 
 
@@ -139,14 +138,14 @@ def test_an_unwritable_folder_only_means_another_search_at_the_next_start(tmp_pa
 
 
 @pytest.mark.parametrize("reason", ["off", "unset", "named", "captured", "out of memory"])
-def test_without_a_search_the_tables_shapes_stay(reason, monkeypatch):
+def test_without_a_search_the_tables_shapes_stay(reason, monkeypatch, claim_gpu):
     sizes = tuning.LaidOut(128, 2880, 2880) if reason == "named" else UNKNOWN
     if reason == "off":
         monkeypatch.setenv(search.SEARCH_VARIABLE, "off")
     if reason == "unset":
         monkeypatch.delenv(search.SEARCH_VARIABLE)
     if reason == "captured":
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        claim_gpu(is_current_stream_capturing=True)
     if reason == "out of memory":
 
         def full(*_):

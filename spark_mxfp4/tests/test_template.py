@@ -60,15 +60,7 @@ def test_a_name_that_python_could_not_import_is_refused(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_overwritten(tmp_path):
-    written = template.write("fast_moe", tmp_path)
-    (written / "fast_moe.py").write_text("mine")
-    with pytest.raises(FileExistsError, match="nothing is overwritten"):
-        template.write("fast_moe", tmp_path)
-    assert (written / "fast_moe.py").read_text() == "mine"
-
-
-def test_printed_commands_run_from_any_folder(tmp_path):
+def test_printed_commands_run_from_any_folder_and_nothing_is_overwritten(tmp_path):
     parent = tmp_path / "with a space"
     parent.mkdir()
     program = [sys.executable, "-P", "-m", "spark_mxfp4.template", "fast_moe"]
@@ -78,5 +70,8 @@ def test_printed_commands_run_from_any_folder(tmp_path):
     command = f"{enter} && {check.partition('#')[0].replace('python', shlex.quote(sys.executable), 1)} --device cpu"
     run = subprocess.run(command, shell=True, cwd="/", capture_output=True, text=True, check=False)  # noqa: S602
     assert run.stdout.endswith("it may serve\n"), run.stderr
+    (parent / "fast_moe" / "fast_moe.py").write_text("mine")
     again = subprocess.run(program, cwd=parent, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stderr.count(" · ")) == (1, 2), again.stderr
+    assert "nothing is overwritten" in again.stderr
+    assert (parent / "fast_moe" / "fast_moe.py").read_text() == "mine"

@@ -6,6 +6,8 @@ On a GPU machine, with a torch for CUDA: `pip install -e . pytest pytest-timeout
 import pytest
 import torch
 
+from spark_mxfp4.kernels import extension
+
 
 @pytest.fixture(autouse=True, scope="session")
 def needs_gpu():
@@ -17,3 +19,9 @@ def needs_gpu():
 def same_numbers():
     """Use new random numbers in each run, because a kernel must be right for all."""
     torch.seed()
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels():
+    if extension.target(torch.device("cuda")) is None:
+        pytest.skip("no kernels of CUDA are compiled for this GPU")

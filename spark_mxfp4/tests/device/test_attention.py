@@ -4,17 +4,12 @@ import pytest
 import torch
 
 import attention_cases
-from spark_mxfp4.kernels import attention, extension
+from gpu import captured
+from spark_mxfp4.kernels import attention
 from spark_mxfp4.kernels.attention import Layer
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("compiled_kernels")]
 LENGTHS = [(1,), (16, 17), (127, 128, 129, 0), (1024,), (1, 5000, 333, 64), (3000,) * 16, (900,) * 64, (20_000,)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def needs_a_kernel():
-    if extension.target(torch.device("cuda")) is None:
-        pytest.skip("the attention kernels are not compiled for this GPU")
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -50,11 +45,7 @@ def test_a_cuda_graph_holds_many_layers():
         for arguments in layers:
             attention.attend(*arguments)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     for _ in range(3):
         for *_, output in layers:
             output.fill_(torch.nan)

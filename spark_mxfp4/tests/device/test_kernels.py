@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from gpu import captured
 from spark_mxfp4.experts import GPT_OSS, SILU, ExpertWeights, TopK
 from spark_mxfp4.kernels import fused, hopper
 from spark_mxfp4.kernels.check import (
@@ -159,10 +160,7 @@ def test_a_graph_follows_new_inputs_and_routings(kernel, tokens):
             return HOPPER.run(x, prepared, ids, shares)
         return fused.tiled(x, prepared, TopK(ids, shares), tiles=TILES[kernel])
 
-    layer()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = layer()
+    graph, got = captured(layer)
     for routing in ("even", "one", "uneven"):
         x.copy_(torch.randn_like(x))
         for old, new in zip((ids, shares), random_routing(tokens, 16, 4, routing), strict=True):

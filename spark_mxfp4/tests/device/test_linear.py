@@ -3,18 +3,12 @@
 import pytest
 import torch
 
-from spark_mxfp4.kernels import extension
+from gpu import captured
 from spark_mxfp4.kernels.check import PRODUCT_EDGES, PRODUCTS, error, poisoned
 from spark_mxfp4.kernels.linear import MANY_ROWS, Format, Weight, dense, reference, run
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("compiled_kernels")]
 SIZES = [*(size for size in PRODUCTS.values() if size[0] < MANY_ROWS), *PRODUCT_EDGES]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def needs_a_kernel():
-    if extension.target(torch.device("cuda")) is None:
-        pytest.skip("the dense kernels are not compiled for this GPU")
 
 
 def matrix_of(rows, columns):
@@ -61,11 +55,7 @@ def test_a_graph_holds_a_chain_of_products(format_):
     a, b = reference(up, format_).double(), reference(down, format_).double()
     for _ in range(6):
         wanted = ((wanted @ a.T).bfloat16().double() @ b.T).bfloat16().double() / 200
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = chain()
+    graph, output = captured(chain)
     for _ in range(20):
         output.fill_(torch.nan)
         graph.replay()

@@ -3,18 +3,13 @@
 import pytest
 import torch
 
-from spark_mxfp4.kernels import extension, router
+from gpu import captured
+from spark_mxfp4.kernels import router
 from spark_mxfp4.kernels.check import poisoned
 from spark_mxfp4.kernels.router import CLUSTERS, TICKETS, Routes, reference
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("compiled_kernels")]
 VARIANTS = (*CLUSTERS, *TICKETS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def needs_a_kernel():
-    if extension.target(torch.device("cuda")) is None:
-        pytest.skip("the router's kernels are not compiled for this GPU")
 
 
 def layer(experts, columns, tokens):
@@ -51,12 +46,7 @@ def test_a_cuda_graph_holds_many_routers(variant):
     if not possible(variant, 128, 2880):
         pytest.skip("the variant does not take this size")
     layers = [layer(128, 2880, 4) for _ in range(20)]
-    run = lambda: [router.route(*one, 4, None, variant) for one in layers]  # noqa: E731
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tables = run()
+    graph, tables = captured(lambda: [router.route(*one, 4, None, variant) for one in layers])
     for _ in range(5):
         for table in tables:
             table.fill_(torch.nan)

@@ -1,6 +1,7 @@
 """MAX's programs from the environment of `./test --max`, and the Mojo kernels' CPU parts as a C library."""
 
 import ctypes
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -20,9 +21,21 @@ def mojo():
 
 
 @pytest.fixture(scope="session")
-def compiled():
-    """The folder of MAX's compiled models, which is kept because compiling a model takes minutes."""
-    return PROJECT / ".cache" / "max"
+def lines(mojo):
+    """Return a function: a program of this folder, its arguments → the values that it prints as JSON in MAX's Python.
+
+    MAX's compiled models are kept in a folder, because compiling a model takes minutes.
+    """
+    cache = str(PROJECT / ".cache" / "max")
+    settings = {"MODULAR_TELEMETRY_ENABLED": "0", "MODULAR_CACHE_DIR": cache, "PYTHONPATH": str(PACKAGE.parent)}
+
+    def lines(program, *arguments):
+        command = [mojo.with_name("python"), Path(__file__).with_name(program), *arguments]
+        done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
+
+    return lines
 
 
 @pytest.fixture(scope="session")
