@@ -1,7 +1,6 @@
 """The reference experts for vLLM, with the fault that the file FAULT_FILE names; the file is read at every call."""
 
 import os
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -48,23 +47,20 @@ def through_mxfp8(x, off):
     return mxfp4.dequantize_mxfp8(elements, scales + off, x.dtype)
 
 
-@cache
-def rightly():
-    return experts.swiglu
+RIGHT = experts.swiglu
 
 
 def faulty(x, weights, topk_ids, topk_weights, expert_map=None):
     fault = Path(os.environ["FAULT_FILE"]).read_text()
-    swiglu = rightly()
-    experts.swiglu = swiglu
+    experts.swiglu = RIGHT
     if fault in CODES:
         weights = ExpertWeights(*(packed(projection, CODES[fault]) for projection in weights))
     elif fault.endswith("bias_dropped"):
         weights = without_bias(weights, fault.removesuffix("_bias_dropped"))
     elif fault == "clamp_removed":
-        experts.swiglu = lambda gate_up: swiglu(gate_up, limit=float("inf"))
+        experts.swiglu = lambda gate_up, activation: RIGHT(gate_up, activation._replace(limit=float("inf")))
     elif fault.startswith("mxfp8"):  # activations as in the hardware path, before both projections
         off = fault == "mxfp8_scale_off_by_one"
         x = through_mxfp8(x, off)
-        experts.swiglu = lambda gate_up: through_mxfp8(swiglu(gate_up), off)
+        experts.swiglu = lambda gate_up, activation: through_mxfp8(RIGHT(gate_up, activation), off)
     return moe(x, weights, topk_ids, topk_weights, expert_map)

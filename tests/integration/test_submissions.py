@@ -143,19 +143,10 @@ def outcomes(process, tree, submissions, scratch):
     """Run the tests of submissions on `tree` in a fork of `process`; return {submission: {test: passed?}}."""
     shutil.copytree(submissions[0].parent / "tests", scratch / "tests", dirs_exist_ok=True)  # may exist already
     report = scratch / "report.xml"
-    options = (
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        f"--rootdir={scratch}",
-        f"--junit-xml={report}",
-        "-o",
-        "junit_family=xunit1",
-    )  # fmt: skip - xunit1 names the file of a test
+    options = f"-q -p no:cacheprovider -c {os.devnull} -o junit_family=xunit1".split()  # xunit1 names a test's file
     named = {submission: named_tests(submission) for submission in submissions}
-    arguments = (*options, *(scratch / path for path in chain(*named.values())))
+    paths = (scratch / path for path in chain(*named.values()))
+    arguments = (*options, f"--rootdir={scratch}", f"--junit-xml={report}", *paths)
     # Exit code 1: a test failed; above: pytest itself.
     process.run(PYTEST, arguments, codes=(0, 1), PYTHONPATH=str(tree), FLASHINFER_WORKSPACE_BASE=str(scratch))
     cases = list(ET.parse(report).iter("testcase"))  # noqa: S314 - pytest wrote it just now

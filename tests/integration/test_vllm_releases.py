@@ -37,35 +37,28 @@ def test_every_supported_release_is_pinned():
     assert INSTALLED in SUPPORTED
 
 
+def require_passed(file, **settings):
+    """Run a file's tests in another process; all must pass, and none may be skipped."""
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = {**os.environ, **settings, "VLLM_TARGET_DEVICE": "cpu"}
+    file = ROOT / "tests" / "integration" / file
+    process = subprocess.run([*command, file], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.fullmatch(r"\d+ passed(, \d+ warnings)? in .*", process.stdout.splitlines()[-1]), process.stdout
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("release", [version for version in SUPPORTED if version != INSTALLED])
 def test_the_plugins_tests_pass_on_its_real_python(release):
     component = SDISTS[release]
     [archive] = component.files
     trees.unpack_archive(component, archive)
-    python_path = os.pathsep.join(
-        filter(None, [str(trees.tree_folder(component, archive)), os.environ.get("PYTHONPATH")])
-    )
-    settings = {"PYTHONPATH": python_path, "VLLM_TARGET_DEVICE": "cpu", "SPARKFORGE_TEST_VLLM": release}
-    tests = ROOT / "tests" / "integration" / "test_vllm_plugin.py"
-    process = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
-        cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert re.fullmatch(r"\d+ passed(, \d+ warnings)? in .*", process.stdout.splitlines()[-1]), process.stdout
+    path = filter(None, [str(trees.tree_folder(component, archive)), os.environ.get("PYTHONPATH")])
+    require_passed("test_vllm_plugin.py", PYTHONPATH=os.pathsep.join(path), SPARKFORGE_TEST_VLLM=release)
 
 
 @pytest.mark.nightly
 def test_the_forms_of_harmony_are_read_on_the_next_release(next_trees):
-    tree = next_trees.patched
     for extension in Path(importlib.util.find_spec("vllm").origin).parent.glob("*.so"):
-        shutil.copy2(extension, tree / "vllm")
-    settings = {"SPARKFORGE_TEST_TREE": str(tree), "VLLM_TARGET_DEVICE": "cpu"}
-    process = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-         ROOT / "tests/integration/test_harmony_forms.py"],
-        cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert re.fullmatch(r"\d+ passed(, \d+ warnings)? in .*", process.stdout.splitlines()[-1]), process.stdout
+        shutil.copy2(extension, next_trees.patched / "vllm")
+    require_passed("test_harmony_forms.py", SPARKFORGE_TEST_TREE=str(next_trees.patched))

@@ -1,5 +1,7 @@
 """Instructor over the openai package: pydantic models by tools, by JSON schema and by JSON mode."""
 
+from functools import partial
+
 import instructor
 import openai
 from conversations import JSON, KEY, NAMED_CALL, TOKENS, Weather, equal, feature, main
@@ -14,19 +16,7 @@ def extract(url, model, mode, cue):
     equal(answer.model_dump(), {"city": "Oslo", "degrees": 7})
 
 
-@feature("tools")
-def _(url, model):
-    extract(url, model, instructor.Mode.TOOLS, NAMED_CALL)
-
-
-@feature("JSON schema")
-def _(url, model):
-    extract(url, model, instructor.Mode.JSON_SCHEMA, JSON)
-
-
-@feature("JSON mode")
-def _(url, model):
-    extract(url, model, instructor.Mode.JSON, JSON)
-
-
+feature("tools")(partial(extract, mode=instructor.Mode.TOOLS, cue=NAMED_CALL))
+feature("JSON schema")(partial(extract, mode=instructor.Mode.JSON_SCHEMA, cue=JSON))
+feature("JSON mode")(partial(extract, mode=instructor.Mode.JSON, cue=JSON))
 main()
