@@ -7,7 +7,6 @@ to requests with that key, the changes replace the choice.
 import http.server
 import json
 import os
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -100,8 +99,6 @@ def main(port, behaviour="good", changes='["", {}]'):
     if behaviour == "dies":
         print("(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: no such kernel", flush=True)
         sys.exit(1)
-    if behaviour == "has children":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Server(int(port), behaviour, json.loads(changes)).serve_forever()
 
 

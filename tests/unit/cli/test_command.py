@@ -36,18 +36,15 @@ def test_our_errors_give_their_parts_and_their_code(capsys):
     assert printed.index("a failed") < printed.index("because b") < printed.index("./inv c")
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT])
-def test_a_file_that_cannot_be_used_is_named(number, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.EACCES, "access"), (errno.ENOENT, "access"), (errno.ENOSPC, "full")]
+)
+def test_a_file_that_cannot_be_used_is_named(number, code, capsys, tmp_path):
     assert code_of(OSError(number, "no such luck", str(tmp_path / "x"))) == 28
     printed = capsys.readouterr().err
-    assert f"{tmp_path}/x" in printed
-    assert f"ls -ld {tmp_path}" in printed
-
-
-def test_a_full_disk_has_its_own_code(tmp_path, capsys):
-    assert code_of(OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))) == 28
+    assert f"[storage.{code}]" in printed
+    assert str(tmp_path) in printed
     assert code_of(OSError(errno.ENOSPC, "No space left on device")) == 28  # from an open file, without a name
-    assert capsys.readouterr().err.count("[storage.full]") == 2
 
 
 def test_ctrl_c_is_what_shells_expect():

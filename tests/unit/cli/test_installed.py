@@ -79,24 +79,13 @@ def test_its_command_uses_its_own_name_and_the_folders_of_xdg(sparkforge):
         assert doctor.returncode == 0
         assert f"not read: {state}/sparkforge/validation.json" in doctor.stderr
     assert "serve: sparkforge up gpt-oss-20b" in sparkforge("plan", "gpt-oss-20b").stderr
-    assert {path.relative_to(sparkforge.home).as_posix() for path in sparkforge.home.glob(".*/*")} <= {
-        ".local/share",
-        ".local/state",
-        ".cache/sparkforge",
-    }
-
-
-def test_an_error_names_the_installed_command(sparkforge):
-    error = sparkforge("status").stderr
-    assert "next: sparkforge up" in error
-    error = sparkforge("test").stderr
-    assert "sparkforge test is for a clone" in error
-
-
-def test_a_model_is_found_from_the_callers_folder(sparkforge):
+    assert "next: sparkforge up" in sparkforge("status").stderr
+    assert "sparkforge test is for a clone" in sparkforge("test").stderr
     (sparkforge.folder / "empty-model").mkdir()
     error = sparkforge("up", "--device", "embedded", "--model", "empty-model").stderr
-    assert f"no model in {sparkforge.folder / 'empty-model'}" in error
+    assert f"no model in {sparkforge.folder / 'empty-model'}" in error  # from the caller's folder
+    folders = {path.relative_to(sparkforge.home).as_posix() for path in sparkforge.home.glob(".*/*")}
+    assert folders <= {".local/share", ".local/state", ".cache/sparkforge"}
 
 
 @pytest.mark.nightly

@@ -148,15 +148,6 @@ def test_an_advised_change_is_printed_as_the_whole_command(monkeypatch, capsys, 
     assert capsys.readouterr().err.splitlines()[-1] == f"  next: {fix}"
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [("/root/x y", "./inv up --model '/root/x y'"), ("a/b/c", "./inv models   # lists what pull takes")],
-)
-def test_pull_tells_a_folder_from_a_repository(capsys, name, fix):
-    assert program.main(("pull", name)) == UsageError.exit_code
-    assert capsys.readouterr().err.splitlines()[2] == f"  next: {fix}"
-
-
 def test_two_words_are_the_command_with_a_dot(inv):
     assert inv("service", "install", "--help").stdout == inv("service.install", "--help").stdout
     result = inv("build", "kernels")

@@ -6,6 +6,7 @@ import pytest
 from expected import refused
 from invoke.context import Context
 from invoke.exceptions import Exit
+from programs import write_program
 
 from lab import check, suite
 from sparkforge.cli import maintain
@@ -35,15 +36,10 @@ def test_the_command_ends_with_the_code_of_the_program_in_the_laboratory():
      ("x86_64", False, "one, three, shell")],
 )  # fmt: skip
 def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path, capsys, machine, installed, failed):
-    def program(path, text):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-
-    program(tmp_path / "bin" / "good", "echo good says $1")
-    program(tmp_path / "bin" / "bad", "echo bad says $1; exit 1")
+    write_program(tmp_path / "bin" / "good", "echo good says $1")
+    write_program(tmp_path / "bin" / "bad", "echo bad says $1; exit 1")
     if installed:
-        program(tmp_path / "shellcheck", "exit 1")
+        write_program(tmp_path / "shellcheck", "exit 1")
     monkeypatch.setenv("PATH", str(tmp_path))
     pages = (sys.executable, "-m", "lab.reference_pages", "--check")
     checks = {"one": ("bad", "x"), "two": ("good",), "three": ("missing",), "shell": ("shellcheck",)}
@@ -74,9 +70,7 @@ def test_the_program_of_a_run_follows_the_options_and_the_machine(words, cores, 
 
 
 def test_a_run_that_fails_is_an_error(tmp_path):
-    program = tmp_path / "python"
-    program.write_text('#!/bin/sh\nexit "$(($# - 3))"\n')
-    program.chmod(0o755)
+    program = write_program(tmp_path / "python", 'exit "$(($# - 3))"')
     suite.run(suite.TestRun(("pytest", "passes"), {}), program)
     for failing in (suite.TestRun(("pytest", "x", "y"), {}), suite.TestRun(("a", "b", "c"), {}, output=tmp_path)):
         with refused("process.tests"):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import write_program
 
 from sparkforge.core import bootstrap
 from sparkforge.core.errors import ProcessError
@@ -18,46 +19,32 @@ from sparkforge.core.paths import ROOT
 FAKE_COMMANDS = "import os, sys; print('run', *sys.argv[1:], 'in', os.environ['INV_CWD'])"
 
 
-def write_checkout(folder):
-    package = (
-        "__init__.py",
-        "core/__init__.py",
-        "core/bootstrap.py",
-        "core/errors.py",
-        "core/installers.py",
-        "core/installers.toml",
-    )
-    for name in ("inv", *(f"sparkforge/{file}" for file in package)):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    (folder / "locks").mkdir()
-    (folder / "locks" / "tools.txt").write_text("# nothing to install\n")
-    (folder / "sparkforge/cli").mkdir()
-    (folder / "sparkforge/cli/__main__.py").write_text(FAKE_COMMANDS)
-    return folder
-
-
 @pytest.fixture
 def checkout(tmp_path):
-    return write_checkout(tmp_path)
+    core = ("__init__.py", "bootstrap.py", "errors.py", "installers.py", "installers.toml")
+    for name in ("inv", "sparkforge/__init__.py", *(f"sparkforge/core/{file}" for file in core)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name, text in (("locks/tools.txt", "# nothing to install\n"), ("sparkforge/cli/__main__.py", FAKE_COMMANDS)):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    return tmp_path
 
 
 def inv(checkout, *args, **env):
-    return subprocess.run(
-        [checkout / "inv", *args], env={**os.environ, "PYTHON": sys.executable, **env}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHON": sys.executable, **env}
+    return subprocess.run([checkout / "inv", *args], env=env, capture_output=True, text=True, check=False)
 
 
 def test_sudo_makes_no_environment_in_another_users_checkout(checkout, monkeypatch):
     monkeypatch.setenv("SUDO_UID", "1000")
-    monkeypatch.setattr(bootstrap, "make", lambda *_: pytest.fail("root would own .venv"))
     if os.geteuid() == 0:
         os.chown(checkout, 1000, 1000)
     monkeypatch.setattr(bootstrap.os, "geteuid", lambda: 0)
     with pytest.raises(ProcessError, match="not made with sudo") as refused:
         bootstrap.main(checkout)
     assert refused.value.fix.startswith(f"{checkout}/inv --list")
+    assert not (checkout / ".venv").exists()
     assert not (checkout / ".sparkforge").exists()
 
 
@@ -92,13 +79,10 @@ def test_a_lock_that_cannot_be_installed_is_named(checkout):
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_first_run_gives_no_traceback_and_the_next_run_completes_it(checkout, signals_not_ignored):
-    old = checkout / "old-python"  # must be skipped
-    old.write_text("#!/bin/sh\nexit 1\n")
-    old.chmod(0o755)
-    process = subprocess.Popen(
-        [checkout / "inv"], env={**os.environ, "PYTHON": sys.executable}, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    old = write_program(checkout / "old-python", "exit 1")  # must be skipped
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHON": sys.executable}
+    process = subprocess.Popen([checkout / "inv"], env=environment, start_new_session=True, **pipes)
     while not (checkout / ".venv" / ".made-by-sparkforge").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)

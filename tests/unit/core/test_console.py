@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from contextlib import redirect_stdout
 
 import pytest
 from hypothesis import given
@@ -15,23 +16,11 @@ from sparkforge.core.errors import SparkforgeError
 
 UNSAFE = re.compile(f"[{console.UNSAFE}]")
 EVIL = [
-    "\x1b]52;c;cm0gLXJmIH4=\x07",  # sets the clipboard
-    "\x9d52;c;cm0gLXJmIH4=\x9c",
-    "\x1b]8;;http://evil.example\x1b\\text\x1b]8;;\x1b\\",
-    "\x1b[31mred\x1b[0m",
-    "\x9b2J",
-    "\x1b[?1049h",
-    "\x1bP+q544e\x1b\\",
-    "\x1b^pm\x1b\\",
-    "\x1bc",
-    "\x1b(0",
-    "\x1b]52;c;",
-    "a\bb\x7f\x00\x07\x0b\x0c",
-    "\x85\x84\x90",
-    "safe\u202eevil\u2066\u2069",
-    "\ud800 \udfff",
-    "all is well\rerror: it is not",
-]
+    "\x1b]52;c;cm0gLXJmIH4=\x07", "\x9d52;c;cm0gLXJmIH4=\x9c",  # sets the clipboard
+    "\x1b]8;;http://evil.example\x1b\\text\x1b]8;;\x1b\\", "\x1b[31mred\x1b[0m", "\x9b2J", "\x1b[?1049h",
+    "\x1bP+q544e\x1b\\", "\x1b^pm\x1b\\", "\x1bc", "\x1b(0", "\x1b]52;c;", "a\bb\x7f\x00\x07\x0b\x0c",
+    "\x85\x84\x90", "safe\u202eevil\u2066\u2069", "\ud800 \udfff", "all is well\rerror: it is not",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -100,9 +89,7 @@ def test_markup_and_links_in_a_text_are_not_interpreted(printed):
 
 @given(st.recursive(st.text(max_size=20), lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner)))
 def test_json_keeps_every_value(value):
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(console.sys, "stdout", out)
+    with redirect_stdout(io.StringIO()) as out:
         console.echo_json(value)
     assert not UNSAFE.search(out.getvalue())
     assert json.loads(out.getvalue()) == value

@@ -1,10 +1,10 @@
 """The docker command, pip and uv: arguments, and the errors for their real messages."""
 
 import os
-import stat
 
 import pytest
 from expected import refused
+from programs import write_program
 
 from sparkforge.core import docker as docker_cli
 from sparkforge.core import errors, installers
@@ -49,13 +49,8 @@ MESSAGES = {
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    def script(lines):
-        path = tmp_path / "docker"
-        path.write_text(f"#!/bin/sh\n{lines}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    return script
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return lambda lines: write_program(tmp_path / "docker", lines)
 
 
 @pytest.mark.parametrize("text", MESSAGES, ids=lambda text: text[:40] or "nothing")
@@ -72,17 +67,13 @@ def test_a_message_becomes_its_error_with_a_fix(script, tmp_path, text):
     assert code == "engine.failed" or "noise" not in caught.value.why
 
 
-def test_without_the_command_the_fix_is_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(errors.EngineError, match=r"docs\.docker\.com"):
-        docker_cli.docker(["info"])
-
-
-def test_a_plugin_tells_its_version_or_is_missing(script):
-    script(
-        "[ $1 = compose ] && echo 'Docker Compose version 2.26.1' && exit 0\n"
-        "echo \"docker: '$1' is not a docker command.\" >&2; exit 1"
-    )
+def test_a_plugin_tells_its_version_or_is_missing_like_the_command(script, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        with pytest.raises(errors.EngineError, match=r"docs\.docker\.com"):
+            docker_cli.docker(["info"])
+    missing = "echo \"docker: '$1' is not a docker command.\" >&2; exit 1"
+    script(f"[ $1 = compose ] && echo 'Docker Compose version 2.26.1' && exit 0\n{missing}")
     assert docker_cli.require_plugin("compose").endswith("2.26.1")
     with pytest.raises(errors.EngineError, match="docker-buildx-plugin"):
         docker_cli.require_plugin("buildx")
@@ -99,9 +90,8 @@ def test_a_build_prints_its_steps_and_keeps_its_log(script, tmp_path):
 
 @pytest.mark.parametrize(
     ("lines", "why"),
-    [("echo '#9 3.2 cc1plus: fatal error'; exit 3", "cc1plus"),
-     ("echo 'connect: connection refused'; seq 4000; exit 1", "4000")],
-)  # fmt: skip
+    [("echo '#9 3.2 cc1plus: fatal error'; exit 3", "cc1plus"), ("echo 'connect: refused'; seq 4000; exit 1", "4000")],
+)
 def test_a_build_that_fails_gives_its_last_lines_and_its_log(script, tmp_path, lines, why):
     script(lines)
     with refused("engine.failed", why) as caught:

@@ -7,13 +7,7 @@ import sys
 import pytest
 from expected import refused
 
-from sparkforge.core.files import (
-    atomic_file,
-    locked,
-    require_space,
-    write_atomic,
-    write_json,
-)
+from sparkforge.core.files import atomic_file, locked, require_space, write_atomic, write_json
 from sparkforge.core.paths import ROOT
 
 

@@ -57,9 +57,8 @@ def test_no_configuration_attribute_or_ignore_file_of_the_user_counts(tmp_path, 
     (home / ".config/git/ignore").write_text("*.c\n")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
-    monkeypatch.setenv("GIT_CONFIG_KEY_0", "core.autocrlf")
-    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "true")
+    for name, value in {"COUNT": "1", "KEY_0": "core.autocrlf", "VALUE_0": "true"}.items():
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
     folder = tmp_path / "r"
     folder.mkdir()
     (folder / "a.c").write_bytes(b"good\n")

@@ -58,21 +58,17 @@ def test_the_root_folder_is_no_state_folder_and_an_empty_variable_counts_as_unse
     assert paths.cache() == Path("/home/me/.cache/sparkforge")
 
 
-@pytest.mark.parametrize(
-    "named",
-    [
+def test_the_home_of_an_unknown_user_is_refused():
+    for call in (
         lambda: doctor.gather("", NOBODY),
         lambda: doctor.gather(NOBODY, ""),
         lambda: in_environment.Embedded(StartPlan("embedded", model=NOBODY)),
         lambda: hub.fetch_checkpoint(None, Path(NOBODY)),
         lambda: Mirror(Path(NOBODY), "openai/gpt-oss-120b", ""),
         lambda: offline.use_bundle(NOBODY),
-    ],
-    ids=["state", "log", "model", "to", "mirror", "offline"],
-)
-def test_the_home_of_an_unknown_user_is_refused(named):
-    with pytest.raises(UsageError, match="nobody-has-this-name"):
-        named()
+    ):
+        with pytest.raises(UsageError, match="nobody-has-this-name"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -97,16 +93,13 @@ def test_advice_in_an_image_says_what_runs_on_the_host(tmp_path, advice, in_an_i
     ("variables", "options"),
     [
         ({}, ""),
-        (
-            {"SPARKFORGE_COMPOSE_FILE": "a.yml:my b.yml", "SPARKFORGE_COMPOSE_FILE_1": "c.yml"},
-            "-f a.yml -f 'my b.yml' ",
-        ),
-        ({"SPARKFORGE_COMPOSE_FILE_1": "d.yml", "SPARKFORGE_COMPOSE_PROFILE": "serve"}, "-f d.yml --profile serve "),
+        ({"FILE": "a.yml:my b.yml", "FILE_1": "c.yml"}, "-f a.yml -f 'my b.yml' "),
+        ({"FILE_1": "d.yml", "PROFILE": "serve"}, "-f d.yml --profile serve "),
     ],
 )
 def test_advice_in_a_container_names_the_compose_files_that_made_it(monkeypatch, tmp_path, variables, options):
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"SPARKFORGE_COMPOSE_{name}", value)
     advice = "SPARKFORGE_MEMORY=8g docker compose up -d; then docker compose logs vllm"
     named = f"SPARKFORGE_MEMORY=8g docker compose {options}up -d; then docker compose {options}logs vllm"
     assert paths.where_it_runs(advice, tmp_path) == f"{named}   # on the host"

@@ -1,9 +1,9 @@
 import os
 import sys
-import time
 
 import pytest
 from expected import refused
+from waiting import wait_for
 
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.process import run, session_members, spawn, started_at, terminate_session, terminate_tree
@@ -26,18 +26,10 @@ def test_the_error_has_the_last_lines_of_a_failed_program_also_of_binary_output(
     assert run([sys.executable, "-c", "import os; os.write(1, bytes([255, 254]))"]).stdout == "��"
 
 
-def wait_for(log, text):
-    for _ in range(2400):
-        if log.exists() and all(word in log.read_text() for word in text):
-            return
-        time.sleep(0.05)
-    raise AssertionError(log.read_text())
-
-
 def test_a_whole_session_ends_even_if_it_ignores_sigterm(tmp_path, ended):
     log = tmp_path / "log"
     pid = spawn([sys.executable, "-c", STUBBORN, "parent", STUBBORN], log=log, env=dict(os.environ), cwd=tmp_path)
-    wait_for(log, ["parent", "child"])
+    wait_for(lambda: log.exists() and {"parent", "child"} <= set(log.read_text().split()))
     members = session_members(pid)
     assert len(members) == 2
     assert members[0] == pid

@@ -50,13 +50,9 @@ def test_unicode_separators_do_not_cut_an_event(size):
     assert both(STREAM[i : i + size] for i in range(0, len(STREAM), size)) == [DATA, "a\nb", "[DONE]"]
 
 
-def endless(piece):
-    return response(itertools.repeat(piece))
-
-
 def test_a_stream_has_an_overall_deadline():
     with pytest.raises(http.LimitError, match="not ended after 0 s"):
-        list(http.events(endless(b"data: x\n\n"), 0.0))
+        list(http.events(response(itertools.repeat(b"data: x\n\n")), 0.0))
     with pytest.raises(http.LimitError, match="not ended after 0 s"):
         asyncio.run(collect(response([b"data: x\n\n"]), seconds=0.0))
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from expected import refused
+from servers import recorded
 
 from sparkforge.core import paths
 from sparkforge.core.errors import InputError, RefusalError, ServerError, StorageError, UsageError
-from sparkforge.core.process import started_at
 from sparkforge.doctor import container, doctor, evidence, signatures
 from sparkforge.doctor.signatures import Severity
 from sparkforge.serve import entrypoint, record
@@ -131,17 +131,16 @@ def test_problems_that_cause_each_other_are_ranked():
 def test_the_checks_of_a_report_that_failed_were_skipped_or_warn_are_problems(state):
     put(state, "validation.json", json.dumps(REPORT))
     problems = look()[0]
-    assert [(problem.what, problem.severity) for problem in problems] == [
-        ("the validator's check memory-host failed", Severity.FATAL),
-        ("the validator's check numerics was not run", Severity.FATAL),
-        ("the validator's check shared-memory warns", Severity.HARMLESS),
-    ]
+    assert [(problem.what.removeprefix("the validator's check "), problem.severity) for problem in problems] == [
+        ("memory-host failed", Severity.FATAL), ("numerics was not run", Severity.FATAL),
+        ("shared-memory warns", Severity.HARMLESS),
+    ]  # fmt: skip
     assert (problems[0].why, problems[0].fix) == ("2 GiB", "ps aux")
 
 
 def test_a_server_that_ended_by_itself_is_reported_with_its_exit_code(state):
     log = put(state, "logs/server.log", "ok\n")
-    record.write(record.Server(1, 1.0, "127.0.0.1", 9, "m", "m", "embedded", str(log)))
+    record.write(recorded(pid=1, log=str(log)))
     for broken in ("", "{", "[]", '{"pid": 1}', '{"pid": 1, "code": "x", "asked": 0, "time": 2}'):
         put(state, "server.end.json", broken)
         assert ids() == ["server-ended"]
@@ -169,9 +168,8 @@ def test_the_processes_of_a_killed_server_are_reported(state):
 def test_a_server_that_does_not_answer_is_starting_or_silent_by_its_age(state):
     with socket.socket() as held:  # bound, not listening: nobody else answers there
         held.bind(("127.0.0.1", 0))
-        port, pid = held.getsockname()[1], os.getpid()
         log = str(put(state, "logs/server.log", "ok\n"))
-        record.write(record.Server(pid, started_at(pid), "127.0.0.1", port, "m", "m", "embedded", log))
+        record.write(recorded(held.getsockname()[1], log=log))
         problems, gathered = look()
     assert [problem.id for problem in problems] == ["server-starting"]
     gathered.facts["server.age_seconds"] = 100_000
@@ -222,15 +220,11 @@ def test_files_older_than_the_failed_up_are_left_out(state):
 # Odd input
 
 
-RECORD = {"pid": 1, "started": 1.0, "host": "h", "port": 9, "model": "m", "model_id": "m", "device": "d", "log": "l"}
-
-
 @pytest.mark.parametrize("wrong", [{"pid": "x"}, {"log": None}, {"container": 7}])
 def test_a_record_with_wrong_types_is_ignored(state, wrong):
-    put(state, "server.json", json.dumps(RECORD)).chmod(0o600)
-    state.chmod(0o700)
+    record.write(recorded())
     assert record.read() is not None
-    put(state, "server.json", json.dumps({**RECORD, **wrong}))
+    put(state, "server.json", json.dumps({**record.SERVER.dump_python(recorded()), **wrong}))
     assert record.read() is None
     assert ids() == []
 
@@ -268,20 +262,19 @@ def test_only_the_given_log_is_read(state, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "value"),
     [
-        {"log": "/none/x.log"},
-        {"log": "/"},
-        {"log": "/dev/zero"},
-        {"state": "/none"},
-        {"bundle": "x.zip"},
-        {"bundle": "/"},
+        ("log", "/none/x.log"),
+        ("log", "/"),
+        ("log", "/dev/zero"),
+        ("state", "/none"),
+        ("bundle", "x.zip"),
+        ("bundle", "/"),
     ],
-    ids=str,
 )
-def test_a_wrong_argument_is_named(wrong):
-    with pytest.raises(StorageError if "log" in wrong else UsageError):
-        run(**wrong)
+def test_a_wrong_argument_is_named(name, value):
+    with pytest.raises(StorageError if name == "log" else UsageError):
+        run(**{name: value})
 
 
 UNKNOWN_FAULT = """\
@@ -356,7 +349,7 @@ def test_a_missing_engine_is_noted_and_is_a_problem_only_with_our_container():
     problems, gathered = look()
     assert problems == []
     assert [source.name for source in gathered.sources if "Docker" in source.name] == ["Docker engine"]
-    record.write(record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", container="c0ffee"))
+    record.write(recorded(container="c0ffee"))
     assert ids() == ["docker-engine"]
 
 
@@ -380,16 +373,17 @@ def test_the_states_of_a_container(fake_engine, change, count, expected):
 
 def test_a_refused_container_is_reported_from_its_report_or_its_saved_refusal(fake_engine):
     fake_engine.container["Config"] |= {"Env": ["SPARKFORGE_STATE=/var/cache/sparkforge/state", "HF_TOKEN=x"]}
-    gone = {"message": "Could not find the file"}
-    files = {f"/run/sparkforge/{entrypoint.REPORT}": archive("validation.json", REPORT)}
+    files = {}
     fake_engine.routes[ARCHIVE] = lambda query: (
-        (200, files[query["path"]], STAT) if query["path"] in files else (404, gone)
+        (200, files[query["path"]], STAT) if query["path"] in files else (404, {"message": "Could not find the file"})
     )
-    assert "the validator's check memory-host failed" in [problem.what for problem in look()[0]]
-    files.clear()
-    kept = {"document": REPORT}
-    files[f"/var/cache/sparkforge/state/{entrypoint.REFUSED}"] = archive("refused.json", kept)
-    assert "the validator's check memory-host failed" in [problem.what for problem in look()[0]]
+    for path, document in (
+        (f"/run/sparkforge/{entrypoint.REPORT}", REPORT),
+        (f"/var/cache/sparkforge/state/{entrypoint.REFUSED}", {"document": REPORT}),
+    ):
+        files.clear()
+        files[path] = archive(Path(path).name, document)
+        assert "the validator's check memory-host failed" in [problem.what for problem in look()[0]]
     assert (container.REPORT, container.REFUSED) == (entrypoint.REPORT, entrypoint.REFUSED)
 
 
@@ -406,16 +400,14 @@ def test_the_newer_of_container_and_embedded_server_is_reported(fake_engine, sta
 
 def test_a_fleets_logs_are_read_those_of_containers_too(fake_engine, state):
     fake_engine.log = KV_LOG.read_text()
-    servers = {"": record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", 9, "m", "m", "fleet", "/none")}
-    servers["fleet/models/red"] = record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", container="c0ffee")
+    servers = {"": recorded(device="fleet", log="/none"), "fleet/models/red": recorded(container="c0ffee")}
     for folder, server in servers.items():
         path = put(state, f"{folder}/{record.NAME}", record.SERVER.dump_json(server))
         path.chmod(0o600)
     put(state, "fleet/models/green/logs/server.log", HEALTHY.read_text() + "RuntimeError: no such kernel\n")
     problems, gathered = look()
-    assert ("kv-cache-too-small", "docker logs c0ffee") in [
-        (p.id, place.source) for p in problems for place in p.places
-    ]
+    places = [(problem.id, place.source) for problem in problems for place in problem.places]
+    assert ("kv-cache-too-small", "docker logs c0ffee") in places
     assert any(source.read for source in gathered.sources if source.name.endswith("green/logs/server.log"))
 
 

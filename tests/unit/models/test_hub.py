@@ -52,6 +52,13 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def damage(*files):
+    """Change the last bit of each file."""
+    for file in files:
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
 def test_only_files_that_vllm_reads_are_fetched_with_the_right_bytes(server, target):
     assert hub.fetch_checkpoint(Hub(NAME, "main"), target) == target
     assert names(target) == sorted([*READ, "sparkforge-model.json"])
@@ -65,10 +72,7 @@ def test_only_files_that_vllm_reads_are_fetched_with_the_right_bytes(server, tar
 
 def test_a_damaged_file_is_brought_again(server, target, capsys):
     hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
-    for name in (SHARDS[1], "config.json"):  # the first is verified by sha256, the second by its git blob
-        data = bytearray((target / name).read_bytes())
-        data[-1] ^= 1
-        (target / name).write_bytes(data)
+    damage(target / SHARDS[1], target / "config.json")  # the first is verified by sha256, the second by its git blob
     server.asked.clear()
     hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
     assert sorted(server.downloads()) == [("config.json", 0), (SHARDS[1], 0)]
@@ -122,12 +126,13 @@ def test_another_revisions_half_is_not_continued(server, target):
 
 
 def test_a_revision_or_name_that_is_not_there_is_named(server):
-    with pytest.raises(errors.NetworkError, match="no revision v9"):
-        Hub(NAME, "v9")
-    with pytest.raises(errors.NetworkError, match="no such repository"):
-        Hub("openai/gpt-oss-1b", "main")
-    with pytest.raises(errors.NetworkError, match="no such repository"):
-        Hub("not a name", "main")
+    for name, revision, message in (
+        (NAME, "v9", "no revision v9"),
+        ("openai/gpt-oss-1b", "main", "no such repository"),
+        ("not a name", "main", "no such repository"),
+    ):
+        with pytest.raises(errors.NetworkError, match=message):
+            Hub(name, revision)
 
 
 def test_without_a_network_the_error_names_mirrors(server, monkeypatch):
@@ -195,9 +200,7 @@ def test_a_mirror_is_a_copy_or_a_folder_of_copies(fetched, target, levels, serve
 
 
 def test_a_mirrors_damage_is_found_by_the_hashes_of_its_note_or_by_structure_which_is_said(fetched, target, capsys):
-    data = bytearray((fetched / SHARDS[0]).read_bytes())
-    data[-1] ^= 1
-    (fetched / SHARDS[0]).write_bytes(data)
+    damage(fetched / SHARDS[0])
     with pytest.raises(errors.IntegrityError, match=SHARDS[0]):
         hub.fetch_checkpoint(Mirror(fetched, NAME, ""), target)
     assert not target.exists()
@@ -221,8 +224,7 @@ def test_a_mirror_in_the_librarys_cache_form_is_checked_by_its_links(server, tar
     source = Mirror(tmp_path / "cache", NAME, COMMIT)
     assert hub.fetch_checkpoint(source, target) == target
     assert not (target / SHARDS[0]).is_symlink()
-    blob = (snapshot / SHARDS[0]).resolve()
-    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    damage(snapshot / SHARDS[0])
     with pytest.raises(errors.IntegrityError):
         hub.fetch_checkpoint(source, target.with_name("other"))
 

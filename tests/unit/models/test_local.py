@@ -32,20 +32,17 @@ def cache(home, *commits, main="", weights=True, name=NAME):
     return folder
 
 
-@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "home", "mounted", "models"])
-def test_the_cache_is_found_where_it_may_lie(tmp_path, monkeypatch, variable):
-    path = tmp_path / "place"
-    env = {variable: str(path)} if variable.isupper() else {}
-    if variable == "HF_HUB_CACHE":
-        env[variable] += "/hub"
-    home = {"XDG_CACHE_HOME": path / "huggingface", "home": tmp_path / "home/.cache/huggingface"}.get(variable, path)
-    if variable == "mounted":
-        home = tmp_path / "root/.cache/huggingface"
-        monkeypatch.setattr(local, "MOUNTED", home)
-    if variable == "models":
-        monkeypatch.setattr(local, "MODELS", home)
-    folder = cache(home, "c1", main="c1")
-    assert local.find(NAME, env) == folder / "snapshots/c1"
+@pytest.mark.parametrize(
+    ("variable", "value", "home"),
+    [
+        ("HF_HOME", "place", "place"), ("HF_HUB_CACHE", "place/hub", "place"),
+        ("XDG_CACHE_HOME", "place", "place/huggingface"), ("", "", "home/.cache/huggingface"),
+        ("", "", "absent/.cache/huggingface"), ("", "", "mounted"),  # both mounted into a container
+    ],
+)  # fmt: skip
+def test_the_cache_is_found_where_it_may_lie(tmp_path, variable, value, home):
+    folder = cache(tmp_path / home, "c1", main="c1")
+    assert local.find(NAME, {variable: str(tmp_path / value)}) == folder / "snapshots/c1"
 
 
 @pytest.mark.parametrize(

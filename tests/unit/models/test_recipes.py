@@ -69,10 +69,12 @@ def test_a_recipe_is_fetched_by_its_repository_and_planned_by_both_names(capsys)
     assert planner.read_subject("Qwen/Qwen3-0.6B", KNOWN) == planner.read_subject("qwen3-0.6b", KNOWN)
 
 
-@pytest.mark.parametrize("word", ["/root/x", "./x", "~/x", "a/b/c", "a b/c", "openai/", "tiny-gpt-oss"])
-def test_only_a_repository_can_be_pulled(word, capsys):
+@pytest.mark.parametrize("word", ["/root/x y", "./x", "~/x", "a/b/c", "a b/c", "openai/", "tiny-gpt-oss"])
+def test_only_a_repository_can_be_pulled_and_a_folder_is_served_as_it_is(word, capsys):
     assert program.main(["pull", word]) == 2
-    assert f"{word!r} is not a repository" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{word!r} is not a repository" in error
+    assert ("next: ./inv up --model " in error) == word.startswith((".", "/", "~"))
 
 
 CONFIG = KNOWN["qwen3-0.6b"].config

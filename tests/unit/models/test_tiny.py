@@ -10,13 +10,13 @@ from expected import refused
 from openai_harmony import (
     Conversation,
     DeveloperContent,
-    HarmonyEncodingName,
     Message,
     ReasoningEffort,
     Role,
     SystemContent,
     load_harmony_encoding,
 )
+from openai_harmony import HarmonyEncodingName as Encoding
 from transformers import AutoTokenizer
 
 from sparkforge.core import manifest
@@ -41,7 +41,7 @@ def tokenizer(model):
 
 @pytest.fixture(scope="module")
 def encoding():
-    return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    return load_harmony_encoding(Encoding.HARMONY_GPT_OSS)
 
 
 def test_the_weights_are_the_recipes(model):
@@ -112,13 +112,8 @@ def test_harmony_loads_where_there_is_no_network_no_home_and_no_cache(tmp_path):
     code = "import openai_harmony as h; print(h.load_harmony_encoding('HarmonyGptOss').encode('hi'))"
     dead = dict.fromkeys(("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy"), "http://127.0.0.1:9")
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), **dead}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, **harmony.offline_environment()},
-        check=True,
-        capture_output=True,
-    )
-    assert result.stdout == b"[3686]\n"
+    environment |= harmony.offline_environment()
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"[3686]\n"
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))

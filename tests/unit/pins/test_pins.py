@@ -51,6 +51,7 @@ def load(tmp_path, text):
     return pins.load(path)
 
 
+SECOND = GOOD.partition('summary = "a stack"')[2].replace("components.c]", "components.d]").replace(SHA, "b" * 64)
 BROKEN = {
     "no hash": (f'files."c-1-py3-none-any.whl" = {{ sha256 = "{SHA}", size = 7 }}', "", "at least one file"),
     "no size": (", size = 7", "", "files.c-1-py3-none-any.whl.size"),
@@ -65,6 +66,7 @@ BROKEN = {
     "another commit than upstream's": (f'commit = "{COMMIT}"', f'commit = "{SHA[:40]}"', "'commit' is a different one"),
     "a tag's commit from nowhere": (f'tag = "{COMMIT}"', 'tag = "v1"', "'source' must name"),
     "of nothing": ('of = "c"', 'of = "x"', "no component of this stack: g"),
+    "one file with two hashes": ("[stacks.s.git.g]", f"{SECOND}\n[stacks.s.git.g]", "two different hashes"),
 }
 
 
@@ -74,12 +76,6 @@ def test_a_broken_table_is_refused_by_name(tmp_path, name):
     assert old in GIT
     with refused("input.pins", re.escape(message)):
         load(tmp_path, GIT.replace(old, new))
-
-
-def test_one_file_with_two_hashes_is_refused(tmp_path):
-    second = GOOD.split("[stacks.s]")[1].replace("components.c]", "components.d]").replace(SHA, "b" * 64)
-    with refused("input.pins", "two different hashes"):
-        load(tmp_path, GOOD + second.split('summary = "a stack"')[1])
 
 
 def test_unread_repositories_and_images_are_listed(tmp_path):

@@ -1,9 +1,11 @@
-"""A stand-in for nvidia-smi."""
+"""A stand-in for nvidia-smi, and short pauses between questions to a server."""
 
 import sys
 
 import pytest
+from programs import write_program
 
+from sparkforge.core import docker, openai
 from sparkforge.plan import capabilities
 
 STAND_IN = """
@@ -23,12 +25,13 @@ for row in rows:
 def fake_nvidia_smi(tmp_path, monkeypatch):
     """Return a function that sets nvidia-smi's GPUs, a line each; `--id` selects one by its index."""
     program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    head = f"#!{sys.executable}\nFIELDS = {capabilities.FIELDS!r}\n"
+    return lambda text: write_program(program, f"{head}TEXT = {text!r}\n{STAND_IN}")
 
-    def prints(text):
-        program.write_text(f"#!{sys.executable}\nFIELDS, TEXT = {capabilities.FIELDS!r}, {text!r}\n{STAND_IN}")
-        program.chmod(0o755)
 
-    return prints
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    for module in (openai, docker):
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.01)

@@ -7,15 +7,14 @@ import signal
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from loopback import Quiet, serving
+from servers import recorded
 from terminal import Terminal
 
 from sparkforge.cli import program
-from sparkforge.core.paths import ROOT, state
-from sparkforge.core.process import started_at
+from sparkforge.core.paths import ROOT
 from sparkforge.serve import record
 
 CHAT = (sys.executable, "-m", "sparkforge.cli", "chat")
@@ -52,21 +51,27 @@ class Model(Quiet):
 
 @pytest.fixture
 def served():
-    state().mkdir(exist_ok=True, mode=0o700)
-    environment, pid = {**os.environ, "SPARKFORGE_STATE": str(state())}, os.getpid()
     with serving(Model, asked=[], closed=threading.Event()) as server:
-        record.write(record.Server(pid, started_at(pid), "127.0.0.1", server.server_port, "/m", "m", "embedded", ""))
-        yield SimpleNamespace(environment=environment, asked=server.asked, closed=server.closed)
+        record.write(recorded(server.server_port))
+        yield server
 
 
 @pytest.fixture
 def talk(served):
+    """Return a function that starts a chat; it returns one that types a line and waits for texts and the prompt."""
     started = []
 
     def talk(*options):
-        started.append(Terminal(*CHAT, *options, cwd=ROOT, env=served.environment))
-        started[-1].expect("> ")
-        return started[-1]
+        terminal = Terminal(*CHAT, *options, cwd=ROOT, env=os.environ)
+        started.append(terminal)
+        terminal.expect("> ")
+
+        def say(line, *answers):
+            terminal.type(f"{line}\r")
+            for text in (*answers, "> "):
+                terminal.expect(text)
+
+        return terminal, say
 
     yield talk
     for terminal in started:
@@ -78,14 +83,9 @@ def messages(body):
 
 
 def test_a_conversation_remembers_what_was_said(talk, served):
-    terminal = talk("--system", "be brief")
-    terminal.type("first\r")
-    terminal.expect("answer 1")
-    terminal.expect("> ")
-    for number, message in enumerate(("second", "third"), 2):
-        terminal.type(f"{message}\r")
-        terminal.expect(f"answer {number}")
-        terminal.expect("> ")
+    terminal, say = talk("--system", "be brief")
+    for number, message in enumerate(("first", "second", "third"), 1):
+        say(message, f"answer {number}")
     first = [("system", "be brief"), ("user", "first")]
     assert messages(served.asked[0]) == first
     second = [*first, ("assistant", "answer 1"), ("user", "second")]
@@ -97,7 +97,7 @@ def test_a_conversation_remembers_what_was_said(talk, served):
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(talk, served):
-    terminal = talk()
+    terminal, say = talk()
     terminal.type("endless\r")
     terminal.expect("answer 1..")
     terminal.type("\x03")
@@ -107,28 +107,17 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(talk, served):
     terminal.type("\x03")
     terminal.expect("Ctrl-D")
     terminal.expect("> ")
-    terminal.type("next\r")
-    terminal.expect("answer 2")
-    terminal.expect("> ")
+    say("next", "answer 2")
     kept = messages(served.asked[1])
     assert kept[0] == ("user", "endless")
     assert kept[1][1].startswith("answer 1.")
-    terminal.type("\x04")
-    assert terminal.end() == 0
 
 
 def test_refused_empty_and_cut_answers_are_reported(talk, served):
-    terminal = talk("--max-tokens", "9")
-    terminal.type("refuse\r")
-    terminal.expect("the context is full")
-    terminal.expect("> ")
-    terminal.type("only reasoning\r")
-    terminal.expect("the answer was cut: --max-tokens is 9")
-    terminal.expect("> ")
-    terminal.type("long\r")
-    terminal.expect("answer 3")
-    terminal.expect("the answer was cut: --max-tokens is 9")
-    terminal.expect("> ")
+    terminal, say = talk("--max-tokens", "9")
+    say("refuse", "the context is full")
+    say("only reasoning", "the answer was cut: --max-tokens is 9")
+    say("long", "answer 3", "the answer was cut: --max-tokens is 9")
     assert messages(served.asked[2]) == [("user", "long")]
     assert terminal.end(again=signal.SIGTERM) == 128 + signal.SIGTERM
 

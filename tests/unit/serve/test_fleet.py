@@ -15,6 +15,7 @@ import httpx
 import misbehaving
 import psutil
 import pytest
+from programs import write_program
 from waiting import wait_for
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
@@ -31,22 +32,24 @@ sys.path[:0] = [{str(ROOT)!r}, {str(Path(misbehaving.__file__).parent)!r}]
 import misbehaving
 value = lambda flag: sys.argv[sys.argv.index(flag) + 1]
 class Api(misbehaving.Api):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        pieces = body.get("pieces")
-        if pieces:
-            self.send_response(200); self.send_header("content-type", "text/event-stream"); self.end_headers()
-            for number in range(pieces):
-                self.wfile.write(f"data: {{number}}\\n\\n".encode()); self.wfile.flush(); time.sleep(0.25)
-        elif "who" in body:
+    def answer(self, body):
+        if "who" in body:
             clients = self.headers.get_all("X-Forwarded-For")
-            self.reply(200, {{"served": value("--model"), "host": self.headers["Host"], "named": body["model"],
-                              "clients": clients}})
-        else:
-            import io
-            self.rfile = io.BytesIO(json.dumps(body).encode())
-            self.headers.replace_header("Content-Length", str(len(self.rfile.getvalue())))
-            super().do_POST()
+            return 200, {{"served": value("--model"), "host": self.headers["Host"], "named": body["model"],
+                          "clients": clients}}
+        return (200, body["pieces"]) if "pieces" in body else super().answer(body)
+
+    def reply(self, status, value):
+        if not isinstance(value, int):
+            return super().reply(status, value)
+        self.send_response(status)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for number in range(value):
+            self.wfile.write(f"data: {{number}}\\n\\n".encode())
+            self.wfile.flush()
+            time.sleep(0.25)
+
 if value("--model").endswith("broken"):
     print("(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: no such kernel", flush=True)
     sys.exit(1)
@@ -62,8 +65,7 @@ def folder(tmp_path):
     for name in ("red", "green", "blue", "broken"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(sizes))
-    (tmp_path / "python").write_text(SMALL)
-    (tmp_path / "python").chmod(0o755)
+    write_program(tmp_path / "python", SMALL)
     (tmp_path / "key").write_text(f"{KEY}\n")
     (tmp_path / "key").chmod(0o600)
     return tmp_path
@@ -78,10 +80,9 @@ def written(folder, **models):
 
 
 def inv(folder, *arguments):
-    env = {
-        **os.environ, "SPARKFORGE_STATE": str(folder / "state"), "SPARKFORGE_VALIDATE": "off", "MODEL": "", "PORT": "",
-    }  # fmt: skip
+    settings = {"SPARKFORGE_STATE": str(folder / "state"), "SPARKFORGE_VALIDATE": "off", "MODEL": "", "PORT": ""}
     command = [sys.executable, "-m", "sparkforge.cli", *map(str, arguments)]
+    env = {**os.environ, **settings}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
 
 
@@ -150,10 +151,8 @@ def test_every_name_reaches_its_model_and_nothing_is_left(fleet, folder, monkeyp
     assert Path(ask(client, "red", tools=deep).json()["served"]).name == "red"  # deeper than json_query reads
     assert Path(ask(client, "red", text='x"model": "green"' * 50_000).json()["served"]).name == "red"  # 1 MB
     assert "red: ready · resident · 0.1 GB planned · 0.0 GB of the host" in inv(folder, "ps").stdout
-    (folder / "bin").mkdir()
     script = f"case \"$*\" in *compute-apps*) echo '{server(folder, 'red').pid}, 300'; echo '1, 9';; *) exit 9;; esac"
-    (folder / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "bin/nvidia-smi").chmod(0o755)
+    write_program(folder / "bin/nvidia-smi", script)
     monkeypatch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
     report = json.loads(inv(folder, "status", "--json").stdout)
     rows = report["server"]["fleet"]
@@ -278,18 +277,17 @@ def small_keeper(folder, monkeypatch):
     monkeypatch.setenv("SPARKFORGE_STATE", str(folder / "state"))
     (folder / "state/fleet").mkdir(parents=True)
     monkeypatch.chdir(folder / "state")
+    same = {"folder": "", "needed": 6, "pool": "host", "resident": False, "idle_seconds": 0, "flags": ()}
     members = [
-        config.Member(
-            name=name, names=(name,), folder="", needed=6, pool="host", resident=False, idle_seconds=0,
-            arguments=("--device", "nope"), flags=(),
-        )
-        for name in ("red", "green")
-    ]  # fmt: skip
-    free = {"host": 10}
-    return Keeper(config.Fleet(address="127.0.0.1", port=1, key_file="", hosts=(), free=free, members=members), "")
+        config.Member(name=name, names=(name,), arguments=("--device", "nope"), **same) for name in ("red", "green")
+    ]
+    served = {"address": "127.0.0.1", "port": 1, "key_file": "", "hosts": (), "free": {"host": 10}}
+    return Keeper(config.Fleet(members=members, **served), "")
 
 
-def test_a_model_is_not_started_without_haproxy(small_keeper, folder):
+def test_a_model_is_not_started_without_haproxy_and_a_status_that_cannot_be_written_hides_no_reason(
+    small_keeper, folder
+):
     green = small_keeper.models["green"]
     green.state, green.server = keeper.READY, SimpleNamespace(port=1, where="pid 1")
     why = small_keeper.wake("red")  # green must stop first, and only HAProxy counts its requests
@@ -299,10 +297,9 @@ def test_a_model_is_not_started_without_haproxy(small_keeper, folder):
     small_keeper.tell()
     assert states(folder) == {"red": "stopped", "green": "ready"}
     assert not (folder / "state/fleet/models/red").exists()
-
-
-def test_a_status_that_cannot_be_written_ends_no_model_and_hides_no_reason(small_keeper, folder):
+    (folder / "state/fleet/status.json").unlink()
     (folder / "state/fleet/status.json/full").mkdir(parents=True)  # makes the write fail, as a full disk would
+    green.state = keeper.STOPPED
     small_keeper.tell()
     assert small_keeper.wake("red").startswith("red does not serve: unknown device 'nope'")
     assert small_keeper.models["red"].state == "failed"
@@ -314,10 +311,9 @@ def test_models_that_cannot_be_together_are_refused_with_figures(folder):
         config.make_plan(config.read(file), folder, {"host": 10_000_000_000})
     assert "11.0 GB are needed at once, 10.0 GB are available (host)" in str(refused.value)
     assert "green: 5.0 GB" in str(refused.value)
-    members = config.make_plan(config.read(file), folder, {"host": 12_000_000_000})
-    assert [member.resident for member in members] == [True, False, False]
-    members = config.make_plan(config.read(file), folder, {"host": 14_000_000_000})
-    assert [member.resident for member in members] == [True, True, True]
+    for free, resident in ((12_000_000_000, [True, False, False]), (14_000_000_000, [True, True, True])):
+        members = config.make_plan(config.read(file), folder, {"host": free})
+        assert [member.resident for member in members] == resident
 
 
 def test_models_of_one_gpu_get_shares_of_its_memory(folder, fake_nvidia_smi):

@@ -6,9 +6,9 @@ import platform
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from programs import write_program
 
 from sparkforge.compile.flashinfer import build
 from sparkforge.core.errors import RefusalError, UsageError
@@ -19,10 +19,7 @@ from sparkforge.serve import entrypoint, settings
 from sparkforge.serve.devices import choose, in_environment
 from sparkforge.serve.devices.in_environment import Gpu
 from sparkforge.serve.record import StartPlan
-from validate.checks import CHECKS
-from validate.checks.finding import Status, View, evaluate
 from validate.facts import gpu, machine
-from validate.facts.fact import Fact
 from validate.facts.target import Options, Target
 
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 580.159.04, 81559, 4, Disabled"
@@ -81,11 +78,9 @@ def test_mxfp4_experts_run_on_our_kernels_where_the_familys_row_says_so(
     kind = Gpu if device else in_environment.Embedded
     launch = kind(StartPlan("gpu", model=str(tmp_path)), Path(sys.executable)).launch()
     container = entrypoint.plan(settings.read(os.environ), entrypoint.ContainerArguments(str(tmp_path)))
-    chosen = [
-        {**os.environ, **server.environment}.get("SPARK_MXFP4_FAMILIES")
-        for server in ((launch, container) if device != H100 else (launch,))  # an image has kernels for 12.1
-    ]
-    assert set(chosen) == {variables.get("SPARK_MXFP4_FAMILIES", ours)}
+    servers = (launch, container) if device != H100 else (launch,)  # an image has kernels for 12.1
+    chosen = {{**os.environ, **server.environment}.get("SPARK_MXFP4_FAMILIES") for server in servers}
+    assert chosen == {variables.get("SPARK_MXFP4_FAMILIES", ours)}
 
 
 def test_on_12_x_flashinfers_modules_are_compiled_and_the_server_gets_their_variables(
@@ -94,11 +89,10 @@ def test_on_12_x_flashinfers_modules_are_compiled_and_the_server_gets_their_vari
     fake_nvidia_smi(GB10)
     variables, requests = tmp_path / "kernels.env", []
     variables.write_text("FLASHINFER_CUDA_ARCH_LIST=12.1a\nFLASHINFER_WORKSPACE_BASE=/a=b\n")
-    monkeypatch.setattr(in_environment, "write_tiny", lambda _python: tmp_path)
     monkeypatch.setattr(build, "build_kernels", lambda request: (requests.append(request), (variables, True))[1])
-    device = Gpu(StartPlan("gpu"), Path(sys.executable))
+    device = Gpu(StartPlan("gpu"), Path("/bin/true"))
     device.prepare()
-    assert (requests[0].arch, requests[0].python) == ("12.1a", sys.executable)
+    assert (requests[0].arch, requests[0].python) == ("12.1a", "/bin/true")
     assert device.launch().environment["FLASHINFER_WORKSPACE_BASE"] == "/a=b"
     assert "[2/5] kernels" in capsys.readouterr().err
 
@@ -109,8 +103,6 @@ def test_a_gpu_that_serves_another_model_takes_one_that_fits_beside_it(fake_nvid
     with pytest.raises(RefusalError) as caught:
         Gpu(StartPlan("gpu", flags=("--gpu-memory-utilization", "0.6")))
     assert "40,000 of 81,559 MiB of NVIDIA H100 80GB HBM3 are in use, and 60% must be free" in caught.value.why
-    with pytest.raises(UsageError, match="cannot be 'half'"):
-        Gpu(StartPlan("gpu", flags=("--gpu-memory-utilization=half",)))
 
 
 def test_of_two_gpus_the_chosen_one_counts(fake_nvidia_smi, monkeypatch):
@@ -124,21 +116,15 @@ def test_of_two_gpus_the_chosen_one_counts(fake_nvidia_smi, monkeypatch):
 
 def test_a_profile_a_stack_and_an_interpreter_that_cannot_serve_are_refused(fake_nvidia_smi, tmp_path):
     fake_nvidia_smi(H100)
-    with pytest.raises(UsageError, match="its profile is hopper"):
-        Gpu(StartPlan("gpu", profile="safe"))
-    with pytest.raises(UsageError, match="no such interpreter"):
-        Gpu(StartPlan("gpu", python=str(tmp_path / "python")))
+    for option, value, message in (
+        ("profile", "safe", "its profile is hopper"),
+        ("python", str(tmp_path / "python"), "no such interpreter"),
+        ("flags", ("--gpu-memory-utilization=half",), "cannot be 'half'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Gpu(StartPlan("gpu", **{option: value}))
     with pytest.raises(UsageError, match="cannot serve the stack spark-next"):
         _ = Gpu(StartPlan("gpu", stack="spark-next")).environment
-
-
-def test_auto_takes_a_free_gpu_and_else_says_why_not(fake_nvidia_smi, tmp_path):
-    (tmp_path / choose.NVIDIA_DRIVER).mkdir(parents=True)
-    fake_nvidia_smi(H100)
-    assert choose.choose("auto", tmp_path, "x86_64").device == "gpu"
-    fake_nvidia_smi(H100.replace("81559, 4", "81559, 60000"))
-    choice = choose.choose("auto", tmp_path, "x86_64")
-    assert (choice.device, "are in use" in choice.why) == ("embedded", True)
 
 
 @pytest.mark.parametrize(("mode", "verdict"), [("strict", ""), ("warn", "refuse: 1 failed"), ("off", "left out")])
@@ -147,31 +133,17 @@ def test_a_refused_validation_ends_the_start_unless_the_user_says_otherwise(
 ):
     fake_nvidia_smi(H100)
     monkeypatch.setenv("SPARKFORGE_VALIDATE", mode)
-    answer = SimpleNamespace(returncode=30, stdout="FAIL layers  lm_head differs\nrefuse: 1 failed\n", stderr="")
-    monkeypatch.setattr(in_environment, "run_unchecked", lambda *_, **__: answer)
-    device = Gpu(StartPlan("gpu"), Path(sys.executable), tmp_path)
+    script = "echo 'FAIL layers  lm_head differs'; echo 'refuse: 1 failed'; exit 30"
+    device = Gpu(StartPlan("gpu"), write_program(tmp_path / "python", script), tmp_path)
     if mode == "strict":
         with pytest.raises(RefusalError, match="lm_head differs"):
             device.validate()
+        with pytest.raises(RefusalError, match="is it a Python interpreter"):
+            Gpu(StartPlan("gpu"), Path("/bin/true"), tmp_path).validate()
         return
     assert device.validate().startswith(verdict)
     device.remember(None)
     assert "not recorded as known good" in capsys.readouterr().err
-
-
-def test_an_interpreter_that_validates_nothing_is_refused(fake_nvidia_smi, tmp_path):
-    fake_nvidia_smi(H100)
-    with pytest.raises(RefusalError, match="is it a Python interpreter"):
-        Gpu(StartPlan("gpu"), Path("/bin/true"), tmp_path).validate()
-
-
-@pytest.fixture
-def spark(tmp_path):
-    """The files of a Spark with a driver."""
-    for name, text in ((choose.NVIDIA_DRIVER, "NVRM version"), (choose.PRODUCT, "NVIDIA_DGX_Spark\n")):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path
 
 
 def test_a_requested_device_is_used_and_unknown_names_are_refused():
@@ -181,37 +153,42 @@ def test_a_requested_device_is_used_and_unknown_names_are_refused():
         choose.choose("tpu")
 
 
-def test_auto_without_a_driver_is_embedded_and_asks_no_engine(monkeypatch, tmp_path):
+def test_auto_takes_a_free_gpu_and_else_says_why_not_without_asking_an_engine(fake_nvidia_smi, tmp_path, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "nonsense")
-    assert choose.choose("auto", tmp_path) == choose.Choice(
-        "embedded", "no NVIDIA driver is loaded; vLLM's CPU build serves"
-    )
+    why = "no NVIDIA driver is loaded; vLLM's CPU build serves"
+    assert choose.choose("auto", tmp_path) == choose.Choice("embedded", why)
+    (tmp_path / choose.NVIDIA_DRIVER).mkdir(parents=True)
+    fake_nvidia_smi(H100)
+    assert choose.choose("auto", tmp_path, "x86_64").device == "gpu"
+    fake_nvidia_smi(H100.replace("81559, 4", "81559, 60000"))
+    choice = choose.choose("auto", tmp_path, "x86_64")
+    assert (choice.device, "are in use" in choice.why) == ("embedded", True)
 
 
-def test_auto_on_a_spark_is_docker_if_its_engine_has_the_gpu(spark, fake_engine):
-    choice = choose.choose("auto", spark, "aarch64")
+def test_auto_on_a_spark_is_docker_if_its_engine_has_the_gpu(tmp_path, fake_engine):
+    for name, text in ((choose.NVIDIA_DRIVER, "NVRM version"), (choose.PRODUCT, "NVIDIA_DGX_Spark\n")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    choice = choose.choose("auto", tmp_path, "aarch64")
     assert (choice.device, "nvidia-ctk" in choice.why) == ("embedded", True)
     fake_engine.info["Runtimes"]["nvidia"] = {"path": "nvidia-container-runtime"}
     why = "this is {} and Docker 26.1.5+dfsg1 has the GPU by NVIDIA runtime"
-    assert choose.choose("auto", spark, "aarch64") == choose.Choice("docker", why.format("NVIDIA_DGX_Spark"))
-    (spark / choose.PRODUCT).unlink()
-    assert choose.choose("auto", spark, "aarch64").why == why.format("an aarch64 machine with an NVIDIA driver")
+    assert choose.choose("auto", tmp_path, "aarch64") == choose.Choice("docker", why.format("NVIDIA_DGX_Spark"))
+    (tmp_path / choose.PRODUCT).unlink()
+    assert choose.choose("auto", tmp_path, "aarch64").why == why.format("an aarch64 machine with an NVIDIA driver")
 
 
-AVX512 = "fpu sse4_2 avx avx2 fma avx512f avx512bw avx512vl avx512_vnni"
-# name: architecture, flags, whether it serves an FP8 cache, whether it is slow
+# name: architecture, flags, whether it serves an FP8 cache
 PROCESSORS = {
-    "AVX2": ("x86_64", "fpu sse4_2 avx avx2 fma", False, True),
-    "AVX-512": ("x86_64", AVX512, True, False),
-    "arm64": ("aarch64", "fp asimd crc32 atomics", False, True),
-    "arm64 with BF16": ("aarch64", "fp asimd crc32 atomics asimddp bf16 i8mm", False, False),
+    "AVX2": ("x86_64", "fpu sse4_2 avx avx2 fma", False),
+    "AVX-512": ("x86_64", "fpu sse4_2 avx avx2 fma avx512f avx512bw avx512vl avx512_vnni", True),
+    "arm64": ("aarch64", "fp asimd crc32 atomics", False),
+    "arm64 with BF16": ("aarch64", "fp asimd crc32 atomics asimddp bf16 i8mm", False),
 }
 
 
-@pytest.mark.parametrize(("architecture", "flags", "fp8", "slow"), PROCESSORS.values(), ids=PROCESSORS)
-def test_a_profile_that_needs_more_is_refused_and_a_slow_processor_is_a_warning(
-    monkeypatch, tmp_path, architecture, flags, fp8, slow
-):
+@pytest.mark.parametrize(("architecture", "flags", "fp8"), PROCESSORS.values(), ids=PROCESSORS)
+def test_a_profile_that_needs_more_than_the_processor_has_is_refused(monkeypatch, tmp_path, architecture, flags, fp8):
     (tmp_path / "proc").mkdir()
     name = "flags" if architecture == "x86_64" else "Features"
     (tmp_path / "proc" / "cpuinfo").write_text(f"processor\t: 0\n{name}\t\t: {flags}\n")
@@ -221,11 +198,6 @@ def test_a_profile_that_needs_more_is_refused_and_a_slow_processor_is_a_warning(
     refusal = pytest.raises(UsageError, match=r"--profile embedded-kv8 cannot be served.*AVX-512 or AMX")
     with nullcontext() if fp8 else refusal:
         in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded-kv8"))
-    facts = {"os.machine": Fact(architecture, "t"), "cpu.flags": Fact(flags.split(), "t")}
-    finding = evaluate(CHECKS["cpu-instructions"], View(facts))
-    assert finding.status is (Status.WARN if slow else Status.PASS)
-    facts["serve.args"] = Fact(["--kv-cache-dtype", "fp8_e4m3"], "t")
-    assert evaluate(CHECKS["cpu-arguments"], View(facts)).status is (Status.PASS if fp8 else Status.FAIL)
 
 
 @pytest.mark.parametrize(

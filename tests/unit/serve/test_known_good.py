@@ -1,13 +1,12 @@
 """The record of known good starts, and the choice and course of a rollback."""
 
-import os
 import stat
 from dataclasses import replace
 
 import pytest
+from servers import recorded
 
 from sparkforge.core import errors, paths
-from sparkforge.core.process import started_at
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import known_good, launch, record
 from sparkforge.serve.devices import choose, device, in_environment
@@ -32,10 +31,7 @@ def starts(*profiles):
 
 
 def server_of(port, proved):
-    pid = os.getpid()  # a process that lives as long as the test
-    return record.Server(
-        pid, started_at(pid), "127.0.0.1", port, "m", "m", EMBEDDED, "", profile="embedded", proved=proved
-    )
+    return recorded(port, profile="embedded", proved=proved)
 
 
 def choose_and_return(plan):
@@ -61,12 +57,13 @@ def test_the_newest_is_first_the_same_start_is_there_once_and_the_history_is_bou
     ("text", "mode", "message"), [("{", 0o600, "cannot read the known good starts"), ("{}", 0o666, "is not trusted")]
 )
 def test_a_record_that_cannot_be_trusted_is_named_and_not_overwritten(state, text, mode, message):
-    (state / "known-good.json").write_text(text)
-    (state / "known-good.json").chmod(mode)
+    path = state / "known-good.json"
+    path.write_text(text)
+    path.chmod(mode)
     for use in (known_good.read, lambda: known_good.add(START)):
         with pytest.raises(errors.StorageError, match=message):
             use()
-    assert (state / "known-good.json").read_text() == text
+    assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -118,10 +115,10 @@ def test_an_interrupted_rollback_goes_on_to_the_same_start_until_one_is_good(cap
     assert known_good.roll_back(choose_and_return).port == 2
 
 
-def test_a_rollback_that_lacks_something_changes_nothing(state, monkeypatch):
+def test_a_rollback_that_lacks_something_changes_nothing(state):
     known_good.add(START)
     assert refused("of another checkout").fix.startswith("git checkout abc && ./inv rollback   # or another start: ")
-    monkeypatch.setattr(launch, "stop", lambda: pytest.fail("the server that runs was ended"))
+    record.write(server_of(9, 9.0))
     environment = known_good.hashed(INPUTS)
     changes = ({"profile": "gone"}, "gone"), ({"model": "/gone"}, "/gone"), ({"key_file": "/gone/key"}, "/gone/key")
     for number, (change, message) in enumerate(changes, 2):
@@ -131,6 +128,7 @@ def test_a_rollback_that_lacks_something_changes_nothing(state, monkeypatch):
         assert "nothing was changed" in error.why
         assert (state / "known-good.json").read_bytes() == before
         assert not known_good.intent_path().exists()
+        assert record.read() is not None, "the server that runs was ended"
 
 
 def test_a_start_that_does_not_prove_itself_leaves_the_record(state):
@@ -169,20 +167,16 @@ def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, tmp_pa
     assert [start.time for start in known_good.read()] == [2.0]
 
 
-class Started(in_environment.Embedded):
-    def prepare(self):
-        pass
+def test_a_full_disk_ends_no_server(capsys, state):
+    class Started(device.Device):
+        prepare = validate = lambda _self: None
 
-    def validate(self):
-        return ""
+        def start(self):
+            (state / "known-good.json").mkdir()  # makes the write fail, as a full disk would
+            return server_of(8000, 1.0)
 
-    def start(self):
-        return server_of(8000, 1.0)
+        def remember(self, server):
+            known_good.remember(server, self.plan, environment="")
 
-    def remember(self, *_args):
-        raise OSError(28, "No space left on device")
-
-
-def test_a_full_disk_ends_no_server(capsys):
     assert device.run(Started(PLAN)) == server_of(8000, 1.0)
     assert "is not recorded as known good" in capsys.readouterr().err

@@ -1,30 +1,23 @@
 """Start and stop, with a small real server instead of vLLM: it has OpenAI's API and behaves or misbehaves."""
 
-import dataclasses
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from subprocess import PIPE
 
 import misbehaving
 import psutil
 import pytest
 from expected import refused
+from servers import recorded
 
-from sparkforge.core import openai
-from sparkforge.core.errors import (
-    ServerError,
-    StorageError,
-    UsageError,
-)
+from sparkforge.core.errors import ServerError, StorageError, UsageError
 from sparkforge.core.files import disk_full, locked
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT, state
-from sparkforge.core.process import session_members, started_at
+from sparkforge.core.process import started_at
 from sparkforge.serve import conversation, launch, logs, proof, record, status
 from sparkforge.serve.devices import in_environment
 from sparkforge.serve.launch import Launch
@@ -37,18 +30,14 @@ def port(free_port):
 
 
 @pytest.fixture
-def begin(port, tmp_path, ended, monkeypatch):
-    monkeypatch.setattr(openai, "POLL_SECONDS", 0.05)
-
-    def begin(behaviour="good", timeout=120.0, changes=("", {})):
+def begin(port, tmp_path, ended):
+    def begin(behaviour="good", timeout=120.0, progress=lambda _text: None):
         state().mkdir(exist_ok=True)
-        command = (sys.executable, misbehaving.__file__, str(port), behaviour, json.dumps(changes))
-        return launch.start(
-            Launch(command, {}, StartPlan("embedded", model_id="m", port=port), tmp_path, timeout), notices.append
-        )
+        command = (sys.executable, misbehaving.__file__, str(port), behaviour)
+        plan = StartPlan("embedded", model_id="m", port=port)
+        return launch.start(Launch(command, {}, plan, tmp_path, timeout), progress)
 
-    notices = []
-    begin.notices, begin.ended = notices, ended
+    begin.ended = ended
     yield begin
     server = record.read()
     if server and server.alive:
@@ -62,10 +51,11 @@ def nothing_is_left(begin, port):
 
 
 def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
-    server = begin()
+    notices = []
+    server = begin(progress=notices.append)
     assert record.running() == server
     assert server.url == f"http://127.0.0.1:{port}"
-    assert begin.notices
+    assert notices
     assert logs.milestone(logs.read(record.log_path())) == "loading the model"
     status.show_status(server)
     conversation.answer_once(server, "hello", 8)
@@ -132,33 +122,20 @@ def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(begin, port):
     nothing_is_left(begin, port)
 
 
-@pytest.mark.parametrize(
-    ("owner", "step", "error"),
-    [(Endpoint, "wait_until_serving", KeyboardInterrupt()), (record, "write", disk_full(ROOT))],
-)
-def test_an_interrupted_start_leaves_nothing(begin, port, monkeypatch, owner, step, error):
-    def interrupted(*_args):
-        raise error
+def test_an_interrupted_start_leaves_nothing(begin, port, monkeypatch):
+    def interrupted(_text):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(owner, step, interrupted)
-    with pytest.raises(type(error)):
+    def full(_server):
+        raise disk_full(ROOT)
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(progress=interrupted)
+    nothing_is_left(begin, port)
+    monkeypatch.setattr(record, "write", full)
+    with refused("storage.full"):
         begin()
     nothing_is_left(begin, port)
-
-
-@pytest.fixture
-def leftovers(begin):
-    """A server whose first two processes were killed at once: the remaining processes, and the record."""
-    server = begin("has children")
-    top = [psutil.Process(pid) for pid in session_members(server.pid)]
-    for process in sorted(top, key=lambda process: process.pid)[:2]:
-        process.kill()
-    assert psutil.wait_procs(top[:2], timeout=120)[1] == []
-    (left,) = record.leftovers()
-    yield server, psutil.Process(left)
-    for process in top:
-        with suppress(psutil.Error):
-            process.kill()
 
 
 def test_a_server_that_was_started_but_not_recorded_is_found(port, tmp_path):
@@ -188,9 +165,8 @@ def test_containers_that_a_killed_fleet_left_are_removed(fake_engine, docker_com
     models = state() / "fleet/models"
     for name, container in (("red", "c0ffee"), ("green", "")):
         (models / name).mkdir(parents=True)
-        server = record.Server(0, 0.0, "127.0.0.1", 9, "/m", "m", "docker" if container else "gpu", "", container)
         path = models / name / record.NAME
-        path.write_text(json.dumps(dataclasses.asdict(server)))
+        path.write_bytes(record.SERVER.dump_json(recorded(container=container, pid=0)))
         path.chmod(0o600)
     models.parent.parent.chmod(0o700)
     docker_command.answers("rm --force c0ffee")
@@ -202,13 +178,17 @@ def test_containers_that_a_killed_fleet_left_are_removed(fake_engine, docker_com
 
 
 def test_a_used_or_invalid_port_is_named_before_anything_starts(begin, port):
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(ServerError, match=f"--port {port + 1}") as caught:
+    with socket.create_server(("127.0.0.1", port)), refused("server.port", f"--port {port + 1}"):
         begin()
-    assert caught.value.code == "server.port"
     assert record.read() is None
     for wrong in (0, -1, 65536):
         with pytest.raises(UsageError):
             launch.check_free(wrong)
+    record.write(recorded(port))  # a second start
+    with refused("server.running") as caught:
+        launch.check_free(port, command="./inv qualify")
+    assert caught.value.fix == "./inv down && ./inv qualify"
+    record.forget()
 
 
 def test_a_record_of_a_dead_process_or_broken_json_is_no_server(begin):
@@ -229,11 +209,8 @@ def test_a_record_of_a_dead_process_or_broken_json_is_no_server(begin):
     [("truncates", "DONE"), *((event, "broke off") for event in ("{not json", '{"choices": [{"delta": null}]}'))],
 )
 def test_a_stream_that_breaks_off_or_of_another_shape_is_an_error_after_what_came(capsys, behaviour, message):
-    with misbehaving.answering(behaviour) as port:
-        pid = os.getpid()
-        server = record.Server(pid, started_at(pid), "127.0.0.1", port, "/m", "m", "embedded", "")
-        with refused("server.reply", message):
-            conversation.answer_once(server, "hello", 8)
+    with misbehaving.answering(behaviour) as port, refused("server.reply", message):
+        conversation.answer_once(recorded(port), "hello", 8)
     assert "Hello" in capsys.readouterr().out
 
 
@@ -302,15 +279,12 @@ def test_down_signals_no_process_that_a_killed_start_named_and_says_who_holds_th
         launch.down()
 
 
-def test_staying_shows_the_log_and_names_a_server_that_ends_by_itself(begin, monkeypatch):
+def test_staying_names_a_server_that_ends_by_itself_and_ctrl_c_stops_it(begin, port, monkeypatch):
     server = begin()
     psutil.Process(server.pid).kill()
     with refused("server.start", "by itself"):
         status.stay(server)
     assert record.read() is None
-
-
-def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
     server = begin()
 
     def interrupted(*args, **kwargs):
@@ -319,11 +293,3 @@ def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
     monkeypatch.setattr(logs, "follow", interrupted)
     status.stay(server)
     nothing_is_left(begin, port)
-
-
-def test_a_second_start_is_refused_with_the_likely_command(port):
-    own = record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", port, "/m", "m", "embedded", "")
-    record.write(own)
-    with pytest.raises(ServerError) as caught:
-        launch.check_free(port, command="./inv qualify")
-    assert (caught.value.code, caught.value.fix) == ("server.running", "./inv down && ./inv qualify")

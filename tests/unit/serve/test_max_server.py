@@ -8,7 +8,6 @@ import misbehaving
 import pytest
 
 from sparkforge.cli import program
-from sparkforge.core import openai
 from sparkforge.core.errors import ServerError
 from sparkforge.core.paths import state
 from sparkforge.serve import launch, proof, record, status
@@ -36,7 +35,6 @@ def up(checkpoint, free_port, monkeypatch):
         return start(max_server.MaxServer(replace(PLAN, model=str(checkpoint), port=port)))
 
     state().mkdir(exist_ok=True)
-    monkeypatch.setattr(openai, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(max_server, "prepare_environment", lambda *_: max_server.MAX)
     yield up
     with suppress(ServerError):
@@ -74,6 +72,5 @@ def test_a_cpu_serves_in_float32_and_a_gpu_in_the_checkpoint_s_format(checkpoint
 )
 def test_unsupported_models_are_refused_before_max_is_installed(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(max_server, "prepare_environment", lambda *_: pytest.fail("MAX is brought"))
     assert program.main(["max.up", *options])
     assert message in " ".join(capsys.readouterr().err.split())

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import fake_api
@@ -17,7 +18,6 @@ from sparkforge.core.errors import ServerError
 from sparkforge.core.openai import Endpoint
 from sparkforge.patching import series
 from sparkforge.serve import first_answers, launch, proof
-from sparkforge.serve.devices import in_environment
 from sparkforge.serve.devices.in_environment import Gpu
 from sparkforge.serve.record import StartPlan
 
@@ -167,23 +167,21 @@ def test_both_answers_of_a_mixed_step_are_checked(events, response, fault):
     assert bool(proof.CALLS[MIXED].fault([events, response])) == bool(fault)
 
 
-def test_another_404_is_a_fault():
-    def refuse(_send, path, body, *rest):
-        if "previous_response_id" in body:
-            raise reply_error(404, "The model `m` does not exist.")
+@pytest.mark.parametrize("name", ["a continued response", "a response that fails"])
+def test_what_needs_the_store_knows_when_it_is_off_and_another_refusal_is_a_fault(name):
+    answers = [
+        reply_error(404, "The model `m` does not exist."),
+        ServerError("the server answered 400", f"set {proof.STORE}=1", "./inv logs", code="server.reply"),
+    ]
+
+    def refuse(*arguments):
+        if "background" in proof.CALLS[name].body or "previous_response_id" in arguments[2]:
+            raise answers[0]
         return fake_api.GOOD
 
     with pytest.raises(ServerError, match="does not exist"):
-        proof.fault_of("a continued response", altered(NOWHERE, refuse), 60.0)
-
-
-@pytest.mark.parametrize("name", ["a continued response", "a response that fails"])
-def test_what_needs_the_store_knows_when_it_is_off(name):
-    def refuse(*arguments):
-        if "background" in proof.CALLS[name].body or "previous_response_id" in arguments[2]:
-            raise ServerError("the server answered 400", f"set {proof.STORE}=1", "./inv logs", code="server.reply")
-        return fake_api.GOOD
-
+        proof.fault_of(name, altered(NOWHERE, refuse), 60.0)
+    del answers[0]
     assert proof.fault_of(name, altered(NOWHERE, refuse), 60.0) == proof.LIMITS[name][0].fault
 
 
@@ -244,10 +242,6 @@ class FakeEndpoint:
         raise AssertionError(prompt)
 
 
-def test_rounding_passes():
-    assert first_answers.compare(FakeEndpoint(-0.09)) == pytest.approx(0.09)
-
-
 @pytest.mark.parametrize(
     ("endpoint", "why"),
     [
@@ -256,7 +250,8 @@ def test_rounding_passes():
         (FakeEndpoint(shift=float("nan")), "differ by nan"),
     ],
 )
-def test_a_wrong_answer_is_named(endpoint, why):
+def test_a_wrong_answer_is_named_and_rounding_passes(endpoint, why):
+    assert first_answers.compare(FakeEndpoint(-0.09)) == pytest.approx(0.09)
     with pytest.raises(ServerError, match=why):
         first_answers.compare(endpoint)
 
@@ -270,13 +265,10 @@ def test_a_wrong_answer_is_named(endpoint, why):
     ],
 )
 def test_the_tiny_model_answers_before_the_other_one_is_loaded_and_a_wrong_answer_ends_the_start(
-    monkeypatch, tmp_path, tiny_first, answers, wanted
+    fake_nvidia_smi, monkeypatch, tmp_path, tiny_first, answers, wanted
 ):
     done = []
-    monkeypatch.setattr(
-        in_environment.capabilities, "find", lambda *_: ("H100", in_environment.capabilities.load()["9.0"])
-    )
-    monkeypatch.setattr(in_environment, "write_tiny", lambda _python: tmp_path / "tiny")
+    fake_nvidia_smi("NVIDIA H100 80GB HBM3, 9.0, 580.159.04, 81559, 4, Disabled")
 
     def start(launched, _tell):
         done.append((launched.plan.model_id, launched.plan.trial))
@@ -294,5 +286,5 @@ def test_the_tiny_model_answers_before_the_other_one_is_loaded_and_a_wrong_answe
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}))
     with pytest.raises(ServerError, match="wrong") if len(wanted) == 2 else nullcontext():
-        Gpu(StartPlan("gpu", model=str(model), tiny_first=tiny_first)).start()
+        Gpu(StartPlan("gpu", model=str(model), tiny_first=tiny_first), Path("/bin/true")).start()
     assert done == wanted

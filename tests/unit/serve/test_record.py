@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from expected import refused
+from servers import recorded
 
 from sparkforge.bench import context
 from sparkforge.core import paths
 from sparkforge.core.errors import StorageError
-from sparkforge.core.process import started_at
 from sparkforge.doctor import evidence
 from sparkforge.serve import access, launch, record
 
@@ -35,7 +35,7 @@ def process(**environment):
 
 
 def server_of(pid, key_file=""):
-    return record.Server(pid, started_at(pid), "127.0.0.1", 9, "/m", "m", "embedded", "", key_file=str(key_file))
+    return recorded(pid=pid, key_file=str(key_file))
 
 
 @pytest.fixture
@@ -60,19 +60,21 @@ def test_a_record_and_its_folder_are_ours_alone(written):
     assert record.running() == written
     assert paths.state().stat().st_mode & 0o777 == 0o700
     assert record.record_path().stat().st_mode & 0o777 == 0o600
+    assert recorded(8000, host="::1").url == "http://[::1]:8000"
 
 
 @pytest.mark.parametrize(
-    ("place", "mode"),
-    [("record", 0o606), ("record", 0o640), ("folder", 0o770), ("folder", 0o707)],
+    ("place", "mode", "right"),
+    [
+        *((record.record_path, mode, 600) for mode in (0o606, 0o640)),
+        *((paths.state, mode, 700) for mode in (0o770, 0o707)),
+    ],
 )
-def test_a_record_that_others_can_open_or_replace_is_not_believed(written, place, mode):
-    path, right = (record.record_path(), "600") if place == "record" else (paths.state(), "700")
-    path.chmod(mode)
+def test_a_record_that_others_can_open_or_replace_is_not_believed(written, place, mode, right):
+    place().chmod(mode)
     for command in (record.running, launch.stop, lambda: launch.check_free(8000), context.running_server):
-        with pytest.raises(StorageError, match=f"is not trusted .* chmod {right}") as caught:
+        with refused("storage.access", f"is not trusted .* chmod {right}"):
             command()
-        assert caught.value.code == "storage.access"
     assert evidence.collect_state(paths.state()).server is None  # the doctor continues without the record
 
 
@@ -101,6 +103,9 @@ def test_a_link_a_fifo_and_a_folder_are_not_believed(written, tmp_path):
             path.unlink()
 
 
+NOT_STARTED_WITH = "was not started with that file"
+
+
 def test_the_key_is_that_of_the_process_and_no_other_file_is_one(key_file, tmp_path):
     (tmp_path / "diary").write_text("dear-diary")
     (tmp_path / "diary").chmod(0o600)
@@ -109,21 +114,19 @@ def test_the_key_is_that_of_the_process_and_no_other_file_is_one(key_file, tmp_p
         assert server_of(pid).key == ""
         forged = [server_of(pid, tmp_path / "diary"), server_of(os.getpid(), tmp_path / "diary")]
         for server in forged:
-            with pytest.raises(StorageError, match="was not started with that file"):
+            with refused("storage.access", NOT_STARTED_WITH):
                 _ = server.key
-    with pytest.raises(StorageError, match="was not started with that file"):  # the process has ended
+    with refused("storage.access", NOT_STARTED_WITH):  # the process has ended
         _ = dataclasses.replace(forged[0], key_file=str(key_file)).key
 
 
 def test_a_containers_key_is_the_one_that_it_mounts(fake_engine, key_file, tmp_path):
-    fake_engine.container["Mounts"] = [
-        {"Source": str(tmp_path / "models"), "Destination": "/models"},
-        {"Source": str(key_file), "Destination": "/run/secrets/api_key"},
-    ]
-    server = record.Server(0, 0.0, "127.0.0.1", 9, "/m", "m", "docker", "", "c0ffee", str(key_file))
+    mounts = {"/models": tmp_path / "models", "/run/secrets/api_key": key_file}
+    fake_engine.container["Mounts"] = [{"Source": str(path), "Destination": at} for at, path in mounts.items()]
+    server = recorded(container="c0ffee", key_file=str(key_file))
     assert server.key == "sesame"
-    with pytest.raises(StorageError, match="was not started with that file"):
+    with refused("storage.access", NOT_STARTED_WITH):
         _ = dataclasses.replace(server, key_file=str(tmp_path / "diary")).key
     fake_engine.container["Mounts"] = []
-    with pytest.raises(StorageError, match="was not started with that file"):
+    with refused("storage.access", NOT_STARTED_WITH):
         _ = server.key

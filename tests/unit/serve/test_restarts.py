@@ -12,11 +12,10 @@ import misbehaving
 import pytest
 from waiting import wait_for
 
-from sparkforge.core import files, paths
+from sparkforge.core import paths
 from sparkforge.core.errors import RefusalError
 from sparkforge.core.paths import ROOT
 from sparkforge.serve import health, hold, record, restarts
-from sparkforge.serve import health as healthy
 
 WHO = ("host", "vllm", "--model", "/models/x")
 
@@ -41,11 +40,12 @@ def test_an_unrequested_end_counts_with_its_reason():
     assert [failure.why for failure in known()][1:] == ["it ended by itself with exit code 1"]
 
 
-def test_a_full_disk_prevents_no_start(monkeypatch, tmp_path):
-    def full(*_args, **_more):
-        raise files.disk_full(tmp_path)
-
-    monkeypatch.setattr(restarts, "write_json", full)
+def test_a_history_that_is_damaged_or_cannot_be_written_prevents_no_start(tmp_path):
+    for damage in ("", "[]", '{"identity": 3}', '{"identity": [], "failures": [{}]}'):
+        (paths.state() / restarts.NAME).write_text(damage)
+        assert known() == ()
+    (paths.state() / restarts.NAME).unlink()
+    (paths.state() / restarts.NAME).mkdir()  # makes the write fail, as a full disk would
     restarts.begin(WHO)
     restarts.admit(WHO, tmp_path)
 
@@ -61,12 +61,6 @@ def test_a_start_without_an_end_counts_and_old_forgiven_and_foreign_failures_do_
     assert len(known()) == 1
     assert restarts.read(WHO, time.time() + restarts.WINDOW_SECONDS + 1).failures == ()
     assert restarts.read((*WHO, "--max-model-len=1024"), time.time()).failures == ()
-
-
-@pytest.mark.parametrize("damage", ["", "[]", '{"identity": 3}', '{"identity": [], "failures": [{}]}'])
-def test_a_damaged_record_is_none(damage):
-    (paths.state() / restarts.NAME).write_text(damage)
-    assert known() == ()
 
 
 def test_too_many_failures_hold_the_container_until_a_signal_forgives_them(tmp_path):
@@ -109,6 +103,8 @@ def test_each_failure_waits_longer_and_says_why(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def ready(tmp_path):
+    """Return a function that writes a readiness file, and returns its folder."""
+
     def ready(host, port):
         (tmp_path / "ready").write_text(json.dumps({"host": host, "port": port}))
         return tmp_path
@@ -120,47 +116,40 @@ def test_a_validated_server_that_answers_is_healthy(ready, monkeypatch, capsys):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with misbehaving.answering() as port:
         monkeypatch.setenv("SPARKFORGE_RUN", str(ready("127.0.0.1", port)))
-        assert healthy.main() == 0
+        assert health.main() == 0
     assert capsys.readouterr().out == "healthy\n"
+    assert health.look(ready("127.0.0.1", 0)) == ""  # a worker has no API
 
 
-def test_a_worker_without_an_api_is_healthy_and_a_server_without_readiness_is_not(ready, tmp_path):
-    assert "validation has not passed" in healthy.look(tmp_path)
-    assert healthy.look(ready("127.0.0.1", 0)) == ""
-
-
-@pytest.mark.parametrize("text", ["[]", '{"host": "127.0.0.1", "port": "x"}', "\udcff"])
-def test_a_broken_readiness_file_is_not_healthy(tmp_path, text):
-    (tmp_path / "ready").write_bytes(text.encode(errors="surrogateescape"))
-    assert "cannot read" in healthy.look(tmp_path)
-
-
-def test_a_server_that_does_not_answer_well_is_not_healthy(ready, monkeypatch):
-    monkeypatch.setattr(healthy, "SECONDS", 0.2)
+def test_a_server_that_does_not_answer_well_or_is_not_ready_is_not_healthy(ready, tmp_path, monkeypatch):
+    assert "validation has not passed" in health.look(tmp_path)
+    for broken in (b"[]", b'{"host": "127.0.0.1", "port": "x"}', b"\xff"):
+        (tmp_path / "ready").write_bytes(broken)
+        assert "cannot read" in health.look(tmp_path)
     with misbehaving.answering("unhealthy") as port:
-        assert healthy.look(ready("127.0.0.1", port)).endswith("answered 503")
+        assert health.look(ready("127.0.0.1", port)).endswith("answered 503")
+    monkeypatch.setattr(health, "SECONDS", 0.2)
     with socket.socket() as bound, socket.create_server(("127.0.0.1", 0)) as silent:
         bound.bind(("127.0.0.1", 0))  # not listening
         for address in (bound.getsockname(), silent.getsockname()):
-            assert "does not answer" in healthy.look(ready(*address))
+            assert "does not answer" in health.look(ready(*address))
 
 
-REFUSAL = RefusalError("the validator refuses to serve", "no memory", "free some")
+def test_a_refused_start_that_holds_is_tried_again_until_it_is_admitted(monkeypatch, capsys):
+    waited, answers = [], [RefusalError("the validator refuses to serve", "no memory", "free some")] * 3
 
-
-def test_a_refused_start_is_tried_again_until_it_is_admitted(monkeypatch):
-    waited, reasons, answers = [], [], [REFUSAL, REFUSAL, None]
-
-    def start():
-        answer = answers.pop(0)
-        if answer:
-            raise answer
+    @hold.held
+    def up(**_options):
+        if answers:
+            raise answers.pop()
         return "served"
 
-    monkeypatch.setattr(hold.time, "sleep", waited.append)
-    assert hold.until_admitted(start, reasons.append) == "served"
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with pytest.raises(RefusalError):
+        up(hold=False)
+    assert up(hold=True, model="~/model") == "served"
     assert waited == [30, 60]
-    assert all(line.startswith("refused: ") and "no memory" in line for line in reasons)
+    assert capsys.readouterr().err.count("refused: the validator refuses to serve: no memory; validates again") == 2
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -171,22 +160,6 @@ def test_systemd_is_told_in_its_own_words(monkeypatch, tmp_path, abstract):
         monkeypatch.setenv("NOTIFY_SOCKET", name)
         hold.tell_systemd(ready=True, status="serves\nX_INJECTED=1")
         assert manager.recv(4096) == b"READY=1\nSTATUS=serves X_INJECTED=1"
-
-
-def test_without_systemd_nothing_is_told(monkeypatch):
-    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    hold.tell_systemd(ready=True)
-    monkeypatch.setenv("NOTIFY_SOCKET", "/nonexistent/notify")
-    hold.tell_systemd(ready=True)
-
-
-def test_only_the_option_holds(monkeypatch):
-    monkeypatch.setattr(hold, "until_admitted", lambda *_: "held")
-
-    @hold.held
-    def up(**_options):
-        raise REFUSAL
-
-    assert up(hold=True, model="~/model") == "held"
-    with pytest.raises(RefusalError):
-        up(hold=False)
+    for absent in ("", "/nonexistent/notify"):
+        monkeypatch.setenv("NOTIFY_SOCKET", absent)
+        hold.tell_systemd(ready=True)

@@ -1,16 +1,15 @@
 """`chat`, `logs`, `status` and `doctor` print texts of servers and logs without terminal control sequences."""
 
 import json
-import os
 import re
 
 import misbehaving
 import pytest
 from expected import refused
+from servers import recorded
 
 from sparkforge.core import console, paths
 from sparkforge.core.errors import NetworkError
-from sparkforge.core.process import started_at
 from sparkforge.doctor import doctor
 from sparkforge.serve import conversation, record, status
 
@@ -22,8 +21,7 @@ PASSWORD = "https://anna:hunter2@mirror.example/simple/"
 def test_the_answer_the_state_and_the_readiness_are_printed_without_escapes(capsys):
     events = [json.dumps({"choices": [{"delta": {"content": char}}]}) for char in f" {EVIL} World"]
     with misbehaving.answering("\n\ndata: ".join(events)) as port:
-        pid = os.getpid()
-        served = record.Server(pid, started_at(pid), "127.0.0.1", port, "m", f"name{EVIL}", "embedded", "")
+        served = recorded(port, model_id=f"name{EVIL}")
         conversation.answer_once(served, "hello", 10)
         out = capsys.readouterr().out
         assert out == "hm Hello \nü World\n"
@@ -34,17 +32,17 @@ def test_the_answer_the_state_and_the_readiness_are_printed_without_escapes(caps
     assert not UNSAFE.search(out + err)
 
 
-def test_logs_also_a_containers_are_printed_without_escapes(capsys, docker_command):
+def test_logs_also_a_containers_are_printed_without_escapes(capsys, docker_command, fake_engine):
     record.log_path().parent.mkdir(parents=True, exist_ok=True)
     record.log_path().write_bytes(f"one {EVIL}\r\n".encode() + b"two \xff\xc3")
     status.show_log(follow=False)
-    out = capsys.readouterr().out
-    assert not UNSAFE.search(out)
-    assert out.startswith("one \nü\ntwo \ufffd")
+    file = capsys.readouterr().out
+    assert file.startswith("one \nü\ntwo \ufffd")
     docker_command.answers("logs", out=f"out {EVIL}\n", err=f"err {EVIL}\n")
-    status._container_log(record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", "c0ffee"), follow=False)
+    record.write(recorded(container="c0ffee"))
+    status.show_log(follow=False)
     out = capsys.readouterr().out
-    assert ("out " in out, "err " in out, UNSAFE.search(out)) == (True, True, None)
+    assert ("out " in out, "err " in out, UNSAFE.search(file + out)) == (True, True, None)
 
 
 @pytest.mark.parametrize("as_json", [False, True])

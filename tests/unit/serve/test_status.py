@@ -1,15 +1,15 @@
 """`./inv status` with a small server instead of vLLM, whose counters the test sets."""
 
 import json
-import os
 
 import pytest
 from loopback import Quiet, serving
+from programs import write_program
+from servers import recorded
 
 from sparkforge.cli import program
 from sparkforge.core.errors import NetworkError, ServerError
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import started_at
 from sparkforge.serve import record, status
 
 METRICS = """\
@@ -51,21 +51,15 @@ def server(request, monkeypatch):
     monkeypatch.setattr(status, "INTERVAL", 0.01)
     record.log_path().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with serving(Api, tokens=0, metrics=getattr(request, "param", METRICS)) as http_server:
-        recorded = record.Server(
-            os.getpid(), started_at(os.getpid()), "127.0.0.1", http_server.server_port, "/m", "m", "embedded",
-            str(record.log_path()), profile="embedded", proved=1.8e9, proof={"a chat": ""},
-        )  # fmt: skip
-        record.write(recorded)
-        yield recorded
+        proved = {"profile": "embedded", "proved": 1.8e9, "proof": {"a chat": ""}}
+        server = recorded(http_server.server_port, log=str(record.log_path()), **proved)
+        record.write(server)
+        yield server
 
 
 @pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(status, "gpus", list)
-
-
-def shown(capsys):
-    return capsys.readouterr().out
+def no_gpu(fake_nvidia_smi):
+    fake_nvidia_smi("")
 
 
 def test_the_figures_are_the_servers(server, no_gpu):
@@ -87,7 +81,7 @@ def test_the_figures_are_the_servers(server, no_gpu):
 
 def test_json_follows_its_schema_which_is_the_file(server, no_gpu, capsys):
     assert program.main(["status", "--json"]) == 0
-    document = json.loads(shown(capsys))
+    document = json.loads(capsys.readouterr().out)
     assert status.StatusReport.model_validate(document).server.model == "m"
     assert document["format"] == "sparkforge-status/1"
     assert document["gpus"] == []
@@ -99,7 +93,7 @@ def test_json_follows_its_schema_which_is_the_file(server, no_gpu, capsys):
 @pytest.mark.parametrize("server", ["", "vllm:generation_tokens_total nonsense {{", "\x00\xff"], indirect=True)
 def test_unknown_metrics_are_ignored(server, no_gpu, capsys):
     assert program.main(["status"]) == 0
-    assert "now: /metrics does not answer\n" in shown(capsys)
+    assert "now: /metrics does not answer\n" in capsys.readouterr().out
 
 
 def test_without_a_server_it_says_so_and_json_has_the_last_failure(no_gpu, capsys):
@@ -127,13 +121,10 @@ FAST, SLOW = "2405, 3003, 60.1, [N/A], 70, 96, 0x0", "700, 3003, 14.2, [N/A], 45
     ],
 )
 def test_a_gpu_by_nvidia_smi_and_a_slow_one_is_a_warning(server, tmp_path, monkeypatch, capsys, gpu, clock, messages):
-    program = tmp_path / "bin/nvidia-smi"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\ncase \"$*\" in *clocks.sm*) echo '{clock}';; *) echo '{gpu}';; esac\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    script = f"case \"$*\" in *clocks.sm*) echo '{clock}';; *) echo '{gpu}';; esac"
+    monkeypatch.setenv("PATH", str(write_program(tmp_path / "bin/nvidia-smi", script).parent), prepend=":")
     status.show_status(server)
-    output = shown(capsys)
+    output = capsys.readouterr().out
     assert [message for message in messages if message not in output] == []
     assert ("warning:" in output) == (clock == SLOW)
     [read] = status.report_of_none().gpus

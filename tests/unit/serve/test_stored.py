@@ -1,17 +1,18 @@
 """`./inv list`, `rm` and `run`: the models of this machine, in its folders and in a cache in Hugging Face's layout."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import misbehaving
 import pytest
+from servers import recorded
 
 from sparkforge.cli import program, serve
 from sparkforge.core.files import locked
-from sparkforge.core.process import started_at
-from sparkforge.serve import conversation, record
+from sparkforge.serve import record
 
 CONFIG = json.dumps({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}})
 COMMITS = ("c1", "c2")
@@ -63,19 +64,11 @@ def user():
         process.communicate(b"\n")
 
 
-def recorded(model, model_id):
-    record.write(
-        record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", 8123, model, model_id, "embedded", "/log")
-    )
-
-
 def test_the_list_has_each_model_once_with_its_own_bytes(inv, models):
     listed = {model["name"]: model for model in json.loads(inv("list", "--json").stdout)["models"]}
     assert list(listed) == ["gpt-oss-120b", "someone/gpt-oss-20b"]
     assert 3_000_000 < listed["gpt-oss-120b"]["bytes"] < 3_001_000
-    assert 20_000_000 < listed["someone/gpt-oss-20b"]["bytes"] < 20_001_000, (
-        "a blob that two snapshots share counts once"
-    )
+    assert 20_000_000 < listed["someone/gpt-oss-20b"]["bytes"] < 20_001_000  # a blob of two snapshots counts once
     assert {model["family"] for model in listed.values()} == {"gpt-oss"}
     assert listed["someone/gpt-oss-20b"]["folder"] == str(models["hub"])
     shown = inv("list")
@@ -98,6 +91,10 @@ def test_unfinished_fetches_and_foreign_folders_are_distinguished(inv, models):
 
 @pytest.mark.parametrize("name", ["someone/gpt-oss-20b", "gpt-oss-20b", "FOLDER"])
 def test_rm_removes_the_whole_of_a_model_and_nothing_else(inv, models, name):
+    left = models["hub"].with_name(".models--them--old.77.sparkforge-removed")  # by a removal that was killed
+    left.mkdir()
+    (left / "weights").write_text("many")
+    assert len(json.loads(inv("list", "--json").stdout)["models"]) == 2
     removed = inv("rm", str(models["hub"]) if name == "FOLDER" else name, "--yes")
     assert removed.returncode == 0, removed.stderr
     assert "removed someone/gpt-oss-20b: 0.02 GB" in removed.stderr
@@ -113,7 +110,7 @@ def test_rm_asks_and_without_a_terminal_names_the_option(inv, models):
 
 
 def test_rm_leaves_what_our_server_serves(inv, models):
-    recorded(str(models["fetched"]), "gpt-oss-120b")
+    record.write(recorded(8123, model=str(models["fetched"]), model_id="gpt-oss-120b"))
     refused = inv("rm", "openai/gpt-oss-120b", "--yes")
     assert refused.returncode == 28
     assert "gpt-oss-120b is in use" in refused.stderr
@@ -147,15 +144,6 @@ def test_rm_waits_for_no_fetch_into_the_folder(inv, models):
     assert models["fetched"].is_dir()
 
 
-def test_a_removal_that_was_killed_is_finished_by_the_next_one(inv, models):
-    left = models["hub"].with_name(".models--them--old.77.sparkforge-removed")
-    left.mkdir()
-    (left / "weights").write_text("many")
-    assert len(json.loads(inv("list", "--json").stdout)["models"]) == 2
-    assert inv("rm", "gpt-oss-20b", "--yes").returncode == 0
-    assert not left.exists()
-
-
 def test_rm_of_a_link_removes_the_link_alone(inv, models, tmp_path):
     models["fetched"].rename(tmp_path / "disk")
     models["fetched"].symlink_to(tmp_path / "disk")
@@ -185,31 +173,30 @@ def test_an_unknown_model_gets_the_nearest_names_and_a_repository_the_pull(inv, 
 
 @pytest.fixture
 def talk(monkeypatch):
-    """The starts and messages of `run`, without a server."""
-    seen = []
-    monkeypatch.setattr(serve, "started", lambda options: seen.append(options) or record.Server(
-        1, 1.0, "127.0.0.1", 8124, options.model, "gpt-oss-120b", "embedded", "/log"
-    ))  # fmt: skip
-    monkeypatch.setattr(conversation, "answer_once", lambda _server, text, *_: seen.append(text))
-    return seen
+    """The starts of `run`, and the record of a small server that answers in place of vLLM."""
+    starts = []
+    with misbehaving.answering() as port:
+
+        def started(options):
+            starts.append(options)
+            return recorded(port, model=options.model)
+
+        monkeypatch.setattr(serve, "started", started)
+        yield SimpleNamespace(starts=starts, port=port)
 
 
 def test_run_starts_a_model_that_is_not_served_and_asks_it(inv, models, talk):
-    assert inv("run", "openai/gpt-oss-120b", "Hello", "--profile", "fast").returncode == 0
-    assert (talk[0].model, talk[0].profile) == (str(models["fetched"]), "fast")
-    assert talk[1:] == ["Hello"]
-
-
-def test_run_serves_a_repository_from_the_cache(inv, talk):
-    assert inv("run", "gpt-oss-20b", "Hello").returncode == 0
-    assert talk[0].model == "someone/gpt-oss-20b"
+    assert "Hello" in inv("run", "openai/gpt-oss-120b", "hello", "--profile", "fast").stdout
+    inv("run", "gpt-oss-20b", "hello")  # from the cache
+    asked = [(str(models["fetched"]), "fast"), ("someone/gpt-oss-20b", "")]
+    assert [(options.model, options.profile) for options in talk.starts] == asked
 
 
 def test_run_asks_the_running_server_by_either_name_and_replaces_no_other_one(inv, models, talk):
-    recorded(str(models["fetched"]), "gpt-oss-120b")
-    assert inv("run", "openai/gpt-oss-120b", "Hello").returncode == 0
-    assert talk == ["Hello"]
-    refused = inv("run", "gpt-oss-20b", "Hello")
+    record.write(recorded(talk.port, model=str(models["fetched"]), model_id="gpt-oss-120b"))
+    assert "Hello" in inv("run", "openai/gpt-oss-120b", "hello").stdout
+    assert talk.starts == []
+    refused = inv("run", "gpt-oss-20b", "hello")
     assert refused.returncode == 24
     assert "next: ./inv down && ./inv run gpt-oss-20b" in refused.stderr
 

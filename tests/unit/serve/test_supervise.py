@@ -68,14 +68,26 @@ def end(tmp_path):
     return value["code"], value["asked"]
 
 
-@pytest.mark.parametrize(("own", "code"), [(0, ServerError.exit_code), (30, 30)])
-def test_an_unrequested_end_is_never_0(serve, tmp_path, own, code):
-    supervisor, _ = serve(str(own))
+@pytest.mark.parametrize(
+    ("behaviour", "number", "code", "asked"),
+    [
+        ("0", None, ServerError.exit_code, False),  # an unrequested end is never 0
+        ("30", None, 30, False),
+        ("drains", signal.SIGTERM, 0, True),
+        ("sleeps", signal.SIGTERM, 143, True),
+        ("is interrupted", signal.SIGTERM, 143, True),
+        ("sleeps", signal.SIGINT, 130, True),
+    ],
+)
+def test_the_exit_code_tells_a_requested_end_from_another(serve, tmp_path, behaviour, number, code, asked):
+    supervisor, _ = serve(behaviour)
+    if number:
+        supervisor.send_signal(number)
     supervisor.wait(30)
     output = supervisor.stdout.read()  # `communicate` would lose what `readline` has read ahead
     assert supervisor.returncode == code
-    assert end(tmp_path) == (code, False)
-    assert f"ended by itself; exit code {code}" in output
+    assert end(tmp_path) == (code, asked)
+    assert (f"ended by itself; exit code {code}" in output) == (not asked)
 
 
 def test_a_killed_server_gives_the_exit_code_of_shells(serve, tmp_path):
@@ -83,25 +95,6 @@ def test_a_killed_server_gives_the_exit_code_of_shells(serve, tmp_path):
     os.kill(server, signal.SIGKILL)
     assert supervisor.wait(30) == 137
     assert end(tmp_path) == (137, False)
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "number", "code"),
-    [
-        ("drains", signal.SIGTERM, 0),
-        ("sleeps", signal.SIGTERM, 143),
-        ("is interrupted", signal.SIGTERM, 143),
-        ("sleeps", signal.SIGINT, 130),
-    ],
-)
-def test_a_requested_end_is_0_or_the_signal(serve, tmp_path, behaviour, number, code):
-    supervisor, _ = serve(behaviour)
-    supervisor.send_signal(number)
-    supervisor.wait(30)
-    output = supervisor.stdout.read()  # `communicate` would lose what `readline` has read ahead
-    assert supervisor.returncode == code
-    assert end(tmp_path) == (code, True)
-    assert "by itself" not in output
 
 
 @pytest.mark.slow
@@ -154,12 +147,11 @@ def resident(file):
 @pytest.fixture
 def checkpoint(tmp_path):
     """A folder with a weight file and another file, both written to the disk and in the page cache."""
-    for name in ("model-00001.safetensors", "tokenizer.json"):
-        (tmp_path / name).write_bytes(os.urandom(SIZE))
-        with (tmp_path / name).open("rb") as file:
+    weights, other = tmp_path / "model-00001.safetensors", tmp_path / "tokenizer.json"
+    for path in (weights, other):
+        path.write_bytes(os.urandom(SIZE))
+        with path.open("rb") as file:
             os.fsync(file.fileno())
-            file.read()
-    weights = tmp_path / "model-00001.safetensors"
     if resident(weights) != SIZE:
         pytest.skip("the page cache of this file system cannot be seen")
     with weights.open("rb") as file:

@@ -77,15 +77,15 @@ def test_the_snapshot_is_served_under_the_name_that_was_typed(image):
     assert "8192" not in named.arguments
 
 
-def test_a_token_that_was_mounted_with_the_cache_is_named(image, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(local, "MOUNTED", tmp_path)
+def test_a_token_that_was_mounted_with_the_cache_is_named(no_models, image, capsys):
     plan([MODEL])
     assert "token" not in capsys.readouterr().err
-    (tmp_path / "token").write_text("hf_secret")
+    local.MOUNTED.mkdir(parents=True)
+    (local.MOUNTED / "token").write_text("hf_secret")
     plan([MODEL])
     noted = capsys.readouterr().err
-    assert f"the server can read your token {tmp_path}/token" in noted
-    assert f":{tmp_path}/hub:ro" in noted
+    assert f"the server can read your token {local.MOUNTED}/token" in noted
+    assert f":{local.MOUNTED}/hub:ro" in noted
     assert "hf_secret" not in noted
 
 
@@ -100,24 +100,13 @@ def test_vllm_args_are_split_as_a_shell_would_and_stay_out_of_the_environment(im
 
 def test_a_start_without_a_container_takes_the_same_variables(monkeypatch, tmp_path):
     monkeypatch.setenv("INV_CWD", str(tmp_path))
-    env = {
-        **os.environ,
-        "SPARKFORGE_MODEL": "m",
-        "SPARKFORGE_MODEL_ID": "id",
-        "VLLM_ARGS": "--seed 1 --chat-template ./c",
-    }
-    completed = settings.with_variables(StartPlan("embedded", flags=("--seed", "2")), env)
+    variables = {"SPARKFORGE_MODEL": "m", "SPARKFORGE_MODEL_ID": "id", "VLLM_ARGS": "--seed 1 --chat-template ./c"}
+    completed = settings.with_variables(StartPlan("embedded", flags=("--seed", "2")), {**os.environ, **variables})
     assert (completed.model, completed.model_id) == (f"{tmp_path}/m", "id")
     assert completed.flags == ("--seed", "1", "--chat-template", f"{tmp_path}/c", "--seed", "2")
     assert settings.with_variables(StartPlan("embedded"), {"SPARKFORGE_MODEL": settings.TINY}) == StartPlan("embedded")
     with pytest.raises(UsageError, match="--api-key cannot be passed"):
         settings.with_variables(StartPlan("embedded"), {"VLLM_ARGS": "--api-key sesame"})
-
-
-@pytest.mark.parametrize("text", ["--chat-template 'open", "--model x/y", "--model=x/y"])
-def test_vllm_args_that_cannot_be_read_or_name_a_model_are_refused(text):
-    with pytest.raises(UsageError, match="VLLM_ARGS"):
-        settings.read({"SPARKFORGE_PROFILE": "embedded", "VLLM_ARGS": text})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +116,8 @@ def test_vllm_args_that_cannot_be_read_or_name_a_model_are_refused(text):
         ("SPARKFORGE_STACK", "zz"), ("SPARKFORGE_SERVE_PROFILE", "zz"), ("SPARKFORGE_BIND", "zz"),
         *(("SPARKFORGE_ALLOWED_HOSTS", text) for text in ("http://x", "a b", "x:port", "[::1")),
         *(("SPARKFORGE_LIMITS", text) for text in ("sequences", "sequences=-1", "sequence=1", "n=²")),
-        ("VLLM_ARGS", "'"), ("TP", "0"),
+        *(("VLLM_ARGS", text) for text in ("'", "--model x/y", "--model=x/y")),
+        *(("TP", text) for text in ("0", "x", "1.5", "9" * 5000, "\u0663")),
         ("MAX_MODEL_LEN", "-1"), ("SPARKFORGE_VALIDATE_SECONDS", "foo"), ("SPARKFORGE_VALIDATE_SECONDS", "inf"),
         *(("SPARKFORGE_GUARD_GIB", value) for value in ("3g", "-1", "nan")),
     ],
@@ -135,11 +125,12 @@ def test_vllm_args_that_cannot_be_read_or_name_a_model_are_refused(text):
 def test_a_variable_without_a_meaning_is_refused_by_every_device_before_it_makes_anything(monkeypatch, name, value):
     with pytest.raises(UsageError, match=name) as caught:
         settings.read({name: value})
-    assert caught.value.fix.startswith((f"{name}=", f"unset {name}"))
+    assert caught.value.fix.startswith((f"{name}=", f"unset {name}", "SPARKFORGE_MODEL="))
+    assert len(caught.value.what) < 100
     monkeypatch.setenv(name, value)
     for device in (
         lambda: in_environment.Embedded(StartPlan("embedded")),
-        lambda: Container(StartPlan("docker"), pytest.fail),
+        lambda: Container(StartPlan("docker"), None),
     ):
         with pytest.raises(UsageError, match=name):
             device()
@@ -151,33 +142,21 @@ def test_the_advised_value_of_each_variable_is_taken():
     assert settings.read({**examples, "SPARKFORGE_GUARD_GIB": "0"}).refused == settings.HOLD
 
 
-def test_the_values_of_the_plugins_variables_are_those_that_it_reads():
-    source = "".join(file.read_text() for file in (paths.ROOT / "spark_mxfp4/src/spark_mxfp4/vllm").glob("*.py"))
-    for name, values in settings.CHOICES.items():
-        if name in ("SPARK_MXFP4_MODE", "SPARK_MXFP4_ROUTER"):
-            assert str(values).replace("'", '"') in source
-    assert ", ".join(f'"{value}"' for value in settings.CHOICES["SPARK_MXFP4_LINEAR"][1:]) in source
-
-
 def test_an_address_that_other_machines_reach_needs_a_key():
     for loopback in ("127.0.0.1", "::1", "[::1]", "127.3.2.1", "localhost"):
         access.require_key(loopback, "")
     for address in ("0.0.0.0", "::", "192.168.1.7", "[fe80::1]"):  # noqa: S104 - what is refused
-        with pytest.raises(UsageError, match="would open the server without an API key") as caught:
+        with pytest.raises(UsageError, match="would open the server without an API key"):
             access.require_key(address, "")
-        # The container's uid 1000 cannot read another user's key file of mode 600.
-        assert "sudo chown 1000 key; sudo chmod 440 key" in caught.value.fix
         access.require_key(address, "sesame")
     with pytest.raises(UsageError, match="'eth0' is not an address"):
         access.require_key("eth0", "sesame")
 
 
-def test_on_the_machines_network_the_server_listens_on_loopback(image, monkeypatch, tmp_path):
-    seen = access.has_host_network
-    monkeypatch.setattr(access, "has_host_network", lambda: seen(tmp_path / "net"))
-    for card, address in (("eth0", "0.0.0.0"), ("enp1s0/device", "127.0.0.1")):  # noqa: S104 - a container's
-        (tmp_path / "net" / card).mkdir(parents=True)
-        assert plan([MODEL]).address() == (address, 8000)
+def test_a_network_card_tells_the_machines_network_from_a_containers(tmp_path):
+    for card, is_host in (("eth0", False), ("enp1s0/device", True)):
+        (tmp_path / card).mkdir(parents=True)
+        assert access.has_host_network(tmp_path) == is_host
 
 
 @pytest.mark.parametrize(
@@ -212,23 +191,19 @@ def start(tmp_path, *arguments):
     return result.stdout
 
 
-SERVE = "python|-m|sparkforge.serve.entrypoint|"
-
-
-@pytest.mark.parametrize("arguments", [*SERVERS.values(), [], list(FLAGS), ["validate"], ["tiny"], ["/models"]])
-def test_servers_and_validations_go_to_the_entrypoint(tmp_path, arguments):
-    assert start(tmp_path, *arguments) == SERVE + "".join(f"{word}|" for word in arguments)
-
-
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [
+        *(
+            (words, "|".join(("python", "-m", "sparkforge.serve.entrypoint", *words, "")))
+            for words in (*SERVERS.values(), [], list(FLAGS), ["validate"], ["tiny"], ["/models"])
+        ),
         (["python", "-c", "import vllm"], "python|-c|import vllm|"),
         (["vllm", "bench", "serve"], "vllm|bench|serve|"),
         (["/bin/echo", "one", "two words"], "one two words\n"),
     ],
 )
-def test_other_programs_are_run_unchanged(tmp_path, arguments, printed):
+def test_servers_and_validations_go_to_the_entrypoint_and_other_programs_run_unchanged(tmp_path, arguments, printed):
     assert start(tmp_path, *arguments) == printed
 
 

@@ -1,10 +1,10 @@
 """Recorded facts of nodes, and the situation of two healthy Sparks that a test breaks in one place."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from programs import write_program
 
 from sparkforge.models import recipes as models
 from sparkforge.plan.architecture import parse
@@ -44,11 +44,8 @@ def answering(healthy, tmp_path, monkeypatch):
     def make(text, device="embedded"):
         (tmp_path / "answer").write_text(text)
         for name in ("ssh", "docker"):
-            program = tmp_path / "answers" / name
-            program.parent.mkdir(exist_ok=True)
-            program.write_text(f"#!/bin/sh\nexec cat {tmp_path}/answer\n")
-            program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}/answers{os.pathsep}{os.environ['PATH']}")
+            write_program(tmp_path / "answers" / name, f"exec cat {tmp_path}/answer")
+        monkeypatch.setenv("PATH", f"{tmp_path}/answers", prepend=":")
         nodes = tuple(node.model_copy(update={"ssh": node.name}) for node in healthy.config.nodes)
         return healthy.config.model_copy(update={"nodes": nodes, "device": device, "model": ""})
 

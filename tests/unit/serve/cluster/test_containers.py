@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+from servers import recorded
 
 from sparkforge.core.errors import RefusalError, ServerError, StorageError
 from sparkforge.core.process import started_at
@@ -114,15 +115,6 @@ def test_without_gpus_no_rdma_is_asked_for_and_the_file_without_devices_comes_la
     assert variables(docker_command)["SPARKFORGE_STACK"] == "embedded"
 
 
-def test_the_key_of_the_cluster_is_the_heads(config, tmp_path):
-    key = tmp_path / "key"
-    key.write_text("k" * 32 + "\n")
-    key.chmod(0o600)
-    config = config.model_copy(update={"key_file": str(key)})
-    assert node.ContainerNode(config, config.head).env["SPARKFORGE_API_KEY"] == str(key)
-    assert "SPARKFORGE_API_KEY" not in node.ContainerNode(config, config.nodes[1]).env
-
-
 @pytest.mark.parametrize("content", ["a-key-of-the-clients", "", None])
 def test_the_heads_start_proves_itself_with_the_key_that_compose_resolves(
     config, docker_command, monkeypatch, tmp_path, content
@@ -186,7 +178,7 @@ def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, a
 def test_without_a_container_down_ends_what_the_record_names(asked):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as server:
         begun = started_at(server.pid)
-        record.write(record.Server(server.pid, begun, "127.0.0.1", 8000, "m", "m", "embedded", "log"))
+        record.write(recorded(pid=server.pid))
         try:
             assert asked("spark", "down") == {"state": f"stopped pid {server.pid}"}
             assert started_at(server.pid) != begun
@@ -201,7 +193,7 @@ def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(
     project = {"services": {"vllm": {"image": "x", "environment": {compose.STACK: "spark"}}}}
     docker_command.answers("config --format json", out=json.dumps(project))
     absent(TCP)
-    server = record.Server(0, 1.0, "127.0.0.1", 8000, "m", "m", "docker", "", container="0123456789abcdef")
+    server = recorded(container="0123456789abcdef")
     monkeypatch.setattr(node.ContainerNode, "serve", lambda *_: record.write(server) or server)
     with pytest.raises(ServerError, match="TCP in place of RDMA"):
         asked("spark", "start")

@@ -34,17 +34,14 @@ def ask(request):
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("request_", ["", "{}", "[1]", '{"action": "status", "name": "x", "config": {}}', "{" * 99])
-def test_a_malformed_request_is_answered_with_an_error(request_):
-    assert {"what", "why", "fix", "code"} == ask(request_)["error"].keys()
-
-
-def test_a_node_where_nothing_runs_says_so(config):
+def test_a_request_is_answered_and_a_malformed_one_with_an_error(config):
     embedded = config.model_copy(update={"device": "embedded"})
     body = {"name": "spark", "config": embedded.model_dump(by_alias=True, mode="json")}
-    assert ask(json.dumps({"action": "status", **body})) == {"state": "stopped"}
-    assert ask(json.dumps({"action": "down", **body})) == {"state": "nothing to stop"}
-    assert ask(json.dumps({"action": "logs", **body})) == {"lines": []}
+    answers = {"status": {"state": "stopped"}, "down": {"state": "nothing to stop"}, "logs": {"lines": []}}
+    for action, answer in answers.items():
+        assert ask(json.dumps({"action": action, **body})) == answer
+    for malformed in ("", "[1]", '{"action": "status", "name": "x", "config": {}}', "{" * 99):
+        assert {"what", "why", "fix", "code"} == ask(malformed)["error"].keys()
 
 
 @pytest.fixture
@@ -122,6 +119,9 @@ def test_the_head_takes_the_key_and_a_worker_needs_none(healthy, tmp_path):
     settings = {"nodes": nodes, "key_file": str(key), "device": "embedded", "profile": "", "model": ""}
     split = ClusterConfig.model_validate({**healthy.config.model_dump(by_alias=True), **settings})
     assert [node.EmbeddedNode(split, part).launch().plan.key for part in split.nodes] == ["key-of-a-test", ""]
+    containers = split.model_copy(update={"device": "docker"})
+    files = [node.ContainerNode(containers, part).env.get("SPARKFORGE_API_KEY") for part in split.nodes]
+    assert files == [str(key), None]
 
 
 def test_a_silent_node_is_a_state(asked, capsys):

@@ -5,17 +5,16 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
+from programs import write_program
+from servers import recorded
 from waiting import wait_for
 
 from sparkforge.core import paths
 from sparkforge.core.errors import NetworkError, ServerError
 from sparkforge.serve import record, restarts
 from sparkforge.serve.cluster import keep, node, start, watch
-from sparkforge.serve.cluster.config import ClusterConfig
 
 RUNS, STOPPED = {"state": "running"}, {"state": "stopped"}
 DIED = {"state": "ended", "why": "node spark2: signal 9 ended its server", "asked": False}
@@ -23,15 +22,12 @@ WISHED = {"state": "ended", "why": "node spark2: it was stopped", "asked": True}
 SILENT = NetworkError("spark2 cannot be reached by ssh", "No route to host", "ssh spark2 true")
 
 
-@dataclass
 class Stage:
     """Nodes with prepared answers, of which the last repeats, and the actions and pauses that follow."""
 
-    config: ClusterConfig
-    answers: dict[str, list[Any]] = field(default_factory=dict)
-    actions: list[str] = field(default_factory=list)
-    pauses: list[float] = field(default_factory=list)
-    failing: list[str] = field(default_factory=list)
+    def __init__(self, config):
+        self.config, self.answers = config, {}
+        self.actions, self.pauses, self.failing = [], [], []
 
     def ask(self, _config, node, action):
         assert action == "status"
@@ -113,14 +109,9 @@ def test_after_three_recent_failures_the_keeper_gives_up_with_a_message(stage):
 def test_it_is_started_and_ended_with_what_it_asks(stage, tmp_path, monkeypatch):
     """A program in place of `ssh` says that the head's part died, and never answers again."""
     monkeypatch.undo()
-    ssh = tmp_path / "ssh"
-    ssh.write_text(f"""#!/bin/sh
-mkdir {tmp_path}/first 2> /dev/null && exec echo '{json.dumps(DIED)}'
-echo $$ > {tmp_path}/asked
-exec sleep 1000
-""")
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    first = f"mkdir {tmp_path}/first 2> /dev/null && exec echo '{json.dumps(DIED)}'"
+    write_program(tmp_path / "ssh", f"{first}\necho $$ > {tmp_path}/asked\nexec sleep 1000")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     nodes = [node.model_copy(update={"ssh": f"n{number}"}) for number, node in enumerate(stage.config.nodes)]
     pid = keep.begin(stage.config.model_copy(update={"nodes": tuple(nodes)}))
@@ -139,7 +130,7 @@ exec sleep 1000
 def test_a_node_distinguishes_requested_ends_from_failures(healthy):
     over = subprocess.Popen([sys.executable, "-c", ""])
     over.wait()
-    record.write(record.Server(over.pid, 1.0, "127.0.0.1", 8000, "m", "m", "embedded", "log"))
+    record.write(recorded(pid=over.pid))
     config = healthy.config.model_copy(update={"device": "embedded"})
     request = node.NodeRequest(action="status", name="spark", config=config)
     assert node.answer(request)["asked"] is False

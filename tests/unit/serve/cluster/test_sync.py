@@ -4,6 +4,7 @@ import os
 from unittest.mock import Mock
 
 import pytest
+from programs import write_program
 
 from sparkforge.core.errors import InputError, IntegrityError, NetworkError, ProcessError, StorageError, UsageError
 from sparkforge.serve.cluster import sync
@@ -31,19 +32,15 @@ exec sh -c "$*"
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    for name in ("head", "worker", "bin"):
+    for name in ("head", "worker"):
         (tmp_path / name).mkdir()
     for name, path in {"ENGINE": "head", "WORKER": "worker", "CALLS": "calls"}.items():
         monkeypatch.setenv(name, str(tmp_path / path))
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
 
-    def write(name, text):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-
-    write("docker", STAND_IN_DOCKER)
-    write("ssh", STAND_IN_SSH)
-    return write
+    for name, script in (("docker", STAND_IN_DOCKER), ("ssh", STAND_IN_SSH)):
+        write_program(tmp_path / "bin" / name, script)
+    return tmp_path / "bin"
 
 
 @pytest.fixture
@@ -91,7 +88,7 @@ def test_an_image_that_trust_toml_does_not_take_is_not_sent(cluster, monkeypatch
 )
 def test_an_image_that_arrives_changed_or_cut_off_is_an_error(cluster, programs, tmp_path, old, new, error):
     (tmp_path / "head/image").write_text("sha256:aaaa")
-    programs("docker", STAND_IN_DOCKER.replace(old, new))
+    write_program(programs / "docker", STAND_IN_DOCKER.replace(old, new))
     with pytest.raises(error, match="worker"):
         sync.send_image(cluster)
 
@@ -120,7 +117,7 @@ def test_an_error_of_rsync_is_named_with_the_next_command(cluster, programs, tmp
     folder.mkdir()
     for name in ("config.json", "m.safetensors"):
         (folder / name).write_text("x")
-    programs("rsync", f"#!/bin/sh\necho '{printed}' >&2\nexit 12\n")
+    write_program(programs / "rsync", f"echo '{printed}' >&2\nexit 12")
     with pytest.raises(error, match=message) as caught:
         sync.send_model(cluster, str(folder))
     assert type(caught.value) is error
