@@ -14,6 +14,7 @@ from servers import recorded
 from terminal import Terminal
 
 from sparkforge.cli import program
+from sparkforge.core.errors import UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.serve import record
 
@@ -129,3 +130,6 @@ def test_a_message_is_an_argument_or_stdin(served, monkeypatch, capsys, options,
     assert capsys.readouterr() == ("hmanswer 1\n", "")
     assert messages(served.asked[0]) == [("user", "hello")]
     assert served.asked[0]["max_tokens"] == 64
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    assert program.main(["chat"]) == UsageError.exit_code
+    assert "it is empty" in capsys.readouterr().err

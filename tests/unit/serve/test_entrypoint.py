@@ -298,13 +298,11 @@ def test_the_guard_stands_before_every_server_and_a_folder_for_traces_adds_the_p
     assert environment["SPARKFORGE_ALLOWED_HOSTS"] == ""  # all of them
 
 
-@pytest.mark.parametrize(
-    ("gigabytes", "own", "off"), [(7, {}, "1"), (20, {}, None), (7, {"FLASHINFER_DISABLE_JIT": ""}, "")]
-)
-def test_a_container_too_small_for_a_compiler_starts_none(container, monkeypatch, gigabytes, own, off):
-    machine = entrypoint.memory.Machine(gigabytes * 10**9, 20, "/sys/fs/cgroup")
-    monkeypatch.setattr(entrypoint.memory, "measure", lambda: machine)
-    assert container.serves(**own)[1].get("FLASHINFER_DISABLE_JIT") == off
+def test_a_container_too_small_for_a_compiler_starts_none(container, monkeypatch):
+    for gigabytes, own, off in ((7, {}, "1"), (20, {}, None), (7, {"FLASHINFER_DISABLE_JIT": ""}, "")):
+        machine = entrypoint.memory.Machine(gigabytes * 10**9, 20, "/sys/fs/cgroup")
+        monkeypatch.setattr(entrypoint.memory, "measure", lambda machine=machine: machine)
+        assert container.serves(**own)[1].get("FLASHINFER_DISABLE_JIT") == off
 
 
 def test_a_key_file_without_a_key_stops_the_start_and_an_empty_token_does_not(container, tmp_path):

@@ -88,6 +88,7 @@ def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour,
 
 FORM = ("response_format", {"message": {"role": "assistant", "content": None}, "finish_reason": "length"})
 CALL = {"message": {"tool_calls": [{"function": {"name": "get_weather", "arguments": "{"}}]}}
+POSITIVE = {"logprobs": {"content": [{"logprob": 0.5, "top_logprobs": []}]}}
 
 
 @pytest.mark.parametrize(
@@ -96,11 +97,7 @@ CALL = {"message": {"tool_calls": [{"function": {"name": "get_weather", "argumen
         ("lies", None, "0 tokens instead of 1"),
         ("answers null", None, "TypeError"),
         ("fails at prompt_logprobs", None, "the request for log probabilities of the prompt"),
-        (
-            "good",
-            ("logprobs", {"logprobs": {"content": [{"logprob": 0.5, "top_logprobs": []}]}}),
-            "probabilities: the log",
-        ),
+        ("good", ("logprobs", POSITIVE), "probabilities: the log"),
         ("good", ("prompt_logprobs", {"prompt_logprobs": [None]}), "of the prompt: the log probabilities are []"),
         ("good", ("response_format", {"message": {"content": '{"city": "Oslo"}'}}), "the content does not follow"),
         ("good", FORM, "the request for a JSON answer: content is null (finish_reason 'length')"),

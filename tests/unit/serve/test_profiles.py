@@ -28,8 +28,6 @@ extends = "safe"
 [profiles.fast.environment]
 X = {value = "2", why = "w"}
 """
-
-
 NEXT = """
 [stacks.next.profiles.safe.flags]
 "--max-num-seqs" = {value = 32, why = "w"}

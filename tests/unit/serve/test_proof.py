@@ -41,36 +41,31 @@ def endpoint():
 PATCHES = {call.patch for call in proof.CALLS.values() if call.patch}
 # Faulty answers: those of vLLM 0.32.0 as upstream ships it.
 LOST = {"choices": [{"message": {"content": None, "tool_calls": []}, "finish_reason": "stop"}]}
+CUT = {"choices": [{"message": {"tool_calls": [{"function": {"arguments": '{"city'}}]}}]}
+CHANNEL = {"message": {"content": "Hi"}, "logprobs": {"content": [{"token": "<|channel|>"}]}}
+EMPTY = {"choices": [{"message": {"role": None}}], "usage": {"completion_tokens": 0}}
+UNNAMED = ("the server answered 400: no", "does not name the fault")
 FAULTS = {
     "a JSON response": ({"output": [{"type": "mcp_call"}]}, r"its items are \['mcp_call'\]"),
     "a malformed header": (LOST, "content is None and not 'Paris'"),
     "a forbidden call": (LOST, "content is None and not 'Paris'"),
     "a forbidden call in a response": ({"output": [{"type": "function_call"}]}, r"its items are \['function_call'\]"),
-    "a stop string in a tool call": (
-        {"choices": [{"message": {"tool_calls": [{"function": {"arguments": '{"city'}}]}}]},
-        "do not end before the stop string",
-    ),
+    "a stop string in a tool call": (CUT, "do not end before the stop string"),
     "an unknown response": ("the server answered 404: Response with id 'resp_0' not found.", "does not say what to do"),
     "a refused schema": ("the server answered 400: Invalid grammar specification", "does not name the fault"),
-    "a refused image": ("the server answered 400: no", "does not name the fault"),
+    "a refused image": UNNAMED,
     "a JSON answer with a content type": (LOST, "content is null"),
     "a continued response": (
         [{"usage": {"input_tokens": count}} for count in (60, 70)],
-        "instructions are still there: 60, then 70",
+        "are still there: 60, then 70",
     ),
     "a response that fails": ([{"type": "response.completed"}], "'response.completed' and not"),
     "two streamed messages": ([{"choices": [{"delta": {"content": "ParisRome"}}]}], "come as 'ParisRome'"),
     "a whole tool schema": ({"usage": {"prompt_tokens": 90}}, "prompt has 90 tokens"),
     "a call beside a schema": (LOST, "no tool was called"),
-    "a removed field": ("the server answered 400: no", "does not name the fault"),
-    "log probabilities of the content": (
-        {"choices": [{"message": {"content": "Hi"}, "logprobs": {"content": [{"token": "<|channel|>"}]}}]},
-        "their tokens are '<|channel|>'",
-    ),
-    "a bounded pattern": (
-        {"choices": [{"message": {"role": None}}], "usage": {"completion_tokens": 0}},
-        "0 of 4 tokens",
-    ),
+    "a removed field": UNNAMED,
+    "log probabilities of the content": ({"choices": [CHANNEL]}, "their tokens are '<|channel|>'"),
+    "a bounded pattern": (EMPTY, "0 of 4 tokens"),
     "an output of parts": ({"object": "error"}, "it is no response"),
     "a server tool": ("the server answered 400: input_schema", "does not name the fault"),
     "limited white space": ({"choices": [{"finish_reason": "length"}]}, "does not end within 32 tokens"),

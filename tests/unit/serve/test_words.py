@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import pytest
+from programs import write_program
 
 from sparkforge.core import paths
 from sparkforge.core.errors import UsageError, with_remark
@@ -92,9 +93,8 @@ def test_a_token_that_was_mounted_with_the_cache_is_named(no_models, image, caps
 def test_vllm_args_are_split_as_a_shell_would_and_stay_out_of_the_environment(image, monkeypatch):
     monkeypatch.setenv("VLLM_ARGS", "--max-num-seqs 8 --chat-template '/my templates/a b'")
     server = plan([MODEL, "--max-num-seqs=3"])
-    assert server.extra_arguments == (
-        "--max-num-seqs", "8", "--chat-template", "/my templates/a b", "--max-num-seqs=3",
-    )  # fmt: skip
+    template = ("--chat-template", "/my templates/a b")
+    assert server.extra_arguments == ("--max-num-seqs", "8", *template, "--max-num-seqs=3")
     assert "VLLM_ARGS" not in server.environment  # unknown to vLLM: the check unknown-environment would report it
 
 
@@ -177,18 +177,14 @@ def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_
 def start(tmp_path, *arguments):
     """Run deploy/start on test folders, with a stand-in for the image's Python that prints its arguments."""
     root = tmp_path / "opt"
-    (root / "bin").mkdir(parents=True)
-    (root / "key").write_text("k\n")
     for name in ("python", "vllm"):
-        (root / "bin" / name).write_text(f'#!/bin/sh\nprintf "%s|" {name} "$@"\n')
-        (root / "bin" / name).chmod(0o755)
+        write_program(root / "bin" / name, f'printf "%s|" {name} "$@"')
+    (root / "key").write_text("k\n")
     script = (ROOT / "deploy/start").read_text(encoding="utf-8")
     script = script.replace("/opt/venv", str(root)).replace("root=/opt/sparkforge", f"root='{root}'")
     environment = {"PATH": f"{root}/bin:/usr/bin:/bin", "SPARKFORGE_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        ["/bin/sh", "-c", script, "start", *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    return result.stdout
+    command = ["/bin/sh", "-c", script, "start", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
 
 
 @pytest.mark.parametrize(
