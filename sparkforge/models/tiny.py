@@ -1,7 +1,7 @@
 """Write a tiny gpt-oss checkpoint with the on-disk format of openai/gpt-oss-20b.
 
-`python -m sparkforge.models.tiny OUT` writes the trained weights of `tiny.safetensors`, or random weights with
-`--random`. The vocabulary is the full one. Every machine writes the same files.
+`python -m sparkforge.models.tiny OUT` writes the trained weights of `tiny.safetensors` with the full vocabulary. Every
+machine writes the same files.
 """
 
 import shlex
@@ -17,7 +17,7 @@ from sparkforge.core.errors import UsageError
 from sparkforge.core.files import require_space, sha256_file
 from sparkforge.core.manifest import Made
 from sparkforge.core.program import ArgumentParser, exit_code
-from sparkforge.models import tiny_random, tiny_trained
+from sparkforge.models import tiny_trained
 from sparkforge.models.harmony import to_json, tokenizer_files
 from sparkforge.models.tiny_format import Sizes, Tensor, config, to_safetensors
 
@@ -37,7 +37,6 @@ class Weights(NamedTuple):
 # At a higher temperature such a small model writes mostly nonsense.
 COOL = MappingProxyType({"temperature": 0.3})
 TRAINED = Weights(tiny_trained.recipe, tiny_trained.sizes, tiny_trained.tensors, COOL)
-RANDOM = Weights(lambda: f"random {tiny_random.RECIPE}", lambda: tiny_random.SIZES, tiny_random.tensors)
 
 
 def write_tiny(directory: Path, weights: Weights = TRAINED) -> Path:
@@ -63,13 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write the checkpoint into the directory that the command line names; return the exit code."""
     parser = ArgumentParser(prog="python -m sparkforge.models.tiny", description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--random", action="store_true", help="random weights instead of the trained ones")
-
-    def write() -> None:
-        options = parser.parse_args(arguments)
-        say(f"tiny gpt-oss checkpoint: {write_tiny(options.out, RANDOM if options.random else TRAINED)}")
-
-    return exit_code(write)
+    return exit_code(lambda: say(f"tiny gpt-oss checkpoint: {write_tiny(parser.parse_args(arguments).out)}"))
 
 
 def _write(directory: Path, weights: Weights) -> Made:

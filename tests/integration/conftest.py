@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import scripted
+import tiny_random
 from programs import require
 
 from sparkforge import pins
@@ -155,7 +156,7 @@ def validation(up):
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
     """The tiny checkpoint with random weights, which tests must not change."""
-    return tiny.write_tiny(tmp_path_factory.mktemp("models") / "tiny", tiny.RANDOM)
+    return tiny.write_tiny(tmp_path_factory.mktemp("models") / "tiny", tiny_random.RANDOM)
 
 
 def link_or_copy(source, target):

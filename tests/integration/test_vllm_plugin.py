@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_families
+import tiny_random
 import torch
 import vllm
 import vllm.platforms
@@ -48,7 +49,6 @@ from spark_mxfp4.vllm import experts as vllm_experts
 from spark_mxfp4.vllm import linear as vllm_linear
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
-from sparkforge.models import tiny_random
 from sparkforge.models.tiny_format import config
 from sparkforge.plan import families
 from validate.facts import deep_child

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import tiny_random
 from expected import refused
 from openai_harmony import (
     Conversation,
@@ -21,7 +22,7 @@ from transformers import AutoTokenizer
 
 from sparkforge.core import manifest
 from sparkforge.core.errors import UsageError
-from sparkforge.models import harmony, tiny, tiny_random
+from sparkforge.models import harmony, tiny
 
 TEXTS = [
     "Hello world's  \n\n tést 12345678 foo_bar() {}\t//x\r\n  I'LL CamelCaseHTTPServer" + " " * 50 + "1" * 20,
@@ -31,7 +32,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.write_tiny(tmp_path_factory.mktemp("tiny") / "model", tiny.RANDOM)
+    return tiny.write_tiny(tmp_path_factory.mktemp("tiny") / "model", tiny_random.RANDOM)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Random weights for the tiny checkpoint, for tests of numerics: every prompt uses every expert, with large values.
+"""Random weights for the tiny checkpoint, to test numerics: every prompt uses every expert, with large values.
 
 Every byte is derived from `RECIPE` and the tensors' names with SHAKE-256, so all machines write the same files. Logits
 are well separated and SwiGLU reaches its limit of 7.
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from sparkforge.models.harmony import VOCAB_SIZE
+from sparkforge.models.tiny import Weights
 from sparkforge.models.tiny_format import BLOCK, HEAD_DIM, Sizes, Tensor, bfloat16
 
 RECIPE = 1  # increase it when the bytes change, so that older directories are written again
@@ -65,3 +66,6 @@ def _uniform(name: str, shape: tuple[int, ...], amplitude: float) -> Tensor:
 def _norm(name: str) -> Tensor:
     """Make a norm's weights: multiples of 1/128 between 0.75 and 1.24."""
     return bfloat16((_bytes(name, SIZES.hidden) // 4 + np.float32(96)) / np.float32(128))
+
+
+RANDOM = Weights(lambda: f"random {RECIPE}", lambda: SIZES, tensors)
