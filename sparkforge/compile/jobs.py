@@ -3,9 +3,8 @@
 `make_schedule` makes a schedule from units, their predicted peaks and the machine; `run` executes it. At every moment
 the predicted peaks of running units fit into the budget, which is the memory available when the schedule was made, or
 now if that is less, minus a reserve. Of the waiting units that fit, the one with the highest peak starts first. A
-smaller
-unit that starts before a larger one never delays it: it fits beside a running unit whose peak is at least as high, so
-the larger unit fits when that one ends.
+smaller unit that starts before a larger one never delays it: it fits beside a running unit whose peak is at least as
+high, so the larger unit fits when that one ends.
 
 A compiler that the kernel killed is recognised by its exit code and its output. Its unit is tried once more, alone.
 """

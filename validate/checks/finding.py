@@ -155,7 +155,9 @@ class Check(Generic[FactSource]):
 class CheckList(list[Check[FactSource]]):
     """The checks of one subject, in the order in which they are defined; `doc` is the page that explains them."""
 
-    doc = DOC
+    def __init__(self, doc: str = DOC) -> None:
+        super().__init__()
+        self.doc = doc
 
     def add(
         self, *, fix: str, needs: tuple[str, ...] = (), name: str = "", meaning: str = ""

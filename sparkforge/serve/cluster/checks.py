@@ -18,7 +18,6 @@ from sparkforge.plan.architecture import Architecture
 from sparkforge.plan.devices import GIB
 from sparkforge.serve import profiles, settings
 from sparkforge.serve.cluster import discover, remote
-from sparkforge.serve.cluster import remote as node_facts
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.remote import NetworkInterface, NodeFacts, Reach
 from validate.checks.finding import (
@@ -83,14 +82,8 @@ class ClusterFacts:
         )
 
 
-class ClusterChecks(CheckList[ClusterFacts]):
-    """The checks of a cluster. Those that need `gpus` are skipped on a device without them."""
-
-    doc = "docs/reference/cluster.md"
-
-
-CHECKS = ClusterChecks()
-GPUS = ("gpus",)
+CHECKS = CheckList[ClusterFacts]("docs/reference/cluster.md")
+GPUS = ("gpus",)  # a check that needs them is skipped on a device without them
 
 
 def evaluate_all(cluster: ClusterFacts) -> list[Finding]:
@@ -301,7 +294,7 @@ def look(config: ClusterConfig) -> ClusterFacts:
     """Return the facts of all nodes, and of the network between them."""
     image = f"sparkforge/vllm:{config.stack}" if config.in_containers else ""
     answers = remote.on_all(
-        config.nodes, lambda node: node_facts.ask(node, ports=config.ports(node), model=config.model, image=image)
+        config.nodes, lambda node: remote.ask(node, ports=config.ports(node), model=config.model, image=image)
     )
     rows = profiles.load_options(stack=config.stack)
     name = config.profile or settings.DEFAULTS["spark" if config.has_gpus else "embedded"][0]
@@ -338,7 +331,7 @@ def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tupl
             if receiver == node:
                 mtu = max((e.mtu for e in known[sender.name].interfaces or () if own in e.hosts), default=1500)
                 try:
-                    answer: Reach | SparkforgeError = node_facts.reach(sender, receiver, ports, mtu, (own, other))
+                    answer: Reach | SparkforgeError = remote.reach(sender, receiver, ports, mtu, (own, other))
                 except SparkforgeError as error:
                     answer = error
                 answers[f"{sender.name} {own}", f"{receiver.name} {other}"] = answer

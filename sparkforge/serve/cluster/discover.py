@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from sparkforge.core.console import say
 from sparkforge.core.errors import RefusalError, UsageError
 from sparkforge.serve.cluster import remote
-from sparkforge.serve.cluster import remote as node_facts
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.remote import NetworkInterface, NodeFacts
 
@@ -43,7 +42,7 @@ def find_nodes(destinations: Sequence[str], device: str, folder: str) -> Cluster
         twice = [name for name in names if names.count(name) > 1]
         why = f"--nodes names {twice[0]} twice" if twice else "a cluster has two nodes or more; local is this machine"
         raise UsageError(refused, why, fix)
-    known = remote.on_every(asked, node_facts.ask)
+    known = remote.on_every(asked, remote.ask)
     for line in (*describe(known), *link_commands(known)):
         say(line)
     try:
