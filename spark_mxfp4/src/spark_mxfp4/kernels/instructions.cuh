@@ -1,5 +1,5 @@
-// Hopper instructions without a C++ equivalent. Source: PTX ISA 9.0. Tests compile the kernels of a whole layer for a
-// CPU, with a stand-in of this file.
+// Wrappers of PTX instructions that have no C++ equivalent. Source: PTX ISA 9.0. Tests that run the kernels on a CPU
+// replace this file.
 #pragma once
 #include <cooperative_groups.h>
 
@@ -34,18 +34,18 @@ __device__ __forceinline__ void copy_16_if(bool wanted, uint32_t to, const void*
   asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;}"
                ::"r"(to), "l"(from), "r"(static_cast<int>(wanted)));
 }
-// Counts this thread at the barrier when all its copies by `copy_16_if` are there, without waiting for them.
+// Arrives at the barrier for this thread when all its earlier `copy_16_if` copies are complete. Does not block.
 __device__ __forceinline__ void arrive_when_copied(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
-// Makes this thread's view of shared memory visible to the matrix instruction.
+// Makes the contents of shared memory that this thread sees visible to wgmma, which reads through the async proxy.
 __device__ __forceinline__ void fence_for_matrix_instruction() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same without waiting for the others.
+// Arrives at a named barrier without waiting for the other threads.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -54,8 +54,8 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
-// Stores four blocks of 8 x 8, transposed: each becomes 128 bytes at the addresses of eight lanes, one row for each
-// lane.
+// Stores four 8 x 8 blocks of bf16, transposed. Lanes 8 i to 8 i + 7 give the addresses of the eight rows of block i,
+// 16 bytes each.
 __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&blocks)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                ::"r"(to), "r"(blocks[0]), "r"(blocks[1]), "r"(blocks[2]), "r"(blocks[3]) : "memory");
@@ -78,12 +78,12 @@ __device__ __forceinline__ float larger(float a, float b) {
   return result;
 }
 
-// A word's low half twice, and its high half twice.
+// Returns two words: the low half of `word` twice, and its high half twice.
 __device__ __forceinline__ void halves(uint32_t word, uint32_t (&twice)[2]) {
   asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\nmov.b32 %0, {l, l};\nmov.b32 %1, {h, h};}"
       : "=r"(twice[0]), "=r"(twice[1]) : "r"(word));
 }
-// L2 eviction policy of a copy: evict its bytes first, or last.
+// L2 eviction policies for bulk copies: evict the copied data first, or last.
 __device__ __forceinline__ uint64_t leave_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
@@ -95,28 +95,30 @@ __device__ __forceinline__ uint64_t leave_last() {
   return policy;
 }
 
-// Tells ptxas that a value is the same for a whole warp; else it may serialise matrix instructions behind a branch.
+// Tells ptxas that `value` is the same in all lanes of a warp. Without that, it may serialise the matrix instructions
+// that follow a branch on the value.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-// Forces the values to be computed here, so that the compiler moves no part of it past the fence that follows.
+// Forces the values to be computed here, so that the compiler does not move their computation past the next fence.
 template <int COUNT>
 __device__ __forceinline__ void pin(uint32_t (&a)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-// Loads data that other blocks may be storing; each word is an old or a new one, never a mixture.
+// Loads data that other blocks may be storing. Each 32-bit word is either the old or the new one, never a mixture.
 __device__ __forceinline__ uint4 load_fresh(const void* from) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
   return v;
 }
-// A grid barrier like grid_group::sync, called by one thread of each block of a cooperative launch. It uses the
-// driver's own barrier: no other memory that all blocks share is known to be zero when a kernel begins.
+// A grid barrier like grid_group::sync, but with separate functions to arrive and to wait. One thread of each block of
+// a cooperative launch calls them. They use the driver's own barrier, because no other memory that all blocks can reach
+// is known to be zero when a kernel starts.
 __device__ __forceinline__ unsigned* grid_barrier() { return &cooperative_groups::details::get_grid_workspace()->barrier; }
 __device__ __forceinline__ unsigned arrive_at_grid() {
-  const unsigned share = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;  // all of them change the upper bit
+  const unsigned share = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;  // all shares together flip the top bit
   unsigned before;
   asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(grid_barrier()), "r"(share) : "memory");
   return before;
@@ -140,8 +142,8 @@ __device__ __forceinline__ uint32_t load_shared_16(uint32_t from) {
   return value;
 }
 
-// 16 weight rows by 8 tokens, 16 columns. Source: PTX ISA 9.0, "mma.m16n8k16": A, B and D fragments. For so few tokens
-// it is as fast as the warpgroup's instruction, and needs no other warp.
+// d += a · b for 16 weight rows, 8 tokens and 16 columns. Source of the fragments A, B and D: PTX ISA 9.0,
+// "mma.m16n8k16". For so few tokens it is as fast as wgmma, and it needs only one warp.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

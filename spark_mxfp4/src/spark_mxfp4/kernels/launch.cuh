@@ -1,4 +1,4 @@
-// Launches with programmatic dependent launch: a kernel may begin while the one before it still ends.
+// Kernel launches with programmatic dependent launch: a kernel can start before the preceding kernel has ended.
 #pragma once
 
 namespace spark {
@@ -13,7 +13,7 @@ cudaError_t launch_as(cudaLaunchAttribute other, Kernel kernel, dim3 grid, int t
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = stream;
   config.attrs = attributes, config.numAttrs = other.id == cudaLaunchAttributeIgnore ? 1 : 2;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
-  if (error != cudaSuccess) cudaGetLastError();  // resets it, so that a later caller does not get this error
+  if (error != cudaSuccess) cudaGetLastError();  // clears the error, so that no later call returns it
   return error;
 }
 
@@ -22,7 +22,7 @@ cudaError_t launch(Kernel kernel, dim3 grid, int threads, int shared, cudaStream
   return launch_as({}, kernel, grid, threads, shared, stream, args...);
 }
 
-// For a kernel whose blocks wait for each other: all of them start, or none does.
+// A cooperative launch, for kernels whose blocks wait for each other: either all blocks run at once, or none does.
 template <class Kernel, class... Args>
 cudaError_t launch_together(Kernel kernel, dim3 grid, int threads, int shared, cudaStream_t stream, Args... args) {
   cudaLaunchAttribute together{};
@@ -30,7 +30,7 @@ cudaError_t launch_together(Kernel kernel, dim3 grid, int threads, int shared, c
   return launch_as(together, kernel, grid, threads, shared, stream, args...);
 }
 
-// For a kernel with clusters of `blocks` blocks, which share their memory.
+// A launch with clusters of `blocks` blocks, which can access each other's shared memory.
 template <class Kernel, class... Args>
 cudaError_t launch_clusters(Kernel kernel, int grid, int blocks, int threads, int shared, cudaStream_t stream, Args... args) {
   cudaLaunchAttribute cluster{};

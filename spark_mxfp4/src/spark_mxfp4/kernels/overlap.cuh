@@ -1,5 +1,6 @@
-// Kernels that begin while the one before them still ends (PTX ISA, griddepcontrol). Every block of every kernel waits
-// before it writes, so "the one before has ended" holds for all before it too.
+// Programmatic dependent launch: a kernel can start before the preceding kernel has ended (PTX ISA, griddepcontrol).
+// Every block of every kernel waits for the preceding kernel before it writes. So once that kernel has ended, all
+// earlier ones have ended too.
 #pragma once
 
 namespace spark {

@@ -1,9 +1,9 @@
-// For measurements (bench/measure_small.py): if SPARK_PACE is defined, copies of weights are slowed to that many GB/s. A
-// copy begins when the time of the bytes before it, of all blocks, has passed at this rate.
+// A throttle for benchmarks (bench/measure_small.py). If SPARK_PACE is defined, all blocks together copy weights at
+// that many GB/s at most: a copy starts when, at this rate, the copies requested before it would have ended.
 #pragma once
 
 #ifdef SPARK_PACE
-__device__ unsigned long long memory_free;  // in bytes that the memory could have read by then
+__device__ unsigned long long memory_free;  // when the memory is free, as the bytes readable until then
 __device__ __forceinline__ unsigned long long readable_bytes() {
   unsigned long long ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));

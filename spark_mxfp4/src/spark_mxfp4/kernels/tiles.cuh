@@ -1,4 +1,5 @@
-// What the grouped products and the kernel of a whole layer share: the ring of stages, a tile's copies, its sums' end.
+// Code that the grouped products and the whole-layer kernel share: the ring buffer, the copies of a tile, the
+// activation, and the addition of the warpgroups' sums.
 #pragma once
 #include "arguments.cuh"
 #include "shapes.cuh"
@@ -20,7 +21,8 @@ struct Ring {
   }
 };
 
-// The matrix instruction's width for a tile's tokens; each is code of its own, so there are fewer of them around 48.
+// The width of the matrix instruction for a tile of `tokens` tokens. The code is compiled for each width, so there are
+// fewer widths between 32 and 64: multiples of 16 instead of 8.
 __device__ __forceinline__ int matrix_tokens(int tokens) {
   return tokens > 32 && tokens <= 64 ? (tokens + 15) / 16 * 16 : (tokens + 7) / 8 * 8;
 }
@@ -32,7 +34,7 @@ struct Tile {
   int row_tile;
 };
 
-// One tile's copies.
+// The bulk copies of one tile: its weights, and its activations if they are in planes.
 template <class S>
 struct Copies {
   const uint8_t *w, *x;
@@ -48,7 +50,7 @@ struct Copies {
     x = g.x + int64_t{tile.tokens.y} * PLANE_BYTES;
   }
   __device__ int chunks_at(int chunk) const { return min(S::CHUNKS, chunks - chunk); }
-  // `more_bytes` come to this stage besides, by bulk copies too.
+  // Copies the weights of a stage. The stage's barrier also waits for `more_bytes` of other bulk copies.
   __device__ void weights(const Ring<S>& ring, int chunk, int more_bytes) const {
     const int here = chunks_at(chunk);
     barrier_expect(ring.full_bar(), here * groups * CHUNK_BYTES + more_bytes);
@@ -68,7 +70,8 @@ __device__ __forceinline__ float activation(float gate, float up, const Gemm& g)
   return __fdividef((up + g.shift) * gate, 1.0f + __expf(-g.alpha * gate));
 }
 
-// Add up the sums of the warpgroups that share rows, always in the same order; true for the one that has the result.
+// Adds the sums of the warpgroups that share rows, always in the same order. Returns true in the warpgroup that then
+// has the result.
 template <class S, int N>
 __device__ __forceinline__ bool combine(float (&sum)[N / 2], float* sums, int group, int split) {
   if constexpr (S::SPLIT > 1) {

@@ -1,11 +1,12 @@
-// What the router's kernels need of the hardware: a matrix instruction, a maximum over a warp, and clusters of thread
-// blocks (PTX ISA: mma, redux.sync, barrier.cluster, mapa). Also known on compute capability 12.x.
+// Wrappers of instructions for the router, sorting, attention and norm kernels: a matrix instruction, a maximum over a
+// warp, and clusters of thread blocks (PTX ISA: mma, redux.sync, barrier.cluster, mapa). Compute capability 9.0 and
+// 12.x have all of them. Tests that run the kernels on a CPU replace this file.
 #pragma once
 #include <cstdint>
 
 namespace spark {
 
-// c += a · b: 16 tokens by 16 columns times 16 columns by 8 experts, bf16 pairs, float32 sums.
+// c += a · b: a is 16 x 16 and b is 16 x 8, both as pairs of bf16; c is 16 x 8 in float32.
 __device__ __forceinline__ void multiply_add_8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                                uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -24,7 +25,7 @@ __device__ __forceinline__ void arrive_at_cluster() {
 __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Store into the shared memory of block `rank` of this cluster, where this block has `to`.
+// Stores to the shared memory of block `rank` of this cluster, at the address that `to` has in this block.
 __device__ __forceinline__ void store_in_block(int* to, int rank, int value) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"

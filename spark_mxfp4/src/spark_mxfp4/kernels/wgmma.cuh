@@ -1,5 +1,5 @@
-// One warpgroup's matrix instruction of Hopper, 64 x N x 16, A in registers and B in shared memory.
-// Source: PTX ISA 9.0, "wgmma.mma_async": D fragment of N/2 floats a thread, A fragment of four bf16 pairs.
+// Hopper's warpgroup matrix instruction, 64 x N x 16, with A in registers and B in shared memory. Source: PTX ISA 9.0,
+// "wgmma.mma_async". A thread holds N/2 floats of D and four pairs of bf16 of A.
 #pragma once
 #include <cstdint>
 
@@ -8,8 +8,8 @@ namespace spark {
 template <int N>
 struct Wgmma;
 
-// Operands are numbered from the first accumulator, so the text for N names N/2 of them, four for each eight columns,
-// and then the five inputs.
+// The operands of the assembly text: N/2 accumulators, four for every eight columns, have the first numbers; the five
+// inputs (A0 to A3 and B) have the next.
 #define SPARK_S0 "%0,%1,%2,%3"
 #define SPARK_S1 SPARK_S0 ",%4,%5,%6,%7"
 #define SPARK_S2 SPARK_S1 ",%8,%9,%10,%11"
@@ -130,7 +130,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// B as N rows of 64 bf16 (128 bytes), swizzled by 128 bytes in groups of eight rows that lie 1024 bytes apart.
+// The descriptor of B: N rows of 64 bf16 (128 bytes), 128-byte swizzle, groups of eight rows 1024 bytes apart.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared_address) {
   return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((shared_address & 0x3FFFF) >> 4);
 }
