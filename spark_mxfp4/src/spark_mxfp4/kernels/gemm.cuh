@@ -1,21 +1,23 @@
-// Grouped product of MXFP4 weights and bf16 activations for Hopper: weights are the left operand, expanded in registers.
+// Grouped GEMM of MXFP4 weights and bf16 activations for Hopper. Weights are the left operand of wgmma, expanded in
+// registers.
 //
-// A thread block takes one tile of 64·ROW_GROUPS weight rows by up to TOKENS tokens of one expert, walks along the
-// columns, then takes its next tile. One warp copies weights and activations into a ring of STAGES; warpgroups expand
-// 64 x 64 weights each from 16 bytes a thread, STEP times, and multiply. With SPLIT above 1 as many warpgroups share a
-// tile's rows and take the columns in turns (layer.cuh). Sums are float32; their order depends on the shape only.
+// The kernel is persistent: a thread block computes one tile after another. A tile is 64·ROW_GROUPS weight rows by up
+// to TOKENS tokens of one expert, over all columns. A producer warp copies weights and activations into a ring buffer
+// of STAGES stages. From each stage a consumer warpgroup takes STEP chunks of 64 x 64 weights, expands them, 16 bytes
+// per thread, and multiplies. If SPLIT is above 1, that many warpgroups share the same rows and divide the columns of
+// each stage among them; only shapes of layer.cuh do so. Sums are float32; their order depends only on the shape.
 //
-// Weights come by bulk copies, and so do activations that lie in planes. Shapes for few tokens a tile take the first
-// product's activations from the tokens' rows, by 16 bytes a lane, which saves a kernel that writes planes; for many
-// tokens that was slower (performance.md).
+// Weights, and activations in planes, are loaded by bulk copies. Shapes with few tokens per tile gather the first
+// product's activations from the tokens' rows instead, 16 bytes per lane. That saves the kernel that writes planes, but
+// for many tokens it was slower.
 #pragma once
 #include "gemm_load.cuh"
 #include "wgmma.cuh"
 
 namespace spark {
 
-// Multiply one tile: leaves this warpgroup's sums in `sum` and the ring past the tile's last chunk. GATHERED says that
-// activations were not copied in bulk, so that the matrix instruction sees them only after a fence.
+// Multiplies one tile, adds this warpgroup's products to `sum`, and moves the ring past the tile's last stage.
+// GATHERED: activations did not arrive by bulk copies, so the matrix instruction sees them only after a fence.
 template <class S, bool GATHERED, int N>
 __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int group, int split, float (&sum)[N / 2]) {
   const int thread = threadIdx.x & 127;
@@ -29,14 +31,14 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
     pin(a);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) Wgmma<N>::run(sum, a + 4 * k, b + 2 * k);  // 16 columns are 32 bytes
+    for (int k = 0; k < 4; ++k) Wgmma<N>::run(sum, a + 4 * k, b + 2 * k);  // 16 columns, 2 units of 16 bytes
     wgmma_commit();
   };
   const auto wait = [&] {
     barrier_wait(ring.full_bar(), ring.parity);
     if constexpr (GATHERED) fence_for_matrix_instruction();
   };
-  // By every lane: each has read for itself, and ptxas leaves out a __syncwarp before one lane's arrival.
+  // Every lane arrives for its own reads. One arrival per warp would need a __syncwarp before it, which ptxas removes.
   const auto release = [&](int stage) { barrier_arrive(ring.empty_bar(stage)); };
   ring.stage = uniform(ring.stage), ring.parity = uniform(ring.parity);
   if constexpr (!S::AHEAD) {
@@ -50,7 +52,7 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
           if (u + 1 < S::STEP) load(u & 1 ? even : odd, first_part + u + 1);
           wgmma_wait<0>();
         }
-      } else {  // the tile's last step has fewer chunks
+      } else {  // the tile's last stage has fewer chunks
         for (int part = first_part; first + part < g.chunks && part < first_part + S::STEP; ++part) {
           load(even, part);
           issue(even, part);
@@ -89,7 +91,7 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
   }
 }
 
-// Take the tile's stages from the ring without using them, in a warpgroup that has none of the tile's rows.
+// Releases the tile's stages without reading them. For a warpgroup that has none of the tile's rows.
 template <class S>
 __device__ __forceinline__ void pass_tile(const Gemm& g, Ring<S>& ring) {
   for (int chunk = 0; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {
@@ -98,15 +100,17 @@ __device__ __forceinline__ void pass_tile(const Gemm& g, Ring<S>& ring) {
   }
 }
 
-// In a 16 x 8 block of sums a thread holds rows l/4 and l/4 + 8, tokens 2(l%4) and one more. Four blocks of 8 x 8 go
-// through the warp's part of shared memory, transposed: each token's eight columns leave as 16 bytes. For the first product
-// rows 0-7 are gates and 8-15 their ups, so the four blocks are 32 tokens; for the second, two blocks are 16 tokens' 32
-// bytes, a whole sector of memory: halves cost as much.
+// The two functions below store the results. In a 16 x 8 block of sums a thread holds rows l/4 and l/4 + 8 of tokens
+// 2(l%4) and 2(l%4) + 1. A warp transposes four blocks of 8 x 8 through its buffer in shared memory, so that each lane
+// stores eight columns of one token, 16 bytes. In the first product rows 0-7 are gates and rows 8-15 their ups, so four
+// blocks are 8 columns of 32 tokens. In the second product they are 16 columns of 16 tokens. 16 columns are 32 bytes, a
+// whole sector of memory; a store of half a sector costs as much.
 template <int N>
 __device__ __forceinline__ void store_swiglu(const Gemm& g, const Tile& tile, int group, const float (&sum)[N / 2],
                                              const float (&bias)[2], uint8_t* staging) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-  const int row_tile = tile.row_tile + group, vector = (row_tile & 1) * 4 + warp;  // of the plane's eight, see layout.py
+  // `vector` is one of the eight in a plane's row, see layout.py.
+  const int row_tile = tile.row_tile + group, vector = (row_tile & 1) * 4 + warp;
   uint8_t* plane = reinterpret_cast<uint8_t*>(g.out) + int64_t{row_tile / 2} * g.rows * PLANE_BYTES;
   const auto* staged = reinterpret_cast<const uint4*>(staging) + lane;
 #pragma unroll
@@ -151,12 +155,13 @@ __device__ __forceinline__ void store_plain(const Gemm& g, const Tile& tile, int
   }
 }
 
-// Warpgroups that store their results one after the other come to their tiles' ends at different times from then on, so that
-// the matrix units have work meanwhile. The first tile costs waiting, so it is for many tiles; and no warpgroup may come
-// to its next turn before the others had this one, for which the ring must be shorter than a tile.
+// Whether the warpgroups of a block store their results one after another. After the first such tile they reach the
+// ends of their tiles at different times, so the matrix units have work while a warpgroup stores. Because warpgroups
+// wait in that first tile, it pays only if a block has many tiles. A warpgroup must not reach its next turn before the
+// others have had this one, so a tile must have more stages than the ring.
 template <class S>
 __device__ __forceinline__ bool take_turns(const Gemm& g, int tile_number) {
-  constexpr int MANY_TILES = 4;  // of a block
+  constexpr int MANY_TILES = 4;  // per block
   return S::AHEAD && g.chunks > S::STAGES && tile_number > MANY_TILES * static_cast<int>(gridDim.x);
 }
 __device__ __forceinline__ void begin_turn(int group) {
@@ -178,7 +183,7 @@ __device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile
   const bool there = tile.row_tile + group < g.row_tiles;
   const float* from = g.bias + (int64_t{tile.tokens.x} * g.row_tiles + tile.row_tile + (there ? group : 0)) * 64;
   const int row = (thread >> 5) * 16 + (thread & 31) / 4;
-  const float bias[2] = {from[row], from[row + 8]};  // before the long loop, to be here after it
+  const float bias[2] = {from[row], from[row + 8]};  // loaded before the long loop, to hide the latency
   if (there) {
     multiply_tile<S, SWIGLU && S::GATHERS, N>(g, ring, group, split, sum);
   } else {
@@ -196,7 +201,8 @@ __device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile
   if (turns) end_turn<S>(group);
 }
 
-// The matrix instruction's width is part of its name: choose the code for this tile's number of tokens.
+// Calls `consume` with the width for this tile's number of tokens. The width of a matrix instruction is fixed at
+// compile time, so there is code for each.
 template <class S, bool SWIGLU, int N>
 __device__ __forceinline__ void consume_width(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums, bool turns,
                                               int width) {
@@ -234,7 +240,8 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
     }
   } else {
     if constexpr (S::REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
-    // The second product's multipliers need not wait: what they read comes by copies that did, or was there before.
+    // Consumers of the second product need not wait for the preceding kernel. Its results reach them only through the
+    // producer's copies, which wait; everything else that they read is older.
     if constexpr (SWIGLU) wait_for_previous_kernel();
     let_next_kernel_start();
     float* sums = reinterpret_cast<float*>(base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16));
@@ -243,7 +250,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
     Tile tile = later_tile<S>(g, blockIdx.x, 0, tile_number, row_blocks);
     const bool turns = take_turns<S>(g, tile_number);
     for (int index = blockIdx.x; index < tile_number; index += gridDim.x) {
-      const Tile next = later_tile<S>(g, index, 1, tile_number, row_blocks);  // asked for early here too
+      const Tile next = later_tile<S>(g, index, 1, tile_number, row_blocks);  // early, to hide the latency
       tile.tokens.z = uniform(tile.tokens.z);
       consume_width<S, SWIGLU, 8>(g, ring, tile, sums, turns, matrix_tokens(tile.tokens.z));
       tile = next;

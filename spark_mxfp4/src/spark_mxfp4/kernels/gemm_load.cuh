@@ -1,17 +1,17 @@
-// The loader of the grouped products: one warp's walk over the block's tiles.
+// The producer of the grouped products: it copies the weights and activations of all tiles of the block into the ring.
 #pragma once
 #include "overlap.cuh"
 #include "tiles.cuh"
 
 namespace spark {
 
-// One tile's activations from the tokens' rows, by the copying warp: four rows at once, 16 bytes a lane. Nothing in `copy`
-// waits for anything, or one copy would wait for the one before.
+// Gathers a tile's activations from the tokens' rows. The producer warp copies four rows at once, 16 bytes per lane.
+// All addresses are loaded in the constructor, so that `copy` waits for no load and copies can follow each other.
 template <class S>
 struct GatheredRows {
   static constexpr int FOURS = S::TOKENS / 4;
   const uint8_t* x;
-  int width, row, from[FOURS];  // this lane's first row, and of each of its rows the place in x, in 16 bytes
+  int width, row, from[FOURS];  // this lane's first row; where each of its rows begins in x, in units of 16 bytes
   uint32_t to;
 
   __device__ GatheredRows(const Gemm& g, const Tile& tile) : x(g.x), width(matrix_tokens(tile.tokens.z)) {
@@ -19,7 +19,7 @@ struct GatheredRows {
     row = lane / 8;
     to = row * PLANE_BYTES + (vector ^ row) * 16;
 #pragma unroll
-    for (int j = 0; j < FOURS; ++j)  // rows past the last one repeat it
+    for (int j = 0; j < FOURS; ++j)  // past the tile's last row: the last row again; its sums are not stored
       from[j] = g.token_of_row[tile.tokens.y + min(j * 4 + row, tile.tokens.z - 1)] * g.chunks * 8 + vector;
   }
   __device__ void copy(const Ring<S>& ring, int chunk, int chunks) const {
@@ -33,15 +33,15 @@ struct GatheredRows {
   }
 };
 
-// This block's tile that comes `later` tiles after the tile of `index`; past the last tile, the last one.
+// Returns the tile that this block computes `later` tiles after tile `index`. If there is none, returns the last tile.
 template <class S>
 __device__ __forceinline__ Tile later_tile(const Gemm& g, int index, int later, int tile_number, int row_blocks) {
   const int wanted = min(index + later * static_cast<int>(gridDim.x), tile_number - 1);
   return {g.tiles[wanted / row_blocks], wanted % row_blocks * S::ROW_GROUPS};
 }
 
-// The copying warp's walk over all tiles of this block, for the first product. What it needs to know of a tile is asked
-// for while the tiles before it are copied, or no weights would be on their way meanwhile.
+// The producer warp of the first product, for activations that it gathers. It loads the descriptions and token numbers
+// of the next tiles while it copies the current one. Otherwise no copies would be in flight during these loads.
 template <class S>
 __device__ void produce_gathered(const Gemm& g, Ring<S> ring, int row_blocks) {
   const uint64_t once = leave_first();
@@ -67,8 +67,8 @@ __device__ void produce_gathered(const Gemm& g, Ring<S> ring, int row_blocks) {
   }
 }
 
-// The copying thread's walk over all tiles of this block, with activations in planes. Where the tiles are known before the
-// kernel before this one has ended, the first tile's weights fill the ring until then.
+// The producer thread, for activations in planes. In the second product the tiles are known before the preceding kernel
+// has ended, so it fills the ring with the first tile's weights before it waits for that kernel.
 template <class S, bool SWIGLU>
 __device__ void produce_planes(const Gemm& g, Ring<S> ring, int row_blocks) {
   const uint64_t once = leave_first(), keep = leave_last();
@@ -88,7 +88,7 @@ __device__ void produce_planes(const Gemm& g, Ring<S> ring, int row_blocks) {
     for (int i = 0; i < S::STAGES && chunk < g.chunks; ++i, chunk += S::CHUNKS, ring.next()) first.planes(ring, chunk);
   }
   for (int index = blockIdx.x; index < tile_number; index += gridDim.x, chunk = 0) {
-    const Tile next = later_tile<S>(g, index, 1, tile_number, row_blocks);  // asked for early, as above
+    const Tile next = later_tile<S>(g, index, 1, tile_number, row_blocks);  // early, as above
     const Copies<S> copies(g, tile, once, keep);
     for (; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {
       barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);

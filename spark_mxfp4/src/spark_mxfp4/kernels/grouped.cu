@@ -1,5 +1,5 @@
-// The grouped products for hopper.py: their C interface, or with SPARK_NUMBER the kernels of
-// that shape. precompile.py compiles this file once for the interface and once for each shape, in parallel.
+// The grouped products, for hopper.py: their C interface or, if SPARK_NUMBER is defined, the kernels of the shape with
+// that number. precompile.py compiles this file once for the interface and once for each shape, in parallel.
 #include "gemm.cuh"
 #include "launch.cuh"
 

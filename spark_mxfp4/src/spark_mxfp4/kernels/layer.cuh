@@ -1,24 +1,26 @@
-// One launch computes both products and the weighted sum of a layer of few tokens. Weights stream without a pause.
+// A persistent kernel that computes a whole layer for few tokens in one launch: both products and the weighted sum.
+// Weights stream without a pause.
 //
-// An item of work is ROW_GROUPS tiles of 64 weight rows by up to TOKENS tokens of one expert. It covers all columns for the
-// first product and one of `parts` for the second. Blocks take items from a shared counter: all items of the first product
-// come before those of the second. In each block one producer thread loads weights into a ring buffer and waits only for
-// free stages; one producer warp for every 8 or 16 tokens loads activations. Up to 32 pairs are sorted by each block itself,
-// so no sorting kernel has to run first.
+// A work item is ROW_GROUPS groups of 64 weight rows by up to TOKENS tokens of one expert. It covers all columns in the
+// first product, and one of `parts` parts of the columns in the second (split-K). Blocks take items from a shared
+// counter; all items of the first product come before those of the second. In each block, one producer thread loads
+// weights into a ring buffer and waits only for free stages. One producer warp for every 8 or 16 tokens loads
+// activations. Each block sorts up to 32 pairs itself, so that no sorting kernel has to run first.
 //
-// The kernel uses bulk copies, mbarriers, mma.sync and a cooperative launch. It uses no clusters, no wgmma and no setmaxnreg,
-// so the same source is compiled for compute capability 9.0 and 12.1.
+// The kernel uses bulk copies, mbarriers, mma.sync and a cooperative launch. It uses no clusters, no wgmma and no
+// setmaxnreg, so the same source is compiled for compute capability 9.0 and 12.1.
 //
-// Results shared between blocks are polled for a sentinel: each place holds MISSING, which is never a result, until the
-// result is stored. No flag has to be set or read. Parts are stored as float32 and added at the end in a fixed order, so the
-// sum does not depend on which block computed which part. Blocks wait for each other, hence the cooperative launch.
+// Blocks exchange results through global memory, without flags. Every word of it holds the sentinel MISSING, which is
+// never a result, until a block stores the result there; other blocks poll for that. Parts are stored as float32 and
+// added at the end in a fixed order, so the sum does not depend on which block computed which part. The launch is
+// cooperative because blocks wait for each other.
 #pragma once
 #include "layer_load.cuh"
 #include "overlap.cuh"
 
 namespace spark {
 
-// Return what `use` returns for shape `number`, or `none` if there is no such shape.
+// Calls `use` with shape `number` and returns its result. Returns `none` if there is no such shape.
 template <class Use, class Result>
 Result with_shape(int number, Use use, Result none) {
 #define SPARK_CASE(number, ...) case number: return use(Shape<__VA_ARGS__>());
@@ -32,18 +34,19 @@ Result with_shape(int number, Use use, Result none) {
 #undef SPARK_CASE
 }
 
-// Multiply one item. `sum` gets this warp's sums, 16 rows for each 8 tokens; the ring moves past the item's last chunk.
+// Multiplies one item and moves the ring past the item's last stage. A warp computes 16 rows; `sum` gets this thread's
+// sums, four for every 8 tokens.
 template <class S>
 __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<S>& ring, int group, int split,
                                               float (&sum)[S::TOKENS / 2]) {
   constexpr int EIGHTS = S::TOKENS / EIGHT;
   const int thread = threadIdx.x & 127, lane = threadIdx.x & 31, token = lane / 4, half = (token & 1) * 64;
   const int first_part = split * S::STEP;
-  // This thread's places in the ring's first stage.
+  // This thread's addresses in the ring's first stage.
   const uint32_t values = shared_address(ring.w) + (group * S::CHUNKS + first_part) * CHUNK_BYTES + 16 * thread;
   const uint32_t scales = values - 16 * thread + VALUE_BYTES + 2 * (thread >> 1);
   const uint32_t x = ring.x + (first_part * S::TOKENS + token) * PLANE_BYTES + (lane & 3) * 16 + half;
-  // With 8 tokens, two sets of sums alternate, so that no product waits for the one before.
+  // With 8 tokens, two sets of accumulators alternate, so that no matrix instruction waits for the preceding one.
   constexpr int CHAINS = EIGHTS == 1 ? 2 : 1;
   float sums[EIGHTS][CHAINS][4] = {};
   const auto weights = [&](uint32_t w_at, uint32_t (&words)[4], uint32_t (&factor)[2]) {
@@ -72,8 +75,9 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
       uint32_t a[4][4];
 #pragma unroll
       for (int step = 0; step < 4; ++step) expand(words[step], factor, a[step]);
+      // Two groups of tokens at a time, because matrix instructions with the same accumulators wait for each other.
 #pragma unroll
-      for (int n = 0; n < EIGHTS; n += 2) {  // two at a time: products of the same sums wait for each other
+      for (int n = 0; n < EIGHTS; n += 2) {
         if (n * EIGHT >= tokens) break;
         uint32_t b[2][2][4];
 #pragma unroll
@@ -115,7 +119,8 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
   }
 }
 
-// As gemm.cuh's store_swiglu, for 8 tokens from `first` on; here the planes of one token lie together.
+// Like store_swiglu of gemm.cuh, for 8 tokens from `first` on. The result is not in planes: a token's columns are
+// contiguous.
 __device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, int row_tile, int first, const float* sum,
                                              const float (&bias)[2]) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, token = first + lane / 4;
@@ -123,7 +128,7 @@ __device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, i
   const float high = activation(sum[1] + bias[0], sum[3] + bias[1], l.first);
   const uint32_t pair = transpose_8x8(pack(low, high));
   auto* to = reinterpret_cast<uint32_t*>(l.first.out) + (tile.tokens.y + token) * (l.hidden.stride / 4);
-  const int vector = (row_tile & 1) * 4 + warp;  // of the plane's eight, see layout.py
+  const int vector = (row_tile & 1) * 4 + warp;  // one of a chunk's eight, see layout.py
   if (token < tile.tokens.z) to[row_tile / 2 * 32 + pair_at(vector, lane & 3)] = pair;
 }
 
@@ -140,7 +145,7 @@ __device__ __forceinline__ void store_part(const Layer& l, const Item& item, int
   }
 }
 
-// Add all parts of 64 columns of a token's result. One warpgroup takes eight parts at once, each thread four columns.
+// Adds all parts of 64 columns of a token's result. A warpgroup adds eight parts at once; a thread has four columns.
 __device__ __forceinline__ void add_parts(const Layer& l, const Tiles& tiles, int row_tile, int token) {
   const int lane = threadIdx.x & 31, column = row_tile * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane & 3) * 4;
   const int64_t width = l.second.row_tiles * 64;
@@ -193,7 +198,8 @@ __device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const I
   }
 }
 
-// Four warps of each group multiply, one thread loads weights, the other warps load activations.
+// A block has GROUPS consumer warpgroups, one warp that sorts and whose first thread loads weights, and PRODUCER_WARPS
+// warps that load activations.
 template <class S>
 constexpr int LAYER_THREADS = S::GROUPS * 128 + 32 + PRODUCER_WARPS<S> * 32;
 template <class S>
@@ -209,7 +215,7 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   __shared__ uint64_t rows_full[S::STAGES], grid_ready, sorted;
   uint8_t* base = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
   LayerRing<S> ring(base, rows_full);
-  constexpr int COPIER = S::GROUPS * 128;  // the first thread that does not multiply
+  constexpr int COPIER = S::GROUPS * 128;  // the first thread after the consumers
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);

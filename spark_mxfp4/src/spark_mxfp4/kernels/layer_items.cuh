@@ -1,18 +1,19 @@
-// The scheduler of layer.cuh: the sort of few pairs, a block's items of work, and the sentinel of shared results.
+// Scheduling for layer.cuh: the sort of few pairs, the work items of a block, and the sentinel value that marks results
+// as missing.
 #pragma once
 #include "routing.cuh"
 #include "tiles.cuh"
 
 namespace spark {
 
-constexpr int FEW_PAIRS = 32;  // as many as sort_few sorts
-constexpr uint32_t MISSING = ~0u;  // the sentinel, two bf16 or one float32: a NaN that no instruction makes
+constexpr int FEW_PAIRS = 32;  // the most pairs that sort_few sorts
+constexpr uint32_t MISSING = ~0u;  // the sentinel, two bf16 or one float32: a NaN that no instruction produces
 
 __device__ __forceinline__ bool missing(const uint4& v) {
   return v.x == MISSING || v.y == MISSING || v.z == MISSING || v.w == MISSING;
 }
 
-// Spin-wait with back-off: polling takes bandwidth from the blocks that produce the result.
+// Spin-wait with back-off, because polling takes bandwidth from the blocks that produce the result.
 struct Backoff {
   int polls = 0;
   __device__ void wait() {
@@ -20,15 +21,15 @@ struct Backoff {
   }
 };
 
-// Up to 32 pairs, sorted by the block itself.
+// The sorted tiles of up to 32 pairs, in the shared memory of a block.
 struct Few {
   int4 tiles[FEW_PAIRS];  // {expert, first row, tokens, 0}
-  int rows[FEW_PAIRS];    // of pairs
-  int tokens[FEW_PAIRS];  // of rows
+  int rows[FEW_PAIRS];    // row of each pair
+  int tokens[FEW_PAIRS];  // token of each row
   int count;
 };
 
-// Sort the pairs into `few`. Called by one warp.
+// Sorts the pairs into `few`. Called by one warp.
 __device__ __forceinline__ void sort_into(const Routing& r, Few& few) {
   const int lane = threadIdx.x & 31;
   Sorted s;
@@ -49,13 +50,14 @@ struct Tiles {
 
 struct Item {
   Tile tile;
-  int begin, end;  // chunks; no more items where end is 0
+  int begin, end;  // chunks; `end` is 0 if there are no more items
   int part;
   bool second;
 };
 
-// Queue of a block's items, filled by the producer of weights. A slot can be reused without a barrier of its own: before the
-// producer pushes an item it has waited for all stages but those in the ring, and the ring has fewer stages than QUEUE.
+// The queue of a block's items. The producer of weights pushes; all other warps read. A slot is reused without a
+// barrier. That is safe: when the producer pushes an item, consumers have released all stages but those now in the
+// ring, each item has at least one stage, and the ring has fewer stages than the queue has slots.
 constexpr int QUEUE = 8;
 struct Queue {
   Item items[QUEUE];
@@ -78,7 +80,7 @@ struct Queue {
 template <class S>
 __device__ __forceinline__ int row_blocks(const Gemm& g) { return (g.row_tiles + S::ROW_GROUPS - 1) / S::ROW_GROUPS; }
 
-// Return the item of an index. Items of the first product come first; after the last one, `end` is 0.
+// Returns item number `index`. The items of the first product come first. After the last item, `end` is 0.
 template <class S>
 __device__ __forceinline__ Item item_at(const Layer& l, const Tiles& tiles, int index) {
   const int blocks = row_blocks<S>(l.first), firsts = *tiles.count * blocks;

@@ -1,4 +1,4 @@
-// The loaders of layer.cuh: one thread loads weights, one warp for every 8 or 16 tokens loads activations.
+// The producers of layer.cuh: one thread loads weights; one warp for every 8 or 16 tokens loads activations.
 #pragma once
 #include "layer_items.cuh"
 #include "pace.cuh"
@@ -6,13 +6,14 @@
 namespace spark {
 
 constexpr int EIGHT = 8;  // tokens of one matrix instruction
-// Rows that each producer warp of activations loads. More than seven such warps would leave the others too few registers.
+// Rows that one producer warp of activations loads. More than seven such warps would leave the other warps too few
+// registers.
 template <class S>
 constexpr int PRODUCER_ROWS = S::TOKENS > 32 ? 16 : 8;
 template <class S>
 constexpr int PRODUCER_WARPS = S::TOKENS / PRODUCER_ROWS<S>;
 
-// The ring's `full` barrier covers the weights, and `rows_full` the activations.
+// A ring buffer with two barriers for a full stage: `full` for the weights and `rows_full` for the activations.
 template <class S>
 struct LayerRing : Ring<S> {
   uint32_t rows_full;
@@ -20,12 +21,12 @@ struct LayerRing : Ring<S> {
   __device__ uint32_t rows_full_bar() const { return rows_full + 8 * this->stage; }
 };
 
-// The producer of weights, one thread. It keeps few stages in flight: enough for the memory's bandwidth; with more, every
-// other access to memory would wait behind them.
+// The producer of weights, one thread. It limits the number of stages in flight: enough to use the full memory
+// bandwidth, but not more, because all other memory accesses wait behind them.
 template <class S>
 struct Weights {
   static_assert(QUEUE > S::STAGES);
-  LayerRing<S> ring, landing, first;  // where the next stage goes, the oldest in flight, the item's first
+  LayerRing<S> ring, landing, first;  // the stage to fill next, the oldest stage in flight, the item's first stage
   uint64_t once = leave_first();
   Item item;
   int number = 0, on_the_way = 0;
@@ -50,16 +51,19 @@ struct Weights {
     barrier_wait(grid_ready, 0);
     return atomicAdd(l.taken, 1);
   }
-  // The block's first two items are the same each time; then takes items until there are none.
+  // Loads the weights of all items of the block. The block's index determines the first two items; the others come from
+  // the shared counter, until there are none left.
   __device__ void load_all(const Layer& l, Queue& queue, const Tiles& tiles, uint32_t grid_ready) {
     begin(queue, item_at<S>(l, tiles, blockIdx.x));
     while (item.end > 0) {
-      const bool take = number > 1, early = take && !item.second;  // ask early: the counter's answer takes a while
+      const bool take = number > 1, early = take && !item.second;  // early, to hide the atomic's latency
       int next = blockIdx.x;
       if (early) next = gridDim.x + take_item(l, grid_ready);
       load(l);
-      if (item.second) {  // is being multiplied before the next is taken, or some blocks would take several too early
-        const bool waited = item.end - item.begin > S::STAGES * S::CHUNKS;  // for room in its first stage
+      if (item.second) {
+        // Take the next item only after consumers have released this item's first stage. Otherwise some blocks would
+        // take several items too early. If the item has more stages than the ring, load() has waited for that already.
+        const bool waited = item.end - item.begin > S::STAGES * S::CHUNKS;
         if (!waited) barrier_wait(ring.empty_bar(first.stage), first.parity);
       }
       if (take && !early) next = gridDim.x + take_item(l, grid_ready);
@@ -71,19 +75,21 @@ struct Weights {
   }
 };
 
-// Activations of up to 2^SHIFT rows for some stages, from row `first` of the tile on. A warp loads 16 bytes for each lane and
-// round and stores them from registers in the order in which multiply_item reads them. A round is 4 × 64 columns of a row.
+// A constant for `first`, so that the compiler knows that it is 0.
 struct Zero {
   __device__ constexpr operator int() const { return 0; }
 };
+// Loads the activations of up to 2^SHIFT rows, from row `first` of the tile on, for AT_ONCE stages. In each round a
+// warp loads 16 bytes per lane: 64 columns for each of four rows or chunks. It keeps them in registers, then stores
+// them to the ring in the order in which multiply_item reads them.
 template <class S, int SHIFT, class First>
 struct Activations {
-  static constexpr int ROUNDS = ((S::CHUNKS << SHIFT) + 3) / 4;  // of a stage
-  static constexpr int FITS = (S::CHUNKS < 3 ? 8 : 2 * S::CHUNKS) / ROUNDS, AT_ONCE = FITS < S::STAGES ? FITS : S::STAGES;  // stages
+  static constexpr int ROUNDS = ((S::CHUNKS << SHIFT) + 3) / 4;  // per stage
+  static constexpr int FITS = (S::CHUNKS < 3 ? 8 : 2 * S::CHUNKS) / ROUNDS, AT_ONCE = FITS < S::STAGES ? FITS : S::STAGES;
   uint4 vectors[AT_ONCE][ROUNDS];
   static constexpr int ROWS = SHIFT > 2 ? 1 << (SHIFT - 2) : 1;
-  const uint8_t* rows[ROWS];  // this lane's, of its rounds in turn
-  int last;                // end of the existing columns, in bytes
+  const uint8_t* rows[ROWS];  // this lane's row in round r is rows[r % ROWS]; null: no such row
+  int last;                // end of the columns that exist, in bytes
   First first;
 
   __device__ Activations(const Layer& l, const Tiles& tiles, const Item& item, First first) : first(first) {
@@ -101,7 +107,7 @@ struct Activations {
   __device__ static int row_of_round(int r) { return (r * 4 + (threadIdx.x >> 3 & 3)) & ((1 << SHIFT) - 1); }
   __device__ static int chunk_of_round(int r) { return (r * 4 + (threadIdx.x >> 3 & 3)) >> SHIFT; }
 
-  // Load those of the stages from `chunk` on; poll again where they are still missing.
+  // Loads AT_ONCE stages from `chunk` on. FRESH: other blocks may be storing the data. AGAIN: only missing data.
   template <bool FRESH, bool AGAIN>
   __device__ __forceinline__ void load(int chunk) {
 #pragma unroll
@@ -126,8 +132,9 @@ struct Activations {
     }
     return __any_sync(~0u, any);
   }
-  // Vector v of 64 columns has, for the threads with l%4 = v%4, what two of the four steps take, v/4 of even rows and the
-  // other half of odd ones, so that eight threads read 128 bytes.
+  // Stores the loaded stages to the ring. A row of 64 columns is eight vectors of 16 bytes. Vector v is read by the
+  // threads with l%4 = v%4. In even rows, vectors 0 to 3 are for the first two of the four steps and vectors 4 to 7 for
+  // the other two; in odd rows it is the other way round. So eight threads, which read two rows, access all banks.
   __device__ __forceinline__ void store(LayerRing<S>& ring, int chunk, int end) const {
     const int n = threadIdx.x & 7;
     const uint32_t place = ring.x + first * PLANE_BYTES + (n >> 2) * 32 + (n & 1) * 8;
@@ -150,8 +157,9 @@ struct Activations {
   }
 };
 
-// Fill everything that blocks share with the sentinel, and reset the counter of items. No block reads or stores shared
-// results, or takes items, before all blocks have done their part; the block's barrier `grid_ready` is released then.
+// Fills the memory for results that blocks exchange with the sentinel, resets the counter of items, and arrives at the
+// grid barrier; each block does a part. No block may read or store such results, or take an item from the counter,
+// before all blocks have arrived. `wait` waits for that and then completes the block's barrier `grid_ready`.
 struct GridBarrier {
   uint32_t grid_ready, phase;
   bool waiting = true;
@@ -192,11 +200,11 @@ __device__ __forceinline__ void load_item(const Layer& l, const Tiles& tiles, co
       activations.template load<false, false>(chunk);
     }
     activations.store(ring, chunk, item.end);
-    wait_for_grid();  // the first stages need no wait: the ring is empty
+    wait_for_grid();  // after the first stages: the ring is empty, so storing them does not block
   }
 }
 
-// Rows without a token: their contents enter no result, so only the barriers are signalled.
+// For rows without a token. No result depends on their contents, so this only arrives at the barriers.
 template <class S>
 __device__ __forceinline__ void load_nothing(const Item& item, LayerRing<S>& ring) {
   for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
@@ -205,7 +213,7 @@ __device__ __forceinline__ void load_nothing(const Item& item, LayerRing<S>& rin
   }
 }
 
-// Load the activations of all items, for the rows from `first` on. Called by one warp.
+// Loads the activations of all items, for the rows from `first` on. Called by one warp.
 template <class S, class First, class Wait>
 __device__ __forceinline__ void load_activations(const Layer& l, const Tiles& tiles, LayerRing<S> ring,
                                                  const Queue& queue, First first, Wait wait_for_grid) {
@@ -214,7 +222,7 @@ __device__ __forceinline__ void load_activations(const Layer& l, const Tiles& ti
     if (item.end == 0) break;
     const int tokens = item.tile.tokens.z - first;
     if (tokens <= 0) {
-      load_nothing<S>(item, ring);  // never for first = 0
+      load_nothing<S>(item, ring);  // not for first = 0, because every tile has a token
     } else if (tokens == 1) {
       load_item<S, 0>(l, tiles, item, ring, first, wait_for_grid);
     } else if (tokens == 2) {

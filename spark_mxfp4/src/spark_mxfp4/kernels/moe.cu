@@ -1,5 +1,5 @@
-// C functions that hopper.py calls for the kernels around the products: plain pointers and sizes, CUDA error codes. Those of
-// the products are in layer.cu and, where they need Hopper's matrix instruction, in grouped.cu.
+// The C interface of the kernels before and after the products, for hopper.py. Functions return CUDA error numbers. The
+// interfaces of the products are in layer.cu and, for kernels that need Hopper's wgmma, in grouped.cu.
 #include "launch.cuh"
 #include "rows.cuh"
 
@@ -10,9 +10,9 @@ namespace {
 #ifdef SPARK_SMALL
 constexpr int ROUTE_BLOCKS = 1;
 #else
-constexpr int ROUTE_BLOCKS = 8;  // of one cluster that sorts; 8 are portable
+constexpr int ROUTE_BLOCKS = 8;  // in the cluster that sorts; 8 is the largest portable size
 #endif
-constexpr int FEW_TO_SORT = 1024;  // pairs that one block sorts
+constexpr int FEW_TO_SORT = 1024;  // most pairs that a single block sorts
 constexpr int MANY_TOKENS = 1024;
 
 }  // namespace
@@ -43,7 +43,8 @@ int spark_reduce(const void* output, const int32_t* row_of_pair, const float* sh
                   static_cast<cudaStream_t>(stream), static_cast<const uint4*>(output), row_of_pair, shares,
                   static_cast<uint4*>(result), tokens, top_k, vectors);
   };
-  // Several tokens a thread where few experts leave it little to load, if there are tokens for all processors.
+  // With few experts per token a thread has little to load, so it takes several tokens, provided that there are enough
+  // tokens for all multiprocessors.
   if (tokens < MANY_TOKENS) return run(reduce<1, 4>, 1);
   return top_k > 4 ? run(reduce<1, 8>, 1) : top_k > 2 ? run(reduce<2, 4>, 2) : run(reduce<4, 2>, 4);
 }

@@ -1,5 +1,6 @@
-// The kernels around the two products: one sorts pairs of token and expert, two put activations into the products' order
-// of columns, one adds up a token's experts.
+// The kernels before and after the two products. sort_pairs sorts the pairs of token and expert, and can reorder the
+// columns of activations for the first product. write_planes writes reordered activations to planes. reduce adds the
+// results of a token's experts.
 #pragma once
 #include "overlap.cuh"
 #include "routing.cuh"
@@ -10,7 +11,7 @@ namespace spark {
 constexpr int ROUTE_THREADS = 1024;
 constexpr int ROUTE_WARPS = ROUTE_THREADS / 32;
 
-// Inclusive sum over the first MAX_EXPERTS threads of the block; every thread of the block must call it.
+// Inclusive prefix sum over the threads of the block. All threads of the block must call it.
 __device__ __forceinline__ int block_sum(int value, int* scratch) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   for (int step = 1; step < 32; step *= 2) {
@@ -24,7 +25,8 @@ __device__ __forceinline__ int block_sum(int value, int* scratch) {
   return value;
 }
 
-// Call `each(pair, expert)` for pair, pair + 32, ... below end, together with the other lanes; eight loads at a time.
+// Calls `each(pair, expert)` for pair, pair + 32, ..., with eight loads in flight. All lanes of the warp make the same
+// number of calls. A pair at or past `end` gets expert -1.
 template <class Each>
 __device__ __forceinline__ void for_each_pair(const Routing& r, int pair, int end, Each each) {
   constexpr int AT_ONCE = 8;
@@ -37,8 +39,9 @@ __device__ __forceinline__ void for_each_pair(const Routing& r, int pair, int en
   }
 }
 
-// Eight lanes have the 128 bytes of a token's chunk as they are; each gets one vector of the chunk's order: two words of
-// vector/2 and two of the one four further, words 0 and 2 or 1 and 3. By whole warps.
+// Reorders the columns of a token's chunk (see pair_at). Eight lanes hold the chunk's eight vectors in the order of the
+// columns, and each gets one vector of the new order: words 0 and 2 of lanes vector/2 and vector/2 + 4, or words 1 and
+// 3 if its number is odd. All lanes of a warp must call it.
 __device__ __forceinline__ uint4 in_order(const uint4& mine) {
   const int vector = threadIdx.x & 7, low = (threadIdx.x & 24) + vector / 2, high = low + 4;
   const auto word = [&](int lane, uint32_t even, uint32_t odd) {
@@ -48,7 +51,7 @@ __device__ __forceinline__ uint4 in_order(const uint4& mine) {
   return {word(low, mine.x, mine.y), word(low, mine.z, mine.w), word(high, mine.x, mine.y), word(high, mine.z, mine.w)};
 }
 
-// By `blocks` blocks, of which this one is number `block`; each has whole tokens.
+// Reorders the columns of all tokens. `blocks` blocks divide the tokens among them; this one is number `block`.
 __device__ __forceinline__ void order_columns(const Ordering& o, int block, int blocks) {
   constexpr int AT_ONCE = 4;
   const int width = o.chunks * 8, share = (o.tokens + blocks - 1) / blocks, first = block * share;
@@ -69,7 +72,7 @@ __device__ __forceinline__ void order_columns(const Ordering& o, int block, int 
   }
 }
 
-// A token's activations into the planes of its experts' rows: [chunks][rows][8 vectors], swizzled.
+// Copies a token's activations to its experts' rows of the planes [chunks][rows][8 vectors], reordered and swizzled.
 __global__ void write_planes(Ordering o, const int32_t* row_of_pair, int top_k, int64_t rows) {
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -81,8 +84,8 @@ __global__ void write_planes(Ordering o, const int32_t* row_of_pair, int top_k, 
   }
 }
 
-// Sort all pairs by expert, tokens in order within each, by the first cluster of blocks, which share the work. The other
-// clusters order columns.
+// The first cluster of blocks sorts all pairs by expert; within an expert they stay in the order of the tokens. The
+// other clusters reorder columns.
 __global__ void __launch_bounds__(ROUTE_THREADS) sort_pairs(Routing r, Ordering o) {
   int* counts = reinterpret_cast<int*>(shared_floats());  // [ROUTE_WARPS][experts]
   int *scratch = counts + ROUTE_WARPS * r.experts, *totals = scratch + ROUTE_WARPS;  // [ROUTE_WARPS], [blocks][experts]
@@ -91,10 +94,10 @@ __global__ void __launch_bounds__(ROUTE_THREADS) sort_pairs(Routing r, Ordering 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, me = threadIdx.x;
   const int block = blockIdx.x, blocks = blocks_of_cluster();
   if (block >= blocks) return order_columns(o, block - blocks, gridDim.x - blocks);
-  arrive_at_cluster();  // its blocks run: their shared memory is there
+  arrive_at_cluster();  // when all blocks have arrived, they run and their shared memory can be written
   const int all_warps = blocks * ROUTE_WARPS, share = (r.pairs + all_warps * 32 - 1) / (all_warps * 32) * 32;
   const int first = block * ROUTE_WARPS * share, begin = first + warp * share, end = min(begin + share, r.pairs);
-  const int warps = max(0, min(ROUTE_WARPS, (r.pairs - first + share - 1) / share));  // that have pairs
+  const int warps = max(0, min(ROUTE_WARPS, (r.pairs - first + share - 1) / share));  // warps that have pairs
   int* mine = counts + warp * r.experts;
   for (int i = me; i < warps * r.experts; i += ROUTE_THREADS) counts[i] = 0;
   __syncthreads();
@@ -105,10 +108,10 @@ __global__ void __launch_bounds__(ROUTE_THREADS) sort_pairs(Routing r, Ordering 
     __syncwarp();
     if (expert >= 0 && before == 0) mine[expert] = earlier + __popc(same);
     __syncwarp();
-    if (pair < end) r.row_of_pair[pair] = earlier + before;  // among this warp's pairs of the expert, for now
+    if (pair < end) r.row_of_pair[pair] = earlier + before;  // for now, its place among this warp's pairs of the expert
   });
   __syncthreads();
-  int tokens = 0, earlier = 0;  // of this thread's expert: in this block, then in all; in blocks before this one
+  int tokens = 0, earlier = 0;  // of this thread's expert: in this block, later in all; in the blocks before this one
   if (me < r.experts) {
     for (int w = 0; w < warps; ++w) {
       const int here = counts[w * r.experts + me];
@@ -136,7 +139,8 @@ __global__ void __launch_bounds__(ROUTE_THREADS) sort_pairs(Routing r, Ordering 
   }
   if (block == 0) {
     if (me == r.experts - 1) *r.tile_count = last_tile;
-    // Tiles of one expert are about equal: 260 tokens are two tiles of 136, not 256 and 4.
+    // The tiles of an expert are about equal: if tiles have up to 256 tokens, 260 tokens are tiles of 136 and 124, not
+    // of 256 and 4.
     const int size = tile_number > 0 ? ((tokens + tile_number - 1) / tile_number + 7) & ~7 : 0;
     for (int i = 0; i < tile_number; ++i)
       r.tiles[last_tile - tile_number + i] = make_int4(me, first_row + i * size, min(size, tokens - i * size), 0);
@@ -150,15 +154,16 @@ __global__ void __launch_bounds__(ROUTE_THREADS) sort_pairs(Routing r, Ordering 
   });
 }
 
-// result[t] = sum over j of share[t, j] * output[row of pair (t, j)], in the order of j: equal on every run. A thread has
-// one vector of TOKENS tokens and AT_ONCE experts, so that enough loads are on their way.
+// result[t] = sum over j of shares[t, j] * output[row of pair (t, j)], always in the order of j, so that every run
+// gives the same bits. A thread takes one vector of TOKENS tokens and loads AT_ONCE experts at a time, so that enough
+// loads are in flight.
 template <int TOKENS, int AT_ONCE>
 __global__ void reduce(const uint4* output, const int32_t* row_of_pair, const float* shares, uint4* result, int tokens,
                        int top_k, int vectors) {
   const int token = blockIdx.x * TOKENS, vector = blockIdx.y * blockDim.x + threadIdx.x;
   float sum[TOKENS][8] = {};
   for (int first = 0; first < top_k; first += AT_ONCE) {
-    int rows[TOKENS][AT_ONCE];  // written two kernels ago, so they may be read before the last one has ended
+    int rows[TOKENS][AT_ONCE];  // written two kernels ago, so readable before the preceding kernel has ended
     float factors[TOKENS][AT_ONCE];
     uint4 bits[TOKENS][AT_ONCE];
     const auto each = [&](auto use) {
