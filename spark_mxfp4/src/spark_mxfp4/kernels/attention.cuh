@@ -3,12 +3,13 @@
 // (splits) that share a sequence.
 //
 // A head has 64 dimensions. The up to eight query heads of a key head are the eight columns of mma.m16n8k16. Keys and
-// values go from global memory to registers and from there into the instruction, without shared memory: a sum over
-// dimensions may take them in any order, and values are transposed as 8 x 8 tiles.
+// values go from global memory to registers and from there into the instruction, without shared memory. That is
+// possible because a sum over dimensions can take them in any order, and because values are transposed as 8 x 8 tiles
+// in registers.
 //
-// In one step a warp processes 16 cached tokens. Before it computes, it loads the keys and values of its next step and the
-// block numbers of the step after that. Tokens of earlier steps are loaded before the preceding kernel has ended.
-// Sums are float32, probabilities bfloat16, as in FlashAttention.
+// In one step a warp processes 16 cached tokens. Before it computes, it loads the keys and values of its next step and
+// the block numbers of the step after that. The cached tokens of its first step are loaded before the preceding kernel
+// has ended: earlier decoding steps stored them. Sums are float32, probabilities bfloat16, as in FlashAttention.
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
@@ -61,8 +62,8 @@ __device__ __forceinline__ void rotate(Pair& pair, const float* rotation, int po
   rotate_word(pair.low.z, pair.high.z, cosines + 4), rotate_word(pair.low.w, pair.high.w, cosines + 6);
 }
 
-// Keys and values of 16 cached tokens from `first` on. A thread holds parts of tokens g and g + 8, g = lane / 4; tokens
-// from `end` on are zeros.
+// Keys and values of 16 cached tokens from `first` on. A thread holds parts of tokens g and g + 8, where g = lane / 4.
+// Tokens from `end` on are zeros.
 struct CachedRows {
   Pair key[2], value[2];
   __device__ __forceinline__ void load(const Attention& a, const __nv_bfloat16* cache, const int32_t (&blocks)[2],
@@ -78,7 +79,7 @@ struct CachedRows {
     }
   }
 };
-// Loads the numbers of the cache blocks that hold the same two tokens.
+// Loads the numbers of the cache blocks that hold tokens g and g + 8.
 __device__ __forceinline__ void load_blocks(int32_t (&blocks)[2], const int32_t* table, int block_size, int first, int end,
                                             int lane) {
 #pragma unroll
@@ -137,7 +138,8 @@ struct HeadSums {
     for (int tile = 0; tile < 4; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Row g of a transposed word w is dimension 8 (g / 2) + 2 w + g % 2 of its half, low or high.
+        // After the transposition, row g of word w is dimension 8 (g / 2) + 2 (w % 4) + g % 2 of the low half of the
+        // dimensions if w < 4, else of the high half.
         const int word = 2 * tile + i / 2, dimension = word / 4 * 32 + 8 * (g / 2) + 2 * (word % 4) + g % 2;
         part[(2 * c + i % 2) * ATTENTION_WIDTH + dimension] = sums[tile][i];
       }
@@ -153,8 +155,7 @@ struct HeadSums {
 struct HeadSum {
   float sum, largest, total;
 };
-// Reduces `count` partial results for one dimension of one head. A partial result of no tokens has the maximum minus
-// infinity.
+// Reduces `count` partial results for one dimension of one head. The maximum of a result without tokens is -INFINITY.
 template <class Load>
 __device__ __forceinline__ HeadSum add_parts(int count, int head, int dimension, Load load) {
   HeadSum all{0, -INFINITY, 0};
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) attend(const Attention
            i);
 }
 
-// For tokens of prompts, one block per token: rotates the query, and stores the rotated keys and the values in the cache.
+// For tokens of prompts, one block per token: rotates the query, and stores rotated keys and values in the cache.
 __global__ void __launch_bounds__(256) rotate_and_store(const Rotation r) {
   const int token = blockIdx.x;
   let_next_kernel_start();

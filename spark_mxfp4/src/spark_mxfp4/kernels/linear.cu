@@ -1,11 +1,12 @@
-// Dense products with weights in 4 or 8 bits and few tokens, at the speed of memory: out[m][n] = Σ x[m][k] · w[n][k].
+// Dense products of weights in 4 or 8 bits and few tokens, as fast as memory is read: out[m][n] = Σ x[m][k] · w[n][k].
 //
-// A thread block takes tiles of 16 rows one after another; its warps share a tile's columns, CPW chunks of 64 each, and
-// keep their part of the activations in registers throughout. Every thread copies the bytes that it will expand into its
-// own place of a ring of DEPTH tiles (cp.async), so nothing but the final sum over the warps needs a barrier. Expanded
-// weights are the left operand of mma.m16n8k16. The first tiles are loaded before the preceding kernel has ended,
-// because weights do not depend on it. Apart from griddepcontrol (9.0), all instructions exist since compute capability
-// 8.0, so one source serves 9.0 and 12.1. Sums are float32, in an order that depends on the variant only.
+// A thread block computes tiles of 16 rows one after another. Its warps share the columns of a tile, CPW chunks of 64
+// each, and keep their part of the activations in registers throughout (Columns; Rows, for many rows, is described
+// below). Each warp has its own ring buffer of DEPTH tiles and copies the weights that it will expand into it
+// (cp.async), so only the final sum over the warps needs a barrier of the block. Expanded weights are the left operand
+// of mma.m16n8k16. The first tiles are loaded before the preceding kernel has ended, because weights do not depend on
+// it. All instructions exist on compute capability 9.0 and 12.1, so both use the same source. Sums are float32, in an
+// order that depends only on the variant.
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
 
@@ -22,7 +23,7 @@ enum Format { MXFP4 = 0, MXFP8 = 1, FP8 = 2 };
 
 template <int FORMAT>
 struct Chunk {  // 16 rows by 64 columns
-  static constexpr int VECTORS = FORMAT == MXFP4 ? 1 : 2;  // 16-byte vectors a thread
+  static constexpr int VECTORS = FORMAT == MXFP4 ? 1 : 2;  // 16-byte vectors per thread
   static constexpr int SCALES = FORMAT == FP8 ? 0 : 32;
   static constexpr int BYTES = 512 * VECTORS + SCALES;
 };
@@ -46,7 +47,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 }
 #endif
 
-// Four E2M1 pairs of a word as bf16 pairs times 2^-126; layout.BITS has the order of the bits.
+// Expands the eight E2M1 values of a word to four pairs of bf16, times 2^-126. layout.BITS is the order of their bits.
 __device__ __forceinline__ void expand_e2m1(uint32_t q, uint32_t (&pairs)[4]) {
   constexpr uint32_t ALL = 0x81C081C0, SIGN = 0x80008000, REST = 0x01C001C0;
   pairs[0] = q & ALL;
@@ -54,13 +55,13 @@ __device__ __forceinline__ void expand_e2m1(uint32_t q, uint32_t (&pairs)[4]) {
   pairs[2] = ((q << 6) & REST) | ((q << 1) & SIGN);
   pairs[3] = ((q >> 3) & REST) | ((q << 2) & SIGN);
 }
-// Two E4M3 pairs of a word as bf16 pairs times 2^-120; linear.py has the order of the bits.
+// Expands the four E4M3 values of a word to two pairs of bf16, times 2^-120. linear.py has the order of their bits.
 __device__ __forceinline__ void expand_e4m3(uint32_t q, uint32_t& first, uint32_t& second) {
   first = q & 0x87F087F0;
   second = ((q << 1) & 0x80008000) | ((q >> 3) & 0x07000700) | ((q << 4) & 0x00F000F0);
 }
 
-// The A fragments of one chunk for its four steps.
+// Expands one chunk to the A fragments of its four steps of 16 columns.
 template <int FORMAT>
 __device__ __forceinline__ void expand(const uint8_t* chunk, int lane, const uint32_t (&select)[2], uint32_t (&a)[4][4]) {
   using C = Chunk<FORMAT>;
@@ -89,8 +90,8 @@ __device__ __forceinline__ void expand(const uint8_t* chunk, int lane, const uin
   }
 }
 
-// Many rows: every warp has tiles of its own, R at a time, and the block's activations lie in shared memory in the order
-// of B fragments. No barrier but the first. A stage of the ring has STEP chunks of each of the R tiles.
+// For many rows: each warp has its own tiles, R at a time. The block's activations are in shared memory, in the order
+// of B fragments; only storing them there takes a barrier. A stage of the ring has STEP chunks of each of the R tiles.
 template <int NT_, int R_, int WARPS_, int STEP_, int DEPTH_, int RESIDENT_>
 struct Rows {
   static constexpr bool BY_ROWS = true;
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(V::WARPS * 32, V::RESIDENT) linear_rows(const 
   }
 }
 
-// Few rows: the warps of a block share a tile's columns.
+// For few rows: the warps of a block share the columns of a tile.
 template <int NT_, int CPW_, int WARPS_, int DEPTH_, int RESIDENT_, int TOGETHER_ = 1, bool AHEAD_ = false>
 struct Columns {
   static constexpr bool BY_ROWS = false;
@@ -295,7 +296,7 @@ __global__ void __launch_bounds__(V::WARPS * 32, V::RESIDENT) linear_columns(con
           }
         }
       }
-      __syncwarp();  // lanes read the copies of other lanes
+      __syncwarp();  // lanes read bytes that other lanes copy: all must be done before the next copies
       fetch(tile_of(turn + r + DEPTH), slot);
       if (++slot == DEPTH) slot = 0;
 #pragma unroll
@@ -303,7 +304,7 @@ __global__ void __launch_bounds__(V::WARPS * 32, V::RESIDENT) linear_columns(con
         *reinterpret_cast<float4*>(parts + warp * SUMS + (r * NT + n) * 128 + 4 * lane) =
             make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
     }
-    __syncthreads();  // one barrier a turn is enough, because `parts` alternate
+    __syncthreads();  // one barrier per turn is enough, because `parts` alternates between two buffers
     for (int j = threadIdx.x; j < SUMS; j += blockDim.x) {
       const int row = j % 16, in_group = j % (NT * 128) / 16, token = group * NT * 8 + in_group;
       const int n = (tile_of(turn) + j / (NT * 128)) * 16 + row;
@@ -334,7 +335,7 @@ int start(Kernel kernel, Linear& p, int nt, int turns, int threads, int bytes, i
   return launch(kernel, grid, threads, bytes, stream, p);
 }
 
-// `per_processor`: blocks that a multiprocessor gets; fewer than fit leave room for the kernel that comes next.
+// `per_processor` is the number of blocks per multiprocessor. Fewer than fit leave room for the next kernel.
 template <int FORMAT, class V>
 int run(Linear p, int processors, int per_processor, cudaStream_t stream) {
   const int blocks = processors * per_processor;
@@ -360,7 +361,7 @@ struct Table {
 };
 template <int FORMAT>
 using Variants = Table<FORMAT,
-  // linear.py chooses among them by these numbers.
+  // linear.py refers to the variants by these numbers.
   Columns<1, 3, 15, 2, 2>,           // 0
   Columns<1, 3, 15, 3, 2, 2>,        // 1
   Columns<1, 4, 16, 2, 1, 1, true>,  // 2
@@ -378,7 +379,7 @@ using Variants = Table<FORMAT,
   Rows<4, 1, 16, 1, 4, 1>,           // 14
   Rows<4, 2, 8, 1, 2, 1>>;           // 15
 
-// The weights as bf16 [rows][columns], for more tokens than the kernels above are made for: a warp takes a chunk.
+// Expands the weights to bf16 [rows][columns], for more tokens than the kernels above are made for, a chunk per warp.
 template <int FORMAT>
 __global__ void __launch_bounds__(256) expand_weight(const Linear p) {
   using C = Chunk<FORMAT>;
@@ -431,7 +432,7 @@ int run_expand(const Linear& p, cudaStream_t stream) {
 
 extern "C" {
 int spark_linear_variant_count() { return sizeof(spark::Variants<0>::RUNNERS) / sizeof(spark::Runner); }
-// Returns 0, -1 where the variant cannot take the size or the device lacks the shared memory, else CUDA's error number.
+// Returns 0; -1 if the variant does not support the size or the device has too little shared memory; or CUDA's error.
 int spark_linear(const spark::Linear* p, int format, int variant, int processors, int per_processor, void* stream) {
   constexpr const spark::Runner* TABLES[] = {spark::Variants<0>::RUNNERS, spark::Variants<1>::RUNNERS,
                                              spark::Variants<2>::RUNNERS};

@@ -1,13 +1,14 @@
-// Adds a layer's input to the residual and normalises the sum by its root mean square (RMS norm), in one launch. The
-// product after it can load its weights meanwhile. The kernel rounds as vLLM's definition does
-// (vllm/ir/ops/layernorm.py): the sum is normalised in float32, rounded to bf16, multiplied by the weight and rounded again.
+// Adds a layer's input to the residual and normalises the sum by its root mean square (RMS norm), in one launch.
+// Meanwhile the next kernel, a product, can load its weights. The kernel rounds as vLLM's definition does
+// (vllm/ir/ops/layernorm.py): the sum is normalised in float32, rounded to bf16, multiplied by the weight and rounded
+// again.
 //
-// With tensor parallelism each GPU has a part of the input. Then the same launch is the all-reduce, too: each block stores
-// its token's part into the other GPUs' inboxes and polls its own inbox for their parts. An inbox is a triple buffer of
-// bf16 [token][buffer][rank][columns], all zeros at first. A zero word means "not arrived", so a sender replaces a pair
-// of +0 by -0. Each launch uses the next of the three buffers and clears the one of the launch before. That is early
-// enough: a GPU is at most one launch ahead of another, because it needs the other's part in each launch. All parts are
-// added in float32 in the order of the ranks, so that all GPUs get the same bits.
+// With tensor parallelism each GPU has a part of the input, and the same launch is also the all-reduce. Each block
+// stores its token's part in the other GPUs' inboxes and polls its own inbox for their parts. An inbox is a triple
+// buffer of bf16 [token][buffer][rank][columns], all zeros at first. A zero word means "not arrived", so a sender
+// replaces a pair of +0 by -0. Each launch uses the next of the three buffers and clears the buffer of the previous
+// launch. That is early enough: a GPU is at most one launch ahead of another, because it needs the other's part in each
+// launch. All parts are added in float32 in the order of the ranks, so that all GPUs get the same bits.
 #pragma once
 #include <cuda_bf16.h>
 #include <cstdint>
@@ -19,7 +20,7 @@
 
 namespace spark {
 
-constexpr int NORM_THREADS = 384, NORM_TURNS = 4;  // in each turn a thread has eight columns
+constexpr int NORM_THREADS = 384, NORM_TURNS = 4;  // a thread has eight columns per turn
 
 __device__ __forceinline__ float bf16_of_word(uint32_t word, int high) {
   return __uint_as_float(high ? word & 0xFFFF0000u : word << 16);

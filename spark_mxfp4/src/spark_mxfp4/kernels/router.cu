@@ -15,7 +15,7 @@ int start(Kernel kernel, int blocks, int cluster, int threads, int bytes, cudaSt
   if (cluster > 8) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (cluster == 0) return launch(kernel, dim3(blocks), threads, bytes, stream, args...);
   const cudaError_t error = launch_clusters(kernel, blocks, cluster, threads, bytes, stream, args...);
-  return error == cudaSuccess ? 0 : NO_FIT;  // a device may have no room for a cluster
+  return error == cudaSuccess ? 0 : NO_FIT;  // the device may have no room for such a cluster
 }
 
 template <int UNITS, int TILES>
@@ -42,21 +42,21 @@ int by_ticket(const Router& r, cudaStream_t stream) {
 
 using Runner = int (*)(const Router&, cudaStream_t);
 constexpr Runner RUNNERS[] = {
-    // router.py chooses among them by these numbers.
+    // router.py refers to the variants by these numbers.
     by_cluster<3, 1>,  // 0: up to 3,072 columns and 128 experts; 16 blocks for 128
     by_cluster<3, 2>,  // 1: up to 3,072 columns and 256 experts; 8 blocks for 128
     by_cluster<6, 1>,  // 2: up to 6,144 columns and 128 experts
     by_ticket<1>,      // 3: 128 blocks for 128 experts of 2,880 columns
-    by_ticket<2>,      // 4: 64
-    by_ticket<4>,      // 5: 32
-    by_ticket<8>,      // 6: 16
+    by_ticket<2>,      // 4: 64 blocks
+    by_ticket<4>,      // 5: 32 blocks
+    by_ticket<8>,      // 6: 16 blocks
 };
 
 }  // namespace
 
 extern "C" {
 int spark_router_variant_number() { return sizeof(RUNNERS) / sizeof(Runner); }
-// Returns 0, -1 where the variant cannot take the size, else CUDA's error number.
+// Returns 0; -1 if the variant does not support the size or the device; or CUDA's error.
 int spark_router(const Router* r, int variant, void* stream) {
   if (r->tokens > ROUTER_TOKENS || r->experts > ROUTER_EXPERTS || r->top_k > ROUTER_TOP_K) return NO_FIT;
   return RUNNERS[variant](*r, static_cast<cudaStream_t>(stream));

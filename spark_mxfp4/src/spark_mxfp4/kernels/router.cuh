@@ -1,10 +1,11 @@
-// The router for few tokens in one launch: logits = x · Wᵀ + b, the largest top_k of each token, softmax over those.
+// The router for few tokens, in one launch: logits = x · Wᵀ + b, the top_k largest of each token, and their softmax.
 //
-// Experts are the matrix instruction's eight columns and tokens its sixteen rows; a warp takes units of 32 columns, of
-// which a thread has eight of one expert and of one or two tokens: 16 bytes each. Weights are asked for before the
-// kernel in front has ended. Sums are float32 in an order that depends on the sizes only; logits are rounded to bf16,
-// and the choice is made as vLLM's topk_softmax makes it, operation by operation, so that both give the same tokens:
-// softmax over all experts in float32, NaN and infinity count as 0, the lowest index wins where two are equal.
+// In the matrix instruction, the sixteen rows are tokens and the eight columns are experts. A warp takes units of 32
+// columns of x and W. Of each unit a thread has eight columns (16 bytes) of one expert and of one or two tokens.
+// Weights are loaded before the preceding kernel has ended. Sums are float32, in an order that depends only on the
+// sizes; logits are rounded to bf16. Experts are chosen by the same operations as in vLLM's topk_softmax, so that a
+// model generates the same tokens with both: softmax over all experts in float32, NaN and infinity count as 0, and of
+// equal values the one with the lowest index wins.
 #pragma once
 #include "arguments.cuh"
 #include "overlap.cuh"
@@ -14,7 +15,7 @@ namespace spark {
 
 constexpr int ROUTER_TOKENS = 16, ROUTER_EXPERTS = 256, ROUTER_TOP_K = 8;
 
-// Of the warps that share a sum, this one's is number `warp` of `warps`: its units are warp, warp + warps, ...
+// A warp's weights. `warps` warps share the columns; number `warp` of them has the units warp, warp + warps, ...
 template <int UNITS, int TILES>
 struct Weights {
   uint4 values[UNITS][TILES];
@@ -31,8 +32,8 @@ struct Weights {
   }
 };
 
-// This warp's part of the sums; a thread has tokens g and g + 8 (g = lane / 4), experts 2 (lane % 4) and the next.
-// HALVES is 1 for up to eight tokens, else 2.
+// Computes this warp's part of the sums. A thread has tokens g and g + 8 (g = lane / 4), experts 2 (lane % 4) and
+// 2 (lane % 4) + 1. HALVES is 1 for up to eight tokens, else 2.
 template <int HALVES, int UNITS, int TILES>
 __device__ __forceinline__ void multiply(const Router& r, const Weights<UNITS, TILES>& w, int warp, int warps, int lane,
                                          float (&sum)[TILES][4]) {
@@ -56,7 +57,8 @@ __device__ __forceinline__ void multiply(const Router& r, const Weights<UNITS, T
     }
 }
 
-// All warps' parts of a block to shared memory, [WARPS][tokens of HALVES][8 TILES]; then any thread may add up.
+// Stores this warp's part of the sums to shared memory, [WARPS][tokens: 8 HALVES][experts: 8 TILES], so that any thread
+// can add the parts.
 template <int HALVES, int TILES>
 __device__ __forceinline__ void keep_part(float* parts, int warp, int lane, const float (&sum)[TILES][4]) {
   constexpr int WIDTH = 8 * TILES;
@@ -70,7 +72,7 @@ __device__ __forceinline__ void keep_part(float* parts, int warp, int lane, cons
     }
 }
 
-// COUNT parts that lie `stride` apart, in four sums that hide the additions' latency: a fixed order.
+// Adds COUNT parts that are `stride` apart, in a fixed order. Four sums hide the latency of the additions.
 template <int COUNT>
 __device__ __forceinline__ float add_up(const float* part, int stride) {
   float sums[4] = {};
@@ -81,8 +83,9 @@ __device__ __forceinline__ float add_up(const float* part, int stride) {
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
 
-// One warp, one token: `logit(e)` for e below r.experts. Lane l has experts 8 l to 8 l + 7 of as many lanes as that
-// takes, rounded up to a power of two; the lanes after them repeat them.
+// Chooses the experts of one token. Called by a warp. `logit(e)` returns the logit of an expert e below r.experts. Lane
+// l has experts 8 l to 8 l + 7. The number of lanes that this takes is rounded up to a power of two; the other lanes
+// repeat these lanes.
 template <class Logit>
 __device__ __forceinline__ void choose(const Router& r, int token, Logit logit) {
   const int lane = threadIdx.x % 32;
@@ -101,7 +104,8 @@ __device__ __forceinline__ void choose(const Router& r, int token, Logit logit) 
   for (int i = 0; i < 8; ++i) values[i] = expf(values[i] - largest), sum += values[i];
   for (int mask = lanes / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
   const float factor = 1.0f / sum;
-  // Probabilities are not negative, so their bits order them; 0 is for what cannot be chosen (any more).
+  // Probabilities are not negative, so they can be compared by their bits. Key 0 means that the expert does not exist
+  // or is already chosen.
   unsigned keys[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -134,8 +138,8 @@ __device__ __forceinline__ void choose(const Router& r, int token, Logit logit) 
   }
 }
 
-// One cluster: block b has experts 8 TILES b and following, and chooses for tokens b, b + blocks, ...; sums travel
-// through the cluster's shared memory, so there is nothing to reset.
+// One cluster of blocks. Block b computes 8 TILES experts, from 8 TILES b on, and chooses for tokens b, b + blocks, ...
+// Logits are exchanged through distributed shared memory, so no global memory has to be reset after a launch.
 template <int HALVES_, int UNITS_, int TILES_, int WARPS_>
 struct OneCluster {
   static constexpr int HALVES = HALVES_, UNITS = UNITS_, TILES = TILES_, WARPS = WARPS_;
@@ -151,8 +155,8 @@ __global__ void __launch_bounds__(V::WARPS * 32, 1) route_by_cluster(const Route
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = blocks_of_cluster();
   const int me = threadIdx.x;
   float* const parts = shared_floats();
-  float* const logits = parts + V::WARPS * V::OUTPUTS;  // of this block's tokens, [turn][ROUTER_EXPERTS]
-  arrive_at_cluster();  // its blocks run: their shared memory is there
+  float* const logits = parts + V::WARPS * V::OUTPUTS;  // [turn][ROUTER_EXPERTS], for this block's tokens
+  arrive_at_cluster();  // when all blocks have arrived, they run and their shared memory can be written
   let_next_kernel_start();
   Weights<V::UNITS, V::TILES> weights;
   weights.load(r, block * WIDTH, warp, V::WARPS, lane);
@@ -176,7 +180,8 @@ __global__ void __launch_bounds__(V::WARPS * 32, 1) route_by_cluster(const Route
     choose(r, turn * blocks + block, [&](int e) { return logits[turn * ROUTER_EXPERTS + e]; });
 }
 
-// Many blocks: `slices` blocks share the columns of eight experts; the block that ends last adds up and chooses.
+// Many blocks (split-K): `slices` blocks share the columns of eight experts. The last block of the grid to finish adds
+// the parts and chooses.
 template <int HALVES_, int UNITS_, int WARPS_>
 struct ByTicket {
   static constexpr int HALVES = HALVES_, UNITS = UNITS_, WARPS = WARPS_, OUTPUTS = HALVES * 64;
@@ -203,7 +208,7 @@ __global__ void __launch_bounds__(V::WARPS * 32, 1) route_by_ticket(const Router
     r.parts[(int64_t{slice} * r.tokens + token) * r.experts + expert] = add_up<V::WARPS>(parts + me, V::OUTPUTS);
   __threadfence();
   __syncthreads();
-  if (me == 0) *is_last = atomicInc(r.ticket, gridDim.x - 1) == gridDim.x - 1;  // the last one makes it 0 again
+  if (me == 0) *is_last = atomicInc(r.ticket, gridDim.x - 1) == gridDim.x - 1;  // the last block resets it to 0
   __syncthreads();
   if (*is_last == 0) return;
   __threadfence();

@@ -1,4 +1,4 @@
-// The C interface of the attention and norm kernels, for attention.py and norm.py. Functions return CUDA's error numbers.
+// The C interface of the attention and norm kernels, for attention.py and norm.py. Functions return CUDA error numbers.
 #include <cuda_runtime.h>
 
 #include "attention.cuh"
