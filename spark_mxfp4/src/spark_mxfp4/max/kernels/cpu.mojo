@@ -1,4 +1,4 @@
-"""The same products on a CPU, for tests and for small models, with float32 sums."""
+"""The products of packed MXFP4 weights on a CPU, with float32 sums, for tests and small models."""
 
 
 from .format import BLOCK, expand_block
@@ -7,7 +7,7 @@ from .product import swiglu
 
 @always_inline
 def paired(column: Int) -> Int:
-    """Returns where a column stands in paired order (see `format`)."""
+    """Returns the index of `column` in paired order (see `format`)."""
     return column // 8 * 8 + column % 4 * 2 + column % 8 // 4
 
 
@@ -20,9 +20,10 @@ def dot[
     scales: Pointer[UInt8, ImmutAnyOrigin],
     columns: Int,
 ) -> Float32:
-    """Returns the product of one row of activations and one packed weight row.
+    """Returns the dot product of one row of activations and one packed weight row.
 
-    Nothing is assumed about alignment: MAX maps weights from the file as they lie there.
+    With `in_pairs`, `x` is in paired order. Loads assume no alignment, because MAX maps weights from the file, where
+    they can start at any byte.
     """
     var sums = SIMD[DType.float32, BLOCK](0)
     for block in range(columns // BLOCK):
@@ -50,7 +51,10 @@ def multiply_row[
     rows: Int,
     columns: Int,
 ):
-    """Writes one row's product with all weight rows of `expert`, bias added; with `swiglu_` half as many values."""
+    """Writes the products of one row of activations and all weight rows of `expert`, plus the bias.
+
+    With `swiglu_`, writes the activation of each pair of products instead, which is half as many values.
+    """
 
     @always_inline
     @__parameter
@@ -88,7 +92,10 @@ def mix[
     hidden: Int,
     inner: Int,
 ):
-    """Writes one token's weighted sum [H] over its `count` chosen experts: `gate_up` [E, 2I, H], `down` [E, H, I]."""
+    """Writes one token's weighted sum [H] over its `count` chosen experts.
+
+    `gate_up` is packed [E, 2I, H] and `down` packed [E, H, I].
+    """
     var activated = List[Scalar[dtype]](length=inner, fill=0)
     var projected = List[Scalar[dtype]](length=hidden, fill=0)
     var sums = List[Float32](length=hidden, fill=0)
@@ -118,7 +125,7 @@ def dequantize[
     scales: Pointer[UInt8, ImmutAnyOrigin],
     count: Int,
 ):
-    """Expands `count` blocks, 16 bytes each."""
+    """Expands `count` blocks of 16 bytes to 32 elements each."""
     for block in range(count):
         var packed = blocks.unsafe_offset(block * 16).unsafe_load[width=16, alignment=1]()
         var values = expand_block[dtype](packed, scales[unsafe_offset=block])

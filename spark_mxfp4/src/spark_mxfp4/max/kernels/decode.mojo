@@ -1,4 +1,4 @@
-"""Few rows an expert: a thread block has 64 weight rows, and up to 64 tokens share the one read of them."""
+"""The kernel for few tokens per expert: a thread block reads 64 weight rows once, for up to 64 tokens."""
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx
 from max.gpu.host import DeviceContext, FuncAttribute
@@ -11,12 +11,12 @@ from .narrow import RING_BYTES as NARROW_BYTES, multiply_narrow_tile
 from .product import Bytes, Shape, multiply_tile
 
 comptime TOKENS = 64
-# The fewer tokens, the deeper the ring: with four blocks an SM all of them together keep some 100 kB on their way.
+# The fewer tokens, the more stages, so that the four blocks of an SM together keep about 100 kB of copies in flight.
 comptime UP_TO_8 = Shape[1, 1, 4, 1, 7]()
 comptime UP_TO_16 = Shape[1, 2, 4, 1, 5]()
 comptime UP_TO_32 = Shape[1, 4, 4, 1, 3]()
 comptime UP_TO_64 = Shape[1, 8, 4, 1, 2]()
-# What shared memory has room for on an SM: 227 kB on Hopper, 100 kB on 12.x. It bounds the registers.
+# Blocks per SM, as many as fit in shared memory: 227 kB on Hopper, 100 kB on 12.x. They limit a thread's registers.
 comptime IS_HOPPER = "90" in _accelerator_arch()
 comptime BLOCKS = 4 if IS_HOPPER else 2
 comptime ROWS = UP_TO_8.rows
@@ -42,7 +42,7 @@ def decode_kernel[
     rows: Int32,
     columns: Int32,
 ):
-    """Multiplies tile `block_idx.y` with the weight rows of block `block_idx.x`; arguments as in `launch_decode`."""
+    """Multiplies token tile `block_idx.y` by weight row tile `block_idx.x`; arguments as in `launch_decode`."""
     var shared = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=128]()
     var tile = find_tile[TOKENS](Int(block_idx.y), starts, ids, Int(groups))
     var first_row = Int(block_idx.x) * ROWS
@@ -82,7 +82,7 @@ def launch_decode[
     columns: Int,
     ctx: DeviceContext,
 ) raises:
-    """Enqueues the product of `tokens` rows of `x` in `groups` groups; `rows` is N, `columns` K of an expert."""
+    """Enqueues the product of `tokens` rows of `x` in `groups` groups; an expert is `rows` (N) by `columns` (K)."""
     comptime kernel = decode_kernel[swiglu, bias_dtype, narrow]
     var shared = (max(RING_BYTES, NARROW_BYTES) if narrow else RING_BYTES) + ROWS * (columns // 32)
     ctx.enqueue_function[kernel](

@@ -1,10 +1,12 @@
-"""MXFP4 in registers: E2M1 elements, 32 of which share one E8M0 scale, expanded by shifts and never by a table.
+"""The MXFP4 format and its expansion in registers, by shifts instead of a table. 32 E2M1 elements share one E8M0 scale.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0). Two elements share a
-byte, the first in the low nibble. A product of 2^128 or more is infinite; scale byte 255 makes its 32 values NaN.
+byte, the first in the low nibble. If an element times its scale is 2^128 or more, the result is infinite. Scale byte
+255 makes its 32 values NaN.
 
-Kernels take activations in *paired order*: of every eight columns 0 … 7 the order is 0 4 1 5 2 6 3 7. A word of eight
-nibbles then gives the pairs (0, 4), (1, 5), (2, 6), (3, 7) by shifts alone, since nibbles i and i + 4 are 16 bits apart.
+Kernels take activations in *paired order*: every eight columns 0 … 7 are stored as 0 4 1 5 2 6 3 7. The eight nibbles
+of a word then give the pairs (0, 4), (1, 5), (2, 6), (3, 7) by shifts alone, because nibbles i and i + 4 are 16 bits
+apart.
 """
 
 from std.memory import bitcast
@@ -16,11 +18,11 @@ comptime SCALE_NAN = 255
 
 @always_inline
 def expand[width: Int](codes: SIMD[DType.uint8, width], scale: UInt8) -> SIMD[DType.float32, width]:
-    """Returns E2M1 `codes` (0 … 15) times 2^(scale - 127), exact, subnormals included; without a multiplication."""
+    """Returns E2M1 `codes` (0 … 15) times 2^(scale - 127), exact also for subnormals, without a multiplication."""
     var code = codes.cast[DType.int32]()
     var magnitude = code & 7
     var is_one_or_more = magnitude.ge(2)
-    # 0.5 is 2^-1; 1, 1.5, 2, 3, 4, 6 have the exponents 0, 0, 1, 1, 2, 2 and the mantissa bit of their code.
+    # 0.5 is 2^-1. 1, 1.5, 2, 3, 4, 6 have the exponents 0, 0, 1, 1, 2, 2, and the code's low bit is their mantissa.
     var exponent = is_one_or_more.select((magnitude >> 1) - 1, SIMD[DType.int32, width](-1)) + scale.cast[DType.int32]()
     var mantissa = is_one_or_more.select((magnitude & 1) << 22, SIMD[DType.int32, width](0))
     var normal = (exponent << 23) | mantissa
@@ -35,7 +37,7 @@ def expand[width: Int](codes: SIMD[DType.uint8, width], scale: UInt8) -> SIMD[DT
 
 @always_inline
 def to_bfloat16[width: Int](values: SIMD[DType.float32, width]) -> SIMD[DType.bfloat16, width]:
-    """Returns float32 values of which bfloat16 holds every bit, by a shift: a cast flushes subnormals on some CPUs."""
+    """Converts values that bfloat16 holds exactly, by a shift, because a cast flushes subnormals on some CPUs."""
     return bitcast[DType.bfloat16, width]((bitcast[DType.uint32, width](values) >> 16).cast[DType.uint16]())
 
 
@@ -59,10 +61,10 @@ def multiply_pairs(a: UInt32, b: UInt32) -> UInt32:
 
 @always_inline
 def scale_factors(scale: UInt32) -> Tuple[UInt32, UInt32]:
-    """Returns two bfloat16, each twice in a word, whose product is 2^(scale - 1); NaN for scale byte 255.
+    """Returns two bfloat16 factors, each twice in a word, whose product is 2^(scale - 1); NaN for scale byte 255.
 
-    `expand_pairs` gives elements times 2^-126. The second factor is 1 unless the scale byte is above 128, which is
-    2^2 and more: bfloat16 ends before 2^128.
+    The product includes 2^126, because `expand_pairs` returns elements times 2^-126. The second factor is 1 unless the
+    scale byte is above 128 (2^2 or more). Then one factor is not enough, because bfloat16 ends before 2^128.
     """
     var first = min(scale + 126, UInt32(254)) << 7
     var second = (max(scale, UInt32(128)) - 1) << 7
@@ -73,9 +75,10 @@ def scale_factors(scale: UInt32) -> Tuple[UInt32, UInt32]:
 
 @always_inline
 def expand_pairs(word: UInt32) -> SIMD[DType.uint32, 4]:
-    """Returns four pairs of bfloat16, elements (i, i + 4) of eight nibbles times 2^-126, zeros and signs included."""
-    # A multiplication shifts a nibble to both of its places: shifts and masks share a unit that limits decoding.
-    comptime BOTH = UInt32(0x81C081C0)  # sign, and two bits of exponent and one of mantissa
+    """Expands eight nibbles to four pairs of bfloat16, elements (i, i + 4), times 2^-126; zeros keep their signs."""
+    # One multiplication moves a nibble's sign and its other bits to their places, because shifts and masks share a unit
+    # that limits the expansion.
+    comptime BOTH = UInt32(0x81C081C0)  # the sign, two exponent bits and one mantissa bit of both halves
     var upper = word >> 8
     return SIMD[DType.uint32, 4](
         ((word & 0x000F000F) * 0x1040) & BOTH,

@@ -1,7 +1,7 @@
-"""Up to 8 tokens of an expert: each warp multiplies every fourth chunk of a tile's 64 weight rows on its own.
+"""The product for up to 8 tokens per expert: each of four warps multiplies every fourth chunk of 64 weight rows.
 
-A warp copies what it multiplies, so that no warp waits for another before the tile's end, when their sums are added in
-the warps' order. Its 64 rows share one read of the activations.
+A warp copies the data that it multiplies, so warps do not wait for each other until the end of the tile. Then their
+sums are added in the order of the warps. One read of the activations serves the 64 rows.
 """
 
 from max.gpu import lane_id, thread_idx
@@ -42,7 +42,7 @@ def multiply_narrow_tile[
 ) -> Bool:
     """Multiplies a tile that has all its 64 rows and up to 8 tokens; arguments as in `product.multiply_tile`.
 
-    `shared` holds RING_BYTES, then the tile's scales. Returns False, having written nothing, if one is above 127.
+    `shared` holds RING_BYTES, then the tile's scales. Returns False and writes nothing if a scale is above 127.
     """
     var thread = Int(thread_idx.x)
     var lane = Int(lane_id())
@@ -64,18 +64,18 @@ def multiply_narrow_tile[
     def copy(at: Bytes, to: Shared):
         async_copy[16, bypass_L1_16B=True](at.unsafe_address_space_cast[AddressSpace.GLOBAL](), to)
 
-    # A lane's copies are 8 rows or 2 tokens apart: one address and one place do for all of them.
+    # A lane's copies are 8 rows or 2 tokens apart, so all of them share one source and one destination address.
     var unit = lane32 % 4
     var row = lane32 // 4
     var weight_tile = weight.unsafe_offset((expert_row + first_row) * (columns // 2))
     var weight_from = weight_tile.unsafe_offset(Int(row * weight_stride))
-    var weight_to = ((row % 2 * 8 + row // 2) * 4 + unit) * 16  # the fragments' order
+    var weight_to = ((row % 2 * 8 + row // 2) * 4 + unit) * 16  # in the fragments' order
     var token = lane32 // 16
     var x_block = lane32 % 16 // 4
     var x_from = x.unsafe_offset(
         tile.begin * columns * 2 + Int(token * weight_stride * 4 + lane32 % 16 * 16)
     )
-    # Spread over the banks: a quarter warp reads two tokens.
+    # The XOR avoids bank conflicts: a quarter warp reads two tokens.
     var x_to = Int32(WEIGHT_BYTES) + token * TOKEN_BYTES + ((unit * 4 + x_block) ^ (token % 2 * 4)) * 16
     var tokens = Int32(tile.count) - token
 
@@ -83,7 +83,7 @@ def multiply_narrow_tile[
     @__parameter
     def fetch(chunk: Int32, stage: Shared):
         if chunk < chunks:
-            # Behind the end activations are zeros, and weights the last block's once more.
+            # Past the end, activations are zeros and weights repeat the last block.
             var block = min(chunk * 4 + unit, last_block)
             var from_here = weight_from.unsafe_offset(Int(block * 16))
             comptime for i in range(ROWS // 8):
@@ -94,7 +94,8 @@ def multiply_narrow_tile[
             var bytes = Int32(16) if chunk * 4 + x_block <= last_block else Int32(0)
             var x_here = x_from.unsafe_offset(Int(chunk * TOKEN_BYTES))
             comptime for i in range(TOKENS // 2):
-                if tokens > Int32(i * 2):  # what is in shared memory for other tokens only reaches sums that nobody reads
+                # Missing tokens are not copied: what the ring has in their place only affects sums that are not stored.
+                if tokens > Int32(i * 2):
                     async_copy[16, fill=UInt8(0), bypass_L1_16B=True](
                         x_here.unsafe_offset(Int(Int32(i * 8) * weight_stride))
                         .unsafe_address_space_cast[AddressSpace.GLOBAL](),
@@ -102,7 +103,7 @@ def multiply_narrow_tile[
                     )
         async_copy_commit_group()
 
-    # A tile's scales lie together: 64 rows x K/32 bytes.
+    # A tile's scales are contiguous: 64 rows x K/32 bytes.
     var scales_tile = scales.unsafe_offset((expert_row + first_row) * blocks)
     var scale_units = ROWS * blocks // 16
     for i in range(thread, scale_units, THREADS):
@@ -136,7 +137,7 @@ def multiply_narrow_tile[
                 stage.unsafe_offset(Int(at)).unsafe_offset(word * 64).unsafe_load[width=16, alignment=16]()
             )
         var scale_at = scale_read + min(chunk * 4 + Int32(quad), last_block)
-        # Two row tiles at a time, so that one's matrix instructions need not wait for each other.
+        # Two row tiles at a time, because matrix instructions with the same sums wait for each other.
         comptime for two in range(0, ROW_TILES, 2):
             var words = Array[SIMD[DType.uint32, 4], 4](fill=SIMD[DType.uint32, 4](0))
             var factors = Array[UInt32, 4](fill=UInt32(0))
@@ -149,7 +150,7 @@ def multiply_narrow_tile[
                 var scale = tile_scales[
                     unsafe_offset=Int(scale_at + Int32(((two + half // 2) * 16 + half % 2) * blocks))
                 ].cast[DType.uint32]()
-                factors[half] = scale * 0x00800080 + 0x3F003F00  # see `scale_factors`: the second is 1
+                factors[half] = scale * 0x00800080 + 0x3F003F00  # the first of `scale_factors`; the second is 1
             comptime for word in range(4):
                 comptime for m in range(2):
                     var a = Array[SIMD[DType.uint32, 4], 2](fill=SIMD[DType.uint32, 4](0))
@@ -172,7 +173,8 @@ def multiply_narrow_tile[
         fetch(chunk + Int32(STAGES * WARPS), stage)
         stage_at = Int32(STAGE_BYTES) - stage_at
 
-    # Each warp leaves all its sums in its own part of the ring, which nobody else reads before; then each adds a row tile.
+    # Each warp stores all its sums to its own part of the ring, which no other warp has read. Then it adds one row tile
+    # of all warps.
     async_copy_wait_group(Int32(0))
     syncwarp()
     comptime for m in range(ROW_TILES):

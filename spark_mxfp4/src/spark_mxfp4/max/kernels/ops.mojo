@@ -1,4 +1,4 @@
-"""The graph operations: the grouped product, and a whole mixture of experts for CPUs."""
+"""The graph operations: the grouped product, rounding with a bias, and a whole mixture of experts for CPUs."""
 
 import extensibility
 from extensibility import InputTensor, OutputTensor
@@ -12,8 +12,8 @@ from .prefill import launch_prefill
 from .rounding import WIDTH, launch_add_and_round, round_to_bfloat16
 from .wgmma import HAS_WGMMA
 
-# Average rows of a group from which the prefill kernel is taken. On an H100 it is the faster one from 16 on, and the slower
-# one at 8 (bench/results/max-kernels-h100.json).
+# The prefill kernel is used if groups have at least this many rows on average. On an H100 it is the faster kernel from
+# 16 rows on, and the slower one at 8 (bench/results/max-kernels-h100.json).
 comptime PREFILL_ROWS = 16 if HAS_WGMMA else 32
 
 
@@ -21,9 +21,11 @@ comptime PREFILL_ROWS = 16 if HAS_WGMMA else 32
 struct GroupedMatmul[swiglu: Bool]:
     """Multiplies groups of rows with their experts' packed weights and adds the bias.
 
-    `x` [P, K] in paired order (see `format`); `blocks` u8 [E, N, K/2], `scales` u8 [E, N, K/32], `bias` [E, N]; group i
-    has the rows `starts[i]` … `starts[i + 1]` (u32 [G + 1]) of expert `ids[i]` (i32 [G]), and may be empty.
-    `output` is [P, N], or with `swiglu` [P, N/2] in paired order: gpt-oss' activation of rows 2i (gate) and 2i + 1 (up).
+    `x` is [P, K] in paired order (see `format`), `blocks` u8 [E, N, K/2], `scales` u8 [E, N, K/32], `bias` [E, N].
+    Group i has the rows from `starts[i]` up to `starts[i + 1]` (u32 [G + 1]) of expert `ids[i]` (i32 [G]); it may be
+    empty.
+    `output` is [P, N]. With `swiglu` it is [P, N/2] in paired order: gpt-oss' activation of the weight rows 2i (gate)
+    and 2i + 1 (up).
     """
 
     @staticmethod
@@ -114,10 +116,10 @@ struct AddAndRound:
 
 @extensibility.register("spark_mxfp4.moe")
 struct MixtureOfExperts:
-    """Routes, multiplies, activates and sums: the whole mixture of experts of gpt-oss on a CPU.
+    """Computes the mixture of experts of gpt-oss on a CPU: both products, the activation and the weighted sum.
 
-    `x` [T, H]; `experts` i32 [T, k] and `routing` [T, k] are the router's choice; weights as in `GroupedMatmul`, with
-    columns in their own order. `output` is [T, H].
+    `x` is [T, H], not in paired order. `experts` i32 [T, k] and `routing` [T, k] are the router's choice and shares.
+    Weights are as in `GroupedMatmul`. `output` is [T, H].
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Many rows an expert: `wgmma` on Hopper, otherwise `mma.sync`.
+"""The kernels for many tokens per expert: with `wgmma` on Hopper, otherwise with `mma.sync`.
 
-By `mma.sync` a thread block has 128 weight rows and up to 128 tokens; each warp 32 rows and half the tokens.
+With `mma.sync` a thread block has 128 weight rows and up to 128 tokens; each warp has 32 rows and half the tokens.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx
@@ -13,13 +13,13 @@ from .groups import find_tile, tile_limit
 from .product import Bytes, Shape, multiply_tile
 from .wgmma import HAS_WGMMA, launch_wgmma, shared_bytes
 
-comptime WGMMA_SHARED = 227 * 1024  # bytes that a block can have on Hopper
-# By `mma.sync` registers leave one block an SM. Hopper's shared memory has room for four stages of 128 tokens; 12.x has
-# 99 kB, for two of 64.
+comptime WGMMA_SHARED = 227 * 1024  # most bytes of shared memory of a block on Hopper
+# With `mma.sync`, registers allow one block per SM. Hopper's shared memory has room for four stages of 128 tokens; the
+# 99 kB of 12.x have room for two stages of 64 tokens.
 comptime IS_HOPPER = "90" in _accelerator_arch()
 comptime STAGES = 4 if IS_HOPPER else 2
 comptime SHAPE = Shape[2, 8 if IS_HOPPER else 4, 4, 2, STAGES]()
-# The rest of a group does not pay for all tokens of a block.
+# For tiles of fewer tokens, so that the last tile of a group does not cost as much as a full one.
 comptime UP_TO_64 = Shape[2, 4, 4, 2, STAGES]()
 comptime UP_TO_32 = Shape[2, 2, 4, 2, STAGES]()
 
@@ -39,7 +39,7 @@ def mma_kernel[
     rows: Int32,
     columns: Int32,
 ):
-    """Multiplies tile `block_idx.y` with the weight rows of block `block_idx.x`; arguments as in `launch_mma`."""
+    """Multiplies token tile `block_idx.y` by weight row tile `block_idx.x`; arguments as in `launch_mma`."""
     var shared = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=128]()
     var tile = find_tile[SHAPE.tokens](Int(block_idx.y), starts, ids, Int(groups))
     var first_row = Int(block_idx.x) * SHAPE.rows
@@ -71,7 +71,7 @@ def launch_mma[
     columns: Int,
     ctx: DeviceContext,
 ) raises:
-    """Enqueues the product of `tokens` rows of `x` in `groups` groups; `rows` is N, `columns` K of an expert."""
+    """Enqueues the product of `tokens` rows of `x` in `groups` groups; an expert is `rows` (N) by `columns` (K)."""
     comptime kernel = mma_kernel[swiglu, bias_dtype]
     var shared = SHAPE.ring_bytes + SHAPE.rows * (columns // 32)
     ctx.enqueue_function[kernel](
@@ -99,7 +99,7 @@ def launch_prefill[
     columns: Int,
     ctx: DeviceContext,
 ) raises:
-    """Enqueues the product of `tokens` rows of `x` in `groups` groups; `rows` is N, `columns` K of an expert."""
+    """Enqueues the product of `tokens` rows of `x` in `groups` groups; an expert is `rows` (N) by `columns` (K)."""
     comptime if HAS_WGMMA:
         if shared_bytes(columns) <= WGMMA_SHARED:
             launch_wgmma[swiglu, bias_dtype](

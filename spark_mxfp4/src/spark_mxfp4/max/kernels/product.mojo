@@ -1,10 +1,11 @@
 """The grouped product on NVIDIA GPUs: a tile of weight rows times a tile of activations, weights expanded in registers.
 
-Weights are the left operand of `mma` (16 x 8 x 16, bfloat16, float32 sums). They stay as the checkpoint has them: u8
+Weights are the left operand of `mma` (16 x 8 x 16, bfloat16, float32 sums). They keep the checkpoint's layout: u8
 [experts, N, K/2] and scales u8 [experts, N, K/32]. A chunk is 128 columns, or 64 bytes of a weight row. Four threads
-share a row in the matrix instruction; each takes 16 bytes, one block. The instruction may multiply the columns in any
+share a row in the matrix instruction; each takes 16 bytes, one block. The instruction can multiply the columns in any
 order that is the same for both operands, so a thread's block need not be moved to other threads.
-Row 2i of 16 is the instruction's row i, and row 2i + 1 its row i + 8: one thread has the gate and the up of a pair.
+Of 16 weight rows, row 2i is the instruction's row i and row 2i + 1 its row i + 8, so that one thread has both the gate
+and the up of a pair.
 """
 
 from max.gpu import lane_id, thread_idx
@@ -47,7 +48,8 @@ def swiglu(gate: Float32, up: Float32) -> Float32:
     var u = max(min(up, LIMIT), -LIMIT)
     var below = 1 + exp(-ALPHA * g)
     comptime if is_nvidia_gpu():
-        # Within 2^-23. An exactly rounded division is a function call, and the result is rounded to bfloat16 anyway.
+        # The error is within 2^-23. An exactly rounded division is a function call, and the result is rounded to
+        # bfloat16 anyway.
         return (u + 1) * (
             g * inlined_assembly["rcp.approx.f32 $0, $1;", Float32, constraints="=f,f", has_side_effect=False](below)
         )
@@ -57,7 +59,7 @@ def swiglu(gate: Float32, up: Float32) -> Float32:
 
 @always_inline
 def is_any_above_127[threads: Int](scales: Shared, thread: Int, units: Int) -> UInt32:
-    """Returns 1 in all threads if one of `units` times 16 scale bytes is above 127, otherwise 0. The block waits here."""
+    """Returns 1 in all threads if any of `units` · 16 scale bytes is above 127, else 0. Synchronises the block."""
     var high = UInt32(0)
     for unit in range(thread, units, threads):
         var four = bitcast[DType.uint32, 4](scales.unsafe_offset(unit * 16).unsafe_load[width=16, alignment=16]())
@@ -74,7 +76,7 @@ def is_any_above_127[threads: Int](scales: Shared, thread: Int, units: Int) -> U
 def store[
     swiglu_: Bool
 ](output: Pointer[BFloat16, MutAnyOrigin], token: Int, row: Int, rows: Int, even: Float32, odd: Float32):
-    """Writes the products of `token` with the weight rows `row`, which is even, and `row + 1`; see `multiply_tile`."""
+    """Writes the products of `token` and the weight rows `row`, which is even, and `row + 1`; see `multiply_tile`."""
     comptime if swiglu_:
         var column = row // 2
         var place = column // 8 * 8 + column % 4 * 2 + column % 8 // 4  # paired order
@@ -141,17 +143,17 @@ def multiply_tile[
     comptime TOKEN_STEP = THREADS // 16
     var row = thread32 // 4
     var weight_from = weight_tile.unsafe_offset(Int(row * weight_stride + thread32 % 4 * 16))
-    var weight_to = ((row // 16 * 16 + row % 2 * 8 + row % 16 // 2) * 4 + thread32 % 4) * 16  # the fragments' order
+    var weight_to = ((row // 16 * 16 + row % 2 * 8 + row % 16 // 2) * 4 + thread32 % 4) * 16  # in the fragments' order
     var weight_blocks = valid_blocks - thread32 % 4
     var token = thread32 // 16
     var x_block = thread32 % 16 // 4
     var x_from = x_tile.unsafe_offset(Int(token * weight_stride * 4 + x_block * 64 + thread32 % 4 * 16))
-    # Spread over the banks: a quarter warp reads two tokens.
+    # The XOR avoids bank conflicts: a quarter warp reads two tokens.
     var x_to = Int32(shape.weight_bytes) + token * TOKEN_BYTES + ((thread32 % 4 * 4 + x_block) ^ (token % 2 * 4)) * 16
     var x_blocks = valid_blocks - x_block
     var x_stride = weight_stride * 4
 
-    var fill_at = Int32(0)  # the stage that is filled next, in bytes
+    var fill_at = Int32(0)  # offset of the stage that is filled next, in bytes
     var first_block = Int32(0)
 
     @always_inline
@@ -177,7 +179,7 @@ def multiply_tile[
         if fill_at == Int32(shape.ring_bytes):
             fill_at = 0
 
-    # A tile's scales lie together: rows x K/32 bytes, a multiple of 16 since a tile has a multiple of 16 rows.
+    # A tile's scales are contiguous: rows x K/32 bytes, a multiple of 16 because a tile has a multiple of 16 rows.
     var scales_tile = scales.unsafe_offset((expert_row + first_row) * blocks)
     var scale_units = min(ROWS, rows - first_row) * blocks // 16
     for unit in range(thread, scale_units, THREADS):

@@ -1,7 +1,7 @@
-"""A product's result as float32, with the bias added, rounded to bfloat16.
+"""Adds the bias to a product's float32 result and rounds the sum to bfloat16.
 
-MAX 26.7.0 joins its own cast to the product, and a product with a bfloat16 result writes whole tiles of 128 rows
-(docs/max.md). It joins no operation of ours.
+MAX 26.7.0 fuses its own cast into the product, and a product with a bfloat16 result writes whole tiles of 128 rows
+(docs/max.md). It does not fuse operations of ours, so with this one the product's result stays float32.
 """
 
 from max.gpu import block_dim, block_idx, thread_idx
@@ -9,12 +9,12 @@ from max.gpu.host import DeviceContext
 from std.memory import bitcast
 
 comptime THREADS = 256
-comptime WIDTH = 4  # elements a thread
+comptime WIDTH = 4  # elements per thread
 
 
 @always_inline
 def round_to_bfloat16(value: Float32) -> BFloat16:
-    """Returns `value` rounded to nearest, ties to even, by integers: a cast flushes subnormals on some CPUs."""
+    """Returns `value` rounded to nearest, ties to even, by integers, because a cast flushes subnormals on some CPUs."""
     var bits = bitcast[DType.uint32, 1](value)
     if (bits & 0x7FFFFFFF) > 0x7F800000:
         return bitcast[DType.bfloat16, 1](((bits >> 16) | 0x40).cast[DType.uint16]())
@@ -28,7 +28,7 @@ def add_and_round_kernel(
     elements: Int32,
     columns: Int32,
 ):
-    """Rounds WIDTH elements a thread; `columns` is a multiple of WIDTH, so that they are of one row."""
+    """Rounds WIDTH elements per thread. They are in one row, because `columns` is a multiple of WIDTH."""
     var first = (Int(block_idx.x) * THREADS + Int(thread_idx.x)) * WIDTH
     if first >= Int(elements):
         return

@@ -1,7 +1,7 @@
-"""One warpgroup's matrix instruction of Hopper, 64 x N x 64: the left operand in registers, the right in shared memory.
+"""Hopper's warpgroup matrix instruction, 64 x N x 64: the left operand in registers, the right in shared memory.
 
 Source: PTX ISA, "wgmma.mma_async". The left operand and the accumulators have the fragment layout of `mma` 16 x 8 x 16;
-warp i holds rows 16i to 16i + 15. The assembly text names every register, so there is a branch for each N.
+warp i has rows 16i to 16i + 15. The assembly text names every register, so each N has its own branch.
 """
 
 from std.memory import bitcast
@@ -12,7 +12,7 @@ comptime F = Float32
 
 
 def operands(first: Int, count: Int) -> String:
-    """Returns `$first, ...`, `count` of them, in braces."""
+    """Returns a list of `count` operands in braces: `{$first, ...}`."""
     var text = String("{")
     for i in range(count):
         text += (", $" if i > 0 else "$") + String(first + i)
@@ -154,26 +154,27 @@ def wait_for_products[pending: Int]():
 
 @always_inline
 def make_visible():
-    """Makes this thread's copies to shared memory visible to the matrix instructions that read it."""
+    """Makes this thread's copies to shared memory visible to the matrix instructions, which use the async proxy."""
     inlined_assembly["fence.proxy.async.shared::cta;", NoneType, constraints="~{memory}", has_side_effect=True]()
 
 
 @always_inline
 def pin(value: UInt32) -> UInt32:
-    """Returns `value` and forces its computation before the assembly that follows, as `wgmma.fence` requires."""
+    """Returns `value` and forces its computation before the next assembly, as `wgmma.fence` requires."""
     return inlined_assembly["", UInt32, constraints="=r,0,~{memory}", has_side_effect=True](value)
 
 
 @always_inline
 def pin(value: Float32) -> Float32:
-    """Returns `value` and forces its reads after the assembly that precedes, such as a wait for products."""
+    """Returns `value` and forces its reads after the preceding assembly, such as a wait for products."""
     return inlined_assembly["", Float32, constraints="=f,0,~{memory}", has_side_effect=True](value)
 
 
 @always_inline
 def descriptor(address: UInt32) -> Int64:
-    """Returns the descriptor of tokens of 64 bfloat16 each at `address` of shared memory, a multiple of 1,024.
+    """Returns the descriptor of the right operand at `address` in shared memory, a multiple of 1,024.
 
-    A token's 128 bytes are eight units of 16, of which unit u of token t lies at u ^ t % 8; eight tokens are 1,024 bytes.
+    Each token has 64 bfloat16, which are eight units of 16 bytes. Unit u of token t is stored as unit u ^ (t % 8) (the
+    128-byte swizzle). Eight tokens are 1,024 bytes.
     """
     return (Int64(1) << 62) | (Int64(1024 >> 4) << 32) | (Int64(1) << 16) | Int64((address & 0x3FFFF) >> 4)

@@ -1,9 +1,9 @@
-"""Many rows an expert on Hopper: three warpgroups have 64 weight rows each and share up to 144 tokens, by `wgmma`.
+"""The `wgmma` kernel for many tokens per expert: three warpgroups of 64 weight rows share up to 144 tokens.
 
-Weights are the left operand, expanded in registers; tokens are the right one, in shared memory as they come, in paired
-order. The instruction takes 16 columns a step, in which the four threads that share a weight row have two neighbours of
-each eight: in paired order those are columns i and i + 4 for thread i, so all four read a row's bytes, each takes two
-nibbles of each word, and they share a block's scale.
+Weights are the left operand, expanded in registers. Tokens are the right operand, in shared memory, in the paired order
+in which they arrive. The instruction takes 16 columns per step, and four threads share a weight row. Of every eight
+columns, thread i of the four has positions 2i and 2i + 1, which are columns i and i + 4 in paired order. So all four
+threads read the same bytes of a row, each takes two nibbles of every word, and they share a block's scale.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, lane_id, thread_idx
@@ -21,21 +21,21 @@ from .groups import Tile, find_tile, tile_limit
 from .product import CHUNK_BYTES, Bytes, Shared, is_any_above_127, store
 from .warpgroup import descriptor, make_visible, multiply_64, pin, wait_for_products
 
-comptime HAS_WGMMA = "90a" in _accelerator_arch()  # False: everything by `mma.sync`, as on 12.x
+comptime HAS_WGMMA = "90a" in _accelerator_arch()  # if False, as on 12.x, all products use `mma.sync`
 comptime WARPGROUPS = 3
 comptime ROWS = 64 * WARPGROUPS
 comptime THREADS = 128 * WARPGROUPS
 comptime TOKENS = 144
-comptime STAGES = 4  # with all tokens; with fewer as many as there is room for
+comptime STAGES = 4  # for TOKENS tokens; with fewer tokens, as many as fit
 comptime MOST_STAGES = 8
 comptime WEIGHT_BYTES = ROWS * CHUNK_BYTES
-comptime PLANE_TOKEN_BYTES = 128  # of a token's 64 columns, the width of the swizzle
+comptime PLANE_TOKEN_BYTES = 128  # 64 columns of one token, the width of the swizzle
 comptime TOKEN_STEP = THREADS // 16  # tokens that all threads copy at once
-comptime ALIGNMENT = 1024  # of the swizzle
+comptime ALIGNMENT = 1024  # for the swizzle
 
 
 def plane_bytes(tokens: Int) -> Int:
-    """Returns the bytes of 64 columns of `tokens` tokens, filled up to what all threads copy at once."""
+    """Returns the bytes of 64 columns of `tokens` tokens, rounded up to a multiple of TOKEN_STEP tokens."""
     return (tokens + TOKEN_STEP - 1) // TOKEN_STEP * TOKEN_STEP * PLANE_TOKEN_BYTES
 
 
@@ -43,13 +43,13 @@ comptime RING_BYTES = STAGES * (WEIGHT_BYTES + 2 * plane_bytes(TOKENS))
 
 
 def shared_bytes(columns: Int) -> Int:
-    """Returns the shared memory of a block: 227 KiB at most are there."""
+    """Returns the bytes of shared memory that a block needs; Hopper has at most 227 KiB."""
     return ALIGNMENT + RING_BYTES + ROWS * (columns // 32)
 
 
 @always_inline
 def uniform(value: Int) -> Int:
-    """Returns `value`, the same in all lanes, in a way that lets ptxas know: only then it overlaps `wgmma`."""
+    """Returns `value`, equal in all lanes, by a shuffle that tells ptxas so; else ptxas does not overlap `wgmma`."""
     return Int(shuffle_idx(Int32(value), UInt32(0)))
 
 
@@ -70,7 +70,7 @@ def multiply_tile[
 ) -> Bool:
     """Multiplies one tile of up to `tokens` tokens; arguments as in `product.multiply_tile`.
 
-    With `one_factor`, returns False, having written nothing, if a scale is above 127.
+    With `one_factor`, returns False and writes nothing if a scale is above 127.
     """
     comptime PLANE = plane_bytes(tokens)
     comptime STAGE_BYTES = WEIGHT_BYTES + 2 * PLANE
@@ -98,12 +98,13 @@ def multiply_tile[
         var source = at.unsafe_address_space_cast[AddressSpace.GLOBAL]()
         async_copy[16, fill=UInt8(0), bypass_L1_16B=True](source, to, Int32(16) if valid else Int32(0))
 
-    # A thread's copies are a multiple of 16 rows and of 8 tokens apart: one address and one place do for all of them.
+    # A thread's copies are a multiple of 16 rows and of 8 tokens apart, so all of them share one source and one
+    # destination address.
     comptime ROW_STEP = THREADS // 4
     var unit = thread32 % 4
     var row = thread32 // 4
     var fragment_row = row % 2 * 8 + row % 16 // 2
-    # Eight rows of a fragment are read at once, 16 bytes each: rows r and r + 2 lie in other banks.
+    # Eight rows of a fragment are read at once, 16 bytes each. The XOR puts rows r and r + 2 in different banks.
     var weight_to = ((row // 16 * 16 + fragment_row) * 4 + (unit ^ (fragment_row // 2 % 4))) * 16
     var weight_from = weight.unsafe_offset((expert_row + first_row) * (columns // 2) + Int(row * weight_stride + unit * 16))
     var weight_blocks = valid_blocks - unit
@@ -114,7 +115,7 @@ def multiply_tile[
     var x_to = Int32(WEIGHT_BYTES) + x_unit // 8 * Int32(PLANE) + token * Int32(PLANE_TOKEN_BYTES) + (x_unit % 8 ^ token % 8) * 16
     var x_blocks = valid_blocks - x_unit // 4
 
-    var fill_at = Int32(0)  # the stage that is filled next, in bytes
+    var fill_at = Int32(0)  # offset of the stage that is filled next, in bytes
     var first_block = Int32(0)
 
     @always_inline
@@ -142,7 +143,7 @@ def multiply_tile[
     var scale_units = min(ROWS, rows - first_row) * blocks // 16
     for i in range(thread, scale_units, THREADS):
         copy(scales_tile.unsafe_offset(i * 16), tile_scales.unsafe_offset(i * 16), True)
-    # While one stage is multiplied, the one before may still be: so two fewer than there are stages are on their way.
+    # While one stage is multiplied, the preceding one may still be in use, so STAGES - 2 stages are in flight.
     comptime for stage in range(STAGES - 2):
         fetch()
     async_copy_wait_group(Int32(STAGES - 3))
@@ -171,7 +172,7 @@ def multiply_tile[
         var a = Array[UInt32, 16](fill=0)
         var stage = shared.unsafe_offset(Int(read_at))
         comptime for second in range(2):
-            var block = min(Int32(chunk * 4 + half * 2 + second), valid_blocks - 1)  # behind the end weights are zeros
+            var block = min(Int32(chunk * 4 + half * 2 + second), valid_blocks - 1)  # past the end weights are zeros
             comptime for odd in range(2):
                 var at = weight_read + Int32(odd * 8 * CHUNK_BYTES) + (Int32(half * 2 + second) ^ swizzle) * 16
                 var words = bitcast[DType.uint32, 4](
@@ -188,7 +189,7 @@ def multiply_tile[
                     pair = multiply_pairs(pair, factors[0])
                     comptime if not one_factor:
                         pair = multiply_pairs(pair, factors[1])
-                    # Two words a step: rows i and i + 8 of the first, then of the second.
+                    # A step takes two words: rows i and i + 8 of the first, then of the second.
                     a[8 * second + word // 2 * 4 + word % 2 * 2 + odd] = pair
         comptime for i in range(16):
             a[i] = pin(a[i])
@@ -229,7 +230,7 @@ def multiply_tile[
 
 @always_inline
 def rotate_left(word: UInt32, bits: UInt32) -> UInt32:
-    """Returns `word` with its bits moved up by `bits` < 32, those that leave at the top coming back below."""
+    """Returns `word` rotated left by `bits` < 32."""
     return inlined_assembly["shf.l.wrap.b32 $0, $1, $1, $2;", UInt32, constraints="=r,r,r", has_side_effect=False](
         word, bits
     )
@@ -251,7 +252,7 @@ def wgmma_kernel[
     rows: Int32,
     columns: Int32,
 ):
-    """Multiplies tile `block_idx.y` with the weight rows of block `block_idx.x`; arguments as in `launch_wgmma`."""
+    """Multiplies token tile `block_idx.y` by weight row tile `block_idx.x`; arguments as in `launch_wgmma`."""
     comptime if HAS_WGMMA:
         var memory = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=ALIGNMENT]()
         var shared = memory.unsafe_offset(-Int(memory) & (ALIGNMENT - 1))
@@ -305,7 +306,7 @@ def launch_wgmma[
     columns: Int,
     ctx: DeviceContext,
 ) raises:
-    """Enqueues the product of `tokens` rows of `x` in `groups` groups; `rows` is N, `columns` K of an expert."""
+    """Enqueues the product of `tokens` rows of `x` in `groups` groups; an expert is `rows` (N) by `columns` (K)."""
     comptime kernel = wgmma_kernel[swiglu, bias_dtype]
     var shared = shared_bytes(columns)
     ctx.enqueue_function[kernel](
