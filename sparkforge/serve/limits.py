@@ -52,7 +52,15 @@ LIMITS = {  # name → bound
     name: Bound(**row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
 MANY = 4096  # tokens counted for an answer without max_tokens
-GENERATING = frozenset({"completions", "responses", "messages", "generate", "invocations"})  # ends of paths
+# Ends of paths that take no slot: no answer is generated, or the profiler is switched.
+SLOTLESS = frozenset({
+    "tokenize", "detokenize", "count_tokens", "cancel", "ping", "start_profile", "stop_profile",
+})  # fmt: skip
+STARTED = re.compile(rb'"id": ?"(resp_[^"]+)"')  # in the first piece of a response that continues in the background
+# Fields with several prompts → the type of one: of a completion, a batch, /generative_scoring and /v1/systemone.
+PROMPTS: Mapping[str, type | tuple[type, ...]] = {
+    "prompt": (str, list), "messages": list, "items": (str, list), "questions": object,
+}  # fmt: skip
 GRAMMARS = ("response_format", "structured_outputs", "output_config", "output_format", "text")
 SHARE = 9  # a client's answers leave this part of the slots free
 BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems", "enum")
@@ -179,13 +187,16 @@ class Judge:
             self._most(values, self._values[values], f"values of {what}", parameter)
 
     def _sequences(self, request: dict[str, Any]) -> int:
-        prompt = request.get("prompt")
-        several = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [""]
-        prompts = len(several)
-        if prompts > 1:
-            lengths = (len(part) * (4 if isinstance(part, list) else 1) for part in several if hasattr(part, "__len__"))
-            self._most("prompts-text", sum(lengths), "characters of prompts", "prompt")
-        self._most("prompts", prompts, "prompts", "prompt")
+        prompts = 1
+        for name, prompt in PROMPTS.items():
+            parts = request.get(name)
+            parts = list(parts.values()) if isinstance(parts, dict) else parts
+            if isinstance(parts, list) and len(parts) > 1 and isinstance(parts[0], prompt):
+                texts = (item for level in _levels(parts) for item in level if isinstance(item, str | int))
+                characters = sum(len(text) if isinstance(text, str) else 4 for text in texts)
+                self._most("prompts-text", characters, f"characters of {name}", name)
+                self._most("prompts", len(parts), f"entries of {name}", name)
+                prompts = max(prompts, len(parts))
         for name in ("messages", "input"):
             if isinstance(items := request.get(name), list):
                 self._most("messages", len(items), name, name)
@@ -367,14 +378,14 @@ class Limiter:
             try:
                 if read := await self._read(dict(scope["headers"]), receive):
                     answers, whole = read
-                    if scope["path"].rpartition("/")[2] not in GENERATING:
+                    if scope["path"].rpartition("/")[2] in SLOTLESS:
                         await self._app(scope, whole, bounded_send)
                         return
                     slots = scope["app"].state.vllm_config.scheduler_config.max_num_seqs
                     line = self._lines.setdefault(client, Line())
                     async with line.slots(answers, slots - slots // SHARE, receive) as is_there:
                         if is_there:
-                            await self._app(scope, whole, bounded_send)
+                            await self._generate(scope, whole, bounded_send)
             finally:
                 self._running -= Counter(counted.values())  # which drops counts of 0
         except RequestError as error:
@@ -382,6 +393,23 @@ class Limiter:
         except Exception:
             if not is_cut:
                 raise
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and return when its answer is made: one in the background ends after its request."""
+        started: str | None = None
+
+        async def noted_send(message: Message) -> None:
+            nonlocal started
+            if started is None and "body" in message:
+                found = STARTED.search(message["body"])
+                started = found[1].decode() if found else ""
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted_send)
+        finally:
+            if started and (task := scope["app"].state.openai_serving_responses.background_tasks.get(started)):
+                await asyncio.wait({task})
 
     def _admit(self, counted: Mapping[str, str]) -> None:
         for name, key in counted.items():

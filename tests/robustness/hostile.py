@@ -123,6 +123,11 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "Messages: large tools": messages(tools=[{"name": f"f{i}", "input_schema": objects(400)} for i in range(40)]),
     "Messages: 5,000 stop sequences": messages(stop_sequences=WORDS[:5000]),
     "n of 10,000": completion(n=10_000),
+    "a batch of 300 conversations": (
+        f"{CHAT}/batch", {**chat(max_tokens=50)[1], "messages": [chat()[1]["messages"]] * 300}),
+    "500 items to score": (
+        "/generative_scoring", {"query": "a", "items": ["b " * 500] * 500, "label_token_ids": [1, 2]}),
+    "300 questions": ("/v1/systemone", {"state": "x", "questions": {str(i): {"type": "yes_no"} for i in range(300)}}),
     "best_of of 10,000": completion(best_of=10_000),
     "64 answers of 4,000 tokens": completion(n=64, max_tokens=4000, ignore_eos=True),
     "8 answers of 4,000 tokens": completion(n=8, max_tokens=4000, ignore_eos=True),
@@ -257,10 +262,14 @@ def send(url: str, path: str, body: Any) -> str:
 
 
 def crowd(url: str, bystander: Bystander) -> float:
-    """Send CROWD long prompts at once, which share no prefix; return the bystander's longest wait."""
-    requests = [completion(prompt=[1000 + i] * 3900, max_tokens=100, ignore_eos=True) for i in range(CROWD)]
-    with ThreadPoolExecutor(CROWD) as pool:
-        list(pool.map(lambda request: send(url, *request), requests))
+    """Send CROWD long prompts at once, which share no prefix, then as many responses in the background.
+
+    Returns the bystander's longest wait.
+    """
+    prompts = [completion(prompt=[1000 + i] * 3900, max_tokens=100, ignore_eos=True) for i in range(CROWD)]
+    for requests in (prompts, [responses(background=True, max_output_tokens=400) for _ in range(CROWD)]):
+        with ThreadPoolExecutor(CROWD) as pool:
+            list(pool.map(lambda request: send(url, *request), requests))
     return bystander.worst()
 
 

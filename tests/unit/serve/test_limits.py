@@ -50,9 +50,18 @@ PASSING = {
 }  # fmt: skip
 REFUSED = {
     "sequences": [{"best_of": 9}, {"prompt": ["a"] * 5, "n": 2}, {"n": 1e30}, {"n": "10000"}],
-    "sequence-tokens": [{"n": 8, "max_tokens": 131_072}, {"prompt": [[1]] * 6, "max_tokens": 1e30}],
-    "prompts": [{"prompt": ["a"] * 9}, {"prompt": [[1]] * 9}],
-    "prompts-text": [{"prompt": ["a" * 32_768, "b"]}, {"prompt": [[1] * 8192, [1]]}],
+    "sequence-tokens": [
+        {"n": 8, "max_tokens": 131_072}, {"prompt": [[1]] * 6, "max_tokens": 1e30},
+        {"messages": [[{"content": "a"}]] * 4, "max_tokens": 131_072},
+    ],
+    "prompts": [
+        {"prompt": ["a"] * 9}, {"prompt": [[1]] * 9}, {"messages": [[{"content": "a"}]] * 9},
+        {"query": "a", "items": ["b"] * 9}, {"questions": {str(i): {} for i in range(9)}},
+    ],
+    "prompts-text": [
+        {"prompt": ["a" * 32_768, "b"]}, {"prompt": [[1] * 8192, [1]]}, {"messages": [[{"content": "a" * 20_000}]] * 2},
+        {"items": [[1] * 5000] * 2},
+    ],
     "text": [{"prompt": "x" * 1_572_865}, {"messages": [{"content": [{"text": "é" * 400_000}] * 4}]}],
     "messages": [{"messages": [{}] * 5000}, {"input": [{}] * 5000}],
     "stop": [{"stop": ["x"] * 33}, {"stop_token_ids": list(range(33))}, {"stop_sequences": ["x"] * 33}],
@@ -92,7 +101,8 @@ REFUSED = {
 
 
 VLLM = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=9))  # 8 of these slots are one client's
-APP = SimpleNamespace(state=SimpleNamespace(vllm_config=VLLM))
+BACKGROUND = SimpleNamespace(background_tasks={})
+APP = SimpleNamespace(state=SimpleNamespace(vllm_config=VLLM, openai_serving_responses=BACKGROUND))
 
 
 class Server:
@@ -219,9 +229,10 @@ class Busy(Server):
         await self.open.wait()
         await super().application(scope, receive, send)
 
-    async def request(self, client, n=1, left=None, path=CHAT):
-        """Send a request for `n` answers, whose client leaves when the event `left` is set."""
-        messages = [{"type": "http.request", "body": json.dumps({"n": n}).encode(), "more_body": False}]
+    async def request(self, client, n=1, left=None, path=CHAT, answer=None):
+        """Send a request for `n` answers, echoed with `answer`; its client leaves when the event `left` is set."""
+        body = json.dumps({"n": n, **(answer or {})}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive():
             if messages:
@@ -248,6 +259,33 @@ def test_a_client_with_many_answers_leaves_slots_for_others():
         return before, sorted(server.arrived[len(before) :]), server.answers
 
     assert asyncio.run(served()) == (["a", "b", "a"], ["a", "a", "b"], 6)  # the third is no answer
+
+
+def test_a_response_in_the_background_holds_its_slots_until_it_ends():
+    async def served():
+        server = Busy()
+        server.open.set()
+        BACKGROUND.background_tasks["resp_1"] = asyncio.create_task(asyncio.sleep(0.1))
+        await server.request("a", 8, answer={"id": "resp_1", "status": "queued"})
+        await server.request("a", 8)
+        before = server.answers
+        await server.end()
+        return before, server.answers
+
+    assert asyncio.run(served()) == (1, 2)
+
+
+@pytest.mark.parametrize("path", [*(f"/v1/{name}" for name in ("chat/completions/batch", "responses")), "/new", "/v1/"])
+def test_every_request_that_may_generate_takes_slots(path):
+    async def served():
+        server = Busy()
+        await server.request("a", 8)
+        await server.request("a", path=path)
+        arrived = len(server.arrived)
+        await server.end()
+        return arrived
+
+    assert asyncio.run(served()) == 1
 
 
 def test_a_client_that_waits_for_itself_is_served_in_order():
