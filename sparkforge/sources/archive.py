@@ -48,17 +48,20 @@ class Member:
     open: Callable[[], IO[bytes]]
 
 
-def unpack(archive: Path, target: Path, *, top: str | None = None) -> Listing:
+def unpack(
+    archive: Path, target: Path, *, top: str | None = None, wanted: Callable[[str], bool] = lambda _: True
+) -> Listing:
     """Unpack `archive` (.tar, .tar.gz, .zip, .whl) into the new folder `target` and return its files' hashes.
 
-    With `top`, every member must be in that folder, which is stripped from paths. Raises IntegrityError that names the
-    offending member, and leaves nothing behind. Modes become 0644 or 0755, times are those of unpacking.
+    With `top`, every member must be in that folder, which is stripped from paths. Files that are not `wanted` are left
+    out. Raises IntegrityError that names the offending member, and leaves nothing behind. Modes become 0644 or 0755,
+    times are those of unpacking.
     """
     if target.exists():
         raise refused(archive, f"{target} is in the way")
     try:
         target.mkdir(parents=True)
-        return _unpack(archive, target, top)
+        return _unpack(archive, target, top, wanted)
     except MALFORMED as error:
         remove(target)
         raise refused(archive, f"it is damaged or truncated: {error or type(error).__name__}") from error
@@ -67,7 +70,7 @@ def unpack(archive: Path, target: Path, *, top: str | None = None) -> Listing:
         raise
 
 
-def _unpack(archive: Path, target: Path, top: str | None) -> Listing:
+def _unpack(archive: Path, target: Path, top: str | None, wanted: Callable[[str], bool]) -> Listing:
     listing: dict[str, str] = {}
     bound = _bound(archive)
     folders, seen, left = {""}, set[str](), bound
@@ -82,6 +85,8 @@ def _unpack(archive: Path, target: Path, top: str | None) -> Listing:
         if member.kind == "folder":
             folders.add(path)
             (target / path).mkdir(parents=True, exist_ok=True)
+            continue
+        if not wanted(path):
             continue
         listing[path], size = write_member(member, target / path, left)
         left -= size
