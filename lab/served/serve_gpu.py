@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lab import profile, trace
 from lab.served import random_load, random_weights, ranks
 from lab.served.ranks import Split
-from sparkforge.bench import profile, runs, trace
+from sparkforge.bench import runs
 from sparkforge.bench.context import gpus
 from sparkforge.core import interrupt, openai
 from sparkforge.core.console import say, show_error

@@ -8,7 +8,7 @@ from invoke.context import Context
 
 from sparkforge.bench.options import COMMANDS, HUB, OPTIONS, Option
 from sparkforge.cli.build import build_image
-from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task
+from sparkforge.cli.command import CommandTask, caller_path, caller_paths, in_laboratory, listed, name_or_path, task
 from sparkforge.cli.serve import ServeOptions, planned
 from sparkforge.core.errors import UsageError
 
@@ -127,6 +127,4 @@ def profile(options: Options) -> None:
 
     The server needs ./inv up --profiler.
     """
-    from sparkforge.bench.profile import main
-
-    main(options)
+    in_laboratory("profile", *(f"--{name}={value}" for name, value in options.items() if value))

@@ -34,7 +34,7 @@ GROUPS = {
     "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
 }
 OTHER_NAMES = {"ps": "status", "model.fetch": "pull"}
-IN_A_CLONE = ("pins.lock", "test", "check", "qualify.accept")  # a wheel lacks the files that they need
+IN_A_CLONE = ("pins.lock", "test", "check", "qualify.accept", "bench.profile")  # a wheel lacks their files
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 HELP = ("-h", "--help")
 ALONE = {"--fleet": "fleet.toml"}  # option → its value if none follows
@@ -98,7 +98,7 @@ def run(arguments: list[str]) -> int:
     else:
         name = require(arguments[0], contexts)
         if paths.INSTALLED and contexts[name].name in IN_A_CLONE:
-            why = "it tests or changes Sparkforge's own files, and an installation's next update would undo that"
+            why = "it is for the development of Sparkforge, and an installation lacks its files"
             fix = f"less {paths.ROOT}/docs/guide/develop.md   # in a clone"
             raise UsageError(f"./inv {name} is for a clone of Sparkforge", why, fix)
         _require_options(contexts[name], arguments[1:], contexts)

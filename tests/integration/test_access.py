@@ -11,7 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from sparkforge.bench import profile, settings
+from lab import profile
+from sparkforge.bench import settings
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
@@ -98,7 +99,7 @@ def test_our_commands_send_it(served, capsys):
 
 def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):
     port = str(served.server.port)
-    profile.main({"port": port, "isl": "16", "osl": "6", "conc": "2", "output": str(tmp_path)})
+    profile.run({"port": port, "isl": "16", "osl": "6", "conc": "2", "output": str(tmp_path)})
     folder = Path(capsys.readouterr().out.strip())
     saved = profile.TraceProfile.model_validate_json((folder / "profile.json").read_text())
     assert (folder / saved.trace).stat().st_size > 1000

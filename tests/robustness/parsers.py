@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fatbins import entry, fatbin
 from sigstore_instance import Instance
 
+from lab import trace
 from robustness.scenario import write
 from robustness.scenarios import archives, benchmarks, checkpoints, patching
 from sparkforge import pins
@@ -34,7 +35,7 @@ from sparkforge.audit import elf
 from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.report import audit_files
-from sparkforge.bench import schema, settings, trace
+from sparkforge.bench import schema, settings
 from sparkforge.core import events, files, manifest, redact, tables
 from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
 from sparkforge.core.files import DocumentError

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from expected import refused
 
-from sparkforge.bench import profile, trace
+from lab import profile, trace
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import started_at
@@ -113,7 +113,7 @@ BROKEN = {
 def test_a_broken_trace_is_one_clear_error(tmp_path, data, why):
     (tmp_path / "broken.json.gz").write_bytes(data)
     with refused("input.trace", why):
-        profile.main({"trace": str(tmp_path / "broken.json.gz"), "output": str(tmp_path)})
+        profile.run({"trace": str(tmp_path / "broken.json.gz"), "output": str(tmp_path)})
 
 
 def test_each_pattern_matches_its_examples_first():
@@ -145,7 +145,7 @@ def own(stub, monkeypatch):
 
 
 def test_a_server_is_profiled_under_load_and_its_trace_kept(stub, own, tmp_path, capsys):
-    profile.main({**own, "output": str(tmp_path)})
+    profile.run({**own, "output": str(tmp_path)})
     folder = Path(capsys.readouterr().out.strip())
     order = [path for path, _, _ in stub.bodies if path != "/tokenize"]
     assert order == [*["/v1/completions"] * 2, profile.START, *["/v1/completions"] * 2, profile.STOP]
@@ -161,15 +161,15 @@ def test_what_cannot_be_profiled_is_refused_and_the_profiler_is_stopped(stub, ow
     options = {**own, "output": str(tmp_path)}
     stub.post_answers = [404]
     with pytest.raises(ServerError, match=r" · \./inv down && \./inv up --profiler$"):
-        profile.main(options)
+        profile.run(options)
     assert stub.asked[profile.STOP] == 0
     stub.status, stub.fail_from = 500, stub.asked["/v1/completions"] + 2  # after the warm-up
     with pytest.raises(ServerError, match="2 of 2 requests failed"):
-        profile.main(options)
+        profile.run(options)
     assert stub.asked[profile.STOP] == 1
     record.forget()
     with pytest.raises(UsageError, match="cannot be profiled"):
-        profile.main(options)
+        profile.run(options)
     assert stub.asked[profile.START] == 2
 
 
@@ -185,7 +185,7 @@ def test_the_traces_of_a_container_are_moved_out_of_it(docker_command):
 
 
 def test_a_trace_from_elsewhere_is_shown_and_reported(tmp_path, capsys):
-    profile.main({"trace": str(RECORDED), "output": str(tmp_path)})
+    profile.run({"trace": str(RECORDED), "output": str(tmp_path)})
     out, err = capsys.readouterr()
     saved = json.loads((Path(out.strip()) / "profile.json").read_text())
     assert (saved["trace"], saved["config"], saved["server"]) == (RECORDED.name, None, None)

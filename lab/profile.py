@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,19 +13,20 @@ from pydantic import Field
 from rich.box import SIMPLE
 from rich.table import Table
 
-from sparkforge.bench import baselines, batch, context, load, settings, trace
+from lab import trace
+from lab.trace import Breakdown
+from sparkforge.bench import baselines, batch, context, load, settings
 from sparkforge.bench.options import OPTIONS
 from sparkforge.bench.report import format_figure
 from sparkforge.bench.schema import Config, ServedModel
 from sparkforge.bench.settings import MAX_VALUE, BenchSettings
-from sparkforge.bench.trace import Breakdown
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, console, echo
 from sparkforge.core.docker import docker
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.files import locked, sha256_file, write_json
 from sparkforge.core.openai import Endpoint
-from sparkforge.core.program import parse_whole
+from sparkforge.core.program import ArgumentParser, exit_code, parse_whole
 from sparkforge.core.tables import Record
 from sparkforge.serve import command_line
 from sparkforge.serve.record import Server
@@ -49,7 +51,7 @@ class TraceProfile(Record):
     machine: dict[str, Any] = Field(default={})
 
 
-def main(flags: Mapping[str, str]) -> None:
+def run(flags: Mapping[str, str]) -> None:
     """Profile a server or read the trace `trace`; print and write it. Raises UsageError, ServerError, InputError."""
     stamp, output = f"{datetime.now(UTC):%Y%m%d_%H%M%S}", batch.output_folder(flags.get("output", ""))
     if flags.get("trace"):
@@ -151,3 +153,15 @@ def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
         why = f"nothing in {source} begins with {prefix}"
         raise ServerError("the profiler wrote no trace", why, "./inv logs", code="server.reply")
     return traces
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; return the exit code."""
+    parser = ArgumentParser(prog="python -m lab.profile", description=__doc__, allow_abbrev=False)
+    for name in (*DEFAULTS, "port", "limit", "output", "trace"):
+        parser.add_argument(f"--{name}", default="", help="as ./inv bench.profile --help says")
+    return exit_code(lambda: run(vars(parser.parse_args(arguments))))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
