@@ -1,23 +1,28 @@
 """Writes the generated pages of docs/reference: `python -m lab.reference_pages`; `--check` compares them instead.
 
-Each page is generated from the code or the table that it describes. `./inv check` runs `--check`.
+Each page is generated from the code or the table that it describes, and so are the JSON schemas of results, plans and
+the status. `./inv check` runs `--check`.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from invoke.parser.argument import Argument
 
 from lab.ledger import render
 from sparkforge import pins
+from sparkforge.bench.schema import Result
 from sparkforge.cli import namespace, program
 from sparkforge.cli.command import DEFAULT_STACK, CommandTask
 from sparkforge.core import tables
@@ -28,8 +33,10 @@ from sparkforge.core.program import exit_code
 from sparkforge.core.tables import Record
 from sparkforge.doctor import signatures
 from sparkforge.doctor.signatures import Kind, Seen, Severity
+from sparkforge.plan.document import Plan
 from sparkforge.qualify import ledger
 from sparkforge.serve import limits, profiles
+from sparkforge.serve.status import StatusReport
 from validate.checks import CHECKS, arguments, software
 from validate.profiles import PROFILES, Profile
 
@@ -356,6 +363,11 @@ def _profile(heading: str, profile: profiles.ServeProfile) -> str:
     return "\n".join([f"{heading}\n", *base, *lines])
 
 
+def schema(document: type[Record], mode: Literal["validation", "serialization"] = "validation") -> str:
+    """Return the JSON schema of a document that we write."""
+    return json.dumps(document.model_json_schema(mode=mode), indent=2, sort_keys=True) + "\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "../hardware.md": lambda: render(ledger.load()),
     "checks.md": checks,
@@ -364,6 +376,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "problems.md": problems,
     "profiles.md": serve_profiles,
     "settings.md": settings,
+    "../../sparkforge/bench/result.schema.json": partial(schema, Result),
+    "../../sparkforge/plan/plan.schema.json": partial(schema, Plan),
+    "../../sparkforge/serve/status.schema.json": partial(schema, StatusReport, "serialization"),
 }
 
 # Sparkforge sets these for its own processes or tests; users do not.

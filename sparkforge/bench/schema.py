@@ -1,9 +1,8 @@
-"""The content of a result file. `result.schema.json` is generated from this module; a test keeps both equal."""
+"""The content of a result file. `lab.reference_pages` makes `result.schema.json` from this module."""
 
 import hashlib
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -251,12 +250,3 @@ def newest_speed(model: str) -> Measured | None:
 def finite(value: float) -> float | None:
     """Return `value`, or None if it is not a finite number, which JSON requires."""
     return value if math.isfinite(value) else None
-
-
-def json_schema() -> str:
-    """Return the expected text of `result.schema.json`."""
-    return json.dumps(Result.model_json_schema(), indent=2, sort_keys=True) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json_schema())

@@ -1,11 +1,8 @@
 """A plan as a document, sparkforge-plan/1: the output of `./inv plan --json`, and the content of its tables.
 
-`plan.schema.json` is generated from this module: `python3 -m sparkforge.plan.document >
-sparkforge/plan/plan.schema.json`.
+`lab.reference_pages` makes `plan.schema.json` from this module.
 """
 
-import json
-import sys
 from typing import Literal
 
 from sparkforge.core.tables import Record
@@ -166,12 +163,3 @@ class Plan(Record):
     measured: list[Comparison]
     cluster: ClusterPlan | None = None
     speculation: Speculation | None = None
-
-
-def schema() -> str:
-    """Return the content of `plan.schema.json`."""
-    return json.dumps(Plan.model_json_schema(), indent=2, sort_keys=True) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(schema())

@@ -1,15 +1,12 @@
 """The data of `./inv status`: the server, its load from /metrics, the memory of host and GPU, the last error.
 
-`status.schema.json` describes what `--json` prints: `python3 -m sparkforge.serve.status >
-sparkforge/serve/status.schema.json` makes it, and a test keeps the two equal. A later version may add fields to
-sparkforge-status/1; it removes and renames none.
+`status.schema.json`, which `lab.reference_pages` makes, describes what `--json` prints. A later version may add fields
+to sparkforge-status/1; it removes and renames none.
 """
 
-import json
 import os
 import re
 import shlex
-import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -389,11 +386,6 @@ def _iso(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
 
 
-def schema() -> str:
-    """Return the content of `status.schema.json`."""
-    return json.dumps(StatusReport.model_json_schema(mode="serialization"), indent=2) + "\n"
-
-
 READY = """model: {model_id}   log: ./inv logs -f   stop: ./inv down
 
 curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -470,7 +462,3 @@ def _container_log(server: Server, *, follow: bool) -> None:
     command = [program(), "logs", *(["--follow"] if follow else []), server.container]
     with closing(output(command, cwd=paths.ROOT)) as pieces:
         stream(pieces)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(schema())

@@ -13,9 +13,8 @@ from sparkforge.bench import baselines
 from sparkforge.cli import program
 from sparkforge.core import tables
 from sparkforge.core.errors import InputError, RefusalError, UsageError
-from sparkforge.core.paths import ROOT
 from sparkforge.models import recipes as models
-from sparkforge.plan import devices, document, planner, screen
+from sparkforge.plan import devices, planner, screen
 from sparkforge.plan.document import Plan
 from sparkforge.plan.planner import PlanRequest
 from sparkforge.serve import profiles
@@ -46,12 +45,6 @@ def test_the_command_says_what_does_not_fit_with_its_own_code(capsys):
     assert printed.out == ""
     assert "GiB are missing" in printed.err
     assert "gpt-oss-20b" in printed.err
-
-
-def test_schema_on_disk_is_the_models():
-    assert (ROOT / "sparkforge" / "plan" / "plan.schema.json").read_text() == document.schema(), (
-        "python3 -m sparkforge.plan.document > sparkforge/plan/plan.schema.json"
-    )
 
 
 RECOMMENDED = [
