@@ -22,6 +22,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
 from sparkforge.core.program import ArgumentParser, exit_code
 from sparkforge.environments import Environment
+from sparkforge.pins.table import Pins
 
 LINT, DOCS = Environment("lint"), Environment("docs")
 SHELL_SCRIPTS = ("inv", ".ci", "spark_mxfp4/test", "tests/packages", "deploy", "tests/engine")
@@ -52,11 +53,21 @@ def check() -> None:
     steps = Steps(len(commands) + 2)
     with steps.step("pins", "pins.toml and the locks") as tell:
         locks.require_current()
-        if unread := pins.load().unread():
-            tell(f"nobody has read all of {len(unread)} sources: {'; '.join(unread)}")
+        if sources := unread(pins.load()):
+            tell(f"nobody has read all of {len(sources)} sources: {'; '.join(sources)}")
     with steps.step("environment", "linters, from locks/lint.txt"):
         environments.ensure(LINT, pins.load())
     run_all(commands, LINT.path / "bin", platform.machine(), steps)
+
+
+def unread(table: Pins) -> list[str]:
+    """Return unknown commits and trees of git sources and sizes of images, as `name tag (commit or tree)`."""
+    images = [pin for pin in table.components() if pin.kind == "image" and pin.size == "unknown"]
+    found = {f"{pin.image} {pin.version} (size: never pulled)" for pin in images}
+    for name, pin in ((name, pin) for stack in table.stacks.values() for name, pin in stack.git.items()):
+        if keys := [key for key in ("commit", "tree") if getattr(pin, key) == "unknown"]:
+            found.add(f"{name} {pin.tag[:12]} ({', '.join(keys)})")
+    return sorted(found)
 
 
 def run_all(

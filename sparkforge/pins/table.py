@@ -214,15 +214,6 @@ class Pins(Record):
         for stack in self.stacks.values():
             yield from stack.components.values()
 
-    def unread(self) -> list[str]:
-        """Return unknown commits and trees of git sources and sizes of images, as `name tag (commit or tree)`."""
-        images = [pin for pin in self.components() if pin.kind == "image" and pin.size == "unknown"]
-        unread = {f"{pin.image} {pin.version} (size: never pulled)" for pin in images}
-        for name, pin in ((name, pin) for stack in self.stacks.values() for name, pin in stack.git.items()):
-            if keys := [key for key in ("commit", "tree") if getattr(pin, key) == "unknown"]:
-                unread.add(f"{name} {pin.tag[:12]} ({', '.join(keys)})")
-        return sorted(unread)
-
     def stack(self, name: str) -> Stack:
         """Return one stack. Raises InputError, which lists the known stacks."""
         if name not in self.stacks:

@@ -7,6 +7,7 @@ import pytest
 from expected import refused
 
 from lab import locks as resolved
+from lab.check import unread
 from sparkforge import pins
 from sparkforge.core.errors import InputError
 from sparkforge.core.files import sha256_file
@@ -79,8 +80,8 @@ def test_a_broken_table_is_refused_by_name(tmp_path, name):
 
 
 def test_unread_repositories_and_images_are_listed(tmp_path):
-    assert load(tmp_path, GIT).unread() == [f"g {COMMIT[:12]} (tree)"]
-    assert load(tmp_path, GIT.replace('tree = "unknown"', f'tree = "{COMMIT}"')).unread() == []
+    assert unread(load(tmp_path, GIT)) == [f"g {COMMIT[:12]} (tree)"]
+    assert unread(load(tmp_path, GIT.replace('tree = "unknown"', f'tree = "{COMMIT}"'))) == []
     image = f"""
 [stacks.s.components.base]
 version = "1"
@@ -91,8 +92,8 @@ size = "unknown"
 licence = "MIT"
 why = "because"
 """
-    assert load(tmp_path, GOOD + image).unread() == ["debian 1 (size: never pulled)"]
-    assert load(tmp_path, GOOD + image.replace('"unknown"', "7")).unread() == []
+    assert unread(load(tmp_path, GOOD + image)) == ["debian 1 (size: never pulled)"]
+    assert unread(load(tmp_path, GOOD + image.replace('"unknown"', "7"))) == []
 
 
 def test_binary_and_missing_files_are_refused(tmp_path):
