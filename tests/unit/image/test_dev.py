@@ -138,12 +138,10 @@ def tree(folders, tmp_path):
     return tmp_path / "venv"
 
 
-def test_vllm_is_compiled_from_the_checkout_into_it(folders, tree, monkeypatch, capsys):
-    sources, packages = folders
-    dev.link_natives(VLLM, packages, sources)
-    dev.changed(VLLM, sources)
-    (sources / "vllm/csrc/a.cu").write_text("two")
-    asked = []
+@pytest.fixture
+def asked(monkeypatch):
+    """The requests to the compilers, which are replaced; an overlay of vLLM has one library."""
+    requests = []
 
     def make(folder):
         (folder / "vllm").mkdir(parents=True)
@@ -151,11 +149,20 @@ def test_vllm_is_compiled_from_the_checkout_into_it(folders, tree, monkeypatch, 
         return Made({"vllm/_C.abi3.so": "0" * 64})
 
     def build_extensions(request):
-        asked.append(request)
+        requests.append(request)
         manifest.once(Path(request.output), "vllm", {"a": "1"}, make)
         return Path(request.output), True
 
     monkeypatch.setattr(dev, "build_extensions", build_extensions)
+    monkeypatch.setattr(dev, "build_kernels", requests.append)
+    return requests
+
+
+def test_vllm_is_compiled_from_the_checkout_into_it(folders, tree, asked, capsys):
+    sources, packages = folders
+    dev.link_natives(VLLM, packages, sources)
+    dev.changed(VLLM, sources)
+    (sources / "vllm/csrc/a.cu").write_text("two")
     dev.build("vllm", "spark", dev.BuildOptions(jobs="3"), tree=tree, sources=sources)
     (request,) = asked
     assert (request.checkout, request.jobs, request.stack) == (str(sources / "vllm"), "3", "spark")
@@ -169,13 +176,11 @@ def test_vllm_is_compiled_from_the_checkout_into_it(folders, tree, monkeypatch, 
 @pytest.mark.parametrize(
     ("units", "patterns"), [("changed", ("csrc/a.cu",)), ("csrc/*.cu,csrc/b.cpp", ("csrc/*.cu", "csrc/b.cpp"))]
 )
-def test_compiling_single_units_does_not_accept_changes(folders, tree, tmp_path, monkeypatch, capsys, units, patterns):
+def test_compiling_single_units_does_not_accept_changes(folders, tree, asked, capsys, units, patterns):
     sources, _ = folders
     assert dev.changed(VLLM, sources) == []  # the first call accepts them
     for name in ("a.cu", "a.cuh"):
         (sources / "vllm/csrc" / name).write_text("two")
-    asked = []
-    monkeypatch.setattr(dev, "build_extensions", lambda request: asked.append(request) or (tmp_path, False))
     dev.build("vllm", "spark", dev.BuildOptions(units=units), tree=tree, sources=sources)
     assert [(request.checkout, request.units) for request in asked] == [(str(sources / "vllm"), patterns)]
     dev.build("vllm", "spark", dev.BuildOptions(targets="spinloop"), tree=tree, sources=sources)  # only a part
@@ -186,16 +191,12 @@ def test_compiling_single_units_does_not_accept_changes(folders, tree, tmp_path,
         dev.build("vllm", "spark", dev.BuildOptions(units="changed"), tree=tree, sources=sources)
 
 
-def test_flashinfer_is_compiled_into_the_cache_that_servers_read(tmp_path, monkeypatch):
-    checkout, packages = tmp_path / "src/flashinfer", tmp_path / "venv/lib/python3.13/site-packages"
+def test_flashinfer_is_compiled_into_the_cache_that_servers_read(folders, tree, asked, tmp_path, monkeypatch):
+    checkout = folders[0] / "flashinfer"
     (checkout / "flashinfer").mkdir(parents=True)
     (checkout / "flashinfer/__init__.py").touch()
-    packages.mkdir(parents=True)
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "volume"))
-    asked = []
-    monkeypatch.setattr(dev, "build_kernels", asked.append)
-    options = dev.BuildOptions(set_name="gpt-oss")
-    dev.build("flashinfer", "spark", options, tree=tmp_path / "venv", sources=tmp_path / "src")
+    dev.build("flashinfer", "spark", dev.BuildOptions(set_name="gpt-oss"), tree=tree, sources=folders[0])
     (output,) = asked
     assert (output.checkout, output.set_name, output.output) == (str(checkout), "gpt-oss", str(tmp_path / "volume"))
     assert cache.default_root().is_relative_to(output.output)

@@ -1,12 +1,13 @@
 """Deep facts: the validator survives a child that crashes, hangs or knows nothing. torch and vllm are fakes."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
 from validate import Options, ValidationVerdict, run
 from validate.checks.finding import Status
-from validate.facts import child, deep, layers, numerics
+from validate.facts import child, deep
 
 PLATFORM = """
 class Capability:
@@ -88,9 +89,14 @@ def test_interpreter_that_is_none(target, tmp_path):
     assert all("cannot run" in fact.error for fact in facts.values())
 
 
-def test_deep_facts_only_where_the_profile_needs_them(monkeypatch, environment):
-    monkeypatch.setattr(deep, "program", lambda _target: pytest.fail("this profile asks nothing of torch or vllm"))
-    run("embedded", Options(environ=environment()))
+def test_deep_facts_and_layers_are_asked_for_only_where_profile_or_user_need_them(packages, good, environment):
+    (packages / "vllm" / "platforms" / "__init__.py").write_text(COUNTED)
+    options = Options(environ=environment(PYTHONPATH=str(packages)))
+    run("embedded", options)
+    assert not (packages / "vllm" / "platforms" / "imports").exists()
+    for wanted in (False, True):
+        report = run("embedded", replace(options, layers=wanted), good("embedded"))
+        assert [f.required for f in report.findings if f.check == "layers"] == [False] * wanted
 
 
 def test_no_deep_is_never_green(environment, good):
@@ -101,14 +107,3 @@ def test_no_deep_is_never_green(environment, good):
     }  # fmt: skip
     assert report.verdict is ValidationVerdict.INCOMPLETE
     assert report.error().exit_code == 30
-
-
-def test_a_profile_without_the_layers_gets_them_where_they_are_asked_for(good, monkeypatch):
-    asked = []
-    monkeypatch.setattr(numerics, "program", lambda _target: None)
-    monkeypatch.setattr(layers, "program", lambda _target: asked.append("layers"))
-    for wanted in (False, True):
-        asked.clear()
-        report = run("embedded", Options(layers=wanted), good("embedded"))
-        assert [f.required for f in report.findings if f.check == "layers"] == [False] * wanted
-        assert asked == ["layers"] * wanted

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from spark_mxfp4 import experts
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
 from validate.facts import numerics
@@ -18,18 +17,20 @@ from validate.facts.target import Options, Target
 MUTATIONS = {
     "every scale twice as large": "return moe(x, both(weights, lambda p: p._replace(scales=p.scales + 1)), ids, topk)",
     "no clamp": "return moe(x, weights, ids, topk, None, experts.GPT_OSS._replace(limit=1e9))",
-    "gate and up swapped": "experts.swiglu = lambda g, _: swiglu(g.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))\n"
-    "    return moe(x, weights, ids, topk)",
+    "gate and up swapped": "return moe(x, weights._replace(gate_up=swapped(weights.gate_up)), ids, topk)",
     "one token lost": "out = moe(x, weights, ids, topk)\n    out[3] = 0\n    return out",
     "a NaN": "out = moe(x, weights, ids, topk)\n    out[0, 0] = float('nan')\n    return out",
 }
 MODULE = """
 import os, time
 from spark_mxfp4 import experts
-from spark_mxfp4.experts import moe, swiglu
+from spark_mxfp4.experts import moe
 
 def both(weights, change):
     return type(weights)(*map(change, weights))
+
+def swapped(projection):
+    return both(projection, lambda rows: None if rows is None else rows.unflatten(1, (-1, 2)).flip(2).flatten(1, 2))
 
 def kernel(x, weights, ids, topk, expert_map=None):
     {body}
@@ -64,7 +65,6 @@ def computed(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(MODULE.format(body=body))
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setenv("SPARK_MXFP4_KERNEL", kernel or f"{name}:kernel")
-        monkeypatch.setattr(experts, "swiglu", experts.swiglu)  # restores what a mutation changes
         monkeypatch.setattr("validate.facts.child.run_programs", run)
         return gather(Target(Options(), "embedded"), numerics)[0]
 
