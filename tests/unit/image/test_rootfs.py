@@ -166,6 +166,8 @@ def test_each_step_asks_for_the_trees_machine_and_its_sources(tree, tmp_path, mo
     record(rootfs.environments, "fetch_wheels")
     record(rootfs.locks, "install")
     monkeypatch.setenv("CUDA_HOME", "/chosen")
+    with refused("integrity.image-tree", "no kernels"):
+        rootfs.compile_kernels(Tree(tree.root, "spark", FOREIGN), tmp_path / "built", "trial", "1")
     module = tmp_path / "built/.cache/flashinfer/0.7.0.post1/121a/cached_ops/xqa/xqa.so"
     module.parent.mkdir(parents=True)
     module.write_bytes(b"code")
