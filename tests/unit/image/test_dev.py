@@ -110,13 +110,17 @@ def test_flashinfer_compiles_the_checkouts_own_sources(tmp_path):
     assert (checkout / "flashinfer/_build_meta.py").read_text() == "installed"
 
 
-def test_a_persons_own_build_in_python_gets_the_planners_number_of_jobs(folders, capsys):
+def test_a_persons_own_build_gets_the_planners_number_of_jobs_and_changed_sources_are_named(folders, capsys):
     sources, packages = folders
     dev.check_mounted(packages, "spark", sources)
     (jobs,) = re.findall(r"MAX_JOBS and CMAKE_BUILD_PARALLEL_LEVEL are (\d+)", capsys.readouterr().err)
     code = f"print(*(os.environ[name] for name in {dev.JOBS!r}))"
     assert start_python(packages, code) == [jobs, jobs]
     assert start_python(packages, code, MAX_JOBS="700") == ["700", jobs]
+    (sources / "vllm/csrc/a.cu").write_text("two")
+    for _ in range(2):  # until a build accepts the change
+        dev.check_mounted(packages, "spark", sources)
+        assert "1 native sources changed, such as csrc/a.cu: ./inv dev.build vllm\n" in capsys.readouterr().err
 
 
 def test_ninja_runs_as_many_jobs_as_fit(tmp_path):

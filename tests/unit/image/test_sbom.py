@@ -174,7 +174,8 @@ HOSTILE = {
     "hard link": [special(f"{FOLDER}/sbom.json", tarfile.LNKTYPE, "etc/shadow")],
     "device": [special(f"{FOLDER}/sbom.json", tarfile.CHRTYPE)],
     "folder is a link": [special("opt", tarfile.SYMTYPE, "/tmp")],
-    "hidden": [("opt/.wh.sparkforge", b"")],
+    "hidden": [(f"{FOLDER}/.wh.sbom.json", b"")],
+    "hidden with its folder": [("opt/.wh.sparkforge", b"")],
     "hidden all": [(f"{FOLDER}/.wh..wh..opq", b"")],
 }
 
