@@ -32,10 +32,12 @@ def host(path):
         return elf.host(opened)
 
 
-def test_flags_of_the_linker_are_seen(library):
+def test_flags_of_the_linker_and_symbols_that_no_library_offers_are_seen(library):
     flags = "-Wl,-soname,other.so", "-Wl,-rpath,/opt/lib:$ORIGIN", "-Wl,-z,execstack"
     part = host(library("one.so", *flags))
     assert (part.soname, part.runpath, part.executable_stack) == ("other.so", ("/opt/lib", "$ORIGIN"), True)
+    assert "foreign" in part.undefined
+    assert "puts" not in part.undefined  # it has a version of the C library
     old = host(library("two.so", "-Wl,--disable-new-dtags,-rpath,/old"))
     assert old.runpath == ("/old",)
 

@@ -139,7 +139,7 @@ def patched_rules(path):
     return details, report.document()["wheels"]
 
 
-def test_a_patched_wheel_is_compared_with_the_lock(patched_site, patched_wheel, tmp_path):
+def test_a_patched_wheel_is_compared_with_the_lock(patched_site, patched_wheel, tmp_path, capsys):
     (entry,) = patched_wheel.lock.values()
     details, wheels = patched_rules(patched_wheel.path)
     assert details == []
@@ -149,6 +149,10 @@ def test_a_patched_wheel_is_compared_with_the_lock(patched_site, patched_wheel, 
     copy.write_bytes(patched_wheel.path.read_bytes() + b"\0")
     details, _ = patched_rules(copy)
     assert [detail.partition(", and ")[2] for detail in details] == [f"{entry.sha256} is locked"]
+    for path, is_locked in ((patched_wheel.path, True), (copy, False)):
+        with pytest.raises(AuditError):  # its library is none
+            run_audit([path], tools=lambda: NONE)
+        assert (f"✓ {path}: {entry.file} of locks/patched.toml" in capsys.readouterr().err) is is_locked
     unknown = tmp_path / entry.file.replace("+sparkforge.", "+sparkforge.9")
     shutil.copyfile(patched_wheel.path, unknown)
     assert patched_rules(unknown)[0] == ["locks/patched.toml has no such wheel"]
