@@ -117,16 +117,8 @@ def test_a_configuration_that_makes_no_sense_is_named(changed, message):
 
 def test_a_file_that_is_no_configuration_is_named(tmp_path):
     file = tmp_path / "config.json"
-    for content in (
-        b"",
-        b"{",
-        b'{"model_type": "gpt_oss"',
-        b"[]",
-        b"3",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b" " * 10_000_001,
-    ):
+    for content in (b"", b"{", b'{"model_type": "gpt_oss"', b"[]", b"3", b"\xff\xfe", b"[" * 100_000,
+                    b" " * 10_000_001):  # fmt: skip
         file.write_bytes(content)
         for path in (tmp_path, file):
             with refused("input.config"):
