@@ -191,17 +191,12 @@ def test_a_folder_that_a_variable_names_is_taken_by_its_content_and_said_aloud(s
         vllm_sources.fetch_sources(TABLE, ["_C_stable_libtorch"], None, "spark")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"jobs": "0"}, "--jobs '0' is no number"), ({"arch": "9.0a"}, "no rule for --arch 9.0a"),
-     ({"targets": "_flashmla_C"}, "_flashmla_C is not built for SM121")],
-)  # fmt: skip
-def test_invalid_arguments_are_refused_before_any_download(arguments, message):
-    with pytest.raises(UsageError, match=message):
-        vllm_build.prepare(ExtensionRequest("spark", **arguments))
-
-
-def test_a_folder_that_is_no_overlay_of_ours_is_not_written_over(tmp_path):
+def test_invalid_arguments_are_refused_before_any_download(tmp_path):
     (tmp_path / "precious").mkdir()
-    with pytest.raises(UsageError, match="it exists and is not an overlay of ours"):
-        vllm_build.prepare(ExtensionRequest("spark", targets="spinloop", output=str(tmp_path / "precious")))
+    for arguments, message in (
+        ({"jobs": "0"}, "--jobs '0' is no number"), ({"arch": "9.0a"}, "no rule for --arch 9.0a"),
+        ({"targets": "_flashmla_C"}, "_flashmla_C is not built for SM121"),
+        ({"targets": "spinloop", "output": str(tmp_path / "precious")}, "it exists and is not an overlay of ours"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            vllm_build.prepare(ExtensionRequest("spark", **arguments))
