@@ -4,7 +4,6 @@
 to requests with that key, the changes replace the choice.
 """
 
-import http.server
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ import threading
 from contextlib import contextmanager
 
 import fake_api
+from loopback import Quiet
 
 REFUSALS = {
     "cannot generate": (500, {"error": {"message": "no kernel image is available"}}),
@@ -20,18 +20,18 @@ REFUSALS = {
 }
 
 
-class Api(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
+class Api(Quiet):
+    def get(self):
         if self.path == "/end":  # as vLLM when its engine has died
             os._exit(0)
         self.reply(200 if self.server.behaviour != "unhealthy" else 503, {})
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def post(self):
+        body = json.loads(self.body())
         if self.server.behaviour == "needs the key" and self.headers.get("Authorization") != "Bearer sesame":
             self.reply(401, {"error": {"message": "Unauthorized"}})
         elif body.get("stream") and body.get("messages", [{}])[0].get("content") == "hello":
-            self.stream(self.server.behaviour)
+            self.hello(self.server.behaviour)
         elif body.get("stream"):
             self.events(fake_api.stream_text(body))
         else:
@@ -53,12 +53,10 @@ class Api(http.server.BaseHTTPRequestHandler):
         return status, value
 
     def events(self, text):
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        self.end_headers()
+        self.stream()
         self.wfile.write(text.encode())
 
-    def stream(self, behaviour):
+    def hello(self, behaviour):
         pieces = [{"role": "assistant"}, {"reasoning": "hm "}, {"content": "Hel"}, {"content": "lo"}]
         choices = [{"delta": piece} for piece in pieces] + [{"delta": {}, "finish_reason": "stop"}]
         events = [json.dumps({"choices": [choice]}) for choice in choices]
@@ -67,14 +65,6 @@ class Api(http.server.BaseHTTPRequestHandler):
         if behaviour != "truncates":
             events.append("[DONE]")
         self.events("".join(f"data: {event}\n\n" for event in events))
-
-    def reply(self, status, value):
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
-
-    def log_message(self, *args):
-        pass
 
 
 class Server(fake_api.Server):
