@@ -127,13 +127,9 @@ def upgraded(engine, folder, base, key=KEY):
 def release_of(engine, folder, port, repository, stack="embedded"):
     """The verbs with the image `repository`:`stack` in place of the stack's own."""
     (folder / "override.yml").write_text(f"services: {{vllm: {{image: '{repository}:{stack}'}}}}\n")
-    environment = {
-        **engine.environment,
-        "SPARKFORGE_STATE": str(folder / "state"),
-        "SPARKFORGE_STACK": stack,
-        "SPARKFORGE_COMPOSE_FILES": f"tests/engine/ci.yml{os.pathsep}{folder / 'override.yml'}",
-        "COMPOSE_PROJECT_NAME": PROJECT,
-    }
+    files = f"tests/engine/ci.yml{os.pathsep}{folder / 'override.yml'}"
+    settings = {"SPARKFORGE_STATE": str(folder / "state"), "SPARKFORGE_STACK": stack, "COMPOSE_PROJECT_NAME": PROJECT}
+    environment = {**engine.environment, **settings, "SPARKFORGE_COMPOSE_FILES": files}
     return Release(engine, environment, folder / "state", port, repository, stack)
 
 
@@ -200,12 +196,9 @@ def serving_registry(folder, address, tls=None, auth=None):
     config = {"version": 0.1, "log": {"level": "error"}, "http": http, "storage": storage}
     (folder / "config.yml").write_text(json.dumps({**config, **({"auth": auth} if auth else {})}))
     host, _, port = address.partition(":")
+    command = ["docker-registry", "serve", str(folder / "config.yml")]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            ["docker-registry", "serve", str(folder / "config.yml")],  # noqa: S607
-            stdout=log,
-            stderr=log,
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 60
         while True:
@@ -288,15 +281,10 @@ def test_the_generated_workflow_step_builds_publishes_and_signs(release, registr
     output = tmp_path / "output"
     given = {"STACK": "embedded", "SIGNING_KEY": key.stdout, "BUILDER": "urn:example:workflow", "REGISTRY": registry}
     # The image of this checkout, not the one with a stand-in for vLLM that `release` serves.
-    github = {
-        "GITHUB_REPOSITORY": "Owner/Sparkforge",
-        "GITHUB_OUTPUT": str(output),
-        "SPARKFORGE_COMPOSE_FILES": "tests/engine/ci.yml",
-    }
+    github = {"GITHUB_REPOSITORY": "Owner/Sparkforge", "GITHUB_OUTPUT": str(output)}
+    env = {**release.environment, **given, **github, "SPARKFORGE_COMPOSE_FILES": "tests/engine/ci.yml"}
     run = ["bash", "-e", "-o", "pipefail", "-c", step["run"]]
-    done = subprocess.run(
-        run, cwd=ROOT, env={**release.environment, **given, **github}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     said = dict(line.partition("=")[::2] for line in output.read_text().splitlines())
     assert said["repository"] == f"{registry}/owner/sparkforge"

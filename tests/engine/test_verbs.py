@@ -1,5 +1,6 @@
 """The verbs against a real engine: build, up, status, logs, chat, image.*, a refused validation, down. No GPU."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -47,19 +48,15 @@ class Checkout:
 
 @pytest.fixture(scope="module")
 def checkout(engine, tmp_path_factory, free_port):
-    environment = {
-        **engine.environment,
-        "SPARKFORGE_STATE": str(tmp_path_factory.mktemp("state")),
-        "SPARKFORGE_COMPOSE_FILES": "tests/engine/ci.yml",
-        "COMPOSE_PROJECT_NAME": "sparkforge-verbs",
-    }
-    checkout = Checkout(ROOT, environment, free_port())
+    settings = {"SPARKFORGE_COMPOSE_FILES": "tests/engine/ci.yml", "COMPOSE_PROJECT_NAME": "sparkforge-verbs"}
+    settings["SPARKFORGE_STATE"] = str(tmp_path_factory.mktemp("state"))
+    checkout = Checkout(ROOT, {**engine.environment, **settings}, free_port())
     checkout.good("build", "--engine", "docker", "--stack", "embedded")
     yield checkout
     checkout.inv("down")
     for project in ("sparkforge-verbs", "sparkforge-verbs-red", "sparkforge-verbs-green"):  # the last two are a fleet's
-        arguments = ["docker", "compose", "--project-name", project, "down", "--volumes"]
-        subprocess.run(arguments, cwd=ROOT, env=environment, check=False, capture_output=True)
+        with contextlib.suppress(subprocess.CalledProcessError):
+            checkout.docker("compose", "--project-name", project, "down", "--volumes")
 
 
 @pytest.fixture(scope="module")
