@@ -14,8 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,12 @@ HOSTILE_MINUTES = 30.0  # a campaign of at least this length also attacks a serv
 HOSTILE_SECONDS = 600.0  # for its attacks one after another
 SHORTEST = 5.0  # seconds for one scenario or parser, at least
 START = 3.0  # seconds that a process takes before its first run
+COLUMNS = {
+    "hostile": ("attacks", "baseline", "worst", "together", "crowded", "busy_cores", "unsound"),
+    "faults": ("operations", "faults", "kills", "tracebacks", "hangs", "unhealed", "lost", "litter"),
+    "races": ("runs", "succeeded", "refused", "false_refusals", "unsound", "hangs"),
+    "fuzz": ("inputs", "accepted", "declared", "named", "tracebacks", "hangs"),
+}
 BROKEN = ("tracebacks", "hangs", "unhealed", "lost", "litter", "false_refusals", "unsound")
 
 
@@ -53,55 +58,41 @@ def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as scratch:
             hostile = [("hostile", run("hostile", "server", HOSTILE_SECONDS, seed, Path(scratch)))]
     room = max(0.0, minutes * 60 - (time.monotonic() - begun)) * workers
-    jobs = [
-        ("faults", name, room * FAULTS * share) for name, share in _shares({s.name: s.cost for s in SCENARIOS.values()})
-    ]
+    jobs = [("faults", name, room * FAULTS * share) for name, share in _shares(SCENARIOS)]
     jobs += [("races", name, room * RACES / len(RACED)) for name in RACED]
-    left = room * (1 - FAULTS - RACES)
-    jobs += [("fuzz", name, left * share) for name, share in _shares({p.name: p.cost for p in PARSERS.values()})]
+    jobs += [("fuzz", name, room * (1 - FAULTS - RACES) * share) for name, share in _shares(PARSERS)]
     with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as scratch, ThreadPoolExecutor(workers) as pool:
-        folder = Path(scratch)
-        rows = hostile + list(
-            pool.map(lambda job: (job[0], run(job[0], job[1], max(SHORTEST, job[2] - START), seed, folder)), jobs)
-        )
-    totals: Counter[str] = Counter()
-    for _, row in rows:
-        totals.update({name: value for name, value in row.items() if isinstance(value, int)})
+
+        def run_job(job: tuple[str, str, float]) -> tuple[str, dict[str, Any]]:
+            module, name, seconds = job
+            return module, run(module, name, max(SHORTEST, seconds - START), seed, Path(scratch))
+
+        rows = [*hostile, *pool.map(run_job, jobs)]
     wanted = ("faults", "kills", "runs", "inputs", *BROKEN)
     return {
         "schema": 1,
         "seed": seed,
         "seconds": round(time.monotonic() - begun),
-        "totals": {name: totals[name] for name in wanted},
-        **{
-            module: [row for module_name, row in rows if module_name == module]
-            for module in ("hostile", "faults", "races", "fuzz")
-        },
+        "totals": {name: sum(row.get(name, 0) for _, row in rows) for name in wanted},
+        **{module: [row for of, row in rows if of == module] for module in COLUMNS},
     }
 
 
-def _shares(costs: dict[str, float]) -> list[tuple[str, float]]:
-    """Return the share of the time for each name, the longest first, in proportion to the root of its cost."""
-    roots = {name: cost**0.5 for name, cost in costs.items()}
+def _shares(costly: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the share of the time for each name, the longest first, in proportion to the root of its `cost`."""
+    roots = {name: value.cost**0.5 for name, value in costly.items()}
     return sorted(((name, root / sum(roots.values())) for name, root in roots.items()), key=lambda pair: -pair[1])
 
 
 def show(document: dict[str, Any]) -> str:
     lines = []
-    for module, columns in (
-        ("hostile", ("attacks", "baseline", "worst", "together", "crowded", "busy_cores", "unsound")),
-        ("faults", ("operations", "faults", "kills", "tracebacks", "hangs", "unhealed", "lost", "litter")),
-        ("races", ("runs", "succeeded", "refused", "false_refusals", "unsound", "hangs")),
-        ("fuzz", ("inputs", "accepted", "declared", "named", "tracebacks", "hangs")),
-    ):
+    for module, columns in COLUMNS.items():
         lines.append(f"{module:22}" + "".join(f"{column:>15}" for column in columns))
         for row in document[module]:
             name = row.get("scenario") or row.get("parser")
             lines.append(f"{name:22}" + "".join(f"{row.get(column, 0):>15,}" for column in columns))
         lines.append("")
-    for module in ("hostile", "faults", "races", "fuzz"):
-        for row in document[module]:
-            lines += _failures(row.get("failures", []))
+    lines += [line for module in COLUMNS for row in document[module] for line in _failures(row.get("failures", []))]
     lines.append(", ".join(f"{value:,} {name}" for name, value in document["totals"].items()))
     return "\n".join(lines)
 
