@@ -40,8 +40,8 @@ def archive(path, layers):
 
 def _pack(folder, file):
     with tarfile.open(file, "w") as tar:
-        for part in folder.iterdir():
-            tar.add(part, part.name)
+        for part in sorted(folder.iterdir()):
+            tar.add(part, part.name, filter=lambda info: info.replace(mtime=0, deep=False))
 
 
 SAME = {"etc/hosts": (b"1", 0o644, 5), "bin/run": (b"code", 0o755, 5)}
