@@ -146,6 +146,7 @@ CASES = {
     "a mirror called proxy": (f"Looking in: https://proxy.example.org/\nhttp-proxy\n{UNREACHABLE}", "nothing answers"),
     "a package called timeout": ("Collecting async-timeout==9\n" + OFFERED.format("4.0"), "no demo==1.0 for this"),
     "unknown": ("Collecting demo\nERROR: something new happened\nWARNING: a newer pip\n", "something new happened"),
+    "unknown, without an error": ("Collecting demo\nit broke\n\nWARNING: a newer pip\n", "it broke"),
 }
 
 

@@ -119,13 +119,15 @@ def test_a_killed_compiler_comes_before_the_module_that_is_missing_for_it(state)
     assert problems[0].places[0].source.endswith("kernels/logs/fused_moe_120.x.log")
 
 
-def test_problems_that_cause_each_other_are_ranked():
-    def problem(name, *follows):
-        return doctor.Problem(id=name, severity=Severity.FATAL, what=name, why="", fix="", follows=follows)
+def test_problems_that_cause_each_other_are_ranked_and_only_fatal_ones_cause_the_last():
+    def problem(name, *follows, severity=Severity.FATAL):
+        return doctor.Problem(id=name, severity=severity, what=name, why="", fix="", follows=follows)
 
-    problems = doctor.ranked([problem("a", "c"), problem("b", "a"), problem("c", "b"), problem("z", "*")])
-    assert {entry.id for entry in problems} == {"a", "b", "c", "z"}
-    assert problems[-1].id == "z"
+    causes = [problem("a", "c"), problem("b", "a"), problem("c", "b"), problem("h", severity=Severity.HARMLESS)]
+    problems = {problem.id: problem for problem in doctor.ranked([*causes, problem("z", "*")])}
+    assert problems.keys() == {"a", "b", "c", "h", "z"}
+    assert list(problems).index("z") == 3
+    assert set(problems["z"].causes) == {"a", "b", "c"}
 
 
 def test_the_checks_of_a_report_that_failed_were_skipped_or_warn_are_problems(state):

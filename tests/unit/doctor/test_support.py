@@ -145,5 +145,6 @@ def test_names_in_the_archive_stay_in_its_folders():
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with refused("storage.access", r"support\.tar\.gz"):
+    with refused("storage.access", r"support\.tar\.gz") as caught:
         support.write(tmp_path / "file" / "support.tar.gz", {}, evidence.Evidence())
+    assert caught.value.why == "File exists"

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from loopback import Quiet, serving
 
@@ -67,16 +67,15 @@ class Handler(Quiet):
     def get(self):
         hub = self.server.hub
         if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
-            return self.reply(401, b'{"error": "no"}', {"X-Error-Code": "GatedRepo", "X-Error-Message": "no"})
+            return self.reply(401, {"error": "no"}, {"X-Error-Code": "GatedRepo", "X-Error-Message": "no"})
         if match := re.fullmatch(rf"/api/models/{hub.repository}/revision/(\w+)(?:\?.*)?", self.path):
             if match[1] not in {"main", COMMIT}:
-                return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+                return self.reply(404, {}, {"X-Error-Code": "RevisionNotFound"})
             hub.asked.append(("info", match[1], 0))
-            answer = {"id": hub.repository, "sha": hub.commit, "siblings": list(hub.siblings())}
-            return self.reply(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+            return self.reply(200, {"id": hub.repository, "sha": hub.commit, "siblings": list(hub.siblings())})
         if match := re.fullmatch(rf"/{hub.repository}/resolve/{COMMIT}/(.+)", self.path):
             return self.resolve(match[1])
-        return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        return self.reply(404, {}, {"X-Error-Code": "RepoNotFound"})
 
     def resolve(self, name):
         hub, begin = self.server.hub, 0
@@ -88,16 +87,11 @@ class Handler(Quiet):
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        self.reply(206 if begin else 200, data[begin:], headers)
-
-    def reply(self, status, data, headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name, value)
+        self.send_response(206 if begin else 200)
+        for header, value in {"Content-Length": str(len(data) - begin), **headers}.items():
+            self.send_header(header, value)
         self.end_headers()
-        for offset in range(0, len(data), 16384):
-            try:
+        with suppress(OSError):
+            for offset in range(begin, len(data), 16384):
                 self.wfile.write(data[offset : offset + 16384])
-            except OSError:
-                return
-            time.sleep(self.server.hub.delay)
+                time.sleep(hub.delay)

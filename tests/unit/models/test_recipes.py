@@ -55,9 +55,10 @@ def test_up_takes_a_recipe_and_refuses_it_beside_a_model(capsys):
 
 def test_models_lists_every_family_and_recipe(capsys):
     assert program.main(["models"]) == 0
-    printed = "".join(capsys.readouterr())
-    assert all(name in printed for name in (*families.load(), *KNOWN))
-    assert "vLLM's selector returns TRITON" in " ".join(printed.split())
+    printed = " ".join("".join(capsys.readouterr()).split())
+    evidence = [f"{name}: {recipe.shown[0].what} (" for name, recipe in KNOWN.items() if recipe.shown]
+    for text in (*families.load(), *KNOWN, *evidence, "vLLM's selector returns TRITON"):
+        assert text in printed
     assert program.main(["models", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert (set(listed["families"]), set(listed["recipes"])) == (set(families.load()), set(KNOWN))

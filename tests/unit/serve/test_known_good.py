@@ -1,14 +1,17 @@
 """The record of known good starts, and the choice and course of a rollback."""
 
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from servers import recorded
 
 from sparkforge.core import errors, paths
+from sparkforge.core.process import started_at
 from sparkforge.image.devices import EMBEDDED
-from sparkforge.serve import known_good, launch, record
+from sparkforge.serve import known_good, record
 from sparkforge.serve.devices import choose, device, in_environment
 from sparkforge.serve.known_good import KnownGood
 from sparkforge.serve.record import StartPlan
@@ -75,16 +78,16 @@ def test_a_record_that_cannot_be_trusted_is_named_and_not_overwritten(state, tex
         (1, (2, 2.0), 2),  # the target already runs, and continues
     ],
 )
-def test_a_rollback_goes_to_the_last_good_start_before_what_runs(monkeypatch, capsys, number, running, port):
+def test_a_rollback_goes_to_the_last_good_start_before_what_runs(capsys, number, running, port):
     starts(1, 2)
-    stopped = []
-    if running:
-        record.write(server_of(*running))
-        monkeypatch.setattr(launch, "stop", lambda: stopped.append(1) or record.forget())
-    assert known_good.roll_back(choose_and_return, number, dry_run=True) is None
-    assert stopped == []
-    assert known_good.roll_back(choose_and_return, number).port == port
-    assert bool(stopped) == bool(running and running[0] != port)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as server:
+        if running:
+            record.write(replace(server_of(*running), pid=server.pid, started=started_at(server.pid)))
+        assert known_good.roll_back(choose_and_return, number, dry_run=True) is None
+        assert server.poll() is None
+        assert known_good.roll_back(choose_and_return, number).port == port
+        stopped = server.poll() is not None
+    assert stopped == bool(running and running[0] != port)
     said = capsys.readouterr().err
     assert ("port: 2, will be 1" in said) == (port == 1)
     assert ("that start, and keeps running" in said) == (bool(running) and not stopped)
