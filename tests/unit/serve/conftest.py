@@ -1,4 +1,4 @@
-"""A stand-in for nvidia-smi, and short pauses between questions to a server."""
+"""A stand-in for nvidia-smi, a key file, and short pauses between questions to a server."""
 
 import sys
 
@@ -35,3 +35,12 @@ def fake_nvidia_smi(tmp_path, monkeypatch):
 def short_pauses(monkeypatch):
     for module in (openai, docker):
         monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    """The file `key` with the API key `sesame`, for its owner alone."""
+    path = tmp_path / "key"
+    path.write_text("sesame\n")
+    path.chmod(0o600)
+    return path

@@ -125,17 +125,6 @@ def test_invalid_settings_end_the_server(guard, environment):
         guard(**environment)
 
 
-@pytest.fixture
-def key_file(tmp_path):
-    def write(data, mode=0o600):
-        path = tmp_path / "key"
-        path.write_bytes(data)
-        path.chmod(mode)
-        return path
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("data", "mode", "why", "why_in_container"),
     [
@@ -152,10 +141,11 @@ def key_file(tmp_path):
     ],
 )
 def test_a_key_file_holds_one_line_for_its_owner_alone(key_file, data, mode, why, why_in_container):
-    path = key_file(data, mode)
+    key_file.write_bytes(data)
+    key_file.chmod(mode)
     for read, message in (
-        (lambda: access.read_key(path), why),
-        (lambda: access.configured_key({access.KEY_FILE: str(path)})[0], why_in_container),
+        (lambda: access.read_key(key_file), why),
+        (lambda: access.configured_key({access.KEY_FILE: str(key_file)})[0], why_in_container),
     ):
         if message:
             with refused("storage.access", message) as caught:
@@ -176,8 +166,7 @@ def test_special_files_are_refused_without_hanging(tmp_path):
 
 
 def test_the_embedded_server_is_guarded_and_gets_its_key_in_the_environment_only(key_file, tmp_path):
-    path = key_file(b"sesame\n")
-    for key, key_path, last in (("sesame", str(path), ("--disable-fastapi-docs",)), ("", None, ())):
+    for key, key_path, last in (("sesame", str(key_file), ("--disable-fastapi-docs",)), ("", None, ())):
         plan = StartPlan(EMBEDDED, model_id="m", key_file=key_path, hosts=("spark.local",))
         launch = in_environment.Embedded(plan, tmp_path, tmp_path).launch()
         assert "sesame" not in f"{launch.command} {launch}".replace(str(launch.environment), "")

@@ -149,11 +149,9 @@ def test_a_start_that_does_not_prove_itself_leaves_the_record(state):
     assert [start.plan.port for start in known_good.read()] == [1]
 
 
-def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, tmp_path, state):
-    (tmp_path / "key").write_text("sesame")
-    (tmp_path / "key").chmod(0o600)
+def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, key_file, state):
     monkeypatch.setattr(in_environment.environments, "stamp", lambda _environment: INPUTS)
-    plan = StartPlan(EMBEDDED, port=8001, host="::1", key_file=str(tmp_path / "key"), variables={"MAX_MODEL_LEN": "64"})
+    plan = StartPlan(EMBEDDED, port=8001, host="::1", key_file=str(key_file), variables={"MAX_MODEL_LEN": "64"})
     first = in_environment.Embedded(plan)
     first.remember(replace(server_of(8001, 1.0), host="::1"))
     assert "sesame" not in (state / "known-good.json").read_text()

@@ -42,14 +42,6 @@ def started(monkeypatch, tmp_path):
     return launches
 
 
-@pytest.fixture
-def key(tmp_path):
-    file = tmp_path / "key"
-    file.write_text("sesame\n")
-    file.chmod(0o600)
-    return "key"
-
-
 def test_the_competitions_variables_count_where_no_option_says_otherwise(started, tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     for name, value in {"MODEL": str(tmp_path), "PORT": "8888", "TP": "1", "MAX_MODEL_LEN": "999"}.items():
@@ -166,7 +158,7 @@ LOOPBACK = "localhost:8000,127.0.0.1:8000,[::1]:8000"
         ("192.168.1.20", "--api-key-file key", f"{LOOPBACK},192.168.1.20:8000"),
     ],
 )
-def test_an_address_that_others_reach_has_a_key_and_each_its_names(started, key, tmp_path, host, more, hosts):
+def test_an_address_that_others_reach_has_a_key_and_each_its_names(started, key_file, tmp_path, host, more, hosts):
     program.main([*UP, *(["--host", host] if host else []), *more.split()])
     (launched,) = started
     assert (launched.plan.host, launched.plan.key) == (host, "sesame" if more else "")
@@ -192,13 +184,13 @@ def compose(fake_engine, docker_command):
     return compose
 
 
-def test_up_passes_options_and_flags_to_compose(started, key, monkeypatch):
+def test_up_passes_options_and_flags_to_compose(started, key_file, monkeypatch):
     """The command's option overrides MAX_MODEL_LEN of the environment."""
     environments = []
     monkeypatch.setattr(devices_start, "run", lambda device: environments.append(device.env) or recorded())
     monkeypatch.setenv("MAX_MODEL_LEN", "999")
     up = ["up", "--device", devices.DOCKER_CPU]
-    options = ["--host", "192.168.1.20", "--api-key-file", key, "--context", "512"]
+    options = ["--host", "192.168.1.20", "--api-key-file", "key", "--context", "512"]
     assert program.main([*up, *options, "--", "--chat-template=./b", "--seed", "d e"]) == 0
     env = environments[-1]
     assert (env["SPARKFORGE_BIND"], env["MAX_MODEL_LEN"]) == ("192.168.1.20", "512")

@@ -46,14 +46,6 @@ def written():
         yield server
 
 
-@pytest.fixture
-def key_file(tmp_path):
-    path = tmp_path / "key"
-    path.write_text("sesame\n")
-    path.chmod(0o600)
-    return path
-
-
 def test_a_record_and_its_folder_are_ours_alone(written):
     paths.state().chmod(0o755)
     record.write(written)

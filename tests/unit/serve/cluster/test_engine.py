@@ -111,17 +111,14 @@ def test_a_command_on_another_machine_is_quoted_and_asks_nothing():
     assert command[-3] == "--"
 
 
-def test_the_head_takes_the_key_and_a_worker_needs_none(healthy, tmp_path):
-    key = tmp_path / "key"
-    key.write_text("key-of-a-test")
-    key.chmod(0o600)
+def test_the_head_takes_the_key_and_a_worker_needs_none(healthy, key_file):
     nodes = [{**part.model_dump(), "python": "/python"} for part in healthy.config.nodes]
-    settings = {"nodes": nodes, "key_file": str(key), "device": "embedded", "profile": "", "model": ""}
+    settings = {"nodes": nodes, "key_file": str(key_file), "device": "embedded", "profile": "", "model": ""}
     split = ClusterConfig.model_validate({**healthy.config.model_dump(by_alias=True), **settings})
-    assert [node.EmbeddedNode(split, part).launch().plan.key for part in split.nodes] == ["key-of-a-test", ""]
+    assert [node.EmbeddedNode(split, part).launch().plan.key for part in split.nodes] == ["sesame", ""]
     containers = split.model_copy(update={"device": "docker"})
     files = [node.ContainerNode(containers, part).env.get("SPARKFORGE_API_KEY") for part in split.nodes]
-    assert files == [str(key), None]
+    assert files == [str(key_file), None]
 
 
 def test_a_silent_node_is_a_state(asked, capsys):
