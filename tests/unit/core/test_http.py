@@ -1,8 +1,11 @@
-"""Complete answers, from a real server on loopback with arbitrary answers: limits on bytes and time, and bad URLs."""
+"""Answers of a real server on loopback, and streams in pieces: limits on bytes and time, bad URLs, cuts of events."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import itertools
+import json
 import threading
 from contextlib import contextmanager, suppress
 
@@ -11,7 +14,7 @@ import pytest
 from expected import refused
 from loopback import Quiet, serving
 
-from sparkforge.core import http as answers
+from sparkforge.core import http
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.openai import Endpoint
 from sparkforge.serve import proof
@@ -43,7 +46,7 @@ def server(body, *, status=200, **headers):
 
 def get(url, **options):
     with httpx.Client(trust_env=False) as session:
-        return answers.request(session, "GET", url, **{"seconds": 60.0, "limit": 1 << 20, **options})
+        return http.request(session, "GET", url, **{"seconds": 60.0, "limit": 1 << 20, **options})
 
 
 def endless():
@@ -53,19 +56,19 @@ def endless():
 
 def test_an_answer_without_end_stops_at_the_limit_of_bytes_or_of_time():
     with server(endless) as url:
-        with pytest.raises(answers.LimitError, match="more than 1048576 bytes"):
+        with pytest.raises(http.LimitError, match="more than 1048576 bytes"):
             get(url)
-        with pytest.raises(answers.LimitError, match="not ended after 0 s"):
+        with pytest.raises(http.LimitError, match="not ended after 0 s"):
             get(url, seconds=0.0)
 
 
 @pytest.mark.slow
 def test_an_answer_that_decompresses_to_too_much_is_refused():
     bomb = gzip.compress(bytes(200 << 20))
-    with server(bomb, Content_Encoding="gzip") as url, pytest.raises(answers.LimitError, match="more than"):
+    with server(bomb, Content_Encoding="gzip") as url, pytest.raises(http.LimitError, match="more than"):
         get(url)
     twice = server(gzip.compress(bomb), Content_Encoding="gzip, gzip")
-    with twice as url, pytest.raises(answers.LimitError, match="gzip, gzip"):
+    with twice as url, pytest.raises(http.LimitError, match="gzip, gzip"):
         get(url)
 
 
@@ -129,3 +132,56 @@ def test_a_stream_that_sends_nothing_more_ends_in_its_time():
 def test_a_counter_that_is_not_a_number_is_ignored(count):
     with server(b"vllm:generation_tokens_total " + count) as url:
         assert Endpoint(url).generated() is None
+
+
+SEPARATORS = "\u2028 \u2029 \x85 \x0b \x0c \x1c \x1d \x1e"
+DATA = json.dumps({"text": SEPARATORS + " é 語"}, ensure_ascii=False)
+STREAM = f"data: {DATA}\n\ndata: a\r\ndata:b\r\n\r\n: comment\r\ndata: [DONE]\r\n\r\ndata: cut off".encode()
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
+
+
+class Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def __iter__(self):
+        return iter(self.pieces)
+
+    async def __aiter__(self):
+        for piece in self.pieces:
+            yield piece
+
+
+def response(pieces, **headers):
+    return httpx.Response(200, headers={**HEADERS, **headers}, stream=Pieces(pieces))
+
+
+async def collect(answer, **limits):
+    return [event.data async for event in http.aevents(answer, **limits)]
+
+
+def both(pieces, *, headers=None, **limits):
+    """Return the events that the synchronous function yields, after the asynchronous one yielded the same."""
+    pieces = list(pieces)
+    first = [event.data for event in http.events(response(pieces, **(headers or {})), **limits)]
+    assert asyncio.run(collect(response(pieces, **(headers or {})), **limits)) == first
+    return first
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_unicode_separators_do_not_cut_an_event(size):
+    assert both(STREAM[i : i + size] for i in range(0, len(STREAM), size)) == [DATA, "a\nb", "[DONE]"]
+
+
+def test_a_stream_has_an_overall_deadline():
+    with pytest.raises(http.LimitError, match="not ended after 0 s"):
+        list(http.events(response(itertools.repeat(b"data: x\n\n")), 0.0))
+    with pytest.raises(http.LimitError, match="not ended after 0 s"):
+        asyncio.run(collect(response([b"data: x\n\n"]), seconds=0.0))
+
+
+def test_an_answer_that_is_no_event_stream_is_refused():
+    with pytest.raises(httpx.TransportError, match="event-stream"):
+        both([b"data: x\n\n"], headers={"Content-Type": "text/html"})
+    with pytest.raises(http.LimitError, match="encoded as 'gzip'"):
+        both([b"data: x\n\n"], headers={"Content-Encoding": "gzip"})
