@@ -232,9 +232,14 @@ class Endpoint:
             )
         return Served(name, offered[name])
 
-    def wait_until_serving(self, deadline: float, alive: Callable[[], bool]) -> bool:
-        """Wait for health, then one token; False if `alive()` ends or `deadline` passes. Raises ServerError."""
-        if not wait_until(self.healthy, deadline, alive):
+    def wait_until_serving(
+        self, deadline: float, alive: Callable[[], bool], listens: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Wait for health, then one token; False if `alive()` ends or `deadline` passes. Raises ServerError.
+
+        `listens` tells whether the expected server has the port: while it starts, another one can take it.
+        """
+        if not wait_until(lambda: self.healthy() and listens(), deadline, alive):
             return False
         self.first_token(max(1.0, deadline - time.monotonic()))
         return True

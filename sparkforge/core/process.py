@@ -333,6 +333,16 @@ def session_members(leader: int) -> list[int]:
     return sorted(members, key=lambda p: (p != leader, p))
 
 
+def listens(leader: int, port: int) -> bool:
+    """Return whether a process of the session that `leader` leads listens on the TCP port."""
+    for pid in session_members(leader):
+        with suppress(psutil.Error):
+            connections = psutil.Process(pid).net_connections("tcp")
+            if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections):
+                return True
+    return False
+
+
 def _wait_for_end(leader: int, pids: Sequence[int], seconds: float) -> bool:
     """Wait until all of `pids` have ended; return whether they have. If `leader` is our own child, it is reaped."""
     deadline = time.monotonic() + seconds

@@ -17,7 +17,7 @@ from sparkforge.core.docker import docker
 from sparkforge.core.errors import ServerError, StorageError, UsageError
 from sparkforge.core.files import holder, locked
 from sparkforge.core.openai import Endpoint
-from sparkforge.core.process import GRACE_SECONDS, spawn, started_at, terminate, terminate_session
+from sparkforge.core.process import GRACE_SECONDS, listens, spawn, started_at, terminate, terminate_session
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import FLEET, stack_of
 from sparkforge.patching import series
@@ -132,7 +132,8 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
 
         try:
             deadline = time.monotonic() + launch.timeout
-            if Endpoint(server.url, server.model_id, key=launch.plan.key).wait_until_serving(deadline, alive):
+            endpoint = Endpoint(server.url, server.model_id, key=launch.plan.key)
+            if endpoint.wait_until_serving(deadline, alive, lambda: listens(server.pid, launch.plan.port)):
                 queues = "" if launch.calls else stack_of(server.device)
                 seconds = max(1.0, deadline - time.monotonic())
                 return proved(server, seconds, launch.plan.key, queues, launch.calls, launch.family)

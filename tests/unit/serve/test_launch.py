@@ -119,6 +119,26 @@ def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(begin, port):
     nothing_is_left(begin, port)
 
 
+@pytest.mark.slow
+def test_another_server_that_takes_the_port_meanwhile_is_not_taken_for_ours(port, tmp_path):
+    state().mkdir(exist_ok=True)
+    others, endpoint = [], Endpoint(f"http://127.0.0.1:{port}", "m", key="")
+
+    def take(_text):
+        if not others:
+            others.append(subprocess.Popen([sys.executable, misbehaving.__file__, str(port), "good"]))
+
+    ours = (sys.executable, "-c", "import time; time.sleep(600)")
+    plan = StartPlan("embedded", model_id="m", port=port)
+    try:
+        with refused("server.start", "did not answer in time"):
+            launch.start(Launch(ours, {}, plan, tmp_path, 5.0), take)
+        assert endpoint.healthy()
+    finally:
+        others[0].kill()
+        others[0].wait()
+
+
 def test_an_interrupted_start_leaves_nothing(begin, port, monkeypatch):
     def interrupted(_text):
         raise KeyboardInterrupt
