@@ -376,7 +376,7 @@ class Limiter:
         try:
             self._admit(counted)
             try:
-                if read := await self._read(dict(scope["headers"]), receive):
+                if read := await self._read(scope["headers"], receive):
                     answers, whole = read
                     if scope["path"].rpartition("/")[2] in SLOTLESS:
                         await self._app(scope, whole, bounded_send)
@@ -417,13 +417,13 @@ class Limiter:
                 raise LimitError(name, f"{self._running[key]} requests are running; try again in a second")
         self._running.update(counted.values())
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> tuple[int, Receive] | None:
+    async def _read(self, headers: Iterable[tuple[bytes, bytes]], receive: Receive) -> tuple[int, Receive] | None:
         """Return the number of wanted answers and a `receive` that yields the checked body; None if the client left.
 
         Raises RequestError.
         """
         most, body, more = self._limits["body-bytes"] or sys.maxsize, bytearray(), True
-        length = headers.get(b"content-length", b"0")[:18]
+        length = dict(headers).get(b"content-length", b"0")[:18]
         size = int(length) if length.isdigit() else 0
         try:
             async with asyncio.timeout(self._limits["body-seconds"] or None):
@@ -438,7 +438,8 @@ class Limiter:
         if size > most:
             raise LimitError("body-bytes", f"the body has more than {most:,} bytes")
         answers = 1
-        if b"multipart/" not in headers.get(b"content-type", b"").lower():
+        types = [value.strip().lower() for name, value in headers if name == b"content-type"]
+        if not (types and all(value.startswith(b"multipart/") for value in types)):  # it may be read as JSON
             judge = Judge(self._limits)
             if len(body) > BIG_BODY:
                 async with self._big_bodies:

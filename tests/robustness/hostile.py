@@ -251,7 +251,7 @@ def send(url: str, path: str, body: Any) -> str:
     """
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     transport = httpx.HTTPTransport(local_address=THEM)
-    headers = {"content-type": "application/json", "x-forwarded-for": f"10.0.0.{next(CLAIMED)}"}
+    headers = {"content-type": "application/json; a=multipart/b", "x-forwarded-for": f"10.0.0.{next(CLAIMED)}"}
     try:
         with httpx.Client(transport=transport, timeout=PATIENCE, trust_env=False) as session:
             return str(session.post(f"{url}{path}", content=content, headers=headers).status_code)

@@ -141,6 +141,12 @@ def test_usual_and_invalid_requests_pass_unchanged(body):
     assert Server().post(body) == (200, body)
 
 
+@pytest.mark.parametrize("types", [[b"application/json; a=multipart/b"], [b"application/json", b"multipart/form-data"]])
+def test_no_content_type_that_vllm_reads_as_json_passes_the_bounds(types):
+    headers = [(b"content-type", value) for value in types]
+    assert Server().post({"n": 9}, headers=headers)[0] == 400
+
+
 @pytest.mark.parametrize(("name", "request_"), [(name, each) for name, several in REFUSED.items() for each in several])
 def test_a_request_above_a_bound_is_refused_by_its_name(name, request_):
     status, body = Server().post({**USUAL, **request_})
