@@ -223,6 +223,12 @@ class Forks:
         assert answer["code"] in codes, answer["output"]
         return answer["output"]
 
+    def answer(self, text, *arguments):
+        """Run a program, given as text, and return the JSON of the last line that it prints."""
+        program = self.log.with_name("program.py")
+        program.write_text(text)
+        return json.loads(self.run(program, arguments).splitlines()[-1])
+
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory):
@@ -314,3 +320,14 @@ def next_trees(large_folder):
             files[path].unlink(missing_ok=True)  # a hard link
             files[path].write_bytes(content)
         yield SimpleNamespace(upstream=pristine, patched=patched)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[("vllm_trees", "spark"), pytest.param(("next_trees", "spark-next"), marks=pytest.mark.nightly)],
+    ids=lambda param: param[1],
+)
+def release(request):
+    """A stack for a Spark, and its vLLM as in upstream's archive (`upstream`) and with our queue (`patched`)."""
+    trees, stack = request.param
+    return SimpleNamespace(stack=stack, **vars(request.getfixturevalue(trees)))

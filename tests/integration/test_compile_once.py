@@ -12,7 +12,6 @@ pytestmark = pytest.mark.integration
 COMPILED = {"error": None, "result": 64.0}
 
 
-@pytest.mark.parametrize("release", ["vllm_trees", pytest.param("next_trees", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("tree", "option", "answer"),
     [
@@ -21,8 +20,7 @@ COMPILED = {"error": None, "result": 64.0}
         ("patched", "present", {**COMPILED, "option_set": True}),
     ],
 )
-def test_only_stock_vllm_needs_the_option(request, vllm_process, release, tree, option, answer):
-    process = vllm_process(vars(request.getfixturevalue(release))[tree])
-    output = process.run(Path(__file__).with_name("compile_once.py"), (option,))
+def test_only_stock_vllm_needs_the_option(vllm_process, release, tree, option, answer):
+    output = vllm_process(vars(release)[tree]).run(Path(__file__).with_name("compile_once.py"), (option,))
     compiled = json.loads(output.splitlines()[-1])
     assert compiled == answer if answer else "assume_32bit_indexing does not exist" in compiled["error"]

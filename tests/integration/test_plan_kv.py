@@ -52,11 +52,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def answers(vllm_trees, vllm_process, tmp_path_factory):
-    program = tmp_path_factory.mktemp("kv") / "program.py"
-    program.write_text(PROGRAM)
-    output = vllm_process(vllm_trees.patched).run(program, (json.dumps(CASES),))
-    requests, steps = json.loads(output.splitlines()[-1])
+def answers(vllm_trees, vllm_process):
+    requests, steps = vllm_process(vllm_trees.patched).answer(PROGRAM, json.dumps(CASES))
     return SimpleNamespace(requests=dict(zip(CASES, requests, strict=True)), steps=steps)
 
 
@@ -144,14 +141,11 @@ OTHERS = [
 ]
 
 
-def test_a_request_of_another_family_takes_what_vllm_reserves_for_it(vllm_trees, vllm_process, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(FAMILIES)
+def test_a_request_of_another_family_takes_what_vllm_reserves_for_it(vllm_trees, vllm_process):
     known = models.load()
     asked = [(name, known[name].config | known[name].config.get("text_config", {}), length) for name, length in OTHERS]
-    output = vllm_process(vllm_trees.patched).run(program, (json.dumps(asked),))
     sizes = [parse(known[name].config, name).kv_admitted(length, 1, "bf16") for name, length in OTHERS]
-    assert json.loads(output.splitlines()[-1]) == sizes
+    assert vllm_process(vllm_trees.patched).answer(FAMILIES, json.dumps(asked)) == sizes
 
 
 def test_two_steps_are_under_way(answers):
@@ -174,19 +168,16 @@ COUNTED = {
 }
 
 
-def test_weights_are_those_of_transformers_classes(vllm_trees, vllm_process, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(SIZES)
+def test_weights_are_those_of_transformers_classes(vllm_trees, vllm_process):
     configs = []
     for name, kind in COUNTED.items():
         config = models.load()[name].config
         configs.append({**config, **config.get("text_config", {}), "model_type": kind})
         configs[-1] = {k: v for k, v in configs[-1].items() if k not in ("quantization_config", "text_config")}
-    output = vllm_process(vllm_trees.patched).run(program, (json.dumps(configs),))
     parts = [parse(models.load()[name].config, name).parts() for name in COUNTED]
     # In transformers a router's bias is a buffer, not a parameter.
     counted = [sum(part.count + part.plain * (part.role != "router") for part in model) for model in parts]
-    assert json.loads(output.splitlines()[-1]) == counted
+    assert vllm_process(vllm_trees.patched).answer(SIZES, json.dumps(configs)) == counted
 
 
 COMPRESSED = """
@@ -204,9 +195,7 @@ print(json.dumps(21 * (four + bytes_a_token(tokens_per_state=4, head_size=132)) 
 """
 
 
-def test_a_compressed_cache_grows_at_most_as_the_plan_says(vllm_trees, vllm_process, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(COMPRESSED)
-    grown = json.loads(vllm_process(vllm_trees.patched).run(program, ()).splitlines()[-1])
+def test_a_compressed_cache_grows_at_most_as_the_plan_says(vllm_trees, vllm_process):
+    grown = vllm_process(vllm_trees.patched).answer(COMPRESSED)
     model = parse(models.load()["deepseek-v4-flash"].config, "test")
     assert grown <= model.kv_read(20_001, "fp8") - model.kv_read(20_000, "fp8") < 1.1 * grown

@@ -48,19 +48,10 @@ WARNED = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("vllm_trees", "spark"), pytest.param(("next_trees", "spark-next"), marks=pytest.mark.nightly)],
-)
-def release(request):
-    trees, stack = request.param
-    return request.getfixturevalue(trees), stack
-
-
 @pytest.fixture(scope="module")
 def ask(release, vllm_process):
     def ask(tree, program, question, **variables):
-        process = vllm_process(vars(release[0])[tree])
+        process = vllm_process(vars(release)[tree])
         return json.loads(process.run(program, (), json.dumps(question), **variables).splitlines()[-1])
 
     return ask
@@ -98,7 +89,7 @@ def test_the_experts_of_each_recipe_get_the_backend_that_its_familys_row_expects
         answers = ask(tree, experts.PROGRAM, {"cases": cases}, **variables)["selections"]
         return dict(zip(RECIPES, [answer["backend"] or answer["error"] for answer in answers], strict=True))
 
-    _, stack = release
+    stack = release.stack
     rows = {name: families.load()[recipes.load()[name].family].experts.backends["12.1"][stack] for name in RECIPES}
     beside = [{**case, "deep_gemm": True} for case in cases]
     taken = {name: backend for name, (_, backend) in RECIPES.items()}

@@ -66,24 +66,13 @@ TEXTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["spark", pytest.param("spark-next", marks=pytest.mark.nightly)])
-def release(request):
-    trees = request.getfixturevalue("vllm_trees" if request.param == "spark" else "next_trees")
-    return request.param, trees.patched
-
-
-def test_the_level_of_strict_tools_decides_what_a_call_may_be(release, vllm_process, random_model, tmp_path):
-    stack, tree = release
-    words = profiles.load(stack=stack)["strict-tools"].arguments()
+def test_the_level_of_strict_tools_decides_what_a_call_may_be(release, vllm_process, random_model):
+    words = profiles.load(stack=release.stack)["strict-tools"].arguments()
     (level,) = (word.partition("=")[2] for word in words if word.startswith("--tool-strict-level="))
     tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
     question = json.dumps({"levels": ["auto", "function", level], "tools": tools, "texts": TEXTS})
-    (tmp_path / "program.py").write_text(GRAMMARS)
-    output = vllm_process(tree).run(tmp_path / "program.py", (random_model, question))
-    allowed = {
-        name: {text for text, is_allowed in texts.items() if is_allowed}
-        for name, texts in json.loads(output.splitlines()[-1]).items()
-    }
+    answers = vllm_process(release.patched).answer(GRAMMARS, random_model, question)
+    allowed = {name: {text for text, is_allowed in texts.items() if is_allowed} for name, texts in answers.items()}
     assert allowed["auto"] == set(TEXTS)
     assert allowed["function"] == set(TEXTS) - {"unknown tool"}
     assert allowed[level] == {"right", "answer"}
@@ -129,23 +118,17 @@ def test_each_familys_parsers_read_its_reasoning_and_its_calls(release, vllm_pro
     tokens = [DSML, *(f"<{slash}arg_{part}>" for slash in ("", "/") for part in ("key", "value"))]
     tokens += ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
     tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
-    (tmp_path / "program.py").write_text(PARSERS)
     question = json.dumps({"families": asked, "tokens": tokens, "tool": tool})
     folder = tiny_families.write_tokenizer(tmp_path)
-    output = vllm_process(release[1]).run(tmp_path / "program.py", (folder, question))
-    read = ["It asks.", None, [["weather", {"city": "Oslo"}]]]
-    assert all(answer == read for answer in json.loads(output.splitlines()[-1]).values()), output
+    answers = vllm_process(release.patched).answer(PARSERS, folder, question)
+    assert answers == {name: ["It asks.", None, [["weather", {"city": "Oslo"}]]] for name in WRITTEN}
 
 
 @pytest.fixture(scope="module")
-def parsed(release, vllm_process, tmp_path_factory):
-    stack, tree = release
-    arguments = json.dumps({name: profile.arguments() for name, profile in profiles.load(stack=stack).items()})
-    program = tmp_path_factory.mktemp("parser") / "program.py"
-    program.write_text(PROGRAM)
-    output = vllm_process(tree).run(program, (arguments, deep_child.__file__))
-    answers = json.loads(output.splitlines()[-1])
-    assert answers["version"].partition("+")[0] == pins.load().component(stack, "vllm").version
+def parsed(release, vllm_process):
+    arguments = json.dumps({name: profile.arguments() for name, profile in profiles.load(stack=release.stack).items()})
+    answers = vllm_process(release.patched).answer(PROGRAM, arguments, deep_child.__file__)
+    assert answers["version"].partition("+")[0] == pins.load().component(release.stack, "vllm").version
     return answers
 
 

@@ -32,8 +32,6 @@ from validate.facts.target import Target
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-# The patched vLLM of the next stack is tested daily (test_a_gb10_sheet_…); the tables of its choices run nightly.
-RELEASES = ["vllm_trees", pytest.param("next_trees", marks=pytest.mark.nightly)]
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 WHY = families.load()[families.default()].experts.why
 TOKENLESS = ("--skip-tokenizer-init", "--max-model-len", "512")
@@ -83,6 +81,12 @@ def model(random_model):
 @pytest.fixture(scope="module")
 def trees(vllm_trees):
     return vars(vllm_trees)
+
+
+@pytest.fixture(scope="module")
+def gb10_facts(gb10_sheet):
+    """Return a function: a stack → the facts of a Spark's recorded sheet."""
+    return lambda stack: {name: Fact(**entry) for name, entry in json.loads(gb10_sheet(stack))["facts"].items()}
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +171,6 @@ def test_cpu_is_told_as_it_is(model, trees):
     assert "the patch is not applied" in facts["deep.is_blackwell_class"].error
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("tree", "args", "backend"),
     [
@@ -178,8 +181,8 @@ def test_cpu_is_told_as_it_is(model, trees):
         ("patched", ("--moe-backend", "marlin"), "MARLIN"),
     ],
 )
-def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, claim, tree, args, backend):
-    facts = deep_facts(model, vars(request.getfixturevalue(release))[tree], claim, args=args)
+def test_moe_backend_on_a_claimed_gb10(deep_facts, model, release, claim, tree, args, backend):
+    facts = deep_facts(model, vars(release)[tree], claim, args=args)
     assert facts["deep.capability"].value == "12.1"
     assert facts["deep.moe_backend"].error is None
     assert facts["deep.moe_backend"].value == backend
@@ -187,40 +190,33 @@ def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, clai
     assert facts["deep.is_blackwell_class"].value is (False if tree == "patched" else None)
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("recipe", ["qwen3-30b-a3b-fp8", "glm-4.7-flash-nvfp4"])
 def test_the_backend_of_another_familys_experts_is_the_one_of_its_row(
-    request, deep_facts, tmp_path, release, claim, gb10_sheet, recipe
+    deep_facts, tmp_path, release, claim, gb10_facts, recipe
 ):
-    stack = "spark" if release == "vllm_trees" else "spark-next"
     config = dict(recipes.load()[recipe].config)
     if "weight_block_size" in (quantization := config["quantization_config"]):
         config["quantization_config"] = {**quantization, "activation_scheme": "dynamic"}
     write_json(tmp_path / "config.json", config)
-    answers = deep_facts(tmp_path, vars(request.getfixturevalue(release))["patched"], claim, args=TOKENLESS)
+    answers = deep_facts(tmp_path, release.patched, claim, args=TOKENLESS)
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.quantization", "deep.capability")}
-    recorded = json.loads(gb10_sheet(stack))["facts"]
-    sheet = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in recorded.items()}
+    sheet = gb10_facts(release.stack)
     finding = evaluate(CHECKS["moe-backend"], View({**sheet, **chosen, "model.config": Fact(config, "test")}))
-    (backend,) = {families.load()[recipes.load()[recipe].family].experts.backends["12.1"][stack]}
+    (backend,) = {families.load()[recipes.load()[recipe].family].experts.backends["12.1"][release.stack]}
     assert (finding.status, finding.evidence) == (Status.PASS, f"vLLM selects {backend}")
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("more", [(), FLAGS], ids=["its profile", "beside safe"])
-def test_our_plugin_may_serve_on_a_claimed_gb10(
-    request, deep_facts, gather_in_forks, model, release, claim, gb10_sheet, more
-):
+def test_our_plugin_may_serve_on_a_claimed_gb10(deep_facts, gather_in_forks, model, release, claim, gb10_facts, more):
     """A Spark's sheet with the answers of this vLLM, and a layer computed by our plugin's kernel in this run."""
-    args, tree = ("--quantization", "spark-mxfp4", *more), vars(request.getfixturevalue(release))["patched"]
+    args, tree = ("--quantization", "spark-mxfp4", *more), release.patched
     answers = deep_facts(model, tree, claim, args=args)
     assert answers["deep.capability"].value == "12.1"
     assert answers["deep.quantization"].value == "spark-mxfp4", answers["deep.quantization"].error
     computed = gather_in_forks(numerics, target(model, tree, claim, args=args), (tree, claim))
     assert computed["numerics.kernel"].value == "spark_mxfp4 torch"  # this torch has no CUDA
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.quantization", "deep.capability")}
-    recorded = json.loads(gb10_sheet("spark" if release == "vllm_trees" else "spark-next"))["facts"]
-    sheet = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in recorded.items()}
+    sheet = gb10_facts(release.stack)
     sheet["layers.differences"] = Fact({"experts 0": 0.004}, "test")  # in bfloat16, as our kernel's
     report = rehearse("spark", {**sheet, **chosen, **computed}, "test")
     assert report.verdict is ValidationVerdict.SERVE, report.of(Status.FAIL)
@@ -252,7 +248,6 @@ def large(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("args", "kernel"),
     [
@@ -264,13 +259,12 @@ def large(tmp_path_factory):
         (("--quantization-config.linear", "mxfp4", "--linear-backend", "marlin"), "MarlinMxFp4LinearKernel"),
     ],
 )
-def test_dense_kernels_on_a_claimed_gb10(request, deep_facts, large, release, claim, args, kernel):
-    facts = deep_facts(large, vars(request.getfixturevalue(release))["upstream"], claim, args=args)
+def test_dense_kernels_on_a_claimed_gb10(deep_facts, large, release, claim, args, kernel):
+    facts = deep_facts(large, release.upstream, claim, args=args)
     assert facts["deep.dense_kernels"].error is None
     assert facts["deep.dense_kernels"].value == {"qkv_proj": kernel, "o_proj": kernel, "lm_head": "bf16"}
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("args", "kernel"),
     [
@@ -280,10 +274,10 @@ def test_dense_kernels_on_a_claimed_gb10(request, deep_facts, large, release, cl
         (("mxfp4", "--linear-backend", "marlin", "--tensor-parallel-size", "2"), "MarlinMxFp4LinearKernel"),
     ],
 )
-def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, deep_facts, large, release, claim, args, kernel):
+def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(deep_facts, large, release, claim, args, kernel):
     """The head has 201,088 rows, or 100,544 on each of two devices."""
     head = ("--quantization-config.lm_head", *args)
-    facts = deep_facts(large, vars(request.getfixturevalue(release))["patched"], claim, args=head)
+    facts = deep_facts(large, release.patched, claim, args=head)
     assert facts["deep.dense_kernels"].error is None
     assert facts["deep.dense_kernels"].value == {"qkv_proj": "bf16", "o_proj": "bf16", "lm_head": kernel}
 
@@ -297,13 +291,12 @@ def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, deep_facts, large,
     ],
 )  # fmt: skip
 def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
-    deep_facts, model, next_trees, claim, gb10_sheet, tree, verdict, evidence
+    deep_facts, model, next_trees, claim, gb10_facts, tree, verdict, evidence
 ):
     """The sheet of spark-next has this vLLM's answers in place of the recorded ones."""
     answers = deep_facts(model, vars(next_trees)[tree], claim)
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.capability")}
-    recorded = json.loads(gb10_sheet("spark-next"))["facts"]
-    sheet = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in recorded.items()}
+    sheet = gb10_facts("spark-next")
     report = rehearse("spark", {**sheet, **chosen}, "test")
     assert report.verdict is verdict
     (finding,) = (finding for finding in report.findings if finding.check == "moe-backend")

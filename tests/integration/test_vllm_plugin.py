@@ -135,6 +135,11 @@ def configure(tmp_path):
     return make
 
 
+@pytest.fixture
+def claim_amx(monkeypatch):
+    return lambda amx: monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+
+
 @contextmanager
 def as_rank(groups, rank, ranks, way="_TP"):
     """Fake one of several tensor-parallel or data-parallel (and so expert-parallel) ranks in this process."""
@@ -532,9 +537,9 @@ def test_other_checkpoints_are_refused_by_name(configure, changes, message):
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.32.1.dev3+g1234567", "0.33.0.post1"])
 @pytest.mark.parametrize("quantization", ["spark-mxfp4", None])
-def test_another_release_is_refused_by_name(configure, monkeypatch, version, quantization):
+def test_another_release_is_refused_by_name(configure, monkeypatch, claim_amx, version, quantization):
     monkeypatch.setattr(vllm, "__version__", version)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # makes the plugin claim the checkpoint
+    claim_amx(False)  # makes the plugin claim the checkpoint
     shown = version.partition("+")[0].replace(".", r"\.")
     with pytest.raises(
         NotImplementedError, match=rf"vLLM {shown} · it supports 0\.32\.0 and 0\.33\.0 · pip install 'vllm=="
@@ -583,9 +588,14 @@ def test_unsupported_features_are_refused_with_their_name(change, message):
 
 
 @pytest.fixture
-def other_family(monkeypatch, tmp_path):
-    monkeypatch.setattr(stock, "Mxfp4MoEMethod", stock.Mxfp4MoEMethod)  # put back afterwards
+def families_on(monkeypatch):
+    """Turn other families on for the next `plugin.register`; put vLLM's own method back afterwards."""
+    monkeypatch.setattr(stock, "Mxfp4MoEMethod", stock.Mxfp4MoEMethod)
     monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "on")
+
+
+@pytest.fixture
+def other_family(families_on, tmp_path):
     plugin.register()
     family = {**tiny_families.CONFIGS["qwen3-moe"], "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps({**family, "quantization_config": {"quant_method": "mxfp4"}}))
@@ -630,9 +640,8 @@ def test_a_kernel_for_gpt_oss_alone_refuses_another_family(one_process, other_fa
         other_family()
 
 
-def test_experts_of_another_family_that_are_left_to_vllm_are_its_own(monkeypatch):
-    monkeypatch.setattr(stock, "Mxfp4MoEMethod", before := stock.Mxfp4MoEMethod)  # put back afterwards
-    monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "on")
+def test_experts_of_another_family_that_are_left_to_vllm_are_its_own(families_on, monkeypatch):
+    before = stock.Mxfp4MoEMethod
     monkeypatch.setenv("SPARK_MXFP4_KERNEL", "vllm")
     plugin.register()
     assert stock.Mxfp4MoEMethod is before
@@ -852,10 +861,10 @@ def test_values_that_a_format_cannot_hold_are_refused_by_the_layers_name(
 
 
 @pytest.mark.parametrize("amx", [True, False])
-def test_the_experts_can_be_vllms(configure, formats, monkeypatch, amx):
+def test_the_experts_can_be_vllms(configure, formats, monkeypatch, claim_amx, amx):
     formats("fp8", "")
     monkeypatch.setenv("SPARK_MXFP4_KERNEL", "vllm")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    claim_amx(amx)
     if amx:
         assert configure(DENSE, dtype="bfloat16").quant_config.kernel_name == "vllm"
     else:
@@ -864,11 +873,11 @@ def test_the_experts_can_be_vllms(configure, formats, monkeypatch, amx):
 
 
 @pytest.mark.parametrize("kernel", ["vllm", "torch"])
-def test_the_validator_sees_whose_experts_run(configure, formats, monkeypatch, kernel):
+def test_the_validator_sees_whose_experts_run(configure, formats, monkeypatch, claim_amx, kernel):
     """The validator's child reads the server's configuration, because the check requires vLLM's own MXFP4 method."""
     formats("fp8", "")
     monkeypatch.setenv("SPARK_MXFP4_KERNEL", kernel)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    claim_amx(True)
     questions = deep_child.Questions(None, [])
     questions.config = configure(DENSE, dtype="bfloat16")
     assert questions.quantization() == {"vllm": "gpt_oss_mxfp4", "torch": "spark-mxfp4"}[kernel]
