@@ -25,7 +25,7 @@ from sparkforge.qualify.parts import COULD_NOT_RUN, DIFFERS, HELD
 from sparkforge.qualify.report import CAPABILITY, Report
 
 PAGE = ROOT / "docs" / "hardware.md"
-NONE_RUN = "**Nothing in this ledger was verified on a real DGX Spark.** We had none."
+NONE_RUN = "**Nothing in this ledger was verified on a real DGX Spark.** We had no Spark."
 
 
 def render(known: Ledger) -> str:
