@@ -12,7 +12,6 @@ import openai
 import pytest
 
 from sparkforge.core.openai import Endpoint
-from sparkforge.core.paths import ROOT
 from sparkforge.models import harmony
 from sparkforge.serve import proof
 
