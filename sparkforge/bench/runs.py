@@ -42,9 +42,9 @@ def prepare(flags: Mapping[str, Any]) -> Prepared:
 
 
 def check(flags: Mapping[str, Any], model: str, longest: int) -> tuple[list[Config], Passage]:
-    """Return the configurations and the text for a server of `model` that takes `longest` tokens, without a request.
+    """Check the options, without a request, for a server of `model` with `longest` tokens of context.
 
-    Raises UsageError for an invalid option, InputError for a missing text.
+    Return the configurations and the text. Raises UsageError for an invalid option, InputError for a missing text.
     """
     options, table = BenchSettings(flags), baselines.load()
     bounded = BenchSettings({**flags, "max_model_len": str(options.number("max_model_len", 0) or longest)})
@@ -56,11 +56,14 @@ def check(flags: Mapping[str, Any], model: str, longest: int) -> tuple[list[Conf
 
 
 def run_gate(flags: Mapping[str, Any]) -> Gate:
-    """Run the gate alone and print it, after `fetch_text`; with `record` without a threshold. Raises BenchmarkError."""
+    """Run the gate alone and print it. Raises BenchmarkError.
+
+    `fetch_text` first fetches the text; `record` measures without a threshold.
+    """
     if source := flags.get("fetch_text"):
         text.fetch(source)
     prepared = prepare(flags)
-    for name in ("isl", "osl", "num_prompts"):  # the load's; the competition passes them to the gate too
+    for name in ("isl", "osl", "num_prompts"):  # of the load; the gpt-oss competition passes them to the gate too
         prepared.settings.number(name, 0)
     return _record(prepared) if flags.get("record") else _gate(prepared)
 
@@ -81,7 +84,7 @@ class RunOutcome:
             raise BenchmarkError("the load's figures are not valid", reasons, fix, code="benchmark.load")
         if failed:
             problem = f"{len(failed)} of {len(self.results)} configurations failed"
-            fix = f"less {self.files[0].parent}/summary.txt; the same command repeats the failed ones, --fresh all"
+            fix = f"less {self.files[0].parent}/summary.txt; the same command repeats the failed ones, with --fresh all"
             raise BenchmarkError(problem, reasons, fix, code="benchmark.batch")
 
 
@@ -91,7 +94,7 @@ def run_benchmark(flags: Mapping[str, Any]) -> None:
 
 
 def measure(flags: Mapping[str, Any], judge: Callable[[Gate], None] = gate.require) -> RunOutcome:
-    """Run the gate, which `judge` may also refuse, then every configuration, and print them. Raises BenchmarkError."""
+    """Run the gate, let `judge` refuse it too, then run and print every configuration. Raises BenchmarkError."""
     prepared = prepare(flags)
     configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint)
     limit, name = prepared.settings.number("limit"), _file_name(prepared.settings, configs)
@@ -127,7 +130,7 @@ def _gate(prepared: Prepared) -> Gate:
 
 
 def _record(prepared: Prepared) -> Gate:
-    """Measure without a threshold and print the row for one; the user who adds it vouches for the model."""
+    """Measure without a threshold and print a row for the table; a user who adds this row vouches for the model."""
     today = datetime.now(UTC).date().isoformat()
     blank = AccuracyThreshold(model="*", text=prepared.passage.name, source="none yet", date=today)
     table = prepared.baselines.model_copy(update={"gates": [blank], "canaries": []})

@@ -36,7 +36,7 @@ def clean_cache(_ctx: Context, options: CleanOptions) -> None:
     """
     only_list = CleanOptions(list_=True, root=options.root, container=options.container)
     if options.list_ and options != only_list:
-        why = "it removes nothing; only --root or --container go with it"
+        why = "it removes nothing, and takes only --root or --container"
         raise UsageError("--list cannot be combined with these options", why, "./inv clean-cache --list")
     if options.container:
         from sparkforge.image import volume
@@ -117,7 +117,7 @@ def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> No
 
 @task(example="./inv pins.lock")
 def pins_lock(_ctx: Context) -> None:
-    """Resolve every locks/*.in again into its hash-locked set."""
+    """Resolve every locks/*.in and write its hash-locked set."""
     in_laboratory("locks")
 
 

@@ -27,7 +27,7 @@ PATHS: dict[str, Callable[[str], str]] = {
 def with_options(
     names: tuple[str, ...], *positional: str, example: str, **texts: str
 ) -> Callable[[Callable[[Options], None]], CommandTask]:
-    """Make a command with the options `names` of the table, which its function gets as one mapping.
+    """Make a command with the table's options `names`; its function gets their values as one mapping.
 
     `texts` are help texts that replace the table's, and those of options that the table lacks.
     """
@@ -50,8 +50,8 @@ def with_options(
 def acc(options: Options) -> None:
     """Run the accuracy gate on a served model.
 
-    It accepts the shape of a load, as the competition's command does; the gate is the same for every shape. The text
-    that gpt-oss is scored on is wikitext-2 (raw, test), 4.7 MB, checked against its pin.
+    It accepts the shape of a load, as the gpt-oss competition's command does; the gate is the same for every shape. The
+    text that gpt-oss is scored on is wikitext-2 (raw, test), 4.7 MB, checked against its pin.
     """
     from sparkforge.bench import runs
 
@@ -71,7 +71,7 @@ def perf(options: Options) -> None:
 
 @with_options(COMMANDS["submit"], "team", example="./inv bench.submit my-team")
 def submit(options: Options) -> None:
-    """Run the gate and the load, and post a passed result.
+    """Run the gate and the load, and post a result that passed.
 
     Posts to --to; without --to nothing leaves this machine.
     """
@@ -97,7 +97,7 @@ def compare(_ctx: Context, before: str, after: str) -> None:
 
 @with_options((*COMMANDS["load"], *COMMANDS["start"]), example="./inv bench.bakeoff --profiles safe,fast")
 def bakeoff(options: Options) -> None:
-    """Gate, load and rank serve profiles.
+    """Measure and rank serve profiles.
 
     They run one after another; those that fail the gate are not ranked.
     """

@@ -27,11 +27,11 @@ from validate.facts.fact import Fact, gather
 from validate.facts.target import Options, Target
 
 CHUNK = 1 << 20
-HEAD, TAIL = 1 << 16, 1 << 18  # bytes of a log's begin and end that are kept for a support archive
+HEAD, TAIL = 1 << 16, 1 << 18  # bytes of a log's beginning and end that are kept for a support archive
 MAX_JSON = 16 << 20
 BUILD_LOGS = 300  # the newest ones; a kernel build leaves one for each unit
 UNIT_LOGS = ("kernels/logs/*.log", "build/vllm/*/logs/*.log")
-# A build of the image may lose a compiler, try again and succeed: its log counts only if it ends in one of these.
+# An image build may lose a compiler, try again and succeed: these logs count only with FAILED_BUILD near their end.
 IMAGE_LOGS = ("logs/image.log", "logs/compose.log")
 FLEET_LOGS = ("fleet/haproxy.log", "fleet/models/*/up.log", "fleet/models/*/logs/server.log")
 FAILED_BUILD = (b"failed to solve", b"Error response from daemon")
@@ -60,7 +60,7 @@ class EvidenceSource:
 
 
 class Log:
-    """A log that is read once, its ends kept. `kind` is the program that wrote it, `written` its Unix time."""
+    """A log that is read once; its ends are kept. `kind` is the program that wrote it, `written` its Unix time."""
 
     def __init__(
         self, name: str, chunks: Callable[[], Iterator[bytes]], *, kind: str = OTHER, written: float = 0.0
@@ -75,7 +75,7 @@ class Log:
         if self.kind == EMBEDDED:
             return "./inv logs"
         if self.name == STDIN_NAME:
-            return "cat"  # of the same pipe
+            return "cat"  # in the pipe, in place of ./inv doctor
         return self.name if self.name.startswith("docker logs ") else f"cat {shlex.quote(self.name)}"
 
     @classmethod
@@ -117,11 +117,10 @@ class Log:
 
 @dataclass
 class Evidence:
-    """All evidence. `facts` is a flat table for signatures, `fact_sources` names the source of each.
+    """All evidence. `facts` is a flat table for the signatures, `fact_sources` the source of each.
 
     `reports` are the validator's, `documents` other JSON files, by name; `containers` serve a fleet's models; `errors`
-    are what the Docker engine refused, each after the question; `machine` and `inspected` go into a support archive
-    unchanged.
+    are the Docker engine's, each with its question; `machine` and `inspected` go into a support archive unchanged.
     """
 
     logs: list[Log] = field(default_factory=list)
@@ -138,7 +137,7 @@ class Evidence:
     sources: list[EvidenceSource] = field(default_factory=list)
 
     def add_source(self, name: str, note: str, *, read: bool = True) -> None:
-        """Note what came of a source."""
+        """Note a source, and the result of reading it."""
         self.sources.append(EvidenceSource(name, note, read))
 
     def add_fact(self, name: str, value: Any, source: str) -> None:

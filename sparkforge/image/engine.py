@@ -17,8 +17,8 @@ from sparkforge.core.docker import INSTALL, explained
 from sparkforge.core.errors import EngineError, IntegrityError, SparkforgeError
 
 SECONDS = 20  # timeout of an engine's answer; starting a container takes seconds at most
-UNPACK_SECONDS = 1800  # and of creating the first container of an image that the engine has to unpack before
-FIRST_CLOSED = 28  # the first Docker whose ports on 127.0.0.1 only this machine reaches
+UNPACK_SECONDS = 1800  # the same for an image's first container, for which the engine may unpack the image
+FIRST_CLOSED = 28  # since this Docker, only this machine reaches ports published on 127.0.0.1
 NVIDIA = "nvidia"
 CDI_KIND = "nvidia.com/gpu"
 HOOK = "nvidia-container-runtime-hook"  # with it on its PATH, dockerd takes GPU reservations without a runtime entry
@@ -180,7 +180,7 @@ def state(client: docker.DockerClient, container: str) -> State | None:
 
 
 def _since(started: str, moment: str) -> bool:
-    """Tell whether `moment` is at or after `started`, two times of the engine; yes if one is unknown."""
+    """Tell whether the engine's time `moment` is not before `started`; yes if either is unknown."""
     try:
         return datetime.fromisoformat(moment) >= datetime.fromisoformat(started)
     except (ValueError, TypeError):

@@ -1,7 +1,7 @@
 """The trust policy of this machine, `trust.toml` in the checkout, and the verification of images against it.
 
-Without that file nothing is required. With it an image needs a signature, provenance or a bill of materials, as the
-file says, by one of its keys; and it must not be older than the last accepted image, except for `./inv rollback`.
+Without that file nothing is required. With it an image needs what the file demands (signature, provenance, bill of
+materials), signed with one of its keys, and must not be older than the last accepted image, except in `./inv rollback`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sparkforge.image.provenance import CYCLONEDX, REBUILD, SLSA, Predicate, Sta
 SIGNATURE, PROVENANCE, SBOM, REBUILT = "signature", "provenance", "sbom", "rebuilt bit for bit"
 FILE = paths.ROOT / "trust.toml"
 SIGN = "./inv image.sign KEY   # for your own build; else ask the publisher"
-SIGN_FILE = "again   # first make it with --key KEY, or ask the publisher"
+SIGN_FILE = "again   # first sign it: make it with --key KEY, or ask the publisher"
 
 
 class Key(Record):
@@ -49,7 +49,7 @@ class Key(Record):
 
 
 class Images(Record):
-    """The requirements for an image: keys, builders and stacks that are accepted; an empty list accepts all."""
+    """The demands on an image, and the accepted keys, builders and stacks; an empty list accepts all."""
 
     demand: tuple[Literal["signature", "provenance", "sbom"], ...]
     keys: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Trust(Record):
     @model_validator(mode="after")
     def _keys_are_there(self) -> Trust:
         if not (known := {*self.keys, *self.identities}) or self.keys.keys() & self.identities:
-            raise ValueError("it needs 'keys' or 'identities', and a name for each")
+            raise ValueError("it needs 'keys' or 'identities', and no name in both")
         if unknown := sorted(set(self.images.keys) - known):
             raise ValueError(f"'keys' names no key: {', '.join(unknown)}")
         return self

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 def _write(directory: Path, weights: Weights) -> Made:
     require_space(directory.parent, SIZE, "the tiny model")
     directory.mkdir()
-    ends = [200002, 199999, 200012]  # as in gpt-oss's file, with the default sampling
+    ends = [200002, 199999, 200012]  # as in gpt-oss's generation_config.json
     tokens = {"bos_token_id": 199998, "do_sample": True, "eos_token_id": ends, "pad_token_id": 199999}
     configs = {"config.json": config(weights.sizes()), "generation_config.json": {**tokens, **weights.sampling}}
     files = {**{name: to_json(value) for name, value in configs.items()}, **tokenizer_files()}

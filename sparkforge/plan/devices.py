@@ -58,9 +58,9 @@ class Kernels(Record):
     """The assumptions about our kernels in a forecast (forecast.py).
 
     `read` is the memory bandwidth in GB/s; `experts` and `dense` are the shares of it that experts, by tokens per
-    expert, and dense products reach. A scheduler issues `instructions`, by tokens per expert, for 64 x 64 weights, and
-    can issue `slots` while the memory delivers them. `gap` is the µs before each layer's experts, and `rest` the µs per
-    layer between kernels and in kernels that read no weights, by tokens.
+    expert, and dense products reach. For 64 x 64 weights a warp scheduler issues `instructions`, by tokens per
+    expert, and could issue `slots` while the memory delivers them. `gap` is the µs before each layer's experts. `rest`,
+    by tokens, is the µs per layer between kernels and in kernels that read no weights.
     """
 
     read: Figure

@@ -43,7 +43,7 @@ CHOSEN_PORT = 47_113
 # A Spark's cable takes tens of microseconds, a switch a few more, WiFi milliseconds. Every layer waits for two
 # all-reduces: 1 ms each would be 72 ms a token of gpt-oss-120b. Our own bound.
 ROUND_TRIP_SECONDS = 1e-3
-# Columns. 100,544, a node's part of a quantised LM head, is not a multiple (eugr/spark-vllm-docker issue 136).
+# Marlin takes a multiple of these columns of an LM head; half of gpt-oss's is none (eugr/spark-vllm-docker issue 136).
 MARLIN_TILE = 128
 
 
@@ -125,7 +125,7 @@ _add_same("machines", "processor architecture", "machine", "one kind of machine 
 UPGRADE = "sudo apt update && sudo apt full-upgrade && sudo reboot   # on each"
 _add_same("drivers", "GPU driver", "driver", UPGRADE, GPUS)
 _add_same("images", "image, by its id", "image", "./inv image.pull REGISTRY/NAME@sha256:DIGEST   # on each node")
-_add_same("models", "model, by a hash", "model", "./inv cluster.sync   # and rm what only one node has")
+_add_same("models", "model, by a hash", "model", "./inv cluster.sync   # and remove files that only one node has")
 
 
 @CHECKS.add(fix="ip -br addr; ibdev2netdev; check the cable")
