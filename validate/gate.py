@@ -59,8 +59,8 @@ class ValidationReport:
 def run(profile: str, options: Options, sheet: Facts | None = None) -> ValidationReport:
     """Validate this machine for `profile`. Raises UsageError for an unknown profile and nothing else.
 
-    `sheet` has the facts that need no child process, if they are known. The other facts are gathered only if the
-    options and a check of the profile require them.
+    `sheet` has the facts that need no child process; without it they are gathered here. The facts of child processes
+    are gathered only if the options and a check of the profile require them.
     """
     chosen = named(profile).foreign() if options.foreign else named(profile)
     if options.layers and "layers" not in chosen.severities:

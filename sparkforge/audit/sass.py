@@ -1,4 +1,4 @@
-"""Count a kernel's instructions by mnemonic, at the speed of a copy; nvdisasm decodes the mnemonics.
+"""Count a kernel's instructions by mnemonic, at about the speed of a memory copy; nvdisasm decodes the mnemonics.
 
 nvdisasm reads 2 MB of cubins a second, and large libraries hold hundreds of MB. But kernels repeat themselves: 2.6 MB
 of FlashInfer's MoE hold 162,000 instructions with 698 *shapes*. A shape is an instruction's bits without registers,

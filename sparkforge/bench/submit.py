@@ -1,6 +1,7 @@
 """Posts a result to a board: only to a given URL, only a passed result, redacted, and never twice.
 
-Our JSON has its digest as Idempotency-Key, so that the same command can be run again. The result's file is kept.
+A post in our JSON form has the result's digest as Idempotency-Key, so that the same command can be run again. The
+result's file is kept.
 """
 
 import re
@@ -43,7 +44,7 @@ class Destination:
     form: str
 
     def is_competition(self, table: Baselines) -> bool:
-        """Tell whether this is the competition's board, or gets its form."""
+        """Tell whether this is the competition's board, or another one that takes the competition's form."""
         own = self.to.rstrip("/") in table.competition.boards.values()
         return self.to == BOARD or self.form != JSON or own
 
@@ -86,7 +87,7 @@ def main(flags: Mapping[str, Any]) -> None:
 def find_differences(table: Baselines, model: str, text_sha256: str, shape: tuple[int, int], to: str) -> list[str]:
     """Return the differences of a measurement from the requirements of the competition's boards.
 
-    `shape` is isl and osl; `to` is as in Destination, since each board takes one shape.
+    `shape` is isl and osl. `to` is as in Destination; the board of another shape is a difference.
     """
     board, differences = table.competition, list[str]()
     text = pins.load().texts[board.text]
@@ -157,8 +158,8 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
 def gradio_row(team: str, result: Result, figure: CitedFigure | None) -> list[str | float]:
     """Return the columns of the competition's form, with 0 for missing figures as in that form.
 
-    `figure` is the competition's baseline for the result's shape. The form is that of
-    danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary).
+    `figure` is the competition's baseline for the result's shape. The form is that of the program gptoss_benchmark (a
+    binary of 2025-12-03) in danielhua23/amdgpu_inferencemax_bounty.
     """
     m, gate, cited = result.metrics, result.gate, figure.values if figure else {}
     if m is None:

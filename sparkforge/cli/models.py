@@ -54,7 +54,7 @@ def pull(
 def list_(_ctx: Context, json_: bool = False) -> None:
     """List the models on this machine, their size and what uses them.
 
-    It lists pull's folder and Hugging Face's cache, in which a blob counts once.
+    It lists pull's folder and Hugging Face's cache. A file that snapshots share counts once.
     """
     from sparkforge.serve import stored
 
@@ -71,7 +71,7 @@ def rm(_ctx: Context, model: str, yes: bool = False) -> None:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of `./inv plan`, as those of `sparkforge.plan.planner.PlanRequest`."""
+    """Options of `./inv plan`: the fields of `sparkforge.plan.planner.PlanRequest`."""
 
     model: str = option("a recipe (./inv models), a folder of a checkpoint, or a config.json", positional=True)
     device: str = option(

@@ -23,8 +23,9 @@ from sparkforge.core import paths
 from sparkforge.core.console import echo, show_error
 from sparkforge.core.errors import SparkforgeError, UsageError
 
-CommandTask.run_by_invoke = False  # _parse leaves a positional argument out
-# What `./inv --list` shows, by the user's job. `NAME.*` stands for a collection's commands that are in no other place.
+CommandTask.run_by_invoke = False  # with _parse, users may omit a command's optional positional argument
+# What `./inv --list` shows, by the user's job. `NAME.*` stands for those of a collection's commands that are not listed
+# by name.
 GROUPS = {
     "serve": ("up", "down", "status", "logs", "chat", "run", "rollback", "service.*", "cluster.*", "max.*"),
     "build": ("build", "build.*", "patch", "dev.*", "audit", "image.*"),
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         except Exit as error:
             return error.code
     except BrokenPipeError:  # `./inv --list | head`: ends as other programs do, with the code of SIGPIPE
-        null = os.open(os.devnull, os.O_WRONLY)  # for later output of Python
+        null = os.open(os.devnull, os.O_WRONLY)  # for what Python still writes, such as its flush at exit
         for number in (1, 2):
             os.dup2(null, number)
         return SIGNALLED + signal.SIGPIPE
@@ -86,7 +87,7 @@ def run(arguments: list[str]) -> int:
         contexts.update(dict.fromkeys(context.aliases, context))
     contexts.update({name: contexts[command] for name, command in OTHER_NAMES.items()})
     if arguments[1:] and arguments[0] not in contexts and (name := ".".join(arguments[:2])) in contexts:
-        arguments = [name, *arguments[2:]]  # `service install`, as other programs have it
+        arguments = [name, *arguments[2:]]  # also accept `service install` for `service.install`
     arguments = [OTHER_NAMES.get(argument, argument) for argument in arguments[:1]] + arguments[1:]
     if help_flags := [argument for argument in arguments if argument in HELP]:
         command = next((argument for argument in arguments if argument not in help_flags), "")

@@ -44,8 +44,8 @@ from validate.checks.finding import Finding, Status
 from validate.gate import ValidationReport, ValidationVerdict
 from validate.report import as_document
 
-CLUSTER = "SPARKFORGE_CLUSTER_WATCH"  # a node of a cluster: the options of the program that ends it with the others
-WATCH = Path(__file__).with_name("cluster") / "watch.py"  # which is run as a file, as supervise.py is
+CLUSTER = "SPARKFORGE_CLUSTER_WATCH"  # on a node of a cluster: WATCH's options; WATCH ends this node with the others
+WATCH = Path(__file__).with_name("cluster") / "watch.py"  # run as a file, like supervise.py
 REPORT = "validation.json"
 REFUSED = "refused.json"  # in SPARKFORGE_STATE, which outlives the container's tmpfs: for `./inv doctor`
 API_SERVER = ["-m", command_line.MODULE]
@@ -117,7 +117,7 @@ class ContainerArguments:
 def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
     """Read the container's arguments, in the forms of this module's docstring.
 
-    Raises UsageError for two models, and if a word after a flag may be the model: no other model may be served.
+    Raises UsageError for two models, and for a word after a flag that may be the model, so that no other is served.
     """
     remaining = list(arguments)
     only_validate = remaining[:1] == ["validate"]

@@ -1,4 +1,4 @@
-"""The tiny model's recorded answers, which a GPU must reproduce with the kernels of a larger model first."""
+"""The tiny model's recorded answers: before a GPU serves a larger model, its kernels must reproduce them."""
 
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +11,7 @@ from sparkforge.core.tables import Record
 
 ANSWERS = Path(__file__).with_name("first_answers.json")  # by lab/first_answers.py, in float32
 TOKENS = 12  # generated after each prompt
-MARGIN = 2.0  # least lead of each token over the next best: rounding must not change a token
+MARGIN = 2.0  # smallest lead of a token's logit over the next best, so that rounding changes no token
 LIMIT = 0.10  # mean difference of the log probabilities: bfloat16 gives 0.012 on a CPU, and 8 bits round more
 
 
