@@ -122,7 +122,7 @@ def test_only_pyproject_states_the_version(built):
     [wheel], [sdist] = built.glob("*.whl"), built.glob("*.tar.gz")
     assert wheel.name.startswith(f"spark_mxfp4-{VERSION}-")
     assert sdist.name == f"spark_mxfp4-{VERSION}.tar.gz"
-    assert re.search(r"^## (\S+)", (PROJECT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == VERSION
+    assert re.search(r"^## (\d\S*)", (PROJECT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == VERSION
     assert not [path for path in PACKAGE.rglob("*.py") if f'"{VERSION}"' in path.read_text()]
 
 
