@@ -56,7 +56,8 @@ MANY = 4096  # tokens counted for an answer without max_tokens
 SLOTLESS = frozenset({
     "tokenize", "detokenize", "count_tokens", "cancel", "ping", "start_profile", "stop_profile",
 })  # fmt: skip
-STARTED = re.compile(rb'"id": ?"(resp_[^"]+)"')  # in the first piece of a response that continues in the background
+# A response's id, in its first piece. A client may choose it, also with escaped quotes.
+RESPONSE_ID = re.compile(rb'"id": ?("(?:[^"\\]|\\.)*")')
 # Fields with several prompts → the type of one: of a completion, a batch, /generative_scoring and /v1/systemone.
 PROMPTS: Mapping[str, type | tuple[type, ...]] = {
     "prompt": (str, list), "messages": list, "items": (str, list), "questions": object,
@@ -401,8 +402,8 @@ class Limiter:
         async def noted_send(message: Message) -> None:
             nonlocal started
             if started is None and "body" in message:
-                found = STARTED.search(message["body"])
-                started = found[1].decode() if found else ""
+                found = RESPONSE_ID.search(message["body"])
+                started = json.loads(found[1]) if found else ""
             await send(message)
 
         try:

@@ -267,12 +267,13 @@ def test_a_client_with_many_answers_leaves_slots_for_others():
     assert asyncio.run(served()) == (["a", "b", "a"], ["a", "a", "b"], 6)  # the third is no answer
 
 
-def test_a_response_in_the_background_holds_its_slots_until_it_ends():
+@pytest.mark.parametrize("chosen", ["resp_1", "mine", 'a"b\\c', "é"])
+def test_a_response_in_the_background_holds_its_slots_until_it_ends(chosen):
     async def served():
         server = Busy()
         server.open.set()
-        BACKGROUND.background_tasks["resp_1"] = asyncio.create_task(asyncio.sleep(0.1))
-        await server.request("a", 8, answer={"id": "resp_1", "status": "queued"})
+        BACKGROUND.background_tasks[chosen] = asyncio.create_task(asyncio.sleep(0.1))
+        await server.request("a", 8, answer={"id": chosen, "status": "queued"})
         await server.request("a", 8)
         before = server.answers
         await server.end()
