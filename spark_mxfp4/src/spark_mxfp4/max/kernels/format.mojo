@@ -22,8 +22,8 @@ def expand[width: Int](codes: SIMD[DType.uint8, width], scale: UInt8) -> SIMD[DT
     var code = codes.cast[DType.int32]()
     var magnitude = code & 7
     var is_one_or_more = magnitude.ge(2)
-    # The value 0.5 is 2^-1. The values 1, 1.5, 2, 3, 4 and 6 have the exponents 0, 0, 1, 1, 2 and 2; the code's low bit is
-    # their mantissa.
+    # The value 0.5 is 2^-1. The values 1, 1.5, 2, 3, 4 and 6 have the exponents 0, 0, 1, 1, 2 and 2; the code's
+    # low bit is their mantissa.
     var exponent = is_one_or_more.select((magnitude >> 1) - 1, SIMD[DType.int32, width](-1)) + scale.cast[DType.int32]()
     var mantissa = is_one_or_more.select((magnitude & 1) << 22, SIMD[DType.int32, width](0))
     var normal = (exponent << 23) | mantissa
