@@ -87,40 +87,35 @@ def test_an_experts_tokens_fill_a_tile_or_more(check, shape, tiles, more):
     check((shape, shape), (2, 96, 64), tokens, routing="one", processors=2)
 
 
-@pytest.mark.parametrize("shapes", [(0, 6), (5, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize("shapes", [(0, 5), (5, 1), (3, 2), (2, 4)])
 @pytest.mark.parametrize("processors", [1, 2, 3, 20])
 def test_blocks_share_the_tiles_of_shapes_that_differ(check, shapes, processors):
     check(shapes, (5, 192, 96), 33, 3, "uneven", processors=processors)
 
 
 @pytest.mark.parametrize("here", [[], [1, 3]])
-@pytest.mark.parametrize("shape", [1, 4, 5])
+@pytest.mark.parametrize("shape", [1, 3, 5])
 def test_experts_on_another_device_add_nothing(check, shape, here):
     check((shape, shape), (4, 64, 96), 30, 2, here=here)
 
 
 # One block computes more than four tiles, with more chunks than the ring has stages. Of three warpgroups two wait. The
 # last tile of each expert has no rows for some warpgroups.
-@pytest.mark.parametrize(
-    ("shape", "sizes", "tiles"),
-    [(5, (6, 640, 96), 12), (5, (6, 32, 608), 6), (6, (6, 448, 96), 12), (6, (6, 96, 448), 6)],
-)
-def test_warpgroups_take_turns_at_storing_many_long_tiles(check, shape, sizes, tiles):
-    assert check((shape, shape), sizes, 20, 2) == 2 * tiles
-    assert check((shape, shape), sizes, 20, 2, processors=20) == 0
+@pytest.mark.parametrize(("sizes", "tiles"), [((6, 448, 96), 12), ((6, 96, 448), 6)])
+def test_warpgroups_take_turns_at_storing_many_long_tiles(check, sizes, tiles):
+    assert check((5, 5), sizes, 20, 2) == 2 * tiles
+    assert check((5, 5), sizes, 20, 2, processors=20) == 0
 
 
 def test_warpgroups_do_not_wait_if_tiles_fit_the_ring(check):
-    assert check((5, 5), (6, 576, 576), 20, 2) == 0
-    assert check((6, 6), (6, 384, 384), 20, 2) == 0
+    assert check((5, 5), (6, 384, 384), 20, 2) == 0
 
 
 # Warpgroups of four warps multiply; the next warp copies.
 @pytest.mark.parametrize(
     ("shape", "warp"),
     [
-        (2, 0), (2, 6), (2, 15), (2, 16), (3, 5), (3, 12), (4, 3), (4, 8), (5, 0), (5, 7), (5, 10), (5, 12),
-        (6, 1), (6, 12),
+        (0, 0), (0, 6), (0, 15), (0, 16), (2, 5), (2, 12), (3, 3), (3, 12), (4, 0), (4, 12), (5, 1), (5, 12),
     ],
 )  # fmt: skip
 def test_no_warp_has_to_keep_up_with_the_others(check, library, shape, warp):
@@ -135,7 +130,7 @@ def test_no_warp_has_to_keep_up_with_the_others(check, library, shape, warp):
 
 @pytest.mark.parametrize("top_k", [2, 3, 5])
 def test_many_tokens_are_sorted_by_a_cluster(check, top_k):
-    check((6, 6), (5, 32, 32), 1027, top_k)
+    check((5, 5), (5, 32, 32), 1027, top_k)
 
 
 @pytest.mark.parametrize("shape", [0, 5])

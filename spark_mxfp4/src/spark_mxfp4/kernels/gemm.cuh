@@ -4,8 +4,7 @@
 // The kernel is persistent: a thread block computes one tile after another. A tile is 64·ROW_GROUPS weight rows by up
 // to TOKENS tokens of one expert, over all columns. A producer warp copies weights and activations into a ring buffer
 // of STAGES stages. From each stage a consumer warpgroup takes STEP chunks of 64 x 64 weights, expands them, 16 bytes
-// per thread, and multiplies. If SPLIT is above 1, that many warpgroups share the same rows and divide the columns of
-// each stage among them; only shapes of layer.cuh do so. Sums are float32; their order depends only on the shape.
+// per thread, and multiplies. Sums are float32; their order depends only on the shape.
 //
 // Weights, and activations in planes, are loaded by bulk copies. Shapes with few tokens per tile gather the first
 // product's activations from the tokens' rows instead, 16 bytes per lane. That saves the kernel that writes planes, but
@@ -19,9 +18,9 @@ namespace spark {
 // Multiplies one tile, adds this warpgroup's products to `sum`, and moves the ring past the tile's last stage.
 // GATHERED: activations did not arrive by bulk copies, so the matrix instruction sees them only after a fence.
 template <class S, bool GATHERED, int N>
-__device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int group, int split, float (&sum)[N / 2]) {
+__device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int group, float (&sum)[N / 2]) {
+  static_assert(S::SPLIT == 1);
   const int thread = threadIdx.x & 127;
-  const int first_part = split * S::STEP;
   uint32_t even[16], odd[16];
   const auto load = [&](uint32_t (&a)[16], int part) {
     expand(ring.w + ring.stage * S::W_BYTES + (group * S::CHUNKS + part) * CHUNK_BYTES, thread, a);
@@ -44,16 +43,16 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
   if constexpr (!S::AHEAD) {
     for (int first = 0; first < g.chunks; first += S::CHUNKS) {
       wait();
-      if (S::CHUNKS == 1 || first + first_part + S::STEP <= g.chunks) {
-        load(even, first_part);
+      if (S::CHUNKS == 1 || first + S::STEP <= g.chunks) {
+        load(even, 0);
 #pragma unroll
         for (int u = 0; u < S::STEP; ++u) {
-          issue(u & 1 ? odd : even, first_part + u);
-          if (u + 1 < S::STEP) load(u & 1 ? even : odd, first_part + u + 1);
+          issue(u & 1 ? odd : even, u);
+          if (u + 1 < S::STEP) load(u & 1 ? even : odd, u + 1);
           wgmma_wait<0>();
         }
       } else {  // the tile's last stage has fewer chunks
-        for (int part = first_part; first + part < g.chunks && part < first_part + S::STEP; ++part) {
+        for (int part = 0; first + part < g.chunks; ++part) {
           load(even, part);
           issue(even, part);
           wgmma_wait<0>();
@@ -64,19 +63,18 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
     }
   } else {
     const auto step = [&](uint32_t (&now)[16], uint32_t (&then)[16], bool more) {
-      issue(now, first_part);
+      issue(now, 0);
       const int stage = ring.stage;
       ring.next();
       if (more) {
         wait();
-        load(then, first_part);
+        load(then, 0);
       }
       wgmma_wait<0>();
       release(stage);
     };
-    static_assert(S::SPLIT == 1);
     wait();
-    load(even, first_part);
+    load(even, 0);
     int chunk = 0;
     for (; chunk + 2 < g.chunks; chunk += 2) {
       step(even, odd, true);
@@ -173,10 +171,9 @@ __device__ __forceinline__ void end_turn(int group) {
 }
 
 template <class S, bool SWIGLU, int N>
-__device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums, bool turns) {
-  uint8_t* staging = reinterpret_cast<uint8_t*>(sums) + S::SUM_BYTES + uniform(threadIdx.x >> 5) * S::STAGING_BYTES;
-  const int warpgroup = uniform(threadIdx.x >> 7), thread = threadIdx.x & 127;
-  const int group = warpgroup / S::SPLIT, split = warpgroup % S::SPLIT;
+__device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile& tile, uint8_t* staging, bool turns) {
+  staging += uniform(threadIdx.x >> 5) * S::STAGING_BYTES;
+  const int group = uniform(threadIdx.x >> 7), thread = threadIdx.x & 127;
   float sum[N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) sum[i] = 0;
@@ -185,11 +182,10 @@ __device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile
   const int row = (thread >> 5) * 16 + (thread & 31) / 4;
   const float bias[2] = {from[row], from[row + 8]};  // loaded before the long loop, to hide the latency
   if (there) {
-    multiply_tile<S, SWIGLU && S::GATHERS, N>(g, ring, group, split, sum);
+    multiply_tile<S, SWIGLU && S::GATHERS, N>(g, ring, group, sum);
   } else {
     pass_tile<S>(g, ring);
   }
-  if (!combine<S, N>(sum, sums, group, split)) return;
   if (turns) begin_turn(group);
   if (there) {
     if constexpr (SWIGLU) {
@@ -204,15 +200,15 @@ __device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile
 // Calls `consume` with the width for this tile's number of tokens. The width of a matrix instruction is fixed at
 // compile time, so there is code for each.
 template <class S, bool SWIGLU, int N>
-__device__ __forceinline__ void consume_width(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums, bool turns,
-                                              int width) {
+__device__ __forceinline__ void consume_width(const Gemm& g, Ring<S>& ring, const Tile& tile, uint8_t* staging,
+                                              bool turns, int width) {
   if constexpr (N >= S::TOKENS) {
-    consume<S, SWIGLU, S::TOKENS>(g, ring, tile, sums, turns);
+    consume<S, SWIGLU, S::TOKENS>(g, ring, tile, staging, turns);
   } else {
     if (width <= N) {
-      consume<S, SWIGLU, N>(g, ring, tile, sums, turns);
+      consume<S, SWIGLU, N>(g, ring, tile, staging, turns);
     } else {
-      consume_width<S, SWIGLU, next_width<N>()>(g, ring, tile, sums, turns, width);
+      consume_width<S, SWIGLU, next_width<N>()>(g, ring, tile, staging, turns, width);
     }
   }
 }
@@ -244,7 +240,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
     // producer's copies, which wait; everything else that they read is older.
     if constexpr (SWIGLU) wait_for_previous_kernel();
     let_next_kernel_start();
-    float* sums = reinterpret_cast<float*>(base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16));
+    uint8_t* staging = base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16);
     const int tile_number = uniform(*g.tile_count) * row_blocks;
     if (static_cast<int>(blockIdx.x) >= tile_number) return;
     Tile tile = later_tile<S>(g, blockIdx.x, 0, tile_number, row_blocks);
@@ -252,7 +248,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
     for (int index = blockIdx.x; index < tile_number; index += gridDim.x) {
       const Tile next = later_tile<S>(g, index, 1, tile_number, row_blocks);  // early, to hide the latency
       tile.tokens.z = uniform(tile.tokens.z);
-      consume_width<S, SWIGLU, 8>(g, ring, tile, sums, turns, matrix_tokens(tile.tokens.z));
+      consume_width<S, SWIGLU, 8>(g, ring, tile, staging, turns, matrix_tokens(tile.tokens.z));
       tile = next;
     }
   }

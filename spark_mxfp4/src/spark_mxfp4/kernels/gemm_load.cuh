@@ -74,7 +74,10 @@ __device__ void produce_planes(const Gemm& g, Ring<S> ring, int row_blocks) {
   const uint64_t once = leave_first(), keep = leave_last();
   if constexpr (SWIGLU) wait_for_previous_kernel();
   const int tile_number = *g.tile_count * row_blocks;
-  if (static_cast<int>(blockIdx.x) >= tile_number) return;
+  if (static_cast<int>(blockIdx.x) >= tile_number) {
+    wait_for_previous_kernel();  // also without a tile, see overlap.cuh
+    return;
+  }
   const auto weights = [&](const Copies<S>& of, const Ring<S>& at, int chunk) {
     of.weights(at, chunk, of.chunks_at(chunk) * of.x_bytes);
   };

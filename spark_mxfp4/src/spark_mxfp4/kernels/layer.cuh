@@ -119,6 +119,28 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
   }
 }
 
+// Adds the sums of the warpgroups that share rows, always in the same order. Returns true in the warpgroup that then
+// has the result.
+template <class S>
+__device__ __forceinline__ bool combine(float (&sum)[S::TOKENS / 2], float* sums, int group, int split) {
+  if constexpr (S::SPLIT > 1) {
+    float* shared = sums + group * (S::SPLIT - 1) * S::TOKENS * 64 + (threadIdx.x & 127);
+    if (split > 0) {
+#pragma unroll
+      for (int i = 0; i < S::TOKENS / 2; ++i) shared[((split - 1) * S::TOKENS / 2 + i) * 128] = sum[i];
+    }
+    named_barrier(1 + group, S::SPLIT * 128);
+    if (split == 0) {
+      for (int other = 0; other < S::SPLIT - 1; ++other) {
+#pragma unroll
+        for (int i = 0; i < S::TOKENS / 2; ++i) sum[i] += shared[(other * S::TOKENS / 2 + i) * 128];
+      }
+    }
+    named_barrier(1 + group, S::SPLIT * 128);
+  }
+  return split == 0;
+}
+
 // Like store_swiglu of gemm.cuh, for 8 tokens from `first` on. The result is not in planes: a token's columns are
 // contiguous.
 __device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, int row_tile, int first, const float* sum,
@@ -185,7 +207,7 @@ __device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const I
   const int tokens = S::TOKENS == EIGHT ? EIGHT : uniform(item.tile.tokens.z);
   float sum[S::TOKENS / 2];
   multiply_item<S>(item.end - item.begin, tokens, ring, group, split, sum);
-  if (!combine<S, S::TOKENS>(sum, sums, group, split) || !there) return;
+  if (!combine<S>(sum, sums, group, split) || !there) return;
   barrier_wait(grid_ready, 0);
 #pragma unroll
   for (int n = 0; n < S::TOKENS / EIGHT; ++n) {

@@ -17,11 +17,10 @@
 #define SPARK_GROUPED(SHAPE)      \
   SHAPE(0, 4, 1, 5, 16, 3, 1)     \
   SHAPE(1, 4, 1, 5, 24, 3, 1)     \
-  SHAPE(2, 4, 1, 3, 48, 4, 1)     \
-  SHAPE(3, 3, 1, 3, 64, 4, 1)     \
-  SHAPE(4, 2, 1, 1, 96, 6, 2)     \
-  SHAPE(5, 3, 1, 1, 144, 9, 1, 152) \
-  SHAPE(6, 3, 1, 1, 192, 6, 1, 152)
+  SHAPE(2, 3, 1, 4, 64, 3, 1)     \
+  SHAPE(3, 3, 1, 3, 96, 3, 1)     \
+  SHAPE(4, 3, 1, 2, 128, 4, 1)    \
+  SHAPE(5, 3, 1, 1, 192, 6, 1, 152)
 
 // Shapes of the whole-layer kernel. These need at most 99 KB of shared memory per block, the limit of 12.1.
 #define SPARK_SMALL_LAYERS(SHAPE) \

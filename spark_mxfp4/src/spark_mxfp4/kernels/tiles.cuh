@@ -1,5 +1,5 @@
-// Code that the grouped products and the whole-layer kernel share: the ring buffer, the copies of a tile, the
-// activation, and the addition of the warpgroups' sums.
+// Code that the grouped products and the whole-layer kernel share: the ring buffer, the copies of a tile, and the
+// activation.
 #pragma once
 #include "arguments.cuh"
 #include "shapes.cuh"
@@ -68,28 +68,6 @@ struct Copies {
 __device__ __forceinline__ float activation(float gate, float up, const Gemm& g) {
   gate = smaller(gate, g.limit), up = larger(smaller(up, g.limit), -g.limit);
   return __fdividef((up + g.shift) * gate, 1.0f + __expf(-g.alpha * gate));
-}
-
-// Adds the sums of the warpgroups that share rows, always in the same order. Returns true in the warpgroup that then
-// has the result.
-template <class S, int N>
-__device__ __forceinline__ bool combine(float (&sum)[N / 2], float* sums, int group, int split) {
-  if constexpr (S::SPLIT > 1) {
-    float* shared = sums + group * (S::SPLIT - 1) * S::TOKENS * 64 + (threadIdx.x & 127);
-    if (split > 0) {
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) shared[((split - 1) * N / 2 + i) * 128] = sum[i];
-    }
-    named_barrier(1 + group, S::SPLIT * 128);
-    if (split == 0) {
-      for (int other = 0; other < S::SPLIT - 1; ++other) {
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) sum[i] += shared[(other * N / 2 + i) * 128];
-      }
-    }
-    named_barrier(1 + group, S::SPLIT * 128);
-  }
-  return split == 0;
 }
 
 }  // namespace spark
