@@ -3,8 +3,6 @@
 The made-up vLLM can be run: its selector and parser have the names of the real ones, and its `torch.py` replaces torch.
 """
 
-import difflib
-import hashlib
 import json
 from types import SimpleNamespace
 
@@ -16,7 +14,6 @@ from lab.upstream.releases import candidates
 from sparkforge.compile.flashinfer.sets import KernelTable
 from sparkforge.pins import Pins
 from sparkforge.serve.profiles import ServeProfile
-from sparkforge.sources import fetch
 
 ORACLE = "vllm/model_executor/layers/fused_moe/oracle/mxfp4.py"
 EXPERTS = "vllm/model_executor/layers/fused_moe/experts/cutlass.py"
@@ -96,15 +93,6 @@ PROFILES = {
         "environment": {"VLLM_CUBIN": {"value": "1", "why": "w"}, "OTHERS": {"value": "1", "why": "w"}},
     },
 }
-HEADER = """\
-Description: Change something
-Origin: vendor, Sparkforge
-Bug: https://example.org/1
-Forwarded: no
-Last-Update: 2026-11-21
-Drop-when: contains {path} NOTHING OF THE KIND
----
-"""
 QUEUES = {
     "vllm": (ORACLE, "CHOICE = 'MARLIN'", "CHOICE = 'FLASHINFER_CUTLASS_MXFP4_MXFP8'"),
     "flashinfer": ("flashinfer/jit/cpp.py", "jobs = None", 'jobs = "FLASHINFER_OURS"'),
@@ -113,34 +101,23 @@ PACKAGES = {"vllm": "vllm", "flashinfer": "flashinfer-python"}
 FILES = {"vllm": VLLM, "flashinfer": FLASHINFER}
 
 
-def seed(sdist, package, version, files):
-    top = f"{package.replace('-', '_')}-{version}"
-    data = sdist(top, files)
-    sha256 = hashlib.sha256(data).hexdigest()
-    path = fetch.cached(f"{top}.tar.gz", sha256)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return path.name, {"sha256": sha256, "size": len(data)}
-
-
-def write_queue(folder, path, text, old, new):
-    folder.mkdir(parents=True)
-    diff = difflib.unified_diff(
-        text.splitlines(keepends=True), text.replace(old, new).splitlines(keepends=True), f"a/{path}", f"b/{path}"
-    )
-    (folder / "0001-change-something.patch").write_text(HEADER.format(path=path) + "".join(diff))
-    (folder / "series").write_text("0001-change-something.patch\n")
-
-
 @pytest.fixture
 def world(tmp_path, monkeypatch, kit):
     """`check(upstream, {path: text or None})` adds a release that differs from 1.0, and checks it."""
     patches, components = tmp_path / "patches", {}
+
+    def release(name, version, change=()):
+        top = f"{PACKAGES[name].replace('-', '_')}-{version}"
+        data = kit.sdist(top, {**FILES[name], **dict(change)})
+        return {f"{top}.tar.gz": {"sha256": kit.seed(f"{top}.tar.gz", data), "size": len(data)}}
+
     for name, (path, old, new) in QUEUES.items():
-        filename, pin = seed(kit.sdist, PACKAGES[name], "1.0", FILES[name])
-        write_queue(patches / f"{name}-1.0", path, FILES[name][path], old, new)
+        text = FILES[name][path]
+        diff = kit.diff(tmp_path / name, {path: text}, {path: text.replace(old, new)})
+        header = kit.HEADER.replace("pkg/a.py nothing of the kind", f"{path} NOTHING OF THE KIND")
+        kit.write_queue(patches / f"{name}-1.0", diff, header=header)
         components[name] = {"version": "1.0", "kind": "sdist", "package": PACKAGES[name], "licence": "MIT",
-                            "why": "test", "patches": f"{name}-1.0", "files": {filename: pin}}  # fmt: skip
+                            "why": "test", "patches": f"{name}-1.0", "files": release(name, "1.0")}  # fmt: skip
     cutlass = {
         "of": "vllm", "asked_in": "CMakeLists.txt", "dependency": "cutlass",
         "repository": "https://example.org/cutlass.git", "tag": "v1", "commit": "unknown", "tree": "unknown",
@@ -154,9 +131,6 @@ def world(tmp_path, monkeypatch, kit):
     profiles = {name: ServeProfile.model_validate(profile) for name, profile in PROFILES.items()}
     setting = SimpleNamespace(table=table, patches=patches, kernels=kernels, profiles=profiles, python=None,
                               files=FILES, oracle=ORACLE, experts=EXPERTS)  # fmt: skip
-
-    def release(name, version, change=()):
-        seed(kit.sdist, PACKAGES[name], version, {**FILES[name], **dict(change)})
 
     def check(name, change=(), version="1.1"):
         release(name, version, change)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from lab import daily_page, pages, reference_pages, roofline_page
+from lab.upstream import report
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.paths import ROOT
 from sparkforge.models import recipes as models
@@ -35,14 +36,11 @@ def test_what_leads_nowhere_is_named(text, problem):
 
 
 def test_existing_headings_commands_and_files_are_no_problem():
+    assert pages.broken(ROOT / "code", "docs/none.md") == "docs/none.md does not exist"
+    assert not pages.broken(ROOT / "code", "docs/index.md")
     link = f"[a](glossary.md) [b](#{min(pages.anchors(PAGE))})"
     text = f"{link} `deploy/start`\n\n```sh\n./inv logs -f   # ./inv nope\n./inv --list\n```\n"
     assert [*pages.problems({PAGE: text})] == []
-
-
-def test_a_page_that_code_names_must_exist():
-    assert pages.broken(ROOT / "code", "docs/none.md") == "docs/none.md does not exist"
-    assert not pages.broken(ROOT / "code", "docs/index.md")
 
 
 MACHINE = {"processor": "A CPU", "cores": 2, "memory_bytes": 24 << 30, "system": "Linux x86_64", "commit": "abc",
@@ -73,25 +71,19 @@ def test_incomplete_figures_are_refused(runs):
         daily_page.table({"machine": MACHINE, "seconds_to": times})
 
 
-def test_the_names_are_those_that_the_engine_tests_measure():
+def test_the_engine_tests_measure_these_names_and_the_guide_has_the_saved_figures():
     tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests/engine").glob("test_*.py"))
     assert sorted(re.findall(r'figures\.measured\("(.+)"\)', tests)) == sorted(daily_page.NAMES)
-
-
-def test_the_guide_has_the_table_of_the_saved_figures():
     text = daily_page.PAGE.read_text(encoding="utf-8")
     assert daily_page.replaced(text) == text, ".venv/bin/python -m lab.daily_page"
 
 
-def test_the_page_has_what_the_code_computes():
-    text = roofline_page.PAGE.read_text()
-    assert roofline_page.replaced(text) == text, "python -m lab.roofline_page"
-    assert text.count(roofline_page.BEGIN) == 1
-
-
-def test_figures_in_the_pages_text_are_those_that_the_code_computes():
+def test_tables_and_figures_of_the_roofline_page_are_those_that_the_code_computes():
+    page = roofline_page.PAGE.read_text()
+    assert roofline_page.replaced(page) == page, "python -m lab.roofline_page"
+    assert page.count(roofline_page.BEGIN) == 1
     model, spark = parse(models.load()["gpt-oss-120b"].config, "t"), devices.named("spark")
-    text = " ".join(roofline_page.PAGE.read_text().split())
+    text = " ".join(page.split())
     alone = roofline.decode(model, 1, Workload(roofline_page.CONTEXT))
     wide = sum(part.bytes for part in model.parts() if part.name in {"attention qkv", "attention o", "lm_head"})
     assert f"at most {spark.bytes_a_second / alone.bytes:.0f} tokens/s" in text
@@ -103,11 +95,8 @@ def test_figures_in_the_pages_text_are_those_that_the_code_computes():
     assert f"the bound is {others[0]:.0f} to {others[1]:.0f}" in text
 
 
-def test_the_pages_and_the_rows_of_variables_are_current():
+def test_the_pages_are_current_and_one_that_differs_is_named_and_written(tmp_path, monkeypatch):
     reference_pages.main(["--check"])
-
-
-def test_a_page_that_differs_is_named_and_written(tmp_path, monkeypatch):
     shutil.copytree(reference_pages.FOLDER.parent, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(reference_pages, "FOLDER", tmp_path / "reference")
     (tmp_path / "reference" / "errors.md").write_text("old")
@@ -123,3 +112,12 @@ def test_a_variable_without_a_row_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(reference_pages, "VARIABLES", tmp_path / "variables.toml")
     with pytest.raises(ProcessError, match="SPARKFORGE_LIMITS"):
         reference_pages.main(["--check"])
+
+
+def test_the_page_of_upstream_releases_has_the_saved_report_its_date_and_command():
+    page = (ROOT / "lab/upstream/releases.md").read_text(encoding="utf-8")
+    document = json.loads((ROOT / "lab/upstream/releases.json").read_text(encoding="utf-8"))
+    assert report.markdown(document) in page
+    assert f"on {document['date']}" in page
+    names = ",".join(release["name"].removeprefix("vllm-") for release in document["releases"])
+    assert f".venv/bin/python -m lab.upstream check --against {names} --json\n" in page

@@ -45,11 +45,8 @@ def test_the_pinned_release_again_breaks_nothing(world):
 
 
 GIT, CALLS, FLAGS = "git dependencies", "kernel calls", "flags and variables"
-INIT, JIT, INTERLEAVE = (
-    "flashinfer/__init__.py",
-    "flashinfer/jit/cpp.py",
-    "from .fused_moe import interleave as interleave\n",
-)
+INIT, JIT = "flashinfer/__init__.py", "flashinfer/jit/cpp.py"
+INTERLEAVE = "from .fused_moe import interleave as interleave\n"
 # A change in a release: (upstream, file, old text, new text, column, its effect, words of an observation)
 CASES = {
     "moves the patched line": ("vllm", "oracle", "import logging\n", "import logging\nimport json\n", "patches",
