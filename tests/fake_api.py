@@ -5,10 +5,9 @@ It replaces only the server and generates nothing. Fake servers in separate proc
 
 import http.server
 import json
-from typing import Any
 
 JSON = '{"city": "Paris"}'
-GOOD: dict[str, Any] = {
+GOOD = {
     "choices": [{
         "text": "hi", "finish_reason": "stop",
         "message": {
@@ -25,7 +24,7 @@ GOOD: dict[str, Any] = {
 INVALID = 'Unsupported type "nonsense"'
 
 
-def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:  # noqa: PLR0911 - a line a kind of request
+def answer(body):  # noqa: PLR0911 - a line a kind of request
     """Return the status and the JSON of our server's answer to a request without a stream."""
     form = body.get("response_format", {})
     if body.get("previous_response_id", GOOD["id"]) != GOOD["id"]:
@@ -45,7 +44,7 @@ def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:  # noqa: PLR0911
     return 200, {**GOOD, "usage": {**GOOD["usage"], "input_tokens": 60 if body.get("instructions") else 20}}
 
 
-def stream(body: dict[str, Any]) -> list[dict[str, Any]]:
+def stream(body):
     """Return the events of our server's answer to a request for a stream."""
     if "input" in body:
         return [{"type": "response.failed", "response": {"error": {"message": INVALID}}}]
@@ -57,13 +56,13 @@ def stream(body: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"choices": [{"text": "", **delta}]} for delta in deltas]
 
 
-def stream_text(body: dict[str, Any]) -> str:
+def stream_text(body):
     """Return events as sent over HTTP; the Responses API has no [DONE]."""
     lines = [f"event: {event.get('type', 'message')}\ndata: {json.dumps(event)}\n\n" for event in stream(body)]
     return "".join(lines) + ("" if "input" in body else "data: [DONE]\n\n")
 
 
-def _message(content: str | None, **more: Any) -> dict[str, Any]:
+def _message(content, **more):
     message = {"role": "assistant", "content": content, **more}
     return {**GOOD, "choices": [{**GOOD["choices"][0], "message": message}]}
 

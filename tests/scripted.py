@@ -11,10 +11,7 @@ context: its MXFP4 weights are that context's codes, so it is active only for th
 code. The router selects the script's expert. The LM head's rows are the codes.
 """
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +20,7 @@ import numpy as np
 from sparkforge.models import harmony
 from sparkforge.models.harmony import VOCAB_SIZE
 from sparkforge.models.tiny import Weights
-from sparkforge.models.tiny_format import BLOCK, HEAD_DIM, Floats, Sizes, Tensor, bfloat16
+from sparkforge.models.tiny_format import BLOCK, HEAD_DIM, Sizes, Tensor, bfloat16
 
 RECIPE = 1  # raise it when the bytes change, so that older directories are rewritten
 HEADS, EXPERTS = 6, 8
@@ -68,31 +65,31 @@ class Script:
     text: str
 
     @cached_property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self):
         """The tokens of `text`."""
         return tuple(harmony.encode(self.text))
 
     @cached_property
-    def cues(self) -> tuple[int, ...]:
+    def cues(self):
         """The two tokens of the cue."""
         (first,), (later,) = (harmony.encode(text) for text in (self.cue, f" {self.cue}"))
         return first, later
 
     @cached_property
-    def contexts(self) -> Mapping[tuple[int, ...], int]:
+    def contexts(self):
         """The last tokens, newest first → the next token; fewer than CONTEXT at the beginning of the script."""
         opening, end = tuple(harmony.encode(OPENING)), tuple(harmony.encode(END))
         written = (*opening, *self.tokens, *(() if self.tokens[-1:] == end else end))
-        contexts: dict[tuple[int, ...], int] = {}
+        contexts = {}
         for position in range(len(opening), len(written)):
             context = written[max(0, position - CONTEXT) : position][::-1]
             following = contexts.setdefault(context, written[position])
             assert following == written[position], f"{self.cue}: two tokens follow the same {CONTEXT} tokens"
         return contexts
 
-    def following(self, written: Sequence[int]) -> int | None:
+    def following(self, written):
         """Return the model's token after `written`, from the contexts with the most weight; None without any."""
-        tokens: dict[float, set[int]] = {}
+        tokens = {}
         for length in range(1, CONTEXT + 1):
             context = tuple(written[: -length - 1 : -1])
             if len(context) == length and context in self.contexts:
@@ -104,7 +101,7 @@ class Script:
 class ScriptedModel:
     """The tensors of a checkpoint that follows `scripts`. Asserts that it can follow them."""
 
-    def __init__(self, scripts: Sequence[Script]) -> None:
+    def __init__(self, scripts):
         """Check the scripts and lay out codes and experts."""
         self.scripts = tuple(scripts)
         cues = [cue for script in self.scripts for cue in script.cues]
@@ -119,26 +116,26 @@ class ScriptedModel:
         assert max(len(tokens), len(self.scripts)) < len(CODES), "one checkpoint has too few codes for these scripts"
         # Code 0 is that of all other tokens.
         self.code_of = {token: CODES[number] for number, token in enumerate(tokens, 1)}
-        self.contexts: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(EXPERTS)]
-        self.expert_of: list[int] = []
+        self.contexts = [[] for _ in range(EXPERTS)]
+        self.expert_of = []
         for number, script in enumerate(self.scripts):
             expert = min(range(EXPERTS), key=lambda index: len(self.contexts[index]))
             self.expert_of.append(expert)
             self.contexts[expert] += [(number, context, token) for context, token in script.contexts.items()]
 
     @property
-    def recipe(self) -> str:
+    def recipe(self):
         """The inputs that determine the checkpoint."""
         text = "\0".join(f"{script.cue}\0{script.text}" for script in self.scripts)
         return f"scripted {RECIPE} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self):
         """The checkpoint's sizes; the fullest expert determines the intermediate size."""
         fullest = max(len(expert) for expert in self.contexts)
         return Sizes(HIDDEN, -(-fullest // 64) * 64, layers=2, experts=EXPERTS, top_k=4, heads=HEADS, kv_heads=2)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self):
         """Yield the checkpoint's tensors by name, in the order of the model."""
         yield "model.embed_tokens.weight", bfloat16(self._embeddings())
         plain = BITS + LEVEL**2
@@ -155,7 +152,7 @@ class ScriptedModel:
         head[harmony.special_tokens()[END], CONSTANT] = 6
         yield "lm_head.weight", bfloat16(head)
 
-    def _embeddings(self) -> Floats:
+    def _embeddings(self):
         rows = np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
         rows[:, :BITS], rows[:, CONSTANT] = CODES[0], LEVEL
         for token, code in self.code_of.items():
@@ -167,7 +164,7 @@ class ScriptedModel:
                 rows[cue, CONSTANT] = (LEVEL**2 - NAMED) ** 0.5
         return rows
 
-    def _experts(self, contexts: Sequence[Sequence[tuple[int, tuple[int, ...], int]]]) -> Iterator[tuple[str, Tensor]]:
+    def _experts(self, contexts):
         """Yield the experts whose neurons recognise `contexts`: script's number, tokens newest first, next token."""
         inner = self.sizes.intermediate
         gates = np.zeros((EXPERTS, inner, HIDDEN), np.float32)
@@ -189,25 +186,24 @@ class ScriptedModel:
         yield "down_proj_bias", bfloat16(np.zeros((EXPERTS, HIDDEN), np.float32))
 
 
-def weights(scripts: Sequence[Script]) -> Weights:
+def weights(scripts):
     """Return the checkpoint of `scripts` for `tiny.write_tiny`."""
     model = ScriptedModel(scripts)
     return Weights(lambda: model.recipe, lambda: model.sizes, model.tensors)
 
 
-def _codes() -> Floats:
+def _codes():
     """Return the 2048 words of the extended Hamming code of 16 bits, as ±1."""
     vectors = (np.arange(1 << 16)[:, None] >> np.arange(BITS)) & 1
     # In a code word the exclusive or of the positions of ones is 0, and their number is even.
     syndrome = np.bitwise_xor.reduce(np.where(vectors, np.arange(BITS), 0), axis=1)
-    codes: Floats = (1 - 2 * vectors[(syndrome == 0) & (vectors.sum(1) % 2 == 0)]).astype(np.float32)
-    return codes
+    return (1 - 2 * vectors[(syndrome == 0) & (vectors.sum(1) % 2 == 0)]).astype(np.float32)
 
 
 CODES = _codes()
 
 
-def _check_order(script: Script) -> None:
+def _check_order(script):
     """Assert that the contexts give the script's tokens one by one, and that a prompt's end is not mistaken for it."""
     written = [*[-1] * CONTEXT, *harmony.encode(OPENING)]  # after any prompt
     for token in script.tokens:
@@ -215,7 +211,7 @@ def _check_order(script: Script) -> None:
         written.append(token)
 
 
-def _weight(context: Sequence[int]) -> float:
+def _weight(context):
     """Return the weight of a context's neuron: a longer context is more certain and outweighs its suffixes.
 
     Contexts are short only at the beginning of a script. The shortest is the prompt's end.
@@ -223,17 +219,16 @@ def _weight(context: Sequence[int]) -> float:
     return {2: 0.5, CONTEXT: 6.0}.get(len(context), 2.0)
 
 
-def _turn(back: float) -> Floats:
+def _turn(back):
     """Return the angles by which RoPE rotates its 32 pairs over `back` tokens (YaRN, as in `tiny_format.config`)."""
     base, factor, length, fast, slow = 150_000, 32.0, 4096, 32.0, 1.0
     pairs = np.arange(HEAD_DIM // 2)
     low, high = (HEAD_DIM * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (fast, slow))
     ramp = np.clip((pairs - low) / (high - low), 0, 1)
-    angles: Floats = (back * base ** (-2 * pairs / HEAD_DIM) * (ramp / factor + 1 - ramp)).astype(np.float32)
-    return angles
+    return (back * base ** (-2 * pairs / HEAD_DIM) * (ramp / factor + 1 - ramp)).astype(np.float32)
 
 
-def _look_back() -> dict[str, Floats]:
+def _look_back():
     """Return the attention whose head n copies the code of the token n + 1 places back."""
     attention = _no_attention()
     half = HEAD_DIM // 2
@@ -251,7 +246,7 @@ def _look_back() -> dict[str, Floats]:
     return attention
 
 
-def _find_cue() -> dict[str, Floats]:
+def _find_cue():
     """Return the attention whose head 0 copies the script's code and expert from the latest cue."""
     attention = _no_attention()
     half, fields = HEAD_DIM // 2, [*range(SCRIPT, SCRIPT + BITS), *range(EXPERT, EXPERT + EXPERTS)]
@@ -265,22 +260,16 @@ def _find_cue() -> dict[str, Floats]:
     return attention
 
 
-def _no_attention() -> dict[str, Floats]:
+def _no_attention():
     """Return zeros for each tensor of an attention layer."""
     rows = {"q_proj": HEADS * HEAD_DIM, "k_proj": 2 * HEAD_DIM, "v_proj": 2 * HEAD_DIM}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (count, HIDDEN) for name, count in rows.items()}
+    shapes = {f"{name}.weight": (count, HIDDEN) for name, count in rows.items()}
     shapes |= {f"{name}.bias": (count,) for name, count in rows.items()}
     shapes |= {"o_proj.weight": (HIDDEN, HEADS * HEAD_DIM), "o_proj.bias": (HIDDEN,), "sinks": (HEADS,)}
     return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
 
-def _layer(
-    number: int,
-    squares: tuple[float, float],
-    attention: Mapping[str, Floats],
-    router: Floats,
-    experts: Iterator[tuple[str, Tensor]],
-) -> Iterator[tuple[str, Tensor]]:
+def _layer(number, squares, attention, router, experts):
     """Yield a layer's tensors; its two norms are the identity on hidden states with the sums of squares `squares`."""
     prefix = f"model.layers.{number}."
     for name, square in zip(("input_layernorm", "post_attention_layernorm"), squares, strict=True):
@@ -293,7 +282,7 @@ def _layer(
         yield f"{prefix}mlp.experts.{name}", tensor
 
 
-def _mxfp4(name: str, values: Floats, scale: int) -> Iterator[tuple[str, Tensor]]:
+def _mxfp4(name, values, scale):
     """Yield `values`, which E2M1 represents, as blocks with one common E8M0 scale; a byte's low half comes first."""
     codes = np.zeros(values.shape, np.uint8)
     for value, code in E2M1.items():

@@ -5,8 +5,6 @@ are well separated and SwiGLU reaches its limit of 7.
 """
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +16,7 @@ RECIPE = 1  # increase it when the bytes change, so that older directories are w
 SIZES = Sizes(hidden=64, intermediate=64, layers=4, experts=8, top_k=4, heads=4, kv_heads=2)
 
 
-def tensors() -> Iterator[tuple[str, Tensor]]:
+def tensors():
     """Yield the checkpoint's tensors by name, in the order of the model."""
     yield "model.embed_tokens.weight", _uniform("embed", (VOCAB_SIZE, SIZES.hidden), 2.0)
     for layer in range(SIZES.layers):
@@ -28,7 +26,7 @@ def tensors() -> Iterator[tuple[str, Tensor]]:
     yield "lm_head.weight", _uniform("lm_head", (VOCAB_SIZE, SIZES.hidden), 0.5)
 
 
-def _layer(seed: str) -> Iterator[tuple[str, Tensor]]:
+def _layer(seed):
     """Yield one layer's tensors; their amplitudes keep activations near 1 and make SwiGLU reach its limit of 7."""
     hidden, attention, key_values = SIZES.hidden, SIZES.heads * HEAD_DIM, SIZES.kv_heads * HEAD_DIM
     yield "input_layernorm.weight", _norm(seed + "input")
@@ -44,7 +42,7 @@ def _layer(seed: str) -> Iterator[tuple[str, Tensor]]:
     yield from _experts(seed, "down_proj", hidden, SIZES.intermediate, scale=118)
 
 
-def _experts(seed: str, name: str, rows: int, columns: int, *, scale: int) -> Iterator[tuple[str, Tensor]]:
+def _experts(seed, name, rows, columns, *, scale):
     """Yield one expert projection: packed E2M1 pairs, E8M0 scales `scale` or `scale` + 1, bias."""
     blocks, scales = (SIZES.experts, rows, columns // BLOCK, 16), (SIZES.experts, rows, columns // BLOCK)
     raw = _bytes(f"{seed}{name} scales", int(np.prod(scales)))
@@ -53,17 +51,17 @@ def _experts(seed: str, name: str, rows: int, columns: int, *, scale: int) -> It
     yield f"mlp.experts.{name}_bias", _uniform(f"{seed}{name} bias", (SIZES.experts, rows), 0.5)
 
 
-def _bytes(name: str, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _bytes(name, count):
     return np.frombuffer(hashlib.shake_256(f"{RECIPE} {name}".encode()).digest(count), dtype=np.uint8)
 
 
-def _uniform(name: str, shape: tuple[int, ...], amplitude: float) -> Tensor:
+def _uniform(name, shape, amplitude):
     """Make a bfloat16 tensor of odd multiples of amplitude / 256 (a power of two), which bfloat16 holds exactly."""
     values = 2.0 * _bytes(name, int(np.prod(shape))).astype(np.float32) - 255.0
     return bfloat16((values * np.float32(amplitude / 256)).reshape(shape))
 
 
-def _norm(name: str) -> Tensor:
+def _norm(name):
     """Make a norm's weights: multiples of 1/128 between 0.75 and 1.24."""
     return bfloat16((_bytes(name, SIZES.hidden) // 4 + np.float32(96)) / np.float32(128))
 

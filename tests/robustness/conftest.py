@@ -15,7 +15,7 @@ if TESTS not in sys.path:
 
 @pytest.fixture(scope="session")
 def attack(tmp_path_factory):
-    """Run a program of this package and return its counts by scenario; `shown` has its failures as text."""
+    """Run a program of this package and return its counts by scenario."""
 
     def run(module, *arguments):
         output = tmp_path_factory.mktemp(module) / "counts.json"
@@ -23,17 +23,6 @@ def attack(tmp_path_factory):
         command = [sys.executable, "-m", f"robustness.{module}", *map(str, arguments), "--json", str(output)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
         assert output.exists(), result.stdout + result.stderr
-        shown = "\n".join(line for line in result.stderr.splitlines())
-        return {
-            row["scenario"]: {**row, "shown": _of(row["scenario"], shown)} for row in json.loads(output.read_text())
-        }
+        return {row["scenario"]: row for row in json.loads(output.read_text())}
 
     return run
-
-
-def _of(scenario, shown):
-    lines, keep = [], False
-    for line in shown.splitlines():
-        keep = line.startswith((f"{scenario},", f"{scenario}:")) or (keep and line.startswith(" "))
-        lines += [line] if keep else []
-    return "\n".join(lines)

@@ -19,7 +19,6 @@ import traceback
 import zlib
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from unittest import mock
 
@@ -38,19 +37,8 @@ MEMORY = 4 << 30  # bytes of address space
 EXAMPLES = 2  # failures kept of each kind
 
 
-@dataclass
-class Counts:
-    """The results of one parser's inputs. `named` are exceptions that `declare` turned into errors of ours."""
-
-    parser: str
-    inputs: int = 0
-    accepted: int = 0
-    declared: int = 0
-    named: int = 0
-    tracebacks: int = 0
-    hangs: int = 0
-    seconds: float = 0.0
-    failures: list = field(default_factory=list)  # number, what broke, where, the end of the traceback, how to repeat
+# Counts of one parser's inputs. `named`: exceptions that `declare` turned into errors of ours.
+COUNTS = ("inputs", "accepted", "declared", "named", "tracebacks", "hangs")
 
 
 class HangError(BaseException):
@@ -114,28 +102,31 @@ def read(parser, data, scratch):
 
 
 def campaign(name, inputs, seconds, seed):
-    parser, counts, begun, kinds = PARSERS[name], Counts(name), time.monotonic(), Counter()
+    """Read inputs for some time; return the counts, and descriptions of failures."""
+    parser, begun, kinds = PARSERS[name], time.monotonic(), Counter()
+    counts = {"parser": name, **dict.fromkeys(COUNTS, 0), "failures": []}
     with scratch_folder() as scratch:
         samples = parser.samples(scratch)
         with bounded(), parser.around(scratch):
-            while counts.inputs < inputs and time.monotonic() - begun < seconds:
-                if counts.inputs % WATCHED == 0:
+            while counts["inputs"] < inputs and time.monotonic() - begun < seconds:
+                number = counts["inputs"]
+                if number % WATCHED == 0:
                     faulthandler.dump_traceback_later(WALL, exit=True)
-                outcome, error = read(parser, input_of(parser, samples, seed, counts.inputs), scratch)
-                setattr(counts, outcome, getattr(counts, outcome) + 1)
+                outcome, error = read(parser, input_of(parser, samples, seed, number), scratch)
+                counts[outcome] += 1
+                counts["inputs"] += 1
                 if error:
                     kinds[kind := (where(error), type(error))] += 1
                     if kinds[kind] <= EXAMPLES:
-                        again = f"PYTHONPATH=tests {sys.executable} -m robustness.fuzz {name} --seed {seed}"
-                        counts.failures.append({
-                            "parser": name, "number": counts.inputs, "where": kind[0],
-                            "broken": f"{type(error).__name__}: {str(error)[:200]}",
-                            "detail": "".join(traceback.format_exception(error))[-2000:],
-                            "repeat": f"{again} --number {counts.inputs}",
-                        })  # fmt: skip
-                counts.inputs += 1
-    counts.seconds = round(time.monotonic() - begun, 1)
+                        counts["failures"].append(described(name, seed, number, error, kind[0]))
+    counts["seconds"] = round(time.monotonic() - begun, 1)
     return counts
+
+
+def described(name, seed, number, error, place):
+    repeat = f"PYTHONPATH=tests {sys.executable} -m robustness.fuzz {name} --seed {seed} --number {number}"
+    broken, detail = f"{type(error).__name__}: {str(error)[:200]}", "".join(traceback.format_exception(error))[-2000:]
+    return {"number": number, "where": place, "broken": broken, "detail": detail, "repeat": repeat}
 
 
 def where(error):
@@ -147,12 +138,12 @@ def where(error):
 
 
 def show(counts):
-    lines = []
-    for failure in counts.failures:
-        lines.append(f"{failure['parser']}, input {failure['number']}: {failure['broken']} {failure['where']}")
-        lines += [f"    {line}" for line in failure["detail"].strip().splitlines()[-6:]]
-        lines.append(f"    {failure['repeat']}")
-    return "\n".join(lines)
+    """Return the failures as text: what broke where, the end of the traceback, and how to repeat it."""
+    return "".join(
+        f"{counts['parser']}, input {failure['number']}: {failure['broken']} {failure['where']}\n"
+        + "".join(f"    {line}\n" for line in [*failure["detail"].strip().splitlines()[-6:], failure["repeat"]])
+        for failure in counts["failures"]
+    )
 
 
 def main():
@@ -174,10 +165,10 @@ def main():
         return 0
     counts = campaign(options.parser, options.inputs, options.seconds, options.seed)
     if options.json:
-        options.json.write_text(json.dumps(asdict(counts), indent=2))
+        options.json.write_text(json.dumps(counts, indent=2))
     sys.stderr.write(show(counts))
-    sys.stdout.write(json.dumps({name: item for name, item in asdict(counts).items() if name != "failures"}) + "\n")
-    return 1 if counts.failures else 0
+    sys.stdout.write(json.dumps({name: item for name, item in counts.items() if name != "failures"}) + "\n")
+    return 1 if counts["failures"] else 0
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ disconnect after PATIENCE seconds. Then it cuts streams half-way, repeats reques
 It checks running requests, CPU time and memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -19,12 +17,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -52,28 +48,28 @@ WARM_UP = 6  # answers before the baseline: the first JSON starts the process th
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": ["name"]}
 
 
-def schema(value: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+def schema(value, **more):
     return chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": value}}, **more)
 
 
-def structured(**value: Any) -> tuple[str, dict[str, Any]]:
+def structured(**value):
     return chat(structured_outputs=value)
 
 
-def objects(count: int, value: Any = None, required: int = 0) -> dict[str, Any]:
+def objects(count, value=None, required=0):
     """Return the schema of an object with the given number of properties."""
     names = [f"p{i}" for i in range(count)]
     properties = {name: value or {"type": "string"} for name in names}
     return {"type": "object", "properties": properties, "required": names[:required]}
 
 
-def nested(depth: int, wrap: Callable[[Any], Any], inner: Any) -> Any:
+def nested(depth, wrap, inner):
     for _ in range(depth):
         inner = wrap(inner)
     return inner
 
 
-def tool(parameters: Any, name: str = "f", **more: Any) -> dict[str, Any]:
+def tool(parameters, name="f", **more):
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
 
@@ -82,7 +78,7 @@ BRANCHES = nested(
 )
 WORDS = [f"value number {i}" for i in range(100_000)]
 # Name → path and body. A body in bytes is sent unchanged.
-ATTACKS: dict[str, tuple[str, Any]] = {
+ATTACKS = {
     "enum of 20,000": schema({"enum": WORDS[:20_000]}),
     "3,000 optional properties": schema(objects(3000)),
     "512 required properties": schema(objects(512, required=512)),
@@ -155,7 +151,7 @@ ATTACKS: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-def raw(port: int, data: bytes, *, slow: bytes = b"") -> str:
+def raw(port, data, *, slow=b""):
     """Send bytes, then `slow` bytes one per second; return the status line, or how the connection ended."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE, source_address=(THEM, 0)) as connection:
         try:
@@ -169,7 +165,7 @@ def raw(port: int, data: bytes, *, slow: bytes = b"") -> str:
 
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n"
-RAW: dict[str, Callable[[int], str]] = {
+RAW = {
     "Upgrade: websocket": lambda port: raw(
         port, HEAD % port + b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 2\r\n\r\n{}"),
     "a body that never ends": lambda port: raw(port, HEAD % port + b"Content-Length: 9\r\n\r\n", slow=b"     "),
@@ -188,7 +184,7 @@ class Bystander:
     It is a separate process, because attackers hold their interpreter's lock while they write their bodies.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         context = multiprocessing.get_context("fork")
         self._waits, self._ended = context.SimpleQueue(), context.Event()
         self._begun, self._failed = context.Value("d", time.monotonic()), context.Value("i", 0)
@@ -196,7 +192,7 @@ class Bystander:
         self._process = context.Process(target=self._ask, args=(url,), daemon=True)
         self._process.start()
 
-    def _ask(self, url: str) -> None:
+    def _ask(self, url):
         bodies = (chat()[1], schema(PERSON, max_tokens=12)[1])
         with httpx.Client(transport=httpx.HTTPTransport(local_address=US), timeout=180, trust_env=False) as session:
             while not self._ended.is_set():
@@ -209,7 +205,7 @@ class Bystander:
                     self._waits.put(time.monotonic() - begun)
                 time.sleep(0.1)
 
-    def worst(self) -> float:
+    def worst(self):
         """Return the longest wait since the last call, including the running request."""
         waits = [time.monotonic() - self._begun.value, 0.0]
         while not self._waits.empty():
@@ -217,10 +213,10 @@ class Bystander:
             self.answers += 1
         return max(waits)
 
-    def alive(self) -> bool:
+    def alive(self):
         return self._process.is_alive()
 
-    def end(self) -> int:
+    def end(self):
         """Stop, and return how many requests were refused or not answered."""
         self._ended.set()
         self.worst()  # a full pipe would block the process
@@ -228,7 +224,7 @@ class Bystander:
         return self._failed.value
 
 
-def attack(url: str, port: int, name: str) -> str:
+def attack(url, port, name):
     """Send one attack as a client that disconnects after PATIENCE seconds; return the status, or `left`."""
     if name in RAW:
         with suppress(OSError):
@@ -238,13 +234,13 @@ def attack(url: str, port: int, name: str) -> str:
 
 
 @cache
-def content(name: str) -> bytes:
+def content(name):
     """Return the encoded body of an attack, cached because encoding large bodies takes more CPU than refusing them."""
     body = ATTACKS[name][1]
     return body if isinstance(body, bytes) else json.dumps(body).encode()
 
 
-def send(url: str, path: str, body: Any) -> str:
+def send(url, path, body):
     """Send a request as a client that disconnects after PATIENCE seconds; return the status, or `left`.
 
     Each request says that it comes from another address.
@@ -261,7 +257,7 @@ def send(url: str, path: str, body: Any) -> str:
         return type(error).__name__
 
 
-def crowd(url: str, bystander: Bystander) -> float:
+def crowd(url, bystander):
     """Send CROWD long prompts at once, which share no prefix, then as many responses in the background.
 
     Returns the bystander's longest wait.
@@ -273,7 +269,7 @@ def crowd(url: str, bystander: Bystander) -> float:
     return bystander.worst()
 
 
-def cut_stream(url: str) -> None:
+def cut_stream(url):
     """Begin a streamed answer, and disconnect after its first event."""
     body = chat(stream=True, max_tokens=1000)[1]
     transport = httpx.HTTPTransport(local_address=THEM)
@@ -282,19 +278,19 @@ def cut_stream(url: str) -> None:
             next(response.iter_lines(), None)
 
 
-def running(url: str) -> float:
+def running(url):
     """Return the engine's number of running and waiting requests, from its metrics."""
     text = httpx.get(f"{url}/metrics", timeout=60, trust_env=False).text
     names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(names))
 
 
-def members(pid: int) -> list[psutil.Process]:
+def members(pid):
     """Return a process and all its descendants."""
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
-def busy_cores(pid: int) -> float:
+def busy_cores(pid):
     """Return how many cores a process and its descendants keep busy."""
     before = [sum(process.cpu_times()[:2]) for process in members(pid)]
     time.sleep(BUSY_SECONDS)
@@ -302,7 +298,7 @@ def busy_cores(pid: int) -> float:
 
 
 @contextmanager
-def server() -> Iterator[tuple[str, int, int]]:
+def server():
     """Start the embedded server; yield its URL, its port and its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -322,13 +318,13 @@ def server() -> Iterator[tuple[str, int, int]]:
         terminate_session(pid)
 
 
-def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str, Any]:
+def campaign(seconds, repeats, streams, seed):
     """Attack a server; return the counts, with descriptions in `failures`."""
     begun, failures, rows = time.monotonic(), [], []
     with server() as (url, port, pid):
         deadline = time.monotonic() + seconds
 
-        def check(name: str, ok: bool, why: str) -> None:
+        def check(name, ok, why):
             sys.stderr.write(f"  {'✓' if ok else '✗'} {name}: {why}\n")
             failures.extend([] if ok else [f"{name}: {why}"])
 
@@ -386,7 +382,7 @@ def campaign(seconds: float, repeats: int, streams: int, seed: int) -> dict[str,
     }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     """Run from the command line; returns 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenario", choices=["server"])

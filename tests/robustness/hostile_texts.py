@@ -3,12 +3,8 @@
 `requests(seed, count)` yields path and body. A server may accept or refuse each, but must not fail (status 500).
 """
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
 
 from sparkforge.serve.settings import TINY_ID
 
@@ -44,47 +40,47 @@ SYMBOLS = (
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
 
-def user(content: Any = "Hi") -> list[Any]:
+def user(content="Hi"):
     return [{"role": "user", "content": content}]
 
 
-def chat(**more: Any) -> tuple[str, dict[str, Any]]:
+def chat(**more):
     return CHAT, {"model": TINY_ID, "messages": user(), "max_tokens": 4, **more}
 
 
-def completion(**more: Any) -> tuple[str, dict[str, Any]]:
+def completion(**more):
     return COMPLETIONS, {"model": TINY_ID, "prompt": "Hi", "max_tokens": 4, **more}
 
 
-def responses(**more: Any) -> tuple[str, dict[str, Any]]:
+def responses(**more):
     return RESPONSES, {"model": TINY_ID, "input": "Hi", "max_output_tokens": 4, **more}
 
 
-def messages(**more: Any) -> tuple[str, dict[str, Any]]:
+def messages(**more):
     return MESSAGES, {"model": TINY_ID, "messages": user(), "max_tokens": 4, **more}
 
 
 class Dice(random.Random):
     """Makes random values that a client may send."""
 
-    def text(self) -> str:
+    def text(self):
         return "".join(self.choices(TEXTS, k=self.choice((1, 1, 2, 3))))
 
-    def regex(self) -> str:
+    def regex(self):
         parts = [self.choice(ATOMS) + self.choice(("", "", *REPEATS)) for _ in range(self.randint(1, 4))]
         pattern = "".join(parts)
         return f"^{pattern}$" if self.random() < 0.6 else f"({pattern}){self.choice(REPEATS)}"
 
-    def value(self) -> Any:
+    def value(self):
         return self.choice((self.text(), self.choice(NUMBERS), self.choice(TYPES), {self.text(): 1}, [self.text()]))
 
-    def schema(self, depth: int = 3) -> Any:
+    def schema(self, depth=3):
         if self.random() < 0.06 or not depth:
             return self.choice((True, False, {}, {"type": "string"}, self.value()))
-        inner: Callable[[], Any] = lambda: self.schema(depth - 1)  # noqa: E731 - passed on many times below
-        several: Callable[[], Any] = lambda: [inner() for _ in range(self.randint(0, 3))]  # noqa: E731
-        named: Callable[[], Any] = lambda: {self.text() or "a": inner() for _ in range(self.randint(0, 3))}  # noqa: E731
-        keywords: dict[str, Callable[[], Any]] = {
+        inner = lambda: self.schema(depth - 1)  # noqa: E731 - passed on many times below
+        several = lambda: [inner() for _ in range(self.randint(0, 3))]  # noqa: E731
+        named = lambda: {self.text() or "a": inner() for _ in range(self.randint(0, 3))}  # noqa: E731
+        keywords = {
             "type": lambda: self.choice(TYPES),
             "enum": lambda: [self.value() for _ in range(self.randint(0, 3))],
             "const": self.value,
@@ -112,11 +108,11 @@ class Dice(random.Random):
             schema[self.choice(sorted(keywords))] = self.value()
         return schema
 
-    def grammar(self) -> str:
+    def grammar(self):
         words = " ".join(self.choices(SYMBOLS, k=self.randint(1, 8)))
         return self.choice(("root ::= ", "root ::= x\nx ::= ", "start: ", "")) + words
 
-    def structural_tag(self) -> str:
+    def structural_tag(self):
         structures = [{"begin": self.text(), "schema": self.schema(2), "end": self.text()}]
         forms = (
             {
@@ -131,13 +127,13 @@ class Dice(random.Random):
         return json.dumps(self.choice(forms))
 
 
-def requests(seed: int, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def requests(seed, count):
     dice = Dice(seed)
     for _ in range(count):
         yield dice.choice(REQUESTS)(dice)
 
 
-def _structured(dice: Dice) -> dict[str, Any]:
+def _structured(dice):
     return dice.choice(
         (
             {"regex": dice.regex()},
@@ -150,7 +146,7 @@ def _structured(dice: Dice) -> dict[str, Any]:
     )
 
 
-def _format(dice: Dice) -> dict[str, Any]:
+def _format(dice):
     tag = json.loads(dice.structural_tag())
     forms = (
         {"type": "json_schema", "json_schema": {"name": dice.text(), "schema": dice.schema(), "strict": True}},
@@ -162,13 +158,13 @@ def _format(dice: Dice) -> dict[str, Any]:
     return dice.choice(forms)
 
 
-def _tools(dice: Dice) -> list[Any]:
+def _tools(dice):
     name = dice.choice(("f", "get", dice.text()))
     function = {"name": name, "description": dice.text(), "parameters": dice.schema(), "strict": dice.random() < 0.7}
     return [{"type": "function", "function": function}]
 
 
-def _conversation(dice: Dice) -> list[Any]:
+def _conversation(dice):
     call = {"id": dice.text(), "type": "function", "function": {"name": dice.text(), "arguments": dice.text()}}
     turns = (
         {"role": "user", "content": dice.text()},
@@ -183,7 +179,7 @@ def _conversation(dice: Dice) -> list[Any]:
     return dice.sample(turns, dice.randint(1, 4))
 
 
-REQUESTS: tuple[Callable[[Dice], tuple[str, dict[str, Any]]], ...] = (
+REQUESTS = (
     lambda dice: chat(response_format=_format(dice)),
     lambda dice: chat(structured_outputs=_structured(dice)),
     lambda dice: chat(tools=_tools(dice), tool_choice=dice.choice(("auto", "required", "none", dice.text()))),

@@ -1,10 +1,6 @@
 """Mutations of valid samples. The same dice give the same bytes, so seed and number identify an input."""
 
-from __future__ import annotations
-
-import random
 import re
-from collections.abc import Sequence
 
 NUMBERS = (0, 1, -1, 2, 7, 64, 127, 128, 255, 256, 4095, 4096, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32,
            2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**20, 10**300)  # fmt: skip
@@ -25,7 +21,7 @@ KINDS = (*("flip", "insert", "replace", "delete", "number", "line") * 2, "repeat
 UNITS = (b"[", b"{", b'{"a":', b"(", b"<a>", b"a", b"9", b"-", b".", b"a.", b"\n", b"\0", b" ", b"/", b"$a")
 
 
-def _changed(data: bytes, dice: random.Random, samples: Sequence[bytes]) -> bytes:
+def _changed(data, dice, samples):
     begin = dice.randrange(len(data) + 1)
     end = min(len(data), begin + dice.randrange(1, 64))
     piece = b""  # for "delete" and "cut"
@@ -61,7 +57,7 @@ def _changed(data: bytes, dice: random.Random, samples: Sequence[bytes]) -> byte
     return data[:begin] + piece + data[end:]
 
 
-def mutated(samples: Sequence[bytes], dice: random.Random) -> bytes:
+def mutated(samples, dice):
     """Return one of the samples after a few changes, one in 200 with something large in it."""
     data = dice.choice(samples)
     for _ in range(dice.choice((1, 1, 1, 2, 2, 3, 5))):

@@ -3,8 +3,6 @@
 A call may raise our own errors. It raises AssertionError if the parser accepted an input that it must refuse.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib
@@ -13,7 +11,7 @@ import json
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -63,10 +61,6 @@ from validate.facts.target import Options, Target
 Read = Callable[[bytes, Path], object]
 
 
-def _no_setup(scratch: Path) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 @dataclass(frozen=True)
 class Parser:
     """One parser. `samples` may use the folder that `read` gets; `around` is a context of a run; see Scenario.cost."""
@@ -74,33 +68,33 @@ class Parser:
     name: str
     samples: Callable[[Path], list[bytes]]
     read: Read
-    around: Callable[[Path], AbstractContextManager[None]] = _no_setup
+    around: Callable[[Path], AbstractContextManager[None]] = contextlib.nullcontext
     cost: float = 1.0
 
 
-def _texts(*texts: str) -> Callable[[Path], list[bytes]]:
+def _texts(*texts):
     return lambda _scratch: [text.encode() for text in texts]
 
 
-def _files(*names: str) -> Callable[[Path], list[bytes]]:
+def _files(*names):
     return lambda _scratch: [_short((ROOT / name).read_bytes()) for name in names]
 
 
-def _short(data: bytes, longest: int = 6000) -> bytes:
+def _short(data, longest=6000):
     if len(data) <= longest:
         return data
     cut = data.rfind(b"\n\n", 0, longest)
     return data[: cut + 1] if cut > 0 else data[: data.rfind(b"\n", 0, longest) + 1]
 
 
-def _pins_without_git(_scratch: Path) -> list[bytes]:
+def _pins_without_git(_scratch):
     """Return pins.toml without its longest tables, which no other table needs."""
     tables = (ROOT / "pins.toml").read_bytes().split(b"\n\n")
     return [b"\n\n".join(table for table in tables if b".git." not in table.partition(b"]")[0])]
 
 
-def _loaded(load: Callable[[Path], object], name: str) -> Read:
-    def read(data: bytes, scratch: Path) -> object:
+def _loaded(load, name):
+    def read(data, scratch):
         return load(write(scratch / name, data))
 
     return read
@@ -113,27 +107,27 @@ DIFF = patching.CHANGES.format(word="TWO")
 PATCH = patching.HEADER + DIFF
 
 
-def _read_hunks(data: bytes, _scratch: Path) -> None:
+def _read_hunks(data, _scratch):
     for change in hunks.parse("0001-x.patch", data.decode(errors="replace")):
         before = patching.BEFORE.get(change.path)
         change.apply(before.encode() if before else None)
 
 
-def _read_series(data: bytes, scratch: Path) -> None:
+def _read_series(data, scratch):
     folder = scratch / "up-1"
     write(folder / "0001-a.patch", PATCH)
     write(folder / "0002-b.patch", PATCH)
     Queue.load(write(folder / "series", data).parent)
 
 
-def _tree(scratch: Path) -> Path:
+def _tree(scratch):
     manifest.remove(scratch / "tree")
     for path, text in patching.BEFORE.items():
         write(scratch / "tree" / path, text)
     return scratch / "tree"
 
 
-def _read_upstream_wheel(data: bytes, scratch: Path) -> None:
+def _read_upstream_wheel(data, scratch):
     """Patch a wheel that was tampered with; the result must be a wheel that can be unpacked."""
     source = write(scratch / patching.NAME, data)
     queue = Queue.load(patching.queue(scratch, "patches", "TWO"))
@@ -143,7 +137,7 @@ def _read_upstream_wheel(data: bytes, scratch: Path) -> None:
         archive.unpack(scratch / "out.whl", scratch / "unpacked")
 
 
-def _read_oracle(data: bytes, scratch: Path) -> None:
+def _read_oracle(data, scratch):
     """Check that we refuse what git refuses, and that accepted patches give the same files as git."""
     try:
         changes = hunks.parse("0001-x.patch", data.decode())
@@ -170,7 +164,7 @@ def _read_oracle(data: bytes, scratch: Path) -> None:
 # Archives
 
 
-def _raw_tar(files: Mapping[str, bytes]) -> bytes:
+def _raw_tar(files):
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as out:
         for name, content in files.items():
@@ -183,7 +177,7 @@ def _raw_tar(files: Mapping[str, bytes]) -> bytes:
 SMALL = {"a.py": b"x = 1\n", "d/b.py": b"y\n" * 200, "d/é" * 60: b"", "e": b"\0" * 700}
 
 
-def _zip(method: int) -> bytes:
+def _zip(method):
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", method) as out:
         for name, content in SMALL.items():
@@ -191,16 +185,12 @@ def _zip(method: int) -> bytes:
     return data.getvalue()
 
 
-def _zips(_scratch: Path) -> list[bytes]:
+def _zips(_scratch):
     return [_zip(method) for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)]
 
 
-def _tars(_scratch: Path) -> list[bytes]:
-    return [_raw_tar(SMALL), _raw_tar({"a": b"1"})]
-
-
-def _unpack(name: str) -> Read:
-    def read(data: bytes, scratch: Path) -> None:
+def _unpack(name):
+    def read(data, scratch):
         """Unpack, and check that no other files appear beside the target."""
         file = write(scratch / name, data)
         target = scratch / "in/target"
@@ -214,17 +204,17 @@ def _unpack(name: str) -> Read:
     return read
 
 
-def _bundle(members: Mapping[str, bytes], **about: object) -> list[bytes]:
+def _bundle(members, **about):
     listed = {path: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for path, data in members.items()}
     value = {"schema": bundle.SCHEMA, **about, "members": listed, "absent": []}
     return [_raw_tar({"index.json": json.dumps(value, indent=1).encode(), **members})]
 
 
-def _bundles(_scratch: Path) -> list[bytes]:
+def _bundles(_scratch):
     return _bundle({"pins.toml": b"schema = 1\n", "files/x/y.whl": b"wheel"}, stack="s", target="t")
 
 
-def _read_bundle(data: bytes, scratch: Path) -> None:
+def _read_bundle(data, scratch):
     """Unpack a bundle, and check that an accepted bundle has the files of its index."""
     file = write(scratch / "b.tar", data)
     manifest.remove(scratch / "out")
@@ -237,13 +227,13 @@ def _read_bundle(data: bytes, scratch: Path) -> None:
 PACKED = {"nvcc": "13.0", "machine": "aarch64"}  # the key of a pack
 
 
-def _packs(_scratch: Path) -> list[bytes]:
+def _packs(_scratch):
     members = {"audit.json": b"{}", "libraries/m.so": b"machine code", "sbom.json": b"{}"}
     facts = {"units": 1, "modules": {"m": 1}}
     return _bundle(members, key=packs.key_of(PACKED), inputs=PACKED, facts=facts)
 
 
-def _read_pack(data: bytes, scratch: Path) -> None:
+def _read_pack(data, scratch):
     """Take modules from a kernel pack, and check that only a library with a hash in the index is taken."""
     file, output = write(scratch / "pack.tar", data), scratch / "out"
     manifest.remove(output)
@@ -261,7 +251,7 @@ def _read_pack(data: bytes, scratch: Path) -> None:
 CUBIN = fatbins.cubin("sm_121a", 121)
 
 
-def _binaries(scratch: Path) -> list[bytes]:
+def _binaries(scratch):
     (scratch / "all.fatbin").write_bytes(
         fatbin(entry(CUBIN, sm=121), entry(b".version 8.7", kind=elf.KIND_PTX, sm=121))
         + bytes(32)
@@ -279,26 +269,20 @@ def _binaries(scratch: Path) -> list[bytes]:
     return samples
 
 
-@cache
-def _rules() -> audit_rules.Rules:
-    return audit_rules.load()
+_rules = cache(audit_rules.load)
+NO_TOOLS = Tools(Path("/bin/false"), Path("/bin/false"))
 
 
-def _read_binary(data: bytes, scratch: Path) -> None:
+def _read_binary(data, scratch):
     """Read one file as the audit does; a damaged file is a finding, not an error. No program is run."""
     file = write(scratch / "one.so", data)
-    reader = Reader(Tools(Path("/bin/false"), Path("/bin/false")), _rules().watch())
+    reader = Reader(NO_TOOLS, _rules().watch())
     (binary,) = reader.finished([reader.draft(file, "one.so")])
     audit_rules.judge(binary, _rules())
 
 
-def _wheels(scratch: Path) -> list[bytes]:
+def _wheels(scratch):
     return [archives.wheel("one-1.dist-info", {"one/one.so": _binaries(scratch)[1]})]
-
-
-def _read_wheel(data: bytes, scratch: Path) -> None:
-    file = write(scratch / "one-1-py3-none-linux_x86_64.whl", data)
-    audit_files([file], tools=lambda: Tools(Path("/bin/false"), Path("/bin/false")), rules=_rules())
 
 
 # The network
@@ -310,14 +294,14 @@ class _Answer:
     body, kind = b"", "text/plain"
 
 
-def _handle(_transport: object, request: httpx.Request) -> httpx.Response:
+def _handle(_transport, request):
     return httpx.Response(
         200, headers={"Content-Type": _Answer.kind}, stream=httpx.ByteStream(_Answer.body), request=request
     )
 
 
 @contextmanager
-def _answering(_scratch: Path) -> Iterator[None]:
+def _answering(_scratch):
     """Answer every request with the input. Reuse the certificates, because reading them takes 10 ms for each client."""
     context = httpx.create_ssl_context(verify=False)
     with (
@@ -328,8 +312,8 @@ def _answering(_scratch: Path) -> Iterator[None]:
         yield
 
 
-def _read_index(kind: str) -> Read:
-    def read(data: bytes, _scratch: Path) -> None:
+def _read_index(kind):
+    def read(data, _scratch):
         _Answer.body, _Answer.kind = data, kind
         with httpx.Client() as http:
             index.locate("thing", "thing-1-py3-none-any.whl", http)
@@ -360,20 +344,20 @@ COUNTER = "vllm:generation_tokens_total 3.0\n"
 MODELS = '{"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}'
 
 
-def _read_stream(data: bytes, _scratch: Path) -> None:
+def _read_stream(data, _scratch):
     _Answer.body, _Answer.kind = data, "text/event-stream"
     for delta in Endpoint(URL, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 8):
         delta.text.encode(errors="surrogatepass")
 
 
-def _read_proof(data: bytes, _scratch: Path) -> None:
+def _read_proof(data, _scratch):
     for name, call in proof.CALLS.items():
         _Answer.body, _Answer.kind = data, "text/event-stream" if call.body.get("stream") else "application/json"
         with suppress(ServerError):
             proof.fault_of(name, Endpoint(URL, "m", key=""), 5.0)
 
 
-def _read_endpoint(data: bytes, _scratch: Path) -> None:
+def _read_endpoint(data, _scratch):
     _Answer.body, _Answer.kind = data, "application/json"
     at = Endpoint(URL, "m", 5.0)
     at.tokenize("x")
@@ -382,7 +366,7 @@ def _read_endpoint(data: bytes, _scratch: Path) -> None:
     at.served()
 
 
-def _read_url(data: bytes, _scratch: Path) -> None:
+def _read_url(data, _scratch):
     _Answer.body, _Answer.kind = MODELS.encode(), "application/json"
     settings.endpoint(settings.BenchSettings({"model": "m", "silence": "5", "url": data.decode(errors="replace")}, {}))
 
@@ -390,28 +374,14 @@ def _read_url(data: bytes, _scratch: Path) -> None:
 # Files of ours
 
 
-def _record(_scratch: Path) -> list[bytes]:
-    server = record.Server(1, 1.5, "127.0.0.1", 8000, "/m", "m", "embedded", "/l", "", "/k")
-    return [json.dumps(asdict(server)).encode()]
-
-
-def _read_state(name: str, load: Callable[[Path], object]) -> Read:
-    def read(data: bytes, scratch: Path) -> object:
+def _read_state(name, load):
+    def read(data, scratch):
         path = write(scratch / "state" / name, data)
         path.chmod(0o600)  # files that others may write are never read
         path.parent.chmod(0o700)
         return load(path.parent)
 
     return read
-
-
-def _results(_scratch: Path) -> list[bytes]:
-    return [benchmarks.result(1).model_dump_json(indent=1).encode()]
-
-
-def _read_result(data: bytes, scratch: Path) -> None:
-    file = write(scratch / "out/result.json", data)
-    schema.read(file)
 
 
 TRACE = """{"schemaVersion": 1, "traceEvents": [
@@ -424,7 +394,7 @@ TRACE = """{"schemaVersion": 1, "traceEvents": [
 """
 
 
-def _traces(_scratch: Path) -> list[bytes]:
+def _traces(_scratch):
     data = TRACE.encode()
     return [data, data.replace(b'"cpu_op"', b'"kernel"'), gzip.compress(data, mtime=0)]
 
@@ -433,14 +403,14 @@ MANIFEST = {"stage": "s", "inputs": {"a": "b"}, "outputs": {"c": "0" * 64}, "too
             "seconds": 0.1, "schema": manifest.SCHEMA}  # fmt: skip
 
 
-def _read_manifest(data: bytes, scratch: Path) -> None:
+def _read_manifest(data, scratch):
     write(manifest.beside(scratch / "thing"), data)
     manifest.load(scratch / "thing")
     manifest.current(scratch / "thing", "s", {"a": "b"})
 
 
-def _checkpoint(name: str) -> tuple[Callable[[Path], list[bytes]], Read]:
-    def read(data: bytes, scratch: Path) -> None:
+def _checkpoint(name):
+    def read(data, scratch):
         """Fetch from a folder, and check it as the validator does."""
         for path, content in checkpoints.READ.items():
             if not (scratch / "mirror" / path).exists():
@@ -452,7 +422,7 @@ def _checkpoint(name: str) -> tuple[Callable[[Path], list[bytes]], Read]:
         manifest.remove(scratch / "models")
         hub.fetch_checkpoint(Mirror(scratch / "mirror", checkpoints.NAME, ""), scratch / "models/gpt-oss-120b")
 
-    def samples(_scratch: Path) -> list[bytes]:
+    def samples(_scratch):
         entry = {"size": len(CONFIG), "sha256": hashlib.sha256(CONFIG).hexdigest()}
         note = {"schema": 1, "repository": checkpoints.NAME, "revision": "0" * 40, "files": {"config.json": entry}}
         return [checkpoints.READ.get(name) or json.dumps(note).encode()]
@@ -470,10 +440,6 @@ httpx[http2]==0.28.1 --hash=sha256:{zeros}
 """.format(zeros="0" * 64, ones="1" * 64)
 
 
-def _read_lock(data: bytes, _scratch: Path) -> None:
-    list(wheels.requirements(data.decode(errors="replace"), wheels.TargetMachine("x86_64", (3, 12))))
-
-
 LOG = """\
 (EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: CUDA error: no kernel image is available
 \x1b[31m✗ the server ended\x1b[0m
@@ -486,18 +452,7 @@ HF_TOKEN=hf_PlantedToken123 --api-key sesame /home/anna/models 10.1.2.3 48:b0:2d
 """
 
 
-@cache
-def _signatures() -> Sequence[signatures.Signature]:
-    return signatures.load()
-
-
-def _read_log(data: bytes, _scratch: Path) -> None:
-    signatures.recognise(events.read([data[:7], data[7:]]), _signatures())
-
-
-def _read_secrets(data: bytes, _scratch: Path) -> None:
-    text = data.decode(errors="replace")
-    redact.for_support({text[:50]: [text]})
+_signatures = cache(signatures.load)
 
 
 ENVIRONMENT = (
@@ -506,7 +461,7 @@ ENVIRONMENT = (
 )
 
 
-def _read_environment(data: bytes, _scratch: Path) -> None:
+def _read_environment(data, _scratch):
     pairs = (entry.partition("=") for entry in data.decode(errors="replace").split("\0"))
     env = {name: value for name, _, value in pairs}
     container.read(env)
@@ -518,7 +473,7 @@ def _read_environment(data: bytes, _scratch: Path) -> None:
 CONFIG = checkpoints.READ["config.json"]
 
 
-def _configs(_scratch: Path) -> list[bytes]:
+def _configs(_scratch):
     whole = {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64, "hidden_size": 2880,
              "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4, "num_key_value_heads": 8,
              "head_dim": 64, "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072,
@@ -535,7 +490,7 @@ IMAGE_AUDIT = json.dumps(
 LABELS = json.dumps({"Config": {"Labels": {"org.sparkforge.stack": "s"}, "User": "u"}, "Id": "sha256:0", "Size": 5})
 
 
-def _read_image(data: bytes, _scratch: Path) -> None:
+def _read_image(data, _scratch):
     """Read one input as an image's manifest, audit, source and configuration, and use each as the commands do."""
     with suppress(SparkforgeError):
         inspect.unaudited({"audit": {"a": hashlib.sha256(data).hexdigest()}, "kernels": {"xqa": "f"}}, data)
@@ -570,7 +525,7 @@ interface = "eth1"
 """
 
 
-def _read_key(data: bytes, scratch: Path) -> None:
+def _read_key(data, scratch):
     path = write(scratch / "key", data)
     path.chmod(0o600)
     key = access.read_key(path)
@@ -578,15 +533,11 @@ def _read_key(data: bytes, scratch: Path) -> None:
         raise AssertionError(key)
 
 
-def _read_trust(data: bytes, scratch: Path) -> None:
-    tables.load(write(scratch / "trust.toml", data), trust.Trust)
-
-
-def _read_envelope(data: bytes, _scratch: Path) -> None:
+def _read_envelope(data, _scratch):
     signing.read_statement(Attached(data, signing.ENVELOPE_TYPE), {"key": KEY.public_key()})
 
 
-def _read_sigstore(data: bytes, scratch: Path) -> None:
+def _read_sigstore(data, scratch):
     write(scratch / "root.json", SIGSTORE.trusted_root().encode())
     signer = keyless.Identity(identity="urn:a", issuer="b", trusted_root="root.json")
     try:
@@ -597,11 +548,6 @@ def _read_sigstore(data: bytes, scratch: Path) -> None:
         raise AssertionError(payload)
 
 
-def _read_layout(data: bytes, scratch: Path) -> None:
-    write(scratch / "layout" / "index.json", data)
-    oci.Layout(scratch / "layout")
-
-
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 SIGSTORE = Instance()
 STATEMENT = {"_type": provenance.STATEMENT, "predicateType": provenance.SLSA}
@@ -609,61 +555,67 @@ TRUST = f'schema = 1\n[keys.a]\npublic = """{signing.public_text(KEY)}"""\n[imag
 OCI_INDEX = json.dumps({"manifests": [{"digest": f"sha256:{'0' * 64}", "size": 2, "annotations": {"a": "b"}}]})
 
 
-def _of_images_and_settings() -> Iterator[Parser]:
-    yield Parser("image-manifest", _texts(IMAGE_MANIFEST, IMAGE_AUDIT, LABELS), _read_image)
-    yield Parser("trust-toml", _texts(TRUST), _read_trust)
-    yield Parser("envelope", _texts(signing.signed(STATEMENT, KEY).data.decode()), _read_envelope)
-    yield Parser("sigstore", _texts(json.dumps(SIGSTORE.bundle(STATEMENT, "urn:a", "b"))), _read_sigstore, cost=8.0)
-    yield Parser("oci-index", _texts(OCI_INDEX), _read_layout)
-    yield Parser("cluster-toml", _texts(CLUSTER), _loaded(cluster_config.read, "cluster.toml"))
-    yield Parser("environment", _texts(ENVIRONMENT), _read_environment)
-    yield Parser("secrets", _texts(LOG), _read_secrets, cost=8.0)
-    yield Parser("api-key", _texts("0123456789abcdef0123456789abcdef\n"), _read_key)
+def _wheel_locked(text):
+    return list(wheels.requirements(text, wheels.TargetMachine("x86_64", (3, 12))))
 
 
-def _parsers() -> Iterator[Parser]:
-    yield from _of_images_and_settings()
-    yield Parser("patch", _texts(PATCH), _loaded(Patch.load, "0001-x.patch"))
-    yield Parser("hunks", _texts(DIFF), _read_hunks)
-    yield Parser("series", _texts("# a comment\n\n0001-a.patch\n0002-b.patch # more\n"), _read_series, cost=4.0)
-    yield Parser("patched-wheel", lambda scratch: [patching.wheel()], _read_upstream_wheel, cost=8.0)
-    yield Parser("patch-like-git", _texts(DIFF), _read_oracle, cost=20.0)
-    yield Parser("pins", _pins_without_git, _loaded(pins.load, "pins.toml"), cost=8.0)
-    yield Parser("lock", _texts(LOCK), _read_lock, cost=2.0)
-    yield Parser("index-html", _texts(INDEX_HTML), _read_index("text/html"), _answering, cost=4.0)
-    yield Parser(
-        "index-json", _texts(INDEX_JSON), _read_index("application/vnd.pypi.simple.v1+json"), _answering, cost=4.0
-    )
-    yield Parser("tar", _tars, _unpack("x.tar"), cost=3.0)
-    yield Parser("tar-gz", lambda scratch: [archives.tar("", SMALL)], _unpack("x.tar.gz"), cost=3.0)
-    yield Parser("zip", _zips, _unpack("x.whl"), cost=3.0)
-    yield Parser("bundle", _bundles, _read_bundle, cost=8.0)
-    yield Parser("kernel-pack", _packs, _read_pack, cost=8.0)
-    yield Parser("elf", _binaries, _read_binary, cost=10.0)
-    yield Parser("wheel", _wheels, _read_wheel, cost=20.0)
-    yield Parser("stream", _texts(STREAM), _read_stream, _answering, cost=6.0)
-    yield Parser("proof", _texts(TOKEN, PROOF, STREAM),
-                 _read_proof, _answering, cost=20.0)  # fmt: skip
-    yield Parser("endpoint", _texts(MODELS, TOKENS, COUNTER),
-                 _read_endpoint, _answering, cost=20.0)  # fmt: skip
-    yield Parser("url", _texts(URL, "https://user:pw@host.example.org:8443/v1/", "http://[::1]:80/"),
-                 _read_url, _answering, cost=6.0)  # fmt: skip
-    yield Parser("result", _results, _read_result, cost=3.0)
-    yield Parser("trace", _traces, _loaded(trace.read, "trace.json"), cost=2.0)
-    recipe = _files("sparkforge/recipes/gpt-oss-120b.toml")
-    yield Parser("recipe", recipe, _loaded(models.read.__wrapped__, "recipe.toml"), cost=4.0)  # without its cache
-    yield Parser("server-record", _record, _read_state("server.json", lambda state: record.read(state / "server.json")))
-    yield Parser("failure-record", _texts(
-        '{"error": "InputError", "what": "a", "why": "b", "fix": "c", "began": 1.5, "ended": 2.5}'
-    ), _read_state("failure.json", record.read_failure))  # fmt: skip
-    yield Parser("manifest", _texts(json.dumps(MANIFEST)), _read_manifest)
-    yield Parser("architecture", _configs, _loaded(architecture.read, "config.json"))
-    for name, file in {
-        "safetensors": "model-00001-of-00002.safetensors", "safetensors-index": "model.safetensors.index.json",
-        "checkpoint-config": "config.json", "checkpoint-note": "sparkforge-model.json",
-    }.items():  # fmt: skip
-        yield Parser(name, *_checkpoint(file), cost=30.0)
-    yield Parser("log", _texts(LOG), _read_log)
+def _redacted(text):
+    return redact.for_support({text[:50]: [text]})
 
 
-PARSERS = {parser.name: parser for parser in _parsers()}
+def _text(read):
+    """Return the reader of a text."""
+    return lambda data, _scratch: read(data.decode(errors="replace"))
+
+
+SERVER = asdict(record.Server(1, 1.5, "127.0.0.1", 8000, "/m", "m", "embedded", "/l", "", "/k"))
+FAILED = '{"error": "InputError", "what": "a", "why": "b", "fix": "c", "began": 1.5, "ended": 2.5}'
+URLS = (URL, "https://user:pw@host.example.org:8443/v1/", "http://[::1]:80/")
+ROWS = [
+    Parser("image-manifest", _texts(IMAGE_MANIFEST, IMAGE_AUDIT, LABELS), _read_image),
+    Parser("trust-toml", _texts(TRUST), _loaded(lambda file: tables.load(file, trust.Trust), "trust.toml")),
+    Parser("envelope", _texts(signing.signed(STATEMENT, KEY).data.decode()), _read_envelope),
+    Parser("sigstore", _texts(json.dumps(SIGSTORE.bundle(STATEMENT, "urn:a", "b"))), _read_sigstore, cost=8.0),
+    Parser("oci-index", _texts(OCI_INDEX), _loaded(lambda file: oci.Layout(file.parent), "layout/index.json")),
+    Parser("cluster-toml", _texts(CLUSTER), _loaded(cluster_config.read, "cluster.toml")),
+    Parser("environment", _texts(ENVIRONMENT), _read_environment),
+    Parser("secrets", _texts(LOG), _text(_redacted), cost=8.0),
+    Parser("api-key", _texts("0123456789abcdef0123456789abcdef\n"), _read_key),
+    Parser("patch", _texts(PATCH), _loaded(Patch.load, "0001-x.patch")),
+    Parser("hunks", _texts(DIFF), _read_hunks),
+    Parser("series", _texts("# a comment\n\n0001-a.patch\n0002-b.patch # more\n"), _read_series, cost=4.0),
+    Parser("patched-wheel", lambda _: [patching.wheel()], _read_upstream_wheel, cost=8.0),
+    Parser("patch-like-git", _texts(DIFF), _read_oracle, cost=20.0),
+    Parser("pins", _pins_without_git, _loaded(pins.load, "pins.toml"), cost=8.0),
+    Parser("lock", _texts(LOCK), _text(_wheel_locked), cost=2.0),
+    Parser("index-html", _texts(INDEX_HTML), _read_index("text/html"), _answering, cost=4.0),
+    Parser("index-json", _texts(INDEX_JSON), _read_index("application/vnd.pypi.simple.v1+json"), _answering, cost=4.0),
+    Parser("tar", lambda _: [_raw_tar(SMALL), _raw_tar({"a": b"1"})], _unpack("x.tar"), cost=3.0),
+    Parser("tar-gz", lambda _: [archives.tar("", SMALL)], _unpack("x.tar.gz"), cost=3.0),
+    Parser("zip", _zips, _unpack("x.whl"), cost=3.0),
+    Parser("bundle", _bundles, _read_bundle, cost=8.0),
+    Parser("kernel-pack", _packs, _read_pack, cost=8.0),
+    Parser("elf", _binaries, _read_binary, cost=10.0),
+    Parser("wheel", _wheels, _loaded(lambda file: audit_files([file], tools=lambda: NO_TOOLS, rules=_rules()),
+           "one-1-py3-none-linux_x86_64.whl"), cost=20.0),
+    Parser("stream", _texts(STREAM), _read_stream, _answering, cost=6.0),
+    Parser("proof", _texts(TOKEN, PROOF, STREAM), _read_proof, _answering, cost=20.0),
+    Parser("endpoint", _texts(MODELS, TOKENS, COUNTER), _read_endpoint, _answering, cost=20.0),
+    Parser("url", _texts(*URLS), _read_url, _answering, cost=6.0),
+    Parser("result", lambda _: [benchmarks.result(1).model_dump_json(indent=1).encode()],
+           _loaded(schema.read, "out/result.json"), cost=3.0),
+    Parser("trace", _traces, _loaded(trace.read, "trace.json"), cost=2.0),
+    Parser("recipe", _files("sparkforge/recipes/gpt-oss-120b.toml"),
+           _loaded(models.read.__wrapped__, "recipe.toml"), cost=4.0),  # without its cache
+    Parser("server-record", _texts(json.dumps(SERVER)),
+           _read_state("server.json", lambda state: record.read(state / "server.json"))),
+    Parser("failure-record", _texts(FAILED), _read_state("failure.json", record.read_failure)),
+    Parser("manifest", _texts(json.dumps(MANIFEST)), _read_manifest),
+    Parser("architecture", _configs, _loaded(architecture.read, "config.json")),
+    Parser("safetensors", *_checkpoint("model-00001-of-00002.safetensors"), cost=30.0),
+    Parser("safetensors-index", *_checkpoint("model.safetensors.index.json"), cost=30.0),
+    Parser("checkpoint-config", *_checkpoint("config.json"), cost=30.0),
+    Parser("checkpoint-note", *_checkpoint("sparkforge-model.json"), cost=30.0),
+    Parser("log", _texts(LOG), lambda data, _: signatures.recognise(events.read([data[:7], data[7:]]), _signatures())),
+]  # fmt: skip
+PARSERS = {parser.name: parser for parser in ROWS}

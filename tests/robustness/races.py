@@ -6,44 +6,21 @@
 order, the folder is the same as after one run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
-import shutil
 import sys
-import tempfile
 import time
-import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from invoke.exceptions import Exit
-
-from robustness.faults import SHIM, Runner, apart, differences, preloaded, report, scaled
-from robustness.scenario import BUSY, Scenario
+from robustness.faults import Runner, differences, end, exit_code, print_into, run_apart, scaled
+from robustness.scenario import BUSY
 from robustness.scenarios import SCENARIOS
-from sparkforge.cli.command import command
 from sparkforge.core.errors import StorageError
 
 PROCESSES = 4
 RACED = [scenario.name for scenario in SCENARIOS.values() if scenario.races]
 WALL = 60.0
-
-
-@dataclass
-class Counts:
-    """The number of concurrent runs, and how they ended."""
-
-    scenario: str
-    runs: int = 0
-    succeeded: int = 0
-    refused: int = 0  # as documented
-    false_refusals: int = 0
-    unsound: int = 0
-    hangs: int = 0
-    seconds: float = 0.0
-    failures: list[str] = field(default_factory=list)
+COUNTS = ("runs", "succeeded", "refused", "false_refusals", "unsound", "hangs")  # `refused`: as documented
 
 
 class Race(Runner):
@@ -51,14 +28,13 @@ class Race(Runner):
 
     busy = False
 
-    def together(self) -> list[tuple[int | None, str]]:
+    def together(self):
         """Start all children, release them together, and return the exit code (None: it hangs) and output of each."""
         read_end, gate = os.pipe()
         children = {os.fork() or self._racer(read_end, gate, number): number for number in range(PROCESSES)}
         os.close(read_end)
         os.close(gate)
-        codes: dict[int, int | None] = {}
-        deadline = time.monotonic() + WALL
+        codes, deadline = {}, time.monotonic() + WALL
         while children.keys() - codes.keys():
             for child in children.keys() - codes.keys():
                 if time.monotonic() > deadline:
@@ -72,91 +48,68 @@ class Race(Runner):
             time.sleep(0.001)
         return [(codes[child], self._printed(number).read_text(errors="replace")) for child, number in children.items()]
 
-    def _act(self) -> None:
+    def _act(self):
         try:
             self.scenario.act(self.work)
         except StorageError as error:
             self.busy = error.code == "storage.busy"
             raise
 
-    def _printed(self, number: int) -> Path:
+    def _printed(self, number):
         return self.base / f"output-{number}"
 
-    def _racer(self, read_end: int, gate: int, number: int) -> int:
-        code = 99
-        try:
-            output = os.open(self._printed(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            for stream in (1, 2):
-                os.dup2(output, stream)
-            os.close(gate)
-            os.read(read_end, 1)  # returns when the parent closes its end
-            try:
-                command(self._act)()
-                code = 0
-            except Exit as error:
-                code = BUSY if self.busy else error.code
-        except BaseException:  # noqa: BLE001 - the child must not return into the race
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    def _racer(self, read_end, gate, number):
+        print_into(self._printed(number))
+        os.close(gate)
+        os.read(read_end, 1)  # returns when the parent closes its end
+        code = exit_code(self._act)
+        end(BUSY if self.busy else code)
 
 
-def campaign(scenario: Scenario, rounds: int, seconds: float, base: Path) -> Counts:
-    name, counts, begun = scenario.name, Counts(scenario.name), time.monotonic()
+def campaign(scenario, rounds, seconds, base):
+    counts, begun = {"scenario": scenario.name, **dict.fromkeys(COUNTS, 0), "failures": []}, time.monotonic()
     race = Race(scenario, base)
+    repeat = f"PYTHONPATH=tests {sys.executable} -m robustness.races {scenario.name}"
+
+    def fail(broken, detail):
+        counts["failures"].append({"operation": "race", "broken": broken, "detail": detail[-1500:], "repeat": repeat})
+
     with scenario.serve(race.work):
         race.prepare()
         try:
             reference = race.reference()
         except AssertionError as error:
-            counts.unsound += 1
-            counts.failures.append(str(error))
+            counts["unsound"] += 1
+            fail("it fails by itself", str(error))
             return counts
-        deadline = time.monotonic() + seconds
         for _ in range(rounds):
-            if time.monotonic() > deadline:
+            if time.monotonic() > begun + seconds:
                 break
             race.reset()
             for code, output in race.together():
-                counts.runs += 1
-                counts.succeeded += code == 0
-                counts.hangs += code is None
-                if code not in (0, None):
-                    allowed = code in scenario.races
-                    counts.refused += allowed
-                    counts.false_refusals += not allowed
-                if code not in scenario.races:
-                    counts.failures.append(f"{name}: exit code {code}\n{output[-1500:]}")
-            ended = race.run(scenario.act)
-            after = scenario.snapshot(race.work)
+                allowed = code in scenario.races
+                kind = "hangs" if code is None else "refused" if allowed else "false_refusals"
+                counts["succeeded" if code == 0 else kind] += 1
+                counts["runs"] += 1
+                if not allowed:
+                    fail(f"exit code {code}", output)
+            ended, after = race.run(scenario.act), scenario.snapshot(race.work)
             if ended.how != "ok" or after != reference:
-                counts.unsound += 1
-                counts.failures.append(f"{name}: after the race\n{ended.output}{differences(reference, after)}")
-    counts.seconds = round(time.monotonic() - begun, 1)
+                counts["unsound"] += 1
+                fail("after the race it is not sound", f"{ended.output}{differences(reference, after)}")
+    counts["seconds"] = round(time.monotonic() - begun, 1)
     return counts
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="+", choices=sorted(RACED))
     parser.add_argument("--rounds", type=int, default=1 << 30, help="for a scenario of cost 1; others get fewer")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for each scenario")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    base = Path(tempfile.mkdtemp(prefix="sparkforge-robustness-")).resolve()
-    try:
-        if not os.environ.get(SHIM):
-            return preloaded("robustness.races", base)
-        rows = apart(options.scenarios, base, lambda scenario, folder: campaign(
-            scenario, scaled(options.rounds, scenario), options.seconds, folder))  # fmt: skip
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
-    for row in rows:
-        for failure in row["failures"][:3]:
-            again = f"PYTHONPATH=tests {sys.executable} -m robustness.races {row['scenario']}"
-            sys.stderr.write(f"{failure}\n    {again}\n")
-    return report(rows, options.json)
+    return run_apart("robustness.races", options, lambda scenario, folder: campaign(
+        scenario, scaled(options.rounds, scenario), options.seconds, folder))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """Every scenario, by name."""
 
-from __future__ import annotations
-
-from robustness.scenario import Scenario
 from robustness.scenarios import (
     archives,
     benchmarks,
@@ -20,4 +17,4 @@ from robustness.scenarios import (
 MODULES = (archives, benchmarks, bundles, checkpoints, environments, fetching, kernel_cache, patching, records, sources,
            tiny_model)  # fmt: skip
 
-SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for module in MODULES for scenario in module.SCENARIOS}
+SCENARIOS = {scenario.name: scenario for module in MODULES for scenario in module.SCENARIOS}

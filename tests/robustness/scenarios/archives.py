@@ -1,15 +1,11 @@
 """Unpack source archives: a tar and a zip, into new folders."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io
 import tarfile
 import zipfile
 from base64 import urlsafe_b64encode
-from collections.abc import Mapping
-from pathlib import Path
 
 from robustness.scenario import Scenario, write
 from sparkforge.core import manifest
@@ -18,7 +14,7 @@ from sparkforge.sources import archive
 FILES = {"setup.py": b"setup()\n", "src/a.c": b"int a;\n" * 40_000, "src/deep/er/b.h": b"", "run": b"#!/bin/sh\n"}
 
 
-def tar(top: str, files: Mapping[str, bytes]) -> bytes:
+def tar(top, files):
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as out:
         for name, content in files.items():
@@ -28,7 +24,7 @@ def tar(top: str, files: Mapping[str, bytes]) -> bytes:
     return gzip.compress(data.getvalue(), mtime=0)
 
 
-def zipped(files: Mapping[str, bytes]) -> bytes:
+def zipped(files):
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as out:
         for name, content in files.items():
@@ -36,7 +32,7 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
     return data.getvalue()
 
 
-def wheel(info: str, files: Mapping[str, bytes]) -> bytes:
+def wheel(info, files):
     """Return a wheel of the files, with the RECORD in its folder `info`."""
     hashes = {
         path: urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=") for path, data in files.items()
@@ -45,13 +41,13 @@ def wheel(info: str, files: Mapping[str, bytes]) -> bytes:
     return zipped({**files, f"{info}/RECORD": "".join([*rows, f"{info}/RECORD,,\n"]).encode()})
 
 
-def _prepare(work: Path) -> None:
+def _prepare(work):
     write(work / "up-1.tar.gz", tar("up-1", FILES))
     write(work / "up-1.whl", zipped(FILES))
     write(work / "place/mine/mine.txt", "mine")
 
 
-def _act(work: Path) -> None:
+def _act(work):
     """Do as every stage: first remove the files of a killed run, and rename the result last."""
     for name, top in (("up-1.tar.gz", "up-1"), ("up-1.whl", None)):
         target = work / "place" / name.rpartition(".")[2]
@@ -59,7 +55,7 @@ def _act(work: Path) -> None:
         archive.unpack(work / name, target, top=top)
 
 
-def _healed(work: Path) -> None:
+def _healed(work):
     for name in ("gz", "whl"):
         for path, content in FILES.items():
             assert (work / "place" / name / path).read_bytes() == content

@@ -1,26 +1,20 @@
 """A batch of benchmarks that continues after a kill: results, summary, report."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 from robustness.scenario import Scenario, write
 from sparkforge.bench import batch, schema
-from sparkforge.bench.batch import Bench
-from sparkforge.bench.schema import Config, Result
+from sparkforge.bench.schema import Result
 
 SPREAD = {"mean": 1.0, "median": 1.0, "p99": 2.0}
-PLAN: dict[str, Any] = {"configs": [{"isl": 8, "osl": 8}], "server_version": "1", "client": {}}
+PLAN = {"configs": [{"isl": 8, "osl": 8}], "server_version": "1", "client": {}}
 
 
-def result(conc: int) -> Result:
+def result(conc):
     config = {"model": "m", "url": "http://127.0.0.1:8000", "tp": 1, "isl": 8, "osl": 8, "conc": conc,
               "max_model_len": 16, "random_range_ratio": 0.0, "num_prompts": 2, "warmups": 0}  # fmt: skip
     metrics = {"completed": 2, "failed": 0, "duration_s": 1.0, "total_input_tokens": 16, "total_output_tokens": 16,
@@ -38,25 +32,25 @@ def result(conc: int) -> Result:
 CONFIGS = [result(conc).config for conc in (1, 2)]
 
 
-def _measure(config: Config, _progress: object) -> Result:
+def _measure(config, _progress):
     return result(config.conc)
 
 
-BENCH = cast("Bench", SimpleNamespace(measure=_measure))
+BENCH = SimpleNamespace(measure=_measure)
 
 
-def _prepare(work: Path) -> None:
+def _prepare(work):
     write(work / "out/mine.json", "{}")
     folder = batch.folder(work / "out", PLAN, fresh=True)
     folder.rename(_place(work))
 
 
-def _place(work: Path) -> Path:
+def _place(work):
     return work / "out/batch_isl8_osl8_20261121_000000"
 
 
 @contextmanager
-def _alone(work: Path) -> Iterator[None]:
+def _alone(work):
     """Keep other racers from completing the batch between the two reads of its plan; they would begin a second one."""
     handle = os.open(work, os.O_RDONLY)
     try:
@@ -66,7 +60,7 @@ def _alone(work: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _act(work: Path) -> None:
+def _act(work):
     with _alone(work):
         if b'"complete": true' in (_place(work) / batch.PLAN).read_bytes():
             return
@@ -76,7 +70,7 @@ def _act(work: Path) -> None:
         batch.finish(folder)
 
 
-def _judge(work: Path) -> None:
+def _judge(work):
     """Every result can be read, and a complete batch has all results."""
     folder = _place(work)
     for path in folder.glob("result_*.json"):

@@ -1,19 +1,13 @@
 """Fetch a small gpt-oss checkpoint: from a folder, from a hub on loopback, and over a damaged copy."""
 
-from __future__ import annotations
-
-import hashlib
-import importlib.util
 import json
 import os
-import signal
+import runpy
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
-from robustness.scenario import BUSY, Scenario, write
+from robustness.scenario import BUSY, Scenario, serving, sha256, write
 from sparkforge.core.paths import ROOT
 from sparkforge.models import hub
 from sparkforge.models.hub_online import Hub
@@ -23,59 +17,35 @@ NAME = "openai/gpt-oss-120b"
 SHARD = "model-00001-of-00002.safetensors"
 
 
-def _hub_server() -> ModuleType:
-    path = ROOT / "tests/unit/models/hub_server.py"
-    spec = importlib.util.spec_from_file_location("hub_server", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-hub_server = _hub_server()
-FILES: dict[str, bytes] = hub_server.checkpoint(size=20_000)
+hub_server = SimpleNamespace(**runpy.run_path(str(ROOT / "tests/unit/models/hub_server.py")))
+FILES = hub_server.checkpoint(size=20_000)
 READ = {name: data for name, data in FILES.items() if "/" not in name and name != "README.md"}
 
 
 @contextmanager
-def _hub(work: Path) -> Iterator[None]:
-    """Run the hub in a separate process, because the runner forks and must not have threads."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the server's errors about clients that were killed
-        os.write(write_end, hub_server.HubServer(FILES).url.encode())
-        os.close(write_end)
-        signal.pause()
-        os._exit(0)
-    os.close(write_end)
-    os.environ["HF_ENDPOINT"] = os.read(read_end, 200).decode()
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
-        os.environ.pop(name, None)
-    try:
+def _hub(work):
+    with serving(lambda: nullcontext(hub_server.HubServer(FILES))) as url:
+        os.environ["HF_ENDPOINT"] = url
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+            os.environ.pop(name, None)
         yield
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(read_end)
 
 
-def _target(work: Path) -> Path:
+def _target(work):
     return work / "models/gpt-oss-120b"
 
 
-def _prepare_mirror(work: Path) -> None:
+def _prepare_mirror(work):
     for name, data in READ.items():
         write(work / "mirror" / name, data)
-    entries = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in READ.items()}
+    entries = {name: {"size": len(data), "sha256": sha256(data)} for name, data in READ.items()}
     note = {"schema": 1, "repository": NAME, "revision": hub_server.COMMIT, "files": entries}
     write(work / "mirror/sparkforge-model.json", json.dumps(note))
     write(work / "models/mine/mine.txt", "mine")
 
 
-def _prepare_damaged(work: Path) -> None:
+def _prepare_damaged(work):
     _prepare_mirror(work)
     hub.fetch_checkpoint(Mirror(work / "mirror", NAME, ""), _target(work))
     damaged = bytearray(READ[SHARD])
@@ -83,19 +53,19 @@ def _prepare_damaged(work: Path) -> None:
     write(_target(work) / SHARD, bytes(damaged))
 
 
-def _prepare_hub(work: Path) -> None:
+def _prepare_hub(work):
     write(work / "models/mine/mine.txt", "mine")
 
 
-def _from_mirror(work: Path) -> None:
+def _from_mirror(work):
     hub.fetch_checkpoint(Mirror(work / "mirror", NAME, ""), _target(work))
 
 
-def _from_hub(work: Path) -> None:
+def _from_hub(work):
     hub.fetch_checkpoint(Hub(NAME, hub_server.COMMIT), _target(work))
 
 
-def _judge(work: Path) -> None:
+def _judge(work):
     """Every file in the checkpoint's folder and in the partial folder is complete, and the former has all files."""
     for folder in (_target(work), _target(work).with_name("gpt-oss-120b.partial")):
         for path in folder.glob("[!.]*"):
@@ -105,14 +75,14 @@ def _judge(work: Path) -> None:
         assert {path.name for path in _target(work).iterdir()} >= READ.keys()
 
 
-def _judge_damaged(work: Path) -> None:
+def _judge_damaged(work):
     """Every file is the old or the right file, and none is missing."""
     for name, data in READ.items():
         content = (_target(work) / name).read_bytes()
         assert content == data or (name == SHARD and content[:-1] == data[:-1]), name
 
 
-def _healed(work: Path) -> None:
+def _healed(work):
     for name, data in READ.items():
         assert (_target(work) / name).read_bytes() == data
 

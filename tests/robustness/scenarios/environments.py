@@ -1,25 +1,21 @@
 """Make a Python environment from a small lock of local wheels, over an older one, with the real uv."""
 
-from __future__ import annotations
-
-import hashlib
 import os
 import platform
 import sys
-from pathlib import Path
 
-from robustness.scenario import BUSY, Scenario, pinned_file, write
+from robustness.scenario import BUSY, Scenario, component, sha256, table, write
 from robustness.scenarios import archives
 from sparkforge import environments
 from sparkforge.environments import Environment
-from sparkforge.pins import Pins, locks
+from sparkforge.pins import locks
 from sparkforge.sources import fetch
 
 ENV = Environment("small")
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
-def wheel(name: str, tag: str = "py3-none-any") -> tuple[str, bytes]:
+def wheel(name, tag="py3-none-any"):
     info = f"{name}-1.dist-info"
     files = {
         f"{name}/__init__.py": b"x = 1\n",
@@ -29,21 +25,14 @@ def wheel(name: str, tag: str = "py3-none-any") -> tuple[str, bytes]:
     return f"{name}-1-{tag}.whl", archives.wheel(info, files)
 
 
-def _component(package: str, name: str, data: bytes, **more: str) -> dict[str, object]:
-    return {"version": "1", "kind": "wheel", "package": package, "licence": "MIT", "why": "test",
-            "files": {name: pinned_file(data)}, **more}  # fmt: skip
-
-
-def _prepare(work: Path) -> None:
+def _prepare(work):
     package, torch = wheel("thing"), wheel("torch", f"{TAG}-{TAG}-linux_{platform.machine()}")
     for name, data in (package, torch):
         write(work / "wheels" / name, data)
-    write(work / "locks/small.txt", f"thing==1 --hash=sha256:{hashlib.sha256(package[1]).hexdigest()}\n")
-    components = {"torch": _component("torch", *torch, index="http://127.0.0.1:9"),
-                  "vllm": _component("thing", *package, provides="vllm==1+cpu")}  # fmt: skip
+    write(work / "locks/small.txt", f"thing==1 --hash=sha256:{sha256(package[1])}\n")
+    components = {"torch": component("torch", *torch, index="http://127.0.0.1:9"),
+                  "vllm": component("thing", *package, provides="vllm==1+cpu")}  # fmt: skip
     environment = {"lock": "small", "wheels": ["s/vllm", "s/torch"], "project": True, "size": 1}
-    stacks = {"s": {"summary": "a stack", "components": components}}
-    table = Pins.model_validate({"schema": 1, "default": "s", "stacks": stacks, "environments": {"small": environment}})
     os.environ |= {"UV_CACHE_DIR": str(work / "tmp/uv"), "UV_OFFLINE": "1", "PIP_INDEX_URL": "http://127.0.0.1:9/",
                    "UV_LINK_MODE": "copy"}  # fmt: skip
     locks.uv_environment()  # asks pip for its configuration, once
@@ -52,22 +41,20 @@ def _prepare(work: Path) -> None:
     fetch.fetch_pinned = lambda _component, filename: work / "wheels" / filename
     environments._install_own = lambda *_: None  # this scenario does not install the checkout
     global TABLE  # noqa: PLW0603 - every run is forked from this process
-    TABLE = table
+    TABLE = table(components, environments={"small": environment})
     write(work / "state/envs/mine/mine.txt", "mine")
     write(ENV.path / "lib/old.py", "an older environment")
 
 
-TABLE: Pins | None = None
+TABLE = None
 
 
-def _act(work: Path) -> None:
-    assert TABLE
+def _act(work):
     environments.ensure(ENV, TABLE)
 
 
-def _judge(work: Path) -> None:
+def _judge(work):
     """A complete environment has every file of its distributions."""
-    assert TABLE
     if environments.stamp(ENV) == environments.inputs(ENV, TABLE):
         for record in ENV.site_packages.glob("*.dist-info/RECORD"):
             for row in record.read_text().splitlines():

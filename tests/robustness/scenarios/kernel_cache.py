@@ -1,9 +1,5 @@
 """Remove modules from FlashInfer's kernel cache, after a removal that was killed half-way."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from robustness.scenario import BUSY, Scenario, write
 from sparkforge.compile import cache
 
@@ -15,7 +11,7 @@ build {name}.so: link page.o
 """
 
 
-def _module(work: Path, name: str, source_name: str) -> None:
+def _module(work, name, source_name):
     folder = work / "cache-of-kernels/0.7.0.post1/121a/cached_ops" / name
     source = write(work / "csrc" / source_name, "int x;\n")
     write(folder / "build.ninja", NINJA.format(name=name, source=source))
@@ -23,7 +19,7 @@ def _module(work: Path, name: str, source_name: str) -> None:
     write(folder / "parts/page.o", "object")
 
 
-def _prepare(work: Path) -> None:
+def _prepare(work):
     for name in ("page", "rope", "sampling"):
         _module(work, name, "other.cu" if name == "sampling" else "page.cu")
     ops = work / "cache-of-kernels/0.7.0.post1/121a/cached_ops"
@@ -32,11 +28,11 @@ def _prepare(work: Path) -> None:
     write(ops / "tmp/page.lock", "")
 
 
-def _act(work: Path) -> None:
+def _act(work):
     cache.clean(cache.Selection(changed=[work / "csrc/page.cu"]), root=work / "cache-of-kernels")
 
 
-def _judge(work: Path) -> None:
+def _judge(work):
     """Every module is complete or absent, and the module that was not selected stays."""
     modules = cache.modules(work / "cache-of-kernels")
     assert "sampling" in {module.name for module in modules}

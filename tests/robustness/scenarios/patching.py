@@ -3,9 +3,6 @@
 Also commit a queue to a developer's clone, and write a patch from that clone; disk operations of git fail too.
 """
 
-from __future__ import annotations
-
-import hashlib
 import re
 import zipfile
 from functools import cache
@@ -13,13 +10,14 @@ from pathlib import Path
 
 from lab.patches import authoring, checkout
 from lab.patches.lock import lock_stack
-from robustness.scenario import BUSY, Scenario, pinned_file, write
+from robustness import scenario
+from robustness.scenario import BUSY, Scenario, cached, component, write
 from robustness.scenarios import archives
 from sparkforge.core.errors import PatchError, SparkforgeError, UsageError
 from sparkforge.core.git import git
 from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
-from sparkforge.pins import Pins, patched
+from sparkforge.pins import patched
 from sparkforge.sources import fetch
 
 HEADER = """\
@@ -51,7 +49,7 @@ CHANGES = """\
 """
 
 
-def queue(work: Path, name: str, word: str) -> Path:
+def queue(work, name, word):
     write(work / name / "up-1/series", "0001-change.patch\n")
     write(work / name / "up-1/0001-change.patch", HEADER + CHANGES.format(word=word))
     return work / name / "up-1"
@@ -61,7 +59,7 @@ NAME = "up-1-py3-none-any.whl"
 
 
 @cache
-def wheel() -> bytes:
+def wheel():
     info = "up-1.dist-info"
     files = {name: text.encode() for name, text in BEFORE.items()} | {"pkg/big.bin": b"x" * 100_000}
     files[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: up\nVersion: 1\n"
@@ -70,51 +68,48 @@ def wheel() -> bytes:
 
 
 @cache
-def table() -> Pins:
-    component = {"version": "1", "kind": "wheel", "package": "up", "licence": "MIT", "why": "test", "patches": "up-1",
-                 "files": {NAME: pinned_file(wheel())}}  # fmt: skip
-    value = {"schema": 1, "default": "s", "stacks": {"s": {"summary": "a stack", "components": {"up": component}}}}
-    return Pins.model_validate(value)
+def table():
+    return scenario.table({"up": component("up", NAME, wheel(), patches="up-1")})
 
 
-def _prepare(work: Path) -> None:
-    write(fetch.cached(NAME, hashlib.sha256(wheel()).hexdigest()), wheel())
+def _prepare(work):
+    cached(NAME, wheel())
     write(work / "mine.txt", "mine")
     queue(work, "patches", "TWO")
     patched.PATH = work / "patched.toml"  # this process belongs to the scenario
 
 
-def _prepare_locked(work: Path) -> None:
+def _prepare_locked(work):
     _prepare(work)
     lock_stack("s", table=table(), patches=work / "patches")
     _cached(work).unlink()
 
 
-def _prepare_damaged(work: Path) -> None:
+def _prepare_damaged(work):
     _prepare(work)
     lock_stack("s", table=table(), patches=work / "patches")
     _cached(work).write_bytes(_cached(work).read_bytes()[:-1])
 
 
-def _cached(work: Path) -> Path:
+def _cached(work):
     lock = patched.load_patched()[NAME]
     return fetch.cached(lock.file, lock.sha256)
 
 
-def _make(work: Path) -> None:
+def _make(work):
     wheels.patched(table().component("s", "up"), NAME, patches=work / "patches")
 
 
-def _lock(work: Path) -> None:
+def _lock(work):
     lock_stack("s", table=table(), patches=work / "patches")
 
 
-def _judge(_work: Path) -> None:
+def _judge(_work):
     """The lock is complete or absent; a patched wheel in the cache is hashed before each use."""
     assert set(patched.load_patched()) <= {NAME}
 
 
-def _is_patched(work: Path) -> None:
+def _is_patched(work):
     with zipfile.ZipFile(_cached(work)) as opened:
         assert opened.read("pkg/a.py") == b"one\nTWO\nthree\n"
         assert opened.read("pkg/new/n.py") == b"new\n"
@@ -133,11 +128,11 @@ NEW = "0003-do-more.patch"
 PERSON = ("user.name=A Person", "user.email=person@example.org")
 
 
-def _git(work: Path, *arguments: str) -> str:
+def _git(work, *arguments):
     return git(work / "clone", "--no-optional-locks", *arguments, settings=PERSON).stdout
 
 
-def _prepare_clone(work: Path) -> None:
+def _prepare_clone(work):
     """Make a clone at the release with a developer's work: a branch, and an uncommitted file."""
     _prepare(work)
     write(work / "patches/up-1" / PATCHES[1], HEADER + SECOND)
@@ -155,7 +150,7 @@ def _prepare_clone(work: Path) -> None:
     write(work / "clone/mine-untracked.txt", "mine\n")
 
 
-def _commit(work: Path) -> str:
+def _commit(work):
     """Run the command; if it gives instructions about half-written files of git, follow them and run it again."""
     tree = work / "clone"
     for _ in range(3):
@@ -173,7 +168,7 @@ def _commit(work: Path) -> str:
     return checkout.commit_to_checkout(table(), "s", tree, work / "patches")
 
 
-def _judge_clone(work: Path) -> None:
+def _judge_clone(work):
     """The developer's branch and the release exist; our commits have the results of their patches."""
     _git(work, "rev-list", "--objects", "main", "mine")
     assert _git(work, "log", "--format=%s", "mine") == "my own work\nrelease\n"
@@ -183,20 +178,20 @@ def _judge_clone(work: Path) -> None:
         assert _git(work, "show", "main:pkg/same.py", "main:pkg/a.py") == "SAME\none\nTWO\nthree\n"
 
 
-def _is_committed(work: Path) -> None:
+def _is_committed(work):
     _judge_clone(work)
     assert len(_git(work, "log", "--format=%s", "main").splitlines()) == 3
     assert _git(work, "status", "--porcelain", "--branch") == "## main\n?? mine-untracked.txt\n"
     assert _git(work, "worktree", "list").count("\n") == 1
 
 
-def _prepare_edited(work: Path) -> None:
+def _prepare_edited(work):
     _prepare_clone(work)
     _commit(work)
     write(work / "clone/pkg/same.py", "SAME\nmore\n")
 
 
-def _write_patch(work: Path) -> None:
+def _write_patch(work):
     try:
         fields = {"description": "Do more", "bug": "https://example.org/2", "drop_when": "contains pkg/same.py more"}
         order = authoring.PatchOrder("do-more", fields, "s", "up", str(work / "clone"))
@@ -206,7 +201,7 @@ def _write_patch(work: Path) -> None:
             raise
 
 
-def _judge_queue(work: Path) -> None:
+def _judge_queue(work):
     """The queue is unchanged, has the complete patch, or is refused with a reason; the clone is unchanged."""
     try:
         names = tuple(patch.name for patch in Queue.load(work / "patches/up-1").patches)
@@ -217,7 +212,7 @@ def _judge_queue(work: Path) -> None:
     assert (work / "clone/pkg/same.py").read_text() == "SAME\nmore\n"
 
 
-def _is_written(work: Path) -> None:
+def _is_written(work):
     queue = Queue.load(work / "patches/up-1")
     assert [patch.name for patch in queue.patches] == [*PATCHES, NEW]
     after = queue.apply({path: BEFORE[path].encode() if path in BEFORE else None for path in queue.paths})

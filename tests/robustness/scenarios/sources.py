@@ -1,44 +1,37 @@
 """Unpack the sources of a stack from the cache into a tree."""
 
-from __future__ import annotations
-
-import hashlib
 from functools import cache
-from pathlib import Path
 
-from robustness.scenario import BUSY, Scenario, pinned_file, write
+from robustness import scenario
+from robustness.scenario import BUSY, Scenario, cached, component, write
 from robustness.scenarios import archives, patching
 from sparkforge.core import manifest
-from sparkforge.pins import Pins
-from sparkforge.sources import fetch, trees
+from sparkforge.sources import trees
 
 FILES = {**{name: text.encode() for name, text in patching.BEFORE.items()}, "CMakeLists.txt": b"project(up)\n"}
 ARCHIVE = archives.tar("up-1", FILES)
 
 
 @cache
-def table() -> Pins:
-    component = {"version": "1", "kind": "sdist", "package": "up", "licence": "MIT", "why": "test",
-                 "files": {"up-1.tar.gz": pinned_file(ARCHIVE)}}  # fmt: skip
-    value = {"schema": 1, "default": "s", "stacks": {"s": {"summary": "a stack", "components": {"up": component}}}}
-    return Pins.model_validate(value)
+def table():
+    return scenario.table({"up": component("up", "up-1.tar.gz", ARCHIVE, "sdist")})
 
 
-def _tree() -> Path:
+def _tree():
     return trees.tree_folder(table().component("s", "up"), "up-1.tar.gz")
 
 
-def _prepare(work: Path) -> None:
-    write(fetch.cached("up-1.tar.gz", hashlib.sha256(ARCHIVE).hexdigest()), ARCHIVE)
+def _prepare(work):
+    cached("up-1.tar.gz", ARCHIVE)
     write(work / "state/sources/mine.txt", "mine")
     write(_tree().parent / "mine-000000000000/a.py", "mine")
 
 
-def _bring(work: Path) -> None:
+def _bring(work):
     trees.fetch_sources("s", table=table())
 
 
-def _judge(work: Path) -> None:
+def _judge(work):
     """A tree with a valid manifest has upstream's bytes."""
     if manifest.load(_tree()) and _tree().exists():
         for path, content in FILES.items():

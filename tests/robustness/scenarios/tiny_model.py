@@ -1,10 +1,5 @@
 """Write the tiny model, new and over an older one, with a small vocabulary and weights because it is made often."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 from robustness.scenario import BUSY, Scenario, write
 from sparkforge.core import manifest
 from sparkforge.core.errors import InputError
@@ -16,7 +11,7 @@ from sparkforge.models.tiny_format import Sizes, Tensor
 SIZES = Sizes(hidden=32, intermediate=32, layers=2, experts=2, top_k=1, heads=1, kv_heads=1)
 
 
-def _tensors() -> Iterator[tuple[str, Tensor]]:
+def _tensors():
     for number in range(4):
         yield f"t{number}", Tensor((5000,), "U8", bytes([number]) * 5000)
 
@@ -25,19 +20,19 @@ OLD = Weights(lambda: "old", lambda: SIZES, _tensors)
 NEW = Weights(lambda: "new", lambda: SIZES, _tensors)
 
 
-def _prepare(work: Path) -> None:
-    tiny.tokenizer_files = lambda: {"tokenizer.json": b"{}" * 10_000, "tokenizer_config.json": b"{}"}  # type: ignore[assignment]
+def _prepare(work):
+    tiny.tokenizer_files = lambda: {"tokenizer.json": b"{}" * 10_000, "tokenizer_config.json": b"{}"}
     tiny.write_tiny(work / "state/models/tiny", OLD)
     write(work / "state/models/mine/mine.txt", "mine")
 
 
-def _prepare_none(work: Path) -> None:
+def _prepare_none(work):
     _prepare(work)
     for file in sorted((work / "state/models/tiny").iterdir()):
         file.unlink()
 
 
-def _act(work: Path) -> None:
+def _act(work):
     tiny.write_tiny(work / "state/models/tiny", NEW)
     folder = work / "state/models/tiny"
     record = manifest.load(folder)
@@ -45,7 +40,7 @@ def _act(work: Path) -> None:
         raise InputError(f"{folder} is not whole", "a file of it cannot be read", "run it again", code="input.model")
 
 
-def _judge(work: Path) -> None:
+def _judge(work):
     """If a folder has a manifest, every listed file is absent or has the listed content."""
     folder = work / "state/models/tiny"
     if record := manifest.load(folder):
