@@ -1,15 +1,17 @@
 """The scripted model's output for each cue, and the runner of a client's script.
 
-`python NAME_client.py URL MODEL` prints its features as JSON: name → what went wrong, or nothing.
+`python NAME_client.py URL MODEL` prints its features as JSON: name → what went wrong, or nothing. A feature is a
+function without arguments: a long one is marked by `feature`, the others are given to `main`.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable
 
 from pydantic import BaseModel
 
+URL, MODEL = [*sys.argv, "", ""][1:3]
+API = f"{URL}/v1"
 WORDS = "I have a toy and a book."
 ANSWER, THOUGHT, DONE = "apple", "Let me think.", "All done."
 TOY, JSON, FINAL_JSON, CALL, SECOND_CALL, TWO_CALLS, NAMED_CALL = (
@@ -44,6 +46,7 @@ SCRIPTS |= {
 TOKENS = 100
 TYPES = {str: "string", int: "integer"}
 KEY = os.environ.get("OPENAI_API_KEY", "")  # of the server
+OSLO_CALL = ("weather", {"city": "Oslo"})
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather now.", "parameters": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -64,20 +67,19 @@ class Weather(BaseModel):
     degrees: int
 
 
-def feature(name: str) -> Callable:
-    def register(function: Callable) -> Callable:
-        FEATURES[name] = function
-        return function
-
-    return register
+WEATHER = Weather(city="Oslo", degrees=7)
 
 
-def equal(value: object, wanted: object) -> None:
+def feature(name):
+    return lambda function: FEATURES.setdefault(name, function)
+
+
+def equal(value, wanted):
     if value != wanted:
         raise AssertionError(f"{value!r} instead of {wanted!r}")
 
 
-def work(step: Callable) -> None:
+def work(step):
     """Run an agent for TURNS turns: each tool result has the cue of the next call, the last the cue of the answer.
 
     `step` takes the text for the model, and whether to cancel a first try; it returns the model's call or answer.
@@ -88,7 +90,7 @@ def work(step: Callable) -> None:
     equal(answers, [*((name, AGENT[name][1]) for name in order), DONE])
 
 
-def raises(error: type[Exception], function: Callable) -> None:
+def raises(error, function):
     try:
         value = function()
     except error:
@@ -96,12 +98,11 @@ def raises(error: type[Exception], function: Callable) -> None:
     raise AssertionError(f"{value!r} instead of {error.__name__}")
 
 
-def main() -> None:
-    url, model = sys.argv[1:]
+def main(features=None):
     outcome = {}
-    for name, function in FEATURES.items():
+    for name, function in (FEATURES | (features or {})).items():
         try:
-            function(url, model)
+            function()
             outcome[name] = ""
         except Exception as error:  # noqa: BLE001 - whatever a client raises is its outcome
             outcome[name] = f"{type(error).__name__}: {error}"[:2000]

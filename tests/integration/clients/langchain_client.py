@@ -1,63 +1,27 @@
 """LangChain's ChatOpenAI: chat, stream, tools, and `with_structured_output` in its three methods."""
 
-from conversations import (
-    ANSWER,
-    CALL,
-    DONE,
-    FINAL_JSON,
-    JSON,
-    KEY,
-    NAMED_CALL,
-    TOKENS,
-    TOOL,
-    Weather,
-    equal,
-    feature,
-    main,
-)
+import conversations as c
+from conversations import ANSWER, CALL, DONE, JSON, WEATHER, Weather, equal
 from langchain_openai import ChatOpenAI
 
-OSLO = Weather(city="Oslo", degrees=7)
+chat = ChatOpenAI(model=c.MODEL, base_url=c.API, api_key=c.KEY, max_retries=0, temperature=0, max_tokens=c.TOKENS)
 
 
-def chat(url, model):
-    return ChatOpenAI(model=model, base_url=f"{url}/v1", api_key=KEY, max_retries=0, temperature=0, max_tokens=TOKENS)
+def tools():
+    (call,) = chat.bind_tools([c.TOOL]).invoke(CALL).tool_calls
+    equal((call["name"], call["args"]), c.OSLO_CALL)
 
 
-@feature("chat")
-def _(url, model):
-    equal(chat(url, model).invoke(ANSWER).content, DONE)
+def structured(method, cue):
+    equal(chat.with_structured_output(Weather, method=method).invoke(cue), WEATHER)
 
 
-@feature("stream")
-def _(url, model):
-    equal("".join(piece.content for piece in chat(url, model).stream(ANSWER)), DONE)
-
-
-@feature("tools")
-def _(url, model):
-    (call,) = chat(url, model).bind_tools([TOOL]).invoke(CALL).tool_calls
-    equal((call["name"], call["args"]), ("weather", {"city": "Oslo"}))
-
-
-@feature("with_structured_output: json_schema")
-def _(url, model):
-    equal(chat(url, model).with_structured_output(Weather, method="json_schema").invoke(JSON), OSLO)
-
-
-@feature("with_structured_output: json_schema, `final json`")
-def _(url, model):
-    equal(chat(url, model).with_structured_output(Weather, method="json_schema").invoke(FINAL_JSON), OSLO)
-
-
-@feature("with_structured_output: function_calling")
-def _(url, model):
-    equal(chat(url, model).with_structured_output(Weather, method="function_calling").invoke(NAMED_CALL), OSLO)
-
-
-@feature("with_structured_output: json_mode")
-def _(url, model):
-    equal(chat(url, model).with_structured_output(Weather, method="json_mode").invoke(f"JSON: {JSON}"), OSLO)
-
-
-main()
+c.main({
+    "chat": lambda: equal(chat.invoke(ANSWER).content, DONE),
+    "stream": lambda: equal("".join(piece.content for piece in chat.stream(ANSWER)), DONE),
+    "tools": tools,
+    "with_structured_output: json_schema": lambda: structured("json_schema", JSON),
+    "with_structured_output: json_schema, `final json`": lambda: structured("json_schema", c.FINAL_JSON),
+    "with_structured_output: function_calling": lambda: structured("function_calling", c.NAMED_CALL),
+    "with_structured_output: json_mode": lambda: structured("json_mode", f"JSON: {JSON}"),
+})  # fmt: skip

@@ -1,49 +1,36 @@
 """LiteLLM with its provider for vLLM: chat, stream, tools, structured outputs."""
 
+import conversations as c
 import litellm
-from conversations import ANSWER, CALL, DONE, JSON, KEY, NAMED, THOUGHT, TOKENS, TOOL, Weather, equal, feature, main
+from conversations import ANSWER, CALL, DONE, JSON, WEATHER, Weather, equal
 
 
-def chat(url, model, cue, **options):
-    messages = [{"role": "user", "content": cue}]
+def chat(cue, **options):
     return litellm.completion(
-        model=f"hosted_vllm/{model}", api_base=f"{url}/v1", api_key=KEY, messages=messages, max_tokens=TOKENS,
-        temperature=0, num_retries=0, **options,
+        model=f"hosted_vllm/{c.MODEL}", api_base=c.API, api_key=c.KEY, messages=[{"role": "user", "content": cue}],
+        max_tokens=c.TOKENS, temperature=0, num_retries=0, **options,
     )  # fmt: skip
 
 
-@feature("chat")
-def _(url, model):
-    equal(chat(url, model, ANSWER).choices[0].message.content, DONE)
+def message(cue, **options):
+    return chat(cue, **options).choices[0].message
 
 
-@feature("reasoning")
-def _(url, model):
-    equal(chat(url, model, ANSWER).choices[0].message.reasoning_content, THOUGHT)
-
-
-@feature("stream")
-def _(url, model):
-    events = chat(url, model, ANSWER, stream=True)
-    equal("".join(event.choices[0].delta.content or "" for event in events), DONE)
-
-
-@feature("tools")
-def _(url, model):
-    (call,) = chat(url, model, CALL, tools=[TOOL], tool_choice="auto").choices[0].message.tool_calls
+def calls(choice):
+    (call,) = message(CALL, tools=[c.TOOL], tool_choice=choice).tool_calls
     equal((call.function.name, call.function.arguments), ("weather", '{"city": "Oslo"}'))
 
 
-@feature("tools: named")
-def _(url, model):
-    (call,) = chat(url, model, CALL, tools=[TOOL], tool_choice=NAMED).choices[0].message.tool_calls
-    equal((call.function.name, call.function.arguments), ("weather", '{"city": "Oslo"}'))
+def stream():
+    equal("".join(event.choices[0].delta.content or "" for event in chat(ANSWER, stream=True)), DONE)
 
 
-@feature("structured outputs")
-def _(url, model):
-    content = chat(url, model, JSON, response_format=Weather).choices[0].message.content
-    equal(Weather.model_validate_json(content), Weather(city="Oslo", degrees=7))
-
-
-main()
+c.main({
+    "chat": lambda: equal(message(ANSWER).content, DONE),
+    "reasoning": lambda: equal(message(ANSWER).reasoning_content, c.THOUGHT),
+    "stream": stream,
+    "tools": lambda: calls("auto"),
+    "tools: named": lambda: calls(c.NAMED),
+    "structured outputs": lambda: equal(
+        Weather.model_validate_json(message(JSON, response_format=Weather).content), WEATHER),
+})  # fmt: skip

@@ -2,8 +2,9 @@
 
 import json
 
+import conversations as c
 import openai
-from conversations import ANSWER, CALL, DONE, JSON, KEY, THOUGHT, TOOL, Weather, equal, feature, main
+from conversations import ANSWER, CALL, DONE, OSLO_CALL, Weather, equal, feature
 
 TASK = """### Task:
 Generate a concise title summarizing the chat history.
@@ -14,17 +15,13 @@ JSON format: { "title": "your concise title here" }
 USER: Hi
 ASSISTANT: Hello, %s
 </chat_history>"""
+client = openai.OpenAI(base_url=c.API, api_key=c.KEY, max_retries=0)
 
 
-def client(url):
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-
-
-def deltas(url, model, messages, **options):
+def deltas(messages, **options):
     """Return each field's concatenated text, and the calls by index."""
-    fields = {"content": "", "reasoning": ""}
-    tools: dict[int, list[str]] = {}
-    for event in client(url).chat.completions.create(model=model, messages=messages, stream=True, **options):
+    fields, tools = {"content": "", "reasoning": ""}, {}
+    for event in client.chat.completions.create(model=c.MODEL, messages=messages, stream=True, **options):
         for choice in event.choices:
             for name in fields:
                 fields[name] += getattr(choice.delta, name, None) or ""
@@ -35,37 +32,36 @@ def deltas(url, model, messages, **options):
 
 
 @feature("models")
-def _(url, model):
-    (served,) = client(url).models.list().data
-    equal((served.id, served.object, served.owned_by), (model, "model", "vllm"))
+def _():
+    (served,) = client.models.list().data
+    equal((served.id, served.object, served.owned_by), (c.MODEL, "model", "vllm"))
 
 
 @feature("chat")
-def _(url, model):
-    fields, _ = deltas(url, model, [{"role": "user", "content": ANSWER}])
-    equal(fields, {"content": DONE, "reasoning": THOUGHT})
+def _():
+    equal(deltas([{"role": "user", "content": ANSWER}])[0], {"content": DONE, "reasoning": c.THOUGHT})
 
 
 @feature("titles, tags, follow-ups")
-def _(url, model):
-    messages = [{"role": "user", "content": TASK % JSON}]
-    response = client(url).chat.completions.create(model=model, messages=messages, stream=False, max_tokens=1000)
+def _():
+    messages = [{"role": "user", "content": TASK % c.JSON}]
+    response = client.chat.completions.create(model=c.MODEL, messages=messages, stream=False, max_tokens=1000)
     content = response.choices[0].message.content
     equal(Weather.model_validate_json(content[content.index("{") : content.rindex("}") + 1]).city, "Oslo")
 
 
 @feature("tools")
-def _(url, model):
+def _():
     messages = [{"role": "user", "content": CALL}]
-    _, ((name, arguments),) = deltas(url, model, messages, tools=[TOOL])
-    equal((name, json.loads(arguments)), ("weather", {"city": "Oslo"}))
+    _, ((name, arguments),) = deltas(messages, tools=[c.TOOL])
+    equal((name, json.loads(arguments)), OSLO_CALL)
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
     messages += [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": f"7 degrees, says the {ANSWER}"},
     ]
-    fields, calls = deltas(url, model, messages, tools=[TOOL])
+    fields, calls = deltas(messages, tools=[c.TOOL])
     equal((fields["content"], calls), (DONE, []))
 
 
-main()
+c.main()

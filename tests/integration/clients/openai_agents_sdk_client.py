@@ -2,71 +2,46 @@
 
 import asyncio
 
+import agents
+import conversations as c
 import openai
-from agents import (
-    Agent,
-    ModelSettings,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    function_tool,
-    set_tracing_disabled,
-)  # fmt: skip
-from conversations import ANSWER, CALL, DONE, JSON, KEY, Weather, equal, feature, main
+from agents import OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner
+from conversations import ANSWER, CALL, DONE, JSON, WEATHER, Weather, equal
 
-OSLO = Weather(city="Oslo", degrees=7)
-set_tracing_disabled(True)
+agents.set_tracing_disabled(True)
 
 
-def agent(url, model, cue=None, kind=OpenAIChatCompletionsModel, **options):
+def agent(cue=None, kind=OpenAIChatCompletionsModel, **options):
     """Return an agent; with a cue, the agent has a tool whose result contains the cue."""
 
-    @function_tool
+    @agents.function_tool
     def weather(city: str) -> str:
         return f"{city}: 7 degrees, says the {cue}."
 
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-    return Agent(
-        name="Agent", instructions="Be brief.", model=kind(model=model, openai_client=client),
-        model_settings=ModelSettings(temperature=0, max_tokens=200), tools=[weather] if cue else [], **options,
+    client = openai.AsyncOpenAI(base_url=c.API, api_key=c.KEY, max_retries=0)
+    return agents.Agent(
+        name="Agent", instructions="Be brief.", model=kind(model=c.MODEL, openai_client=client),
+        model_settings=agents.ModelSettings(temperature=0, max_tokens=200), tools=[weather] if cue else [], **options,
     )  # fmt: skip
 
 
-@feature("chat")
-def _(url, model):
-    equal(Runner.run_sync(agent(url, model), ANSWER).final_output, DONE)
+def answer(cue, wanted, *arguments, **options):
+    equal(Runner.run_sync(agent(*arguments, **options), cue).final_output, wanted)
 
 
-@feature("stream")
-def _(url, model):
-    async def read():
-        result = Runner.run_streamed(agent(url, model), ANSWER)
-        async for _ in result.stream_events():
-            pass
-        return result.final_output
-
-    equal(asyncio.run(read()), DONE)
+async def stream():
+    result = Runner.run_streamed(agent(), ANSWER)
+    async for _ in result.stream_events():
+        pass
+    equal(result.final_output, DONE)
 
 
-@feature("tools")
-def _(url, model):
-    equal(Runner.run_sync(agent(url, model, ANSWER), CALL).final_output, DONE)
-
-
-@feature("structured output")
-def _(url, model):
-    equal(Runner.run_sync(agent(url, model, output_type=Weather), JSON).final_output, OSLO)
-
-
-@feature("tools with structured output")
-def _(url, model):
-    equal(Runner.run_sync(agent(url, model, JSON, output_type=Weather), CALL).final_output, OSLO)
-
-
-@feature("Responses: tools with structured output")
-def _(url, model):
-    built = agent(url, model, JSON, kind=OpenAIResponsesModel, output_type=Weather)
-    equal(Runner.run_sync(built, CALL).final_output, OSLO)
-
-
-main()
+c.main({
+    "chat": lambda: answer(ANSWER, DONE),
+    "stream": lambda: asyncio.run(stream()),
+    "tools": lambda: answer(CALL, DONE, ANSWER),
+    "structured output": lambda: answer(JSON, WEATHER, output_type=Weather),
+    "tools with structured output": lambda: answer(CALL, WEATHER, JSON, output_type=Weather),
+    "Responses: tools with structured output": lambda: answer(
+        CALL, WEATHER, JSON, OpenAIResponsesModel, output_type=Weather),
+})  # fmt: skip

@@ -1,59 +1,35 @@
 """pydantic-ai: agents by Chat Completions and Responses, with tools and pydantic models as output."""
 
-from conversations import ANSWER, CALL, DONE, JSON, KEY, Weather, equal, feature, main
+import conversations as c
+from conversations import ANSWER, CALL, DONE, JSON, WEATHER, Weather, equal
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-OSLO = Weather(city="Oslo", degrees=7)
+PROVIDER = OpenAIProvider(base_url=c.API, api_key=c.KEY)
 
 
-def agent(url, model, kind=OpenAIChatModel, **options):
-    provider = OpenAIProvider(base_url=f"{url}/v1", api_key=KEY)
-    return Agent(kind(model, provider=provider), model_settings={"temperature": 0, "max_tokens": 200}, **options)
+def agent(cue=None, kind=OpenAIChatModel, **options):
+    """Return an agent; with a cue, the agent has a tool whose result contains the cue."""
 
-
-def weather_agent(url, model, cue, **options):
-    """Return an agent with a tool whose result contains the next cue."""
-    built = agent(url, model, **options)
-
-    @built.tool_plain
     def weather(city: str) -> str:
         return f"{city}: 7 degrees, says the {cue}."
 
-    return built
+    settings = {"temperature": 0, "max_tokens": 200}
+    tools = [weather] if cue else []
+    return Agent(kind(c.MODEL, provider=PROVIDER), model_settings=settings, tools=tools, **options)
 
 
-@feature("chat")
-def _(url, model):
-    equal(agent(url, model).run_sync(ANSWER).output, DONE)
+def answer(cue, wanted, *arguments, **options):
+    equal(agent(*arguments, **options).run_sync(cue).output, wanted)
 
 
-@feature("stream")
-def _(url, model):
-    result = agent(url, model).run_stream_sync(ANSWER)
-    equal("".join(result.stream_text(delta=True)), DONE)
-
-
-@feature("tools")
-def _(url, model):
-    equal(weather_agent(url, model, ANSWER).run_sync(CALL).output, DONE)
-
-
-@feature("structured output")
-def _(url, model):
-    equal(agent(url, model, output_type=NativeOutput(Weather)).run_sync(JSON).output, OSLO)
-
-
-@feature("tools with structured output")
-def _(url, model):
-    equal(weather_agent(url, model, JSON, output_type=NativeOutput(Weather)).run_sync(CALL).output, OSLO)
-
-
-@feature("Responses: tools with structured output")
-def _(url, model):
-    options = {"kind": OpenAIResponsesModel, "output_type": NativeOutput(Weather)}
-    equal(weather_agent(url, model, JSON, **options).run_sync(CALL).output, OSLO)
-
-
-main()
+NATIVE = {"output_type": NativeOutput(Weather)}
+c.main({
+    "chat": lambda: answer(ANSWER, DONE),
+    "stream": lambda: equal("".join(agent().run_stream_sync(ANSWER).stream_text(delta=True)), DONE),
+    "tools": lambda: answer(CALL, DONE, ANSWER),
+    "structured output": lambda: answer(JSON, WEATHER, **NATIVE),
+    "tools with structured output": lambda: answer(CALL, WEATHER, JSON, **NATIVE),
+    "Responses: tools with structured output": lambda: answer(CALL, WEATHER, JSON, OpenAIResponsesModel, **NATIVE),
+})  # fmt: skip
