@@ -1,4 +1,4 @@
-"""All three functions for transformers give the unmodified model's tokens and logits on a small checkpoint."""
+"""Converting and loading give the unmodified model's tokens and logits on a small checkpoint."""
 
 import ast
 import os
@@ -67,12 +67,6 @@ def wanted(checkpoint):
     return answers(unmodified(checkpoint))
 
 
-def chosen(checkpoint):
-    model = unmodified(checkpoint)
-    model.set_experts_implementation("spark_mxfp4")
-    return model
-
-
 def load_packed(checkpoint, **options):
     return hf.load_packed(str(checkpoint), dtype=torch.float32, attn_implementation="eager", **options).eval()
 
@@ -83,7 +77,6 @@ WAYS = {
     "packed": load_packed,
     "packed, to a device": lambda checkpoint: load_packed(checkpoint, device="cpu"),
     "packed, with a device map": lambda checkpoint: load_packed(checkpoint, device_map="cpu"),
-    "chosen": chosen,
 }
 
 

@@ -10,22 +10,12 @@ from spark_mxfp4 import registry
 from spark_mxfp4.experts import ExpertWeights, Projection
 
 
-def test_default_is_torch():
+def test_the_argument_the_environment_or_torch_chooses(monkeypatch):
     kernel = registry.load()
-    assert kernel.name == "torch"
-    assert not kernel.cuda_graphs
-    assert not kernel.has_own_layout
+    assert (kernel.name, kernel.cuda_graphs, kernel.has_own_layout) == ("torch", False, False)
     assert kernel.padded(2880, 33) == (2880, 64)
-
-
-def test_environment_chooses(monkeypatch):
     monkeypatch.setenv(registry.KERNEL_VARIABLE, "own_kernels:plain")
-    assert registry.load().name == "own_kernels:plain"
-
-
-def test_argument_wins_over_environment(monkeypatch):
-    monkeypatch.setenv(registry.KERNEL_VARIABLE, "triton")
-    assert registry.load("torch").name == "torch"
+    assert [registry.load().name, registry.load("torch").name] == ["own_kernels:plain", "torch"]
 
 
 def test_an_own_kernel_declares_its_alignment_and_a_plain_function_has_the_defaults():
@@ -47,18 +37,14 @@ def test_triton_refuses_weights_on_a_cpu():
         kernel.prepare(weights)
 
 
-def test_a_kernel_names_the_implementation_that_will_run():
+def test_a_kernel_names_the_implementation_that_will_run(claim_gpu):
     plain = ExpertWeights(*(Projection(torch.zeros(1, 64, 16, dtype=torch.uint8)) for _ in range(2)))
     laid_out = ExpertWeights(*(p._replace(weight=p.weight.unsqueeze(1)) for p in plain))
     assert registry.load("torch").variant(plain) == "torch"
     assert [registry.load("triton").variant(weights) for weights in (plain, laid_out)] == ["triton", "hopper"]
-
-
-def test_on_a_gb10_the_variant_is_layer(claim_gpu):
-    claim_gpu(get_device_capability=(12, 1))
+    claim_gpu(get_device_capability=(12, 1))  # a GB10
     weight = SimpleNamespace(device=torch.device("cuda"), dim=lambda: 4)
-    weights = ExpertWeights(Projection(weight), Projection(weight))
-    assert registry.load("triton").variant(weights) == "layer"
+    assert registry.load("triton").variant(ExpertWeights(Projection(weight), Projection(weight))) == "layer"
 
 
 def test_without_triton_the_kernel_says_what_to_install(monkeypatch):

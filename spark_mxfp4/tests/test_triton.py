@@ -15,15 +15,8 @@ from spark_mxfp4.kernels import fused
 
 def test_the_kernels_by_tritons_interpreter():
     """Triton decides at import whether it interprets, so the tests run in another process."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        Path(__file__).with_name("interpreted.py"),
-    ]
+    tests = Path(__file__).with_name("interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
     assert "7 passed" in result.stdout, result.stdout
@@ -31,10 +24,9 @@ def test_the_kernels_by_tritons_interpreter():
 
 def test_unsupported_weights_and_sizes_give_an_error_that_names_them():
     def weights(experts, scales=True):
-        packed = Projection(
-            torch.zeros(experts, 64, 16, dtype=torch.uint8), torch.zeros(experts, 64, 1, dtype=torch.uint8)
-        )
-        return ExpertWeights(packed, packed if scales else packed._replace(scales=None))
+        weight, scale = (torch.zeros(experts, 64, width, dtype=torch.uint8) for width in (16, 1))
+        packed = Projection(weight, scale)
+        return ExpertWeights(packed, packed if scales else Projection(weight))
 
     x, ids = torch.zeros(2, 32), torch.zeros(2, 1, dtype=torch.int32)
     for operands, routing, message in (
