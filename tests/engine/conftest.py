@@ -7,6 +7,7 @@ from a registry as inputs of the build; it does not change the services' hardeni
 import json
 import os
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from lab.daily_page import RUNS
 from sparkforge.bench.context import facts
@@ -41,17 +43,42 @@ class Engine:
     environment: dict
 
     def docker(self, *arguments, check=True, env=None, both=False):
-        command = ["docker", *map(str, arguments)]
-        result = subprocess.run(
-            command, cwd=ROOT, env={**self.environment, **(env or {})}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert not check or result.returncode == 0, (
-            f"{' '.join(command)}\n{result.stdout[-3000:]}{result.stderr[-5000:]}"
-        )
+        command, environment = ["docker", *map(str, arguments)], {**self.environment, **(env or {})}
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        said = f"{' '.join(command)}\n{result.stdout[-3000:]}{result.stderr[-5000:]}"
+        assert not check or result.returncode == 0, said
         return result.stdout + result.stderr if both else result.stdout
 
     def inspect(self, name):
         return json.loads(self.docker("inspect", name))[0]
+
+
+@dataclass
+class Verbs:
+    """The verbs of a checkout, run as a user runs them, with an environment and the port of their server."""
+
+    engine: Engine
+    environment: dict
+    port: int
+    path: Path = ROOT
+
+    def start(self, *arguments, **more):
+        return subprocess.Popen(
+            [sys.executable, "-m", "sparkforge.cli", *map(str, arguments)], cwd=self.path,
+            env={**self.environment, **more}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def inv(self, *arguments, **more):
+        """Return the exit code and the output of a command."""
+        process = self.start(*arguments, **more)
+        out, err = process.communicate(timeout=3000)
+        assert "Traceback" not in out + err, err
+        return process.returncode, out + err
+
+    def good(self, *arguments, **more):
+        code, said = self.inv(*arguments, **more)
+        assert code == 0, said
+        return said
 
 
 @pytest.fixture(scope="session")
@@ -86,14 +113,15 @@ class Project:
         return self.compose("logs", "--no-color", "--no-log-prefix", service)
 
     def wait_healthy(self, service="vllm", seconds=900):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        def healthy():
             state = self.state(service)
             assert state["Status"] in ("running", "created", "restarting"), self.logs(service)[-6000:]
-            if state.get("Health", {}).get("Status") == "healthy":
-                return
-            time.sleep(1)
-        pytest.fail(f"{service} is not healthy: {self.state(service)}\n{self.logs(service)[-6000:]}")
+            return state.get("Health", {}).get("Status") == "healthy"
+
+        def why():
+            return f"{service} is not healthy: {self.state(service)}\n{self.logs(service)[-6000:]}"
+
+        wait_for(healthy, seconds, why, pause=1)
 
 
 @dataclass
@@ -133,13 +161,10 @@ def figures(all_times):
 def first_token():
     """Return a function that waits for the first token of a server; `check` raises if the server has failed."""
 
-    def wait(port, model, check=lambda: None, seconds=900):
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + seconds
-        while not Endpoint(url).healthy():
-            check()
-            assert time.monotonic() < end, "no server became healthy"
-            time.sleep(0.25)
-        return Endpoint(url, model, key="").first_token(60)
+    def wait(port, model, check=lambda: None):
+        endpoint = Endpoint(f"http://127.0.0.1:{port}", model, key="")
+        wait_for(lambda: endpoint.healthy() or check(), 900, lambda: "no server became healthy", pause=0.25)
+        return endpoint.first_token(60)
 
     return wait
 
@@ -160,9 +185,8 @@ def project(engine, tmp_path_factory):
     if not os.environ.get("ENGINE_BUILT"):  # for developers of these tests: the image is already built
         running_project.compose("build", "vllm")
     yield running_project
-    running_project.compose(
-        "--profile", "monitor", "--profile", "bench", "down", "--volumes", "--timeout", "20", check=False
-    )
+    profiles = ("--profile", "monitor", "--profile", "bench")
+    running_project.compose(*profiles, "down", "--volumes", "--timeout", "20", check=False)
 
 
 @pytest.fixture(scope="session")

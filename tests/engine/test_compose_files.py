@@ -8,6 +8,7 @@ import pytest
 from sparkforge.core import paths
 from sparkforge.core.paths import ROOT
 
+DEV = "docker-compose.dev.yml"
 OWN = "services: {vllm: {environment: {SPARKFORGE_COMPOSE_FILE_9: mine.yml}}}\n"
 SILENT = "services: {vllm: {environment: {OMP_NUM_THREADS: 1}}}\n"
 
@@ -19,12 +20,8 @@ SILENT = "services: {vllm: {environment: {OMP_NUM_THREADS: 1}}}\n"
         ("docker-compose.yml docker-compose.cluster.yml", "vllm", "docker-compose.yml docker-compose.cluster.yml"),
         ("docker-compose.yml mine.yml", "vllm", "docker-compose.yml mine.yml"),
         ("docker-compose.yml silent.yml", "vllm", ""),
-        ("docker-compose.dev.yml", "serve", "docker-compose.dev.yml"),
-        (
-            "docker-compose.dev.yml docker-compose.dev.cpu.yml",
-            "serve",
-            "docker-compose.dev.yml docker-compose.dev.cpu.yml",
-        ),
+        (DEV, "serve", DEV),
+        (f"{DEV} docker-compose.dev.cpu.yml", "serve", f"{DEV} docker-compose.dev.cpu.yml"),
     ],
 )
 def test_each_file_that_was_given_by_f_is_named(engine, tmp_path, monkeypatch, files, service, named):

@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
-import time
-import urllib.request
+from functools import partial
 
 import advice
 import pytest
+from waiting import wait_for
 
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 
 DEV = ("docker-compose.dev.yml", "docker-compose.dev.cpu.yml", "tests/engine/ci-dev.yml")
@@ -44,10 +45,9 @@ LAST = "triton_kernels: "  # the report's last line begins so
 
 def wait_for_log(dev, text=LAST, times=1, seconds=300):
     """Wait until the log contains `text` the given number of times; return the log."""
-    end = time.monotonic() + seconds
-    while (log := dev.logs("dev")).count(text) < times and time.monotonic() < end:
-        time.sleep(0.5)
-    return log
+    log = partial(dev.logs, "dev")
+    wait_for(lambda: log().count(text) >= times, seconds, log, pause=0.5)
+    return log()
 
 
 def restarted(dev):
@@ -83,11 +83,8 @@ def test_every_advised_command_runs_where_it_is_printed(dev):
     helped = inside(dev, ".venv/bin/python", "-c", code, *names)
     assert [name for name in names if f"Usage: ./inv {name} " not in helped] == []
     inside(dev, "./inv", "clean-cache", "--list")
-    programs = ("less", "pip", "git", "ninja")
-    output = inside(
-        dev, "sh", "-c", 'for name; do command -v "$name" > /dev/null || echo "$name"; done', "-", *programs
-    )
-    assert output == ""
+    missing = 'for name; do command -v "$name" > /dev/null || echo "$name"; done'
+    assert inside(dev, "sh", "-c", missing, "-", "less", "pip", "git", "ninja") == ""
     assert inside(dev, "pip", "--version").strip().endswith("(python 3.11)")
 
 
@@ -103,16 +100,12 @@ def test_one_server_starts_beside_the_workbench_and_answers(engine, compose_proj
     project.compose("--profile", "serve", "up", "--detach", "--no-build", "serve")
     ports = project.compose("--profile", "serve", "ps", "--format", "{{.Service}} {{.Publishers}}")
     assert ports.count("127.0.0.1") == 1
-    end = time.monotonic() + 900
-    while time.monotonic() < end:
-        try:
-            with urllib.request.urlopen("http://127.0.0.1:18100/health", timeout=5) as reply:
-                assert reply.status == 200
-                return
-        except OSError:  # not yet
-            assert project.state("serve")["Running"], project.logs("serve")[-3000:]
-            time.sleep(1)
-    pytest.fail(project.logs("serve")[-3000:])
+
+    def healthy():
+        assert project.state("serve")["Running"], project.logs("serve")[-3000:]
+        return Endpoint("http://127.0.0.1:18100").healthy()
+
+    wait_for(healthy, 900, lambda: project.logs("serve")[-3000:], pause=1)
 
 
 @pytest.fixture

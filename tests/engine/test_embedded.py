@@ -13,40 +13,29 @@ URL = "http://127.0.0.1:18000"
 MODEL = "tiny-gpt-oss"
 
 
-def test_the_validation_is_in_the_log_before_the_server(served):
+def test_the_validation_is_in_the_log_before_the_server_and_its_report_and_metrics_are_written(served):
     log = served.logs()
     assert log.index("validate ·") < log.index("vLLM's API server starts")
     assert "FAIL " not in log
-
-
-def test_its_report_and_its_metrics_are_written(served):
-    report = json.loads(served.compose("exec", "-T", "vllm", "cat", "/run/sparkforge/validation.json"))
+    files = ("/run/sparkforge/validation.json", "/run/sparkforge/sparkforge_validation.prom")
+    report, metrics = (served.compose("exec", "-T", "vllm", "cat", file) for file in files)
+    report = json.loads(report)
     assert report["verdict"] == "serve"
     assert {finding["status"] for finding in report["findings"] if finding["required"]} <= {"pass", "warn"}
-    assert 'sparkforge_validation_verdict{verdict="serve"} 1.0' in served.compose(
-        "exec", "-T", "vllm", "cat", "/run/sparkforge/sparkforge_validation.prom"
-    )
+    assert 'sparkforge_validation_verdict{verdict="serve"} 1.0' in metrics
 
 
-def test_it_runs_without_privileges(served):
+def test_it_serves_without_privileges_or_executables_in_tmp_and_no_file_of_the_image_is_writable(served):
     status = served.compose("exec", "-T", "vllm", "cat", "/proc/1/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    assert fields["Uid"].split()[0] == "1000"
     assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
-    assert fields["NoNewPrivs"] == "1"
-    assert fields["Name"] == "tini"
+    assert (fields["Uid"].split()[0], fields["NoNewPrivs"], fields["Name"]) == ("1000", "1", "tini")
     result = served.compose("exec", "-T", "vllm", "sh", "-c", "touch /opt/venv/x 2>&1 || echo refused")
     assert "refused" in result
-
-
-def test_it_serves_with_nothing_executable_in_tmp(served):
     mounts = served.compose("exec", "-T", "vllm", "cat", "/proc/mounts").splitlines()
     options = next(mount.split()[3].split(",") for mount in mounts if mount.split()[1] == "/tmp")
     assert "noexec" in options
     assert Endpoint(URL, MODEL, key="").first_token(60)
-
-
-def test_no_file_of_the_image_is_writable(served):
     output = served.engine.docker("diff", served.container())
     paths = [line.split(maxsplit=1)[1] for line in output.splitlines()]
     assert [path for path in paths if not path.startswith(("/run", "/models", "/tmp"))] == []
@@ -98,19 +87,17 @@ def test_plain_compose_labels_the_commit_where_buildx_is_asked_to(project):
 def test_composes_bench_gates_the_server_and_measures_it(served):
     """The competition's variables are set; BENCH_MODEL overrides MODEL, which names no model of this server."""
     load = {"ISL": "32", "OSL": "8", "CONC": "2", "NUM_PROMPTS": "4", "RESULT_FILENAME": "compose.json"}
-    asking = dataclasses.replace(
-        served, env={**served.env, **load, "MODEL": "openai/gpt-oss-120b", "BENCH_MODEL": MODEL}
-    )
+    own = {**served.env, **load, "MODEL": "openai/gpt-oss-120b", "BENCH_MODEL": MODEL}
+    asking = dataclasses.replace(served, env=own)
     bench = ("--profile", "bench", "run", "--rm", "--no-TTY")
     path = asking.compose(*bench, "bench").split()[-1]
     assert path.endswith("/compose.json")
     result = json.loads(asking.compose(*bench, "--entrypoint", "cat", "bench", path))
-    assert result["passed"]
-    assert result["gate"]["passed"]
-    assert not result["gate"]["sanity_only"]
+    gate = result["gate"]
+    assert (result["passed"], gate["passed"], gate["sanity_only"]) == (True, True, False)
     config = result["config"]
     assert [config[name] for name in ("model", "isl", "osl", "conc", "num_prompts")] == [MODEL, 32, 8, 2, 4]
 
-    nobody = dataclasses.replace(asking, env={**asking.env, "BENCH_MODEL": "nobody"})
+    nobody = dataclasses.replace(asking, env={**own, "BENCH_MODEL": "nobody"})
     with pytest.raises(AssertionError, match="nobody"):  # the run ended with an error that names the model
         nobody.compose(*bench, "bench", "acc")

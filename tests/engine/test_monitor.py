@@ -9,12 +9,12 @@ import http.client
 import json
 import os
 import shutil
-import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
@@ -64,9 +64,7 @@ def monitored(served, tmp_path_factory):
     project = type(served)(served.engine, served.files, env)
     project.compose("--profile", "monitor", "up", "--detach", "--no-build", "prometheus", "node-exporter")
     list(Endpoint(URL, "tiny-gpt-oss", key="").stream_chat([{"role": "user", "content": "Hello"}], 16))
-    end = time.monotonic() + 300
-    while time.monotonic() < end and not settled():
-        time.sleep(1)
+    wait_for(settled, 300, lambda: f"no answer: {[text for text in EXPRESSIONS if not answered(text)]}", pause=1)
     return project
 
 

@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from engine.conftest import Verbs
 from waiting import wait_for
 
 from sparkforge.core.paths import ROOT
@@ -35,37 +35,17 @@ ROOT_IN_IMAGE = "/opt/sparkforge"
 KEY = "0123456789abcdef"  # of the image that a rollback leaves
 
 
-@dataclass
-class Release:
+@dataclass(kw_only=True)
+class Release(Verbs):
     """The verbs of this checkout with a separate state folder, port, repository and Compose project."""
 
-    engine: object
-    environment: dict
-    state: object
-    port: int
+    state: Path
     repository: str
     stack: str
 
     @property
     def name(self):
         return f"{self.repository}:{self.stack}"
-
-    def start(self, *arguments, **more):
-        return subprocess.Popen(
-            [sys.executable, "-m", "sparkforge.cli", *map(str, arguments)], cwd=ROOT, env={**self.environment, **more},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def inv(self, *arguments, **more):
-        process = self.start(*arguments, **more)
-        out, err = process.communicate(timeout=3000)
-        assert "Traceback" not in out + err, err
-        return process.returncode, out + err
-
-    def good(self, *arguments, **more):
-        code, said = self.inv(*arguments, **more)
-        assert code == 0, said
-        return said
 
     def up(self, *arguments, **more):
         return self.good("up", "--device", "docker-cpu", "--port", self.port, *arguments, **more)
@@ -130,7 +110,8 @@ def release_of(engine, folder, port, repository, stack="embedded"):
     files = f"tests/engine/ci.yml{os.pathsep}{folder / 'override.yml'}"
     settings = {"SPARKFORGE_STATE": str(folder / "state"), "SPARKFORGE_STACK": stack, "COMPOSE_PROJECT_NAME": PROJECT}
     environment = {**engine.environment, **settings, "SPARKFORGE_COMPOSE_FILES": files}
-    return Release(engine, environment, folder / "state", port, repository, stack)
+    state = folder / "state"
+    return Release(engine=engine, environment=environment, port=port, state=state, repository=repository, stack=stack)
 
 
 @pytest.fixture(scope="module")

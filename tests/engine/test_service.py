@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from sparkforge.core.paths import ROOT
 
@@ -65,18 +66,19 @@ class Machine:
         return len(self.sh(f"cat /var/lib/stand-in/{program} 2> /dev/null", check=False).split())
 
     def until(self, key, value, seconds=180, user=False):
-        end = time.monotonic() + seconds
-        seen = ""
-        while time.monotonic() < end:
+        def seen():
             try:
-                seen = self.show(key, user)
+                return self.show(key, user)
             except AssertionError as error:  # the engine or systemd is just starting
-                seen = str(error)
-            if seen.startswith(value):
-                return seen
-            time.sleep(0.5)
-        journal = self.sh("journalctl --no-pager -n 60; systemctl status --no-pager sparkforge.service", check=False)
-        raise AssertionError(f"{key} is {seen!r} and not {value!r}\n{journal}")
+                return str(error)
+
+        def why():
+            journal = self.sh(
+                "journalctl --no-pager -n 60; systemctl status --no-pager sparkforge.service", check=False
+            )
+            return f"{key} is {seen()!r} and not {value!r}\n{journal}"
+
+        wait_for(lambda: seen().startswith(value), seconds, why, pause=0.5)
 
     def power_cycle(self):
         self.engine.docker("restart", "-t", "20", self.name)
@@ -96,10 +98,8 @@ def image(engine):
 
 def boot(engine, image, name, mounts, *options):
     """Start a container that systemd runs, with the interpreter of the checkout's .venv; `mounts` are read-only."""
-    python = ROOT / ".venv/bin/python"
-    base = subprocess.run(
-        [python, "-c", "import sys; print(sys.base_prefix)"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    ask = [ROOT / ".venv/bin/python", "-c", "import sys; print(sys.base_prefix)"]
+    base = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
     mounts = {**mounts, **({base: base} if base != "/usr" else {})}
     binds = [word for source, target in mounts.items() for word in ("-v", f"{source}:{target}:ro")]
     places = ["--tmpfs", "/run", "--tmpfs", "/run/lock"]
@@ -219,9 +219,7 @@ class Login:
         """Log in and out; return whether the user's shared memory still exists."""
         self.command(f"echo x > {self.CONTROL}")
         assert self.NAME in self.machine.sh(f"su -l {self.NAME} -c loginctl")
-        end = time.monotonic() + 60
-        while f" {self.NAME} " in self.machine.sh("loginctl list-sessions") and time.monotonic() < end:
-            time.sleep(0.2)
+        wait_for(lambda: f" {self.NAME} " not in self.machine.sh("loginctl list-sessions"), 60, pause=0.2)
         time.sleep(3)  # the user's manager ends after the session; then logind removes the memory
         return self.CONTROL in self.machine.sh("find /dev/shm -type f")
 
