@@ -5,15 +5,17 @@ system view, in which `mounted` replaces a folder, and search for programs in th
 """
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from programs import write_program
+from waiting import wait_for
 
 from sparkforge.core.paths import ROOT
 from sparkforge.serve.cluster import start
@@ -87,6 +89,11 @@ class Nodes:
         file.write_text("\n".join(lines) + "\n")
         return file
 
+    def status(self, file):
+        """Return the exit code and the document of cluster.status."""
+        result = self.inv("cluster.status", "--config", str(file), "--json")
+        return result.returncode, json.loads(result.stdout)
+
     def link(self, index, *arguments):
         self.ip(index, "link", "set", CABLES[index], *arguments)
 
@@ -110,10 +117,7 @@ def start_sshds(nodes):
     shutil.copy(keys / "user.pub", keys / "authorized")
     (keys / "known").write_text(f"{','.join(ADDRESSES)} {(keys / 'host.pub').read_text()}")
     (keys / "ssh").write_text(f"Host *\n  IdentityFile {keys / 'user'}\n  UserKnownHostsFile {keys / 'known'}\n")
-    interpreter = nodes.work / start.INTERPRETER  # of the other machines' checkout
-    interpreter.parent.mkdir(parents=True)
-    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    interpreter.chmod(0o755)
+    write_program(nodes.work / start.INTERPRETER, f'exec {sys.executable} "$@"')  # of the other machines' checkout
     Path("/run/sshd").mkdir(exist_ok=True)
     for index, _ in enumerate(nodes.spaces):
         programs = (nodes.ours, nodes.theirs)[index]
@@ -131,16 +135,13 @@ def start_sshds(nodes):
         with (keys / f"log{index}").open("w") as log:
             nodes.servers.append(subprocess.Popen(command, stderr=log, stdout=log))
     client = nodes.ours / "ssh"  # OpenSSH finds its configuration by the user database, not by HOME
-    client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {keys / "ssh"} "$@"\n')
-    client.chmod(0o755)
-    deadline = time.monotonic() + 20
-    for index, (server, address) in enumerate(zip(nodes.servers, ADDRESSES, strict=False)):
+    write_program(client, f'exec {shutil.which("ssh")} -F {keys / "ssh"} "$@"')
+    for index, address in enumerate(ADDRESSES):
         probe = nodes.inside(0, str(client), "-o", "BatchMode=yes", f"root@{address}", "true")
-        while subprocess.run(probe, capture_output=True, check=False).returncode:
-            log = (keys / f"log{index}").read_text()
-            assert server.poll() is None, log
-            assert time.monotonic() < deadline, log
-            time.sleep(0.05)
+        log = (keys / f"log{index}").read_text
+        wait_for(
+            lambda probe=probe: not subprocess.run(probe, capture_output=True, check=False).returncode, 20, log, 0.05
+        )
 
 
 def made(work, own=False, variables=({}, {})):

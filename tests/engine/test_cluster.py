@@ -103,11 +103,6 @@ def port_of(file):
     return int(next(line for line in file.read_text().splitlines() if line.startswith("port = ")).split()[-1])
 
 
-def status(nodes, file):
-    done = nodes.inv("cluster.status", "--config", str(file), "--json")
-    return done.returncode, json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def one(nodes, model, file):
     """The answers of a single node with the same image."""
@@ -208,7 +203,7 @@ def test_the_api_listens_on_the_heads_loopback_only(up, nodes, file):
 
 
 def test_status_and_logs_name_both(up, nodes, file):
-    code, shown = status(nodes, file)
+    code, shown = nodes.status(file)
     assert code == 0
     assert {name: node["state"] for name, node in shown["nodes"].items()} == {"head": "running", "worker": "running"}
     assert shown["restarts"]["state"] == "watching"
@@ -228,7 +223,7 @@ def test_a_killed_container_ends_the_other_by_its_name_and_both_start_again_in_o
     note, log = nodes.work / "a/cluster.keep.json", nodes.work / "a/logs/cluster.log"
     wait_for(lambda: json.loads(note.read_text())["why"].startswith("started again"), START_SECONDS, log.read_text)
     assert "node worker ended this node's part" in (nodes.work / "a/logs/cluster.container.log").read_text()
-    code, shown = status(nodes, file)
+    code, shown = nodes.status(file)
     assert code == 0
     assert shown["restarts"]["failures"] == 1
     assert shown["restarts"]["why"].startswith("started again after: node worker: ")
@@ -243,7 +238,7 @@ def test_a_killed_container_ends_the_other_by_its_name_and_both_start_again_in_o
 def test_down_leaves_nothing_on_either_node(up, nodes, file):
     assert nodes.inv("cluster.down", "--config", str(file), seconds=300).returncode == 0
     assert containers(nodes) == ["", ""]
-    code, shown = status(nodes, file)
+    code, shown = nodes.status(file)
     assert code == 24
     assert {node["state"] for node in shown["nodes"].values()} == {"stopped"}
     assert shown["restarts"]["state"] == "off"

@@ -36,10 +36,8 @@ def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
     assert result.returncode == 0, result.stderr
     file.write_text(result.stdout)
     proposed = config.read(file)
-    assert [(node.address, node.interface) for node in proposed.nodes] == [
-        (namespaces.HEAD, "cable0"),
-        (namespaces.WORKER, "cable1"),
-    ]
+    proposed = [(node.address, node.interface) for node in proposed.nodes]
+    assert proposed == [(namespaces.HEAD, "cable0"), (namespaces.WORKER, "cable1")]
     assert nodes.inv("cluster.check", "--config", str(file)).returncode == 0
     code, checks = findings(nodes)
     assert {name: item["evidence"] for name, item in checks.items() if item["status"] == "fail"} == {}
@@ -87,8 +85,7 @@ def test_other_weights_on_one_node_refuse_the_start(nodes, random_model, tmp_pat
         result = nodes.inv("cluster.up", "--config", str(file))
     assert result.returncode == 30
     assert "models: the model differs: head has " in result.stderr
-    shown = json.loads(nodes.inv("cluster.status", "--config", str(file), "--json").stdout)["nodes"]
-    assert {node["state"] for node in shown.values()} == {"stopped"}
+    assert {node["state"] for node in nodes.status(file)[1]["nodes"].values()} == {"stopped"}
 
 
 def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_path):

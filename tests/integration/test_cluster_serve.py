@@ -13,6 +13,7 @@ from pathlib import Path
 import cluster_nodes as namespaces
 import psutil
 import pytest
+from programs import write_program
 from serving import serving
 from waiting import wait_for
 
@@ -52,12 +53,14 @@ def file(nodes, model, free_port):
     """The configuration file. Its `python` is a script that starts servers as forks of a process with vLLM imported."""
     python = nodes.work / "forking"
     cache = os.environ["VLLM_CACHE_ROOT"]
-    python.write_text(f"""#!/bin/sh
+    write_program(
+        python,
+        f"""
 [ "$2" = validate ] && exec {sys.executable} "$@"
 shift
 VLLM_CACHE_ROOT={cache} exec {sys.executable} -m {command_line.FORKED} "$@"
-""")
-    python.chmod(0o755)
+""",
+    )
     return nodes.config(python=python, model=json.dumps(str(model)), flags=json.dumps(FLAGS), port=free_port())
 
 
@@ -86,11 +89,6 @@ def complete(url, prompt, *inside):
     return logprobs["tokens"], logprobs["token_logprobs"]
 
 
-def status(nodes, file):
-    result = nodes.inv("cluster.status", "--config", str(file), "--json")
-    return result.returncode, json.loads(result.stdout)
-
-
 def left(nodes, name):
     pids = with_variable(record.MARK, record.mark(nodes.work / name))
     return [pid for pid in pids if started_at(pid) is not None]
@@ -108,7 +106,7 @@ def test_the_answers_of_two_nodes_are_those_of_one(answers, nodes, model, forkin
 
 
 def test_status_and_logs_name_both_nodes(answers, nodes, file):
-    code, shown = status(nodes, file)
+    code, shown = nodes.status(file)
     assert code == 0
     assert {name: node["state"] for name, node in shown["nodes"].items()} == {"head": "running", "worker": "running"}
     assert (shown["restarts"]["state"], shown["restarts"]["failures"]) == ("watching", 0)
@@ -118,7 +116,7 @@ def test_status_and_logs_name_both_nodes(answers, nodes, file):
 
 
 def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order(answers, up, nodes, file):
-    former = {name: node["pid"] for name, node in status(nodes, file)[1]["nodes"].items()}
+    former = {name: node["pid"] for name, node in nodes.status(file)[1]["nodes"].items()}
     everything = [pid for leader in former.values() for pid in session_members(leader)]
     victims = [pid for pid in left(nodes, "b") if "VLLM::Worker" in " ".join(psutil.Process(pid).cmdline())]
     assert victims
@@ -128,7 +126,7 @@ def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order
     log = nodes.work / "a/logs/cluster.log"
     wait_for(lambda: json.loads(note.read_text())["why"].startswith("started again"), START_SECONDS, log.read_text)
     assert "node worker ended this node's part" in (nodes.work / "a/logs/server.previous.log").read_text()
-    code, shown = status(nodes, file)
+    code, shown = nodes.status(file)
     assert code == 0
     assert {node["state"] for node in shown["nodes"].values()} == {"running"}
     assert shown["restarts"]["failures"] == 1
@@ -154,7 +152,7 @@ def test_a_killed_head_ends_the_worker_by_its_name_and_down_leaves_no_process(up
     assert end["why"].startswith("its connection broke")
     assert nodes.inv("cluster.down", "--config", str(file), seconds=300).returncode == 0
     assert [left(nodes, name) for name in "ab"] == [[], []]
-    code, shown = status(nodes, file)
+    code, shown = nodes.status(file)
     assert code == 24
     assert {node["state"] for node in shown["nodes"].values()} == {"stopped"}
     assert shown["restarts"]["state"] == "off"

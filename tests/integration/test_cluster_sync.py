@@ -6,13 +6,9 @@ import subprocess
 
 import cluster_nodes as namespaces
 import pytest
+from programs import write_program
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs(*namespaces.PROGRAMS, "rsync")]
-
-
-def stand_in(program, text):
-    program.write_text(f"#!/bin/sh\n{text}\n")
-    program.chmod(0o755)
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +31,12 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(nodes):
     sync = ("cluster.sync", "--config", str(nodes.config()), "--model", str(folder))
 
     for programs in (nodes.ours, nodes.theirs):
-        stand_in(programs / "rsync", f'exec {shutil.which("rsync")} "$@" --an-option-of-tomorrow')
+        write_program(programs / "rsync", f'exec {shutil.which("rsync")} "$@" --an-option-of-tomorrow')
         assert "rsync of head or of worker is older than" in nodes.inv(*sync).stderr
         (programs / "rsync").unlink()
 
     staged = theirs.with_name(".tiny.sparkforge-sync")
-    stand_in(nodes.theirs / "rsync", f'ulimit -f 4096\nexec {shutil.which("rsync")} "$@"')  # 2 MiB a file
+    write_program(nodes.theirs / "rsync", f'ulimit -f 4096\nexec {shutil.which("rsync")} "$@"')  # 2 MiB a file
     cut = nodes.inv(*sync)
     (nodes.theirs / "rsync").unlink()
     assert cut.returncode == 11, cut.stderr
@@ -48,14 +44,14 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(nodes):
     assert not theirs.exists()
     assert (staged / "model-1.safetensors").stat().st_size == 2 << 20
 
-    stand_in(nodes.theirs / "sync", "echo 'sync: Input/output error' >&2\nexit 1")
+    write_program(nodes.theirs / "sync", "echo 'sync: Input/output error' >&2\nexit 1")
     before = sent(nodes)
     result = nodes.inv(*sync)
     assert "Input/output error" in result.stderr
     assert 4 << 20 <= sent(nodes) - before < 5 << 20  # only the missing part was sent over the link
     assert not theirs.exists()  # complete, but not yet synced to the disk
     flushed = nodes.work / "flushed"
-    stand_in(nodes.theirs / "sync", f'echo "$*" $(ls -A {models}) >> {flushed}\nexec {shutil.which("sync")} "$@"')
+    write_program(nodes.theirs / "sync", f'echo "$*" $(ls -A {models}) >> {flushed}\nexec {shutil.which("sync")} "$@"')
     result = nodes.inv(*sync)
     (nodes.theirs / "sync").unlink()
     assert result.returncode == 0, result.stderr
