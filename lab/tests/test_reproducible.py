@@ -52,12 +52,6 @@ def compared(tmp_path, first, second):
     return reproducible.compare([reproducible.read(image) for image in pair], pair)
 
 
-def test_the_same_bytes_are_identical(tmp_path):
-    report = compared(tmp_path, [layer(SAME)], [layer(SAME)])
-    assert report["identical"]
-    reproducible.require_identical(report, "")
-
-
 @pytest.mark.parametrize(
     ("changed", "differing"),
     [
@@ -67,7 +61,10 @@ def test_the_same_bytes_are_identical(tmp_path):
         ({**SAME, "var/log/x": (b"", 0o644, 5)}, "layer 0: var/log/x: only in b"),
     ],
 )
-def test_what_differs_is_named(tmp_path, changed, differing):
+def test_the_same_bytes_are_identical_and_what_differs_is_named(tmp_path, changed, differing):
+    same = compared(tmp_path / "same", [layer(SAME)], [layer(SAME)])
+    assert same["identical"]
+    reproducible.require_identical(same, "")
     report = compared(tmp_path, [layer(SAME)], [layer(changed)])
     assert not report["identical"]
     assert [line for line in report["differing"] if line.startswith(differing)]
@@ -95,9 +92,9 @@ def witness(tmp_path, monkeypatch, docker_command):
     image = LayoutImage(writer.folder)
     _pack(writer.folder, tmp_path / "ours.tar")
     layers = [writer.put(gzip.decompress(image.layout.open_layer(layer).read())) for layer in image.manifest.layers]
-    document = {"schemaVersion": 2, "mediaType": image.descriptor.media_type, "layers": layers}
-    config = image.manifest.config.model_dump(by_alias=True)
-    writer.index([writer.put({**document, "config": config}, image.descriptor.media_type)])
+    kind, config = image.descriptor.media_type, image.manifest.config.model_dump(by_alias=True)
+    document = {"schemaVersion": 2, "mediaType": kind, "layers": layers, "config": config}
+    writer.index([writer.put(document, kind)])
     _pack(writer.folder, tmp_path / "theirs.tar")
     return tmp_path / "theirs.tar"
 
@@ -130,15 +127,13 @@ def test_a_published_image_is_pulled_and_compared_as_its_registry_has_it(witness
 
 def test_a_copy_has_the_modes_of_its_umask(tmp_path):
     reproducible.copy_checkout(tmp_path / "clone", 0o077)
-    assert (tmp_path / "clone/deploy/start").stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / "clone/pins.toml").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "clone/sparkforge").stat().st_mode & 0o777 == 0o700
+    for name, mode in (("deploy/start", 0o700), ("pins.toml", 0o600), ("sparkforge", 0o700)):
+        assert (tmp_path / "clone" / name).stat().st_mode & 0o777 == mode
     assert not (tmp_path / "clone/.git").exists()
 
 
 def test_without_buildx_nothing_is_built_and_the_package_is_named(docker_command):
     docker_command.answers("buildx version", err="docker: 'buildx' is not a docker command.", code=1)
-    docker_command.answers("buildx build", err="unknown flag: --no-cache", code=125)
     with refused("engine.tool", "docker-buildx-plugin"):
         reproducible.verify_reproducible("embedded", ())
     assert docker_command.calls == ["buildx version"]

@@ -1,4 +1,4 @@
-"""The GPU serving benchmark against a stand-in server: counts and refusals."""
+"""The GPU serving benchmark against a stand-in server: counts, refusals, and what stands in for a checkpoint."""
 
 import importlib.metadata
 import json
@@ -8,8 +8,9 @@ import torch
 from expected import refused
 from loopback import Quiet, serving
 
-from lab.served import random_weights, serve_gpu
+from lab.served import dummy, random_weights, serve_gpu
 from spark_mxfp4.vllm import plugin
+from sparkforge.plan.architecture import parse
 
 
 class Server(Quiet):
@@ -69,3 +70,15 @@ def test_python_finds_the_load_formats_entry_point(tmp_path):
     assert {entry_point.group for entry_point in plugins.values()} == {"vllm.general_plugins"}
     assert plugins[random_weights.PLUGIN].load() == random_weights.register
     assert plugins["spark_mxfp4"].load() == plugin.register
+
+
+@pytest.mark.parametrize(("size", "layers", "experts", "billions"), [("20b", 24, 32, 20.9), ("120b", 36, 128, 116.8)])
+def test_a_configuration_without_weights_has_the_published_number_of_parameters(size, layers, experts, billions):
+    config = dummy.config(size)
+    assert (config["num_hidden_layers"], len(config["layer_types"]), config["num_local_experts"]) == (
+        layers,
+        layers,
+        experts,
+    )
+    total = sum(part.count + part.plain for part in parse(config, "test").parts())
+    assert total / 1e9 == pytest.approx(billions, abs=0.05)  # gpt-oss model card, table 1: 20.91 and 116.83

@@ -9,6 +9,7 @@ from lab.patches import authoring
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, Pins
 
+NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]
 LINES = "".join(f"line {number}\n" for number in range(12))
 V1 = {"pkg/a.py": LINES, "pkg/b.py": "value = 1\n", "pkg/other.py": "untouched\n", "pkg/gone.py": None}
 AFTER = (
@@ -40,6 +41,13 @@ def world(kit, tmp_path, monkeypatch):
 
 def draft(world, name="do-more"):
     return authoring.prepare(world.table, name, "s", "up", world.patches)
+
+
+def drop_last(world):
+    """Remove the queue's last patch."""
+    (world.folder / NAMES[2]).unlink()
+    series = world.folder / "series"
+    series.write_text(series.read_text().replace(f"{NAMES[2]}\n", ""))
 
 
 def commit_all(kit, tree, message):

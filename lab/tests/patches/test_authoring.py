@@ -4,16 +4,13 @@ import pytest
 from expected import refused
 
 from lab.patches import authoring
-from lab.tests.patches.conftest import draft
+from lab.tests.patches.conftest import commit_all, draft, drop_last
 from sparkforge.core import paths
-from sparkforge.core.errors import PatchError, SparkforgeError, UsageError
+from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.patching.series import Queue
 
-FIELDS = {
-    "description": "Do more\nand say why",
-    "bug": "https://example.org/2",
-    "drop_when": "contains pkg/b.py more ; lacks pkg/b.py value",
-}
+FIELDS = {"description": "Do more\nand say why", "bug": "https://example.org/2",
+          "drop_when": "contains pkg/b.py more ; lacks pkg/b.py value"}  # fmt: skip
 NAME = "0004-do-more.patch"
 
 
@@ -41,9 +38,8 @@ def test_the_scratch_copy_is_the_patched_tree(kit, world, checkout):
 
 def test_the_patch_gets_a_header_joins_the_queue_and_makes_the_same_bytes(kit, world, checkout, tmp_path):
     edit(checkout)
-    wanted = {
-        path: (checkout / path).read_bytes() for path in ("pkg/a.py", "pkg/b.py", "pkg/deep/made.py", "pkg/other.py")
-    }
+    paths = ("pkg/a.py", "pkg/b.py", "pkg/deep/made.py", "pkg/other.py")
+    wanted = {path: (checkout / path).read_bytes() for path in paths}
     file = authoring.finish_patch(draft(world), FIELDS)
     assert file == world.folder / NAME
     added = world.queue().patches[-1]
@@ -60,15 +56,9 @@ def test_the_patch_gets_a_header_joins_the_queue_and_makes_the_same_bytes(kit, w
 
 def test_commits_in_the_scratch_copy_count_too(kit, world, checkout):
     edit(checkout)
-    kit.git(checkout, "add", "-A")
-    kit.git(checkout, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-m", "mine")
-    assert len(world.queue().patches) == 3
+    commit_all(kit, checkout, "mine")
     authoring.finish_patch(draft(world), FIELDS)
     assert len(world.queue().patches) == 4
-
-
-def binary(checkout):
-    (checkout / "pkg/blob").write_bytes(b"\0\1\2")
 
 
 REFUSED = {
@@ -77,7 +67,7 @@ REFUSED = {
     "no bug and no Drop-when": (edit, {"bug": "", "drop_when": " "}, UsageError, "add --bug … --drop-when"),
     "a Drop-when of no kind": (edit, {"drop_when": "when merged"}, PatchError, "Drop-when that is not"),
     "a Drop-when that holds": (edit, {"drop_when": "contains pkg/b.py value"}, UsageError, "holds on up-1.0"),
-    "a binary file": (binary, {}, PatchError, "binary change"),
+    "a binary file": (lambda p: (p / "pkg/blob").write_bytes(b"\0\1\2"), {}, PatchError, "binary change"),
     "a program": (lambda checkout: (checkout / "pkg/b.py").chmod(0o755), {}, PatchError, "changes a file's mode"),
     "a link": (lambda checkout: (checkout / "pkg/l").symlink_to("/etc/passwd"), {}, PatchError, "touches a link"),
     "carriage returns": (lambda p: (p / "pkg/b.py").write_bytes(b"x\r\n"), {}, PatchError, "carriage returns"),
@@ -94,11 +84,9 @@ def test_invalid_patches_are_refused_and_the_queue_is_unchanged(kit, world, chec
     assert kit.snapshot(world.folder) == before
 
 
-def test_a_queue_that_changed_meanwhile_is_noticed(kit, world, checkout, tmp_path):
+def test_a_queue_that_changed_meanwhile_is_noticed(kit, world, checkout):
     edit(checkout)
-    (world.folder / "0003-change-something.patch").unlink()
-    series = world.folder / "series"
-    series.write_text(series.read_text().replace("0003-change-something.patch\n", ""))
+    drop_last(world)
     before = kit.snapshot(world.folder)
     with pytest.raises(PatchError):
         authoring.finish_patch(draft(world), FIELDS)
@@ -117,21 +105,14 @@ def test_finishing_what_was_not_begun(world):
         authoring.finish_patch(draft(world), FIELDS)
 
 
-def refusal(action):
-    try:
-        action()
-    except SparkforgeError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("named", [False, True])
 def test_the_next_run_removes_what_a_killed_run_left(kit, world, named):
     before = kit.snapshot(world.folder)
     (world.folder / f".{NAME}.new").write_text("whole, but not in its place")
     if named:
         (world.folder / "series").write_bytes(before["series"] + f"{NAME}\n".encode())
-        assert f"names files that are not there: {NAME}" in refusal(lambda: Queue.load(world.folder))
+        with pytest.raises(PatchError, match=f"names files that are not there: {NAME}"):
+            Queue.load(world.folder)
     draft(world, "something-else")
     assert kit.snapshot(world.folder) == before
 

@@ -7,10 +7,8 @@ import pytest
 from expected import refused
 
 from lab.patches import checkout
-from lab.tests.patches.conftest import commit_all
+from lab.tests.patches.conftest import NAMES, commit_all, drop_last
 from sparkforge.core.errors import PatchError, UsageError
-
-NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]
 
 
 def state(kit, tree):
@@ -63,11 +61,8 @@ def test_a_second_time_nothing_is_done_even_below_own_work(kit, world, clone):
     assert state(kit, clone) == before
 
 
-def dirty(kit, world, tree):
+def edited(kit, world, tree):
     (tree / "pkg/other.py").write_text("edited\n")
-
-
-def staged(kit, world, tree):
     (tree / "new.py").write_text("new\n")
     kit.git(tree, "add", "new.py")
 
@@ -94,21 +89,15 @@ def locked(kit, world, tree):
 
 def another_queue(kit, world, tree):
     commit(world, tree)
-    (world.folder / NAMES[2]).unlink()
-    series = world.folder / "series"
-    series.write_text(series.read_text().replace(f"{NAMES[2]}\n", ""))
+    drop_last(world)
 
 
 REFUSED = {
-    dirty: (UsageError, r"has uncommitted changes · pkg/other\.py"),
-    staged: (UsageError, r"has uncommitted changes · new\.py"),
+    edited: (UsageError, r"has uncommitted changes · new\.py, pkg/other\.py"),
     wrong_version: (PatchError, r"is not up 1\.0 · it is at v1\.0-1-g\w+, and pkg/a\.py differ.* checkout v1\.0"),
     in_the_way: (PatchError, r"is not up 1\.0 .* pkg/n\.py differ"),
     unfinished: (UsageError, r"is not ready · a rebase, merge or `git am` in it is unfinished"),
-    locked: (
-        UsageError,
-        r"is not ready · git runs in it, or was killed: it left .*/\.git/index\.lock · if no git runs: rm ",
-    ),
+    locked: (UsageError, r"is not ready · git runs in it, or was killed: it left .*/\.git/index\.lock · .*: rm "),
     another_queue: (PatchError, r"holds another queue than up-1\.0"),
 }
 

@@ -7,18 +7,17 @@ import pytest
 from expected import refused
 
 from lab.patches import rebase
+from lab.tests.patches.conftest import NAMES
 from sparkforge.core import paths
 from sparkforge.core.errors import UsageError
 from sparkforge.patching.series import Queue
-
-NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]
 
 
 def job(world, version="2.0", drop=()):
     return rebase.prepare(world.table, "s", f"up-{version}", frozenset(drop), world.patches)
 
 
-def result(kit, world, tmp_path, files):
+def result(world, files):
     released = {path: text.encode() for path, text in present(files).items()}
     queue = Queue.load(world.patches / "up-2.0")
     after = released | queue.apply({path: released.get(path) for path in queue.paths})
@@ -33,7 +32,7 @@ def present(files):
     return {path: text for path, text in files.items() if text is not None}
 
 
-def test_moved_patches_are_rewritten_and_those_that_upstream_has_are_dropped(kit, world, tmp_path):
+def test_moved_patches_are_rewritten_and_those_that_upstream_has_are_dropped(kit, world):
     files = {**edited(world, "line 0", "x\nline 0"), "pkg/b.py": "value = 2\n", "pkg/n.py": "new\n"}
     world.release("2.0", files)
     carried = rebase.begin_rebase(job(world))
@@ -45,9 +44,8 @@ def test_moved_patches_are_rewritten_and_those_that_upstream_has_are_dropped(kit
     moved = (world.patches / "up-2.0" / NAMES[0]).read_text()
     assert moved.startswith(kit.HEADER)
     assert "@@ -4,7 +4,7 @@" in moved
-    assert result(kit, world, tmp_path, files) == present(
-        {**files, "pkg/a.py": files["pkg/a.py"].replace("line 5", "LINE FIVE")}
-    )
+    patched = {**files, "pkg/a.py": files["pkg/a.py"].replace("line 5", "LINE FIVE")}
+    assert result(world, files) == present(patched)
 
 
 def test_patches_that_apply_are_the_same_bytes(world):
@@ -68,23 +66,22 @@ def test_a_common_patch_that_still_applies_is_named_and_not_copied(world):
     (world.folder / "series").write_text("".join(f"../common/{name}\n" for name in NAMES[:2]) + NAMES[2] + "\n")
     world.release("2.0", world.V1)
     rebase.begin_rebase(job(world))
-    assert [patch.entry for patch in Queue.load(world.patches / "up-2.0").patches] == [
-        *(f"../common/{name}" for name in NAMES[:2]), NAMES[2],
-    ]  # fmt: skip
+    entries = [patch.entry for patch in Queue.load(world.patches / "up-2.0").patches]
+    assert entries == [*(f"../common/{name}" for name in NAMES[:2]), NAMES[2]]
     assert {path.name for path in (world.patches / "up-2.0").iterdir()} == {"series", NAMES[2]}
     world.release("3.0", edited(world, "line 0", "x\nline 0"))
     rebase.begin_rebase(job(world, "3.0"))
     assert [patch.entry for patch in Queue.load(world.patches / "up-3.0").patches] == NAMES
 
 
-def test_a_patch_with_changed_context_is_merged_three_ways_and_reported(kit, world, tmp_path):
+def test_a_patch_with_changed_context_is_merged_three_ways_and_reported(kit, world):
     files = edited(world, "line 7", "line seven")
     world.release("2.0", files)
     carried = rebase.begin_rebase(job(world))
     assert [patch.action[:6] for patch in carried] == ["merged", "merged", "applie"]
     today = datetime.now().astimezone().date().isoformat()
     assert f"Last-Update: {today}\n" in (world.patches / "up-2.0" / NAMES[0]).read_text()
-    assert result(kit, world, tmp_path, files)["pkg/a.py"] == files["pkg/a.py"].replace("line 5", "LINE FIVE")
+    assert result(world, files)["pkg/a.py"] == files["pkg/a.py"].replace("line 5", "LINE FIVE")
 
 
 @pytest.fixture
@@ -108,7 +105,7 @@ def solve(kit, tree, text, file="pkg/a.py"):
     assert kit.git(tree, "add", file).returncode == 0
 
 
-def test_a_conflict_is_left_in_a_work_tree_and_continue_goes_on(kit, conflict, tmp_path, capsys):
+def test_a_conflict_is_left_in_a_work_tree_and_continue_goes_on(kit, conflict, capsys):
     before = kit.snapshot(conflict.patches)
     tree = stopped(conflict, rebase.begin_rebase, NAMES[0])
     assert "line five, by upstream" in capsys.readouterr().err
@@ -119,35 +116,25 @@ def test_a_conflict_is_left_in_a_work_tree_and_continue_goes_on(kit, conflict, t
     carried = rebase.continue_rebase(job(conflict))
     assert [patch.action[:6] for patch in carried] == ["merged", "merged", "applie"]
     files = edited(conflict, "line 5", "line five, by upstream")
-    assert result(kit, conflict, tmp_path, files)["pkg/a.py"] == conflict.V1["pkg/a.py"].replace(
-        "line 5", "solved twice"
-    )
+    assert result(conflict, files)["pkg/a.py"] == conflict.V1["pkg/a.py"].replace("line 5", "solved twice")
     assert not tree.exists()
 
 
-def unmerged(kit, tree):
-    return "not resolved, or not added"
+def test_unresolved_files_are_named_and_nothing_changes(kit, conflict):
+    tree = stopped(conflict, rebase.begin_rebase, NAMES[0])
 
+    def refuse(message):
+        before = kit.snapshot(tree / "pkg"), kit.snapshot(conflict.patches)
+        with refused("patch.conflict", message):
+            rebase.continue_rebase(job(conflict))
+        assert (kit.snapshot(tree / "pkg"), kit.snapshot(conflict.patches)) == before
 
-def with_markers(kit, tree):
+    refuse("not resolved, or not added")
     kit.git(tree, "add", "pkg/a.py")
-    return "conflict markers are left at pkg/a.py"
-
-
-def with_a_new_file(kit, tree):
+    refuse("conflict markers are left at pkg/a.py")
     solve(kit, tree, b"solved\n")
     (tree / "pkg/notes.txt").write_text("my own\n")
-    return "pkg/notes.txt: not resolved, or not added"
-
-
-@pytest.mark.parametrize("leave", [unmerged, with_markers, with_a_new_file])
-def test_unresolved_files_are_named_and_nothing_changes(kit, conflict, leave):
-    tree = stopped(conflict, rebase.begin_rebase, NAMES[0])
-    message = leave(kit, tree)
-    before = kit.snapshot(paths.state() / "rebase/up-2.0/pkg"), kit.snapshot(conflict.patches)
-    with refused("patch.conflict", message):
-        rebase.continue_rebase(job(conflict))
-    assert (kit.snapshot(paths.state() / "rebase/up-2.0/pkg"), kit.snapshot(conflict.patches)) == before
+    refuse("pkg/notes.txt: not resolved, or not added")
 
 
 def test_the_same_command_again_keeps_what_a_person_did(kit, conflict):
@@ -158,7 +145,7 @@ def test_the_same_command_again_keeps_what_a_person_did(kit, conflict):
     assert b"solved\n" in (tree / "pkg/a.py").read_bytes()
 
 
-def test_a_person_may_use_git_alone_and_then_continue(kit, conflict, tmp_path):
+def test_a_person_may_use_git_alone_and_then_continue(kit, conflict):
     tree = stopped(conflict, rebase.begin_rebase, NAMES[0])
     assert kit.git(tree, "rebase", "--skip").returncode != 0  # the second patch conflicts too
     solve(kit, tree, b"solved\n")
@@ -202,7 +189,7 @@ def test_a_commit_that_is_not_a_patch_is_refused(kit, conflict):
     assert [path.name for path in conflict.patches.iterdir()] == ["up-1.0"]
 
 
-def test_a_file_that_upstream_moved_is_left_to_a_person(kit, world, tmp_path):
+def test_a_file_that_upstream_moved_is_left_to_a_person(kit, world):
     files = {**world.V1, "pkg/b.py": None, "pkg/c.py": "value = 1\nmore = 1\n"}
     world.release("2.0", files)
     tree = stopped(world, rebase.begin_rebase, NAMES[2])
@@ -210,7 +197,7 @@ def test_a_file_that_upstream_moved_is_left_to_a_person(kit, world, tmp_path):
     (tree / "pkg/c.py").write_text("value = 2\nmore = 1\n")  # the new path of b.py
     kit.git(tree, "add", "pkg/c.py")
     rebase.continue_rebase(job(world))
-    assert result(kit, world, tmp_path, files)["pkg/c.py"] == "value = 2\nmore = 1\n"
+    assert result(world, files)["pkg/c.py"] == "value = 2\nmore = 1\n"
     assert "-value = 1\n+value = 2\n more = 1\n" in (world.patches / "up-2.0" / NAMES[2]).read_text()
 
 

@@ -1,5 +1,6 @@
 """The verdict on each patch of a queue, on archives and on trees."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from lab.patches import status, upstream
 from lab.patches.status import Verdict
 from sparkforge import pins
 from sparkforge.core import paths
-from sparkforge.core.errors import NetworkError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.patching import series
 
 A, O, U, C = Verdict.APPLIES, Verdict.OFFSET, Verdict.UPSTREAM, Verdict.CONFLICTS  # noqa: E741
@@ -68,16 +69,11 @@ def test_a_tree_is_judged_without_hash_checks(kit, world, tmp_path):
 
 
 def test_missing_releases_and_queues_are_named(world, monkeypatch):
+    """The error names the newest versions, not the last by the alphabet."""
     with refused("input.pins", "there is no stack t"):
         series.queues(world.table, "t", world.patches)
     with refused("input.pins", "no patches for vllm"):
         status.chosen(world.table, "s", "0.33.0", world.patches)
-    monkeypatch.setattr(upstream, "project_page", lambda package, http: SimpleNamespace(packages=[]))
-    with refused("network.fetch", "no source archive of up"):
-        upstream.release(world.table, world.component, "9.9")
-
-
-def test_the_newest_versions_are_named_and_not_the_last_by_the_alphabet(world, monkeypatch):
     versions = ["0.9.2", "0.10.0", "0.31.0", "0.4.0", "0.33.0", "0.8.5", "0.7.3", "0.6.6", "0.5.5", "not-a-version"]
     packages = [
         SimpleNamespace(filename=f"up-{version}.tar.gz", version=version, package_type="sdist", digests={})
@@ -85,7 +81,7 @@ def test_the_newest_versions_are_named_and_not_the_last_by_the_alphabet(world, m
     ]
     monkeypatch.setattr(upstream, "project_page", lambda package, http: SimpleNamespace(packages=packages))
     newest = "0.5.5, 0.6.6, 0.7.3, 0.8.5, 0.9.2, 0.10.0, 0.31.0, 0.33.0"
-    with pytest.raises(NetworkError, check=lambda error: error.fix == f"name one of its versions: {newest}"):
+    with refused("network.fetch", "no source archive of up.*name one of its versions: " + re.escape(newest) + "$"):
         upstream.release(world.table, world.component, "9.9.9")
 
 
