@@ -68,6 +68,7 @@ SCHEMA = {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False,
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+RESPONSES_TOOL = {"type": "function", "name": "weather", "parameters": SCHEMA}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
 # Further fields of a request.
 REQUESTS = {
@@ -141,20 +142,20 @@ def served(scripted_server):
     return openai.OpenAI(base_url=f"{scripted_server.url}/v1", api_key=scripted_server.key, max_retries=0)
 
 
-def whole(served, form, request):
+def ask_for(served, form, **options):
     messages = [{"role": "user", "content": CUE_OF[form]}]
-    response = served.chat.completions.create(model=MODEL, messages=messages, max_tokens=TOKENS, **REQUESTS[request])
-    (choice,) = response.choices
+    return served.chat.completions.create(model=MODEL, messages=messages, max_tokens=TOKENS, **options)
+
+
+def whole(served, form, request):
+    (choice,) = ask_for(served, form, **REQUESTS[request]).choices
     calls = tuple((call.function.name, call.function.arguments) for call in choice.message.tool_calls or ())
     return Answer(choice.message.content or "", choice.message.reasoning or "", calls, choice.finish_reason)
 
 
 def streamed(served, form, request):
-    messages = [{"role": "user", "content": CUE_OF[form]}]
     content, reasoning, calls, finish = "", "", {}, ""
-    for event in served.chat.completions.create(
-        model=MODEL, messages=messages, max_tokens=TOKENS, stream=True, **REQUESTS[request]
-    ):
+    for event in ask_for(served, form, stream=True, **REQUESTS[request]):
         for choice in event.choices:
             content += choice.delta.content or ""
             reasoning += getattr(choice.delta, "reasoning", None) or ""
@@ -199,12 +200,7 @@ RESPONSES = {
 
 @pytest.mark.parametrize("form", RESPONSES)
 def test_the_responses_api_gives_these_items(served, form):
-    tools = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
-    response = served.responses.create(model=MODEL, input=CUE_OF[form], max_output_tokens=TOKENS, tools=tools)
-    assert [item.type for item in response.output] == RESPONSES[form]
-
-
-RESPONSES_TOOL = {"type": "function", "name": "weather", "parameters": SCHEMA}
+    assert [item.type for item in respond(served, form, tools=[RESPONSES_TOOL]).output] == RESPONSES[form]
 
 
 def respond(served, form, **options):
@@ -291,12 +287,10 @@ UNOFFERED = {"a tool of the model's own": "browser.search", "code": "python"}
 @pytest.mark.parametrize("form", UNOFFERED)
 def test_a_call_of_a_tool_that_nobody_offered_is_an_error(served, form):
     """The error names the tool; clients retry it like any server error."""
-    messages = [{"role": "user", "content": CUE_OF[form]}]
-    options = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "tools": [TOOL]}
     with pytest.raises(openai.InternalServerError, match=UNOFFERED[form]):
-        served.chat.completions.create(**options)
+        ask_for(served, form, tools=[TOOL])
     with pytest.raises(openai.APIError, match=UNOFFERED[form]):
-        list(served.chat.completions.create(stream=True, **options))
+        list(ask_for(served, form, tools=[TOOL], stream=True))
 
 
 USER = {"role": "user", "content": CUE_OF["final"]}

@@ -224,10 +224,14 @@ def stored():
     return SimpleNamespace(tensors=tensors, weights=ExpertWeights(*projections))
 
 
-def load_layer(vllm_config, stored):
+def load_model(vllm_config, tensors):
     model = build(vllm_config, whole_model)
-    model.load_weights((name, tensor.clone()) for name, tensor in stored.tensors.items())
-    return model.model.layers[0].mlp.experts.routed_experts
+    model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
+    return model
+
+
+def load_layer(vllm_config, stored):
+    return load_model(vllm_config, stored.tensors).model.layers[0].mlp.experts.routed_experts
 
 
 def routing(number):
@@ -259,8 +263,7 @@ def test_vllms_router_and_our_experts_agree_with_the_reference(
 ):
     monkeypatch.setenv("SPARK_MXFP4_MODE", mode)
     vllm_config = configure(SMALL)
-    model = build(vllm_config, whole_model)
-    model.load_weights((name, tensor.clone()) for name, tensor in stored.tensors.items())
+    model = load_model(vllm_config, stored.tensors)
     experts = model.model.layers[0].mlp.experts
     experts.routed_experts.quant_method.process_weights_after_loading(experts.routed_experts)
     torch.manual_seed(3)
@@ -269,8 +272,7 @@ def test_vllms_router_and_our_experts_agree_with_the_reference(
     def forward(x, logits):
         return experts(x, logits)
 
-    if backend:
-        forward = traced(forward, backend)
+    forward = traced(forward, backend) if backend else forward
     with set_forward_context(None, vllm_config, num_tokens=7):
         output = forward(x, logits)
     shares, ids = logits.topk(2)
@@ -290,8 +292,7 @@ def fused_router(monkeypatch):
 @pytest.mark.parametrize("backend", [None, "eager", "inductor"])
 def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, stored, fused_router, backend):
     vllm_config = configure(SMALL)
-    model = build(vllm_config, whole_model)
-    model.load_weights((name, tensor.clone()) for name, tensor in stored.tensors.items())
+    model = load_model(vllm_config, stored.tensors)
     block = model.model.layers[0].mlp
     assert type(block.router).__name__ == "SparkGateLinear"
     assert block.experts.is_monolithic
@@ -303,9 +304,7 @@ def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, 
         layer.quant_method.process_weights_after_loading(layer)
     torch.manual_seed(3)
     x = torch.randn(7, 64)
-    forward = block.forward
-    if backend:
-        forward = traced(forward, backend)
+    forward = traced(block.forward, backend) if backend else block.forward
     with set_forward_context(None, vllm_config, num_tokens=7):
         output = forward(x)
     shares, ids = torch.nn.functional.linear(x, *router_weights).topk(2)
@@ -317,15 +316,16 @@ def test_wrong_values_and_unsupported_routing_are_refused(monkeypatch):
     monkeypatch.setenv("SPARK_MXFP4_ROUTER", "fast")
     with pytest.raises(ValueError, match="must be one of vllm, fused"):
         plugin.fused(plugin.ROUTER_VARIABLE)
-    for change in ({"dp_size": 2}, {"is_sequence_parallel": True}, {"scoring_func": "sigmoid"}, {"renormalize": False}):
-        facts = {
-            "dp_size": 1, "is_sequence_parallel": False, "scoring_func": "softmax", "renormalize": True, **change,
-        }  # fmt: skip
-        moe_config = SimpleNamespace(
-            moe_parallel_config=SimpleNamespace(dp_size=facts["dp_size"]), pcp_size=1,
-            is_sequence_parallel=facts["is_sequence_parallel"],
-        )  # fmt: skip
-        layer = SimpleNamespace(moe_config=moe_config, **{key: facts[key] for key in ("scoring_func", "renormalize")})
+    monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "yes")
+    with pytest.raises(ValueError, match="it can be on or off"):
+        plugin.register()
+    # Data-parallel ranks, sequence parallelism, scores, whether shares sum to 1.
+    for facts in ((2, False, "softmax", True), (1, True, "softmax", True), (1, False, "sigmoid", True),
+                  (1, False, "softmax", False)):  # fmt: skip
+        dp_size, sequence_parallel, scoring_func, renormalize = facts
+        parallel = SimpleNamespace(dp_size=dp_size)
+        moe_config = SimpleNamespace(moe_parallel_config=parallel, pcp_size=1, is_sequence_parallel=sequence_parallel)
+        layer = SimpleNamespace(moe_config=moe_config, scoring_func=scoring_func, renormalize=renormalize)
         with pytest.raises(NotImplementedError, match=r"SPARK_MXFP4_ROUTER=fused cannot route this model"):
             router.refuse_unsupported(layer)
 
@@ -521,10 +521,7 @@ def test_the_compile_cache_knows_kernel_and_mode(one_process, configure, stored)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-            "it is a model of type 'llama', not 'gpt_oss'",
-        ),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "is a model of type 'llama', not 'gpt_oss'"),
         ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "quant_method is 'fp8'"),
         ({"quantization_config": None}, "its experts are not quantized, not 'mxfp4' · convert it by spark_mxfp4.hf"),
         ({"swiglu_limit": 5.0}, r"swiglu_alpha and swiglu_limit are \(1.702, 5.0\)"),
@@ -540,10 +537,9 @@ def test_other_checkpoints_are_refused_by_name(configure, changes, message):
 def test_another_release_is_refused_by_name(configure, monkeypatch, claim_amx, version, quantization):
     monkeypatch.setattr(vllm, "__version__", version)
     claim_amx(False)  # makes the plugin claim the checkpoint
-    shown = version.partition("+")[0].replace(".", r"\.")
-    with pytest.raises(
-        NotImplementedError, match=rf"vLLM {shown} · it supports 0\.32\.0 and 0\.33\.0 · pip install 'vllm=="
-    ):
+    shown = re.escape(version.partition("+")[0])
+    supported = r"it supports 0\.32\.0 and 0\.33\.0 · pip install 'vllm=="
+    with pytest.raises(NotImplementedError, match=f"vLLM {shown} · {supported}"):
         configure(SMALL, quantization=quantization)
 
 
@@ -553,36 +549,26 @@ def test_an_unknown_kernel_is_refused_before_weights_are_read(configure, monkeyp
         configure(SMALL)
 
 
-def layer_facts(**changes):
-    facts = {
-        "is_lora_enabled": False, "activation": "swigluoai", "apply_router_weight_on_input": False, "use_ep": False,
-        "ep_size": 1, **changes,
-    }  # fmt: skip
-    moe_config = SimpleNamespace(
-        has_bias=False, is_lora_enabled=facts["is_lora_enabled"], num_experts=128,
-        activation=MoEActivation(facts["activation"]),
-        moe_parallel_config=SimpleNamespace(use_ep=facts["use_ep"], ep_size=facts["ep_size"]),
-    )  # fmt: skip
-    layer = torch.nn.Module()
-    layer.moe_config, layer.apply_router_weight_on_input = moe_config, facts["apply_router_weight_on_input"]
-    return layer
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("lora", "activation", "on_input", "expert_parallel", "ranks", "message"),
     [
-        ({"is_lora_enabled": True}, "LoRA"),
-        ({"activation": "silu"}, "activation 'silu'"),
-        ({"apply_router_weight_on_input": True}, "router weights applied to the input"),
-        ({"use_ep": True, "ep_size": 3}, "128 experts spread over 3 ranks"),
-        ({"use_ep": True, "ep_size": 4}, None),
-        ({"ep_size": 3}, None),
+        (True, "swigluoai", False, False, 1, "LoRA"),
+        (False, "silu", False, False, 1, "activation 'silu'"),
+        (False, "swigluoai", True, False, 1, "router weights applied to the input"),
+        (False, "swigluoai", False, True, 3, "128 experts spread over 3 ranks"),
+        (False, "swigluoai", False, True, 4, None),
+        (False, "swigluoai", False, False, 3, None),
     ],
 )
-def test_unsupported_features_are_refused_with_their_name(change, message):
+def test_unsupported_features_are_refused_with_their_name(lora, activation, on_input, expert_parallel, ranks, message):
+    layer = torch.nn.Module()
+    layer.apply_router_weight_on_input = on_input
+    layer.moe_config = SimpleNamespace(
+        has_bias=False, is_lora_enabled=lora, num_experts=128, activation=MoEActivation(activation),
+        moe_parallel_config=SimpleNamespace(use_ep=expert_parallel, ep_size=ranks),
+    )  # fmt: skip
     refusal = pytest.raises(NotImplementedError, match=message) if message else nullcontext()
     with set_current_vllm_config(VllmConfig()), refusal:
-        layer = layer_facts(**change)
         method = vllm_experts.SparkMxfp4MoEMethod(layer.moe_config, registry.load("torch"), "packed")
         method.create_weights(layer, 2, 32, 32, torch.bfloat16)
 
@@ -647,12 +633,6 @@ def test_experts_of_another_family_that_are_left_to_vllm_are_its_own(families_on
     assert stock.Mxfp4MoEMethod is before
 
 
-def test_a_wrong_switch_for_families_is_refused(monkeypatch):
-    monkeypatch.setenv("SPARK_MXFP4_FAMILIES", "yes")
-    with pytest.raises(ValueError, match="it can be on or off"):
-        plugin.register()
-
-
 def test_a_kernel_with_a_layout_refuses_dense_experts(laid_out):
     with pytest.raises(ValueError, match="set SPARK_MXFP4_MODE=packed"):
         vllm_experts._refuse_unfit(registry.load(), "dequant")
@@ -694,9 +674,8 @@ def checkpoint():
     torch.manual_seed(19)
     stored = {}
     for name, shape, packed in tensors(configuration(**DENSE)):
-        stored[name] = (
-            torch.randint(110, 120, shape, dtype=torch.uint8) if packed else torch.randn(shape).pow(3).bfloat16() / 64
-        )
+        dense = torch.randn(shape).pow(3).bfloat16() / 64
+        stored[name] = torch.randint(110, 120, shape, dtype=torch.uint8) if packed else dense
     return stored
 
 
@@ -715,20 +694,15 @@ def formats(monkeypatch):
 def on_a_gpu(monkeypatch):
     """Make the layers call the GPU kernel, which is replaced by a stand-in that records its calls."""
     calls = []
+
+    def start(x, weight, bias, out):
+        calls.append((x, weight, bias))
+        out.fill_(2)
+
     monkeypatch.setattr(vllm_linear, "_runs_our_kernels", lambda _weight: True)
-    monkeypatch.setattr(
-        dense_kernels, "_start", lambda x, weight, bias, out: (calls.append((x, weight, bias)), out.fill_(2))
-    )
-    monkeypatch.setattr(
-        dense_kernels, "dense", lambda weight: torch.full((weight.rows, weight.columns), 3.0).bfloat16()
-    )
+    monkeypatch.setattr(dense_kernels, "_start", start)
+    monkeypatch.setattr(dense_kernels, "dense", lambda w: torch.full((w.rows, w.columns), 3.0).bfloat16())
     return calls
-
-
-def dense_model(vllm_config, checkpoint):
-    model = build(vllm_config, whole_model)
-    model.load_weights((name, tensor.clone()) for name, tensor in checkpoint.items())
-    return model
 
 
 def process(model, names=DENSE_LAYERS):
@@ -745,7 +719,7 @@ def test_a_cpu_multiplies_by_the_formats_values(one_process, configure, formats,
     vllm_config = configure(DENSE)
     for rank in range(ranks):
         with as_rank(one_process, rank, ranks):
-            model = dense_model(vllm_config, checkpoint)
+            model = load_model(vllm_config, checkpoint)
             # The compile cache knows the format.
             assert vllm_config.additional_config["spark_mxfp4:SPARK_MXFP4_LINEAR"] == linear.upper()
             loaded = [model.get_submodule(name).weight.data.clone() for name in DENSE_LAYERS]
@@ -778,7 +752,7 @@ def test_dense_shares_of_two_ranks_equal_one_rank(one_process, configure, format
     for ranks in (1, 2):
         for rank in range(ranks):
             with as_rank(one_process, rank, ranks):
-                layers = process(dense_model(vllm_config, checkpoint))
+                layers = process(load_model(vllm_config, checkpoint))
             parts.append(dense_outputs(layers, x, attended.chunk(ranks, -1)[rank]))
     whole, *shares = parts
     queries, keys, values, projected, logits = zip(*shares, strict=True)
@@ -786,16 +760,14 @@ def test_dense_shares_of_two_ranks_equal_one_rank(one_process, configure, format
     for ours, theirs in zip(together, (*whole[:3], whole[4]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     # FP8 has a scale for each row of a share, and a share of the output projection has half of the row.
-    exact = (
-        {"rtol": 1e-4, "atol": 1e-4} if format_name != "fp8" else {"rtol": 0.05, "atol": 0.05 * whole[3].std().item()}
-    )
-    torch.testing.assert_close(sum(projected), whole[3], **exact)
+    rtol, atol = (0.05, 0.05 * whole[3].std().item()) if format_name == "fp8" else (1e-4, 1e-4)
+    torch.testing.assert_close(sum(projected), whole[3], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("format_name", ["fp8", "mxfp8", "mxfp4"])
 def test_a_gpu_gets_the_kernels_bytes_and_calls(one_process, configure, formats, checkpoint, on_a_gpu, format_name):
     formats(format_name, format_name)
-    model = dense_model(configure(DENSE, dtype="bfloat16"), checkpoint)
+    model = load_model(configure(DENSE, dtype="bfloat16"), checkpoint)
     loaded = [model.get_submodule(name).weight.data.clone() for name in DENSE_LAYERS]
     for layer, matrix in zip(process(model), loaded, strict=True):
         packed = Weight.pack(matrix, Format[format_name.upper()])
@@ -813,7 +785,7 @@ def test_a_gpu_gets_the_kernels_bytes_and_calls(one_process, configure, formats,
 
 def test_many_tokens_are_expanded_except_in_the_lm_head(one_process, configure, formats, checkpoint, on_a_gpu):
     formats("mxfp4", "mxfp4")
-    model = dense_model(configure(DENSE, dtype="bfloat16"), checkpoint)
+    model = load_model(configure(DENSE, dtype="bfloat16"), checkpoint)
     qkv, *_ = process(model)
     x = torch.ones(150, 64).bfloat16()
     assert torch.equal(qkv.quant_method.apply(qkv, x), torch.full((150, 384), 192.0).bfloat16())
@@ -842,18 +814,15 @@ def test_impossible_formats_are_refused(configure, formats, linear, head, option
         configure(DENSE, dtype="bfloat16", **options)
 
 
-def test_shares_of_broken_blocks_are_refused_by_name(configure, formats):
+def test_values_and_shares_that_a_format_cannot_hold_are_refused_by_the_layers_name(
+    one_process, configure, formats, checkpoint, on_a_gpu
+):
     with set_current_vllm_config(configure(DENSE)):
         method = vllm_linear.linear_method("mxfp8", "model.layers.0.attn.o_proj")
     with pytest.raises(ValueError, match=r"attn\.o_proj cannot be served in MXFP8 · .* 48 columns, .*multiple of 32"):
         method.create_weights(torch.nn.Module(), 48, [64], 96, 64, torch.float32, weight_loader=None)
-
-
-def test_values_that_a_format_cannot_hold_are_refused_by_the_layers_name(
-    one_process, configure, formats, checkpoint, on_a_gpu
-):
     formats("mxfp4", "")
-    model = dense_model(configure(DENSE, dtype="bfloat16"), checkpoint)
+    model = load_model(configure(DENSE, dtype="bfloat16"), checkpoint)
     layer = model.get_submodule(DENSE_LAYERS[1])
     layer.weight.data[0, 0] = 1e30
     with pytest.raises(ValueError, match=r"attn\.o_proj cannot be served in MXFP4 · .*unset SPARK_MXFP4_LINEAR"):
