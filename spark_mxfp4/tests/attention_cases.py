@@ -25,9 +25,8 @@ def random_cache(lengths, new_tokens, key_heads, block, device):
         cached = torch.tensor(places[: max(0, length - new)], dtype=torch.long, device=device)
         data[cached // block, :, cached % block] = torch.randn(len(cached), key_heads, 128, device=device).bfloat16()
         slots += places[length - new :] if length else [-1]
-    return Cache(
-        data, table, torch.tensor(lengths, dtype=torch.int32, device=device), torch.tensor(slots, device=device)
-    )
+    held = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Cache(data, table, held, torch.tensor(slots, device=device))
 
 
 def projections(tokens, key_heads, device, group=8):
@@ -62,13 +61,9 @@ def check_attention(
     new = [min(1, length) for length in lengths]
     cache = random_cache(lengths, new, key_heads, block, device)
     projected = projections(len(lengths), key_heads, device, group)
-    layer = Layer(
-        scale,
-        attention.counters(key_heads, device),
-        window,
-        torch.randn(group * key_heads, device=device).bfloat16() if sinks else None,
-        rotations(max(lengths) + 1, device) if rotated else None,
-    )
+    drawn = torch.randn(group * key_heads, device=device).bfloat16() if sinks else None
+    rotation = rotations(max(lengths) + 1, device) if rotated else None
+    layer = Layer(scale, attention.counters(key_heads, device), window, drawn, rotation)
     expected_cache = clone(cache)
     expected = attention.reference(projected, expected_cache, layer)
     output = torch.full((len(expected) + 1, *expected.shape[1:]), torch.nan, dtype=torch.bfloat16, device=device)

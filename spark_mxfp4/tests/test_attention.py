@@ -99,11 +99,9 @@ def test_a_norm_adds_the_parts_of_all_ranks(on_a_cpu, ranks, columns):
 
 
 def test_splits_fill_the_gpu():
-    assert attention.splits(1, 8, 0, 132) == 16
-    assert attention.splits(4, 8, 0, 132) == 4
-    assert attention.splits(64, 8, 0, 132) == 1
-    assert attention.splits(1, 8, 128, 132) == 1  # eight warps cover the whole window at once
-    assert attention.splits(1, 8, 1024, 48) == 4
+    # Tokens, key heads, window, multiprocessors; eight warps cover a window of 128 at once.
+    loads = {(1, 8, 0, 132): 16, (4, 8, 0, 132): 4, (64, 8, 0, 132): 1, (1, 8, 128, 132): 1, (1, 8, 1024, 48): 4}
+    assert {load: attention.splits(*load) for load in loads} == loads
 
 
 def test_other_heads_and_devices_are_left_to_vllm(monkeypatch, claim_gpu):
@@ -130,17 +128,15 @@ def spread(tensor):
     return torch.nn.functional.pad(tensor, (0, 4))[..., : tensor.shape[-1]]
 
 
-def no_rows(tensor):
-    return tensor[:0]
-
-
 def every_second(tensor):
     return tensor.repeat_interleave(2, dim=0)[::2]
 
 
 REFUSED = {  # name → changes of that tensor which the kernels do not support
-    "query": (torch.Tensor.float, misaligned, columns_first, spread, lambda t: t[:, :5], lambda t: t[0], no_rows),
-    "key": (torch.Tensor.half, misaligned, columns_first, no_rows, lambda t: t[..., :32], lambda t: t.to("meta")),
+    "query": (torch.Tensor.float, misaligned, columns_first, spread, lambda t: t[:, :5], lambda t: t[0],
+              lambda t: t[:0]),
+    "key": (torch.Tensor.half, misaligned, columns_first, lambda t: t[:0], lambda t: t[..., :32],
+            lambda t: t.to("meta")),
     "value": (torch.Tensor.float, misaligned, spread, lambda t: t[:2], lambda t: t[:, :1]),
     "cache.data": (torch.Tensor.half, misaligned, spread, lambda t: t[0], lambda t: t[:, :1], lambda t: t[..., :64]),
     "cache.table": (torch.Tensor.long, columns_first, lambda t: t[:2], lambda t: t[:, :0]),
@@ -178,10 +174,10 @@ def test_unsupported_tensors_are_refused_with_their_name(name, change):
         run()
 
 
+WIDE = 770  # times as many columns: more than the kernel takes
 NORM_REFUSED = {
-    "x": (
-        torch.Tensor.float, columns_first, misaligned, lambda x: x[0], lambda x: x[:, :12], lambda x: x.repeat(1, 770),
-    ),
+    "x": (torch.Tensor.float, columns_first, misaligned, lambda x: x[0], lambda x: x[:, :12],
+          lambda x: x.repeat(1, WIDE)),
     "residual": (torch.Tensor.half, columns_first, misaligned, lambda x: x[:1]),
     "weight": (torch.Tensor.float, every_second, misaligned, lambda x: x[:8]),
 }  # fmt: skip
@@ -199,12 +195,11 @@ def test_tensors_unsupported_by_the_norm_are_refused_with_their_name(name, chang
 def test_another_device_is_refused():
     cpu = torch.device("cpu")
     ones = torch.ones(2, 16).bfloat16()
-    with pytest.raises(
-        NotImplementedError, match=r"attention's kernels cannot run on this device · .* 9\.0, 12\.0 and"
-    ):
+    refused = r"attention's kernels cannot run on this device"
+    with pytest.raises(NotImplementedError, match=rf"{refused} · .* 9\.0, 12\.0 and"):
         norm.add_rms_norm(ones, ones, ones[0].clone(), 1e-5)
     new, cache = attention_cases.projections(1, 1, cpu), attention_cases.random_cache([5], [1], 1, 16, cpu)
-    with pytest.raises(NotImplementedError, match="attention's kernels cannot run on this device"):
+    with pytest.raises(NotImplementedError, match=refused):
         attention.attend(new, cache, Layer(1.0, attention.counters(1, cpu)), torch.empty_like(new.query))
 
 

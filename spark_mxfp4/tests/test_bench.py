@@ -46,19 +46,23 @@ def run(monkeypatch, program, *arguments):
     module.main()
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("tokens", ["1,x", "0", "", "-1", "1.5"])
-def test_invalid_tokens_give_a_one_line_error(monkeypatch, capsys, program, tokens):
-    with pytest.raises(SystemExit, check=lambda refused: refused.code == 2):
-        run(monkeypatch, program, "--output", "f.json", f"--tokens={tokens}")
-    assert f"{tokens!r} is no list of whole numbers above 0 · give them as in 1,64" in capsys.readouterr().err
+TOKENS = "is no list of whole numbers above 0 · give them as in 1,64"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_missing_folder_gives_a_one_line_error_before_the_measurement(monkeypatch, capsys, tmp_path, program):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(((f"--tokens={tokens}",), f"{tokens!r} {TOKENS}") for tokens in ("1,x", "0", "", "-1", "1.5")),
+        (("--output", "none/f.json"), "mkdir -p none"),
+    ],
+)
+def test_invalid_arguments_give_a_one_line_error_before_the_measurement(
+    monkeypatch, capsys, program, arguments, message
+):
     with pytest.raises(SystemExit, check=lambda refused: refused.code == 2):
-        run(monkeypatch, program, "--output", tmp_path / "none" / "f.json")
-    assert f"mkdir -p {tmp_path / 'none'}" in capsys.readouterr().err
+        run(monkeypatch, program, "--output", "f.json", *arguments)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,8 @@ def slow_moe(x, weights, ids, shares, keep=lambda expert: True):
             for column in range(INTERMEDIATE):
                 gate, up = min(float(raw[2 * column]), 7.0), max(-7.0, min(float(raw[2 * column + 1]), 7.0))
                 hidden.append((up + 1) * gate / (1 + math.exp(-1.702 * gate)))
-            total[token] += share * (
-                down.weight[expert] @ torch.tensor(hidden, dtype=torch.float64) + down.bias[expert]
-            )
+            product = down.weight[expert] @ torch.tensor(hidden, dtype=torch.float64)
+            total[token] += share * (product + down.bias[expert])
     return total
 
 
@@ -117,14 +116,10 @@ def test_two_devices_with_half_of_the_experts_each_add_up_to_the_whole(weights, 
     for local in ([0, 2, 4], [5, 3, 1]):
         expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
         expert_map[local] = torch.arange(3, dtype=torch.int32)
-        local_weights = ExpertWeights(
-            *(Projection(*(tensor[local] for tensor in projection)) for projection in weights)
-        )
-        part = moe(x, local_weights, ids, shares, expert_map)
-        torch.testing.assert_close(
-            part.double(), slow_moe(x, weights, ids, shares, keep=local.__contains__), rtol=1e-4, atol=1e-4
-        )
-        parts.append(part)
+        local_weights = ExpertWeights(*(Projection(*(tensor[local] for tensor in p)) for p in weights))
+        parts.append(moe(x, local_weights, ids, shares, expert_map))
+        wanted = slow_moe(x, weights, ids, shares, keep=local.__contains__)
+        torch.testing.assert_close(parts[-1].double(), wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(parts[0] + parts[1], moe(x, weights, ids, shares), rtol=1e-4, atol=1e-4)
 
 

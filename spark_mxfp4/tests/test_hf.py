@@ -116,21 +116,19 @@ SMALL = {
 }  # fmt: skip
 
 
-def replaced(model):
-    for layer in model.model.layers:
-        layer.mlp.experts = torch.nn.Identity()
-    return model
-
-
-def not_finite(model):
+def changed(model, change):
     with torch.no_grad():
-        experts_of(model)[1].down_proj[3, 5, 7] = float("nan")
+        change(model.model.layers)
     return model
 
 
-def offloaded(model):
-    experts_of(model)[2].to("meta")
-    return model
+def set_nan(layers):
+    layers[1].mlp.experts.down_proj[3, 5, 7] = float("nan")
+
+
+def replace(layers):
+    for layer in layers:
+        layer.mlp.experts = torch.nn.Identity()
 
 
 @pytest.mark.parametrize(
@@ -139,14 +137,14 @@ def offloaded(model):
         (lambda _: LlamaForCausalLM(LlamaConfig(**SMALL)), "type 'llama' · it is dense: it has no experts"),
         (lambda _: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2)), "its experts are not gpt-oss'"),
         (lambda _: torch.nn.Linear(2, 2), "type Linear · it is dense"),
-        (lambda make: replaced(make()), "another library has replaced them"),
-        (
-            lambda make: make(exact=False, intermediate_size=40),
-            r"layers\.0\.mlp\.experts\.down_proj · 40 inputs are no",
-        ),
+        (lambda make: changed(make(), replace), "another library has replaced them"),
+        (lambda make: make(exact=False, intermediate_size=40), r"0\.mlp\.experts\.down_proj · 40 inputs are no"),
         (lambda make: make(swiglu_limit=5.0), "swiglu_limit 5.0, the kernels know 1.702 and 7.0"),
-        (lambda make: offloaded(make()), r"layers\.2\.mlp\.experts · its weights are offloaded"),
-        (lambda make: not_finite(make()), r"layers\.1\.mlp\.experts\.down_proj · expert 3 holds NaN or infinity"),
+        (
+            lambda make: changed(make(), lambda layers: layers[2].mlp.experts.to("meta")),
+            r"layers\.2\.mlp\.experts · its weights are offloaded",
+        ),
+        (lambda make: changed(make(), set_nan), r"layers\.1\.mlp\.experts\.down_proj · expert 3 holds NaN or infinity"),
     ],
 )
 def test_other_models_and_weights_are_refused_by_name(make_model, make, message):

@@ -54,10 +54,8 @@ def test_training_is_refused(model, ids):
 def test_another_family_is_refused_by_name():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, num_local_experts=2,
-    )  # fmt: skip
+    one = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    config = MixtralConfig(vocab_size=8, hidden_size=32, intermediate_size=32, num_local_experts=2, **one)
     model = MixtralForCausalLM(config).eval()
     model.set_experts_implementation("spark_mxfp4")
     with torch.no_grad(), pytest.raises(ValueError, match="does not know MixtralExperts"):

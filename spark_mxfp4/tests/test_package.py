@@ -59,11 +59,18 @@ def test_the_sdist_holds_what_a_build_needs_and_no_tests_or_caches(built, instal
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
     egg_info = {name for name in names if ".egg-info/" in name}
-    package = {
-        f"src/{path.relative_to(installed)}" for path in (installed / "spark_mxfp4").rglob("*") if path.is_file()
+    paths = [path for path in (installed / "spark_mxfp4").rglob("*") if path.is_file()]
+    package = {f"src/{path.relative_to(installed)}" for path in paths}
+    build = {
+        "setup.py",
+        "setup.cfg",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "PKG-INFO",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
     }
-    build = {"setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "PKG-INFO"}
-    build |= {"README.md", "CHANGELOG.md", "LICENSE"}
     assert names - egg_info == package | build
 
 

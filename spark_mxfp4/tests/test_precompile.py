@@ -81,12 +81,7 @@ def test_libraries_are_compiled_once(compiled, fake_nvcc, tmp_path, monkeypatch,
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     claim_gpu(get_device_capability=capability)
     device = torch.device("cuda", 7)
-    loads = (
-        hopper.library.__wrapped__,
-        lambda: linear.load.__wrapped__(device),
-        lambda: router.load.__wrapped__(device),
-        lambda: attention.load.__wrapped__(device),
-    )
+    loads = (hopper.library.__wrapped__, *(partial(m.load.__wrapped__, device) for m in (linear, router, attention)))
     for load in loads:
         with pytest.raises(NotImplementedError, match=r"there is no nvcc in .*/bin · install CUDA 13's compiler"):
             load()
@@ -123,10 +118,7 @@ def test_amds_gpus_are_refused_by_name(monkeypatch, claim_gpu):
     with pytest.raises(NotImplementedError, match="dense kernels cannot run"):
         linear.load.__wrapped__(device)
 
-    class OnGpu:
-        device = torch.device("cuda", 6)
-
-    weights = ExpertWeights(Projection(OnGpu()), Projection(OnGpu()))
+    weights = ExpertWeights(*(Projection(SimpleNamespace(device=device)) for _ in range(2)))
     with pytest.raises(NotImplementedError, match="cannot run on an AMD GPU · none of its kernels was compiled"):
         GpuKernel().prepare(weights)
 

@@ -100,7 +100,5 @@ def test_the_reference_has_every_public_function_and_method():
         }
         listed = {name for owner, name, _ in SIGNATURES if owner == module}
         assert public - listed <= {"main", "check_packed", "poisoned", "is_kernel_class"}, text[:40]
-    methods = {
-        name for name, value in vars(MoeKernel).items() if not name.startswith("_") and inspect.isfunction(value)
-    }
+    methods = {n for n, value in vars(MoeKernel).items() if not n.startswith("_") and inspect.isfunction(value)}
     assert methods == {name.removeprefix("MoeKernel.") for _, name, _ in SIGNATURES if name.startswith("MoeKernel.")}

@@ -23,9 +23,8 @@ def run_its_test(folder):
 
 
 def test_a_new_kernel_passes_its_own_test_and_may_serve(kernel):
-    assert sorted(path.name for path in kernel.iterdir()) == [
-        f"benchmark_{kernel.name}.py", f"{kernel.name}.py", f"test_{kernel.name}.py",
-    ]  # fmt: skip
+    names = sorted(path.name for path in kernel.iterdir())
+    assert names == [f"{prefix}{kernel.name}.py" for prefix in ("benchmark_", "", "test_")]
     assert not [path for path in kernel.iterdir() if template.STAND_IN in path.read_text()]
     result = run_its_test(kernel)
     assert f"{len(conformance.CASES)} passed" in result.stdout, result.stdout
@@ -34,9 +33,8 @@ def test_a_new_kernel_passes_its_own_test_and_may_serve(kernel):
 
 def test_a_broken_kernel_fails_its_own_test(kernel):
     module = kernel / f"{kernel.name}.py"
-    module.write_text(
-        module.read_text().replace("product if bias is None else product + bias[expert].float()", "product")
-    )
+    biased = "product if bias is None else product + bias[expert].float()"
+    module.write_text(module.read_text().replace(biased, "product"))
     result = run_its_test(kernel)
     assert result.returncode == 1
     assert "it differs by" in result.stdout
