@@ -31,7 +31,7 @@ def test_every_page_of_this_checkout_is_consistent():
         ("```sh\n./inv up \\\n  --nope 1 -- --of-vllm\n```\n", "./inv up --nope 1 -- --of-vllm: there is no --nope"),
     ],
 )  # fmt: skip
-def test_what_leads_nowhere_is_named(text, problem):
+def test_broken_links_and_commands_are_named(text, problem):
     assert [*pages.problems({PAGE: f"# Title\n\n{text}"})] == [f"docs/index.md: {problem}"]
 
 

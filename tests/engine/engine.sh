@@ -3,15 +3,15 @@
 #
 #   tests/engine/engine.sh start [STORE]   install, start, make the base image; STORE: overlay2 (default) or containerd
 #   tests/engine/engine.sh env             print what a shell needs to use it: eval "$(tests/engine/engine.sh env)"
-#   tests/engine/engine.sh stop            end it and free what it held; the base images stay in the cache. ENGINE_KEEP=1: its
-#                                          data stay too, since 20 GB of small files take minutes to remove; what no later
-#                                          run reads is removed, and of the build cache all but the latest $KEEP_CACHE
-#   tests/engine/engine.sh held            print the GB that its data take
+#   tests/engine/engine.sh stop            end it and remove its data; the base images stay in the cache. ENGINE_KEEP=1
+#                                          keeps the images and the latest $KEEP_CACHE of the build cache, because
+#                                          20 GB of small files take minutes to remove
+#   tests/engine/engine.sh held            print the size of its data in GB
 #
-# Needs root. Nothing here is used by the product: its Dockerfile and Compose files run unmodified. What this supplies is
-# what a registry would: bases that debootstrap makes stand in for the digests (tests/engine/ci.yml).
+# It needs root. The product does not use this file: its Dockerfile and Compose files run unmodified. This script replaces
+# a registry: debootstrap makes the base images, and tests/engine/ci.yml names them in place of the digests.
 set -euo pipefail
-# The machine's own runc and tini: Debian 13's want a newer libc than Debian 12 has.
+# Use the machine's own runc and tini, because Debian 13's need a newer libc than Debian 12 has.
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/sparkforge/engine
@@ -21,15 +21,15 @@ mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' | sed -n '
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 packages=(docker.io docker-cli docker-buildx docker-compose containerd prometheus prometheus-node-exporter qemu-user
     docker-registry)
-# Which bases a run needs: SUITE-ARCHITECTURE.
+# The base images of a run: SUITE-ARCHITECTURE.
 machine=$(dpkg --print-architecture)
 bases=("bookworm-$machine")
 [ -z "${ENGINE_CUDA:-}${ENGINE_ARM64:-}" ] || bases+=("trixie-$machine")
 [ -z "${ENGINE_ARM64:-}" ] || bases+=(trixie-arm64)
 binfmt=/proc/sys/fs/binfmt_misc
-KEEP_CACHE=10GB  # of the build cache, between runs with ENGINE_KEEP=1: the embedded image's stages, twice
+KEEP_CACHE=10GB  # kept of the build cache with ENGINE_KEEP=1: the embedded image's stages, twice
 
-# apt of Debian 13, beside the machine's own: 12's Docker is too old for Compose's `additional_contexts`.
+# Run apt for Debian 13 with its own folders, because Debian 12's Docker has no `additional_contexts` for Compose.
 apt13() {
     local work=$cache/apt
     mkdir -p "$work"/{lists/partial,cache/archives/partial,etc}
@@ -58,7 +58,7 @@ install_engine() {
     echo "${packages[*]}" > "$root/.complete"
 }
 
-# Has the kernel run arm64 programs by qemu. Flag F: the kernel opens it now, so that containers need not hold it.
+# Let the kernel run arm64 programs by qemu. Flag F: the kernel opens qemu now, so that containers need no copy of it.
 emulate_arm64() {
     [ -e $binfmt/register ] || mount -t binfmt_misc binfmt_misc $binfmt
     [ ! -e $binfmt/sparkforge-aarch64 ] || return 0
@@ -67,7 +67,7 @@ emulate_arm64() {
     echo ":sparkforge-aarch64:M::$magic:$mask:$root/usr/bin/qemu-aarch64:F" > $binfmt/register
 }
 
-# What the official image of a suite holds, made anew: its package set is debootstrap's minbase.
+# Make a suite's base with the packages of the official image, debootstrap's minbase.
 make_base() {
     local suite=${1%-*} architecture=${1#*-} tarball=$cache/$1.tar
     [ ! -f "$tarball" ] || return 0
@@ -80,7 +80,7 @@ make_base() {
     rm -rf "$work"
 }
 
-# The base as an image: trixie-slim, and for another architecture than the machine's trixie-slim-arm64.
+# Import a base as an image: trixie-slim, or trixie-slim-arm64 on a machine of another architecture.
 import_base() {
     local suite=${1%-*} architecture=${1#*-}
     local name=sparkforge-ci/debian:$suite-slim
@@ -98,7 +98,7 @@ start() {
     ln -sf "$(command -v runc)" "$place/bin/runc"
     ln -sf "$(command -v tini)" "$place/bin/docker-init"
     ln -sf "$root"/usr/libexec/docker/cli-plugins/* "$place/config/cli-plugins/"
-    # So that the engine takes a GPU reservation: proves the wiring, not a GPU (docs/concepts/images.md).
+    # With this file the engine accepts a GPU reservation; there is no GPU (docs/concepts/images.md).
     printf '#!/bin/sh\nexit 0\n' > "$place/bin/nvidia-container-runtime-hook"
     chmod +x "$place/bin/nvidia-container-runtime-hook"
     cat > "$place/daemon.json" <<EOF
@@ -126,7 +126,7 @@ held() {
     [ ! -e "$place/data" ] || du --one-file-system --block-size=1G --summarize "$place/data" | cut -f 1
 }
 
-# Not `docker system prune`: it removes every stage of the build cache that is no layer of an image.
+# `docker system prune` would remove every stage of the build cache that is not a layer of an image.
 prune() {
     docker container prune --force &&
         docker image prune --force &&
@@ -141,13 +141,13 @@ stop() {
         eval "$(environment)"
         docker ps -q 2> /dev/null | xargs -r docker stop -t 5 > /dev/null
         if [ -n "${ENGINE_KEEP:-}" ] && docker version > /dev/null 2>&1; then
-            prune > "$place/prune.log" 2>&1 || { echo "what no run reads was not removed:" && tail -3 "$place/prune.log"; } >&2
+            prune > "$place/prune.log" 2>&1 || { echo "unused data were not removed:" && tail -3 "$place/prune.log"; } >&2
         fi
         kill "$pid" 2> /dev/null || true
         for _ in $(seq 60); do kill -0 "$pid" 2> /dev/null || break; sleep 0.5; done
     fi
     { grep -o " ${place}[^ ]*" /proc/self/mounts || true; } | tac | xargs -r umount -l
-    # Renamed first: an engine must not start on a store of which a part is removed. Takes along what a killed stop left.
+    # Rename first: an engine must not start on a partly removed store. Also remove what a killed stop left.
     [ -n "${ENGINE_KEEP:-}" ] || [ ! -e "$place" ] || mv "$place" "$place.removed.$$"
     rm -rf "$place".removed.*
     [ ! -e $binfmt/sparkforge-aarch64 ] || echo -1 > $binfmt/sparkforge-aarch64

@@ -9,8 +9,7 @@ from fake_api import Api, Server  # tests/fake_api.py, copied beside this file
 
 if "--no-such-flag" in os.environ.get("VLLM_ARGS", ""):
     sys.exit(1)
-# Fake compiled code in the folder that deploy/start gives to vLLM: files of earlier servers of the same image are
-# there.
+# Fake compiled code in the folder that deploy/start gives to vLLM, where earlier servers of the same image wrote too.
 compiled = Path(os.environ["VLLM_CACHE_ROOT"], "starts")
 compiled.parent.mkdir(parents=True, exist_ok=True)
 with compiled.open("a") as file:

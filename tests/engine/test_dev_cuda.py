@@ -59,7 +59,7 @@ def test_an_edited_cuda_unit_is_compiled_for_the_sparks_architecture_within_memo
     assert said.rstrip().endswith("code 0"), said
     assert re.search(r"1 units, at most [12] at once within [0-8]\.\d GB", said)
     assert re.search(rf"_C_stable_libtorch/{UNIT}\.o: compiled \([\d.]+ s, [\d.]+ GB", said)
-    # 12.1a is 12.0 to vLLM's CMake, which a 12.1 loads: docs/concepts/vllm-extensions.md.
+    # vLLM's CMake compiles 12.1a as 12.0, which a 12.1 can load: docs/concepts/vllm-extensions.md.
     kernels = re.search(r"1 of 1 units compiled, .*; 1 for sm_120; (\d+) kernels audited", said)[1]
     assert int(kernels) > 50
     assert "nothing was linked" in said

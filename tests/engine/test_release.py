@@ -32,7 +32,7 @@ PROJECT, SHIPPED = "sparkforge-release", "spark-next"
 FILES = {"manifest": "image", "audit": "audit"}
 SECONDS = 300.0
 ROOT_IN_IMAGE = "/opt/sparkforge"
-KEY = "0123456789abcdef"  # of the image that a rollback leaves
+KEY = "0123456789abcdef"  # of the newer image, from which a rollback starts
 
 
 @dataclass(kw_only=True)
@@ -120,7 +120,7 @@ def release(engine, tmp_path_factory, free_port):
     folder = tmp_path_factory.mktemp("release")
     release = release_of(engine, folder, free_port(), "sparkforge-release/vllm")
     base = "sparkforge/vllm:embedded"
-    if not os.environ.get("ENGINE_BUILT"):  # for who writes these tests: the image stands already
+    if not os.environ.get("ENGINE_BUILT"):  # for developers of these tests: the image is already built
         said = release.good("build", "--engine", "docker")
         assert f"{release.name} is {release.repository}:embedded-0.32.0-" in said
         base = release.name
@@ -383,7 +383,7 @@ def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_pa
     assert "healthy" in release.good("status")
     assert "1  " in release.good("rollback", "--list")
 
-    # A thing that the other start needs is gone: the rollback is refused, and the server continues.
+    # Without the image of the other start, the rollback is refused and the server continues.
     engine.docker("image", "rm", "--force", next_image)
     code, said = release.inv("rollback")
     assert code == 24, said

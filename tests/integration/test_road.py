@@ -40,7 +40,7 @@ def server(up):
     return json.loads((up.state / "server.json").read_text())
 
 
-def test_every_step_is_told_and_timed(up):
+def test_every_step_is_printed_with_its_time(up):
     for step in ("environment", "model", "validation", "server"):
         assert re.search(rf"✓ \[\d/4\] {step}.*\(\d+\.\d s\)", up.stderr), up.stderr
     assert "device: embedded, because" in up.stderr
@@ -62,7 +62,7 @@ def test_the_validator_finds_no_fault(validation):
     assert faults(validation["findings"]) == []
 
 
-def test_what_clients_call_is_proved_without_a_limit(up):
+def test_every_start_up_call_is_proved_without_a_limit(up):
     assert server(up)["proof"] == dict.fromkeys(proof.CALLS, "")
     assert "first answers received, proved: " in up.stderr
 
@@ -100,7 +100,7 @@ def test_what_vllm_preloads_is_found_in_a_path_with_spaces(up):
     assert "cannot be preloaded" not in (up.state / "logs" / "server.log").read_text()
 
 
-def test_every_process_of_vllm_carries_the_mark_of_our_servers(up):
+def test_every_process_of_vllm_has_the_mark_of_our_servers(up):
     """vLLM starts new interpreters here; a test below covers forks."""
     members = session_members(server(up)["pid"])
     assert len(members) >= 3  # the supervisor, the API server, the engine
@@ -132,7 +132,7 @@ def test_a_bad_request_gets_4xx_and_the_server_lives(api, name):
     assert good.status_code == 200
 
 
-def test_status_chat_and_logs_tell_a_person(up):
+def test_status_chat_and_logs_work(up):
     status = up.inv("status").stdout
     assert "· healthy · embedded ·" in status
     assert "\nproved: " in status
@@ -204,7 +204,7 @@ def test_a_hand_edited_environment_is_refused_by_name(stopped):
         edited.write_bytes(text)
 
 
-def test_qualify_settles_what_a_processor_can(stopped):
+def test_qualify_answers_the_rows_that_need_no_gpu(stopped):
     result = stopped.inv("qualify", "--model", str(stopped.state / "models" / MODEL))
     assert result.returncode == 0, result.stderr
     report = json.loads((stopped.state / "qualify" / "report.json").read_text())

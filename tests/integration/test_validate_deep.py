@@ -56,8 +56,8 @@ class ClaimedGB10(CpuPlatform):
         super().check_and_update_config(vllm_config)
         cls._enum = PlatformEnum.CUDA
         cls.device_name = cls.device_type = "cuda"
-        # What the compiled functions of a CUDA build say of 12.1 (csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu),
-        # and what vLLM made of the second when it was imported.
+        # The answers of a CUDA build's compiled functions for 12.1 (csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu).
+        # vLLM stores the second when it is imported.
         from vllm import _custom_ops
         from vllm.model_executor.kernels.linear.scaled_mm import cutlass
         _custom_ops.cutlass_scaled_mm_supports_fp8 = lambda capability: capability >= 89
@@ -65,11 +65,11 @@ class ClaimedGB10(CpuPlatform):
 
     @classmethod
     def support_deep_gemm(cls):
-        return True  # as vllm/platforms/cuda.py for the family 120
+        return True  # as in vllm/platforms/cuda.py for the family 120
 
     @classmethod
     def supports_fp8(cls):
-        return True  # as vllm/platforms/cuda.py from 8.9
+        return True  # as in vllm/platforms/cuda.py from 8.9
 """
 
 
@@ -162,7 +162,7 @@ def deep_facts(gather_in_forks):
     return deep_facts
 
 
-def test_cpu_is_told_as_it_is(model, trees):
+def test_on_a_cpu_the_facts_are_those_of_a_cpu(model, trees):
     # Set explicitly, because by default the plugin claims the checkpoint only on a CPU without AMX.
     facts, _ = gather_facts(target(model, trees["upstream"], args=("--quantization", "spark-mxfp4")), deep)
     assert facts["deep.platform"].value == "CpuPlatform"

@@ -205,7 +205,7 @@ def test_every_tensor_of_openais_checkpoints_finds_its_place(one_process, config
     assert loaded == parameters.keys()
     bits = sum(8 * p.nbytes for name, p in parameters.items() if "w13_weight" in name or "w2_weight" in name)
     values = 3 * 2880 * 2880 * sizes["num_local_experts"] * sizes["num_hidden_layers"]
-    # 90 blocks in 4 ranks are 23 each: 92.
+    # Each of 4 ranks stores 23 blocks, 92 in all, of 90.
     assert bits / values == pytest.approx(4.25 * (92 / 90 / 4 if ranks == 4 else 1))
 
 

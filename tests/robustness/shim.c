@@ -1,12 +1,11 @@
 /* Makes the N-th change to the disk below one folder fail, or ends the process there.
  *
- * Preloaded (LD_PRELOAD) into the Python that runs the scenarios. It does nothing until `shim_arm` is called, through
- * ctypes, in the forked child that is to fail. The counters lie in memory that is shared with the parent, which reads
- * them after the child is dead. Synchronisation calls are not passed on: no test here takes the power away, and they
- * would wait for everybody's disk.
+ * LD_PRELOAD loads it into the Python that runs the scenarios. It does nothing until the forked child calls `shim_arm`
+ * through ctypes. The parent reads the counters from shared memory after the child has ended. Calls that synchronise
+ * with the disk are counted but not made: no test turns the power off, and the calls would wait for other programs.
  *
- * Where SPARKFORGE_ROBUSTNESS_SHARED names a file, that memory is the file, and `shim_arm` can extend to the programs
- * that the child starts: their calls count like its own, and a kill ends all of them.
+ * If SPARKFORGE_ROBUSTNESS_SHARED names a file, the shared memory is that file, and `shim_arm` can also arm the programs
+ * that the child starts: their calls are counted with the child's, and a kill ends all of them.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -40,9 +39,9 @@ enum mode {
 struct shared {
     long calls;              /* how many calls were counted */
     long tripped;            /* the kind of the call that failed, -1: none did */
-    char path[512];          /* of that call, as far as it is known */
+    char path[512];          /* of that call, if known */
     unsigned char kinds[1 << 20]; /* the kind of each counted call */
-    int programs;            /* 1: the programs that the child starts are armed as it is */
+    int programs;            /* 1: programs that the child starts are armed too */
     int mode;                /* for them */
     long wanted;
     int error_number;
@@ -120,10 +119,10 @@ static int descriptor_is_below(int file) {
 }
 
 static void end(void) {
-    kill(shared->programs ? 0 : getpid(), SIGKILL); /* 0: the child's session, which its programs are in */
+    kill(shared->programs ? 0 : getpid(), SIGKILL); /* 0: the process group of the child and its programs */
 }
 
-/* Count a call. Returns 0: go on, 1: fail with errno set, 2: go on by half. */
+/* Count a call. Returns 0: make it, 1: fail with errno set, 2: make half of it. */
 static int trip(enum kind kind, const char *path) {
     long number = __atomic_add_fetch(&shared->calls, 1, __ATOMIC_SEQ_CST);
     if (number <= (long)sizeof shared->kinds) shared->kinds[number - 1] = (unsigned char)kind;

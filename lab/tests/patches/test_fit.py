@@ -35,8 +35,7 @@ def test_git_applies_fitting_changes_to_the_same_bytes(kit, before, after, above
             assert (result.returncode, (scratch / "tree/f").read_bytes()) == (0, fitted.content)
             assert any(fitted.offsets) == (b"offset" in result.stderr)
         # Otherwise git chose the nearest of several places, where we refuse. If the old text has no final newline, git
-        # also
-        # matches it with the beginning of a longer line, which `hunks` refuses.
+        # also matches the beginning of a longer line, which `hunks` refuses.
         elif result.returncode == 0 and before.endswith("\n"):
             assert any("places" in misfit.why or "earlier hunk" in misfit.why for misfit in fitted.misfits)
 

@@ -1,4 +1,4 @@
-"""What shows MAX's faults on Hopper finds none on a CPU, where there are none."""
+"""On a CPU products.py finds no errors; it shows those of MAX on Hopper."""
 
 
 def test_products_on_a_cpu_are_right_and_stay_in_their_result(lines):

@@ -1,4 +1,4 @@
-"""What the architecture for MAX refuses, each with a reason and a way out."""
+"""The architecture for MAX refuses unsupported models and devices with the reason and a fix."""
 
 import pytest
 
@@ -18,17 +18,17 @@ def messages(lines):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_it_says_what_it_refuses_and_what_helps(messages, case):
+def test_a_refusal_has_a_reason_and_a_fix(messages, case):
     what, why, remedy = messages[case].split(" · ")
     assert what == REFUSED[case]
     assert why
     assert remedy.startswith(("set ", "give "))
 
 
-def test_nothing_is_said_to_what_it_takes(messages):
+def test_supported_models_give_no_message(messages):
     taken = ("as gpt-oss has it", "one device", "two devices for MAX's own experts")
     assert not "".join(messages[case] for case in taken)
 
 
-def test_the_format_is_the_configurations_and_the_variable_replaces_it(messages):
+def test_the_variable_replaces_the_format_of_the_configuration(messages):
     assert messages["reserved"] == [6, 22, 6, 22]  # GiB: MAX's own plan has room for a layer's experts in bfloat16

@@ -1,4 +1,4 @@
-"""The fault of MAX that our architecture corrects is still there: with a MAX that has it cured, the tests fail."""
+"""MAX still has the fault that our architecture corrects. When MAX corrects it, this test fails."""
 
 
 def test_max_counts_a_sink_once_for_each_run_of_128_keys(lines):

@@ -28,8 +28,7 @@ def _act_failure(work):
     _fail("the second")
     written = record.read_failure(work / "state")
     assert written is None or written.what in {"the first", "the second"}
-    # Recording a failure may itself fail silently, for example on a full disk; then the old failure or none is
-    # reported.
+    # Recording a failure may itself fail silently, as on a full disk; then the old failure or none is reported.
     if written is None or written.what != "the second":
         raise SparkforgeError("the failure was not remembered", "the disk is broken", "run it again")
 
