@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -85,15 +85,8 @@ class Patch:
             if not unharmful(match["path"]):
                 raise refuse(file.name, f"has a Drop-when for {match['path']!r}, which is not a path inside the tree")
             conditions.append(Condition(match["kind"], match["path"], match["text"]))
-        return cls(
-            file.name,
-            hashlib.sha256(data).hexdigest(),
-            header,
-            parse(file.name, diff),
-            tuple(conditions),
-            data,
-            COMMON + file.name if file.parent.name == "common" else file.name,
-        )
+        entry, sha256 = COMMON * (file.parent.name == "common") + file.name, hashlib.sha256(data).hexdigest()
+        return cls(file.name, sha256, header, parse(file.name, diff), tuple(conditions), data, entry)
 
 
 @dataclass(frozen=True)
@@ -124,19 +117,26 @@ class Queue:
 
     def for_tree(self, tree: Path) -> Queue:
         """Return this queue with the paths of `tree`, because an installed package may have other folders."""
-        return self._with({old: new for old, new in self.installed.items()
-                           if not (tree / old).exists() and (tree / new).is_dir()})  # fmt: skip
+        return self._moved(lambda folder: (tree / folder).exists())
 
     def for_files(self, names: Collection[str]) -> Queue:
         """Return this queue with the paths of an archive with the files `names` (see `for_tree`)."""
+        return self._moved(lambda folder: any(name.startswith(f"{folder}/") for name in names))
 
-        def holds(folder: str) -> bool:
-            return any(name.startswith(f"{folder}/") for name in names)
+    def _moved(self, holds: Callable[[str], bool]) -> Queue:
+        moves = {old: new for old, new in self.installed.items() if not holds(old) and holds(new)}
 
-        return self._with({old: new for old, new in self.installed.items() if not holds(old) and holds(new)})
+        def new_path(path: str) -> str:
+            """Return `path` with its top folder replaced, such as `lib/x.py` for `src/x.py`."""
+            folder, slash, rest = path.partition("/")
+            return moves.get(folder, folder) + slash + rest
 
-    def _with(self, moves: Mapping[str, str]) -> Queue:
-        return replace(self, patches=tuple(_moved(patch, moves) for patch in self.patches)) if moves else self
+        def moved(patch: Patch) -> Patch:
+            changes = tuple(replace(change, path=new_path(change.path)) for change in patch.changes)
+            conditions = tuple(replace(condition, path=new_path(condition.path)) for condition in patch.drop_when)
+            return replace(patch, changes=changes, drop_when=conditions)
+
+        return replace(self, patches=tuple(map(moved, self.patches))) if moves else self
 
     def apply(self, contents: Mapping[str, Content], others: Iterable[str] = ()) -> dict[str, Content]:
         """Return `contents` (path → bytes) after every patch, in memory and with fuzz 0.
@@ -191,17 +191,6 @@ def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Compo
         if component.patches:
             folders.setdefault(component.patches, component)
     return [(component, Queue.load(patches / name)) for name, component in folders.items()]
-
-
-def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
-    def new_path(path: str) -> str:
-        """Return `path` with its top folder replaced, such as `lib/x.py` for `src/x.py`."""
-        folder, slash, rest = path.partition("/")
-        return moves.get(folder, folder) + slash + rest
-
-    changes = tuple(replace(change, path=new_path(change.path)) for change in patch.changes)
-    conditions = tuple(replace(condition, path=new_path(condition.path)) for condition in patch.drop_when)
-    return replace(patch, changes=changes, drop_when=conditions)
 
 
 def _series(directory: Path) -> list[str]:

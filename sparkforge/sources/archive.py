@@ -269,11 +269,9 @@ def tree_sha256(listing: Listing) -> str:
     return hashlib.sha256(listing_text(listing).encode()).hexdigest()
 
 
-def write_listing(tree: Path, listing: Listing) -> Path:
-    """Write the listing of `tree` beside it, and return its path."""
-    path = listing_path(tree)
-    write_atomic(path, listing_text(listing))
-    return path
+def write_listing(tree: Path, listing: Listing) -> None:
+    """Write the listing of `tree` beside it."""
+    write_atomic(listing_path(tree), listing_text(listing))
 
 
 def listing_path(tree: Path) -> Path:

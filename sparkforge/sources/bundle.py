@@ -43,7 +43,7 @@ from sparkforge.core.process import run
 from sparkforge.pins import Pins, wheels
 from sparkforge.pins.locks import LOCKS, lock_path
 from sparkforge.pins.wheels import MACHINES, Pick, TargetMachine, choose_pinned
-from sparkforge.sources import archive, fetch, offline, repositories, trees
+from sparkforge.sources import archive, fetch, offline, trees
 from sparkforge.sources.archive import checked_path, members, unharmful, write_member
 
 SCHEMA = 1
@@ -89,11 +89,10 @@ def make(
 ) -> tuple[Manifest, bool]:
     """Write the bundle to `output` unless it is current; return its manifest and whether it was made now.
 
-    `locks` are empty for those of `basic_locks`. The bundle has upstream's wheels, the patches and their lock; the
-    other machine makes the patched wheels from them, with the locked bytes.
-
-    Repositories that have not been fetched (`./inv build --only sources`) are listed as absent. Raises UsageError if
-    another file is in the way, and the errors of `fetch` and `wheels`.
+    `locks` are empty for those of `basic_locks`. The bundle has upstream's wheels, the patches and their lock, from
+    which the other machine makes the patched wheels. Repositories that have not been fetched (`./inv build --only
+    sources`) are listed as absent. Raises UsageError if another file is in the way, and the errors of `fetch` and
+    `wheels`.
     """
     target, table = target or TargetMachine(platform.machine()), pins.load()
     locks = locks or basic_locks(table)
@@ -161,7 +160,7 @@ def basic_locks(table: Pins) -> tuple[str, str]:
 def _inputs(table: Pins, stack: str) -> dict[str, str]:
     inputs = {f"checkout:{name}": sha256_file(file) for name, file in _checkout()}
     for name, pin in table.stack(stack).git.items():
-        copy = manifest.current(trees.repository_folder(name, pin), "git", repositories.manifest_inputs(pin))
+        copy = manifest.current(trees.repository_folder(name, pin), "git", trees.manifest_inputs(pin))
         inputs |= {f"git:{name}": copy.outputs["listing"]} if copy else {}
     return inputs | {"vocabulary": str(_embedded(table).exists())}
 
@@ -174,8 +173,7 @@ def _embedded(table: Pins) -> Path:
 def _checkout() -> list[tuple[str, Path]]:
     """Return (path, file) of the checkout's members: pins, locks, patches and kernel packs."""
 
-    def refuse(error: OSError) -> None:
-        """Raise the error of an unreadable folder, which `os.walk` would skip silently."""
+    def refuse(error: OSError) -> None:  # `os.walk` would skip an unreadable folder silently
         raise error
 
     files = [paths.ROOT / "pins.toml", *(file for file in (paths.ROOT / "locks").iterdir() if file.is_file())]
@@ -227,7 +225,7 @@ def gather(
 def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[BundleMember | Absent]:
     for name, pin in table.stack(stack).git.items():
         folder = trees.repository_folder(name, pin)
-        if manifest.current(folder, "git", repositories.manifest_inputs(pin)):
+        if manifest.current(folder, "git", trees.manifest_inputs(pin)):
             file = scratch / f"{name}.tar"
             listing = archive.read_listing(folder)
             parts = [BundleMember.of(path, folder / path, sha256) for path, sha256 in sorted(listing.items())]
@@ -235,7 +233,7 @@ def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[BundleMemb
                 _write_tar(out, parts)
             yield BundleMember.of(trees.bundled_path(name, pin), file)
         elif pin.needed:
-            command = f"./inv build --only sources, or by hand: {repositories.fetch_command(name, pin)}"
+            command = f"./inv build --only sources, or by hand: {trees.fetch_command(name, pin)}"
             yield Absent(name, "it was not fetched to this machine", command)
 
 

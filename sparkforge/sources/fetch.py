@@ -70,10 +70,9 @@ def fetch_pinned(component: Component, filename: str) -> Path:
 def fetch(package: str, filename: str, sha256: str, size: int | None = None, index: str | None = None) -> Path:
     """Fetch one file and return its path in the cache; `size` is the pinned size, None if there is none.
 
-    `index` is the URL of the folder with the file if pip's index lacks it.
-
-    Raises NetworkError if it cannot be fetched, IntegrityError if it is larger than the pin or has another hash,
-    StorageError if there is no space; then nothing is kept.
+    `index` is the URL of the folder with the file if pip's index lacks it. Raises NetworkError if the file cannot be
+    fetched, IntegrityError if it is larger than the pin or has another hash, StorageError if there is no space; then
+    nothing is kept.
     """
     target = cached(filename, sha256)
     if intact(target, sha256):

@@ -21,7 +21,6 @@ from sparkforge.core.paths import ROOT
 from sparkforge.patching.series import Queue
 from sparkforge.pins import GitSource, Stack
 from sparkforge.sources import archive, offline, trees
-from sparkforge.sources import repositories as git_repositories
 
 PARTS = ("CMakeLists.txt", "cmake", "csrc", "tools")  # of the sdist; what CMake reads
 STAND_IN = '#error "left out of this build: see sparkforge/compile/vllm/targets.toml"\n'
@@ -119,7 +118,7 @@ def _repository(name: str, variable: str, pin: GitSource, folder: Path | None) -
         if not override.is_dir():
             raise UsageError(f"cannot build with {variable}={override}", "there is no such folder", f"unset {variable}")
         say(f"{name}: {override}, because {variable} names it; it is not compared with the pin")
-        return Repository(override.absolute(), f"by hand {archive.tree_sha256(git_repositories.list_tree(override))}")
+        return Repository(override.absolute(), f"by hand {archive.tree_sha256(trees.list_tree(override))}")
     if folder and not offline.folder():
         return _checkout(name, pin, folder / name)
     fetched = trees.fetch_repository(name, pin.model_copy(update={"needed": True}), git=True)
@@ -152,7 +151,7 @@ def _missing_repositories(missing: Mapping[str, str], users: Mapping[str, Sequen
         f"{stack.git[name].why}"
         for name, reason in missing.items()
     )
-    commands = [git_repositories.fetch_command(name, stack.git[name], f"DIR/{name}") for name in missing]
+    commands = [trees.fetch_command(name, stack.git[name], f"DIR/{name}") for name in missing]
     fixes = (
         "on a machine with a network: ./inv build --only sources",
         "  and ./inv bundle --more toolchain,build-vllm --output spark.tar",

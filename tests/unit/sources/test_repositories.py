@@ -6,7 +6,7 @@ import pytest
 from expected import refused
 
 from sparkforge.pins import GitSource
-from sparkforge.sources import repositories
+from sparkforge.sources import trees
 
 pytestmark = pytest.mark.needs("git")
 
@@ -30,7 +30,7 @@ def commit(folder, **files):
 @pytest.fixture
 def upstream(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "file")  # for git in these tests
-    monkeypatch.setattr(repositories, "SETTINGS", (*repositories.SETTINGS, "protocol.file.allow=always"))
+    monkeypatch.setattr(trees, "SETTINGS", (*trees.SETTINGS, "protocol.file.allow=always"))
     commit(tmp_path / "inner", inner_h="inner\n")
     commit(tmp_path / "up", a_c="int a;\r\n")
     git(tmp_path / "up", "submodule", "--quiet", "add", str(tmp_path / "inner"), "third_party/inner")
@@ -51,7 +51,7 @@ def test_a_commit_is_fetched_completely_and_once(tmp_path, upstream):
     commit(repository, a_c="int later;\n")  # the branch moves on; the pin does not
     path = tmp_path / "sources/up/1"
     tree = git(repository, "rev-parse", f"{head}^{{tree}}")
-    manifest, is_new = repositories.clone("up", pin(repository, head, tree=tree), path)
+    manifest, is_new = trees.clone("up", pin(repository, head, tree=tree), path)
     assert is_new
     assert (path / "a.c").read_bytes() == b"int a;\r\n"
     assert (path / "third_party/inner/inner.h").read_text() == "inner\n"
@@ -61,7 +61,7 @@ def test_a_commit_is_fetched_completely_and_once(tmp_path, upstream):
     assert (manifest.outputs["commit"], manifest.outputs["tree"]) == (head, tree)
     assert manifest.facts["submodules"] == {"third_party/inner": git(tmp_path / "inner", "rev-parse", "HEAD")}
     repository.rename(tmp_path / "gone")
-    assert repositories.clone("up", pin(repository, head, tree=tree), path) == (manifest, False)
+    assert trees.clone("up", pin(repository, head, tree=tree), path) == (manifest, False)
 
 
 def nothing_left(folder):
@@ -77,7 +77,7 @@ def test_another_tree_and_what_is_not_there_or_not_known_are_refused_with_the_ne
         (pin(upstream[0], "unknown", tag="v1"), "input.pins", "git ls-remote"),
     ):
         with refused(code, message):
-            repositories.clone("up", wrong, path)
+            trees.clone("up", wrong, path)
         assert not path.parent.exists() or nothing_left(path)
 
 
@@ -89,7 +89,7 @@ def test_links_to_outside_or_to_no_file_are_refused(tmp_path, upstream):
         (repository / "odd").unlink(missing_ok=True)
         (repository / "odd").symlink_to(target)
         with refused("integrity.archive", "odd"):
-            repositories.clone("up", pin(repository, commit(repository)), path)
+            trees.clone("up", pin(repository, commit(repository)), path)
         assert nothing_left(path)
 
 
@@ -104,6 +104,6 @@ def test_neither_a_hooks_environment_nor_a_smudge_filter_reaches_a_checkout(tmp_
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "inner/.git/index"))
     monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "inner"))
     clone = tmp_path / "sources/up/1"
-    repositories.clone("up", pin(repository, head), clone)
+    trees.clone("up", pin(repository, head), clone)
     assert (clone / "a.c").read_bytes() == b"int a;\r\n"
     assert {path: path.read_bytes() for path in (tmp_path / "inner").rglob("*") if path.is_file()} == before
