@@ -89,7 +89,6 @@ class _SafeConsole(Console):
     """A console that sanitises every text it renders, in tables and progress displays too; styles are added later."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of `renderable`; those that control the terminal are Rich's own."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else safe(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)

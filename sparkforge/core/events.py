@@ -1,9 +1,8 @@
-"""Find the faults in a log, whichever program wrote it. The log is read once, in bounded memory.
+"""Find the faults in a log of any program. The log is read once, in bounded memory.
 
-A server's log, journalctl, dmesg, `docker logs`, Compose, BuildKit and `docker inspect` are accepted, with colours,
-invalid UTF-8, lines of any length and a last line without a line end. Lines that differ in long numbers only (times,
-addresses, request ids) are one line with a count. `Event.faults` are the lines that say that something broke;
-`Event.decisive` is the line that says why.
+Logs of servers, journalctl, dmesg, Docker, Compose, BuildKit and `docker inspect` are accepted, with colours, invalid
+UTF-8 and lines of any length. Lines that differ in long numbers only (times, addresses, request ids) are one line with
+a count. `Event.faults` are the lines that say that something broke; `Event.decisive` is the line that says why.
 """
 
 import codecs

@@ -75,7 +75,6 @@ class _Reader:
         self._event, self._data = "", list[str]()
 
     def read(self, piece: bytes) -> Iterator[ServerSentEvent]:
-        """Yield the events that end in the next piece."""
         self._count += len(piece)
         if self._count > EVENT_BYTES:
             raise LimitError(f"more than {EVENT_BYTES} bytes came without a whole event")

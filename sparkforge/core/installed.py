@@ -145,8 +145,11 @@ def parse_record(text: str, source: str, *, strict: bool = True) -> tuple[Record
 
 def record_digest(lines: Iterable[RecordLine]) -> str:
     """Return the sha256 over lines of RECORD: `path,sha256=…,size`, sorted, each with a line end, nothing quoted."""
-    texts = sorted(f"{line.path},sha256={_encoded(line.sha256)},{line.size}\n" for line in lines)
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
+    texts = []
+    for line in lines:
+        encoded = base64.urlsafe_b64encode(bytes.fromhex(line.sha256)).rstrip(b"=").decode()
+        texts.append(f"{line.path},sha256={encoded},{line.size}\n")
+    return hashlib.sha256("".join(sorted(texts)).encode()).hexdigest()
 
 
 def is_below(path: str, parents: Collection[str]) -> bool:
@@ -154,12 +157,7 @@ def is_below(path: str, parents: Collection[str]) -> bool:
     return any(path == parent or path.startswith(f"{parent}/") for parent in parents)
 
 
-def _encoded(sha256: str) -> str:
-    return base64.urlsafe_b64encode(bytes.fromhex(sha256)).rstrip(b"=").decode()
-
-
 def _is_installers(path: str) -> bool:
-    """Tell whether a line lists RECORD itself or a file that an installer writes."""
     if SCRIPT.fullmatch(path) or "/__pycache__/" in f"/{path}":
         return True
     folder, _, name = path.partition("/")

@@ -23,12 +23,11 @@ READ_SECONDS = 600.0  # for a piece of a stream: the first token of a long promp
 ANSWER_SECONDS = 3600.0  # for a whole answer
 ERROR_BYTES, ERROR_SECONDS = 1 << 20, 10.0  # of an error's JSON
 POLL_SECONDS = 0.25
-# Exceptions for JSON with unexpected content.
-WRONG_SHAPE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
+# Exceptions for JSON with unexpected content, and for lines without metrics.
+WRONG_SHAPE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, *WRONG_SHAPE)
 LAST_EVENTS = {"response.completed", "response.incomplete", "response.failed"}  # of the Responses API, without [DONE]
 LONGEST = 4096  # characters of a line of /metrics that is parsed; vLLM's have 100
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, LookupError)  # of lines without metrics
 # vLLM's count of generated tokens over all requests (vllm/v1/metrics/loggers.py, 0.32.0).
 COUNTER = "vllm:generation_tokens_total"
 
@@ -195,7 +194,7 @@ class Endpoint:
         try:
             response = self.get("/metrics")
             counts = metric_values(response.text, (COUNTER,)).get(COUNTER) if response.is_success else None
-        except (ServerError, *MALFORMED, *WRONG_SHAPE):
+        except (ServerError, *WRONG_SHAPE):
             return None
         return sum(counts) if counts and math.isfinite(sum(counts)) else None
 
@@ -300,7 +299,7 @@ def _reply_error(problem: str, why: str, length: int = 300) -> ServerError:
 
 
 def metric_values(text: str, names: Collection[str]) -> dict[str, list[float]]:
-    """Return the finite values of each metric in `names`, one for each set of labels. Raises one of MALFORMED."""
+    """Return the finite values of each metric in `names`, one for each set of labels. Raises one of WRONG_SHAPE."""
     lines = [line for line in text.splitlines() if line.startswith(tuple(names)) and len(line) < LONGEST]
     values_by_name: dict[str, list[float]] = {}
     for family in text_string_to_metric_families("\n".join(lines)):

@@ -106,7 +106,6 @@ def _of_system(error: OSError) -> SparkforgeError:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the error's message in one line, and where in our code it arose."""
     text = " ".join(str(error).encode(errors="backslashreplace").decode().split())[:300] or type(error).__name__
     return f"{text} ({_where(error)})"
 

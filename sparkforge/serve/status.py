@@ -157,7 +157,7 @@ def read_metrics(server: Server) -> MetricsSample | None:
     try:
         response = replace(server.endpoint, read_seconds=SECONDS).get("/metrics")
         counted = openai.metric_values(response.text, (GENERATED, PROMPT, RUNNING, WAITING, KV, DRAFTS, ACCEPTED))
-    except (ServerError, *openai.MALFORMED):
+    except (ServerError, *openai.WRONG_SHAPE):
         return None
     return MetricsSample(time.monotonic(), counted) if response.is_success and counted.get(GENERATED) else None
 
