@@ -15,6 +15,7 @@ import httpx
 ANSWER_BYTES = 64 << 20  # the prompt logprobs of 131,072 tokens are the largest answer that we ask for
 EVENT_BYTES = 8 << 20  # of one event; an event usually has a few kilobytes
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+KEPT = ("content-type", "location", "retry-after", "www-authenticate")  # headers of a whole response
 ENCODINGS = ("", "identity", "gzip", "deflate")  # no lists such as "gzip, gzip": each level can expand a thousandfold
 
 
@@ -48,7 +49,7 @@ def whole(response: httpx.Response, *, seconds: float, limit: int = ANSWER_BYTES
             raise LimitError(f"the answer has more than {limit} bytes")
         if time.monotonic() > deadline:
             raise LimitError(f"the answer had not ended after {seconds:.0f} s")
-    headers = {name: value for name in ("content-type", "retry-after") if (value := response.headers.get(name))}
+    headers = {name: value for name in KEPT if (value := response.headers.get(name))}
     return httpx.Response(response.status_code, headers=headers, content=bytes(body), request=response.request)
 
 

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ import docker
 import httpx
 from docker.errors import DockerException
 
+from sparkforge.core import http
 from sparkforge.core.errors import EngineError
 from sparkforge.core.files import parse_json, write_atomic, write_json
 from sparkforge.image import oci
@@ -142,9 +144,7 @@ class Repository:
     def read(self, tag: str) -> list[Attached]:
         """Return what has a tag."""
         answer = self._ask("GET", f"manifests/{tag}", headers={"Accept": MANIFEST}, missing=True)
-        if answer is None:
-            return []
-        layers = oci.document(answer[1], f"{self.name}:{tag[:80]}").layers
+        layers = oci.document(answer.content, f"{self.name}:{tag[:80]}").layers if answer else []
         return [Attached(self._blob(layer, _largest(tag)), layer.media_type, layer.annotations) for layer in layers]
 
     def read_referrers(self, digest: str, kind: str) -> list[Attached]:
@@ -152,21 +152,22 @@ class Repository:
         headers = {"Accept": INDEX}
         for path in (f"referrers/{digest}", f"manifests/{digest.replace(':', '-')}"):
             if answer := self._ask("GET", path, headers=headers, missing=True):
-                referrers = oci.document(answer[1], f"{self.name}: referrers of {digest[:19]}").manifests
+                referrers = oci.document(answer.content, f"{self.name}: referrers of {digest[:19]}").manifests
                 names = [entry.digest for entry in referrers if entry.artifact_type.startswith(kind)][:MOST_REFERRERS]
                 return [entry for name in names for entry in self.read(name)]
         return []
 
     def _blob(self, descriptor: Descriptor, largest: int) -> bytes:
         answer = self._ask("GET", f"blobs/{descriptor.digest}", largest=min(descriptor.size, largest))
-        return oci.require_digest(answer[1] if answer else b"", descriptor, f"{self.name}: {descriptor.digest[:19]}")
+        data = answer.content if answer else b""
+        return oci.require_digest(data, descriptor, f"{self.name}: {descriptor.digest[:19]}")
 
     def write(self, tag: str, attached: Sequence[Attached]) -> None:
         """Replace what has a tag: blobs first, then the manifest that names them."""
         configuration, manifest = _image(attached)
         for data in (configuration, *(entry.data for entry in attached)):
             started = self._ask("POST", "blobs/uploads/")
-            place = started[0].headers.get("location", "") if started else ""
+            place = started.headers.get("location", "") if started else ""
             digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
             url = httpx.URL(urljoin(self.url, place)).copy_merge_params({"digest": digest})
             self._ask("PUT", str(url), headers={"Content-Type": "application/octet-stream"}, content=data)
@@ -174,8 +175,8 @@ class Repository:
 
     def _ask(
         self, method: str, path: str, *, missing: bool = False, largest: int = LARGEST_DOCUMENT, **options: Any
-    ) -> tuple[httpx.Response, bytes] | None:
-        """Return the registry's response and its body; None if nothing is there and `missing` allows that.
+    ) -> httpx.Response | None:
+        """Return the registry's response; None if nothing is there and `missing` allows that.
 
         Credentials go to the registry's own host only, and a redirect is followed without them. Raises EngineError.
         """
@@ -186,7 +187,8 @@ class Repository:
                 headers = dict(options.get("headers", {}))
                 if own and self._authorization:
                     headers["Authorization"] = self._authorization
-                answer, body = self._get(method, url, largest, **{**options, "headers": headers})
+                sent = {**options, "headers": headers}
+                answer = http.request(self._client, method, url, seconds=math.inf, limit=largest, **sent)
                 if answer.status_code == 401 and own and not self._authorization:
                     self._authorization = self._login(answer.headers.get("www-authenticate", ""))
                 elif answer.is_redirect and method == "GET":
@@ -196,21 +198,12 @@ class Repository:
                 elif answer.status_code in (404, 405) and missing:
                     return None
                 elif answer.is_success:
-                    return answer, body
+                    return answer
                 else:
                     raise self._failed(f"it answers {answer.status_code} to {method} {urlsplit(url).path[:200]}")
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise self._failed(str(error) or type(error).__name__) from error
         raise self._failed("it redirects in circles")
-
-    def _get(self, method: str, url: str, largest: int, **options: Any) -> tuple[httpx.Response, bytes]:
-        body = bytearray()
-        with self._client.stream(method, url, **options) as answer:
-            for chunk in answer.iter_bytes():
-                body += chunk
-                if len(body) > largest:
-                    raise self._failed(f"{urlsplit(url).path[:200]} has more than {largest:,} bytes")
-        return answer, bytes(body)
 
     def _login(self, challenge: str) -> str:
         """Return the header for a registry's challenge, from docker's login: Basic, or a token obtained with it."""
@@ -230,8 +223,9 @@ class Repository:
         if not realm.startswith("https://") and self.url.startswith("https://"):
             raise self._failed(f"it requires the login at {realm[:100]}, which is not encrypted")
         headers = {"Authorization": basic} if basic else {}
-        answer, body = self._get("GET", realm, LARGEST_DOCUMENT, params=values, headers=headers)
-        token = parse_json(body, realm[:100]) if answer.is_success else {}
+        options: dict[str, Any] = {"params": values, "headers": headers, "limit": LARGEST_DOCUMENT}
+        answer = http.request(self._client, "GET", realm, seconds=SECONDS, **options)
+        token = parse_json(answer.content, realm[:100]) if answer.is_success else {}
         if not isinstance(token, dict) or not (word := token.get("token") or token.get("access_token")):
             raise self._failed("it refuses the login")
         return f"Bearer {word}"

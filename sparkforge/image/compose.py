@@ -78,7 +78,7 @@ def typed(*arguments: str) -> str:
 def _named(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env`, with our files in COMPOSE_FILE if there are more than Compose finds by default.
 
-    Compose reads the files after `--file` and only passes COMPOSE_FILE on, so that the container's errors name them.
+    Compose itself reads the files after `--file`; the container's errors name those of COMPOSE_FILE.
     """
     more = {"COMPOSE_FILE": os.pathsep.join(map(str, files()))} if os.environ.get(EXTRA_FILES) else {}
     return {**env, **more}

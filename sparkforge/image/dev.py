@@ -1,11 +1,9 @@
 """Mounted checkouts in the development image: which are used, what is stale, and the command that compiles it.
 
-`python -m sparkforge.image.dev` runs at every start of the development image. `./inv dev.build NAME` compiles.
-
-A checkout at /src/NAME is imported instead of the installed package (by a .pth file). Files that its build would add
-(native modules, vendored Python, generated files; .gitignore names them) become links to the installed files. If the
-sources of native modules differ from the release, the program lists them and the command that compiles them. It names
-FlashInfer's cached modules that a change made stale, and does not remove them.
+`python -m sparkforge.image.dev` runs at every start of that image. A checkout at /src/NAME is imported instead of the
+installed package (by a .pth file). Files that its build would add (native modules, vendored Python, generated files;
+.gitignore names them) become links to the installed files. The program lists changed sources of native modules with
+the command that compiles them, and FlashInfer's cached modules that a change made stale.
 """
 
 import fnmatch
@@ -341,7 +339,6 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
 
 
 def _require_meaningful(name: str, stack: str, options: BuildOptions) -> None:
-    """Raise UsageError for an option of the other build, or for a set that the stack's kernel table does not have."""
     owners = {
         "set": ("flashinfer", options.set_name), "targets": ("vllm", options.targets),
         "sources": ("vllm", options.git_sources), "units": ("vllm", options.units),
@@ -354,7 +351,6 @@ def _require_meaningful(name: str, stack: str, options: BuildOptions) -> None:
 
 
 def _units(checkout: Checkout, units: str, sources: Path) -> tuple[str, ...]:
-    """Return the patterns of the units to compile; none for all. Raises UsageError if no unit's source was edited."""
     if units != CHANGED:
         return tuple(pattern for pattern in units.split(",") if pattern)
     edited = changed(checkout, sources)

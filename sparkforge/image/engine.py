@@ -218,10 +218,7 @@ def service_container(client: docker.DockerClient, project: str, service: str) -
 
 
 def _cdi_devices(info: dict[str, Any]) -> tuple[str, ...]:
-    """Return the NVIDIA devices of the Container Device Interface, from the engine or the files in its folders.
-
-    Engines since API 1.50 list the devices that they discovered; older ones list only the folders that they search.
-    """
+    """Return the NVIDIA devices of the Container Device Interface; engines before API 1.50 name only their folders."""
     names = [str(device.get("ID", "")) for device in info.get("DiscoveredDevices") or []]
     if discovered := tuple(sorted(name for name in names if name.startswith(f"{CDI_KIND}="))):
         return discovered

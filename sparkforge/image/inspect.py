@@ -133,34 +133,32 @@ def opened(stack: str, name: str) -> Iterator[tuple[docker.DockerClient | None, 
 
 def bill(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
     """Return an image's bill of materials, checked against the hash in its manifest. Raises IntegrityError."""
-    text = _read(client, image, SBOM_LABEL, stack)
-    _require_named(client, image, stack, text, "bill of materials")
+    text = _listed(client, image, stack, _path(image, SBOM_LABEL, stack), "bill of materials")
     _parsed(text, Bill)
     return text
 
 
 def licence_report(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
     """Return the licences of an image's packages, with their texts. Raises IntegrityError, EngineError."""
-    manifest(client, image, stack)  # raises IntegrityError for an image that is not ours
-    text = _file(client, image, LICENCES, stack)
-    _require_named(client, image, stack, text, "licence report")
-    return text
+    return _listed(client, image, stack, LICENCES, "licence report")
 
 
-def _require_named(client: docker.DockerClient | None, image: Any, stack: str, text: bytes, what: str) -> None:
+def _listed(client: docker.DockerClient | None, image: Any, stack: str, path: str, what: str) -> bytes:
+    """Return a file of an image after comparing its hash with the image's manifest. Raises IntegrityError."""
     document = manifest(client, image, stack)
+    text = _file(client, image, path, stack)
     if hashlib.sha256(text).hexdigest() not in dict(document.get("sbom") or {}).values():
         why = "its sha256 is not the one in the image's manifest"
         raise IntegrityError(f"the {what} is refused", why, build_command(stack), code="integrity.image")
+    return text
 
 
 def verify(stack: str, name: str, expected: Expected) -> None:
     """Describe a stack's image, or the image `name`, and compare its claims with this checkout.
 
-    Raises IntegrityError with every difference. Manifest, audit and labels are claims of the image's builder. This
-    function can refute them but not prove them, since it compares no file of the image with a hash of this checkout.
+    Manifest, audit and labels are claims of the image's builder, which this function can refute but not prove.
     `expected` takes the image's processor (amd64, arm64) and returns the hashes of this checkout: a key of
-    COMPARED → name of a queue or a lock → its sha256.
+    COMPARED → name of a queue or a lock → its sha256. Raises IntegrityError with every difference.
     """
     with opened(stack, name) as (client, image):
         echo("\n".join(lines(image.attrs)))
@@ -255,13 +253,15 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str) -> bytes:
-    """Return the file that a label names, without running the image. Raises IntegrityError without the label."""
-    path = labels(image.attrs).get(label, "")
-    if not path:
-        why = f"it has no label {label}"
-        failure = f"{image.short_id} is not an image of this Sparkforge"
-        raise IntegrityError(failure, why, build_command(stack), code="integrity.image")
-    return _file(client, image, path, stack)
+    return _file(client, image, _path(image, label, stack), stack)
+
+
+def _path(image: Any, label: str, stack: str) -> str:
+    """Return the path of the file that a label names. Raises IntegrityError without the label."""
+    if path := labels(image.attrs).get(label, ""):
+        return path
+    failure, why = f"{image.short_id} is not an image of this Sparkforge", f"it has no label {label}"
+    raise IntegrityError(failure, why, build_command(stack), code="integrity.image")
 
 
 def _file(client: docker.DockerClient | None, image: Any, path: str, stack: str) -> bytes:

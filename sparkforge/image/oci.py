@@ -249,7 +249,6 @@ class _Bounded:
         self.file, self.left = file, left
 
     def read(self, size: int) -> bytes:
-        """Read up to `size` bytes. Raises ValueError above the limit."""
         data: bytes = self.file.read(size)
         self.left -= len(data)
         if self.left < 0:

@@ -1,11 +1,8 @@
 """Kernel packs: a stack's compiled and audited modules as one artifact, used instead of compiling them.
 
-A pack is a deterministic tar in a bundle's form (`sources.bundle`), with the same checks when it is read:
-
-    index.json       the key, its inputs, and every other member's sha256 and size
-    audit.json       the report on the machine code; a machine that uses a pack audits it again
-    sbom.json        its bill of materials, CycloneDX 1.6
-    libraries/NAME.so
+A pack is a deterministic tar in a bundle's form (`sources.bundle`), with the same checks when it is read: index.json
+(the key, its inputs, and every other member's sha256 and size), audit.json (a machine that uses a pack audits it
+again), sbom.json (CycloneDX 1.6), and libraries/NAME.so.
 
 A pack is stored as a .tar with FILE.sig beside it, in an OCI layout in a folder, or in a registry's repository. In a
 layout or repository it is a small image, tagged kernels-KEY.pack, with the tar and any signed statement as layers.

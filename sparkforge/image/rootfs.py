@@ -135,10 +135,10 @@ def name_plugins(packages: Path) -> None:
 def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
     """Take or compile a set of FlashInfer's modules with the tree's CUDA, and install them for the server.
 
-    For another machine the locked toolchain and a separate environment compile them. A kernel pack of the modules is
-    stored under `built` too, for the Dockerfile's target `kernel-packs`. `name` is a set of the stack's kernel table;
-    empty: the image's set. Does nothing for a stack without kernels.
-    Raises the errors of `build_kernels`, and IntegrityError if no module was compiled.
+    For another machine the locked toolchain and a separate environment compile them. A kernel pack is stored under
+    `built`, for the Dockerfile's target `kernel-packs`. `name` is a set of the stack's kernel table; empty: the image's
+    set. A stack without kernels compiles nothing. Raises the errors of `build_kernels`, and IntegrityError if no module
+    was compiled.
     """
     if not tree.inputs.kernels:
         say(f"the stack {tree.stack} has no kernels to compile")
@@ -150,7 +150,15 @@ def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
     request = KernelRequest(tree.stack, name, "", jobs, str(built), python, take=take, machine=tree.machine)
     build_kernels(request)
     packs.publish(request, str(built / bundle.PACKS), SIGNING_KEY if SIGNING_KEY.is_file() else None)
-    take_kernels(tree, built)
+    modules = sorted(built.glob(".cache/flashinfer/*/*/cached_ops/*/*.so"))
+    if not modules:
+        failure = "there are no kernels to put into the image"
+        raise IntegrityError(failure, f"{built} holds none", "./inv build.kernels", code="integrity.image-tree")
+    for module in modules:
+        target = tree.packages / AHEAD_OF_TIME / module.stem / module.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(module, target)
+    say(f"{len(modules)} modules of FlashInfer: {', '.join(module.stem for module in modules)}")
 
 
 def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
@@ -165,19 +173,6 @@ def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
         ExtensionRequest(tree.stack, targets=targets, sources=git_sources, jobs=jobs, python=str(tree.python))
     )
     vllm_overlay.install_overlay(overlay, str(tree.packages))
-
-
-def take_kernels(tree: Tree, built: Path) -> None:
-    """Copy the modules under `built`, a FlashInfer workspace, to the folder of precompiled modules."""
-    modules = sorted(built.glob(".cache/flashinfer/*/*/cached_ops/*/*.so"))
-    if not modules:
-        failure = "there are no kernels to put into the image"
-        raise IntegrityError(failure, f"{built} holds none", "./inv build.kernels", code="integrity.image-tree")
-    for module in modules:
-        target = tree.packages / AHEAD_OF_TIME / module.stem / module.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(module, target)
-    say(f"{len(modules)} modules of FlashInfer: {', '.join(module.stem for module in modules)}")
 
 
 def cuts(device: str) -> dict[str, list[str]]:
@@ -346,10 +341,7 @@ STEPS: dict[str, Callable[[Tree, argparse.Namespace], None]] = {
 
 
 def _verify(tree: Tree, output: Path, debian: Path) -> None:
-    """Verify and audit the tree; write report and bill of materials beside the manifest, which has their hashes.
-
-    The licence texts are in the tree; the manifest has their hash too.
-    """
+    """Verify and audit the tree; write report and bill of materials beside the manifest, which has their hashes."""
     files, wheels = verify(tree)
     say(f"{files} files match their wheels, {len(wheels)} wheels are those of locks/patched.toml")
     report, bill, document, code = output.with_name(REPORT), output.with_name(BILL), describe(tree), audit_code(tree)

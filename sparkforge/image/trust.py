@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -20,19 +20,29 @@ from pydantic import AliasPath, AwareDatetime, BaseModel, Field, RootModel, fiel
 
 from sparkforge.core import paths, tables
 from sparkforge.core.console import say
-from sparkforge.core.errors import IntegrityError, on
+from sparkforge.core.errors import InputError, IntegrityError, on
 from sparkforge.core.files import DocumentError, parse_json, read_bytes, sha256_file, untrusted, write_json
 from sparkforge.core.tables import Record, parse_record
-from sparkforge.image import inspect, keyless, provenance, signing
+from sparkforge.image import inspect, provenance, signing
 from sparkforge.image.attached import Attached, Folder, Place, Repository, tag_of
 from sparkforge.image.devices import build_command
 from sparkforge.image.oci import LARGEST_DOCUMENT, Digest, LayoutImage
 from sparkforge.image.provenance import CYCLONEDX, REBUILD, SLSA, Predicate, Statement
+from sparkforge.pins.table import Text
 
 SIGNATURE, PROVENANCE, SBOM, REBUILT = "signature", "provenance", "sbom", "rebuilt bit for bit"
 FILE = paths.ROOT / "trust.toml"
 SIGN = "./inv image.sign KEY   # for your own build; else ask the publisher"
 SIGN_FILE = "again   # first sign it: make it with --key KEY, or ask the publisher"
+BUNDLE = "application/vnd.dev.sigstore.bundle"  # the beginning of the media types of Sigstore's bundles
+
+
+class Identity(Record):
+    """An accepted identity: the name in its certificates, the issuer of that identity, and the root's file."""
+
+    identity: Text  # for a workflow https://github.com/OWNER/NAME/.github/workflows/FILE@refs/tags/TAG
+    issuer: Text
+    trusted_root: Text
 
 
 class Key(Record):
@@ -68,7 +78,7 @@ class Trust(Record):
 
     schema_: Literal[1] = Field(alias="schema")
     keys: dict[str, Key] = Field(default_factory=dict)
-    identities: dict[str, keyless.Identity] = Field(default_factory=dict)
+    identities: dict[str, Identity] = Field(default_factory=dict)
     images: Images
 
     @model_validator(mode="after")
@@ -88,7 +98,7 @@ class Trust(Record):
         """Return the accepted keys, by name."""
         return {name: signing.public_key(self.keys[name].public) for name in self.names if name in self.keys}
 
-    def workflows(self) -> dict[str, keyless.Identity]:
+    def workflows(self) -> dict[str, Identity]:
         """Return the accepted identities, by name."""
         return {name: self.identities[name] for name in self.names if name in self.identities}
 
@@ -221,8 +231,8 @@ def require_signed(what: str, sha256: str, attached: Sequence[Attached]) -> str:
 
 def _signed_statement(entry: Attached, trust: Trust, known: set[str]) -> tuple[str, Statement]:
     """Return the signer and the statement, whose subject is one of `known`. Raises ValueError otherwise."""
-    if entry.kind.startswith(keyless.BUNDLE):
-        signer, payload = keyless.read_statement(entry.data, trust.workflows(), FILE.parent)
+    if entry.kind.startswith(BUNDLE):
+        signer, payload = read_bundle(entry.data, trust.workflows(), FILE.parent)
         document = parse_json(payload, "a statement")
     else:
         signer, document = signing.read_statement(entry, trust.public())
@@ -234,10 +244,41 @@ def _signed_statement(entry: Attached, trust: Trust, known: set[str]) -> tuple[s
     return signer, statement
 
 
+def read_bundle(data: bytes, identities: Mapping[str, Identity], folder: Path) -> tuple[str, bytes]:
+    """Return the identity that signed a Sigstore bundle, and the bundle's statement; works offline.
+
+    `folder` has the trusted roots. Raises ValueError if no identity signed the bundle, InputError for an invalid root.
+    """
+    from sigstore.errors import Error  # noqa: PLC0415 - takes a second, saved without identities
+    from sigstore.models import Bundle, TrustedRoot  # noqa: PLC0415
+    from sigstore.verify import Verifier, policy  # noqa: PLC0415
+    from sigstore_models.trustroot.v1 import TrustedRoot as Root  # noqa: PLC0415
+
+    reasons = []
+    for name, signer in identities.items():
+        path = folder / signer.trusted_root
+        try:
+            verifier = Verifier(trusted_root=TrustedRoot(Root.from_json(read_bytes(path))))
+        except (OSError, ValueError, Error) as error:
+            why = " ".join(str(error).split())[:200]
+            fix = f"cosign trusted-root create --out {path}   # or get it from the signer"
+            raise InputError(f"{path} is no trusted root of Sigstore", why, fix, code="input.table") from error
+        try:
+            bundle, issuer = Bundle.from_json(data), signer.issuer
+            kind, payload = verifier.verify_dsse(bundle, policy.Identity(identity=signer.identity, issuer=issuer))
+        except Exception as error:  # noqa: BLE001 - untrusted data; the library raises even OverflowError
+            reasons.append(f"not by {name}: {' '.join(str(error).split())[:160]}")
+            continue
+        if kind == "application/vnd.in-toto+json":
+            return name, payload
+        reasons.append(f"{name} signed another kind, {kind[:40]}")
+    raise ValueError(f"no accepted identity signed a Sigstore bundle: {'; '.join(reasons) or 'trust.toml has none'}")
+
+
 def _attached(image: Any, known: set[str], repository: str, *, is_keyless: bool) -> Iterator[tuple[str, Attached]]:
     """Yield (suffix, entry) of an image's attachments in its layout, on this machine, and in `repository`."""
     for digest in sorted(known) if repository and is_keyless else ():
-        yield from (("att", entry) for entry in Repository(repository).read_referrers(digest, keyless.BUNDLE))
+        yield from (("att", entry) for entry in Repository(repository).read_referrers(digest, BUNDLE))
     places: list[Place] = [signing.own_folder(), *([Repository(repository)] if repository else [])]
     if isinstance(image, LayoutImage) and image.layout.path.is_dir():
         places.append(Folder(image.layout.path))

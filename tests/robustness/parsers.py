@@ -40,7 +40,7 @@ from sparkforge.core.files import DocumentError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import signatures
-from sparkforge.image import inspect, keyless, oci, packs, provenance, signing, trust, versions
+from sparkforge.image import inspect, oci, packs, provenance, signing, trust, versions
 from sparkforge.image.attached import Attached
 from sparkforge.models import hub
 from sparkforge.models import recipes as models
@@ -539,9 +539,9 @@ def _read_envelope(data, _scratch):
 
 def _read_sigstore(data, scratch):
     write(scratch / "root.json", SIGSTORE.trusted_root().encode())
-    signer = keyless.Identity(identity="urn:a", issuer="b", trusted_root="root.json")
+    signer = trust.Identity(identity="urn:a", issuer="b", trusted_root="root.json")
     try:
-        _, payload = keyless.read_statement(data, {"a": signer}, scratch)
+        _, payload = trust.read_bundle(data, {"a": signer}, scratch)
     except ValueError as error:
         raise DocumentError("a bundle", str(error)) from error
     if json.loads(payload) != STATEMENT:

@@ -11,13 +11,13 @@ from oci_layout import Writer, ours
 from sigstore_instance import Instance
 
 from sparkforge.cli import build as commands
-from sparkforge.image import attached, build, inspect, keyless, oci, provenance, signing, trust
+from sparkforge.image import attached, build, inspect, oci, provenance, signing, trust
 from sparkforge.image.attached import Attached, Folder, Repository
 
 STACK, ALL = "embedded", ("signature", "provenance", "sbom")
 WORKFLOW = "https://github.com/owner/name/.github/workflows/image.yml@refs/tags/1.0.0"
 ISSUER, BUILDER = "https://token.actions.githubusercontent.com", "https://github.com/actions/runner/github-hosted"
-KIND = f"{keyless.BUNDLE}.v0.3+json"
+KIND = f"{trust.BUNDLE}.v0.3+json"
 FORGES = {"buildDefinition": {"buildType": "https://actions.github.io/buildtypes/workflow/v1",
                               "externalParameters": {"workflow": {"path": "image.yml"}}},
           "runDetails": {"builder": {"id": BUILDER}, "metadata": {"invocationId": "1"}}}  # fmt: skip
@@ -196,4 +196,4 @@ def test_a_registry_is_asked_for_bundles_by_the_api_or_by_the_tag_in_its_place(s
         return (404, b"", {}) if body is None else (200, body, {})
 
     address = serve(answer).url.removeprefix("http://")
-    assert Repository(f"{address}/a/b").read_referrers(digest, keyless.BUNDLE) == [Attached(blob, KIND)]
+    assert Repository(f"{address}/a/b").read_referrers(digest, trust.BUNDLE) == [Attached(blob, KIND)]
