@@ -15,7 +15,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.plan import families
 
 # These write random or tiny checkpoints of one family.
-WRITERS = {"sparkforge/models/harmony.py", "sparkforge/models/tiny_format.py", "validate/facts/layers_child.py"}
+WRITERS = {"sparkforge/models/harmony.py", "sparkforge/models/tiny.py", "validate/facts/layers_child.py"}
 
 
 def names() -> Iterator[str]:

@@ -179,7 +179,6 @@ def name_distribution(site_packages: Path, name: str, version: str, entry_points
 
 
 def _install_own(python: Path, pin: EnvironmentPin) -> None:
-    """Install what it gets of this checkout: the product editable, the library as a wheel by its version."""
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python), "--offline"]
     command += ["--no-deps", "--no-build-isolation"]
     fix = "rm -rf .sparkforge/envs/   # then the same command again"

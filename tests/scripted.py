@@ -19,8 +19,7 @@ import numpy as np
 
 from sparkforge.models import harmony
 from sparkforge.models.harmony import VOCAB_SIZE
-from sparkforge.models.tiny import Weights
-from sparkforge.models.tiny_format import BLOCK, HEAD_DIM, Sizes, Tensor, bfloat16
+from sparkforge.models.tiny import BLOCK, HEAD_DIM, Sizes, Tensor, Weights, bfloat16
 
 RECIPE = 1  # raise it when the bytes change, so that older directories are rewritten
 HEADS, EXPERTS = 6, 8
@@ -220,7 +219,7 @@ def _weight(context):
 
 
 def _turn(back):
-    """Return the angles by which RoPE rotates its 32 pairs over `back` tokens (YaRN, as in `tiny_format.config`)."""
+    """Return the angles by which RoPE rotates its 32 pairs over `back` tokens (YaRN, as in `tiny.config`)."""
     base, factor, length, fast, slow = 150_000, 32.0, 4096, 32.0, 1.0
     pairs = np.arange(HEAD_DIM // 2)
     low, high = (HEAD_DIM * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (fast, slow))

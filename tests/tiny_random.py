@@ -9,8 +9,7 @@ import hashlib
 import numpy as np
 
 from sparkforge.models.harmony import VOCAB_SIZE
-from sparkforge.models.tiny import Weights
-from sparkforge.models.tiny_format import BLOCK, HEAD_DIM, Sizes, Tensor, bfloat16
+from sparkforge.models.tiny import BLOCK, HEAD_DIM, Sizes, Tensor, Weights, bfloat16
 
 RECIPE = 1  # increase it when the bytes change, so that older directories are written again
 SIZES = Sizes(hidden=64, intermediate=64, layers=4, experts=8, top_k=4, heads=4, kv_heads=2)

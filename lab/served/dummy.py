@@ -16,7 +16,7 @@ from sparkforge.core.console import say
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.program import exit_code
-from sparkforge.models import recipes, tiny_format, tiny_trained
+from sparkforge.models import recipes, tiny
 from sparkforge.models.harmony import tokenizer_files
 
 # Where they differ from a tiny model: sparkforge/recipes.
@@ -27,9 +27,9 @@ def config(size: str) -> dict[str, Any]:
     """Return config.json of openai/gpt-oss-`size`; raises UsageError for a size that is not in SIZES."""
     if size not in SIZES:
         raise UsageError(f"there is no gpt-oss of size {size!r}", f"choose from {', '.join(SIZES)}", "name one of them")
-    tiny = tiny_format.config(tiny_trained.sizes())
+    own = tiny.config(tiny.sizes())
     top_k = SIZES[size]["num_experts_per_tok"]
-    merged = {**tiny, **SIZES[size], "experts_per_token": top_k, "quantization_config": tiny["quantization_config"]}
+    merged = {**own, **SIZES[size], "experts_per_token": top_k, "quantization_config": own["quantization_config"]}
     return {**merged, "layer_types": ["sliding_attention", "full_attention"] * (merged["num_hidden_layers"] // 2)}
 
 

@@ -9,12 +9,12 @@ from lab.training import corpus, export, faults, reference, texts
 from lab.training.model import gains
 from spark_mxfp4 import mxfp4
 from sparkforge.bench import baselines
-from sparkforge.models import tiny_format, tiny_trained
+from sparkforge.models import tiny
 from sparkforge.models.harmony import special_tokens
 
 
 def facts():
-    return tiny_format.from_safetensors(tiny_trained.FILE.read_bytes())[1]
+    return tiny.from_safetensors(tiny.FILE.read_bytes())[1]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_checkpoint_with_a_wrong_layer_fails(scored, limit, broken):
 
 
 # To save minutes, one of the 32 biases for each layer and projection; the weakest (layer 3, expert 3) is included.
-KNOWN = faults.known(tiny_trained.sizes())
+KNOWN = faults.known(tiny.sizes())
 TRIED = [name for name, fault in KNOWN.items() if fault.no_bias is None or fault.no_bias[0] == fault.no_bias[1]]
 
 

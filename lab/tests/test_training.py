@@ -21,9 +21,9 @@ from lab.training import corpus, dialogues, export, faults, texts, train
 from lab.training.model import GptOss, through_mxfp4
 from spark_mxfp4.mxfp4 import dequantize
 from sparkforge.bench import canary
-from sparkforge.models import tiny_format, tiny_trained
+from sparkforge.models import tiny
 from sparkforge.models.harmony import VOCAB_SIZE
-from sparkforge.models.tiny_format import Sizes
+from sparkforge.models.tiny import Sizes
 from sparkforge.serve import proof
 
 SMALL = Sizes(hidden=64, intermediate=32, layers=2, experts=4, top_k=2, heads=4, kv_heads=2)
@@ -130,7 +130,7 @@ def test_the_model_is_transformers_gpt_oss():
     from transformers import GptOssConfig, GptOssForCausalLM
 
     model = randomized(SMALL, 50)
-    values = {**tiny_format.config(SMALL), "vocab_size": 50, "pad_token_id": 0, "eos_token_id": 1}
+    values = {**tiny.config(SMALL), "vocab_size": 50, "pad_token_id": 0, "eos_token_id": 1}
     del values["quantization_config"], values["torch_dtype"]
     theirs = GptOssForCausalLM(GptOssConfig(**values, attn_implementation="eager")).float().eval()
     state = {
@@ -164,7 +164,7 @@ def test_training_learns_is_deterministic_and_is_written_as_served(small, tmp_pa
     assert np.array_equal(rows, small.vocabulary)
     torch.manual_seed(plan.seed)
     assert faults.bits_per_byte(model, small) < faults.bits_per_byte(GptOss(SMALL, len(rows)), small)
-    facts = tiny_format.from_safetensors(outs[0].read_bytes())[1]
+    facts = tiny.from_safetensors(outs[0].read_bytes())[1]
     assert (facts["plan"], Sizes(**json.loads(facts["sizes"]))) == (repr(plan), SMALL)
 
 
@@ -174,10 +174,10 @@ def test_the_file_and_the_model_are_the_same_both_ways(tmp_path, monkeypatch):
     path.write_bytes(export.pack(model, vocabulary, {}))
     again, rows = export.unpack(path)
     assert np.array_equal(rows, vocabulary)
-    monkeypatch.setattr(tiny_trained, "FILE", path)
-    tiny_trained._stored.cache_clear()
-    expanded = dict(tiny_trained.tensors())
-    tiny_trained._stored.cache_clear()
+    monkeypatch.setattr(tiny, "FILE", path)
+    tiny._stored.cache_clear()
+    expanded = dict(tiny.tensors())
+    tiny._stored.cache_clear()
     head = export._values(expanded["lm_head.weight"])
     assert head.shape == (VOCAB_SIZE, 64)
     assert torch.equal(head[100:149], again.head[1:])

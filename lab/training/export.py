@@ -10,8 +10,8 @@ import torch
 
 from lab.training.model import GptOss, Layer, gains
 from spark_mxfp4.mxfp4 import dequantize, quantize
-from sparkforge.models import tiny_trained
-from sparkforge.models.tiny_format import Floats, Sizes, Tensor, bfloat16, from_safetensors, to_safetensors
+from sparkforge.models import tiny
+from sparkforge.models.tiny import Floats, Sizes, Tensor, bfloat16, from_safetensors, to_safetensors
 
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "experts_norm"}
 LARGEST = 127  # of int8, on both sides of 0
@@ -33,12 +33,12 @@ def pack(model: GptOss, vocabulary: np.ndarray[tuple[int], np.dtype[np.int32]], 
             tensors |= {f"{prefix}_blocks": _raw(blocks), f"{prefix}_scales": _raw(scales)}
             tensors[f"{prefix}_bias"] = _stored(bias)
         stored |= {f"model.layers.{number}.{name}": tensor for name, tensor in tensors.items()}
-    short = dict(zip(tiny_trained.SHORT, (_floats(model.embed), _floats(model.head)), strict=True))
+    short = dict(zip(tiny.SHORT, (_floats(model.embed), _floats(model.head)), strict=True))
     metadata = {"sizes": json.dumps(model.sizes._asdict()), **facts}
     for name, values in short.items():
-        stored[name], stored[tiny_trained.scale_of(name)] = narrow(values)
+        stored[name], stored[tiny.scale_of(name)] = narrow(values)
     tokens = np.array(vocabulary[1:], "<i4")
-    return to_safetensors({**stored, tiny_trained.ROWS: Tensor(tokens.shape, "I32", tokens.tobytes())}, metadata)
+    return to_safetensors({**stored, tiny.ROWS: Tensor(tokens.shape, "I32", tokens.tobytes())}, metadata)
 
 
 def narrow(values: Floats) -> tuple[Tensor, Tensor]:
@@ -48,14 +48,14 @@ def narrow(values: Floats) -> tuple[Tensor, Tensor]:
     return Tensor(rounded.shape, "I8", rounded.tobytes()), Tensor(scale.shape, "F32", scale.astype("<f4").tobytes())
 
 
-def unpack(path: Path = tiny_trained.FILE) -> tuple[GptOss, np.ndarray[tuple[int], np.dtype[np.int32]]]:
+def unpack(path: Path = tiny.FILE) -> tuple[GptOss, np.ndarray[tuple[int], np.dtype[np.int32]]]:
     """Return the model that `pack` wrote, in float32, and its vocabulary."""
     stored, facts = from_safetensors(path.read_bytes())
-    rows = np.concatenate([np.array([-1], np.int32), stored[tiny_trained.ROWS].array()])
+    rows = np.concatenate([np.array([-1], np.int32), stored[tiny.ROWS].array()])
     model = GptOss(Sizes(**json.loads(facts["sizes"])), len(rows))
     with torch.no_grad():
-        for parameter, name in zip((model.embed, model.head), tiny_trained.SHORT, strict=True):
-            rounded = bfloat16(tiny_trained.wide(stored[name], stored[tiny_trained.scale_of(name)]))
+        for parameter, name in zip((model.embed, model.head), tiny.SHORT, strict=True):
+            rounded = bfloat16(tiny.wide(stored[name], stored[tiny.scale_of(name)]))
             parameter.copy_(_values(rounded))
         model.norm.copy_(_values(stored["model.norm.weight"]))
         for number, layer in enumerate(model.each_layer()):

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from lab.training.corpus import CHUNK, Corpus
 from lab.training.model import RIGHT, Fault, GptOss
-from sparkforge.models.tiny_format import Sizes
+from sparkforge.models.tiny import Sizes
 
 
 def known(sizes: Sizes) -> dict[str, Fault]:

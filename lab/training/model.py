@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from spark_mxfp4.experts import GPT_OSS, swiglu
 from spark_mxfp4.mxfp4 import dequantize, quantize
-from sparkforge.models.tiny_format import HEAD_DIM, Sizes
+from sparkforge.models.tiny import HEAD_DIM, Sizes
 
 SLIDING_WINDOW, EPSILON = 128, 1e-5  # config.json of openai/gpt-oss-20b
 # rope_theta and rope_scaling of the same file.

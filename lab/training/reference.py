@@ -14,7 +14,7 @@ import numpy as np
 
 from lab.training import corpus, export, faults
 from sparkforge.core.console import echo
-from sparkforge.models import tiny_trained
+from sparkforge.models import tiny
 
 
 def scored() -> corpus.Corpus:
@@ -36,7 +36,7 @@ def main() -> int:
         f"nats = {bits * math.log(2) * text.held_out_bytes:.2f}, "
         f"tokens = {len(text.held_out) - chunks}, size = {text.held_out_bytes}"
     )
-    sha256 = hashlib.sha256(tiny_trained.FILE.read_bytes()).hexdigest()
+    sha256 = hashlib.sha256(tiny.FILE.read_bytes()).hexdigest()
     echo(f'{{ precision = "float32", {figures}, weights_sha256 = "{sha256}" }}')
     return 0
 

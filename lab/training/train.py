@@ -25,7 +25,7 @@ from lab.training.model import GptOss
 from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import SparkforgeError
 from sparkforge.core.files import write_atomic
-from sparkforge.models.tiny_format import Sizes
+from sparkforge.models.tiny import Sizes
 
 
 class TrainingPlan(NamedTuple):

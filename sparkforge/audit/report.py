@@ -175,7 +175,6 @@ def audit_files(
 
 
 def _sources(path: Path, machine: str, rules: Rules, broken: list[Violation]) -> Iterator[AuditedFile]:
-    """Find the files under one path; a wheel that cannot be opened becomes a violation."""
     if path.is_dir():
         for file in sorted(path.rglob("*")):
             if file.is_file() and (KINDS.search(file.name) or file.suffix == ".whl"):

@@ -161,7 +161,6 @@ def judge(binary: Binary, rules: Rules, *, machine: str = "", ours: bool = True)
 
 
 def _code(binary: Binary, rules: Rules, *, ours: bool) -> Iterator[tuple[str, str]]:
-    """Yield (rule, detail) for the machine code that breaks a rule: each cubin, then the file as a whole."""
     findings = [finding for cubin in binary.cubins for finding in _cubin(cubin, rules, ours=ours)]
     yield from findings
     loading = [cubin for cubin in binary.cubins if cubin.loads]
@@ -232,7 +231,6 @@ def _image(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:
 
 
 def _identity(path: str, host: Host) -> Iterator[tuple[str, str]]:
-    """Yield (rule, detail) if the library is not the one in its path."""
     file = PurePath(path)
     stem = file.name.partition(".")[0]
     if host.soname and host.soname != file.name:

@@ -250,7 +250,6 @@ def read_text(text: str) -> Event:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield lines with their numbers; a long one in pieces that overlap, under one number."""
     number, rest = 1, b""
     for chunk in chunks:
         for line in io.BytesIO(rest + chunk):

@@ -94,7 +94,6 @@ def _has(path: Path, file: RemoteFile) -> bool:
 
 
 def _require_ours(target: Path, note: Note | None, source: CheckpointSource) -> None:
-    """Raise StorageError unless `target` is missing, empty, or an earlier fetch of the same repository."""
     if not target.exists() or {path.name for path in target.iterdir()} <= {PARTIAL}:
         return
     if note is None:
@@ -279,7 +278,6 @@ def _size(path: Path) -> int:
 
 
 def _check(target: Path, work: Path, files: list[RemoteFile], different: list[RemoteFile], repository: str) -> None:
-    """Raise InputError unless the files fit together and are those of the model `repository`."""
     folder = target if target.exists() else work
     if target.exists() and different:  # the files are in two folders: links form the complete checkpoint
         folder = work / ".view"

@@ -84,7 +84,6 @@ def _progress(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> A
             pass
 
         def update(self, size: float | None = 1) -> None:
-            """Count `size` bytes, negative if the library restarts a piece."""
             nonlocal count
             count += int(size or 0)
             if count > file.size:

@@ -77,7 +77,6 @@ class Mirror:
     """A checkpoint in a folder, which may be on another machine's disk."""
 
     def __init__(self, folder: Path, repository: str, revision: str) -> None:
-        """Find the checkpoint. Raises NetworkError for a folder without it, InputError for a malformed note."""
         self.folder = _find(typed(folder).absolute(), repository, revision)
         self.repository, self.name = repository, f"{repository} in {folder}"
         note = Note.read(self.folder)

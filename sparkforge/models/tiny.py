@@ -1,28 +1,172 @@
 """Write a tiny gpt-oss checkpoint with the on-disk format of openai/gpt-oss-20b.
 
 `python -m sparkforge.models.tiny OUT` writes the trained weights of `tiny.safetensors` with the full vocabulary. Every
-machine writes the same files.
+machine writes the same files. The model was trained on Jane Austen by `lab.training`, which writes that file. It holds
+the checkpoint's tensors unchanged, except embeddings and output head: these have rows only for the tokens in `rows`, as
+int8 with one float32 scale per row. Row 0 stands for all other tokens.
 """
 
+import hashlib
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
-from sparkforge.core.errors import UsageError
-from sparkforge.core.files import require_space, sha256_file
+from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.files import parse_json, read_json, require_space, sha256_file
 from sparkforge.core.manifest import Made
 from sparkforge.core.program import ArgumentParser, exit_code
-from sparkforge.models import tiny_trained
-from sparkforge.models.harmony import to_json, tokenizer_files
-from sparkforge.models.tiny_format import Sizes, Tensor, config, to_safetensors
+from sparkforge.models.harmony import VOCAB_SIZE, to_json, tokenizer_files
 
 STAGE = "tiny"
 SIZE = 150_000_000  # bytes of the whole directory, rounded up
+HEAD_DIM = 64
+CONFIG = Path(__file__).with_name("tiny_config.json")
+BLOCK = 32  # MXFP4 elements that share one scale (OCP Microscaling Formats v1.0, table 1)
+# safetensors' names of types → numpy's; bfloat16, which numpy lacks, as 16-bit words.
+DTYPES = {"BF16": "<u2", "U8": "u1", "I8": "i1", "I32": "<i4", "F32": "<f4"}
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+FILE = Path(__file__).with_name("tiny.safetensors")
+EXPANSION = 1  # increase it when the same file expands to other bytes
+ROWS = "rows"  # i32: the tokens with their own rows; rows[i] has row i + 1
+SHORT = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+class Sizes(NamedTuple):
+    """The sizes of a gpt-oss model; hidden and intermediate are multiples of 32."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    experts: int
+    top_k: int
+    heads: int
+    kv_heads: int
+
+
+class Tensor(NamedTuple):
+    """One tensor on disk: its shape, its dtype as safetensors names it, and its little-endian bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    data: bytes
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """Return the tensor as a numpy array; bfloat16 as unsigned words."""
+        return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
+
+
+def config(sizes: Sizes) -> dict[str, Any]:
+    """Return config.json: openai/gpt-oss-20b's keys (`tiny_config.json`) with smaller sizes.
+
+    Without a version below 5, transformers takes a local tokenizer for a faulty Mistral one and warns.
+    """
+    layer_types = ["sliding_attention", "full_attention"] * (sizes.layers // 2)
+    values: dict[str, Any] = read_json(CONFIG)
+    return values | {
+        "experts_per_token": sizes.top_k, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate,
+        "layer_types": layer_types, "num_attention_heads": sizes.heads, "num_experts_per_tok": sizes.top_k,
+        "num_hidden_layers": sizes.layers, "num_key_value_heads": sizes.kv_heads, "num_local_experts": sizes.experts,
+    }  # fmt: skip
+
+
+def bfloat16(values: Floats) -> Tensor:
+    """Round finite float32 values to bfloat16, to nearest, even on ties."""
+    bits = values.astype("<f4").view("<u4")
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return Tensor(values.shape, "BF16", rounded.astype("<u2").tobytes())
+
+
+def to_safetensors(named: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return tensors as a safetensors file (see its README): header length, JSON header padded to 8 bytes, data."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    # Wide types first, so that every tensor begins at a multiple of its element's size.
+    ordered = sorted(named.items(), key=lambda item: (-np.dtype(DTYPES[item[1].dtype]).itemsize, item[0]))
+    for name, tensor in ordered:
+        begin, end = end, end + len(tensor.data)
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *(tensor.data for _, tensor in ordered)])
+
+
+def from_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file. Raises ValueError if it is broken."""
+    size = int.from_bytes(data[:8], "little")
+    tensors = {}
+    try:
+        header = parse_json(data[8 : 8 + size], "a safetensors file")
+        metadata, body = header.pop("__metadata__"), memoryview(data)[8 + size :]
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            tensors[name] = Tensor(tuple(entry["shape"]), entry["dtype"], bytes(body[begin:end]))
+            tensors[name].array()  # its bytes have its type and shape
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its header is malformed ({error!r})") from error
+    return tensors, metadata
+
+
+def recipe() -> str:
+    """Return the checkpoint's inputs; if they change, it is written again."""
+    return f"trained {EXPANSION} {hashlib.sha256(_data()).hexdigest()[:16]}"
+
+
+def sizes() -> Sizes:
+    """Return the stored model's sizes."""
+    return _stored()[1]
+
+
+def tensors() -> Iterator[tuple[str, Tensor]]:
+    """Yield the checkpoint's tensors by name."""
+    stored, _ = _stored()
+    row = np.zeros(VOCAB_SIZE, np.int64)
+    row[stored[ROWS].array()] = np.arange(1, len(stored[ROWS].array()) + 1)
+    for name, tensor in stored.items():
+        if name in SHORT:
+            expanded = bfloat16(wide(tensor, stored[scale_of(name)])).array()[row]
+            yield name, Tensor(expanded.shape, "BF16", expanded.tobytes())
+        elif name != ROWS and not name.endswith(scale_of("")):
+            yield name, tensor
+
+
+def wide(values: Tensor, scale: Tensor) -> Floats:
+    """Return rows in float32 that are stored as int8 with one scale per row."""
+    return values.array().astype(np.float32) * scale.array().astype(np.float32)[:, None]
+
+
+def scale_of(name: str) -> str:
+    """Return the name of the tensor that holds the scales of the rows of `name`."""
+    return f"{name}.scale"
+
+
+def _data() -> bytes:
+    try:
+        return FILE.read_bytes()
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+@cache
+def _stored() -> tuple[dict[str, Tensor], Sizes]:
+    try:
+        tensors, metadata = from_safetensors(_data())
+        return tensors, Sizes(**parse_json(metadata["sizes"], FILE.name))
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> InputError:
+    fix = f"git checkout sparkforge/models/{FILE.name}"
+    return InputError(f"cannot read the trained tiny model {FILE}", str(error), fix, code="input.model")
 
 
 class Weights(NamedTuple):
@@ -36,7 +180,7 @@ class Weights(NamedTuple):
 
 # At a higher temperature such a small model writes mostly nonsense.
 COOL = MappingProxyType({"temperature": 0.3})
-TRAINED = Weights(tiny_trained.recipe, tiny_trained.sizes, tiny_trained.tensors, COOL)
+TRAINED = Weights(recipe, sizes, tensors, COOL)
 
 
 def write_tiny(directory: Path, weights: Weights = TRAINED) -> Path:
@@ -78,7 +222,6 @@ def _write(directory: Path, weights: Weights) -> Made:
 
 
 def _weight_files(weights: Weights) -> dict[str, bytes]:
-    """Return two safetensors shards of about equal size, and their index."""
     tensors = dict(weights.tensors())
     total, size, shard_of = sum(len(t.data) for t in tensors.values()), 0, dict[str, str]()
     for name, tensor in tensors.items():

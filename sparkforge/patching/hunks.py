@@ -148,7 +148,6 @@ def _file_change(patch: str, file: PatchedFile) -> FileChange:
 
 
 def _path(patch: str, name: str, prefix: str) -> str:
-    """Return `name` without its prefix. Raises PatchError if it is outside the tree, ambiguous, or our record."""
     path = name.removeprefix(prefix)
     parts = path.split("/")
     if path == name:

@@ -184,7 +184,6 @@ def make(source: Path, component: Component, queue: Queue, revision: int, output
 
 
 def _write_wheel(source: Path, component: Component, queue: Queue, version: str, output: HashedOutput) -> str:
-    """Write a patched wheel; return the canonical hash of its RECORD."""
     names = _names(source)
     folders = sorted({name.partition("/")[0] for name in names if name.partition("/")[0].endswith(".dist-info")})
     if len(folders) != 1 or not folders[0].endswith(f"-{component.version}.dist-info"):
@@ -324,7 +323,6 @@ class _ZipWriter:
         self.output, self.directory, self.entries = output, bytearray(), 0
 
     def store(self, name: str, content: bytes | None, attributes: int = (stat.S_IFREG | 0o644) << 16) -> None:
-        """Write a new member unpacked; None writes nothing."""
         if content is not None:
             sizes = (zlib.crc32(content), len(content), len(content))
             self._header(name, zipfile.ZIP_STORED, sizes, attributes)
@@ -360,7 +358,6 @@ class _ZipWriter:
         self.directory += encoded
 
     def end(self) -> None:
-        """Write the directory."""
         start = self.output.size
         self.output.write(bytes(self.directory))
         counts = (0, 0, self.entries, self.entries)
@@ -423,13 +420,11 @@ class _StoredGzip:
         return len(data)
 
     def tell(self) -> int:
-        """Return the number of written, unpacked bytes, which `tarfile` needs."""
         return self.size
 
     def _block(self, data: bytes, *, final: bool) -> None:
         self.output.write(struct.pack("<BHH", final, len(data), len(data) ^ 0xFFFF) + data)
 
     def end(self) -> None:
-        """Write the last block and the checksum."""
         self._block(bytes(self.pending), final=True)
         self.output.write(struct.pack("<LL", self.crc, self.size & 0xFFFFFFFF))

@@ -181,7 +181,6 @@ class _Watched(io.RawIOBase):
         return int(self.inner.seek(offset, whence))
 
     def tell(self) -> int:
-        """Return the byte offset in the unpacked stream."""
         return int(self.inner.tell())
 
     def require_end(self) -> None:

@@ -166,7 +166,6 @@ def _inputs(table: Pins, stack: str) -> dict[str, str]:
 
 
 def _embedded(table: Pins) -> Path:
-    """Return the interpreter that has the vocabulary's library."""
     return paths.environment(table.devices[EMBEDDED]) / "bin" / "python"
 
 
@@ -278,7 +277,6 @@ class _Hashing:
         self.file, self.digest = file, hashlib.sha256()
 
     def read(self, size: int) -> bytes:
-        """Read and hash bytes."""
         data: bytes = self.file.read(size)
         self.digest.update(data)
         return data

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.audit import cubins, elf, sass
+from sparkforge.audit import cubins, elf
 from sparkforge.audit.cubins import Tools
 from sparkforge.audit.report import audit_files
 from sparkforge.audit.rules import load
@@ -125,7 +125,7 @@ def test_code_that_nvdisasm_cannot_read_is_reported_for_its_file(build, tools):
     good, bad = build("good.cubin", NATIVE, *BOTH), build("bad.cubin", NATIVE, *BOTH)
     data = bytearray(bad.read_bytes())
     at = next(at for name, (at, _) in elf.code(bytes(data)).sections.items() if name.startswith(".text."))
-    data[at : at + sass.WIDTH] = b"\xff" * sass.WIDTH
+    data[at : at + cubins.WIDTH] = b"\xff" * cubins.WIDTH
     bad.write_bytes(data)
     report = audit_files([good, bad], tools=lambda: tools)
     assert [(violation.rule, Path(violation.file).name) for violation in report.violations] == [
@@ -161,16 +161,16 @@ def test_shapes_count_what_nvdisasm_prints(build, tools, code):
     mixed = () if code == PLAIN else ("-DWITH_MIX",)
     path = build("one.cubin", code, *BOTH, *mixed)
     read = elf.code(path.read_bytes())
-    kernels, samples = sass.count(read.kernels())
-    decoder = sass.Decoder(tools.nvdisasm, read.target)
+    kernels, samples = cubins.count(read.kernels())
+    decoder = cubins.Decoder(tools.nvdisasm, read.target)
     decoder.learn(samples)
     listing = run([tools.nvdisasm, "-c", path]).stdout
     parts = {part.split(maxsplit=1)[0]: part for part in listing.split("//--------------------- .text.")[1:]}
-    watched = re.compile(load().sass.watched)
+    watched = re.compile(load().cubins.watched)
     assert len(kernels) == len(parts) == 3 + len(mixed)
     for kernel in kernels:
-        full = Counter(name for _, name in sass.LINE.findall(parts[kernel.kernel]))
-        ours = sass.named(kernel, decoder.known)
+        full = Counter(name for _, name in cubins.LINE.findall(parts[kernel.kernel]))
+        ours = cubins.named(kernel, decoder.known)
         assert {m: n for m, n in ours.items() if watched.search(m)} == {
             m: n for m, n in full.items() if watched.search(m)
         }

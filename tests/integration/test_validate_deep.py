@@ -18,7 +18,7 @@ import pytest
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.models import recipes
 from sparkforge.models.harmony import tokenizer_files
-from sparkforge.models.tiny_format import Sizes, config
+from sparkforge.models.tiny import Sizes, config
 from sparkforge.plan import families
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS

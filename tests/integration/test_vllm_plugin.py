@@ -49,7 +49,7 @@ from spark_mxfp4.vllm import experts as vllm_experts
 from spark_mxfp4.vllm import linear as vllm_linear
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
-from sparkforge.models.tiny_format import config
+from sparkforge.models.tiny import config
 from sparkforge.plan import families
 from validate.facts import deep_child
 

@@ -78,7 +78,6 @@ def run_programs(target: Target, programs: Sequence[Program]) -> list[Outcome]:
 
 
 def _run(target: Target, programs: Sequence[Program], import_seconds: float) -> tuple[list[Outcome], bool]:
-    """Return the programs' outcomes, and whether the first program started and ended."""
     options = target.options
     common = {
         "model": checkpoint.path(target), "serve_args": list(options.serve_args), "layer": checkpoint.layer(target)

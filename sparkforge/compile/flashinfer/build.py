@@ -248,7 +248,6 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
     unlinked = {name: ninja_build.pending(order.ninja(folder)) for name, folder in folders.items()}
 
     def link(schedule: Schedule) -> None:
-        """Let ninja take objects from ccache, record them, and link. Missing objects are compiled as memory allows."""
         for name, commands in unlinked.items():
             if commands:
                 run([*order.ninja(folders[name]), "-j", str(schedule.max_jobs)], env=order.env)

@@ -4,7 +4,8 @@
 
 It builds only the targets of `targets.toml` that SM121 uses. After a kill the next build takes finished units from
 ccache. The overlay appears when it is complete and has passed the audit (docs/concepts/vllm-extensions.md).
-`compile_units` compiles and audits only some units, for a developer who edits one.
+`compile_units` compiles and audits only some units, for a developer who edits one. vLLM's CMake files run the
+interpreter: its torch supplies headers and flags, and its jinja2 generates kernels.
 """
 
 import fnmatch
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from sparkforge import environments, pins
 from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.report import audit_files
@@ -28,18 +31,17 @@ from sparkforge.compile import toolchain
 from sparkforge.compile.jobs import Site, Unit, parse_limit
 from sparkforge.compile.ninja import BuildResult, explained
 from sparkforge.compile.toolchain import Toolchain
-from sparkforge.compile.vllm import environment as vllm_env
 from sparkforge.compile.vllm import sources as vllm_sources
 from sparkforge.compile.vllm import targets as vllm_targets
-from sparkforge.compile.vllm.environment import Interpreter
 from sparkforge.compile.vllm.sources import ExtensionSources
 from sparkforge.compile.vllm.targets import TargetTable
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError, ProcessError, UsageError
-from sparkforge.core.files import locked, sha256_file, write_atomic, write_json
+from sparkforge.core.files import DocumentError, locked, sha256_file, write_atomic, write_json
 from sparkforge.core.manifest import Made
-from sparkforge.core.process import run
+from sparkforge.core.process import run, run_unchecked
+from sparkforge.core.tables import parse_record
 
 STAGE = "vllm"
 LAYOUT = "1"  # increase it when this module makes a different build from the same inputs
@@ -53,6 +55,83 @@ OBJECT = re.compile(r"^CMakeFiles/(.+?)\.dir/(.+)$")
 CLEARED = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "CUDAFLAGS", "LDFLAGS", "CMAKE_ARGS", "PYTHONPATH", "PYTHONHOME")
 # Nothing may be downloaded that is not in pins.toml.
 OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DVLLM_TARGET_DEVICE=cuda", "-DFETCHCONTENT_FULLY_DISCONNECTED=ON")
+MINIMUM_CMAKE = (3, 26, 1)  # vLLM 0.32.0, pyproject.toml
+PROBE = """
+import importlib.util, json, sys, sysconfig
+from pathlib import Path
+facts = {"python": sys.version.split()[0], "include": sysconfig.get_path("include")}
+facts["header"] = (Path(facts["include"]) / "Python.h").is_file()
+facts["missing"] = [name for name in ("jinja2", "setuptools") if importlib.util.find_spec(name) is None]
+try:
+    import torch
+    facts |= {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+except Exception as error:
+    facts |= {"torch": "", "cuda": "", "error": repr(error)}
+print(json.dumps(facts))
+"""
+FIX = "./inv build --from source without --compile-python makes an environment that fits"
+
+
+class Facts(BaseModel):
+    """The output of PROBE."""
+
+    python: str
+    include: str
+    header: bool
+    missing: list[str]
+    torch: str
+    cuda: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A fitting interpreter, its CMake, and the versions of torch, Python and CMake."""
+
+    python: Path
+    cmake: Path
+    versions: dict[str, str]
+
+
+def examine(python: Path, stack: str) -> Interpreter:
+    """Return the versions in the environment of `python`. Raises CompileError, which names all that is missing."""
+    try:
+        lines = run([python, "-c", PROBE], fix=FIX).stdout.splitlines() or [""]
+        facts = parse_record(lines[-1], f"the answer of {python}", Facts)
+    except (ProcessError, DocumentError) as error:
+        raise CompileError(f"cannot build with {python}", str(error), FIX, code="compile.inputs") from None
+    pinned = pins.load().component(stack, "torch").version
+    problems = {
+        f"it has no torch: {facts.error}": not facts.torch,
+        f"its torch is {facts.torch} instead of {pinned}": facts.torch.partition("+")[0] not in ("", pinned),
+        f"its torch {facts.torch} is built without CUDA, which vLLM's CMake files need":
+            facts.torch and not facts.cuda,
+        f"it lacks {', '.join(facts.missing)}": facts.missing,
+    }  # fmt: skip
+    if reasons := [text for text, holds in problems.items() if holds]:
+        raise CompileError(f"cannot build with {python}", "; ".join(reasons), FIX, code="compile.inputs")
+    if not facts.header:
+        why = f"{facts.include} has no Python.h, which every extension includes"
+        fix = f"sudo apt install python{facts.python.rpartition('.')[0]}-dev"
+        raise CompileError(f"cannot build with {python}", why, fix, code="compile.toolchain")
+    cmake, version = find_cmake(python)
+    versions = {"torch": facts.torch, "built for python": facts.python, "cmake": version}
+    return Interpreter(python, cmake, versions)
+
+
+def find_cmake(python: Path) -> tuple[Path, str]:
+    """Return the CMake beside `python`, else that on PATH, and its version. Raises CompileError."""
+    rejected = []
+    for folder in (str(python.parent), None):
+        if cmake := shutil.which("cmake", path=folder):
+            version = re.search(r"(\d+)\.(\d+)\.(\d+)", run_unchecked([cmake, "--version"]).stdout)
+            if version and tuple(map(int, version.groups())) >= MINIMUM_CMAKE:
+                return Path(cmake).absolute(), version[0]
+            rejected.append(f"{cmake} is {version[0] if version else 'no CMake'}")
+    wanted = ".".join(map(str, MINIMUM_CMAKE))
+    why = f"vLLM requires {wanted}, and there is {', '.join(rejected) or 'none'}"
+    fix = f"{python} -m pip install 'cmake>={wanted},<5', or {FIX}"
+    raise CompileError("no CMake that fits", why, fix, code="compile.toolchain")
 
 
 @dataclass(frozen=True)
@@ -168,7 +247,7 @@ def prepare(request: ExtensionRequest) -> ExtensionOrder:
         failure = "cannot build vLLM"
         raise CompileError(failure, "its CMake files run `patch`", "sudo apt install patch", code="compile.toolchain")
     python = paths.typed(request.python).absolute() if request.python else environments.build_interpreter(stack, "vllm")
-    return ExtensionOrder(tuple(chosen), arch, folder, chain, vllm_env.examine(python, stack), inputs, table, limit)
+    return ExtensionOrder(tuple(chosen), arch, folder, chain, examine(python, stack), inputs, table, limit)
 
 
 def build(order: ExtensionOrder) -> BuildResult:

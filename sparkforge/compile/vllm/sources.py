@@ -145,7 +145,6 @@ def _checkout(name: str, pin: GitSource, folder: Path) -> Repository:
 
 
 def _missing_repositories(missing: Mapping[str, str], users: Mapping[str, Sequence[str]], stack: Stack) -> CompileError:
-    """Say which repositories are missing, why each is needed, and every way to get them."""
     why = "\n        ".join(
         f"{name} ({stack.git[name].tag[: trees.DIGITS]}): {reason}; needed for {', '.join(users[name])}: "
         f"{stack.git[name].why}"

@@ -5,8 +5,7 @@ from sparkforge.core import manifest
 from sparkforge.core.errors import InputError
 from sparkforge.core.files import sha256_file
 from sparkforge.models import tiny
-from sparkforge.models.tiny import Weights
-from sparkforge.models.tiny_format import Sizes, Tensor
+from sparkforge.models.tiny import Sizes, Tensor, Weights
 
 SIZES = Sizes(hidden=32, intermediate=32, layers=2, experts=2, top_k=1, heads=1, kv_heads=1)
 

@@ -11,7 +11,7 @@ from fatbins import entry, fatbin
 from invoke.program import Program
 
 import tasks
-from sparkforge.audit import cubins, elf, sass
+from sparkforge.audit import cubins, elf
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.rules import judge, load
 from sparkforge.core.errors import AuditError
@@ -178,6 +178,6 @@ def test_numbers_of_sections_and_instruction_kinds_are_limited(monkeypatch):
     monkeypatch.setattr(elf, "MOST_NAMES", 20)
     with pytest.raises(elf.CutError, match="names of its sections"):
         elf.code(cubin())
-    monkeypatch.setattr(sass, "MOST_SHAPES", 100)
+    monkeypatch.setattr(cubins, "MOST_SHAPES", 100)
     with pytest.raises(ValueError, match="kinds of instructions"):
-        sass.count([("k", b"".join(bytes([number, 1]) + bytes(14) for number in range(200)))])
+        cubins.count([("k", b"".join(bytes([number, 1]) + bytes(14) for number in range(200)))])

@@ -12,7 +12,7 @@ from sparkforge.bench.accuracy import Score
 from sparkforge.bench.baselines import AccuracyThreshold, Reference
 from sparkforge.bench.gate import Passage, passage
 from sparkforge.core.errors import UsageError
-from sparkforge.models import tiny_trained
+from sparkforge.models import tiny
 
 
 @pytest.mark.parametrize(("total", "tokens"), [(-1e9, 10), (0.0, 0), (-math.inf, 10)])
@@ -66,7 +66,7 @@ def test_upper_and_lower_limits_are_distinguished(stub, endpoint, table, passage
 )
 def test_the_tiny_model_is_compared_with_its_float32_figures(table, bits, failed):
     threshold = table.threshold("tiny-gpt-oss", "persuasion-24")
-    assert threshold.reference.weights_sha256 == hashlib.sha256(tiny_trained.FILE.read_bytes()).hexdigest()
+    assert threshold.reference.weights_sha256 == hashlib.sha256(tiny.FILE.read_bytes()).hexdigest()
     score = Score(-bits * math.log(2) * 9000, 1859, 9000)
     checks = gate.check_score(score, threshold, "")
     assert {(check.name, check.bound) for check in checks if not check.ok} == failed

@@ -6,7 +6,7 @@ import pytest
 from expected import refused
 
 from sparkforge.core.errors import InputError
-from sparkforge.models import recipes, tiny, tiny_trained
+from sparkforge.models import recipes, tiny
 
 
 def test_the_same_bytes_are_written_everywhere():
@@ -19,7 +19,7 @@ def test_the_same_bytes_are_written_everywhere():
 
 
 def test_the_recipe_has_the_sizes_of_the_file():
-    written, recipe = tiny.config(tiny_trained.sizes()), recipes.load()["tiny-gpt-oss"].config
+    written, recipe = tiny.config(tiny.sizes()), recipes.load()["tiny-gpt-oss"].config
     assert {name: written[name] for name in recipe if name != "quantization_config"} | {
         "quantization_config": {"quant_method": written["quantization_config"]["quant_method"]}
     } == recipe
@@ -38,12 +38,12 @@ TENSOR = '"x": {"dtype": %s, "shape": [2], "data_offsets": [0, %d]}'
     ],
 )  # fmt: skip
 def test_a_damaged_or_missing_file_is_told(tmp_path, monkeypatch, header):
-    monkeypatch.setattr(tiny_trained, "FILE", tmp_path / "tiny.safetensors")
-    tiny_trained._stored.cache_clear()
+    monkeypatch.setattr(tiny, "FILE", tmp_path / "tiny.safetensors")
+    tiny._stored.cache_clear()
     if header is not None:
-        tiny_trained.FILE.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+        tiny.FILE.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with refused("input.model", r"git checkout sparkforge/models/tiny\.safetensors"):
-        dict(tiny_trained.tensors())
+        dict(tiny.tensors())
     if header is None:
         assert tiny.main([str(tmp_path / "out")]) == InputError.exit_code
-    tiny_trained._stored.cache_clear()
+    tiny._stored.cache_clear()

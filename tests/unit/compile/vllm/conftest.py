@@ -11,8 +11,7 @@ from sparkforge.compile.toolchain import Toolchain
 from sparkforge.compile.vllm import build as vllm_build
 from sparkforge.compile.vllm import sources as vllm_sources
 from sparkforge.compile.vllm import targets as vllm_targets
-from sparkforge.compile.vllm.build import ExtensionOrder
-from sparkforge.compile.vllm.environment import Interpreter
+from sparkforge.compile.vllm.build import ExtensionOrder, Interpreter
 from sparkforge.pins import Pins
 
 CMAKE = """\

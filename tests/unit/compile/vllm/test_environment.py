@@ -6,7 +6,7 @@ import os
 import pytest
 from expected import refused
 
-from sparkforge.compile.vllm import environment as vllm_env
+from sparkforge.compile.vllm import build as vllm_env
 from sparkforge.compile.vllm import targets as vllm_targets
 from sparkforge.core.errors import UsageError
 
