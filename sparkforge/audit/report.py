@@ -34,8 +34,7 @@ from sparkforge.core.files import CHUNK, sha256_file, write_json
 from sparkforge.core.installed import LARGEST_RECORD, Installed, parse_record
 from sparkforge.core.paths import state
 from sparkforge.pins import verify
-from sparkforge.pins.patched import PatchedFile, load_patched
-from sparkforge.pins.verify import ImageChanges
+from sparkforge.pins.verify import ImageChanges, PatchedFile, load_patched
 from sparkforge.sources.archive import MALFORMED
 
 KINDS = re.compile(r"\.(cubin|o|so(\.\d+)*)$")

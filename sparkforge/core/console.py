@@ -46,8 +46,7 @@ _SEQUENCE = re.compile(
 class Sanitiser:
     """Removes control sequences (ECMA-48) from a text that comes in pieces, cut anywhere.
 
-    A carriage return becomes a line feed, so that the text before it stays visible. A lone surrogate becomes U+FFFD.
-    The output has no control characters except tab and line feed.
+    A carriage return becomes a line feed, so that the text before it stays visible; a lone surrogate becomes U+FFFD.
     """
 
     def __init__(self) -> None:

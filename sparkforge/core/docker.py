@@ -55,8 +55,7 @@ def explained(text: str, failure: str, fix: str) -> SparkforgeError:
 def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, fix: str = "") -> str:
     """Run `docker` in the checkout with `arguments` to its end and return what it printed on stdout.
 
-    `env` is added to ours. Raises EngineError without a docker command; after a failure, the error that `explained`
-    returns.
+    `env` is added to ours. Raises EngineError without a docker command, and after a failure as `explained`.
     """
     result = run_unchecked([program(), *arguments], cwd=paths.ROOT, env=env)
     if result.returncode:
@@ -70,10 +69,9 @@ def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = N
 def docker_logged(
     arguments: Sequence[str | Path], log: Path, update: Callable[[str], None], env: Mapping[str, str] | None = None
 ) -> None:
-    """Run a long `docker` command with its output in `log`; `update` gets the current build step.
+    """Run a long `docker` command with its output in `log`; `update` gets the current build step. Raises as `docker`.
 
-    An exception here, such as Ctrl-C, ends the command. Raises as `docker` does; for an unknown failure the fix is to
-    read the log.
+    An exception here, such as Ctrl-C, ends the command. For an unknown failure the fix is to read the log.
     """
     child = Child([program(), *arguments], log=log, env=env or {}, cwd=paths.ROOT)
     try:

@@ -182,8 +182,7 @@ def _denied(path: Path) -> tuple[str, str] | None:
 def locked(path: Path, purpose: str) -> Iterator[None]:
     """Hold an exclusive lock on `path` while inside; the kernel drops it when the process dies.
 
-    While it is held, the file names the process that holds it. Raises StorageError at once, with that process's id, if
-    another process holds it.
+    The file names the process that holds it. Raises StorageError at once, with that id, if another process does.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:

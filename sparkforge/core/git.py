@@ -1,7 +1,7 @@
 """The only way in which Sparkforge runs git: independent of the caller's repository and of git configurations.
 
-Hooks, `git rebase --exec` and `git bisect run` set GIT_DIR, GIT_INDEX_FILE and GIT_WORK_TREE, which override the folder
-in which git is started. A filter or an attributes file of the user would change what is checked out.
+Hooks, `git rebase --exec` and `git bisect run` set variables that override the folder in which git is started. A filter
+or an attributes file of the user would change what is checked out.
 """
 
 import os

@@ -24,8 +24,8 @@ def hidden(env: Mapping[str, str]) -> bool:
 def query(*fields: str, units: bool = True, env: Mapping[str, str] | None = None) -> list[dict[str, str]]:
     """Return field → text for each GPU, or for each that CUDA_VISIBLE_DEVICES in `env` names.
 
-    `units`: sizes as "143771 MiB", else as "143771".
-    Raises ProbeError if nvidia-smi is absent, fails, hangs or lists no GPU.
+    `units`: sizes as "143771 MiB", else as "143771". Raises ProbeError if nvidia-smi is absent, fails, hangs or lists
+    no GPU.
     """
     form = "csv,noheader" if units else "csv,noheader,nounits"
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", f"--format={form}"]
@@ -137,8 +137,7 @@ class GpuState:
     def fault(self) -> tuple[str, str]:
         """Return the reason for a low clock and the next command; two empty texts if the clock is in order.
 
-        A low clock is a fault only under load. A Spark's power supply can keep the clock low although the driver names
-        no reason.
+        A low clock is a fault only under load; a Spark's power supply can cause it although the driver names no reason.
         """
         slow = self.clock is not None and self.max_clock is not None and self.clock < HALF * self.max_clock
         low = slow and self.busy is not None and self.busy >= BUSY and not self.reasons & IDLE

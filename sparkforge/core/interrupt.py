@@ -44,8 +44,7 @@ def _handle(number: int, _frame: FrameType | None) -> None:
 def caught() -> Iterator[None]:
     """While inside, SIGINT raises KeyboardInterrupt, and SIGTERM and SIGHUP raise TerminatedError, in the main thread.
 
-    An ignored signal stays ignored (nohup). In other threads this does nothing: Python handles signals in the main
-    thread.
+    An ignored signal stays ignored (nohup). Other threads do nothing: Python handles signals in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

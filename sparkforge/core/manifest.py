@@ -78,9 +78,8 @@ def is_intact(manifest: Manifest, folder: Path) -> bool:
 def once(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> tuple[Manifest, bool]:
     """Have `make` write the artifact unless it exists; return its manifest and whether it was made now.
 
-    `make` gets a path beside `path` that it must create; it is renamed to `path` only when all of it is on the disk.
-    Raises what `make` raises, and StorageError while another process makes the same artifact; after an error nothing is
-    left.
+    `make` gets a path beside `path` that it must create; it is renamed only when all of it is on the disk. Raises what
+    `make` raises, with nothing left, and StorageError while another process makes the same artifact.
     """
     if (manifest := current(path, stage, inputs)) and not os.path.lexists(_aside(path)):
         return manifest, False

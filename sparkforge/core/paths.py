@@ -55,10 +55,9 @@ def as_called_here(text: str) -> str:
 
 
 def where_it_runs(advice: str, root: Path = ROOT) -> str:
-    """Return an advised command, with a remark if it must run on the host.
+    """Return an advised command, with a remark if it must run on the host: an image has no Compose files.
 
-    An image has no Compose files; the development image has `./inv`, the serving image does not. `docker compose` gets
-    the `-f` files with which the container was made.
+    `docker compose` gets the `-f` files with which the container was made.
     """
     if (root / "docker-compose.yml").exists():
         return completed(advice, "./inv up")
@@ -127,10 +126,9 @@ def _of_others(folder: Path) -> bool:
 
 
 def secure_state() -> Path:
-    """Return the state folder; create it if it is missing, and close it to other users.
+    """Return the state folder; create it if it is missing, and close it to other users, as commands trust its records.
 
-    Commands trust the records in it, such as that of the server's process. The mode of another user's folder is not
-    changed: `sparkforge.serve.record` refuses its records.
+    The mode of another user's folder is not changed: `sparkforge.serve.record` refuses its records.
     """
     folder = state()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -101,9 +101,9 @@ def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, 
 
 
 def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> int:
-    """Start `command` in a session of its own with stdout and stderr appended to `log`; return its process id.
+    """Start `command` in a session of its own, which outlives this process; return its process id.
 
-    `env` is the whole environment. The child outlives this process. Raises ProcessError if it cannot be started.
+    Its output is appended to `log`; `env` is its whole environment. Raises ProcessError if it cannot be started.
     """
     return _detached(command, log, "ab", env=dict(env), cwd=cwd).pid
 
@@ -142,9 +142,8 @@ class ProgramOutput:
 def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None = None) -> ProgramOutput:
     """Run a program that may hang for at most `seconds`; then kill its session and do not wait for it.
 
-    Output goes to files, not pipes: a process stuck in the kernel (a known way for a GPU driver to fail) cannot be
-    reaped, and reading its pipe would never end. `env` is the whole environment; None keeps ours.
-    Raises ProbeError if the program cannot be started.
+    Output goes to files: a process that is stuck in the kernel (a known way for a GPU driver to fail) never closes its
+    pipe. `env` is the whole environment; None keeps ours. Raises ProbeError if the program cannot be started.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         code = watch(command, seconds=seconds, env=env, stdout=out, stderr=err)
@@ -198,9 +197,8 @@ def ending(code: int) -> str:
 class Usage:
     """The end of a program: its exit code (-N for signal N) and its usage with that of the children it waited for.
 
-    `peak` is the kernel's own high-water mark, in bytes, of the resident size of the *largest single process* among
-    them: exact for a driver whose stages run one after another, too low where stages run in parallel. It is never
-    below the size that this process had when it started the program.
+    `peak` is the kernel's high-water mark, in bytes, of the resident size of the *largest single process* among them:
+    too low where stages run in parallel, and never below the size of this process when it started the program.
     """
 
     code: int
@@ -255,15 +253,12 @@ def started_at(pid: int) -> float | None:
 
 
 def _is_program(pid: int) -> bool:
-    """Tell whether a number, perhaps from a damaged record, can be the id of a process that we may end.
-
-    To the kernel -1 is every process of this user and 0 our own group; 1 is the system's first.
-    """
+    """Tell whether a process with this id may be ended: -1 would be all of this user's, 0 our group, 1 the system's."""
     return 1 < pid < LARGEST_PID
 
 
 def terminate_session(pid: int, *, grace: float = GRACE_SECONDS) -> None:
-    """End every process of the session that `pid` leads: SIGTERM, `grace` seconds, SIGKILL. Waits for their end.
+    """End every process of the session that `pid` leads: SIGTERM, `grace` seconds, SIGKILL; wait for that.
 
     Raises ProcessError if one of them may not be signalled; the others have ended then.
     """

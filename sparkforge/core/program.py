@@ -73,8 +73,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 def declare(error: Exception) -> SparkforgeError | None:
     """Turn an exception caused by bad input or by the machine into a SparkforgeError; return None for a bug of ours.
 
-    This is the last resort: code that reads a file or an answer should raise a more precise error. A bug keeps its
-    traceback.
+    This is the last resort: code that reads a file or an answer should raise a more precise error.
     """
     if isinstance(error, SparkforgeError):
         return error

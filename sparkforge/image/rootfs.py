@@ -44,8 +44,7 @@ from sparkforge.image import licences, packs, sbom
 from sparkforge.image.devices import CUDA, machine_of
 from sparkforge.patching import series
 from sparkforge.pins import StackImage, locks
-from sparkforge.pins.patched import load_patched
-from sparkforge.pins.verify import ImageChanges, patched_packages
+from sparkforge.pins.verify import ImageChanges, load_patched, patched_packages
 from sparkforge.plan import families
 from sparkforge.sources import bundle
 

@@ -37,8 +37,7 @@ from sparkforge.image import vulnerabilities
 from sparkforge.image.devices import CUDA, OCI_MACHINES
 from sparkforge.pins import Component as Pin
 from sparkforge.pins import Pins
-from sparkforge.pins.patched import load_patched
-from sparkforge.pins.verify import ORIGIN, WheelOrigin
+from sparkforge.pins.verify import ORIGIN, WheelOrigin, load_patched
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.sources.offline import INDEX
 

@@ -37,7 +37,7 @@ from sparkforge.core.installed import parse_record, record_digest
 from sparkforge.patching.hunks import Content, digest
 from sparkforge.patching.series import PATCHES, Queue
 from sparkforge.pins import Component, Stack
-from sparkforge.pins.patched import PatchedFile, load_patched
+from sparkforge.pins.verify import PatchedFile, load_patched
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.sources import archive, fetch
 

@@ -11,19 +11,42 @@ from typing import Literal
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
-from pydantic import Field
+from pydantic import Field, RootModel
 
 from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import DocumentError, read_json
 from sparkforge.core.installed import REINSTALL, Installed
-from sparkforge.core.tables import Record, parse_record
-from sparkforge.pins.patched import PatchedFile
+from sparkforge.core.paths import ROOT
+from sparkforge.core.tables import Record, load, parse_record
 from sparkforge.pins.table import Pins, Sha256, Text
 
+PATH = ROOT / "locks" / "patched.toml"  # not locks.LOCKS: the validator reads it where `pins.locks` is not installed
 LOCAL = "sparkforge"  # in the version of every patched wheel: 0.32.0+sparkforge.1
 ORIGIN = "patches/upstream.json"  # in its dist-info folder, beside the patches
 # FlashInfer loads modules that were compiled ahead of time from here (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
 ADDED_LATER = ("flashinfer/data/aot",)
+
+
+class PatchedFile(Record):
+    """The patched form of an upstream file: its queue (folder under patches/), and the resulting file."""
+
+    queue: Text
+    queue_sha256: Sha256
+    revision: int = Field(gt=0, strict=True)  # N of the version's +sparkforge.N
+    file: Text
+    sha256: Sha256
+    size: int = Field(gt=0, strict=True)  # bytes
+    record: Sha256 | None = None  # for a wheel: `record_digest` of its RECORD (core/installed.py)
+
+
+class PatchedLock(RootModel[dict[str, PatchedFile]]):
+    """Every patched file by upstream's file name."""
+
+
+def load_patched(path: Path | None = None) -> Mapping[str, PatchedFile]:
+    """Read the lock, by default PATH; empty if there is no file. Raises InputError."""
+    path = path or PATH
+    return load(path, PatchedLock).root if path.exists() else {}
 
 
 class PatchHash(Record):

@@ -28,7 +28,7 @@ from sparkforge.core.files import sha256_file
 from sparkforge.models import local
 from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
-from sparkforge.pins import Component, patched
+from sparkforge.pins import Component, verify
 from sparkforge.sources import fetch
 
 # Disable Hypothesis' limit of 200 ms per example, because tests must pass on busy machines.
@@ -186,7 +186,7 @@ def patched_environment(tmp_path_factory, patched_wheel):
 def patched_site(tmp_path, patched_wheel, patched_environment, monkeypatch):
     """The site-packages of a copy of that environment, in `tmp_path`/environment, and a lock with the wheel."""
     write_patched(patched_wheel.lock, tmp_path / "patched.toml")
-    monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
+    monkeypatch.setattr(verify, "PATH", tmp_path / "patched.toml")
     copied = shutil.copytree(patched_environment, tmp_path / "environment", symlinks=True)
     return next((copied / "lib").glob("python3*")) / "site-packages"
 

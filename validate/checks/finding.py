@@ -53,38 +53,27 @@ class View:
 
     def text(self, name: str) -> str:
         """A non-empty text."""
-        value = self._known(name)
-        if not isinstance(value, str) or not value:
-            raise _of_type(name, value, "text")
-        return value
+        return str(self._typed(name, "text", str, bool))
 
     def number(self, name: str) -> float:
         """A finite number, not a boolean."""
-        value = self._known(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
-            raise _of_type(name, value, "a number")
-        return float(value)
+        return float(
+            self._typed(name, "a number", (int, float), lambda value: type(value) is not bool and abs(value) < 1e18)
+        )
 
     def flag(self, name: str) -> bool:
         """A truth value."""
-        value = self._known(name)
-        if not isinstance(value, bool):
-            raise _of_type(name, value, "true or false")
-        return value
+        return bool(self._typed(name, "true or false", bool))
 
     def names(self, name: str) -> list[str]:
         """A list of texts."""
-        value = self._known(name)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise _of_type(name, value, "a list of texts")
-        return value
+        return list(
+            self._typed(name, "a list of texts", list, lambda value: all(isinstance(item, str) for item in value))
+        )
 
     def table(self, name: str) -> dict[str, Value]:
         """A table of values by name."""
-        value = self._known(name)
-        if not isinstance(value, dict):
-            raise _of_type(name, value, "a table")
-        return value
+        return dict(self._typed(name, "a table", dict))
 
     def numbers(self, name: str) -> dict[str, float]:
         """A non-empty table of numbers by name."""
@@ -116,10 +105,14 @@ class View:
             raise FactMissing(f"{name} is unknown: {fact.error} (asked: {fact.source})", fix)
         return fact
 
-    def _known(self, name: str) -> Value:
+    def _typed(
+        self, name: str, wanted: str, types: type | tuple[type, ...], fits: Callable[[Any], bool] = lambda _value: True
+    ) -> Any:
         fact = self._entry(name)
         if fact.value is None:
             raise FactMissing(f"{name} is not set (asked: {fact.source})")
+        if not isinstance(fact.value, types) or not fits(fact.value):
+            raise _of_type(name, fact.value, wanted)
         return fact.value
 
 

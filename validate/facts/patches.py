@@ -10,8 +10,7 @@ from sparkforge.core.installed import Installed
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import ProbeError
 from sparkforge.pins import verify
-from sparkforge.pins.patched import load_patched
-from sparkforge.pins.verify import ImageChanges, WheelOrigin
+from sparkforge.pins.verify import ImageChanges, WheelOrigin, load_patched
 from validate.facts.fact import Reading
 from validate.facts.target import Target, once
 

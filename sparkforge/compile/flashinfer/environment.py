@@ -19,8 +19,7 @@ from sparkforge.core.files import DocumentError, parse_json, sha256_file
 from sparkforge.core.installed import Installed
 from sparkforge.core.process import run
 from sparkforge.pins import verify
-from sparkforge.pins.patched import load_patched
-from sparkforge.pins.verify import ImageChanges
+from sparkforge.pins.verify import ImageChanges, load_patched
 from sparkforge.sources import archive
 
 # FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).

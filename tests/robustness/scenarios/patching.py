@@ -17,7 +17,7 @@ from sparkforge.core.errors import PatchError, SparkforgeError, UsageError
 from sparkforge.core.git import git
 from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
-from sparkforge.pins import patched
+from sparkforge.pins import verify
 from sparkforge.sources import fetch
 
 HEADER = """\
@@ -76,7 +76,7 @@ def _prepare(work):
     cached(NAME, wheel())
     write(work / "mine.txt", "mine")
     queue(work, "patches", "TWO")
-    patched.PATH = work / "patched.toml"  # this process belongs to the scenario
+    verify.PATH = work / "patched.toml"  # this process belongs to the scenario
 
 
 def _prepare_locked(work):
@@ -92,7 +92,7 @@ def _prepare_damaged(work):
 
 
 def _cached(work):
-    lock = patched.load_patched()[NAME]
+    lock = verify.load_patched()[NAME]
     return fetch.cached(lock.file, lock.sha256)
 
 
@@ -106,7 +106,7 @@ def _lock(work):
 
 def _judge(_work):
     """The lock is complete or absent; a patched wheel in the cache is hashed before each use."""
-    assert set(patched.load_patched()) <= {NAME}
+    assert set(verify.load_patched()) <= {NAME}
 
 
 def _is_patched(work):

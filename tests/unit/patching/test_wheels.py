@@ -22,7 +22,7 @@ from sparkforge.core.files import sha256_file
 from sparkforge.core.installed import parse_record, record_digest
 from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
-from sparkforge.pins import Component, Pins, patched, verify
+from sparkforge.pins import Component, Pins, verify
 from sparkforge.sources import bundle, fetch, offline
 
 BEFORE = {
@@ -39,7 +39,7 @@ NAME = "up-1.0-py3-none-any.whl"
 @pytest.fixture
 def world(kit, tmp_path, monkeypatch, patched_wheel):
     """The upstream `up` 1.0: a wheel and a source archive in the cache, a queue for both, and a separate lock."""
-    monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
+    monkeypatch.setattr(verify, "PATH", tmp_path / "patched.toml")
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     body = kit.diff(tmp_path / "diff", BEFORE, {**BEFORE, **PATCHED})
     body += kit.diff(tmp_path / "kernel", {"src/kernel.cu": "slow\n"}, {"src/kernel.cu": "fast\n"})
@@ -253,7 +253,7 @@ def test_a_wheel_is_made_once_and_checked_by_the_lock(world):
 def test_a_file_that_is_not_the_locked_one_is_not_kept(world):
     world.lock()
     lock = world.patched().lock
-    write_patched({**patched.load_patched(), NAME: lock.model_copy(update={"sha256": "a" * 64})})
+    write_patched({**verify.load_patched(), NAME: lock.model_copy(update={"sha256": "a" * 64})})
     with refused("patch.lock", r"a{64} is locked"):
         world.patched()
     assert [path for path in fetch.cached(lock.file, "a" * 64).parent.iterdir() if path.suffix != ".lock"] == []
@@ -263,15 +263,15 @@ def test_a_queue_that_is_not_the_locked_one_is_refused_and_locking_it_raises_the
     with refused("patch.lock", "no entry"):
         world.patched()
     world.lock()
-    first = patched.PATH.read_text()
+    first = verify.PATH.read_text()
     world.lock()
-    assert patched.PATH.read_text() == first
+    assert verify.PATH.read_text() == first
     (patch,) = world.folder.glob("*.patch")
     patch.write_text(patch.read_text().replace("LINE 5", "LINE FIVE"))
     with pytest.raises(PatchError, match=r"not patches/up-1.0"):
         world.patched()
     world.lock()
-    assert {lock.revision for lock in patched.load_patched().values()} == {2}
+    assert {lock.revision for lock in verify.load_patched().values()} == {2}
     assert "up-1.0+sparkforge.2.dist-info/METADATA" in contents(world.patched().path)
     patch.write_text(patch.read_text().replace("-line 5", "-line five"))
     with refused("patch.conflict", "does not apply"):

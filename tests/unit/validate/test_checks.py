@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sparkforge import pins
 from sparkforge.models import recipes
 from sparkforge.patching import series
-from sparkforge.pins.patched import load_patched
+from sparkforge.pins.verify import load_patched
 from sparkforge.plan import thresholds
 from sparkforge.serve import profiles
 from validate import ValidationVerdict, rehearse

@@ -20,7 +20,7 @@ from sparkforge.core import manifest
 from sparkforge.core.errors import AuditError, UsageError
 from sparkforge.core.files import sha256_file, write_json
 from sparkforge.patching import series, wheels
-from sparkforge.pins import Pins, patched
+from sparkforge.pins import Pins, verify
 
 pytestmark = pytest.mark.needs("c++")
 WHEEL = "vllm-0.32.0-cp38-abi3-manylinux_2_28_aarch64.whl"
@@ -55,7 +55,7 @@ def ready(kit, patched_wheel, small, order, tmp_path, monkeypatch):
     queue, buffer = series.Queue.load(small / "patches/vllm-0.32.0"), io.BytesIO()
     entry = wheels.make(tmp_path / WHEEL, pinned.component("spark", "vllm-wheel"), queue, 1, buffer)
     write_patched({WHEEL: entry}, tmp_path / "patched.toml")
-    monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
+    monkeypatch.setattr(verify, "PATH", tmp_path / "patched.toml")
     monkeypatch.setattr(wheels.locked, "__defaults__", (small / "patches",))
     monkeypatch.setitem(wheels.patched.__kwdefaults__, "patches", small / "patches")
 
