@@ -98,16 +98,9 @@ def _judge(
         verdict = ValidationVerdict.INCOMPLETE
     else:
         verdict = ValidationVerdict.SERVE
-    seconds = {**seconds, "checks": time.monotonic() - start}
-    return ValidationReport(
-        profile=profile.name,
-        verdict=verdict,
-        findings=findings,
-        facts=dict(facts),
-        seconds={name: round(value, 3) for name, value in seconds.items()},
-        timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
-        origin=origin,
-    )
+    rounded = {name: round(value, 3) for name, value in {**seconds, "checks": time.monotonic() - start}.items()}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return ValidationReport(profile.name, verdict, findings, dict(facts), rounded, now, origin)
 
 
 def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bool) -> Finding:

@@ -45,16 +45,11 @@ def one_line(text: str) -> str:
 def as_document(report: ValidationReport) -> dict[str, Any]:
     """The report as JSON values (docs/concepts/validation.md, "JSON report"). --facts can read it."""
     return {
-        "schema": SCHEMA,
-        "profile": report.profile,
-        "verdict": str(report.verdict),
-        "exit_code": exit_code(report),
-        "timestamp": report.timestamp,
-        "origin": report.origin,
-        "seconds": dict(report.seconds),
+        "schema": SCHEMA, "profile": report.profile, "verdict": str(report.verdict), "exit_code": exit_code(report),
+        "timestamp": report.timestamp, "origin": report.origin, "seconds": dict(report.seconds),
         "findings": [{**asdict(finding), "status": str(finding.status)} for finding in report.findings],
         "facts": as_json(report.facts),
-    }
+    }  # fmt: skip
 
 
 def exit_code(report: ValidationReport) -> int:

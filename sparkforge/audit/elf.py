@@ -44,18 +44,8 @@ MOST_SYMBOLS, MOST_ENTRIES = 1 << 20, 1 << 18
 MOST_NAMES = 1 << 27  # bytes of all names of one table: several entries may share one long name
 # AssertionError: pyelftools, on a link to a section of the wrong kind.
 MALFORMED = (
-    ELFError,
-    struct.error,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    TypeError,
-    OSError,
-    EOFError,
-    MemoryError,
-    RecursionError,
+    *(ELFError, struct.error, ValueError, LookupError, ArithmeticError, AssertionError, AttributeError, TypeError),
+    *(OSError, EOFError, MemoryError, RecursionError),
 )
 
 

@@ -16,12 +16,9 @@ INSTALL = "sudo apt install git   # then the same command again"
 # Certificates for downloads are inherited; the downloaded commit is compared with its pin.
 INHERITED_VARIABLES = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
 ENVIRONMENT = {
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_ATTR_NOSYSTEM": "1",
-    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1", "GIT_TERMINAL_PROMPT": "0",
     "GIT_ASKPASS": "true",
-}
+}  # fmt: skip
 # git reads the two files from $XDG_CONFIG_HOME/git even if no configuration names them (gitignore(5)).
 SETTINGS = ("core.autocrlf=false", "core.attributesFile=/dev/null", "core.excludesFile=/dev/null")
 

@@ -313,17 +313,14 @@ def describe(tree: Tree) -> dict[str, Any]:
     parts = [path.name.removesuffix(".dist-info").rpartition("-") for path in sorted(tree.packages.glob("*.dist-info"))]
     libraries = sorted((tree.packages / AHEAD_OF_TIME).glob("*/*.so"))
     document: dict[str, Any] = {
-        "stack": tree.stack,
-        "device": tree.device,
-        "machine": tree.machine,
-        "python": sys.version.split()[0],
+        "stack": tree.stack, "device": tree.device, "machine": tree.machine, "python": sys.version.split()[0],
         "lock": {tree.lock: hashlib.sha256(locks.lock_path(tree.lock).read_bytes()).hexdigest()},
         "packages": {canonicalize_name(name): version for name, _, version in parts},
         "patches": {queue.name: queue.sha256 for _, queue in series.queues(table, tree.stack)},
         "without licence text": list(licences.without(tree.packages)),
         **image_changes(tree).model_dump(mode="json"),
         "kernels": {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in libraries},
-    }
+    }  # fmt: skip
     # Caches of compiled code have this key, because file times cannot tell the sources of two images apart.
     document["key"] = hashlib.sha256(repr(document).encode()).hexdigest()[:16]
     return document

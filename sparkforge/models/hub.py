@@ -153,10 +153,10 @@ def digest_of(path: Path, like: str) -> str:
     return f"git:{blob.hexdigest()}"
 
 
-def fetch_and_report(repository: str, revision: str, destination: str, mirror: str, *, replace: bool = False) -> None:
+def fetch_and_report(repository: str, revision: str, to: str, mirror: str, *, replace: bool = False) -> None:
     """Fetch a checkpoint and print its source and the next command. Raises as `fetch_checkpoint` does."""
     # The default is the folder `models`, which Compose mounts.
-    target = Path(destination) if destination else paths.ROOT / "models" / repository.rpartition("/")[2]
+    target = Path(to) if to else paths.ROOT / "models" / repository.rpartition("/")[2]
     pinned = revision
     if not revision and not mirror:
         note = Note.read(paths.typed(target))
@@ -191,12 +191,7 @@ def main(command_line: list[str]) -> int:
     for flag in ("--revision", "--to", "--mirror"):
         parser.add_argument(flag, default="")
     parser.add_argument("--replace", action="store_true", help="replace files in a folder that pull did not make")
-
-    def fetch() -> None:
-        options = parser.parse_args(command_line)
-        fetch_and_report(options.repository, options.revision, options.to, options.mirror, replace=options.replace)
-
-    return exit_code(fetch)
+    return exit_code(lambda: fetch_and_report(**vars(parser.parse_args(command_line))))
 
 
 def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:

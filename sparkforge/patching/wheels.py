@@ -34,8 +34,9 @@ from sparkforge.core.console import say
 from sparkforge.core.errors import IntegrityError, PatchError, on
 from sparkforge.core.files import CHUNK, atomic_file, require_space
 from sparkforge.core.installed import parse_record, record_digest
+from sparkforge.patching import series
 from sparkforge.patching.hunks import Content, digest
-from sparkforge.patching.series import PATCHES, Queue
+from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, Stack
 from sparkforge.pins.verify import PatchedFile, load_patched
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
@@ -93,7 +94,7 @@ class PatchedWheel:
         return f"{self.package}=={self.version} --hash=sha256:{self.lock.sha256}"
 
 
-def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> PatchedWheel:
+def patched(component: Component, filename: str, *, patches: Path | None = None) -> PatchedWheel:
     """Return the patched form of `component`'s file `filename`, from the cache or made now.
 
     Raises PatchError if the queue or the result does not match `locks/patched.toml`, or a patch does not apply,
@@ -144,9 +145,10 @@ def make_stack(stack: str, machine: str, *, dry_run: bool) -> None:
             say(f"{wheel.path}: {'made' if wheel.is_new else 'unchanged'}, sha256 {wheel.lock.sha256}")
 
 
-def locked(component: Component, filename: str, patches: Path = PATCHES) -> tuple[Queue, PatchedFile]:
+def locked(component: Component, filename: str, patches: Path | None = None) -> tuple[Queue, PatchedFile]:
     """Return the queue of a file and its entry in the lock. Raises PatchError if they do not match."""
-    queue, lock = Queue.load(patches / str(component.patches)), load_patched().get(filename)
+    queue = Queue.load((patches or series.PATCHES) / str(component.patches))
+    lock = load_patched().get(filename)
     if lock is None or (lock.queue, lock.queue_sha256) != (component.patches, queue.sha256):
         why = "it has no entry there" if lock is None else f"the queue there is not patches/{component.patches}"
         raise PatchError(f"{filename} does not fit locks/patched.toml", why, RELOCK_FIX, code="patch.lock")
@@ -272,15 +274,11 @@ def _documents(
     source: Path, component: Component, queue: Queue, before: Mapping[str, Content], after: Mapping[str, Content]
 ) -> dict[str, bytes]:
     origin = {
-        "schema": SCHEMA,
-        "upstream": queue.upstream,
-        "version": component.version,
-        "filename": source.name,
-        "sha256": component.files[source.name],
-        "queue_sha256": queue.sha256,
+        "schema": SCHEMA, "upstream": queue.upstream, "version": component.version, "filename": source.name,
+        "sha256": component.files[source.name], "queue_sha256": queue.sha256,
         "patches": [{"name": patch.name, "sha256": patch.sha256} for patch in queue.patches],
         "files": {path: {"before": digest(before[path]), "after": digest(after[path])} for path in queue.paths},
-    }
+    }  # fmt: skip
     return {
         "series": "".join(f"{patch.name}\n" for patch in queue.patches).encode(),
         **{patch.name: patch.text for patch in queue.patches},

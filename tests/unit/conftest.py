@@ -183,10 +183,23 @@ def patched_environment(tmp_path_factory, patched_wheel):
 
 
 @pytest.fixture
-def patched_site(tmp_path, patched_wheel, patched_environment, monkeypatch):
-    """The site-packages of a copy of that environment, in `tmp_path`/environment, and a lock with the wheel."""
-    write_patched(patched_wheel.lock, tmp_path / "patched.toml")
+def patched_lock(tmp_path, monkeypatch):
+    """The lock of patched files, which the test writes."""
     monkeypatch.setattr(verify, "PATH", tmp_path / "patched.toml")
+    return verify.PATH
+
+
+@pytest.fixture
+def trust_file(tmp_path, monkeypatch):
+    """The requirements for images and bundles, which the test writes."""
+    monkeypatch.setattr("sparkforge.image.trust.FILE", tmp_path / "trust.toml")
+    return tmp_path / "trust.toml"
+
+
+@pytest.fixture
+def patched_site(tmp_path, patched_wheel, patched_environment, patched_lock):
+    """The site-packages of a copy of that environment, in `tmp_path`/environment, and a lock with the wheel."""
+    write_patched(patched_wheel.lock, patched_lock)
     copied = shutil.copytree(patched_environment, tmp_path / "environment", symlinks=True)
     return next((copied / "lib").glob("python3*")) / "site-packages"
 

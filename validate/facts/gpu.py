@@ -11,8 +11,7 @@ from validate.facts.fact import Reading
 from validate.facts.target import Options, Target, once
 
 SECONDS = 5.0
-SMI_FIELDS = ("name", "driver_version", "compute_cap")
-
+SMI_FIELDS = {"name": "gpu.name", "driver_version": "gpu.driver_version", "compute_cap": "gpu.compute_capability"}
 # CUdevice_attribute numbers of cuda.h: 75 COMPUTE_CAPABILITY_MAJOR, 76 _MINOR, 18 INTEGRATED.
 MAJOR, MINOR, INTEGRATED = 75, 76, 18
 
@@ -76,8 +75,7 @@ def main() -> None:
 
 
 def _smi(field: str) -> Reading:
-    names = {"name": "gpu.name", "driver_version": "gpu.driver_version", "compute_cap": "gpu.compute_capability"}
-    return Reading(names[field], f"nvidia-smi --query-gpu={field}", lambda target: nvidia_smi(target)[0][field])
+    return Reading(SMI_FIELDS[field], f"nvidia-smi --query-gpu={field}", lambda target: nvidia_smi(target)[0][field])
 
 
 def _memory(kind: str) -> Reading:

@@ -9,16 +9,10 @@ from validate.facts.target import Target
 CHILD = numerics.CHILD.with_name("layers_child.py")
 SOURCE = "two gpt-oss layers of random numbers, served by validate/facts/layers_child.py"
 NAMES = ("state", "differences", "linear", "head", "cache")
-
-
 IMPORTS = (
-    *deep.IMPORTS,
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.gpu_worker",
-    "vllm.v1.worker.gpu.model_runner",
-    "vllm.model_executor.layers.fused_moe.layer",
-    "vllm.model_executor.model_loader",
-)
+    *deep.IMPORTS, "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner",
+    "vllm.model_executor.layers.fused_moe.layer", "vllm.model_executor.model_loader",
+)  # fmt: skip
 
 
 def program(target: Target) -> Program | None:

@@ -87,32 +87,15 @@ def write_checkpoint(folder: Path, weights: Weights, size: int) -> None:
     unconverted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     config = {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "torch_dtype": "bfloat16",
-        "hidden_size": size,
-        "intermediate_size": size,
-        "num_hidden_layers": LAYERS,
-        "layer_types": kinds,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "attention_bias": True,
-        "sliding_window": WINDOW,
-        "num_local_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 131072,
-        "initial_context_length": 4096,
-        "rope_theta": 150000,
-        "rope_scaling": {**rope, "original_max_position_embeddings": 4096},
-        "rms_norm_eps": 1e-05,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "eos_token_id": 0,
-        "pad_token_id": 1,
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "bfloat16",
+        "hidden_size": size, "intermediate_size": size, "num_hidden_layers": LAYERS, "layer_types": kinds,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "attention_bias": True,
+        "sliding_window": WINDOW, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "vocab_size": VOCABULARY,
+        "max_position_embeddings": 131072, "initial_context_length": 4096, "rope_theta": 150000,
+        "rope_scaling": {**rope, "original_max_position_embeddings": 4096}, "rms_norm_eps": 1e-05, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "eos_token_id": 0, "pad_token_id": 1,
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": unconverted},
-    }
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     on_cpu = {name: tensor.cpu() for name, tensor in weights.items()}
     save_file(on_cpu, folder / "model.safetensors", metadata={"format": "pt"})

@@ -112,19 +112,12 @@ class KernelOrder:
     def inputs(self) -> dict[str, str]:
         """The inputs of the built modules, as name → hash, version or value."""
         return {
-            **self.environment.versions,
-            **self.server_variables,
-            "queue": self.environment.queue,
-            "modules": self.table.digest(self.modules),
-            "audit rules": sha256_file(audit_rules.PATH),
-            "python": self.environment.include,
-            "site-packages": str(self.environment.site_packages),
-            "nvcc": self.chain.versions["nvcc"],
-            "c++": self.chain.versions["c++"],
+            **self.environment.versions, **self.server_variables, "queue": self.environment.queue,
+            "modules": self.table.digest(self.modules), "audit rules": sha256_file(audit_rules.PATH),
+            "python": self.environment.include, "site-packages": str(self.environment.site_packages),
             "ninja": run([self.environment.ninja(self.chain), "--version"]).stdout.strip(),
-            "machine": self.chain.machine,
-            "glibc": self.chain.versions["glibc"],
-        }
+            "machine": self.chain.machine, **{name: self.chain.versions[name] for name in ("nvcc", "c++", "glibc")},
+        }  # fmt: skip
 
     @property
     def identity(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError, PatchError, ProcessError, UsageError, on
 from sparkforge.core.files import sha256_file
 from sparkforge.core.git import git
-from sparkforge.core.paths import ROOT
+from sparkforge.patching import series
 from sparkforge.patching.series import Queue
 from sparkforge.pins import GitSource, Stack
 from sparkforge.sources import archive, offline, trees
@@ -97,7 +97,7 @@ def fetch_sources(
         raise _missing_repositories(missing, users, stack)
     if checkout is not None:
         return ExtensionSources(checkout, list_checkout(checkout), None, repositories)
-    queue = Queue.load(ROOT / "patches" / str(component.patches))
+    queue = Queue.load(series.PATCHES / str(component.patches))
     return ExtensionSources(tree, archive.read_listing(tree), queue, repositories)
 
 

@@ -1,5 +1,6 @@
 """The toolchain without nvcc: scripts print the output of nvcc 13.0.88. The host compiler and its linker are real."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 from expected import refused
 
 from sparkforge.compile import toolchain
-from sparkforge.core.errors import NetworkError
+from sparkforge.core import manifest
+from sparkforge.core.files import write_json
 from sparkforge.pins import locks
 
 pytestmark = pytest.mark.needs("c++")
@@ -40,22 +42,48 @@ def recorded_cuda(home, version="13.0.88", newest=15):
     return home
 
 
+def wheels_like(folder, machine):
+    home = folder / toolchain.HOME
+    recorded_cuda(home)
+    script(folder / "bin/ninja", "")
+    for program in ("bin/ninja", f"{toolchain.HOME}/bin/ptxas", f"{toolchain.HOME}/nvvm/bin/cicc"):
+        (folder / program).write_text(f"a program for {machine}")
+    (home / "include/cuda_runtime.h").write_text(f"of the wheel for {machine}")
+    shutil.rmtree(home / "lib64")
+    (home / "lib").mkdir()
+    for name in ("libcudart.so.13", "libnvrtc.so.13", "libcublasLt.so.13", "libnvrtc-builtins.alt.so.13.0"):
+        (home / "lib" / name).touch()
+    declared = "".join(f"int {name}(int);\n" for name in ("cuInit", "cuMemAlloc_v2"))
+    text = f"#define cuMemAlloc cuMemAlloc_v2\n{declared}typedef int (*cuCallback)(int);\n"
+    (home / "include/cuda.h").write_text(text)
+    (folder / "nvidia_cuda_nvcc-13.0.88.dist-info").mkdir()
+    (folder / "nvidia_cuda_nvcc-13.0.88.dist-info/RECORD").write_text("bin/nvcc,sha256=0,1\n")
+
+
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """A PATH with this machine's GCC, a ninja and a good ccache, no CUDA, and no way to install one."""
+def installing(monkeypatch):
+    """An installation that writes the wheels' layout; returns the list of installations."""
+
+    def install(_python, name, target, machine):
+        calls.append(name)
+        wheels_like(target, machine)
+
+    calls = []
+    monkeypatch.setattr(locks, "install", install)
+    return calls
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch, installing):
+    """A PATH with this machine's GCC, a ninja and a good ccache, and no CUDA."""
     folder = tmp_path / "path"
     script(folder / "ninja", "echo 1.13.2.git.kitware.jobserver-pipe-1")
     script(folder / "ccache", "echo ccache version 4.14.2")
-    for name in ("c++", "sh"):
+    for name in ("c++", "as", "ld", "sh"):
         (folder / name).symlink_to(shutil.which(name))
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CXX", raising=False)
-
-    def no_network(_machine=""):
-        raise NetworkError("cannot install", "no network in this test", "none", code="network.fetch")
-
-    monkeypatch.setattr(toolchain, "install", no_network)
     return folder
 
 
@@ -96,16 +124,15 @@ def test_an_incomplete_cuda_is_refused_if_requested(machine, tmp_path, monkeypat
 
 
 def test_a_wrapper_leads_to_its_cuda_and_an_incomplete_one_is_skipped(machine, tmp_path, monkeypatch, capfd):
-    home, locked_one = recorded_cuda(tmp_path / "cuda"), tmp_path / "state"
+    home = recorded_cuda(tmp_path / "cuda")
     script(machine / "nvcc", f'exec {home}/bin/nvcc "$@"')
     assert (toolchain.find().home, toolchain.find().origin) == (home, "PATH")
     (home / "include/nvrtc.h").unlink()
-    recorded_cuda(locked_one / toolchain.HOME)
-    monkeypatch.setattr(toolchain, "install", lambda _machine: (locked_one, False))
-    assert toolchain.find().origin == "locked wheels"
+    chain = toolchain.find()
+    assert chain.origin == "locked wheels"
     assert "is skipped" in capfd.readouterr().err
-    (locked_one / toolchain.HOME / "bin/ptxas").unlink()
-    with refused("compile.toolchain", f"no longer complete .*lacks bin/ptxas · rm -r {locked_one} "):
+    (chain.home / "bin/ptxas").unlink()
+    with refused("compile.toolchain", f"no longer complete .*lacks bin/ptxas · rm -r {toolchain.install()[0]} "):
         toolchain.find()
 
 
@@ -146,8 +173,7 @@ def test_a_newer_compiler_beside_an_old_default_is_found(machine, tmp_path):
 
 def test_a_ccache_that_cannot_cache_these_units_is_not_taken(machine):
     script(machine / "ccache", "echo ccache version 4.7.5")
-    with refused("network.fetch", "no network"):
-        toolchain.helper("ccache")
+    assert toolchain.helper("ccache") == toolchain.install()[0] / "bin/ccache"
     assert toolchain.helper("ninja") == machine / "ninja"
 
 
@@ -158,47 +184,13 @@ def test_programs_are_looked_for_one_by_one(machine, tmp_path, monkeypatch):
     script(machine / "cuobjdump", "")
     assert toolchain.program("ptxas") == home / "bin/ptxas"
     assert toolchain.program("cuobjdump") == machine / "cuobjdump"
-    monkeypatch.setattr(toolchain, "install", lambda: (tmp_path / "state", False))
     with refused("compile.toolchain", "there is no nvdisasm"):
         toolchain.program("nvdisasm")
-    reader = script(tmp_path / "state" / toolchain.HOME / "bin/nvdisasm", "")
+    reader = script(toolchain.install()[0] / toolchain.HOME / "bin/nvdisasm", "")
     assert toolchain.program("nvdisasm") == reader
 
 
-def wheels_like(folder, machine):
-    home = folder / toolchain.HOME
-    recorded_cuda(home)
-    script(folder / "bin/ninja", "")
-    for program in ("bin/ninja", f"{toolchain.HOME}/bin/ptxas", f"{toolchain.HOME}/nvvm/bin/cicc"):
-        (folder / program).write_text(f"a program for {machine}")
-    (home / "include/cuda_runtime.h").write_text(f"of the wheel for {machine}")
-    shutil.rmtree(home / "lib64")
-    (home / "lib").mkdir()
-    for name in ("libcudart.so.13", "libnvrtc.so.13", "libcublasLt.so.13", "libnvrtc-builtins.alt.so.13.0"):
-        (home / "lib" / name).touch()
-    declared = "".join(f"int {name}(int);\n" for name in ("cuInit", "cuMemAlloc_v2"))
-    text = f"#define cuMemAlloc cuMemAlloc_v2\n{declared}typedef int (*cuCallback)(int);\n"
-    (home / "include/cuda.h").write_text(text)
-    (folder / "nvidia_cuda_nvcc-13.0.88.dist-info").mkdir()
-    (folder / "nvidia_cuda_nvcc-13.0.88.dist-info/RECORD").write_text("bin/nvcc,sha256=0,1\n")
-
-
-@pytest.fixture
-def installing(tmp_path, monkeypatch):
-    """A lock whose installation writes the wheels' layout; returns the list of installations."""
-    monkeypatch.setattr(locks, "LOCKS", tmp_path)
-    (tmp_path / "toolchain.txt").write_text("one\n")
-    calls = []
-
-    def install(_python, name, target, machine):
-        calls.append(name)
-        wheels_like(target, machine)
-
-    monkeypatch.setattr(locks, "install", install)
-    return calls
-
-
-def test_the_locked_wheels_become_a_whole_cuda_home_once(installing, tmp_path):
+def test_the_locked_wheels_become_a_whole_cuda_home_once(installing):
     folder, is_new = toolchain.install()
     home = folder / toolchain.HOME
     assert is_new
@@ -207,7 +199,8 @@ def test_the_locked_wheels_become_a_whole_cuda_home_once(installing, tmp_path):
     assert (home / "lib64/libnvrtc-builtins.alt.so").resolve().name == "libnvrtc-builtins.alt.so.13.0"
     assert toolchain.install() == (folder, False)
     assert installing == ["toolchain"]
-    (tmp_path / "toolchain.txt").write_text("two\n")
+    record = json.loads(manifest.beside(folder).read_text())
+    write_json(manifest.beside(folder), {**record, "inputs": {**record["inputs"], "lock": "another"}})
     assert toolchain.install() == (folder, True)
 
 

@@ -103,9 +103,13 @@ def test_the_stamp_is_written_after_the_environment_is_on_the_disk(tmp_path, mon
     """If uv refuses, pip installs the packages."""
     venv, lock, events = tmp_path / ".venv", tmp_path / "tools.txt", []
     lock.write_text("uv==1 \\\n    --hash=sha256:1\nother==2 \\\n    --hash=sha256:2\n")
-    monkeypatch.setattr(bootstrap, "uv_variables", lambda _python: {})
-    monkeypatch.setattr(bootstrap, "run", lambda command, _: events.append(command[2]))
-    monkeypatch.setattr(bootstrap, "attempt", lambda command, _: events.append(command[2]) or refused)
+
+    def run(command, **_):
+        if "config" not in command:
+            events.append(command[2])
+        return subprocess.CompletedProcess(command, bool(refused) and command[2] == "uv", "", refused)
+
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(bootstrap.os, "sync", lambda: events.append(("sync", bootstrap.is_complete(venv, lock))))
     bootstrap.make(venv, lock)
     assert events == ["venv", "pip", "uv", *(["pip"] if refused else []), ("sync", False)]

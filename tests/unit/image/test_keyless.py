@@ -29,17 +29,14 @@ def sigstore():
 
 
 @pytest.fixture
-def demand(tmp_path, monkeypatch, sigstore):
-    path = tmp_path / "trust.toml"
-    monkeypatch.setattr(trust, "FILE", path)
-
+def demand(tmp_path, trust_file, sigstore):
     def demand(root=None, identity=WORKFLOW, issuer=ISSUER, **images):
         (tmp_path / "root.json").write_text(sigstore.trusted_root() if root is None else root)
         lines = {"identity": identity, "issuer": issuer, "trusted_root": "root.json"}
         rows = ["schema = 1", "[identities.release]", *(f"{key} = {json.dumps(text)}" for key, text in lines.items())]
         rows += ["[images]", *(f"{key} = {json.dumps(value)}" for key, value in {"demand": ALL, **images}.items())]
-        path.write_text("\n".join(rows))
-        path.chmod(0o600)
+        trust_file.write_text("\n".join(rows))
+        trust_file.chmod(0o600)
 
     return demand
 

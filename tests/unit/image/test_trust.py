@@ -24,17 +24,14 @@ ALL = ("signature", "provenance", "sbom")
 
 
 @pytest.fixture
-def demand(tmp_path, monkeypatch):
-    path = tmp_path / "trust.toml"
-    monkeypatch.setattr(trust, "FILE", path)
-
+def demand(trust_file):
     def demand(*things, lab=LAB, office=None, **images):
         images = [f"{name} = {json.dumps(value)}" for name, value in {"demand": list(things or ALL), **images}.items()]
         keys = [f'[keys.{name}]\npublic = """{signing.public_text(key)}"""' for name, key in
                 {"lab": lab, "office": office}.items() if key]  # fmt: skip
-        path.write_text("\n".join(["schema = 1", *keys, "[images]", *images]))
-        path.chmod(0o600)
-        return path
+        trust_file.write_text("\n".join(["schema = 1", *keys, "[images]", *images]))
+        trust_file.chmod(0o600)
+        return trust_file
 
     return demand
 

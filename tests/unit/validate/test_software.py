@@ -50,12 +50,10 @@ def compiled(path, body):
     [("size_t cudnnGetVersion(void) { return 92000; }", "9.20.0", ""),
      ("size_t cudnnGetVersion(void) { return 91302; }", "9.13.2", ""),
      ("size_t cudnnGetVersion(void) { abort(); }", None, "killed by signal 6"),
-     ("size_t other(void) { return 0; }", None, "cudnnGetVersion"),
-     ("size_t cudnnGetVersion(void) { for (;;) pause(); }", None, "did not answer within 1 s")],
-    ids=["new", "old", "crashes", "cut", "hangs"],
+     ("size_t other(void) { return 0; }", None, "cudnnGetVersion")],
+    ids=["new", "old", "crashes", "cut"],
 )  # fmt: skip
-def test_cudnn_is_loaded_and_asked(target, site, install, monkeypatch, body, value, error):
-    monkeypatch.setattr(software, "SECONDS", 1.0 if "pause" in body else software.SECONDS)
+def test_cudnn_is_loaded_and_asked(target, site, install, body, value, error):
     install(site, "nvidia_cudnn_cu13", "9.99.0.48")  # metadata does not count
     compiled(site / CUDNN, body)
     facts = fact("cudnn.version", target(python=site.parent / "python"))

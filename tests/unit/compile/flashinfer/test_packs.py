@@ -24,9 +24,8 @@ REQUEST = KernelRequest("spark")
 
 
 @pytest.fixture
-def world(site, tmp_path, monkeypatch):
+def world(site, tmp_path, monkeypatch, trust_file):
     """The small FlashInfer with its kernels built, and a signing key; state and trust.toml are in tmp_path."""
-    monkeypatch.setattr(trust, "FILE", tmp_path / "trust.toml")
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     monkeypatch.setattr(build, "prepare", lambda _request: site.order)
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

@@ -8,10 +8,10 @@ import pytest
 
 from sparkforge import pins
 from sparkforge.compile.toolchain import Toolchain
-from sparkforge.compile.vllm import build as vllm_build
 from sparkforge.compile.vllm import sources as vllm_sources
 from sparkforge.compile.vllm import targets as vllm_targets
 from sparkforge.compile.vllm.build import ExtensionOrder, Interpreter
+from sparkforge.patching import series
 from sparkforge.pins import Pins
 
 CMAKE = """\
@@ -46,7 +46,7 @@ def small(kit, tmp_path, monkeypatch):
     unit = {"csrc/spinloop.cpp": files["csrc/spinloop.cpp"]}
     patched = {name: text.replace("ANSWER;", "ANSWER + 1;") for name, text in unit.items()}
     kit.write_queue(tmp_path / "root/patches/vllm-0.32.0", kit.diff(tmp_path / "diff", unit, patched))
-    monkeypatch.setattr(vllm_sources, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(series, "PATCHES", tmp_path / "root/patches")
     for name in [source.variable for source in vllm_targets.load("0.32.0").repositories.values()]:
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "root"
@@ -65,7 +65,6 @@ def order(small, tmp_path, monkeypatch):
     chain = Toolchain(tmp_path, "test", *(Path(shutil.which(name)) for name in ("c++", "ninja")), launcher, versions)
     torch = {"torch": "2.13.0", "built for python": "3", "cmake": "3"}
     interpreter = Interpreter(Path(sys.executable), Path(shutil.which("cmake")), torch)
-    monkeypatch.setattr(vllm_build, "CLEARED", (*vllm_build.CLEARED, "CUDAHOSTCXX"))
 
     def make(*targets, **changes):
         sources = vllm_sources.fetch_sources(table, targets, None, "spark")

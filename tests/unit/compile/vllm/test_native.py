@@ -13,6 +13,7 @@ from invoke.program import Program
 
 import tasks
 from lab.patches.lock import write_patched
+from sparkforge import pins
 from sparkforge.compile import stages as build
 from sparkforge.compile.stages import BuildRequest
 from sparkforge.compile.vllm import overlay as vllm_overlay
@@ -20,7 +21,7 @@ from sparkforge.core import manifest
 from sparkforge.core.errors import AuditError, UsageError
 from sparkforge.core.files import sha256_file, write_json
 from sparkforge.patching import series, wheels
-from sparkforge.pins import Pins, verify
+from sparkforge.pins import Component, StackImage
 
 pytestmark = pytest.mark.needs("c++")
 WHEEL = "vllm-0.32.0-cp38-abi3-manylinux_2_28_aarch64.whl"
@@ -34,7 +35,7 @@ def library(path, text):
 
 
 @pytest.fixture
-def ready(kit, patched_wheel, small, order, tmp_path, monkeypatch):
+def ready(kit, patched_wheel, small, order, patched_lock, tmp_path, monkeypatch):
     """Pin a wheel with one library and the file that the queue patches; replace the compiled kernels."""
     from .conftest import UNIT
 
@@ -45,19 +46,13 @@ def ready(kit, patched_wheel, small, order, tmp_path, monkeypatch):
     wheel = {"version": "0.32.0", "kind": "wheel", "package": "vllm", "licence": "Apache-2.0", "why": "test",
              "patches": "vllm-0.32.0",
              "files": {WHEEL: {"sha256": kit.seed(WHEEL, built.read_bytes()), "size": "unknown"}}}  # fmt: skip
-    table = vllm_overlay.pins.load().model_dump(by_alias=True)
-    table["stacks"]["spark"]["components"]["vllm-wheel"] = wheel
-    tiny = {"device": "cpu", "locks": {"x86_64": "l"}}
-    table["stacks"]["tiny"] = {**table["stacks"]["spark"], "image": tiny, "git": {}}
-    table["stacks"]["spark"]["git"] = {}  # the small vLLM fetches nothing
-    pinned = Pins.model_validate(table)
-    monkeypatch.setattr(vllm_overlay.pins, "load", lambda: pinned)
-    queue, buffer = series.Queue.load(small / "patches/vllm-0.32.0"), io.BytesIO()
-    entry = wheels.make(tmp_path / WHEEL, pinned.component("spark", "vllm-wheel"), queue, 1, buffer)
-    write_patched({WHEEL: entry}, tmp_path / "patched.toml")
-    monkeypatch.setattr(verify, "PATH", tmp_path / "patched.toml")
-    monkeypatch.setattr(wheels.locked, "__defaults__", (small / "patches",))
-    monkeypatch.setitem(wheels.patched.__kwdefaults__, "patches", small / "patches")
+    stacks = pins.load().stacks
+    stacks["spark"].components["vllm-wheel"] = component = Component(**wheel)
+    stacks["spark"].git.clear()  # the small vLLM fetches nothing
+    stacks["tiny"] = stacks["spark"].model_copy(update={"image": StackImage(device="cpu", locks={"x86_64": "l"})})
+    queue = series.Queue.load(small / "patches/vllm-0.32.0")
+    entry = wheels.make(tmp_path / WHEEL, component, queue, 1, io.BytesIO())
+    write_patched({WHEEL: entry}, patched_lock)
 
     def build_kernels(request):
         assert request.stack == "spark"
