@@ -176,13 +176,12 @@ def test_a_unit_that_cannot_fit_stops_the_build_before_it_starts(tmp_path):
 
 
 def test_missing_memory_is_waited_for_and_then_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "PATIENCE", 0.3)
-    monkeypatch.setattr(jobs, "SAMPLE", 0.05)
+    monkeypatch.setattr(jobs, "PATIENCE", 3 * jobs.SAMPLE)
     known = costs(2 * GIB, GIB)
     plan, commands = schedule(known, 2 * GIB), [holding(1, 0), holding(1, 0)]
     with refused("compile.memory", "u0"):
         go(plan, commands, tmp_path, machine=lambda: Machine(RESERVE + GIB, 4))
-    sizes = itertools.chain([GIB] * 3, itertools.repeat(3 * GIB))
+    sizes = itertools.chain([GIB] * 2, itertools.repeat(3 * GIB))
     report, _ = go(plan, commands, tmp_path, machine=lambda: Machine(RESERVE + next(sizes), 4))
     assert len(report.units) == 2
 

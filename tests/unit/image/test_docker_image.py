@@ -92,9 +92,8 @@ def test_a_broken_manifest_or_audit_is_a_named_error_and_nothing_is_left(fake_en
             verify()
 
 
-def test_a_first_build_without_room_or_buildx_is_refused(fake_engine, docker_command, monkeypatch, tmp_path):
-    monkeypatch.setattr(docker_image, "CPU_BYTES", 10**18)
-    fake_engine.info["DockerRootDir"] = str(tmp_path)
+def test_a_first_build_without_room_or_buildx_is_refused(fake_engine, docker_command):
+    fake_engine.info["DockerRootDir"] = "/proc"  # has no room at all
     images = []
     fake_engine.routes["GET /images/json"] = lambda query: (200, images)
     docker_command.answers("buildx version", out="github.com/docker/buildx 0.13.1\n")

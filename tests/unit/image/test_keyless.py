@@ -134,9 +134,7 @@ def test_a_bundle_that_was_changed_is_refused(image, sigstore, demand, change):
         trust.require(None, image, STACK)
 
 
-def test_another_kind_another_image_and_a_signature_after_the_certificate_ended_are_refused(
-    image, sigstore, demand, monkeypatch
-):
+def test_another_kind_another_image_and_a_signature_after_the_certificate_ended_are_refused(image, sigstore, demand):
     demand()
     attach(image, bundles(image, sigstore, kind="application/json"))
     with refused("integrity.signature", "release signed another kind, application/json"):
@@ -144,16 +142,18 @@ def test_another_kind_another_image_and_a_signature_after_the_certificate_ended_
     attach(image, bundles(image, sigstore, subject=[("x", f"sha256:{'0' * 64}")]))
     with refused("integrity.signature", "about another digest"):
         trust.require(None, image, STACK)
-    other = Instance()
-    monkeypatch.setattr(other, "_builder", lambda *args: Instance._builder(other, *args[:2], late(args[2])))
+    other = Late()
     demand(root=other.trusted_root())
     attach(image, bundles(image, other))
     with refused("integrity.signature", "no accepted identity signed a Sigstore bundle"):
         trust.require(None, image, STACK)
 
 
-def late(until):
-    return min(until, sigstore_instance.NOW + dt.timedelta(seconds=30))
+class Late(Instance):
+    """A Sigstore whose certificates end before the log's entry is made."""
+
+    def _builder(self, issuer, subject, until):
+        return super()._builder(issuer, subject, min(until, sigstore_instance.NOW + dt.timedelta(seconds=30)))
 
 
 def test_invalid_bundles_are_refused(image, demand):

@@ -39,7 +39,6 @@ NAME = "up-1.0-py3-none-any.whl"
 @pytest.fixture
 def world(kit, tmp_path, monkeypatch, patched_wheel, patched_lock):
     """The upstream `up` 1.0: a wheel and a source archive in the cache, a queue for both, and a separate lock."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     body = kit.diff(tmp_path / "diff", BEFORE, {**BEFORE, **PATCHED})
     body += kit.diff(tmp_path / "kernel", {"src/kernel.cu": "slow\n"}, {"src/kernel.cu": "fast\n"})
     folder = kit.write_queue(tmp_path / "patches" / "up-1.0", body)

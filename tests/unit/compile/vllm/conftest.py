@@ -59,7 +59,10 @@ def order(small, tmp_path, monkeypatch):
     launcher.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/compiled\nexec "$@"\n')
     launcher.chmod(0o755)
     # The libraries have no GPU code, so CUDA's tools must not run; if one does, it fails.
-    monkeypatch.setattr("sparkforge.compile.toolchain.program", lambda name: Path("/bin/false"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "no-cuda"))
+    (tmp_path / "no-cuda/bin").mkdir(parents=True)
+    for name in ("cuobjdump", "nvdisasm"):
+        (tmp_path / "no-cuda/bin" / name).symlink_to("/bin/false")
     table = vllm_targets.load("0.32.0")
     versions = {"nvcc": "13.0.88", "c++": "12.2.0", "ninja": "1", "ccache": "none"}
     chain = Toolchain(tmp_path, "test", *(Path(shutil.which(name)) for name in ("c++", "ninja")), launcher, versions)
