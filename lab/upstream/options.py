@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lab.upstream.effect import Column, Effect, Observation
 from lab.upstream.python import LARGEST, parse, statements_of
-from sparkforge.compile.flashinfer.environment import COMPILER_VARIABLES
+from sparkforge.compile.flashinfer.build import COMPILER_VARIABLES
 from sparkforge.compile.flashinfer.sets import KernelTable
 from sparkforge.core.files import read_bytes
 from sparkforge.patching.series import Queue
@@ -25,7 +25,7 @@ KERNEL_VARIABLES = (
     "FLASHINFER_CUDA_ARCH_LIST",
     "FLASHINFER_WORKSPACE_BASE",
     *COMPILER_VARIABLES,
-)  # compile/flashinfer/environment.py
+)  # compile/flashinfer/build.py
 
 
 def check_server(

@@ -314,8 +314,8 @@ def image_sbom(
     from sparkforge.image import inspect, vulnerabilities
 
     chosen = chosen_stack(stack)
-    with inspect.opened(chosen, image_path(image)) as (client, opened):
-        text = (inspect.licence_report if licences else inspect.bill)(client, opened, chosen)
+    with inspect.opened(chosen, image_path(image)) as opened:
+        text = (inspect.licence_report if licences else inspect.bill)(opened, chosen)
     if check_vulnerabilities:
         vulnerabilities.check(text, Path(caller_path(check_vulnerabilities)))
         return

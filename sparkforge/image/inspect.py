@@ -112,41 +112,40 @@ def ready_to_build(stack: str) -> list[str | Path]:
     return docker_compose.compose("--progress", "plain", "build")
 
 
-def made_from(client: docker.DockerClient | None, image: Any, stack: str) -> dict[str, Any]:
+def made_from(image: Any, stack: str) -> dict[str, Any]:
     """Return an image's source.json, which names its commit and context; empty if the image has none."""
-    return _parsed(_read(client, image, SOURCE_LABEL, stack), Source) if SOURCE_LABEL in labels(image.attrs) else {}
+    return _parsed(_read(image, SOURCE_LABEL, stack), Source) if SOURCE_LABEL in labels(image.attrs) else {}
 
 
 @contextmanager
-def opened(stack: str, name: str) -> Iterator[tuple[docker.DockerClient | None, Any]]:
+def opened(stack: str, name: str) -> Iterator[Any]:
     """Open a stack's image, or the image `name`, in the engine; if `name` is a path, the image in that OCI layout.
 
-    Yields the engine's client (None for a layout) and the image. Raises EngineError, IntegrityError.
+    Raises EngineError, IntegrityError.
     """
     if name.startswith("/"):
-        yield None, oci.LayoutImage(Path(name))
+        yield oci.LayoutImage(Path(name))
         return
     with engine.connected() as client:
         name = name or docker_compose.resolve(docker_compose.variables(stack)).image
-        yield client, engine.image(client, name, build_command(stack))
+        yield engine.image(client, name, build_command(stack))
 
 
-def bill(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
+def bill(image: Any, stack: str) -> bytes:
     """Return an image's bill of materials, checked against the hash in its manifest. Raises IntegrityError."""
-    text = _listed(client, image, stack, _path(image, SBOM_LABEL, stack), "bill of materials")
+    text = _listed(image, stack, _path(image, SBOM_LABEL, stack), "bill of materials")
     _parsed(text, Bill)
     return text
 
 
-def licence_report(client: docker.DockerClient | None, image: Any, stack: str) -> bytes:
+def licence_report(image: Any, stack: str) -> bytes:
     """Return the licences of an image's packages, with their texts. Raises IntegrityError, EngineError."""
-    return _listed(client, image, stack, LICENCES, "licence report")
+    return _listed(image, stack, LICENCES, "licence report")
 
 
-def _listed(client: docker.DockerClient | None, image: Any, stack: str, path: str, what: str) -> bytes:
+def _listed(image: Any, stack: str, path: str, what: str) -> bytes:
     """Return a file of an image after comparing its hash with the image's manifest. Raises IntegrityError."""
-    document = manifest(client, image, stack)
-    text = _file(client, image, path, stack)
+    document, text = manifest(image, stack), _file(image, path, stack)
     if hashlib.sha256(text).hexdigest() not in dict(document.get("sbom") or {}).values():
         why = "its sha256 is not the one in the image's manifest"
         raise IntegrityError(f"the {what} is refused", why, build_command(stack), code="integrity.image")
@@ -160,10 +159,10 @@ def verify(stack: str, name: str, expected: Expected) -> None:
     `expected` takes the image's processor (amd64, arm64) and returns the hashes of this checkout: a key of
     COMPARED → name of a queue or a lock → its sha256. Raises IntegrityError with every difference.
     """
-    with opened(stack, name) as (client, image):
+    with opened(stack, name) as image:
         echo("\n".join(lines(image.attrs)))
-        document = manifest(client, image, stack)
-        if source := made_from(client, image, stack):
+        document = manifest(image, stack)
+        if source := made_from(image, stack):
             revision = source.get("revision")
             commit = f"commit {revision} by {source.get('from')}" if revision else "no commit: the context had no git"
             echo(f"  source     {commit}; context sha256 {source.get('tree')}")
@@ -173,7 +172,7 @@ def verify(stack: str, name: str, expected: Expected) -> None:
                 hashes = ", ".join(f"{name} {_short(str(digest))}" for name, digest in value.items()) or "none"
                 text = hashes if len(value) <= 10 else f"{len(value)} entries"
             echo(f"  {key:<10} {text}")
-        document, audit = require_ours(client, image, stack, expected)
+        document, audit = require_ours(image, stack, expected)
     queues, kernels = ", ".join(sorted(document["patches"] or {})), len(document.get("kernels") or {})
     claims = f"{queues} and every lock as in this checkout, {kernels} compiled modules of FlashInfer"
     audited = f"{audit['files']} files hashed, {len(_code(audit))} read for machine code"
@@ -181,11 +180,9 @@ def verify(stack: str, name: str, expected: Expected) -> None:
     say(f"{image.short_id} claims, by its own manifest: {claims}; audited in the build: {audited}. {proof}")
 
 
-def require_ours(
-    client: docker.DockerClient | None, image: Any, stack: str, expected: Expected
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def require_ours(image: Any, stack: str, expected: Expected) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an image's manifest and audit. Raises IntegrityError with every difference from this checkout."""
-    text, report = (_read(client, image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
+    text, report = (_read(image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
     document = _parsed(text, Manifest)
     wanted = expected(str(image.attrs.get("Architecture", "")))
     if problems := [*differences(document, wanted), *unaudited(document, report)]:
@@ -194,10 +191,10 @@ def require_ours(
     return document, _parsed(report, Audit)
 
 
-def manifest(client: docker.DockerClient | None, image: Any, stack: str = "") -> dict[str, Any]:
+def manifest(image: Any, stack: str = "") -> dict[str, Any]:
     """Return the manifest in an image. Raises IntegrityError if this project did not build it, EngineError."""
     stack = stack or labels(image.attrs).get("org.sparkforge.stack", "")
-    return _parsed(_read(client, image, MANIFEST_LABEL, stack), Manifest)
+    return _parsed(_read(image, MANIFEST_LABEL, stack), Manifest)
 
 
 def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -252,8 +249,8 @@ def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
         raise EngineError(failure, why, fix, code="engine.failed") from error
 
 
-def _read(client: docker.DockerClient | None, image: Any, label: str, stack: str) -> bytes:
-    return _file(client, image, _path(image, label, stack), stack)
+def _read(image: Any, label: str, stack: str) -> bytes:
+    return _file(image, _path(image, label, stack), stack)
 
 
 def _path(image: Any, label: str, stack: str) -> str:
@@ -264,14 +261,15 @@ def _path(image: Any, label: str, stack: str) -> str:
     raise IntegrityError(failure, why, build_command(stack), code="integrity.image")
 
 
-def _file(client: docker.DockerClient | None, image: Any, path: str, stack: str) -> bytes:
-    if client is None:
-        return bytes(image.read(path))
+def _file(image: Any, path: str, stack: str) -> bytes:
+    if isinstance(image, oci.LayoutImage):
+        return image.read(path)
+    api = image.client.api
     # The containerd store unpacks an image for another platform only now: 63 s for a Spark's on x86-64.
-    client.api.timeout = engine.UNPACK_SECONDS
-    container = client.api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]
+    api.timeout = engine.UNPACK_SECONDS
+    container = api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]
     try:
-        stream, _ = client.api.get_archive(container, path)
+        stream, _ = api.get_archive(container, path)
         with tarfile.open(fileobj=io.BytesIO(_joined(stream))) as archive:
             member = archive.extractfile(archive.getmembers()[0])
             return member.read() if member else b""
@@ -279,7 +277,7 @@ def _file(client: docker.DockerClient | None, image: Any, path: str, stack: str)
         failure = f"cannot read {path[:200]} of the image"
         raise EngineError(failure, str(error), build_command(stack), code="engine.failed") from error
     finally:
-        client.api.remove_container(container, v=True, force=True)
+        api.remove_container(container, v=True, force=True)
 
 
 def _joined(stream: Iterable[bytes]) -> bytes:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import docker
 from pydantic import AliasPath, BaseModel, Field
 
 from sparkforge.core.files import parse_json
@@ -63,15 +62,13 @@ def statement(subjects: list[tuple[str, Digest]], kind: str, predicate: Mapping[
     return {"_type": STATEMENT, "subject": subject, "predicateType": kind, "predicate": predicate}
 
 
-def predicate(
-    client: docker.DockerClient | None, image: Any, stack: str, manifest: Mapping[str, Any], builder: str = OWN_BUILD
-) -> dict[str, Any]:
+def predicate(image: Any, stack: str, manifest: Mapping[str, Any], builder: str = OWN_BUILD) -> dict[str, Any]:
     """Return SLSA's predicate for an image with this `manifest`. Raises IntegrityError, EngineError."""
-    labels, source = inspect.labels(image.attrs), inspect.made_from(client, image, stack)
+    labels, source = inspect.labels(image.attrs), inspect.made_from(image, stack)
     revision = labels.get(REVISION_LABEL, "")
     if revision.startswith("unknown") or not revision:  # the build set no label: source.json may name the commit
         revision = str(source.get("revision", ""))
-    bill = inspect.bill(client, image, stack) if inspect.SBOM_LABEL in labels else b"{}"
+    bill = inspect.bill(image, stack) if inspect.SBOM_LABEL in labels else b"{}"
     return {
         "buildDefinition": {
             "buildType": BUILD_TYPE,

@@ -39,7 +39,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected) -> None:
     with engine.connected() as client:
         name = name or docker_compose.resolve(docker_compose.variables(stack)).image
         image = engine.image(client, name, build_command(stack))
-        manifest, _ = inspect.require_ours(client, image, stack, expected)
+        manifest, _ = inspect.require_ours(image, stack, expected)
         tag = versions.own_name(versions.version(manifest), image.id)
         reference = f"{repository}:{tag}"
         known = _digest(image, repository)
@@ -94,11 +94,11 @@ def pull(stack: str, reference: str, expected: Expected) -> None:
         with engine.connected() as client:
             here = engine.read(client).platform
             image = engine.require_image(client, reference, here, build_command(stack))
-            manifest, _ = inspect.require_ours(client, image, stack, expected)
+            manifest, _ = inspect.require_ours(image, stack, expected)
             _require_stack(image, manifest, stack)
-            evidence = trust.require(client, image, stack, reference.partition("@")[0])
+            evidence = trust.require(image, stack, reference.partition("@")[0])
             name = docker_compose.resolve(docker_compose.variables(stack)).image
-            version = versions.move_tags(client, image, name)
+            version = versions.move_tags(image, name)
             trust.accept(stack, evidence)
     except BaseException:
         if not was_local:

@@ -26,8 +26,7 @@ from sparkforge import environments, pins
 from sparkforge.audit import report as audit_report
 from sparkforge.audit.report import AuditedWheel, audit_installed
 from sparkforge.compile import toolchain
-from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
-from sparkforge.compile.flashinfer.environment import AHEAD_OF_TIME
+from sparkforge.compile.flashinfer.build import AHEAD_OF_TIME, KernelRequest, build_kernels
 from sparkforge.compile.jobs import parse_limit
 from sparkforge.compile.stages import require_way
 from sparkforge.compile.vllm import overlay as vllm_overlay

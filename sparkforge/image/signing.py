@@ -202,10 +202,10 @@ def sign(stack: str, name: str, expected: Expected, key_file: Path, builder: str
     Raises StorageError for the key, IntegrityError for an image of another checkout, EngineError.
     """
     key = private_key(key_file)
-    with inspect.opened(stack, name) as (client, image):
-        manifest, _ = inspect.require_ours(client, image, stack, expected)
-        predicate = provenance.predicate(client, image, stack, manifest, builder or provenance.OWN_BUILD)
-        bill = parse_json(inspect.bill(client, image, stack), "the bill of materials")
+    with inspect.opened(stack, name) as image:
+        manifest, _ = inspect.require_ours(image, stack, expected)
+        predicate = provenance.predicate(image, stack, manifest, builder or provenance.OWN_BUILD)
+        bill = parse_json(inspect.bill(image, stack), "the bill of materials")
         named = digests(image)
     statements = [
         signed(provenance.statement(named, kind, content), key)

@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import docker
 from pydantic import AliasPath, AwareDatetime, BaseModel, Field, RootModel, field_validator, model_validator
 
 from sparkforge.core import paths, tables
@@ -139,9 +138,7 @@ def policy() -> Trust | None:
     return tables.load(path, Trust)
 
 
-def require(
-    client: docker.DockerClient | None, image: Any, stack: str, repository: str = "", *, back: bool = False
-) -> Evidence | None:
+def require(image: Any, stack: str, repository: str = "", *, back: bool = False) -> Evidence | None:
     """Return the evidence for an image of a stack; None if nothing is required.
 
     Attachments are read from the image's layout, from this machine and from `repository`. `back` allows an image older
@@ -160,7 +157,7 @@ def require(
             if suffix == "sig":
                 _take_signature(evidence, entry, keys, known)
             else:
-                _take_statement(evidence, entry, trust, known, (client, image, stack))
+                _take_statement(evidence, entry, trust, known, image, stack)
         except (DocumentError, ValueError) as error:
             evidence.refused.append(str(error)[:200])
     what = image.tags[0] if image.tags else image.short_id
@@ -298,16 +295,13 @@ def _take_signature(evidence: Evidence, entry: Attached, keys: signing.Keys, kno
     evidence.signed[SIGNATURE] = signer
 
 
-def _take_statement(
-    evidence: Evidence, entry: Attached, trust: Trust, known: set[str], of: tuple[docker.DockerClient | None, Any, str]
-) -> None:
-    client, image, stack = of
+def _take_statement(evidence: Evidence, entry: Attached, trust: Trust, known: set[str], image: Any, stack: str) -> None:
     signer, statement = _signed_statement(entry, trust, known)
     is_forges = signer in trust.identities  # a forge's provenance names the workflow, and none of our pins
     if is_forges:
         evidence.signed.setdefault(SIGNATURE, signer)
     if statement.kind == CYCLONEDX and SBOM in trust.images.demand:
-        if statement.predicate != parse_json(inspect.bill(client, image, stack), "the image's bill of materials"):
+        if statement.predicate != parse_json(inspect.bill(image, stack), "the image's bill of materials"):
             raise ValueError("the signed bill of materials is not the one in the image")
         evidence.signed[SBOM] = signer
     elif statement.kind == SLSA:
@@ -316,7 +310,7 @@ def _take_statement(
         finished = str(image.attrs["Created"]) if is_forges else predicate.finished
         if problems := list(_wrong(predicate.builder, named, trust.images, stack)):
             raise ValueError("; ".join(problems))
-        own = provenance.predicate(client, image, stack, inspect.manifest(client, image, stack))
+        own = provenance.predicate(image, stack, inspect.manifest(image, stack))
         if not is_forges and (problems := provenance.differences(statement.predicate, own)):
             raise ValueError(f"the provenance is not the image's: {'; '.join(problems)}")
         evidence.finished = max(finished, evidence.finished or finished, key=_time)
@@ -361,8 +355,8 @@ def accept(stack: str, evidence: Evidence | None) -> None:
 
 def print_trust(stack: str, name: str) -> None:
     """Print the evidence for a stack's image, or for the image `name`. Raises IntegrityError as `require` does."""
-    with inspect.opened(stack, name) as (client, image):
-        if evidence := require(client, image, stack, back=True):
+    with inspect.opened(stack, name) as image:
+        if evidence := require(image, stack, back=True):
             for thing, signer in sorted(evidence.signed.items()):
                 say(f"{thing} by {signer}")
         elif any(signing.own_folder().read(tag_of(digest, "att")) for _, digest in signing.digests(image)):

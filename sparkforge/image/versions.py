@@ -47,29 +47,27 @@ def split(name: str) -> tuple[str, str]:
     return (repository, tag) if colon and "/" not in tag else (name, "latest")
 
 
-def give_own_name(
-    client: docker.DockerClient, image: Any, repository: str, manifest: Mapping[str, Any] | None = None
-) -> str:
+def give_own_name(image: Any, repository: str, manifest: Mapping[str, Any] | None = None) -> str:
     """Give an image of ours its own name in `repository`, and return REPOSITORY:TAG.
 
     `manifest` is the image's, if the caller has read it. Raises IntegrityError or EngineError for a foreign image.
     """
-    tag = own_name(version(manifest or inspect.manifest(client, image)), image.id)
+    tag = own_name(version(manifest or inspect.manifest(image)), image.id)
     image.tag(repository, tag)
     return f"{repository}:{tag}"
 
 
-def move_tags(client: docker.DockerClient, image: Any, name: str) -> str:
+def move_tags(image: Any, name: str) -> str:
     """Give `image` the tag in `name`, which Compose serves, and its version; return the version's whole name.
 
     The images that had these tags get their own names first, and so does `image`.
     """
     repository, _ = split(name)
-    manifest = inspect.manifest(client, image)
+    manifest = inspect.manifest(image)
     tag = version(manifest)
     for moving in (name, f"{repository}:{tag}"):
-        _keep(client, moving, repository)
-    give_own_name(client, image, repository, manifest)
+        _keep(image.client, moving, repository)
+    give_own_name(image, repository, manifest)
     for moving in (split(name)[1], tag):
         image.tag(repository, moving)
     return f"{repository}:{tag}"
@@ -83,12 +81,12 @@ def named(stack: str) -> Iterator[None]:
         _keep(client, name, split(name)[0])
     yield
     with engine.connected() as client:
-        say(f"{name} is {move_tags(client, client.images.get(name), name)}")
+        say(f"{name} is {move_tags(client.images.get(name), name)}")
 
 
 def _keep(client: docker.DockerClient, name: str, repository: str) -> None:
     try:
-        give_own_name(client, client.images.get(name), repository)
+        give_own_name(client.images.get(name), repository)
     except ImageNotFound:
         return
     except SparkforgeError as error:

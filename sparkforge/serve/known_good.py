@@ -163,7 +163,7 @@ def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Se
         if plan.image:
             name = compose.resolve(compose.variables(plan.stack)).image
             with engine.connected() as client:
-                versions.move_tags(client, client.images.get(plan.image), name)
+                versions.move_tags(client.images.get(plan.image), name)
             say(f"{name} is {start.name}")
     return server
 

@@ -4,11 +4,13 @@
 
 A server with the same paths and variables runs ninja on the same files and has nothing to compile
 (docs/concepts/kernels.md). After a kill the next build takes finished units from ccache. The manifest is removed first
-and written last.
+and written last. FlashInfer writes paths and flags into each build.ninja, and again at run time; ninja then compiles
+every unit that differs. So this module fixes the variables that reach that file, and removes all others.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -22,23 +24,42 @@ from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.report import AuditReport, audit_files
 from sparkforge.compile import ninja as ninja_build
 from sparkforge.compile import toolchain
-from sparkforge.compile.flashinfer import environment, sets
-from sparkforge.compile.flashinfer.environment import KernelEnvironment
+from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
 from sparkforge.compile.jobs import Schedule, Site, cost, parse_limit
 from sparkforge.compile.ninja import BuildResult
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
-from sparkforge.core.errors import CompileError, UsageError
-from sparkforge.core.files import locked, require_space, sha256_file, write_atomic, write_json
+from sparkforge.core.errors import CompileError, IntegrityError, SparkforgeError, UsageError
+from sparkforge.core.files import (
+    locked,
+    parse_json,
+    require_space,
+    sha256_file,
+    write_atomic,
+    write_json,
+)
+from sparkforge.core.installed import Installed
 from sparkforge.core.manifest import Manifest
 from sparkforge.core.process import run
+from sparkforge.pins import verify
+from sparkforge.pins.verify import ImageChanges, load_patched
+from sparkforge.sources import archive
 
 STAGE, PACK = "kernels", "pack"
 SPACE = 300_000_000  # bytes: objects, libraries and ccache took 0.1 GB on x86-64; the rest is for the compilers' files
-
-
+# FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
+AHEAD_OF_TIME = "flashinfer/data/aot"
+SPECS = Path(__file__).with_name("specs.py")
+# Variables that flashinfer/jit/cpp_ext.py and core.py of 0.7.0.post1 read; each would change build.ninja.
+REMOVED = (
+    "CC", "CUDA_PATH", "FLASHINFER_NVCC", "FLASHINFER_NVCC_THREADS", "FLASHINFER_EXTRA_CFLAGS",
+    "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS", "FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE",
+    "FLASHINFER_DISABLE_JIT", "PYTHONPATH", "PYTHONHOME",
+)  # fmt: skip
+# The compilers' variables that the server must have too.
+COMPILER_VARIABLES = ("CUDA_HOME", "CXX", "FLASHINFER_NVCC_LAUNCHER", "FLASHINFER_CXX_LAUNCHER")
 # Puts an order's libraries at the paths given by module name, and returns facts for the manifest, among them PACK and
 # the number of units. If it returns None, the libraries are compiled.
 Take: TypeAlias = "Callable[[KernelOrder, Mapping[str, Path]], Mapping[str, Any] | None]"
@@ -63,6 +84,22 @@ class KernelRequest:
     checkout: str = ""
     take: Take | None = None
     machine: str = toolchain.THIS_MACHINE
+
+
+@dataclass(frozen=True)
+class KernelEnvironment:
+    """An interpreter with a patched FlashInfer: versions by distribution, Python's headers, the queue's sha256."""
+
+    python: Path
+    site_packages: Path
+    versions: Mapping[str, str]
+    include: str
+    queue: str
+
+    def ninja(self, chain: Toolchain) -> Path:
+        """Return the ninja that FlashInfer runs there; 1.11 cannot read 1.13's log and would compile again."""
+        own_ninja = self.python.parent / "ninja"
+        return own_ninja if own_ninja.is_file() else chain.ninja
 
 
 @dataclass(frozen=True)
@@ -97,7 +134,7 @@ class KernelOrder:
     def server_variables(self) -> dict[str, str]:
         """The variables with which a server has nothing to compile; the build sets the same."""
         variables = self.chain.environment()
-        compilers = {name: variables[name] for name in environment.COMPILER_VARIABLES}
+        compilers = {name: variables[name] for name in COMPILER_VARIABLES}
         own = {"FLASHINFER_CUDA_ARCH_LIST": self.arch, "FLASHINFER_WORKSPACE_BASE": str(self.output)}
         return {**compilers, **self.table.environment, **self.table.server, **own}
 
@@ -125,7 +162,7 @@ class KernelOrder:
 
         FlashInfer's generators use nothing of torch that differs between its builds for CPU and CUDA.
         """
-        folders = {*environment.COMPILER_VARIABLES, "FLASHINFER_WORKSPACE_BASE", "python", "site-packages"}
+        folders = {*COMPILER_VARIABLES, "FLASHINFER_WORKSPACE_BASE", "python", "site-packages"}
         inputs = {name: value for name, value in self.inputs.items() if name not in folders}
         return {**inputs, "torch": inputs.get("torch", "").partition("+")[0]}
 
@@ -171,11 +208,71 @@ def prepare(request: KernelRequest) -> KernelOrder:
     else:
         say("no --python: building for a new environment, which no server uses")
         interpreter = environments.build_interpreter(stack, "kernels")
-    server = environment.examine(interpreter, table, stack, Path(request.checkout) if request.checkout else None)
+    server = examine(interpreter, table, stack, Path(request.checkout) if request.checkout else None)
     chain = toolchain.find(arch, machine=request.machine)
     default = "kernels" if chain.machine == toolchain.THIS_MACHINE else f"kernels-{chain.machine}"
     folder = Path(request.output).absolute() if request.output else paths.state() / default
     return KernelOrder(table, set_name, modules, arch, folder, server, chain, limit)
+
+
+def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None = None) -> KernelEnvironment:
+    """Return the environment of `python`. Raises CompileError if FlashInfer, torch or the stack's patches do not fit.
+
+    If `python` imports FlashInfer from the clone `checkout`, any change to its sources is accepted.
+    """
+    answer = ask(python, "probe")
+    versions = {name: answer[name] for name in ("flashinfer-python", "torch", "apache-tvm-ffi")}
+    problems = [f"{name} is not installed" for name, value in answer.items() if not value]
+    if versions["flashinfer-python"].partition("+")[0] not in ("", table.flashinfer):
+        problems = [f"it has flashinfer-python {versions['flashinfer-python']} instead of {table.flashinfer}"]
+    fix = "without --python   # or name another one"
+    if not problems and checkout:
+        if Path(answer["package"]).resolve().parent == checkout.resolve():
+            parts = ("csrc", "include", "flashinfer/jit")  # the inputs of generators and compilers
+            files = (path for part in parts for path in sorted((checkout / part).rglob("*")) if path.suffix != ".pyc")
+            listing = {str(path.relative_to(checkout)): sha256_file(path) for path in files if path.is_file()}
+            queue = f"checkout {archive.tree_sha256(listing)}"
+            return KernelEnvironment(python, checkout, versions, answer["include"], queue)
+        problems = [f"it imports {answer['package']} instead of the checkout {checkout}"]
+        fix = "again   # first restart the container; its start makes the checkout importable"
+    elif not problems:
+        site_packages = Path(answer["package"]).parent
+        pinned = pins.load().component(stack, "flashinfer").patches
+        try:
+            info = site_packages / f"flashinfer_python-{versions['flashinfer-python']}.dist-info"
+            installed = Installed.read(info)
+            lock = verify.require_locked(installed, load_patched())
+            problems = verify.differences(installed, ImageChanges())[:5]
+            if lock.queue != pinned:
+                problems = [f"its FlashInfer has the patches {lock.queue} instead of {pinned}"]
+            if not problems:
+                return KernelEnvironment(python, site_packages, versions, answer["include"], lock.queue_sha256)
+        except IntegrityError as error:
+            problems = [f"{error.what}: {error.why}"]
+        fix = "./inv patch   # prints the path of FlashInfer's patched wheel; install it there"
+    raise CompileError(f"no kernels can be built for {python}", "; ".join(problems), fix, code="compile.environment")
+
+
+def ask(python: Path, question: str, *, env: Mapping[str, str] | None = None, requests: Any = None) -> Any:
+    """Run specs.py with `python` and return its output. Raises CompileError."""
+    fix = "without --python   # or name an interpreter that has FlashInfer and torch"
+    unset = [word for name in REMOVED for word in ("-u", name)]
+    try:
+        output = run(["env", *unset, python, SPECS, question], env=env, stdin=json.dumps(requests), fix=fix).stdout
+        answer = parse_json((output.splitlines() or [""])[-1], f"the answer of {python}")
+    except SparkforgeError as error:
+        raise CompileError(f"cannot ask {python}", error.why, fix, code="compile.environment") from None
+    if isinstance(answer, dict) and "error" in answer:
+        raise CompileError(f"FlashInfer of {python} refuses", str(answer["error"]), fix, code="compile.environment")
+    if not isinstance(answer, dict if question == "probe" else list):
+        raise CompileError(f"cannot ask {python}", "its answer is not understood", fix, code="compile.environment")
+    return answer
+
+
+def write(environment: KernelEnvironment, modules: tuple[KernelModule, ...], env: Mapping[str, str]) -> dict[str, Path]:
+    """Let FlashInfer write sources and build.ninja of `modules`; return each module's folder by name."""
+    answer = ask(environment.python, "write", env=env, requests=[sets.request(module) for module in modules])
+    return {module["name"]: Path(module["folder"]) for module in answer}
 
 
 def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bool]:
@@ -196,7 +293,7 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
         require_space(order.output, SPACE, "the kernels")
         manifest.beside(order.variables_file).unlink(missing_ok=True)
         started = time.monotonic()
-        modules = environment.write(order.environment, order.modules, order.env)
+        modules = write(order.environment, order.modules, order.env)
         libraries = {name: folder / f"{name}.so" for name, folder in modules.items()}
         for library in libraries.values():  # without a manifest they are not trusted; linking is quick
             library.unlink(missing_ok=True)
@@ -209,7 +306,7 @@ def build(order: KernelOrder, take: Take | None = None) -> tuple[BuildResult, bo
                 raise CompileError(f"{name} is not finished", why, fix, code="compile.kernels")
         report = _audit(order, libraries)
         for name, library in libraries.items():
-            loaded = order.environment.site_packages / environment.AHEAD_OF_TIME / name / library.name
+            loaded = order.environment.site_packages / AHEAD_OF_TIME / name / library.name
             if not order.is_native:
                 continue
             if taken:

@@ -32,9 +32,7 @@ from sparkforge.compile.jobs import Site, Unit, parse_limit
 from sparkforge.compile.ninja import BuildResult, explained
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.compile.vllm import sources as vllm_sources
-from sparkforge.compile.vllm import targets as vllm_targets
-from sparkforge.compile.vllm.sources import ExtensionSources
-from sparkforge.compile.vllm.targets import TargetTable
+from sparkforge.compile.vllm.sources import ExtensionSources, TargetTable
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError, ProcessError, UsageError
@@ -157,7 +155,7 @@ class ExtensionOrder:
     @property
     def inputs(self) -> dict[str, str]:
         """The inputs of the overlay."""
-        rules = {"targets": sha256_file(vllm_targets.PATH), "audit rules": sha256_file(audit_rules.PATH)}
+        rules = {"targets": sha256_file(vllm_sources.TARGETS), "audit rules": sha256_file(audit_rules.PATH)}
         return {**self.configuration, **rules, "built": " ".join(self.targets)}
 
     @property
@@ -230,7 +228,7 @@ def build_extensions(request: ExtensionRequest) -> tuple[Path, bool]:
 def prepare(request: ExtensionRequest) -> ExtensionOrder:
     """Check a request and fetch its inputs, the most expensive ones last."""
     stack, inputs_folder = request.stack, paths.typed(request.sources) if request.sources else None
-    table = vllm_targets.load(pins.load().component(stack, "vllm").version)
+    table = vllm_sources.load_targets(pins.load().component(stack, "vllm").version)
     chosen = table.chosen([name for name in request.targets.split(",") if name])
     arch = request.arch or pins.load().image(stack).architecture
     table.mapped(arch)
@@ -365,7 +363,7 @@ def configure(order: ExtensionOrder) -> None:
     if match is None or match[1] != expected:
         failure = f"vLLM's CMake files do not select {expected} for {order.arch}"
         why = f"they select {match[1] if match else 'nothing'}"
-        fix = f"less {vllm_targets.PATH}   # correct [arch] according to CMakeLists.txt:108-131 of this vLLM"
+        fix = f"less {vllm_sources.TARGETS}   # correct [arch] according to CMakeLists.txt:108-131 of this vLLM"
         raise CompileError(failure, why, fix, code="compile.incomplete")
     write_json(stamp, order.configuration)
 

@@ -97,7 +97,7 @@ class Container(Device):
                 self.build(service.stack, self.steps)
                 image = engine.require_image(*needed)
             # A rollback goes back to an older image; a start never does.
-            self.evidence = trust.require(client, image, service.stack, back=bool(self.plan.image))
+            self.evidence = trust.require(image, service.stack, back=bool(self.plan.image))
             signed = "no signature is required"
             if self.evidence:
                 signed = f"signed by {', '.join(sorted(set(self.evidence.signed.values())))}"
@@ -166,7 +166,7 @@ class Container(Device):
         with engine.connected() as client:
             image = client.images.get(str(client.containers.get(server.container).attrs["Image"]))
             repository, _ = versions.split(self.service.image)
-            name = versions.give_own_name(client, image, repository)
+            name = versions.give_own_name(image, repository)
         digests = tuple(image.attrs.get("RepoDigests") or ())
         plan = replace(self.plan, stack=self.service.stack, image=str(image.id))
         known_good.remember(server, plan, name=name, digests=digests)

@@ -48,7 +48,7 @@ def image(tmp_path):
 
 
 def bundles(image, sigstore, **options):
-    contents = {provenance.SLSA: FORGES, provenance.CYCLONEDX: json.loads(inspect.bill(None, image, STACK))}
+    contents = {provenance.SLSA: FORGES, provenance.CYCLONEDX: json.loads(inspect.bill(image, STACK))}
     options = {"identity": WORKFLOW, "issuer": ISSUER, **options}
     subject = options.pop("subject", [("ghcr.io/owner/name", image.digests[0])])
     return [
@@ -83,7 +83,7 @@ def test_another_workflow_issuer_builder_or_sigstore_is_refused(image, sigstore,
     attach(image, bundles(image, sigstore))
     demand(**policy)
     with refused("integrity.signature", reason):
-        trust.require(None, image, STACK)
+        trust.require(image, STACK)
 
 
 def put(path, value):
@@ -131,22 +131,22 @@ def test_a_bundle_that_was_changed_is_refused(image, sigstore, demand, change):
     attach(image, documents)
     demand()
     with refused("integrity.signature", "demands signature, provenance, sbom by release: no accepted identity signed"):
-        trust.require(None, image, STACK)
+        trust.require(image, STACK)
 
 
 def test_another_kind_another_image_and_a_signature_after_the_certificate_ended_are_refused(image, sigstore, demand):
     demand()
     attach(image, bundles(image, sigstore, kind="application/json"))
     with refused("integrity.signature", "release signed another kind, application/json"):
-        trust.require(None, image, STACK)
+        trust.require(image, STACK)
     attach(image, bundles(image, sigstore, subject=[("x", f"sha256:{'0' * 64}")]))
     with refused("integrity.signature", "about another digest"):
-        trust.require(None, image, STACK)
+        trust.require(image, STACK)
     other = Late()
     demand(root=other.trusted_root())
     attach(image, bundles(image, other))
     with refused("integrity.signature", "no accepted identity signed a Sigstore bundle"):
-        trust.require(None, image, STACK)
+        trust.require(image, STACK)
 
 
 class Late(Instance):
@@ -162,7 +162,7 @@ def test_invalid_bundles_are_refused(image, demand):
     for data in (b"", b"[" * 9999, b"{}", b"1", b"\xff", b'{"mediaType": 1}'):
         Folder(image.layout.path).write(tag, [Attached(data, KIND)])
         with refused("integrity.signature", "no accepted identity signed a Sigstore bundle"):
-            trust.require(None, image, STACK)
+            trust.require(image, STACK)
 
 
 def test_an_invalid_trusted_root_is_named(image, sigstore, demand):
@@ -170,7 +170,7 @@ def test_an_invalid_trusted_root_is_named(image, sigstore, demand):
     for root in ("", "{}", "[", '{"mediaType": "x"}'):
         demand(root=root)
         with refused("input.table", "root.json is no trusted root"):
-            trust.require(None, image, STACK)
+            trust.require(image, STACK)
 
 
 @pytest.mark.parametrize("is_tag", [False, True])

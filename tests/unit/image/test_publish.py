@@ -60,7 +60,7 @@ def test_status_500_of_the_registry_does_not_count_as_a_missing_tag(publish):
 def predicate_of(folder, label="", source="{}"):
     labels = {provenance.REVISION_LABEL: label, "org.sparkforge.source": "/source.json"}
     Writer(folder).image([layer([("source.json", source.encode())])], labels)
-    return provenance.predicate(None, oci.LayoutImage(folder), "embedded", {"stack": "embedded"})
+    return provenance.predicate(oci.LayoutImage(folder), "embedded", {"stack": "embedded"})
 
 
 def test_provenance_names_the_commit_also_of_an_image_that_plain_compose_built(tmp_path):

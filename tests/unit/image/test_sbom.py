@@ -146,7 +146,7 @@ def test_the_command_prints_the_licences_that_the_manifest_names(layout, capsys)
     assert capsys.readouterr().out.strip() == "MIT"
     layout.image([layer(files(texts=b"another"))], LABELS)
     with refused("integrity.image", "licence report"), inspect.opened("embedded", str(layout.folder)) as opened:
-        inspect.licence_report(*opened, "embedded")
+        inspect.licence_report(opened, "embedded")
 
 
 def test_a_wrong_or_missing_bill_is_refused(layout):
@@ -157,7 +157,7 @@ def test_a_wrong_or_missing_bill_is_refused(layout):
     ):  # fmt: skip
         layout.image([layer(files(bill, named))], LABELS)
         with refused(code), inspect.opened("embedded", str(layout.folder)) as opened:
-            inspect.bill(*opened, "embedded")
+            inspect.bill(opened, "embedded")
 
 
 def special(name, kind, target=""):

@@ -59,8 +59,8 @@ def make(tmp_path):
 
 
 def evidence(image, key, builder="urn:lab"):
-    predicate = provenance.predicate(None, image, STACK, inspect.manifest(None, image, STACK), builder)
-    bill = json.loads(inspect.bill(None, image, STACK))
+    predicate = provenance.predicate(image, STACK, inspect.manifest(image, STACK), builder)
+    bill = json.loads(inspect.bill(image, STACK))
     named = signing.digests(image)
     contents = {provenance.SLSA: predicate, provenance.CYCLONEDX: bill}
     statements = [signing.signed(provenance.statement(named, *content), key) for content in contents.items()]
@@ -68,7 +68,7 @@ def evidence(image, key, builder="urn:lab"):
 
 
 def require(folder, **options):
-    return trust.require(None, oci.LayoutImage(folder), STACK, **options)
+    return trust.require(oci.LayoutImage(folder), STACK, **options)
 
 
 def test_machines_that_rebuilt_an_image_are_one_line(make, demand, capsys):
@@ -128,7 +128,7 @@ def test_another_builder_or_stack_is_refused(make, demand):
             require(folder)
     demand("provenance")
     with refused("integrity.signature", "names the stack embedded, and spark was requested"):
-        trust.require(None, oci.LayoutImage(folder), "spark")
+        trust.require(oci.LayoutImage(folder), "spark")
 
 
 # Attacks: the registry's owner may attach anything, but has no trusted key.
@@ -299,10 +299,10 @@ def test_what_was_verified_in_a_registry_is_kept_for_the_next_start(demand, atta
     signing.attach(Folder(attachments), digest, "sig", [signing.signature("r/a", digest, LAB)])
     demand("signature")
     with refused("integrity.signature"):
-        trust.require(None, image, STACK)
-    assert trust.require(None, image, STACK, "r/a").signed == {"signature": "lab"}
+        trust.require(image, STACK)
+    assert trust.require(image, STACK, "r/a").signed == {"signature": "lab"}
     shutil.rmtree(attachments)
-    assert trust.require(None, image, STACK).signed == {"signature": "lab"}
+    assert trust.require(image, STACK).signed == {"signature": "lab"}
     image.attrs["RepoDigests"] = []  # the engine forgot where it came from
     with refused("integrity.signature", "for another image"):
-        trust.require(None, image, STACK)
+        trust.require(image, STACK)

@@ -9,8 +9,7 @@ import pytest
 
 from sparkforge.audit.report import AuditReport
 from sparkforge.compile.flashinfer import build, sets
-from sparkforge.compile.flashinfer.build import KernelOrder
-from sparkforge.compile.flashinfer.environment import KernelEnvironment
+from sparkforge.compile.flashinfer.build import KernelEnvironment, KernelOrder
 from sparkforge.compile.flashinfer.sets import KernelModule
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.core.files import write_json

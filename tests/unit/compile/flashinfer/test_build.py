@@ -10,7 +10,6 @@ import pytest
 from expected import refused
 
 from sparkforge.compile.flashinfer import build, sets
-from sparkforge.compile.flashinfer import environment as kernel_env
 from sparkforge.core import manifest
 from sparkforge.core.files import sha256_file
 
@@ -91,13 +90,13 @@ def test_an_environment_is_examined(site, monkeypatch):
     (site.jit.parent.parent / "flashinfer_python-0.7.0.post1.dist-info/RECORD").write_text(
         f"a.py,sha256={'A' * 43},0\n"
     )
-    monkeypatch.setattr(kernel_env, "REMOVED", ())
+    monkeypatch.setattr(build, "REMOVED", ())
     with refused("compile.environment", r"flashinfer-python 0\.7\.0\.post1 is upstream's wheel") as error:
-        kernel_env.examine(site.python, table, "spark")
+        build.examine(site.python, table, "spark")
     assert "./inv patch   # prints the path" in error.value.fix
     (site.jit.parent.parent / "torch-2.13.0.dist-info/METADATA").unlink()
     (site.jit.parent.parent / "torch-2.13.0.dist-info").rmdir()
     with refused("compile.environment", "torch is not installed"):
-        kernel_env.examine(site.python, table, "spark")
+        build.examine(site.python, table, "spark")
     with refused("compile.environment", "cannot ask"):
-        kernel_env.examine(Path("/bin/true"), table, "spark")
+        build.examine(Path("/bin/true"), table, "spark")

@@ -9,7 +9,6 @@ import pytest
 from sparkforge import pins
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.compile.vllm import sources as vllm_sources
-from sparkforge.compile.vllm import targets as vllm_targets
 from sparkforge.compile.vllm.build import ExtensionOrder, Interpreter
 from sparkforge.patching import series
 from sparkforge.pins import Pins
@@ -47,7 +46,7 @@ def small(kit, tmp_path, monkeypatch):
     patched = {name: text.replace("ANSWER;", "ANSWER + 1;") for name, text in unit.items()}
     kit.write_queue(tmp_path / "root/patches/vllm-0.32.0", kit.diff(tmp_path / "diff", unit, patched))
     monkeypatch.setattr(series, "PATCHES", tmp_path / "root/patches")
-    for name in [source.variable for source in vllm_targets.load("0.32.0").repositories.values()]:
+    for name in [source.variable for source in vllm_sources.load_targets("0.32.0").repositories.values()]:
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "root"
 
@@ -63,7 +62,7 @@ def order(small, tmp_path, monkeypatch):
     (tmp_path / "no-cuda/bin").mkdir(parents=True)
     for name in ("cuobjdump", "nvdisasm"):
         (tmp_path / "no-cuda/bin" / name).symlink_to("/bin/false")
-    table = vllm_targets.load("0.32.0")
+    table = vllm_sources.load_targets("0.32.0")
     versions = {"nvcc": "13.0.88", "c++": "12.2.0", "ninja": "1", "ccache": "none"}
     chain = Toolchain(tmp_path, "test", *(Path(shutil.which(name)) for name in ("c++", "ninja")), launcher, versions)
     torch = {"torch": "2.13.0", "built for python": "3", "cmake": "3"}

@@ -7,7 +7,7 @@ import pytest
 from expected import refused
 
 from sparkforge.compile.vllm import build as vllm_env
-from sparkforge.compile.vllm import targets as vllm_targets
+from sparkforge.compile.vllm import sources as vllm_sources
 from sparkforge.core.errors import UsageError
 
 GOOD = {
@@ -60,7 +60,7 @@ def test_an_old_cmake_is_skipped_and_named_if_there_is_no_other(interpreter, tmp
         vllm_env.find_cmake(python)
 
 
-TABLE = vllm_targets.load("0.32.0")
+TABLE = vllm_sources.load_targets("0.32.0")
 
 
 def test_targets_and_architectures_are_those_of_sm121():
