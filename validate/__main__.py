@@ -12,8 +12,8 @@ from sparkforge.core.files import read_json, write_json
 from sparkforge.core.program import ArgumentParser
 from validate import Options, ValidationReport, rehearse, run
 from validate.facts.fact import load_sheet
+from validate.gate import as_document, exit_code, lines, one_line
 from validate.profiles import PROFILES
-from validate.report import as_document, exit_code, lines, one_line
 
 
 def make_parser() -> ArgumentParser:

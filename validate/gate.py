@@ -1,21 +1,28 @@
-"""The gate: gathers facts, judges every check of a profile, and decides whether the server may start."""
+"""The gate: gathers facts, judges every check of a profile, and decides whether the server may start.
+
+The report has a form for a container's log, in lines, and one for programs, in JSON.
+"""
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Any
 
+from sparkforge.core import paths
 from sparkforge.core.errors import RefusalError, SparkforgeError
 from validate.checks import CHECKS
 from validate.checks.finding import Check, Finding, Status, View, evaluate, skipped
 from validate.facts import checkpoint, child, deep, gpu, layers, machine, numerics, patches, software
-from validate.facts.fact import Fact, Facts, gather
+from validate.facts.fact import SCHEMA, Fact, Facts, as_json, gather
 from validate.facts.target import Options, Target
 from validate.profiles import Profile, named
 
 PROGRAMS: Mapping[str, child.Asks] = {"deep": deep, "numerics": numerics, "layers": layers}
 GROUPS = (machine.READINGS, *gpu.GROUPS, software.READINGS, patches.READINGS, checkpoint.READINGS)
+MARKS = {Status.PASS: "ok  ", Status.WARN: "WARN", Status.FAIL: "FAIL", Status.SKIPPED: "skip"}
+WORDS = {Status.PASS: "passed", Status.WARN: "warned", Status.FAIL: "failed", Status.SKIPPED: "skipped"}
 
 
 class ValidationVerdict(StrEnum):
@@ -24,6 +31,13 @@ class ValidationVerdict(StrEnum):
     SERVE = "serve"
     REFUSE = "refuse"
     INCOMPLETE = "incomplete"  # nothing failed, but a required check was skipped: not green
+
+
+CLOSING = {
+    ValidationVerdict.SERVE: "the server may start",
+    ValidationVerdict.REFUSE: "the server must not start",
+    ValidationVerdict.INCOMPLETE: "not everything was checked, so the server must not start",
+}
 
 
 @dataclass(frozen=True)
@@ -113,3 +127,43 @@ def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bo
         fix = "./inv validate   # checks the tiny model; --model names another one"
         return skipped(check, "no model directory was given", fix, required=required)
     return evaluate(check, View(facts), required=required)
+
+
+def lines(report: ValidationReport) -> Iterator[str]:
+    """One line per check with its evidence; below each check that did not pass, its fix and its page."""
+    yield f"validate · profile {report.profile} · {report.origin} · {report.timestamp}"
+    yield from finding_lines(report.findings)
+    counts = ", ".join(f"{len(report.of(status))} {word}" for status, word in WORDS.items())
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
+    yield f"{report.verdict}: {CLOSING[report.verdict]} · {counts} · {times}"
+
+
+def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """A line for each finding; below each finding that did not pass, its fix and its page."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    for finding in findings:
+        yield f"{MARKS[finding.status]} {finding.check:<{width}}  {one_line(finding.evidence)}"
+        if finding.status in (Status.WARN, Status.FAIL) or (finding.status is Status.SKIPPED and finding.required):
+            yield f"       next: {one_line(paths.where_it_runs(finding.fix))}"
+            yield f"       read: {finding.doc}"
+
+
+def one_line(text: str) -> str:
+    """Replace line ends and control characters, so that a recorded text cannot forge lines of the log."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def as_document(report: ValidationReport) -> dict[str, Any]:
+    """The report as JSON values (docs/concepts/validation.md, "JSON report"). --facts can read it."""
+    return {
+        "schema": SCHEMA, "profile": report.profile, "verdict": str(report.verdict), "exit_code": exit_code(report),
+        "timestamp": report.timestamp, "origin": report.origin, "seconds": dict(report.seconds),
+        "findings": [{**asdict(finding), "status": str(finding.status)} for finding in report.findings],
+        "facts": as_json(report.facts),
+    }  # fmt: skip
+
+
+def exit_code(report: ValidationReport) -> int:
+    """0 if the server may start, else the exit code of its error."""
+    error = report.error()
+    return 0 if error is None else error.exit_code

@@ -48,7 +48,7 @@ def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
     It queries every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that none failed.
     """
     from sparkforge.serve.cluster import checks
-    from validate.report import finding_lines
+    from validate.gate import finding_lines
 
     findings = checks.evaluate_all(checks.look(_read(config)))
     if json_:

@@ -17,7 +17,7 @@ from sparkforge.doctor import signatures
 from sparkforge.doctor.evidence import Evidence
 from sparkforge.doctor.signatures import AUDIT, ENGINE, EVERY, LAST, UNKNOWN, Seen, Severity, Signature
 from validate.checks.finding import Status
-from validate.report import one_line
+from validate.gate import one_line
 
 # A finding's status in a validation report → its severity here; a check that was skipped counts only if it is required.
 VERDICTS = {

@@ -41,8 +41,7 @@ from sparkforge.serve.settings import Settings
 from sparkforge.serve.supervise import supervised
 from validate import textfile
 from validate.checks.finding import Finding, Status
-from validate.gate import ValidationReport, ValidationVerdict
-from validate.report import as_document
+from validate.gate import ValidationReport, ValidationVerdict, as_document
 
 CLUSTER = "SPARKFORGE_CLUSTER_WATCH"  # on a node of a cluster: WATCH's options; WATCH ends this node with the others
 WATCH = Path(__file__).with_name("cluster") / "watch.py"  # run as a file, like supervise.py

@@ -8,7 +8,7 @@ import pytest
 from lab.upstream import hidden
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
-from sparkforge.compile.vllm import targets
+from sparkforge.compile.vllm import sources as vllm_sources
 from sparkforge.core.paths import ROOT
 from sparkforge.patching.series import Queue
 from sparkforge.sources import trees
@@ -44,7 +44,7 @@ def test_every_call_of_a_kernel_is_at_its_line(stack, vllm):
 
 
 def test_every_cmake_target_is_in_the_table_at_its_line(stack, vllm):
-    table = targets.load(stack.components["vllm"].version)
+    table = vllm_sources.load_targets(stack.components["vllm"].version)
     paths = {target.where.partition(":")[0] for target in table.targets.values()}
     files = {path: (vllm / path).read_text() for path in paths}
     defined = {name for text in files.values() for name in re.findall(r"define_extension_target\(\s*(\w+)", text)}

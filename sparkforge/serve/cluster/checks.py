@@ -32,7 +32,7 @@ from validate.checks.finding import (
     skipped,
     warned,
 )
-from validate.report import one_line
+from validate.gate import one_line
 
 FULL_MTU = 9000  # RDMA packets of 4096 bytes need more than 4200; 1500 leaves 1024
 # Registering NCCL's buffers fails with ENOMEM while the page cache takes all memory. Our own bound.

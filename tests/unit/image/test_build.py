@@ -9,7 +9,7 @@ from expected import refused
 from lab import debian
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
-from sparkforge.compile.vllm import targets
+from sparkforge.compile.vllm import sources as vllm_sources
 from sparkforge.core import paths
 from sparkforge.core.console import Steps
 from sparkforge.core.process import run
@@ -152,7 +152,7 @@ def test_everything_that_an_image_names_exists(stack):
         assert image.kernels in table.sets
         assert f"{stack}/flashinfer" in TABLE.environment(image.environments["kernels"]).wheels
         assert TABLE.environment(image.environments["vllm"])
-        assert targets.load(TABLE.component(stack, "vllm").version).mapped(image.architecture)
+        assert vllm_sources.load_targets(TABLE.component(stack, "vllm").version).mapped(image.architecture)
 
 
 def test_each_device_has_a_stack_that_it_can_serve_and_refuses_another():

@@ -15,7 +15,6 @@ from validate.checks import CHECKS
 from validate.checks.finding import Check
 from validate.facts.fact import load_sheet
 from validate.profiles import PROFILES
-from validate.report import lines
 
 GB10 = str(ROOT / "tests/unit/validate/sheets/gb10-from-public-documents.json")
 
@@ -104,7 +103,7 @@ def test_without_a_model_the_validation_fails(good, with_values):
     facts = with_values(good("embedded"), dict.fromkeys(("model.path", "model.model_type")))
     report = gate.rehearse("embedded", facts, "a test")
     assert report.verdict is gate.ValidationVerdict.INCOMPLETE
-    out = "\n".join(lines(report))
+    out = "\n".join(gate.lines(report))
     assert "skip model-files" in out
     assert "next: ./inv validate" in out
 
@@ -116,7 +115,7 @@ def test_a_bug_in_a_check_refuses_without_a_traceback(good, monkeypatch):
     monkeypatch.setitem(CHECKS, "port-free", Check("port-free", "m", (), bug, "f"))
     report = gate.rehearse("embedded", good("embedded"), "a test")
     assert report.verdict is gate.ValidationVerdict.REFUSE
-    assert "internal error in this check" in "\n".join(lines(report))
+    assert "internal error in this check" in "\n".join(gate.lines(report))
 
 
 def test_a_recorded_text_cannot_forge_a_line(tmp_path, capsys):

@@ -13,7 +13,6 @@ from expected import refused
 
 from sparkforge.compile.vllm import build as vllm_build
 from sparkforge.compile.vllm import sources as vllm_sources
-from sparkforge.compile.vllm import targets
 from sparkforge.compile.vllm.build import ExtensionRequest
 from sparkforge.core import manifest
 from sparkforge.core.errors import AuditError, UsageError
@@ -21,7 +20,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("cmake", "ninja", "c++", "patch")]
-TABLE = targets.load("0.32.0")
+TABLE = vllm_sources.load_targets("0.32.0")
 
 
 def answer(overlay, name):
