@@ -14,12 +14,12 @@ from sparkforge.core import paths
 from sparkforge.core.errors import RefusalError, SparkforgeError
 from validate.checks import CHECKS
 from validate.checks.finding import Check, Finding, Status, View, evaluate, skipped
-from validate.facts import checkpoint, child, deep, gpu, layers, machine, numerics, patches, software
+from validate.facts import checkpoint, child, gpu, machine, patches, software
 from validate.facts.fact import SCHEMA, Fact, Facts, as_json, gather
 from validate.facts.target import Options, Target
 from validate.profiles import Profile, named
 
-PROGRAMS: Mapping[str, child.Asks] = {"deep": deep, "numerics": numerics, "layers": layers}
+PROGRAMS = {"deep": child.DEEP, "numerics": child.NUMERICS, "layers": child.LAYERS}
 GROUPS = (machine.READINGS, *gpu.GROUPS, software.READINGS, patches.READINGS, checkpoint.READINGS)
 MARKS = {Status.PASS: "ok  ", Status.WARN: "WARN", Status.FAIL: "FAIL", Status.SKIPPED: "skip"}
 WORDS = {Status.PASS: "passed", Status.WARN: "warned", Status.FAIL: "failed", Status.SKIPPED: "skipped"}

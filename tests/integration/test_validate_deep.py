@@ -23,8 +23,8 @@ from sparkforge.plan import families
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
-from validate.facts import checkpoint, deep, layers, numerics
-from validate.facts.child import Outcome, entries
+from validate.facts import checkpoint
+from validate.facts.child import DEEP, LAYERS, NUMERICS, Outcome, entries
 from validate.facts.child import gather as gather_facts
 from validate.facts.fact import Fact
 from validate.facts.target import Target
@@ -125,7 +125,7 @@ IMPORTS = ["vllm.engine.arg_utils", "vllm.utils.argparse_utils", "vllm.platforms
 
 @pytest.fixture(scope="module")
 def gather_in_forks(forks):
-    """Return a function: deep or numerics, a target, its path → the facts. The validator's program runs in a fork.
+    """Return a function: DEEP or NUMERICS, a target, its path → the facts. The validator's program runs in a fork.
 
     For each path there is one process that has imported vLLM, because the import takes most of the program's time.
     """
@@ -157,14 +157,14 @@ def deep_facts(gather_in_forks):
 
     @functools.cache
     def deep_facts(model, *path, args=()):
-        return gather_in_forks(deep, target(model, *path, args=args), path)
+        return gather_in_forks(DEEP, target(model, *path, args=args), path)
 
     return deep_facts
 
 
 def test_on_a_cpu_the_facts_are_those_of_a_cpu(model, trees):
     # Set explicitly, because by default the plugin claims the checkpoint only on a CPU without AMX.
-    facts, _ = gather_facts(target(model, trees["upstream"], args=("--quantization", "spark-mxfp4")), deep)
+    facts, _ = gather_facts(target(model, trees["upstream"], args=("--quantization", "spark-mxfp4")), DEEP)
     assert facts["deep.platform"].value == "CpuPlatform"
     assert facts["deep.quantization"].value == "spark-mxfp4"
     assert facts["deep.attention_backend"].value == ["CPU_ATTN"]
@@ -213,7 +213,7 @@ def test_our_plugin_may_serve_on_a_claimed_gb10(deep_facts, gather_in_forks, mod
     answers = deep_facts(model, tree, claim, args=args)
     assert answers["deep.capability"].value == "12.1"
     assert answers["deep.quantization"].value == "spark-mxfp4", answers["deep.quantization"].error
-    computed = gather_in_forks(numerics, target(model, tree, claim, args=args), (tree, claim))
+    computed = gather_in_forks(NUMERICS, target(model, tree, claim, args=args), (tree, claim))
     assert computed["numerics.kernel"].value == "spark_mxfp4 torch"  # this torch has no CUDA
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.quantization", "deep.capability")}
     sheet = gb10_facts(release.stack)
@@ -227,7 +227,7 @@ def test_our_plugin_may_serve_on_a_claimed_gb10(deep_facts, gather_in_forks, mod
 
 def test_each_part_of_two_layers_is_right_by_the_cpus_backends(gather_in_forks, model, trees):
     path = (trees["patched"],)
-    facts = gather_in_forks(layers, target(model, *path, args=("--quantization", "spark-mxfp4")), path)
+    facts = gather_in_forks(LAYERS, target(model, *path, args=("--quantization", "spark-mxfp4")), path)
     assert set(facts["layers.differences"].value) == {
         *(f"{part} {layer}" for part in ("qkv_proj", "o_proj", "router", "experts") for layer in (0, 1)),
         *(f"attention {kind} {step}" for kind in ("sliding", "full") for step in ("prefill", "decode")),
@@ -361,7 +361,7 @@ def computed(gather_in_forks, model, trees, claim, tmp_path_factory):
             for compiled in path.parent.glob("__pycache__/*"):
                 compiled.unlink()  # the next text may have the same size and second
         path = (folder, trees["patched"], claim)
-        return gather_in_forks(numerics, target(model, *path), path)
+        return gather_in_forks(NUMERICS, target(model, *path), path)
 
     return computed
 

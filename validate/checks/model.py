@@ -4,7 +4,7 @@ from sparkforge.core.errors import InputError
 from sparkforge.core.memory import in_gib as gib
 from sparkforge.plan import architecture
 from validate.checks.finding import MODEL_FIX, CheckList, CheckResult, View, failed, passed, warned
-from validate.facts.numerics import EAGER, NOT_COMPILED, OTHER
+from validate.facts.child import EAGER, NOT_COMPILED, OTHER
 
 BUILD = "./inv build.kernels   # then validate again"
 NOT_RUN = {

@@ -13,13 +13,12 @@ from sparkforge.serve import profiles
 from validate import ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
-from validate.facts import layers, numerics
-from validate.facts.deep import SOURCES
+from validate.facts.child import LAYERS_NAMES, NUMERICS_NAMES, SOURCES
 from validate.facts.fact import Fact
 from validate.gate import GROUPS
 from validate.profiles import PROFILES
 
-NUMERICS = {f"numerics.{name}" for name in numerics.NAMES} | {f"layers.{name}" for name in layers.NAMES}
+NUMERICS = {f"numerics.{name}" for name in NUMERICS_NAMES} | {f"layers.{name}" for name in LAYERS_NAMES}
 KNOWN = {reading.name for group in GROUPS for reading in group} | set(SOURCES) | NUMERICS
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from validate import Options, ValidationVerdict, run
 from validate.checks.finding import Status
-from validate.facts import child, deep
+from validate.facts import child
 
 PLATFORM = """
 class Capability:
@@ -32,12 +32,12 @@ def packages(tmp_path):
 
 
 def gathered(target, packages, environment, **more):
-    return child.gather(target(environ=environment(PYTHONPATH=str(packages)), **more), deep)[0]
+    return child.gather(target(environ=environment(PYTHONPATH=str(packages)), **more), child.DEEP)[0]
 
 
 def test_each_question_has_its_own_answer_also_without_the_patch(target, packages, environment):
     facts = gathered(target, packages, environment)
-    assert set(facts) == set(deep.SOURCES)
+    assert set(facts) == set(child.SOURCES)
     assert facts["deep.torch_cuda"].value == "13.0"
     assert facts["deep.platform"].value == "FakePlatform"
     assert facts["deep.capability"].value == "12.1"
@@ -58,7 +58,7 @@ def test_facts_before_a_crash_or_hang_are_kept(target, packages, environment, bo
     (packages / "vllm" / "platforms" / "__init__.py").write_text(body)
     facts = gathered(target, packages, environment, deep_seconds=10.0 if "sleep" in body else 120.0)
     assert facts["deep.torch_cuda"].value == "13.0"
-    assert all(why in facts[name].error for name in deep.SOURCES if name != "deep.torch_cuda")
+    assert all(why in facts[name].error for name in child.SOURCES if name != "deep.torch_cuda")
 
 
 COUNTED = "from pathlib import Path\nPath(__file__).with_name('imports').open('a').write('x')\n"
@@ -69,7 +69,7 @@ def test_vllm_is_imported_once_unless_the_import_ends_the_process(target, packag
     (packages / "vllm" / "engine").mkdir()
     (packages / "vllm" / "engine" / "arg_utils.py").write_text(COUNTED + ends)
     asked = target(model=packages, environ=environment(PYTHONPATH=str(packages)))
-    facts, seconds = child.gather(asked, deep, deep)
+    facts, seconds = child.gather(asked, child.DEEP, child.DEEP)
     assert facts["deep.torch_cuda"].value == "13.0"
     assert (packages / "vllm" / "engine" / "imports").read_text() == "x" * imports
     assert ("child process" in facts["deep.attention_backend"].error) is bool(ends)
@@ -85,7 +85,7 @@ def test_a_fork_that_could_not_use_the_gpu_is_a_new_process(target, packages, en
 
 
 def test_interpreter_that_is_none(target, tmp_path):
-    facts, _ = child.gather(target(python=tmp_path / "none", environ={}), deep)
+    facts, _ = child.gather(target(python=tmp_path / "none", environ={}), child.DEEP)
     assert all("cannot run" in fact.error for fact in facts.values())
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
-from validate.facts import numerics
 from validate.facts import numerics_child as child
-from validate.facts.child import Outcome, gather
+from validate.facts.child import NUMERICS, Outcome, gather, not_run, way_of
 from validate.facts.fact import Fact
 from validate.facts.target import Options, Target
 
@@ -42,7 +41,7 @@ def judge(facts):
 
 
 def test_the_kernel_of_this_checkout_is_right(environment):
-    facts, _ = gather(Target(Options(environ=environment()), "embedded"), numerics)
+    facts, _ = gather(Target(Options(environ=environment()), "embedded"), NUMERICS)
     assert facts["numerics.kernel"].value == "spark_mxfp4 torch"
     assert 0 < facts["numerics.difference"].value < 0.01
     finding = judge(facts)
@@ -66,7 +65,7 @@ def computed(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setenv("SPARK_MXFP4_KERNEL", kernel or f"{name}:kernel")
         monkeypatch.setattr("validate.facts.child.run_programs", run)
-        return gather(Target(Options(), "embedded"), numerics)[0]
+        return gather(Target(Options(), "embedded"), NUMERICS)[0]
 
     return computed
 
@@ -84,8 +83,8 @@ def test_a_kernel_that_hangs_times_out(tmp_path, environment, monkeypatch):
     """A fake program prints its kernel's name, as the child does before it computes (see the next test), and hangs."""
     fact = json.dumps({"name": "numerics.kernel", "value": "slow"})
     (tmp_path / "child.py").write_text(f"import sys, time; open(sys.argv[2], 'w').write({fact!r}); time.sleep(600)")
-    monkeypatch.setattr(numerics, "CHILD", tmp_path / "child.py")
-    facts, _ = gather(Target(Options(environ=environment(), numerics_seconds=3.0), "embedded"), numerics)
+    monkeypatch.setattr("validate.facts.child.NUMERICS_CHILD", tmp_path / "child.py")
+    facts, _ = gather(Target(Options(environ=environment(), numerics_seconds=3.0), "embedded"), NUMERICS)
     assert facts["numerics.kernel"].value == "slow"
     finding = judge(facts)
     assert finding.status is Status.FAIL
@@ -101,7 +100,7 @@ def test_the_kernel_that_will_serve_is_the_one_that_runs(environment):
         ("spark", ("--quantization", "mxfp4"), "triton", "vllm"),
     ):  # fmt: skip
         options = Options(serve_args=arguments, environ=environment(SPARK_MXFP4_KERNEL=kernel))
-        assert numerics.way_of(Target(options, stack)) == way
+        assert way_of(Target(options, stack)) == way
 
 
 LAID_OUT = """
@@ -135,7 +134,7 @@ def test_a_kernel_gets_its_own_sizes_and_layout(computed, tmp_path):
 def test_without_a_compiled_module_the_spark_warns_and_computes_nothing(site, install, environment, tmp_path):
     install(site, "flashinfer-python", "0.7.0.post1")
     target = Target(Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path))), "spark")
-    facts, _ = gather(target, numerics)
+    facts, _ = gather(target, NUMERICS)
     finding = judge(facts)
     assert facts["numerics.state"].value == "not compiled"
     assert finding.status is Status.WARN
@@ -152,10 +151,10 @@ def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, enviro
     options = Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path)))
     filtered = replace(options, environ={**options.environ, "FLASHINFER_MOE_SM120_DTYPES": "fp8xfp4"})
     for asked, name in ((options, "fused_moe_120"), (filtered, "fused_moe_120_fp8xfp4")):
-        assert numerics.not_run(Target(asked, "spark"))  # FlashInfer would ask for another module
+        assert not_run(Target(asked, "spark"))  # FlashInfer would ask for another module
         (tmp_path / folder / name).mkdir(parents=True)
         (tmp_path / folder / name / f"{name}.so").write_bytes(b"")
-        assert not numerics.not_run(Target(asked, "spark"))
+        assert not not_run(Target(asked, "spark"))
 
 
 @pytest.mark.parametrize(
