@@ -304,9 +304,8 @@ def run_audit(
     report = audit_files(paths, tools=tools, modules=modules, machine=machine, foreign=foreign)
     if not (report.binaries or report.wheels or report.violations):
         places = ", ".join(map(str, paths))
-        raise UsageError(
-            f"nothing to audit in {places}", "no .cubin, .o, .so or .whl file is there", "./inv audit --help"
-        )
+        why = "no .cubin, .o, .so or .whl file is there"
+        raise UsageError(f"nothing to audit in {places}", why, "./inv audit --help")
     if output:
         write_json(output, report.document())
     width = None if sys.stdout.isatty() else WIDE

@@ -144,9 +144,8 @@ def _write(text: str) -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for later output of Python
         fix = "again   # first free some space there, or send the output elsewhere"
-        raise StorageError(
-            "cannot write the output", "the disk that it is written to is full", fix, code="storage.full"
-        ) from error
+        why = "the disk that it is written to is full"
+        raise StorageError("cannot write the output", why, fix, code="storage.full") from error
 
 
 LONGEST_WHAT = 400  # characters; a path may have 4,096
@@ -195,12 +194,8 @@ class Steps:
 @contextmanager
 def download_bar(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show a transfer of `total` bytes; yields a function that takes the number of received bytes."""
-    columns = (
-        bars.TextColumn("{task.description}", markup=False),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-    )
+    text = bars.TextColumn("{task.description}", markup=False)
+    columns = (text, bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn())
     with bars.Progress(*columns, console=console(), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task(name, total=total)
         yield lambda count: progress.update(task, advance=count)

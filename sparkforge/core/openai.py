@@ -226,9 +226,8 @@ class Endpoint:
             name = matching[0] if matching else name  # several: the server accepts both names
         if name not in offered:
             models = ", ".join(offered) or "none"
-            raise UsageError(
-                f"{self.url} does not serve {name!r}", f"it serves {models}", "--help   # set MODEL, or give --model"
-            )
+            fix = "--help   # set MODEL, or give --model"
+            raise UsageError(f"{self.url} does not serve {name!r}", f"it serves {models}", fix)
         return Served(name, offered[name])
 
     def wait_until_serving(

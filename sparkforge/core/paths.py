@@ -159,6 +159,5 @@ def typed(text: str | Path) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise UsageError(
-            f"there is no path {text}", "that user does not exist", "--help   # write the absolute path"
-        ) from error
+        fix = "--help   # write the absolute path"
+        raise UsageError(f"there is no path {text}", "that user does not exist", fix) from error

@@ -60,14 +60,9 @@ class Hub:
             if begin > file.size:
                 output.truncate(0)
                 begin = 0
-            http_get(
-                url,
-                output,
-                resume_size=begin,
-                headers=build_hf_headers(library_name="sparkforge"),
-                expected_size=file.size,
-                tqdm_class=_progress(file, begin, advance),
-            )
+            headers, progress = build_hf_headers(library_name="sparkforge"), _progress(file, begin, advance)
+            sizes: dict[str, Any] = {"resume_size": begin, "expected_size": file.size}
+            http_get(url, output, headers=headers, tqdm_class=progress, **sizes)
 
 
 def _progress(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> Any:

@@ -110,9 +110,8 @@ class Queue:
         pairs = [line.split() for line in lines if line and not line.startswith("#")]
         for parts in pairs:
             if len(parts) != 2 or "/" in parts[0] or not all(map(unharmful, parts)):
-                raise _bad_series(
-                    directory, f"`installed` has a line other than `FOLDER FOLDER/INSIDE`: {' '.join(parts)}"
-                )
+                why = f"`installed` has a line other than `FOLDER FOLDER/INSIDE`: {' '.join(parts)}"
+                raise _bad_series(directory, why)
         return cls(name["upstream"], name["version"], patches, {parts[0]: parts[1] for parts in pairs})
 
     def for_tree(self, tree: Path) -> Queue:

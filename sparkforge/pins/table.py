@@ -187,22 +187,14 @@ class Pins(Record):
     texts: dict[Text, TextPin] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _one_hash_a_file(self) -> Pins:
+    def _fits_together(self) -> Pins:
         seen: dict[str, str] = {}
         for component in self.components():
             for name, sha256 in component.files.items():
                 if seen.setdefault(name, sha256) != sha256:
                     raise ValueError(f"{name} is pinned with two different hashes")
-        return self
-
-    @model_validator(mode="after")
-    def _named_stacks_are_there(self) -> Pins:
         if unknown := sorted({self.default, *self.devices.values()} - self.stacks.keys()):
             raise ValueError(f"'default' or 'devices' names no stack: {', '.join(unknown)}")
-        return self
-
-    @model_validator(mode="after")
-    def _wheels_are_pinned(self) -> Pins:
         known = {f"{stack}/{name}" for stack, table in self.stacks.items() for name in table.components}
         wheels = {wheel for environment in self.environments.values() for wheel in environment.wheels}
         if unknown := sorted(wheels - known):

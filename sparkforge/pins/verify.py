@@ -96,10 +96,8 @@ def patched_packages(pins: Pins, stack: str) -> list[str]:
 
 def is_patched(version: str) -> bool:
     """Tell whether a version is that of a patched wheel: its local part is, or ends in, `sparkforge.N`."""
-    try:
-        local = (Version(version).local or "").split(".")
-    except InvalidVersion:
-        return False
+    parsed = _version(version)
+    local = ((parsed and parsed.local) or "").split(".")
     return len(local) > 1 and local[-2] == LOCAL
 
 

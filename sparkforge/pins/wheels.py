@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,34 +103,32 @@ def choose(
     requirement: Requirement, hashes: frozenset[str], files: Sequence[DistributionPackage], target: TargetMachine
 ) -> Pick:
     """Return the file of `requirement` that fits `target` best: a wheel, else a source archive. Raises InputError."""
-    ranks = target.tags()
-    best: tuple[int, Pick] | None = None
-    for file in files:
-        sha256 = (file.digests or {}).get("sha256", "")
-        if sha256 not in hashes:
-            continue  # checked first, because an index also lists file names that no tool can parse any more
-        rank = _rank(file.filename, ranks)
-        if rank is not None and (best is None or rank < best[0]):
-            best = rank, Pick(requirement.name, file.filename, sha256)
-    if best is None:
+    # Only locked files, because an index also lists file names that no tool can parse any more.
+    digests = ((file.filename, (file.digests or {}).get("sha256", "")) for file in files)
+    listed = {name: sha256 for name, sha256 in digests if sha256 in hashes}
+    best = _best(listed, target)
+    if not best:
         failure = f"{requirement.name}{requirement.specifier} has no file for {target}"
         why = f"none of the {len(hashes)} files in the lock fits it, or the index no longer has them"
         raise InputError(failure, why, "./inv pins.lock", code="input.pins")
-    return best[1]
+    return Pick(requirement.name, best, listed[best])
 
 
 def choose_pinned(component: Component, target: TargetMachine) -> Pick:
     """Return the wheel of a pinned component that fits `target` best. Raises ProcessError if none does."""
-    ranks, best = target.tags(), ""
-    for filename in component.files:
-        rank = _rank(filename, ranks)
-        if filename.endswith(".whl") and rank is not None and (not best or rank < (_rank(best, ranks) or 0)):
-            best = filename
+    best = _best((name for name in component.files if name.endswith(".whl")), target)
     if not best:
         failure = f"no {component.package} is pinned for this machine"
         fix = "rm -rf .venv && PYTHON=python3.12 ./inv up   # with Python 3.11 to 3.13 on x86_64 or aarch64"
         raise ProcessError(failure, f"pins.toml has no wheel for {target}", fix, code="process.setup")
     return Pick(component.package or "", best, component.files[best])
+
+
+def _best(filenames: Iterable[str], target: TargetMachine) -> str:
+    """Return the file that fits `target` best, the first of equal ones; empty if none does."""
+    ranks = target.tags()
+    ranked = [(rank, name) for name in filenames if (rank := _rank(name, ranks)) is not None]
+    return min(ranked, key=lambda entry: entry[0])[1] if ranked else ""
 
 
 def _rank(filename: str, ranks: Mapping[Tag, int]) -> int | None:
