@@ -28,8 +28,8 @@ from sparkforge.audit.report import AuditedWheel, audit_installed
 from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer.build import AHEAD_OF_TIME, KernelRequest, build_kernels
 from sparkforge.compile.jobs import parse_limit
-from sparkforge.compile.stages import require_way
-from sparkforge.compile.vllm import overlay as vllm_overlay
+from sparkforge.compile.stages import RECORD as OVERLAY
+from sparkforge.compile.stages import install_overlay, require_way
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core.console import say
 from sparkforge.core.errors import IntegrityError
@@ -170,7 +170,7 @@ def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
     overlay, _ = build_extensions(
         ExtensionRequest(tree.stack, targets=targets, sources=git_sources, jobs=jobs, python=str(tree.python))
     )
-    vllm_overlay.install_overlay(overlay, str(tree.packages))
+    install_overlay(overlay, str(tree.packages))
 
 
 def cuts(device: str) -> dict[str, list[str]]:
@@ -301,7 +301,7 @@ def image_changes(tree: Tree) -> ImageChanges:
     records = [Installed.read(record.parent, strict=False) for record in tree.packages.glob("*.dist-info/RECORD")]
     paths = (line.path for installed in records for line in installed.lines)
     left_out = sorted({match[1] for path in paths if (match := pattern.match(path))})
-    overlay = tree.packages / vllm_overlay.RECORD  # audited before it replaced files of the wheel
+    overlay = tree.packages / OVERLAY  # audited before it replaced files of the wheel
     files = read_json(overlay)["files"] if overlay.is_file() else {}
     return ImageChanges(left_out=tuple(left_out), compiled={path: change["after"] for path, change in files.items()})
 

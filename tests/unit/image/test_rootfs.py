@@ -162,7 +162,7 @@ def test_each_step_asks_for_the_trees_machine_and_its_sources(tree, tmp_path, mo
     record(rootfs, "build_kernels")
     record(rootfs.packs, "publish")
     record(rootfs, "build_extensions", ("the overlay", True))
-    record(rootfs.vllm_overlay, "install_overlay")
+    record(rootfs, "install_overlay")
     record(rootfs.environments, "fetch_wheels")
     record(rootfs.locks, "install")
     monkeypatch.setenv("CUDA_HOME", "/chosen")
@@ -194,7 +194,7 @@ def test_files_compiled_here_replace_the_wheels(tree):
     with pytest.raises(IntegrityError, match=r"_C\.abi3\.so: was changed"):
         rootfs.verify(tree)
     files = {"vllm/_C.abi3.so": {"before": "0" * 64, "after": hashlib.sha256(b"compiled here").hexdigest()}}
-    (tree.packages / rootfs.vllm_overlay.RECORD).write_text(json.dumps({"schema": 1, "files": files}))
+    (tree.packages / rootfs.OVERLAY).write_text(json.dumps({"schema": 1, "files": files}))
     assert rootfs.verify(tree)[1][0].problems == ()
     assert rootfs.describe(tree)["compiled"] == {"vllm/_C.abi3.so": files["vllm/_C.abi3.so"]["after"]}
     library.write_bytes(b"swapped later")

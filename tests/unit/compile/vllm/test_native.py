@@ -16,7 +16,6 @@ from lab.patches.lock import write_patched
 from sparkforge import pins
 from sparkforge.compile import stages as build
 from sparkforge.compile.stages import BuildRequest
-from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.core import manifest
 from sparkforge.core.errors import AuditError, UsageError
 from sparkforge.core.files import sha256_file, write_json
@@ -77,7 +76,7 @@ def test_every_stage_runs_once_and_a_second_run_does_nothing(ready):
     stages = ["sources", "patches", "kernels", "vllm", "audit"]
     assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, True)
     assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, False)
-    tree, _ = vllm_overlay.unpack_wheel("spark")
+    tree, _ = build.unpack_wheel("spark")
     assert "ANSWER + 1" in (tree / "csrc/spinloop.cpp").read_text(), "the wheel's files are patched"
 
 

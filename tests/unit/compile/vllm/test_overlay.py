@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from expected import refused
 
-from sparkforge.compile.vllm import overlay as vllm_overlay
+from sparkforge.compile import stages
 from sparkforge.core import manifest
 from sparkforge.core.files import sha256_file, write_json
 
@@ -54,9 +54,9 @@ def hashes(root):
 
 def test_the_libraries_are_replaced_and_their_hashes_are_on_record(overlay, tree, tmp_path):
     before = hashes(tree)
-    vllm_overlay.install_overlay(overlay, str(tree))
+    stages.install_overlay(overlay, str(tree))
     assert hashes(tree) == hashes(overlay)
-    record = json.loads((tree / vllm_overlay.RECORD).read_text())
+    record = json.loads((tree / stages.RECORD).read_text())
     assert record["files"] == {name: {"after": sha256} for name, sha256 in hashes(overlay).items()}
     assert hashes(tmp_path / "cache") == before, "a hard link is not written through"
 
@@ -76,6 +76,6 @@ def test_unsuitable_overlays_are_refused_and_nothing_is_replaced(overlay, tree, 
     REFUSED[reason](overlay, tree)
     before = sha256_file(tree / NAMES[0])
     with refused("compile.incomplete", reason):
-        vllm_overlay.install_overlay(overlay, str(tree))
+        stages.install_overlay(overlay, str(tree))
     assert sha256_file(tree / NAMES[0]) == before
-    assert not (tree / vllm_overlay.RECORD).exists()
+    assert not (tree / stages.RECORD).exists()
