@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -30,4 +31,12 @@ def write_program(path, script):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
+    return path
+
+
+def compile_library(path, source, *flags, language="c++"):
+    """Compile a shared library from a text in C++, C or assembler, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [require("cc" if language == "c" else "c++"), "-shared", "-fPIC", *flags, "-x", language, "-", "-o", path]
+    subprocess.run(command, input=source, check=True, capture_output=True, text=True)
     return path

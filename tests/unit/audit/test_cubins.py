@@ -2,13 +2,13 @@
 
 import hashlib
 import struct
-import subprocess
 
 import fatbins
 import pytest
 import zstandard
 from fatbins import entry, fatbin
 from invoke.program import Program
+from programs import compile_library, write_program
 
 import tasks
 from sparkforge.audit import cubins, elf
@@ -33,13 +33,9 @@ def packed(data, size=None):
 def library(tmp_path):
     def make(*fatbins):
         (tmp_path / "all.fatbin").write_bytes(b"".join(fatbins))
-        source = tmp_path / "one.s"
         text = f'.section .nv_fatbin,"a"\n.balign 8\n.incbin "{tmp_path}/all.fatbin"\n'
-        source.write_text(text + '.section .note.GNU-stack,"",@progbits\n')
-        library = tmp_path / "one.so"
-        command = ["c++", "-shared", "-fPIC", str(source), "-o", str(library)]
-        subprocess.run(command, check=True, capture_output=True)
-        return library
+        text += '.section .note.GNU-stack,"",@progbits\n'
+        return compile_library(tmp_path / "one.so", text, language="assembler")
 
     return make
 
@@ -141,10 +137,7 @@ def test_the_command_refuses_only_our_own_library_that_holds_nothing_but_ptx_for
     library, tmp_path, monkeypatch, capfd
 ):
     for name in ("cuobjdump", "nvdisasm"):
-        program = tmp_path / "cuda/bin" / name
-        program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text("#!/bin/sh\nexit 1\n")
-        program.chmod(0o755)
+        write_program(tmp_path / "cuda/bin" / name, "exit 1")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     path = library(fatbin(entry(b".version 8.7", kind=elf.KIND_PTX, sm=121)))
     Program(namespace=tasks.namespace).run(f"inv audit {path}", exit=False)

@@ -1,9 +1,9 @@
 """Host files made by the C++ compiler, and damaged ones."""
 
 import struct
-import subprocess
 
 import pytest
+from programs import compile_library
 
 from sparkforge.audit import elf
 from sparkforge.audit.cubins import Reader, Tools
@@ -14,17 +14,8 @@ pytestmark = [pytest.mark.needs("c++"), pytest.mark.timeout(60)]
 
 @pytest.fixture
 def library(tmp_path):
-    source = tmp_path / "one.cpp"
-    source.write_text(
-        '#include <cstdio>\nextern "C" int foreign();\nint offered() { return std::puts("x") + foreign(); }\n'
-    )
-
-    def make(name="one.so", *flags):
-        command = ["c++", "-shared", "-fPIC", *flags, str(source), "-o", str(tmp_path / name)]
-        subprocess.run(command, check=True, capture_output=True)
-        return tmp_path / name
-
-    return make
+    text = '#include <cstdio>\nextern "C" int foreign();\nint offered() { return std::puts("x") + foreign(); }\n'
+    return lambda name="one.so", *flags: compile_library(tmp_path / name, text, *flags)
 
 
 def host(path):

@@ -4,11 +4,11 @@ import base64
 import hashlib
 import platform
 import shutil
-import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
+from programs import compile_library
 
 from sparkforge.audit import report as audit_report
 from sparkforge.audit.cubins import Tools
@@ -22,13 +22,8 @@ NONE = Tools(Path("/nonexistent"), Path("/nonexistent"))
 
 @pytest.fixture(scope="module")
 def extension(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("extension")
-    source = folder / "one.cpp"
-    source.write_text('extern "C" void* PyInit__C() { return nullptr; }\n')
-    built = folder / "_C.abi3.so"
-    command = ["c++", "-shared", "-fPIC", str(source), "-o", str(built)]
-    subprocess.run(command, check=True, capture_output=True)
-    return built.read_bytes()
+    text = 'extern "C" void* PyInit__C() { return nullptr; }\n'
+    return compile_library(tmp_path_factory.mktemp("extension") / "_C.abi3.so", text).read_bytes()
 
 
 def wheel(folder, content, *, recorded=None, name="_C.abi3.so", machine=None):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from expected import refused
+from programs import write_program
 
 from sparkforge.compile import toolchain
 from sparkforge.core import manifest
@@ -22,13 +23,6 @@ VERSION = "Cuda compilation tools, release {short}, V{version}\nBuild cuda_13.0.
 HEADER = "#if defined(__GNUC__)\n\n#if __GNUC__ > {newest}\n\n#error -- unsupported GNU version!\n#endif\n"
 
 
-def script(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
 def recorded_cuda(home, version="13.0.88", newest=15):
     """A CUDA_HOME whose nvcc prints recorded output, and whose other parts are empty files."""
     for part in toolchain.PARTS:
@@ -38,14 +32,14 @@ def recorded_cuda(home, version="13.0.88", newest=15):
     (home / "include/crt/host_config.h").write_text(HEADER.format(newest=newest))
     text = VERSION.format(short=version.rpartition(".")[0], version=version)
     dry = f"echo '#$ _HERE_={home}/bin' >&2; echo '#$ TOP={home}/bin/..' >&2"
-    script(home / "bin/nvcc", f"case $1 in --version) echo '{text}';; --dryrun) {dry};; esac")
+    write_program(home / "bin/nvcc", f"case $1 in --version) echo '{text}';; --dryrun) {dry};; esac")
     return home
 
 
 def wheels_like(folder, machine):
     home = folder / toolchain.HOME
     recorded_cuda(home)
-    script(folder / "bin/ninja", "")
+    write_program(folder / "bin/ninja", "")
     for program in ("bin/ninja", f"{toolchain.HOME}/bin/ptxas", f"{toolchain.HOME}/nvvm/bin/cicc"):
         (folder / program).write_text(f"a program for {machine}")
     (home / "include/cuda_runtime.h").write_text(f"of the wheel for {machine}")
@@ -77,8 +71,8 @@ def installing(monkeypatch):
 def machine(tmp_path, monkeypatch, installing):
     """A PATH with this machine's GCC, a ninja and a good ccache, and no CUDA."""
     folder = tmp_path / "path"
-    script(folder / "ninja", "echo 1.13.2.git.kitware.jobserver-pipe-1")
-    script(folder / "ccache", "echo ccache version 4.14.2")
+    write_program(folder / "ninja", "echo 1.13.2.git.kitware.jobserver-pipe-1")
+    write_program(folder / "ccache", "echo ccache version 4.14.2")
     for name in ("c++", "as", "ld", "sh"):
         (folder / name).symlink_to(shutil.which(name))
     monkeypatch.setenv("PATH", str(folder))
@@ -125,7 +119,7 @@ def test_an_incomplete_cuda_is_refused_if_requested(machine, tmp_path, monkeypat
 
 def test_a_wrapper_leads_to_its_cuda_and_an_incomplete_one_is_skipped(machine, tmp_path, monkeypatch, capfd):
     home = recorded_cuda(tmp_path / "cuda")
-    script(machine / "nvcc", f'exec {home}/bin/nvcc "$@"')
+    write_program(machine / "nvcc", f'exec {home}/bin/nvcc "$@"')
     assert (toolchain.find().home, toolchain.find().origin) == (home, "PATH")
     (home / "include/nvrtc.h").unlink()
     chain = toolchain.find()
@@ -154,7 +148,7 @@ def test_the_host_compiler_must_be_one_that_nvcc_and_the_build_take(machine, tmp
     home = recorded_cuda(tmp_path / "cuda2", newest=99)
     with refused("compile.toolchain", r"GCC 98 to 99 .*apt install g\+\+-98"):
         toolchain.host_compiler(home, 98)
-    script(machine / "clang++", "echo Debian clang version 14.0.6")
+    write_program(machine / "clang++", "echo Debian clang version 14.0.6")
     monkeypatch.setenv("CXX", "clang++")
     with refused("compile.toolchain", r"clang\+\+ is no GCC .*unset CXX"):
         toolchain.host_compiler(home)
@@ -166,13 +160,13 @@ def test_the_host_compiler_must_be_one_that_nvcc_and_the_build_take(machine, tmp
 def test_a_newer_compiler_beside_an_old_default_is_found(machine, tmp_path):
     (machine / "c++").unlink()
     program = "case $1 in --version) echo 'g++ (GCC)';; *) echo {}.2.0;; esac"
-    script(machine / "c++", program.format(8))
-    script(machine / "g++-14", program.format(14))
+    write_program(machine / "c++", program.format(8))
+    write_program(machine / "g++-14", program.format(14))
     assert toolchain.host_compiler(recorded_cuda(tmp_path / "cuda")) == (machine / "g++-14", "14.2.0")
 
 
 def test_a_ccache_that_cannot_cache_these_units_is_not_taken(machine):
-    script(machine / "ccache", "echo ccache version 4.7.5")
+    write_program(machine / "ccache", "echo ccache version 4.7.5")
     assert toolchain.helper("ccache") == toolchain.install()[0] / "bin/ccache"
     assert toolchain.helper("ninja") == machine / "ninja"
 
@@ -181,12 +175,12 @@ def test_programs_are_looked_for_one_by_one(machine, tmp_path, monkeypatch):
     home = recorded_cuda(tmp_path / "cuda")
     monkeypatch.setenv("CUDA_HOME", str(home))
     (home / "bin/ptxas").chmod(0o755)
-    script(machine / "cuobjdump", "")
+    write_program(machine / "cuobjdump", "")
     assert toolchain.program("ptxas") == home / "bin/ptxas"
     assert toolchain.program("cuobjdump") == machine / "cuobjdump"
     with refused("compile.toolchain", "there is no nvdisasm"):
         toolchain.program("nvdisasm")
-    reader = script(toolchain.install()[0] / toolchain.HOME / "bin/nvdisasm", "")
+    reader = write_program(toolchain.install()[0] / toolchain.HOME / "bin/nvdisasm", "")
     assert toolchain.program("nvdisasm") == reader
 
 
@@ -232,9 +226,9 @@ def cross_compiler(tmp_path, monkeypatch):
     """This machine's GCC under the name of a cross compiler; only its reported target is false."""
     folder, name = tmp_path / "cross", f"{OTHER}-linux-gnu"
     text = f'case $1 in -dumpmachine) echo {name};; *) exec {shutil.which("c++")} "$@";; esac'
-    program = script(folder / f"{name}-g++", text)
-    script(folder / "ninja", "echo 1.13.2")
-    script(folder / "ccache", "echo ccache version 4.14.2")
+    program = write_program(folder / f"{name}-g++", text)
+    write_program(folder / "ninja", "echo 1.13.2")
+    write_program(folder / "ccache", "echo ccache version 4.14.2")
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CXX", raising=False)

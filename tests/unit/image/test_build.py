@@ -5,6 +5,7 @@ import os
 
 import pytest
 from expected import refused
+from programs import write_program
 
 from lab import debian
 from sparkforge import pins
@@ -23,12 +24,8 @@ WORDS = ["compose", "--progress", "plain", "build"]
 
 @pytest.fixture
 def docker(tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-
     def docker(lines):
-        path = tmp_path / "bin" / "docker"
-        path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "$SPARKFORGE_STACK" > {tmp_path}/called\n{lines}\n')
-        path.chmod(0o755)
+        write_program(tmp_path / "bin/docker", f'printf "%s\\n" "$@" "$SPARKFORGE_STACK" > {tmp_path}/called\n{lines}')
         monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
         return lambda: (tmp_path / "called").read_text().split()
 

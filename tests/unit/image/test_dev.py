@@ -8,6 +8,7 @@ from pathlib import Path
 
 import advice
 import pytest
+from programs import write_program
 
 import tasks
 from sparkforge.compile import cache
@@ -124,8 +125,7 @@ def test_a_persons_own_build_gets_the_planners_number_of_jobs_and_changed_source
 
 
 def test_ninja_runs_as_many_jobs_as_fit(tmp_path):
-    (tmp_path / "ninja").write_text('#!/bin/sh\necho "$@"\n')
-    (tmp_path / "ninja").chmod(0o755)
+    write_program(tmp_path / "ninja", 'echo "$@"')
     env = {**os.environ, "SPARKFORGE_NINJA": str(tmp_path / "ninja"), "MAX_JOBS": "2"}
     for arguments, expected in (("all", "all -j 2"), ("-j 20", "-j 20 -j 2"), ("-C x -j 2", "-C x -j 2")):
         command = [ROOT / "deploy/dev-bin/ninja", *arguments.split()]

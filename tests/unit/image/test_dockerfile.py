@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import write_program
 
 from lab import debian
 from sparkforge import pins
@@ -127,10 +128,9 @@ Suites: trixie trixie-updates
 
 @pytest.mark.parametrize("known", ["", OFFICIAL, DEBOOTSTRAP])
 def test_a_locked_package_that_cannot_be_brought_stops_the_build_and_says_which(tmp_path, known):
-    lock, helper = tmp_path / "lock.txt", tmp_path / "helper"
+    lock = tmp_path / "lock.txt"
     lock.write_text("# snapshot 20260101T000000Z\n" + "0" * 64 + "  debian/pool/main/t/tini/tini_1_amd64.deb\n")
-    helper.write_text('#!/bin/sh\necho "$5" >> ' + shlex.quote(str(tmp_path / "asked")) + "\nexit 1\n")
-    helper.chmod(0o755)
+    helper = write_program(tmp_path / "helper", f'echo "$5" >> {tmp_path}/asked\nexit 1')
     script = (ROOT / "deploy/install-debs").read_text(encoding="utf-8")
     script = script.replace("/usr/lib/apt/apt-helper", str(helper)).replace("/var/cache/debs", str(tmp_path / "debs"))
     archives = {"DEBIAN_MIRROR": "http://mirror.test", "DEBIAN_SNAPSHOT": "http://snapshot.test/archive"}

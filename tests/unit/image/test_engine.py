@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from expected import refused
+from programs import write_program
 
 from sparkforge.core import errors, paths
 from sparkforge.image import engine, volume
@@ -26,8 +27,7 @@ def test_facts_come_from_the_engine(fake_engine):
 def test_the_ways_to_a_gpu_and_without_one_the_toolkit_is_the_fix(fake_engine, docker_command):
     with refused("engine.gpu", r"runtimes io.containerd.runc.v2, runc .* nvidia-ctk"):
         look().require_gpu()
-    (docker_command.folder / "nvidia-container-runtime-hook").write_text("#!/bin/sh\n")
-    (docker_command.folder / "nvidia-container-runtime-hook").chmod(0o755)
+    write_program(docker_command.folder / "nvidia-container-runtime-hook", "")
     assert look().gpu == "nvidia-container-runtime-hook"
     for change, message in (
         ({"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]}, "CDI device nvidia.com/gpu=0"),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from expected import refused
 from oci_layout import Writer, layer
+from programs import write_program
 
 from sparkforge.core.paths import ROOT
 from sparkforge.image import build, oci, provenance, registry, versions
@@ -94,15 +95,11 @@ def test_upstreams_wheel_behind_a_patched_one_is_a_resolved_dependency_too():
 @pytest.mark.parametrize(("stack", "has_kernels"), [("spark", True), ("embedded", False)])
 def test_the_workflows_step_publishes_signed_packs_before_the_image_that_takes_them(tmp_path, stack, has_kernels):
     """Fake `inv` and `docker` record their arguments; tests/engine runs the real commands."""
-    for name in (".ci/publish", "inv", "docker", ".venv/bin/python"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / ".ci/publish").write_bytes((ROOT / ".ci/publish").read_bytes())
-    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    write_program(tmp_path / ".ci/publish", (ROOT / ".ci/publish").read_text())
+    write_program(tmp_path / ".venv/bin/python", f'PYTHONPATH={ROOT} exec {sys.executable} "$@"')
     answer = f'case "$*" in image.publish*--stack*) echo {REPOSITORY}@{DIGEST};; esac'
     for name in ("inv", "docker"):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\n{answer}\n')
-    for name in (".ci/publish", "inv", "docker", ".venv/bin/python"):
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, f'echo "{name} $*" >> {tmp_path}/calls\n{answer}')
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SIGNING_KEY": "PEM"}
     subprocess.run([tmp_path / ".ci/publish", REPOSITORY, stack, "out"], env=env, check=True)
     calls = (tmp_path / "calls").read_text().splitlines()

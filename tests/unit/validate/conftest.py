@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import write_program
 
 from sparkforge.core.paths import ROOT
 from validate.facts.fact import Fact, load_sheet
@@ -61,9 +62,7 @@ def site(tmp_path: Path) -> Path:
     """An empty site-packages and `python` beside it: a real interpreter that has only that directory on its path."""
     packages = tmp_path / "site-packages"
     packages.mkdir()
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
+    write_program(tmp_path / "python", f'PYTHONPATH={packages} exec {sys.executable} -S "$@"')
     return packages
 
 

@@ -1,18 +1,16 @@
 """Facts about the GPU, from an nvidia-smi and a libcuda that answer, refuse, crash or hang."""
 
 import re
-import subprocess
 
 import pytest
+from programs import compile_library, write_program
 
 from validate.facts import gpu
 from validate.facts.fact import take
 
 
 def smi(tmp_path, script):
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
+    write_program(tmp_path / "nvidia-smi", script)
     return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
 
 
@@ -64,9 +62,8 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attri
 )
 def test_libcuda_is_asked_and_does_not_take_us_along(target, tmp_path, monkeypatch, init, count, values):
     """Its C compiler, loader and process are real; only the driver is not."""
-    (tmp_path / "cuda.c").write_text(LIBCUDA.replace("INIT", init).replace("COUNT", str(count)))
-    command = ["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "cuda.c"]
-    subprocess.run(command, check=True)
+    text = LIBCUDA.replace("INIT", init).replace("COUNT", str(count))
+    compile_library(tmp_path / "libcuda.so.1", text, language="c")
     monkeypatch.setattr(gpu, "SECONDS", 2.0 if "pause" in init else 60.0)
     validated = target(environ={"LD_LIBRARY_PATH": str(tmp_path)})
     facts = [take(reading, validated) for reading in gpu.CUDA_READINGS]

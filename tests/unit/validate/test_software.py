@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import shutil
-import subprocess
 
 import pytest
+from programs import compile_library, write_program
 
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
@@ -38,10 +37,7 @@ CUDNN = "nvidia/cudnn/lib/libcudnn.so.9"
 
 def compiled(path, body):
     """A shared library of one function by the C compiler, so that loader and call are real."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    source = path.with_suffix(".c")
-    source.write_text(f"#include <stddef.h>\n#include <stdlib.h>\n#include <unistd.h>\n{body}\n")
-    subprocess.run([shutil.which("cc"), "-shared", "-fPIC", "-o", path, source], check=True)
+    compile_library(path, f"#include <stddef.h>\n#include <stdlib.h>\n{body}\n", language="c")
 
 
 @pytest.mark.needs("cc")
@@ -150,9 +146,7 @@ def test_without_the_manifest_only_the_module_is_asked_for(target, site, built, 
 
 def test_nvcc_is_sought_by_vllms_rule(target, tmp_path):
     home = tmp_path / "cuda"
-    (home / "bin").mkdir(parents=True)
-    (home / "bin" / "nvcc").write_text("")
-    (home / "bin" / "nvcc").chmod(0o755)
+    write_program(home / "bin/nvcc", "")
     for env, version in (
         ({"CUDA_HOME": str(home), "PATH": ""}, True),
         ({"CUDA_PATH": str(home), "PATH": ""}, True),

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from programs import write_program
 
 from sparkforge.audit.report import AuditReport
 from sparkforge.compile.flashinfer import build, sets
@@ -62,10 +63,7 @@ def site(tmp_path, monkeypatch):
         folder = packages / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    python = tmp_path / "bin/python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
+    python = write_program(tmp_path / "bin/python", f'PYTHONPATH={packages} exec {sys.executable} -S "$@"')
     programs = {name: Path(shutil.which(name)) for name in ("c++", "ninja", "env")}
     versions = {"nvcc": "0", "c++": "0", "glibc": "2.36"}
     chain = Toolchain(tmp_path, "test", programs["c++"], programs["ninja"], programs["env"], versions)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import write_program
 
 from sparkforge import pins
 from sparkforge.compile.toolchain import Toolchain
@@ -54,14 +55,11 @@ def small(kit, tmp_path, monkeypatch):
 @pytest.fixture
 def order(small, tmp_path, monkeypatch):
     """An order for the small vLLM: real CMake, ninja and compiler, and a launcher that replaces ccache."""
-    launcher = tmp_path / "launcher"
-    launcher.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/compiled\nexec "$@"\n')
-    launcher.chmod(0o755)
+    launcher = write_program(tmp_path / "launcher", f'echo "$@" >> {tmp_path}/compiled\nexec "$@"')
     # The libraries have no GPU code, so CUDA's tools must not run; if one does, it fails.
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "no-cuda"))
-    (tmp_path / "no-cuda/bin").mkdir(parents=True)
     for name in ("cuobjdump", "nvdisasm"):
-        (tmp_path / "no-cuda/bin" / name).symlink_to("/bin/false")
+        write_program(tmp_path / "no-cuda/bin" / name, "exit 1")
     table = vllm_sources.load_targets("0.32.0")
     versions = {"nvcc": "13.0.88", "c++": "12.2.0", "ninja": "1", "ccache": "none"}
     chain = Toolchain(tmp_path, "test", *(Path(shutil.which(name)) for name in ("c++", "ninja")), launcher, versions)

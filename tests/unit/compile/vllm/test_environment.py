@@ -5,6 +5,7 @@ import os
 
 import pytest
 from expected import refused
+from programs import write_program
 
 from sparkforge.compile.vllm import build as vllm_env
 from sparkforge.compile.vllm import sources as vllm_sources
@@ -22,8 +23,7 @@ def interpreter(tmp_path):
     def make(cmake="4.1.2", **changes):
         answer = json.dumps({**GOOD, "include": str(tmp_path), **changes})
         for name, text in (("python", f"cat <<'EOF'\n{answer}\nEOF"), ("cmake", f"echo cmake version {cmake}")):
-            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-            (tmp_path / name).chmod(0o755)
+            write_program(tmp_path / name, text)
         return tmp_path / "python"
 
     return make
@@ -42,7 +42,7 @@ def test_an_unsuitable_interpreter_is_refused_with_all_its_problems(interpreter)
         vllm_env.examine(interpreter(header=False), "spark")
     python = interpreter()
     for text in ("exit 3", "echo Hello", "true"):
-        python.write_text(f"#!/bin/sh\n{text}\n")
+        write_program(python, text)
         with refused("compile.inputs", "cannot build with"):
             vllm_env.examine(python, "spark")
 
@@ -50,9 +50,7 @@ def test_an_unsuitable_interpreter_is_refused_with_all_its_problems(interpreter)
 def test_an_old_cmake_is_skipped_and_named_if_there_is_no_other(interpreter, tmp_path, monkeypatch):
     python = interpreter(cmake="3.25.1")
     newer = tmp_path / "newer"
-    newer.mkdir()
-    (newer / "cmake").write_text("#!/bin/sh\necho cmake version 3.28.3\n")
-    (newer / "cmake").chmod(0o755)
+    write_program(newer / "cmake", "echo cmake version 3.28.3")
     monkeypatch.setenv("PATH", f"{newer}{os.pathsep}/usr/bin{os.pathsep}/bin")
     assert vllm_env.find_cmake(python) == (newer / "cmake", "3.28.3")
     monkeypatch.setenv("PATH", str(tmp_path))

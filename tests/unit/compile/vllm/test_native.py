@@ -4,12 +4,11 @@ Stages and audit are real. FlashInfer's kernels, which take an hour to compile, 
 """
 
 import io
-import shutil
-import subprocess
 
 import pytest
 from expected import refused
 from invoke.program import Program
+from programs import compile_library
 
 import tasks
 from lab.patches.lock import write_patched
@@ -26,19 +25,12 @@ pytestmark = pytest.mark.needs("c++")
 WHEEL = "vllm-0.32.0-cp38-abi3-manylinux_2_28_aarch64.whl"
 
 
-def library(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arguments = [shutil.which("c++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", path]
-    subprocess.run(arguments, input=text, text=True, check=True)
-    return path
-
-
 @pytest.fixture
 def ready(kit, patched_wheel, small, order, patched_lock, tmp_path, monkeypatch):
     """Pin a wheel with one library and the file that the queue patches; replace the compiled kernels."""
     from .conftest import UNIT
 
-    code = library(tmp_path / "made/spinloop.abi3.so", 'extern "C" int PyInit_spinloop() { return 1; }')
+    code = compile_library(tmp_path / "made/spinloop.abi3.so", 'extern "C" int PyInit_spinloop() { return 1; }')
     unit = UNIT.format(name="spinloop").encode()
     members = {"vllm/spinloop.abi3.so": code.read_bytes(), "csrc/spinloop.cpp": unit}
     built = patched_wheel.build(tmp_path, members, "vllm", "0.32.0").rename(tmp_path / WHEEL)
@@ -58,7 +50,7 @@ def ready(kit, patched_wheel, small, order, patched_lock, tmp_path, monkeypatch)
         artifact = kernels()
         is_new = manifest.load(artifact) is None
         if is_new:
-            file = library(artifact.parent / "cached_ops/sampling/sampling.so", "int f() { return 1; }")
+            file = compile_library(artifact.parent / "cached_ops/sampling/sampling.so", "int f() { return 1; }")
             outputs = {"cached_ops/sampling/sampling.so": sha256_file(file)}
             record = manifest.Manifest("kernels", {}, outputs, {}, {}, 1.0)
             write_json(manifest.beside(artifact), vars(record))
