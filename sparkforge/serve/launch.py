@@ -53,10 +53,7 @@ class Launch:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Be the only command of this checkout that starts a server, and end first what a killed server left.
-
-    Raises StorageError, which names the other command's process, or ServerError.
-    """
+    """Do what `alone` and `make_ready` do. Raises their errors."""
     with alone():
         make_ready()
         yield
@@ -104,15 +101,15 @@ def check_port(port: int, host: str, command: str = "./inv up") -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except PermissionError as error:
-            failure, why = f"cannot use port {port}", str(error)
-            raise ServerError(failure, why, f"{command} --port 8000", code="server.port") from error
         except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                failure, why = f"cannot listen on {host}", "this machine does not have that address"
-                raise ServerError(failure, why, "hostname -I", code="server.port") from error
-            why, fix = f"another program listens on {host}:{port}", f"{command} --port {port + 1}"
-            raise ServerError(f"port {port} is taken", why, fix, code="server.port") from error
+            failure, why = f"port {port} is taken", f"another program listens on {host}:{port}"
+            fix = f"{command} --port {port + 1}"
+            if isinstance(error, PermissionError):
+                failure, why, fix = f"cannot use port {port}", str(error), f"{command} --port 8000"
+            elif error.errno == errno.EADDRNOTAVAIL:
+                why, fix = "this machine does not have that address", "hostname -I"
+                failure = f"cannot listen on {host}"
+            raise ServerError(failure, why, fix, code="server.port") from error
 
 
 def start(launch: Launch, progress: Callable[[str], None]) -> Server:
@@ -153,9 +150,8 @@ def begin(launch: Launch) -> Server:
 def proved(
     server: Server, seconds: float, key: str, stack: str, calls: tuple[str, ...] = (), family: str = ""
 ) -> Server:
-    """Run the start-up test, with the stack's patches, within `seconds`; record and return the server with its result.
+    """Run the start-up test of `proof.prove`, with the stack's patches, within `seconds`; record and return the server.
 
-    `family` is that of the model. With `calls` only those of `proof.CALLS` are sent, for a server that is not vLLM.
     Raises ServerError.
     """
     queues = [] if calls else series.queues(pins.load(), stack)
@@ -218,13 +214,14 @@ def stop() -> Server | None:
 
 def _remove_models() -> bool:
     """Remove the containers of models that a killed fleet has left; return whether there were any."""
-    records = paths.state().glob(f"{record.MODELS}/*/{record.NAME}")
-    models = [(path, model) for path in records if (model := record.read(path)) and model.container and model.alive]
-    for path, model in models:
-        say(f"a killed fleet left {path.parent.name} in {model.where}; it is removed")
-        docker(["rm", "--force", model.container])
-        path.unlink()
-    return bool(models)
+    removed = False
+    for path in paths.state().glob(f"{record.MODELS}/*/{record.NAME}"):
+        if (model := record.read(path)) and model.container and model.alive:
+            say(f"a killed fleet left {path.parent.name} in {model.where}; it is removed")
+            docker(["rm", "--force", model.container])
+            path.unlink()
+            removed = True
+    return removed
 
 
 def _remove_container() -> None:
@@ -239,18 +236,17 @@ def end(server: Server) -> None:
 
 
 def _spawn(launch: Launch) -> Server:
-    log = record.log_path()
+    plan, log, end_file = launch.plan, record.log_path(), record.end_path()
     if log.exists():
         log.replace(log.with_name("server.previous.log"))
-    record.end_path().unlink(missing_ok=True)
+    end_file.unlink(missing_ok=True)
     environment = {**os.environ, **launch.environment, record.MARK: record.mark(), **KEEP_ENVIRONMENT}
     environment.pop(settings.VLLM_ARGS, None)  # its flags are in the command; vLLM would warn of the variable
-    weights = str(launch.model) if launch.plan.model_id and launch.plan.device != FLEET else ""
-    command = supervised(launch.command, record.end_path(), weights, trial=launch.plan.trial)
+    weights = str(launch.model) if plan.model_id and plan.device != FLEET else ""
+    command = supervised(launch.command, end_file, weights, trial=plan.trial)
     pid = spawn(command, log=log, env=environment, cwd=paths.state())
-    plan, started = launch.plan, started_at(pid) or 0.0
     served = (plan.address, plan.port, str(launch.model), plan.model_id, plan.device)
-    server = Server(pid, started, *served, str(log), key_file=plan.key_file or "", profile=plan.profile)
+    server = Server(pid, started_at(pid) or 0.0, *served, str(log), key_file=plan.key_file or "", profile=plan.profile)
     try:
         record.write(server)
     except BaseException:  # such as a full disk: an unrecorded server could not be found

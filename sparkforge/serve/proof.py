@@ -1,15 +1,9 @@
 """The start-up test of a server before it counts as ready: one request for each feature that clients call.
 
-A healthy server can still be unable to answer: kernels compile, and fail, at the first request that needs them; log
-probabilities, JSON and tool calls need further kernels; and an answer can lose its content. The test also works with a
-small model that writes little sense, because its output is forced: by a grammar without free text, and by a logit bias
-where the grammar leaves a choice. Random weights may fail: the grammar lets them spell Harmony's special tokens as
-text.
-
-The calls are sent concurrently, so all of them take little longer than the longest.
-
-A call with a `patch` is the canary of that patch: it fails on upstream's release, and is sent if the stack has the
-patch.
+A healthy server can still be unable to answer: kernels compile, and fail, at the first request that needs them. The
+test also works with a small model that writes little sense, because its output is forced: by a grammar without free
+text, and by a logit bias where the grammar leaves a choice. Random weights may fail: the grammar lets them spell
+Harmony's special tokens as text.
 """
 
 import json
@@ -32,7 +26,6 @@ TOKENS = 64  # three times what the forced answers take
 CHAT_TOKENS = 4
 CALL_TOKENS = 24  # twice a call's header, which a model may spell in more tokens than needed
 WHOLE_SCHEMA_TOKENS = 300  # the hundred names of REFERRING_TOOL alone are more; without them the prompt has about 90
-ABOVE_ZERO = 1e-3  # for a log probability: vLLM rounds to float32, and the likeliest token is nearly certain
 SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the patch allows, which are two tokens
 # Vocabulary tokens of the forms that the patch queues change; families.toml explains each.
 FORCED = next(family.chat.tokens for family in families.load().values() if family.chat.tokens)
@@ -41,13 +34,8 @@ SPECIAL = (*(str(FORCED[word]) for word in ("start", "channel", "message")), END
 BIAS = "logit_bias"
 MAX_BIAS = 100  # the API's largest bias
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"  # the variable that each refusal of a server without a store names
-NO_STORE = "the server stores no responses"
-NOT_KEPT = "the response that is continued is not stored in the process that was asked"
-TOO_LONG = "the context is too short for a long prompt"
 REFUSED_BIAS = r"logit_bias\b.*\bspeculative decoding"
-UNFORCED = "vLLM takes no logit_bias beside a draft"
 LOST = "content is null (finish_reason 'stop')"
-UNCUT = "the content does not end before the stop string"
 FURTHER_FAILURES = "; failed, too: "  # between why the first call failed and the names of the others
 CITIES = ["Paris", "Rome"]
 ANSWER = "<|channel|>final<|message|>{}<|end|><|return|>"
@@ -72,13 +60,12 @@ class ProofRequest:
     """A request and the check of its answer; `fault` returns what is wrong, or nothing.
 
     `fault` gets the answer's JSON, or the list of all events' JSON if the request asks for a stream, or the error's
-    message if the server must refuse the request with the status `refused`. It may raise one of `openai.WRONG_SHAPE`
-    for an answer of another shape. `continued` has the fields that differ in a second request, which continues the
-    response by its ID; `fault` then gets both answers as a list. `beside` has the fields that differ in a second
-    request, which is sent once the stream of the first has content; `fault` then gets the stream's events and the
-    second answer. `patch` names the patch without which there is a fault. `spelled` is the expected answer for a server
-    with a draft, which supports no bias: only the tokens of `spelled` are allowed. Without `spelled` the request tests
-    nothing there.
+    message if the server must refuse the request with the status `refused`. It may raise one of `openai.WRONG_SHAPE`.
+    `continued` has the fields that differ in a second request, which continues the response by its ID, and `beside`
+    those of one that is sent once the stream has content; `fault` then gets both answers. `patch` names the patch
+    without which there is a fault: the request is its canary, sent if the stack has the patch. `spelled` is the
+    expected answer for a server with a draft, which supports no bias: only its tokens are allowed. Without `spelled`
+    the request tests nothing there.
     """
 
     path: str
@@ -92,12 +79,12 @@ class ProofRequest:
 
 
 class Limit(NamedTuple):
-    """A known fault that does not keep a server from being ready: how the check describes it, and its reason.
+    """A known fault that does not keep a server from being ready, unless the stack has `patch`.
 
-    If the stack has `patch`, the fault is an error.
+    `pattern` is a regular expression for the check's fault or for the message of the server's refusal.
     """
 
-    fault: str
+    pattern: str
     reason: str
     patch: str = ""
 
@@ -107,8 +94,8 @@ def prove(
 ) -> dict[str, str]:
     """Send CALLS, with the canaries of `patches`; return call → empty, or the known limit that its answer shows.
 
-    The calls are in the order of CALLS; `calls` names the only ones to send, for a server other than vLLM. `family` is
-    by default that of the default models; one with another vocabulary gets no canaries, and no token is forced. Raises
+    The calls are sent concurrently. `calls` names the only ones to send, for a server other than vLLM. `family` is by
+    default that of the default models; one with another vocabulary gets no canaries, and no token is forced. Raises
     ServerError, which names each failed call, if one is answered wrongly, or not within `timeout` seconds.
     """
     chat = families.load()[family or families.default()].chat
@@ -127,7 +114,7 @@ def prove(
                 faults[name] = error
                 continue
             limits = [limit for limit in LIMITS.get(name, ()) if limit.patch not in patches]
-            outcome[name] = next((limit.reason for limit in limits if fault.startswith(limit.fault)), "")
+            outcome[name] = next((limit.reason for limit in limits if re.search(limit.pattern, fault)), "")
             if fault and not outcome[name]:
                 faults[name] = unanswered(name, fault)
     finally:
@@ -170,10 +157,8 @@ def _fault_of(name: str, call: ProofRequest, endpoint: Endpoint, timeout: float)
             tokens = endpoint.tokenize(call.spelled) or ()
             body = {key: value for key, value in call.body.items() if key != BIAS} | {"allowed_token_ids": tokens}
             return _fault_of(name, replace(call, body=body), endpoint, timeout)
-        limits = {limit.fault for limit in LIMITS.get(name, ())}
-        for pattern, fault in KNOWN_REFUSALS:
-            if fault in limits and re.search(pattern, error.why):
-                return fault
+        if any(re.search(limit.pattern, error.why) for limit in LIMITS.get(name, ())):
+            return error.why
         raise unanswered(name, f"{error.what}: {error.why}") from error
 
 
@@ -207,8 +192,8 @@ def _exchange(call: ProofRequest, endpoint: Endpoint, timeout: float) -> str:
 
 def unanswered(name: str, why: str) -> ServerError:
     """Return the error for a request, called `name`, that a server should answer and does not."""
-    failure = "the server cannot generate"
-    return ServerError(failure, f"the request for {name}: {why}", "./inv logs", code="server.reply")
+    why = f"the request for {name}: {why}"
+    return ServerError("the server cannot generate", why, "./inv logs", code="server.reply")
 
 
 def tool_call_fault(message: Mapping[str, Any], *, begun: bool = False) -> str:
@@ -232,15 +217,18 @@ def _unless(good: object, fault: str) -> str:
     return "" if good else fault
 
 
+def _message(response: Any) -> Any:
+    return response["choices"][0]["message"]
+
+
 def _completion(response: Any) -> str:
     text, count = response["choices"][0]["text"], response["usage"]["completion_tokens"]
     return _unless(isinstance(text, str) and count == 1, f"text {text!r}, {count} tokens instead of 1")
 
 
 def _chat(response: Any) -> str:
-    role, count = response["choices"][0]["message"]["role"], response["usage"]["completion_tokens"]
-    good = role == "assistant" and 1 <= count <= CHAT_TOKENS
-    return _unless(good, f"role {role!r}, {count} of {CHAT_TOKENS} tokens")
+    role, count = _message(response)["role"], response["usage"]["completion_tokens"]
+    return _unless(role == "assistant" and 1 <= count <= CHAT_TOKENS, f"role {role!r}, {count} of {CHAT_TOKENS} tokens")
 
 
 def _streamed_completion(events: Any) -> str:
@@ -270,7 +258,7 @@ def _mixed(answers: Any) -> str:
     """Judge both contents without an end token spelled as text, which a small model writes after such a prompt."""
     events, response = answers
     line = _streamed_content(events)
-    content = response["choices"][0]["message"]["content"] if response else None
+    content = _message(response)["content"] if response else None
     if not line or not content:
         return LOST
     end = re.compile(r"<\|(?:end|return)\|>$")
@@ -290,7 +278,8 @@ def _streamed_messages(events: Any) -> str:
 
 def _logprobs(values: Iterable[float]) -> str:
     numbers = list(values)
-    good = numbers and all(-math.inf < number <= ABOVE_ZERO for number in numbers)
+    # vLLM rounds to float32, so the likeliest token, which is nearly certain, may be a little above 0.
+    good = numbers and all(-math.inf < number <= 1e-3 for number in numbers)
     return _unless(good, f"the log probabilities are {numbers[:8]}")
 
 
@@ -336,22 +325,21 @@ def _json_fault(content: str) -> str:
 
 
 def _stop(response: Any) -> str:
-    content = response["choices"][0]["message"]["content"]
+    content = _message(response)["content"]
     if content is None or '"city' in content:  # vLLM before 0.32.0 loses it, or leaves the stop string in
-        return f"{UNCUT}: {content!r:.200}"
+        return f"the content does not end before the stop string: {content!r:.200}"
     return _unless(content.strip() == "{", f"the content is {content[:60]!r}")
 
 
 def _city(response: Any) -> str:
-    message = response["choices"][0]["message"]
-    content = message["content"]
+    message = _message(response)
     if message.get("tool_calls"):
         return "a tool was called"
-    return _unless(content == CITIES[0], f"the content is {content!r} and not {CITIES[0]!r}")
+    return _unless(message["content"] == CITIES[0], f"the content is {message['content']!r} and not {CITIES[0]!r}")
 
 
 def _cut_call(response: Any) -> str:
-    arguments = response["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    arguments = _message(response)["tool_calls"][0]["function"]["arguments"]
     return _unless(arguments.strip() == "{", f"the arguments {arguments[:60]!r} do not end before the stop string")
 
 
@@ -365,10 +353,8 @@ def _json_response(response: Any) -> str:
 
 
 def _unknown_response(message: str) -> str:
-    if STORE in message:
-        return NO_STORE
     good = "one of the last" in message and "`input`" in message
-    return _unless(good, f"the refusal does not say what to do: {message[:80]!r}")
+    return message if STORE in message else _unless(good, f"the refusal does not say what to do: {message[:80]!r}")
 
 
 def _continued(responses: Any) -> str:
@@ -385,8 +371,8 @@ def _failed_response(events: Any) -> str:
 
 
 def _white_space(response: Any) -> str:
-    stopped = response["choices"][0]["finish_reason"] == "stop"
-    return _unless(stopped, f"it does not end within {SPACE_TOKENS} tokens")
+    is_whole = response["choices"][0]["finish_reason"] == "stop"
+    return _unless(is_whole, f"it does not end within {SPACE_TOKENS} tokens")
 
 
 def _schema(**properties: Any) -> dict[str, Any]:
@@ -411,11 +397,10 @@ PLACE = _schema(city={"type": "string", "enum": CITIES})
 PLACE_FORMAT = _format(PLACE, strict=True)
 # Without `strict` vLLM's grammar accepts any JSON as arguments.
 STRICT_TOOL = {**TOOL, "function": {**TOOL["function"], "parameters": PLACE, "strict": True}}
-CITY_NUMBERS = [f"city {number}" for number in range(100)]
 REFERRING_SCHEMA = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/City"}},
-    "$defs": {"City": {"enum": CITY_NUMBERS}},
+    "$defs": {"City": {"enum": [f"city {number}" for number in range(100)]}},
 }
 REFERRING_TOOL = {"type": "function", "function": {"name": "visit", "parameters": REFERRING_SCHEMA}}
 NONSENSE = {"type": "nonsense"}
@@ -457,8 +442,9 @@ def _response_request(fault: Callable[[Any], str], tokens: int = TOKENS, **more:
     return ProofRequest(RESPONSES, {"input": ASK[0]["content"], "max_output_tokens": tokens, **more}, fault)
 
 
-def _refused(request: ProofRequest) -> ProofRequest:
-    return replace(request, refused=HTTPStatus.BAD_REQUEST)
+def _refused_chat(word: str, **more: Any) -> ProofRequest:
+    """Return a chat that the server must refuse with `word` in its message."""
+    return replace(_chat_request(_names(word), 1, **more), refused=HTTPStatus.BAD_REQUEST)
 
 
 REQUESTS = {
@@ -486,7 +472,7 @@ REQUESTS = {
         },
     ),
     "a stop string": _json_request(_stop, stop=['"city']),
-    "a tool call": _tool_request(lambda response: tool_call_fault(response["choices"][0]["message"])),
+    "a tool call": _tool_request(lambda response: tool_call_fault(_message(response))),
 }
 # Patches of vLLM's queues, and what fails without them.
 CANARIES = {
@@ -515,12 +501,10 @@ CANARIES = {
         ),
     },
     "0008-name-the-fault-of-a-structural-tag.patch": {
-        "a refused schema": _refused(_chat_request(_names("nonsense"), 1, response_format=_format(NONSENSE)))
+        "a refused schema": _refused_chat("nonsense", response_format=_format(NONSENSE))
     },
     "0009-refuse-harmony-content-that-is-not-text.patch": {
-        "a refused image": _refused(
-            _chat_request(_names("text only"), 1, messages=[{"role": "user", "content": [IMAGE]}])
-        )
+        "a refused image": _refused_chat("text only", messages=[{"role": "user", "content": [IMAGE]}])
     },
     "0010-limit-white-space-in-harmony-json.patch": {
         "limited white space": _json_request(_white_space, SPACE_TOKENS, logit_bias=_biased(FINAL, BRACE, SPACES))
@@ -555,7 +539,7 @@ CANARIES = {
     },
     "0017-leave-calls-free-beside-a-format.patch": {
         "a call beside a schema": _tool_request(
-            lambda response: tool_call_fault(response["choices"][0]["message"], begun=True),
+            lambda response: tool_call_fault(_message(response), begun=True),
             CALL_TOKENS,
             tools=[TOOL],
             tool_choice="auto",
@@ -563,7 +547,7 @@ CANARIES = {
         )
     },
     "0018-name-what-is-wrong-with-a-request.patch": {
-        "a removed field": _refused(_chat_request(_names("guided_json"), 1, guided_json=PLACE))
+        "a removed field": _refused_chat("guided_json", guided_json=PLACE)
     },
     "0030-compile-grammars-apart.patch": {
         "a bounded pattern": _chat_request(
@@ -591,32 +575,27 @@ CALLS: Mapping[str, ProofRequest] = {
     **REQUESTS,
     **{name: replace(call, patch=patch) for patch, calls in CANARIES.items() for name, call in calls.items()},
 }
-# Pattern of the error message of each refusal that is a known limit of a server, and its fault in LIMITS.
-KNOWN_REFUSALS = (
-    (STORE, NO_STORE),
-    (r"Response with id '\S+' not found", NOT_KEPT),  # a wrong path or model has another message
-    (r"maximum context length|maximum model length|max_model_len", TOO_LONG),
-    (REFUSED_BIAS, UNFORCED),
+STORE_LIMIT = Limit(STORE, f"previous_response_id is off, {STORE}=1 turns it on")
+LOST_LIMIT = Limit(re.escape(LOST), "content is lost, vLLM #41902", "0004-read-final-json-as-content-type.patch")
+LONG_LIMIT = Limit("maximum context length|maximum model length|max_model_len", "--max-model-len leaves no room for it")
+CUT_PATCH = "0006-leave-stop-strings-out-of-harmony-text.patch"
+# A wrong path or model is refused with another message.
+LOST_RESPONSE_LIMIT = Limit(
+    r"Response with id '\S+' not found",
+    "--api-server-count or a small VLLM_RESPONSES_API_STORE_MAX_ENTRIES loses responses",
 )
-STORE_LIMIT = Limit(NO_STORE, f"previous_response_id is off, {STORE}=1 turns it on")
-LOST_LIMIT = Limit(LOST, "content is lost, vLLM #41902", "0004-read-final-json-as-content-type.patch")
 # Patches of the queues for 0.32.0 and 0.33.0 fix two of them; the vLLM of the stack ngc-25.12 is older. Whether
 # responses are stored, and in how many processes, is the user's choice.
 _LIMITS: Mapping[str, Sequence[Limit]] = {
     "a JSON answer": [LOST_LIMIT],
-    "a long prompt beside an answer": [Limit(TOO_LONG, "--max-model-len leaves no room for it"), LOST_LIMIT],
-    "a stop string": [
-        Limit(UNCUT, "it stays in the answer, vLLM #52599", "0006-leave-stop-strings-out-of-harmony-text.patch")
-    ],
+    "a long prompt beside an answer": [LONG_LIMIT, LOST_LIMIT],
+    "a stop string": [Limit("does not end before", "it stays in the answer, vLLM #52599", CUT_PATCH)],
     "an unknown response": [STORE_LIMIT],
-    "a continued response": [
-        STORE_LIMIT,
-        Limit(NOT_KEPT, "--api-server-count or a small VLLM_RESPONSES_API_STORE_MAX_ENTRIES loses responses"),
-    ],
+    "a continued response": [STORE_LIMIT, LOST_RESPONSE_LIMIT],
     "a response that fails": [STORE_LIMIT],
 }
 # A server with a draft refuses every bias: requests without a spelled answer are not tested, and are listed.
-DRAFT_LIMIT = Limit(UNFORCED, f"not proved, {UNFORCED}")
+DRAFT_LIMIT = Limit(REFUSED_BIAS, "not proved, vLLM takes no logit_bias beside a draft")
 LIMITS: Mapping[str, Sequence[Limit]] = {
     name: [*_LIMITS.get(name, ()), *([DRAFT_LIMIT] if BIAS in call.body else ())] for name, call in CALLS.items()
 }

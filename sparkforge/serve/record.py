@@ -1,9 +1,8 @@
 """The plan of a start, the record of the server that runs, and the failure of the last `./inv up`.
 
-The server's record is one JSON file, used only if we wrote it and while its process lives.
-
-Commands send the API key to the address in the record. So the file and its folder must be ours and closed to others,
-the process must be ours, and a key is read only from the file that the process or container itself was started with.
+Commands send the API key to the address in the server's record, `server.json`. So the file and its folder must be ours
+and closed to others, the process must be ours, and a key is read only from the file that the process or container
+itself was started with.
 """
 
 import json
@@ -44,6 +43,7 @@ class End:
     asked: bool
     time: float
     why: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,8 @@ class Server:
     """A started server: a process of ours, or a container (then `pid` is 0 and `log` is empty).
 
     `started` is the process's start time, since process ids are reused, or the time at which the log of a container's
-    start begins. `key_file` holds its API key, if any. `profile` is the serve profile. `proved` is the Unix time at
-    which it passed the start-up test, 0 before that, and `proof` is what `sparkforge.serve.proof.prove` returned, after
-    `proof_seconds`.
+    start begins. `key_file` holds its API key, if any. `proved` is the Unix time at which it passed the start-up test,
+    0 before that, and `proof` is what `sparkforge.serve.proof.prove` returned, after `proof_seconds`.
     """
 
     pid: int
@@ -107,12 +106,13 @@ class Server:
             from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
             own = engine.mounted_from(self.container, access.SECRET)
-        else:
+        elif self.alive:
             with suppress(psutil.Error):
-                own = psutil.Process(self.pid).environ().get(access.KEY_FILE, "") if self.alive else ""
+                own = psutil.Process(self.pid).environ().get(access.KEY_FILE, "")
         if self.key_file != own:
-            failure, why = f"the record names {self.key_file} as the API key's file", "was not started with that file"
-            raise StorageError(failure, f"{self.where} {why}", "./inv down && ./inv up", code="storage.access")
+            failure = f"the record names {self.key_file} as the API key's file"
+            why = f"{self.where} was not started with that file"
+            raise StorageError(failure, why, "./inv down && ./inv up", code="storage.access")
         return access.read_key(Path(self.key_file), private=not self.container)
 
     @property
@@ -126,7 +126,7 @@ class Server:
         return f"docker logs {self.container[:12]}" if self.container else on("less", self.log)
 
 
-SERVER = TypeAdapter(Server)
+SERVER, END = TypeAdapter(Server), TypeAdapter(End)
 
 
 def record_path() -> Path:
@@ -158,8 +158,7 @@ def write(server: Server) -> None:
 def read(path: Path | None = None) -> Server | None:
     """Return the recorded server, dead or alive; None if there is none or the record is unreadable.
 
-    `path` is the record of another state folder. Raises StorageError for a record that somebody else may have
-    written.
+    `path` is the record of another state folder. Raises StorageError for a record that others may have written.
     """
     path = path or record_path()
     try:
@@ -173,11 +172,10 @@ def read(path: Path | None = None) -> Server | None:
         data = os.read(descriptor, LONGEST)
     finally:
         os.close(descriptor)
-    try:
+    with suppress(ValueError):
         server = SERVER.validate_json(data, strict=True)
-    except ValueError:
-        return None
-    return server if 0 <= server.proved < LATEST else None
+        return server if 0 <= server.proved < LATEST else None
+    return None
 
 
 def running() -> Server:
@@ -196,7 +194,7 @@ def leftovers(state: Path | None = None) -> list[int]:
     """Return the processes of servers of this checkout that the running server, if there is one, does not own.
 
     A killed server leaves its engine and its workers, and a killed `./inv up` a server that nobody recorded. They are
-    recognised by a variable that every process of a server inherits. `state` is another state folder. The models of a
+    recognised by MARK, which every process of a server inherits. `state` is another state folder. The models of a
     fleet have folders of their own.
     """
     server = read(state / record_path().name if state else None)
@@ -221,12 +219,10 @@ def describe_left(pids: Sequence[int]) -> str:
 
 def last_end(since: float, pid: int = 0, state: Path | None = None) -> End | None:
     """Return the end that supervise.py recorded since that time, for `pid` unless that is 0; None without one."""
-    try:
-        value = read_json(end_path(state))
-        end = End(int(value["code"]), bool(value["asked"]), float(value["time"]), str(value.get("why", "")))
-        return end if pid in (0, value["pid"]) and end.time >= since else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    with suppress(OSError, ValueError):
+        end = END.validate_python(read_json(end_path(state)))
+        return end if pid in (0, end.pid) and end.time >= since else None
+    return None
 
 
 def ended(server: Server, state: Path | None = None) -> End | None:
@@ -286,27 +282,24 @@ class Failure:
 @contextmanager
 def remembered() -> Iterator[None]:
     """Record a SparkforgeError that is raised inside, and raise it again; success removes the last record."""
-    began = time.time()
+    began, path = time.time(), paths.state() / FAILURE
     try:
         yield
     except SparkforgeError as error:
         if error.code not in NOT_FAILURES:
-            failed, why, fix = (
-                without_passwords(part) for part in (error.what, error.why, completed(error.fix, "./inv up"))
-            )
-            failure = Failure(error.code, failed, why, fix, began, time.time())
+            parts = map(without_passwords, (error.what, error.why, completed(error.fix, "./inv up")))
+            failure = Failure(error.code, *parts, began, time.time())
             with suppress(OSError, SparkforgeError):  # a full disk may be the very error
-                write_atomic(paths.state() / FAILURE, json.dumps(asdict(failure)) + "\n", mode=0o600)
+                write_atomic(path, json.dumps(asdict(failure)) + "\n", mode=0o600)
         raise
     with suppress(OSError):
-        (paths.state() / FAILURE).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def read_failure(state: Path) -> Failure | None:
     """Return the last failure under `state`; None if there was none or it cannot be read."""
-    with suppress(OSError, ValueError, TypeError):
-        failure = Failure(**read_json(state / FAILURE))
-        return failure if isinstance(failure.began, int | float) and isinstance(failure.ended, int | float) else None
+    with suppress(OSError, ValueError):
+        return TypeAdapter(Failure).validate_python(read_json(state / FAILURE))
     return None
 
 
@@ -317,14 +310,13 @@ LOOPBACK = "127.0.0.1"
 class StartPlan:
     """The plan of a start: model, device, address and access. Every device uses the same plan.
 
-    `model` is a folder, empty for the device's default, and `model_id` its name in the API, empty for the folder's
-    name. An empty `profile` or `stack` is the device's default. `host` is an IP address, empty for loopback. `key_file`
-    has the API key that clients must send, `hosts` further names for the Host header. `flags` are vLLM's own and win
-    over the profile's. `variables` are the environment, with --context as MAX_MODEL_LEN. `image` is the id of a
-    container's image, empty for the one that Compose names. `python` is the interpreter of an environment that the user
-    made. A `profiled` server can write traces. With `tiny_first` a GPU serves the tiny model before a larger
-    one, and its answers must be the recorded ones. A `trial` ends with this process, unless it is a
-    container, and is never recorded as known good.
+    `model` is a folder, `model_id` its name in the API, and `host` an IP address; an empty field means the device's
+    default. `key_file` has the API key that clients must send, `hosts` further names for the Host header. `flags` are
+    vLLM's own and win over the profile's. `variables` are the environment, with --context as MAX_MODEL_LEN. `image` is
+    the id of a container's image, empty for the one that Compose names. `python` is the interpreter of an environment
+    that the user made. A `profiled` server can write traces. With `tiny_first` a GPU serves the tiny model before a
+    larger one, and its answers must be the recorded ones. A `trial` ends with this process, unless it is a container,
+    and is never recorded as known good.
     """
 
     device: str

@@ -9,7 +9,7 @@ import re
 import shlex
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -144,29 +144,22 @@ class StatusReport(Record):
     last_error: LastError | None
 
 
-@dataclass(frozen=True)
-class MetricsSample:
-    """The counters and gauges of /metrics at a moment of the monotonic clock."""
-
-    moment: float
-    values: dict[str, list[float]]
-
-
-def read_metrics(server: Server) -> MetricsSample | None:
-    """Return a reading of /metrics; None without a usable response."""
+def read_metrics(server: Server) -> dict[str, list[float]] | None:
+    """Return the counters and gauges of /metrics; None without a usable response."""
     try:
         response = replace(server.endpoint, read_seconds=SECONDS).get("/metrics")
         counted = openai.metric_values(response.text, (GENERATED, PROMPT, RUNNING, WAITING, KV, DRAFTS, ACCEPTED))
     except (ServerError, *openai.WRONG_SHAPE):
         return None
-    return MetricsSample(time.monotonic(), counted) if response.is_success and counted.get(GENERATED) else None
+    return counted if response.is_success and counted.get(GENERATED) else None
 
 
 def report(server: Server) -> StatusReport:
     """Return the status of a running server; this takes a second, over which rates are measured."""
-    if before := read_metrics(server):
+    before, began = read_metrics(server), time.monotonic()
+    if before:
         time.sleep(INTERVAL)
-    now = read_metrics(server)
+    now, seconds = read_metrics(server), time.monotonic() - began
     pids, models = _pids(server), list[FleetStatus]()
     resident = memory.resident(pids)["pss"] if pids or not server.container else None
     held = gpu_memory() if server.device == FLEET else {}
@@ -181,7 +174,7 @@ def report(server: Server) -> StatusReport:
     context: int | None = None
     with suppress(ServerError, UsageError):
         context = replace(server.endpoint, read_seconds=SECONDS).served().max_model_len or None
-    container_health, log, began = _container(server) if server.container else ("", _end_of(server.log), server.started)
+    container_health, log, up = _container(server) if server.container else ("", _end_of(server.log), server.started)
     served = ServerStatus(
         model=server.model_id,
         url=f"{server.url}/v1",
@@ -192,9 +185,9 @@ def report(server: Server) -> StatusReport:
         container_health=container_health,
         key_required=bool(server.key_file),
         key_accepted=not server.key_file or server.endpoint.accepts_key(),
-        uptime_seconds=round(max(0.0, time.time() - began), 1) if began else None,
+        uptime_seconds=round(max(0.0, time.time() - up), 1) if up else None,
         context=context,
-        load=_load(before, now) if before and now else None,
+        load=_load(before, now, seconds) if before and now else None,
         proved_at=_iso(server.proved) if server.proved else "",
         proof=server.proof,
         fleet=models,
@@ -332,21 +325,18 @@ def _memory(report: StatusReport) -> str:
     return " · ".join(parts)
 
 
-def _load(before: MetricsSample, now: MetricsSample) -> Load:
-    seconds = max(now.moment - before.moment, 1e-3)
-
-    def difference(name: str) -> float:
-        """Return a counter's increase; 0 if it decreased, as after a restart of the server."""
-        return max(0.0, sum(now.values.get(name, [])) - sum(before.values.get(name, [])))
+def _load(before: dict[str, list[float]], now: dict[str, list[float]], seconds: float) -> Load:
+    def increase(name: str) -> float:  # a counter falls to 0 when the server starts again
+        return max(0.0, sum(now.get(name, [])) - sum(before.get(name, [])))
 
     return Load(
-        running=int(sum(now.values.get(RUNNING, []))),
-        waiting=int(sum(now.values.get(WAITING, []))),
-        kv_used=max(0.0, *now.values.get(KV, [0.0])),
-        generated_per_second=round(difference(GENERATED) / seconds, 3),
-        prompt_per_second=round(difference(PROMPT) / seconds, 3),
+        running=int(sum(now.get(RUNNING, []))),
+        waiting=int(sum(now.get(WAITING, []))),
+        kv_used=max(0.0, *now.get(KV, [0.0])),
+        generated_per_second=round(increase(GENERATED) / seconds, 3),
+        prompt_per_second=round(increase(PROMPT) / seconds, 3),
         seconds=round(seconds, 3),
-        tokens_per_draft=round(1 + difference(ACCEPTED) / drafts, 3) if (drafts := difference(DRAFTS)) else None,
+        tokens_per_draft=round(1 + increase(ACCEPTED) / drafts, 3) if (drafts := increase(DRAFTS)) else None,
     )
 
 
@@ -358,8 +348,8 @@ def _container(server: Server) -> tuple[str, str, float]:
     began = 0.0
     with engine.connected() as docker:
         with suppress(ValueError):
-            state = engine.state(docker, server.container)
-            began = datetime.fromisoformat(state.started).timestamp() if state else 0.0
+            if state := engine.state(docker, server.container):
+                began = datetime.fromisoformat(state.started).timestamp()
         return container.health(docker, server), container.log_text(docker, server), began
 
 
@@ -386,17 +376,16 @@ def _iso(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
 
 
-READY = """model: {model_id}   log: ./inv logs -f   stop: ./inv down
-
-curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-{key}  -d '{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'"""
-
-
 def show_ready(server: Server) -> None:
     """Print the model's URL and an example request."""
     echo(f"{server.url}/v1")
     key = f'  -H "Authorization: Bearer $(cat {shlex.quote(server.key_file)})" \\\n' if server.key_file else ""
-    say(READY.format(url=server.url, model_id=server.model_id, key=key))
+    say(
+        f"model: {server.model_id}   log: ./inv logs -f   stop: ./inv down\n\n"
+        f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f'{key}  -d \'{{"model": "{server.model_id}", "messages": [{{"role": "user", "content": "Hello"}}], '
+        '"max_tokens": 32}\''
+    )
 
 
 def stay(server: Server) -> None:
@@ -450,11 +439,12 @@ def show_log(*, follow: bool) -> None:
     server, log = record.read(), record.log_path()
     if server and server.container:
         _container_log(server, follow=follow)
-        return
-    if not log.exists():
-        why = "this checkout started no server yet"
-        raise ServerError("there is no log", why, "./inv up", code="server.not-running")
-    stream(logs.follow(log, lambda: follow and server is not None and server.alive))
+    elif log.exists():
+        stream(logs.follow(log, lambda: follow and server is not None and server.alive))
+    else:
+        raise ServerError(
+            "there is no log", "this checkout started no server yet", "./inv up", code="server.not-running"
+        )
 
 
 def _container_log(server: Server, *, follow: bool) -> None:

@@ -25,7 +25,7 @@ from sparkforge.models import local
 from sparkforge.serve import access, command_line, known_good, launch, logs, profiles, proof, record, settings
 from sparkforge.serve import health as container_health
 from sparkforge.serve.command_line import served_name
-from sparkforge.serve.devices.device import Device
+from sparkforge.serve.devices.device import UNPROVED, Device
 from sparkforge.serve.record import LOOPBACK, Server, StartPlan
 from sparkforge.serve.restarts import TOO_OFTEN
 
@@ -161,7 +161,7 @@ class Container(Device):
         """Record the start with the image's id and digests, and give the image a name that stays."""
         trust.accept(self.service.stack, self.evidence)
         if self.service.environment.get("SPARKFORGE_VALIDATE", settings.STRICT) != settings.STRICT:
-            say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
+            say(UNPROVED)
             return
         with engine.connected() as client:
             image = client.images.get(str(client.containers.get(server.container).attrs["Image"]))
@@ -209,24 +209,22 @@ def variables(plan: StartPlan) -> dict[str, str]:
 
 def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
     """Raise UsageError if the Compose files, which may be a user's own, ignore a requested option."""
-    fix = (
-        f"docker compose config   # compare your files ({docker_compose.EXTRA_FILES}) with "
-        "docker-compose.yml of this checkout"
-    )
-    if (host := env.get(BIND)) and host != service.host:
+    host, profile, flags = env.get(BIND), env.get("SPARKFORGE_SERVE_PROFILE"), env.get(FLAGS)
+    variable, inside = profiles.KERNEL_VARIABLE, service.environment
+    served = inside.get("SPARKFORGE_SERVE_PROFILE", "")
+    kernel = os.environ.get(variable)
+    files = docker_compose.EXTRA_FILES
+    fix = f"docker compose config   # compare your files ({files}) with docker-compose.yml of this checkout"
+    if host and host != service.host:
         raise UsageError(f"--host {host} has no effect", f"the Compose files publish on {service.host}", fix)
-    profile, served = env.get("SPARKFORGE_SERVE_PROFILE"), service.environment.get("SPARKFORGE_SERVE_PROFILE", "")
     if profile and profile != served:
         raise UsageError(f"--profile {profile} has no effect", f"the Compose files serve {served or 'none'}", fix)
-    if (flags := env.get(FLAGS)) and flags not in [value.replace("$$", "$") for value in service.environment.values()]:
+    if flags and flags not in [value.replace("$$", "$") for value in inside.values()]:
         raise UsageError(f"the flags {flags} have no effect", f"the Compose files do not pass {FLAGS} on", fix)
-    variable = profiles.KERNEL_VARIABLE
-    if (kernel := os.environ.get(variable)) and kernel != service.environment.get(variable):
+    if kernel and kernel != inside.get(variable):
         why = "the Compose files pass neither the shell's variable nor the kernel's files into the container"
-        fix = (
-            f"unset {variable}   # or --device embedded, or write it into vllm.env and mount its folder ({KERNEL_PAGE})"
-        )
-        raise UsageError(f"{variable}={kernel} has no effect", why, fix)
+        remark = f"or --device embedded, or write it into vllm.env and mount its folder ({KERNEL_PAGE})"
+        raise UsageError(f"{variable}={kernel} has no effect", why, f"unset {variable}   # {remark}")
 
 
 def _log_begin(client: docker.DockerClient, container: str) -> float:
@@ -235,11 +233,10 @@ def _log_begin(client: docker.DockerClient, container: str) -> float:
     A container that was stopped and is started again has the lines of its earlier runs.
     """
     state = engine.state(client, container)
-    if state is None or state.restarts:  # Docker started it again already: the earlier lines say why
-        return 0.0
-    with suppress(ValueError):
-        # The engine records the time once the program runs; it may have printed before that.
-        return max(0.0, datetime.fromisoformat(state.started).timestamp() - 1)
+    if state and not state.restarts:  # if Docker started it again already, the earlier lines say why
+        with suppress(ValueError):
+            # The engine records the time once the program runs; it may have printed before that.
+            return max(0.0, datetime.fromisoformat(state.started).timestamp() - 1)
     return 0.0
 
 
@@ -248,23 +245,20 @@ def _wait(client: docker.DockerClient, server: Server, stack: str, family: str, 
 
     def is_healthy() -> bool:
         """Return the result of the container's health check; raise if it cannot become healthy any more."""
-        state, text = engine.state(client, server.container), ""
-        if state is not None:
-            text = log_text(client, server)
+        state = engine.state(client, server.container)
+        text = log_text(client, server) if state else ""
         if error := _failed(server, state, text):
             raise error
         tell(logs.milestone(text) or ("validating" if "validate ·" in text else "starting"))
         return state is not None and state.health == "healthy"
 
-    deadline = time.monotonic() + READY_SECONDS
-    if not openai.wait_until(is_healthy, deadline):
-        failure = "the container did not get healthy in time"
-        raise logs.failure(failure, log_text(client, server), server.log_command)
-    try:
-        return launch.proved(server, READY_SECONDS, server.key, stack, family=family)
-    except ServerError as error:
-        failure = f"the container is healthy but cannot generate ({error.why})"
-        raise logs.failure(failure, log_text(client, server), server.log_command) from error
+    failure = "the container did not get healthy in time"
+    if openai.wait_until(is_healthy, time.monotonic() + READY_SECONDS):
+        try:
+            return launch.proved(server, READY_SECONDS, server.key, stack, family=family)
+        except ServerError as error:
+            failure = f"the container is healthy but cannot generate ({error.why})"
+    raise logs.failure(failure, log_text(client, server), server.log_command)
 
 
 def _failed(server: Server, state: State | None, text: str) -> SparkforgeError | None:
@@ -279,12 +273,8 @@ def _failed(server: Server, state: State | None, text: str) -> SparkforgeError |
         problem, again = "the validator in the container refuses to serve", f"./inv up --device {server.device}"
         return logs.refusal(problem, text, why="its log does not say why", fix=server.log_command, then=again)
     if not ended and state.health_output.startswith(TOO_OFTEN):
-        failure, fix = (
-            "the container starts no server",
-            "./inv doctor   # when the cause is gone: ./inv down && ./inv up",
-        )
-        return ServerError(failure, state.health_output, fix, code="server.restarts")
-    failure = ""
+        fix = "./inv doctor   # when the cause is gone: ./inv down && ./inv up"
+        return ServerError("the container starts no server", state.health_output, fix, code="server.restarts")
     if ended and state.out_of_memory:
         failure = "the kernel killed the container's server: its memory limit was reached"
     elif state.restarts:
@@ -293,7 +283,9 @@ def _failed(server: Server, state: State | None, text: str) -> SparkforgeError |
         failure = f"the container ended with code {state.exit_code}"
     elif state.health == "unhealthy":
         failure = f"the container is unhealthy: {state.health_output}"
-    return logs.failure(failure, text, server.log_command) if failure else None
+    else:
+        return None
+    return logs.failure(failure, text, server.log_command)
 
 
 def health(client: docker.DockerClient, server: Server) -> str:

@@ -13,6 +13,8 @@ from sparkforge.core.files import write_json
 from sparkforge.serve import first_answers, launch, logs, record, settings
 from sparkforge.serve.record import Server, StartPlan
 
+UNPROVED = "this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)"
+
 
 class Device(ABC):
     """Runs the server of one plan.

@@ -24,7 +24,7 @@ from sparkforge.image.devices import EMBEDDED, GPU, environment_of, stack_of
 from sparkforge.plan import capabilities
 from sparkforge.serve import access, command_line, known_good, launch, limits, logs, profiles, proof, settings
 from sparkforge.serve.command_line import ServerCommand, served_name
-from sparkforge.serve.devices.device import Device
+from sparkforge.serve.devices.device import UNPROVED, Device
 from sparkforge.serve.launch import Launch
 from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server, StartPlan
@@ -117,23 +117,21 @@ class InEnvironment(Device):
         command += ["--foreign"] if self.plan.python else []
         command += ["--model", self.model, "--host", self.plan.address, "--port", str(self.plan.port)]
         command += ["--serve-args", *self.profile.arguments(), *self.plan.flags]
-        mode = self.validation_mode
         with self.steps.step("validation", f"profile {self.validator}") as tell:
-            if mode == settings.OFF:
+            if self.validation_mode == settings.OFF:
                 verdict = "left out: SPARKFORGE_VALIDATE=off"
-                tell(verdict)
-                return verdict
-            process = run_unchecked(command, cwd=paths.ROOT, env={**variables_of(self.profile), **self.variables()})
-            verdict = process.stdout.strip().rpartition("\n")[2]
-            if process.returncode or not verdict:
-                say(process.stdout + process.stderr)
-                why = f"it ended with code {process.returncode}; its report is above"
-                if not process.returncode:
-                    why = f"{self.python} printed no report: is it a Python interpreter?"
-                if mode == settings.STRICT:
-                    problem = "the validator refuses to serve"
-                    raise logs.refusal(problem, process.stdout, why=why, fix="./inv doctor", then="./inv up")
-                say("WARNING: the validator refuses; SPARKFORGE_VALIDATE=warn lets the server start all the same")
+            else:
+                process = run_unchecked(command, cwd=paths.ROOT, env={**variables_of(self.profile), **self.variables()})
+                verdict = process.stdout.strip().rpartition("\n")[2]
+                if process.returncode or not verdict:
+                    say(process.stdout + process.stderr)
+                    why = f"it ended with code {process.returncode}; its report is above"
+                    if not process.returncode:
+                        why = f"{self.python} printed no report: is it a Python interpreter?"
+                    if self.validation_mode == settings.STRICT:
+                        problem = "the validator refuses to serve"
+                        raise logs.refusal(problem, process.stdout, why=why, fix="./inv doctor", then="./inv up")
+                    say("WARNING: the validator refuses; SPARKFORGE_VALIDATE=warn lets the server start all the same")
             tell(verdict)
         return verdict
 
@@ -172,9 +170,8 @@ class InEnvironment(Device):
     def remember(self, server: Server) -> None:
         """Record the start with the hash of its environment, if that is ours and its validation could fail it."""
         if self.validation_mode != settings.STRICT:
-            say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
-            return
-        if self.environment.python == self.python and (inputs := environments.stamp(self.environment)):
+            say(UNPROVED)
+        elif self.environment.python == self.python and (inputs := environments.stamp(self.environment)):
             plan = replace(self.plan, stack=self.environment.name)
             known_good.remember(server, plan, environment=known_good.hashed(inputs))
 
@@ -189,10 +186,7 @@ def variables_of(profile: ServeProfile) -> dict[str, str]:
 
 
 def prepare_environment(steps: Steps, env: Environment | None = None) -> Environment:
-    """Make `env`, by default the embedded device's, unless it is there and current, and return it.
-
-    Raises the errors of `environments.ensure`.
-    """
+    """Make `env`, by default the embedded device's, unless it is current. Raises what `environments.ensure` raises."""
     table, env = pins.load(), env or Environment(environment_of(EMBEDDED))
     with steps.step("environment", "hash-locked wheels; the first time takes minutes") as tell:
         is_new = environments.ensure(env, table)
@@ -217,6 +211,14 @@ def write_tiny(python: Path) -> Path:
     return directory
 
 
+def vllm_arguments(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs: there is none here."""
+    if env.get("TP", "") not in ("", "1"):
+        why = "it is the number of GPUs that share the model, and the embedded device serves without one"
+        raise UsageError(f"TP={env['TP'][:40]} has no meaning here", why, "TP=1   # or --device docker")
+    return settings.arguments({**env, "TP": ""})
+
+
 # Below site-packages: what vLLM's CPU build preloads.
 PRELOADED = ("vllm/libs/libtcmalloc*.so*", "torch/lib/libgomp*.so*")
 
@@ -234,15 +236,12 @@ class Embedded(InEnvironment):
             raise UsageError(failure, missing, "./inv up --profile embedded")
         return profile
 
-    def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
-        """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs."""
-        return vllm_arguments(variables)
+    from_variables = staticmethod(vllm_arguments)
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that preload libraries, also from a path with spaces, and that set the engine's threads.
+        """Return the variables that preload libraries and set the engine's threads, which leave one core free.
 
-        One core is left to everything else: threads that wait for one that has lost its core make a step of the model
-        take seconds.
+        Threads that wait for one that has lost its core make a step of the model take seconds.
         """
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus(Path("/")) - 1))
         return {**preloaded(self.python), "OMP_NUM_THREADS": threads}
@@ -258,14 +257,6 @@ def profile_named(name: str, family: str = "") -> ServeProfile:
     return profile
 
 
-def vllm_arguments(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs: there is none here."""
-    if env.get("TP", "") not in ("", "1"):
-        why = "it is the number of GPUs that share the model, and the embedded device serves without one"
-        raise UsageError(f"TP={env['TP'][:40]} has no meaning here", why, "TP=1   # or --device docker")
-    return settings.arguments({**env, "TP": ""})
-
-
 def preloaded(python: Path) -> dict[str, str]:
     """Return the variables that preload vLLM's allocator and torch's OpenMP from a path with spaces; none for others.
 
@@ -276,11 +267,9 @@ def preloaded(python: Path) -> dict[str, str]:
     if site is None or not any(letter.isspace() for letter in str(site)):
         return {}
     libraries = [library for pattern in PRELOADED for library in sorted(site.glob(pattern))[:1]]
-    if not libraries:
-        return {}
-    names = [os.environ.get("LD_PRELOAD", ""), *(library.name for library in libraries)]
-    folders = [os.environ.get("LD_LIBRARY_PATH", ""), *(str(library.parent) for library in libraries)]
-    return {"LD_PRELOAD": ":".join(filter(None, names)), "LD_LIBRARY_PATH": ":".join(filter(None, folders))}
+    names, folders = [library.name for library in libraries], [str(library.parent) for library in libraries]
+    added = {"LD_PRELOAD": names, "LD_LIBRARY_PATH": folders} if libraries else {}
+    return {name: ":".join(filter(None, [os.environ.get(name, ""), *values])) for name, values in added.items()}
 
 
 class Gpu(InEnvironment):
@@ -317,9 +306,8 @@ class Gpu(InEnvironment):
 
     def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
         """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError, also for more GPUs than there are."""
-        arguments = settings.arguments(variables)
         settings.require_gpus(variables.get("TP", ""))
-        return arguments
+        return settings.arguments(variables)
 
     def prepare(self) -> None:
         """Make environment and tiny model, and the modules of FlashInfer that this GPU's experts need."""
@@ -330,12 +318,10 @@ class Gpu(InEnvironment):
         from sparkforge.image import packs  # noqa: PLC0415
 
         with self.steps.step("kernels", f"FlashInfer's modules for {self.capability.architecture}") as tell:
-            stack, interpreter = stack_of(GPU, self.plan.stack), str(self.python)
-            take = packs.taking("")
-            request = KernelRequest(stack, arch=self.capability.architecture, python=interpreter, take=take)
+            stack, arch = stack_of(GPU, self.plan.stack), self.capability.architecture
+            request = KernelRequest(stack, arch=arch, python=str(self.python), take=packs.taking(""))
             file, changed = build_kernels(request)
-            lines = file.read_text(encoding="utf-8").splitlines()
-            self.built = dict(line.split("=", 1) for line in lines)
+            self.built = dict(line.split("=", 1) for line in file.read_text(encoding="utf-8").splitlines())
             tell(f"{file.parent}, {'compiled' if changed else 'unchanged'}")
 
     def variables(self) -> dict[str, str]:
@@ -343,10 +329,7 @@ class Gpu(InEnvironment):
         return self.built
 
     def start(self) -> Server:
-        """Start vLLM; before a larger model is loaded, the tiny one must give its recorded answers with the same flags.
-
-        Raises what `launch.start` and `try_tiny` raise.
-        """
+        """Start vLLM; with `tiny_first` the tiny model must first give its recorded answers with the same flags."""
         if self.tiny_first:
             tiny = copy.copy(self)
             tiny.plan, tiny.model = replace(self.plan, model="", model_id="", trial=True), write_tiny(self.python)

@@ -177,7 +177,7 @@ def test_what_needs_the_store_knows_when_it_is_off_and_another_refusal_is_a_faul
     with pytest.raises(ServerError, match="does not exist"):
         proof.fault_of(name, altered(NOWHERE, refuse), 60.0)
     del answers[0]
-    assert proof.fault_of(name, altered(NOWHERE, refuse), 60.0) == proof.LIMITS[name][0].fault
+    assert proof.fault_of(name, altered(NOWHERE, refuse), 60.0) == f"set {proof.STORE}=1"
 
 
 UNPROVED = {
