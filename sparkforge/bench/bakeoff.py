@@ -118,8 +118,8 @@ def _served(plan: StartPlan) -> tuple[str, str, tuple[str, ...]]:
     """Return the stack that a plan serves, the model's id, and the server's arguments after the profile's."""
     if plan.device not in CONTAINERS:
         model_id = served_name(paths.typed(plan.model).absolute()) if plan.model else server_settings.TINY_ID
-        read_arguments = in_environment.vllm_arguments if plan.device == EMBEDDED else server_settings.arguments
-        return stack_of(plan.device, plan.stack), model_id, read_arguments(plan.variables)
+        device = in_environment.Embedded if plan.device == EMBEDDED else in_environment.Gpu
+        return stack_of(plan.device, plan.stack), model_id, device.from_variables(plan.variables)
     service = docker_compose.resolve(container.variables(plan))
     inside = server_settings.read(service.environment)
     return service.stack, inside.model_id, inside.arguments

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from invoke.context import Context
 
-from sparkforge.cli.command import DEFAULT_STACK, caller_path, caller_paths, listed, option, task, texts, with_fields
+from sparkforge.cli.command import DEFAULT_STACK, caller_path, caller_paths, listed, option, task
 from sparkforge.core.console import Steps, echo
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic
@@ -95,8 +95,7 @@ class BuildOptions:
     stack: str = option(STACK)
 
 
-@task(example="./inv build --engine docker", **texts(BuildOptions))
-@with_fields(BuildOptions)
+@task(example="./inv build --engine docker", options=BuildOptions)
 def build(_ctx: Context, options: BuildOptions) -> None:
     """Fetch, patch, compile and audit everything.
 
@@ -166,8 +165,7 @@ class KernelOptions:
     stack: str = option(STACK)
 
 
-@task(example="./inv build.kernels --publish registry.example.com/sparkforge/kernels", **texts(KernelOptions))
-@with_fields(KernelOptions)
+@task(example="./inv build.kernels --publish registry.example.com/sparkforge/kernels", options=KernelOptions)
 def build_kernels(_ctx: Context, options: KernelOptions) -> None:
     """Compile and audit FlashInfer's modules, without a GPU."""
     from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
@@ -232,8 +230,7 @@ class DevelopmentOptions:
     )
 
 
-@task(example="./inv dev.build vllm --units changed", name="vllm or flashinfer", **texts(DevelopmentOptions))
-@with_fields(DevelopmentOptions)
+@task(example="./inv dev.build vllm --units changed", options=DevelopmentOptions, name="vllm or flashinfer")
 def dev_build(_ctx: Context, options: DevelopmentOptions, name: str) -> None:
     """Compile a mounted checkout in the development container.
 

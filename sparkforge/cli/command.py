@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar
 
 from invoke.context import Context
 from invoke.exceptions import Exit
@@ -28,8 +28,6 @@ from sparkforge.core.errors import SparkforgeError, UsageError, completed
 from sparkforge.core.process import call
 from sparkforge.core.program import declare
 
-P = ParamSpec("P")
-R = TypeVar("R")
 SHORT_FLAGS = {"follow": "f"}  # the same in every command; -h is --help
 DEFAULT_STACK = "{default stack}"  # in the text of an option: the help shows the stack's name there
 DIGITS = 20  # of a whole number on the command line; Python refuses to convert 4,300
@@ -50,20 +48,12 @@ class CommandTask(Task):  # type: ignore[type-arg]
     run_by_invoke: ClassVar[bool] = True
 
     def __init__(
-        self,
-        body: Callable[..., None],
-        example: str = "",
-        options: dict[str, str] | None = None,
-        *,
-        optional: str = "",
-        rest: str = "",
+        self, body: Callable[..., None], example: str, texts: Mapping[str, str], *, optional: str = "", rest: str = ""
     ) -> None:
-        self.example = example
-        self.may_be_left_out, self.rest = optional, rest
+        self.example, self.may_be_left_out, self.rest = example, optional, rest
         # `json_` is the option --json: a parameter must not hide a module or a builtin.
-        texts = {name.strip("_").replace("_", "-"): text for name, text in (options or {}).items()}
-        self.rest_text = texts.pop(rest.replace("_", "-"), "")
-        self.texts = texts
+        self.texts = {name.strip("_").replace("_", "-"): text for name, text in texts.items()}
+        self.rest_text = self.texts.pop(rest.replace("_", "-"), "")
         super().__init__(body, auto_shortflags=False, help=dict(self.texts))
 
     def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
@@ -84,14 +74,21 @@ class CommandTask(Task):  # type: ignore[type-arg]
 
 
 def task(
-    example: str = "", *, optional: str = "", rest: str = "", **options: str
+    example: str = "", *, options: type | None = None, optional: str = "", rest: str = "", **texts: str
 ) -> Callable[[Callable[..., None]], CommandTask]:
-    """Make a command of a function; its docstring is the help, `options` are the help texts of its parameters.
+    """Make a command of a function; its docstring is the help, `texts` are the help texts of its parameters.
 
+    `options` is a dataclass whose fields are made by `option`: the function gets an object of it as second argument.
     `optional` names a positional parameter that may be left out, and is empty then. `rest` names one that takes the
     words after `--`, a list.
     """
-    return lambda function: CommandTask(command(function), example, options, optional=optional, rest=rest)
+
+    def decorate(function: Callable[..., None]) -> CommandTask:
+        body = _with_fields(options, function) if options else function
+        shared = {field.name: field.metadata["help"] for field in dataclasses.fields(options)} if options else {}
+        return CommandTask(command(body), example, {**shared, **texts}, optional=optional, rest=rest)
+
+    return decorate
 
 
 def option(text: str, default: Any = "", *, positional: bool = False) -> Any:
@@ -99,52 +96,39 @@ def option(text: str, default: Any = "", *, positional: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, "positional": positional})
 
 
-def texts(options: type) -> dict[str, str]:
-    """Return field → help text of a dataclass whose fields are made by `option`."""
-    return {field.name: field.metadata["help"] for field in dataclasses.fields(options)}
+def _with_fields(options: type, function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function with the fields of a dataclass as parameters in place of its second one, the object."""
+    fields = dataclasses.fields(options)
+
+    @functools.wraps(function)
+    def wrapped(context: Context, /, **kwargs: Any) -> None:
+        values = {field.name: kwargs.pop(field.name) for field in fields if field.name in kwargs}
+        function(context, options(**values), **kwargs)
+
+    signature = inspect.signature(function)
+    context, _, *own = signature.parameters.values()
+    parameters = [context]
+    for field in fields:
+        default = inspect.Parameter.empty if field.metadata["positional"] else field.default
+        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default))
+    parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return wrapped
 
 
-def with_fields(options: type[R]) -> Callable[[Callable[Concatenate[Context, R, P], None]], Callable[..., None]]:
-    """Give a command the fields of a dataclass as parameters; its function gets the object as second argument."""
-
-    def decorate(function: Callable[Concatenate[Context, R, P], None]) -> Callable[..., None]:
-        fields = dataclasses.fields(options)  # type: ignore[arg-type]  # typing has no name for "a dataclass"
-
-        @functools.wraps(function)
-        def wrapped(context: Context, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            values = {field.name: kwargs.pop(field.name) for field in fields if field.name in kwargs}
-            function(context, options(**values), *args, **kwargs)
-
-        signature = inspect.signature(function)
-        context, _, *own = signature.parameters.values()
-        shared = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.metadata.get("positional") else field.default,
-            )
-            for field in fields
-        ]
-        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        wrapped.__signature__ = signature.replace(parameters=[context, *shared, *own])  # type: ignore[attr-defined]
-        return wrapped
-
-    return decorate
-
-
-def command(function: Callable[P, R]) -> Callable[P, R]:
+def command(function: Callable[..., None]) -> Callable[..., None]:
     """Wrap a task's body so that it ends with the exit code of the error it raises, or of the signal that ended it."""
 
     @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(*args: Any, **kwargs: Any) -> None:
         """Raises Invoke's Exit, which prints nothing, for everything but a bug of ours."""
         # stdout escapes what its encoding lacks: half a surrogate pair in an answer, anything but ASCII in LANG=C.
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             with interrupt.caught():
-                _look_at_state(function.__name__)
-                result = function(*args, **kwargs)
+                _close_state(function.__name__)
+                function(*args, **kwargs)
         except SparkforgeError as error:
             error.fix = whole_command(error.fix, wrapped, kwargs)
             show_error(error)
@@ -166,24 +150,22 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             raise Exit(code=declared.exit_code) from None
         if number := interrupt.ending():  # for a command that handled the interrupt, as one that shows a log does
             raise Exit(code=SIGNALLED + number)
-        return result
 
     return wrapped
 
 
-def _look_at_state(function: str) -> None:
+def _close_state(function: str) -> None:
     """Close the state folder to other users. Raises StorageError if it cannot be used, unless it is not needed."""
-    if function in STATELESS:
-        return
-    paths.require_state()
-    if paths.state().is_dir():
-        paths.secure_state()
+    if function not in STATELESS:
+        paths.require_state()
+        if paths.state().is_dir():
+            paths.secure_state()
 
 
 def whole_command(fix: str, function: Callable[..., Any], values: Mapping[str, Any]) -> str:
     """Return an error's `fix` as a complete command (see `core.errors`), from the called command.
 
-    `function` is the called command's, `values` maps its parameters to values. Long or unprintable values are left out.
+    `values` maps the parameters of the called command's `function` to values. Long or unprintable values are left out.
     For an option that the command does not have, the fix is the command's help.
     """
     from sparkforge.cli import namespace  # it imports this module

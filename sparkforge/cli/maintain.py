@@ -7,7 +7,7 @@ from invoke.context import Context
 from invoke.exceptions import Exit
 
 from sparkforge.cli.build import DRY_RUN, STACK, chosen_stack
-from sparkforge.cli.command import caller_path, caller_paths, in_laboratory, listed, option, task, texts, with_fields
+from sparkforge.cli.command import caller_path, caller_paths, in_laboratory, listed, option, task
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic
 
@@ -27,8 +27,7 @@ class CleanOptions:
     container: bool = option("the container's cache, which is in the volume of this checkout's Compose project", False)
 
 
-@task(example="./inv clean-cache --stale --dry-run", **texts(CleanOptions))
-@with_fields(CleanOptions)
+@task(example="./inv clean-cache --stale --dry-run", options=CleanOptions)
 def clean_cache(_ctx: Context, options: CleanOptions) -> None:
     """Remove compiled FlashInfer modules.
 

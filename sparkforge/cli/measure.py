@@ -41,7 +41,7 @@ def with_options(
         signature = Signature([Parameter("ctx", kind), *(Parameter(name, kind) for name in positional), *options])
         body.__signature__ = signature  # type: ignore[attr-defined]
         body.__name__, body.__doc__ = function.__name__, function.__doc__
-        return task(example, **{name: row.help_text for name, row in table.items()} | texts)(body)
+        return task(example, options=None, **{name: row.help_text for name, row in table.items()} | texts)(body)
 
     return decorate
 

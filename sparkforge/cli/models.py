@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from invoke.context import Context
 
-from sparkforge.cli.command import caller_path, name_or_path, option, task, texts, with_fields
+from sparkforge.cli.command import caller_path, name_or_path, option, task
 from sparkforge.core.errors import UsageError
 
 
@@ -87,10 +87,9 @@ class PlanOptions:
 
 @task(
     example="./inv plan gpt-oss-120b --device spark --context 32768",
-    **texts(PlanOptions),
+    options=PlanOptions,
     json_="print the plan as JSON",
 )
-@with_fields(PlanOptions)
 def plan(_ctx: Context, options: PlanOptions, json_: bool = False) -> None:
     """Compute a model's memory and speed on a device.
 

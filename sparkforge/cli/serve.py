@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from invoke.context import Context
 
 from sparkforge.cli.build import OFFLINE, build_image
-from sparkforge.cli.command import caller_path, listed, option, task, texts, whole_number, with_fields
+from sparkforge.cli.command import caller_path, listed, option, task, whole_number
 from sparkforge.core import paths
 from sparkforge.core.console import echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.serve.hold import held, tell_systemd
+from sparkforge.serve.hold import hold_start, tell_systemd
 
 if TYPE_CHECKING:
     from sparkforge.models.recipes import Recipe
@@ -133,10 +133,8 @@ class UpOptions(ServeOptions):
     example="./inv up gpt-oss-120b --device docker --profile fast",
     optional="recipe",
     rest="vllm_flags",
-    **texts(UpOptions),
+    options=UpOptions,
 )
-@held
-@with_fields(UpOptions)
 def up(_ctx: Context, options: UpOptions) -> None:
     """Prepare what is missing, validate it, and serve a model.
 
@@ -146,7 +144,8 @@ def up(_ctx: Context, options: UpOptions) -> None:
     """
     from sparkforge.serve import record, status
 
-    server = started(options)
+    start = partial(started, options)
+    server = hold_start(start) if options.hold else start()
     status.show_ready(server)
     tell_systemd(ready=True, status=f"{server.model_id} at {server.url}/v1; first answers received")
     if options.foreground:
@@ -382,9 +381,9 @@ DECIDED_NOW = {"device": "as for up; `auto` is decided now, not at boot", "profi
     now="start it too",
     show="print the unit and the file it would be written to, and change nothing",
     rest="vllm_flags",
-    **(texts(ServeOptions) | DECIDED_NOW),
+    options=ServeOptions,
+    **DECIDED_NOW,
 )
-@with_fields(ServeOptions)
 def service_install(
     _ctx: Context, options: ServeOptions, system: bool = False, user: str = "", now: bool = False, show: bool = False
 ) -> None:

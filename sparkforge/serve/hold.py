@@ -10,8 +10,8 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial, wraps
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from sparkforge.core import paths
 from sparkforge.core.console import say, show_error
@@ -22,7 +22,6 @@ LOCK, START = "hold.lock", "start a server"  # held while a start waits, so that
 SOCKET = "NOTIFY_SOCKET"  # where systemd listens
 FIRST, LONGEST = 30.0, 1800.0  # seconds before a refused start validates again: the first pause, and the longest
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -46,23 +45,17 @@ def until_admitted(
         seconds = min(2 * seconds, LONGEST)
 
 
-def held(command: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a command with a parameter `hold`: if it is set, report a refusal to systemd, and run the command again."""
+def hold_start(start: Callable[[], T]) -> T:
+    """Call `start` until no validator refuses, and report each pause to systemd.
 
-    @wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        """Raises what the command raises, and StorageError if another start of this checkout waits."""
-        if not kwargs.get("hold"):
-            return command(*args, **kwargs)
-        waiting = partial(locked, paths.state() / LOCK, START)
+    Raises what `start` raises, and StorageError if another start of this checkout waits.
+    """
 
-        def wait(line: str) -> None:
-            say(line)
-            tell_systemd(status=line)
+    def wait(line: str) -> None:
+        say(line)
+        tell_systemd(status=line)
 
-        return until_admitted(lambda: command(*args, **kwargs), wait, waiting)
-
-    return wrapped
+    return until_admitted(start, wait, partial(locked, paths.state() / LOCK, START))
 
 
 def tell_systemd(*, ready: bool = False, status: str = "") -> None:

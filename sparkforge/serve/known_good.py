@@ -1,10 +1,9 @@
 """Known good starts, and `./inv rollback`, which goes back to one of them.
 
-A start is recorded once it passed validation and the start-up test (`sparkforge.serve.proof`): its plan,
-with the image's id, or the hash of the embedded device's environment. Of a key, only the file's path is kept.
-
-A rollback checks that everything the start needs is there before it ends the running server. The old start must pass
-the same tests as with `up`. After that it is recorded, and its image gets the tag that Compose serves.
+A start is recorded once it passed validation and the start-up test: its plan, with the image's id, or the hash of the
+embedded device's environment. Of a key, only the file's path is kept. A rollback checks that everything the start needs
+is there before it ends the running server. The old start must pass the same tests as with `up`. After that it is
+recorded, and its image gets the tag that Compose serves.
 """
 
 import hashlib
@@ -129,7 +128,7 @@ def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Se
     server, starts = record.read(), read()
     running = server if server and server.alive else None
     start = _choose(starts, number, running)
-    plan, serves = start.plan, running is not None and running.proved == start.time
+    plan = start.plan
     say(f"back to the start of {start.title}")
     try:
         for change in _changes(start, starts[0]):
@@ -145,7 +144,7 @@ def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Se
     if dry_run:
         return None
     with record.remembered(), launch.alone():
-        if serves:
+        if running and running.proved == start.time:
             say("the running server is that start, and keeps running")
         else:
             write_json(intent_path(), {"to": start.time})
@@ -185,10 +184,9 @@ def _choose(starts: list[KnownGood], number: int, running: Server | None) -> Kno
         return starts[number - 1]
     with suppress(OSError, ValueError, KeyError, TypeError):
         wanted = read_json(intent_path())["to"]
-        for start in starts:
-            if start.time == wanted:
-                say("a rollback was interrupted; this one goes on to the same start")
-                return start
+        if start := next((start for start in starts if start.time == wanted), None):
+            say("a rollback was interrupted; this one goes on to the same start")
+            return start
     newest = starts[0]
     if running is None or running.proved != newest.time or (newest.plan.image and _tagged(newest) != newest.plan.image):
         return newest

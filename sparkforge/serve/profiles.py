@@ -111,19 +111,17 @@ class ServeProfiles(Record):
         """Return the table for a family's models: with its flags and our experts, without what it does not support."""
 
         def changed(name: str, profile: ServeProfile) -> ServeProfile:
-            flags = {**profile.flags, **(family.flags() if profile.family else {})}
+            flags = profile.flags | (family.flags() if profile.family else {})
             environment = dict(profile.environment)
-            for left_out in family.without:
-                flags.pop(left_out, None)
-                environment.pop(left_out, None)
             if why := family.experts and family.experts.ours.get(name):
                 environment[FAMILIES_VARIABLE] = Reason(value="on", why=why)
-            return profile.model_copy(update={"flags": flags, "environment": environment})
+            left = [{key: row[key] for key in row if key not in family.without} for row in (flags, environment)]
+            return profile.model_copy(update=dict(zip(("flags", "environment"), left, strict=True)))
 
-        rows = {"profiles": self.profiles, "bases": self.bases}
-        return self.model_copy(
-            update={kind: {name: changed(name, row) for name, row in table.items()} for kind, table in rows.items()}
+        profiles, bases = (
+            {key: changed(key, row) for key, row in table.items()} for table in (self.profiles, self.bases)
         )
+        return self.model_copy(update={"profiles": profiles, "bases": bases})
 
     def resolve(self, name: str, below: tuple[str, ...] = ()) -> ServeProfile:
         """Return a profile with its inherited settings. Raises ValueError for an unknown or circular `extends`."""
@@ -177,16 +175,16 @@ def with_quantization(
         raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
     short = next((word for word in flags if word.startswith("-q")), None)  # vLLM's short form: -q NAME, -qNAME
     if short or flag_value(flags, QUANTIZATION) is not None:
-        why = "both choose the quantization"
-        raise UsageError(f"{short or QUANTIZATION} is also among the flags after --", why, "without --quantization")
-    if profile:
-        known = load(stack=stack)  # an unknown profile is refused where it is read
-        if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
-            why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"
-            fix = f"without --profile   # our experts; or without {QUANTIZATION}"
-            raise UsageError(f"{QUANTIZATION} {OUR_EXPERTS} has no effect with --profile {profile}", why, fix)
-        return profile, (*flags, f"{QUANTIZATION}={OUR_EXPERTS}")
-    return OUR_EXPERTS if gpu else "embedded", tuple(flags)
+        failure = f"{short or QUANTIZATION} is also among the flags after --"
+        raise UsageError(failure, "both choose the quantization", "without --quantization")
+    if not profile:
+        return OUR_EXPERTS if gpu else "embedded", tuple(flags)
+    known = load(stack=stack)  # an unknown profile is refused where it is read
+    if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
+        why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"
+        fix = f"without --profile   # our experts; or without {QUANTIZATION}"
+        raise UsageError(f"{QUANTIZATION} {OUR_EXPERTS} has no effect with --profile {profile}", why, fix)
+    return profile, (*flags, f"{QUANTIZATION}={OUR_EXPERTS}")
 
 
 def require_recipe(name: str, recipe: Recipe, stack: str, device: str, context: int = 0) -> None:
@@ -194,12 +192,10 @@ def require_recipe(name: str, recipe: Recipe, stack: str, device: str, context: 
 
     Both name the nearest recipe that can be served. `context` is --max-model-len, 0 for the profile's.
     """
-    size = recipes.weights(recipe).weight_bytes()
     if stack not in recipe.stacks:
-        fix = recipes.advice(size, lambda other: stack in other.stacks)
-        raise UsageError(
-            f"the recipe {name} is not for the stack {stack}", f"it is for {', '.join(recipe.stacks)}", fix
-        )
+        fix = recipes.advice(recipes.weights(recipe).weight_bytes(), lambda other: stack in other.stacks)
+        why = f"it is for {', '.join(recipe.stacks)}"
+        raise UsageError(f"the recipe {name} is not for the stack {stack}", why, fix)
     with_gpu = device in (DOCKER, GPU)
     free, total = memory.measure().available, psutil.virtual_memory().total
     with suppress(UsageError):  # a GPU that no plan knows is judged by the validator
@@ -211,18 +207,14 @@ def require_fit(name: str, recipe: Recipe, stack: str, machine: Device, profile:
     """Raise RefusalError if weights and one longest sequence do not fit; an empty `profile` is the recipe's."""
 
     def missing(other: Recipe) -> int:
-        rows = load(stack=stack, family=other.family)
-        options = rows[profile or other.profile].options()
+        options = load(stack=stack, family=other.family)[profile or other.profile].options()
         model = recipes.weights(other)
         longest = min(context or options.longest(model.longest), model.longest)
         return budget.missing(model, machine, replace(options.load(Workload(longest)), concurrency=1))
 
     if (lacking := missing(recipe)) > 0:
-        size = recipes.weights(recipe).weight_bytes() / GIB
-        raise RefusalError(
-            f"{name} does not fit {machine.about}",
-            f"{lacking / GIB:.1f} GiB are missing: its weights are {size:.1f} GiB, and "
-            f"{machine.resident.value:.1f} of {machine.memory.value:.1f} GiB are in use",
-            recipes.advice(fits=lambda other: stack in other.stacks and missing(other) <= 0),
-            code="validation.too-large",
-        )
+        size, used = recipes.weights(recipe).weight_bytes() / GIB, machine.resident.value
+        why = f"{lacking / GIB:.1f} GiB are missing: its weights are {size:.1f} GiB, and "
+        why += f"{used:.1f} of {machine.memory.value:.1f} GiB are in use"
+        fix = recipes.advice(fits=lambda other: stack in other.stacks and missing(other) <= 0)
+        raise RefusalError(f"{name} does not fit {machine.about}", why, fix, code="validation.too-large")

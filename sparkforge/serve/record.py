@@ -287,8 +287,9 @@ def remembered() -> Iterator[None]:
         yield
     except SparkforgeError as error:
         if error.code not in NOT_FAILURES:
-            parts = map(without_passwords, (error.what, error.why, completed(error.fix, "./inv up")))
-            failure = Failure(error.code, *parts, began, time.time())
+            fix = completed(error.fix, "./inv up")
+            failed, why, fix = map(without_passwords, (error.what, error.why, fix))
+            failure = Failure(error.code, failed, why, fix, began, time.time())
             with suppress(OSError, SparkforgeError):  # a full disk may be the very error
                 write_atomic(path, json.dumps(asdict(failure)) + "\n", mode=0o600)
         raise

@@ -42,9 +42,8 @@ FORMS: dict[str, list[str]] = _TABLES["forms"]  # variable → the form of its v
 class Settings:
     """The container's settings. `model` is a folder, OWNER/NAME or `tiny`; `seconds` bounds the whole validation.
 
-    `stack` is the image's; empty outside one. `traces` is where vLLM's profiler writes; empty for no profiler.
-    `arguments` are vLLM's arguments from variables. `bind` is the address on which the host publishes the server,
-    empty if it is not set.
+    `stack` is the image's; empty outside one. `traces` is where vLLM's profiler writes. `arguments` are vLLM's, from
+    variables. `bind` is the address on which the host publishes the server.
     """
 
     stack: str
@@ -68,8 +67,7 @@ def validation_mode(env: Mapping[str, str]) -> str:
 
 def _one_of(env: Mapping[str, str], variable: str) -> str:
     values = CHOICES[variable]
-    value = env.get(variable) or values[0]
-    if value not in values:
+    if (value := env.get(variable) or values[0]) not in values:
         why = f"it must be {' or '.join(values)}"
         raise UsageError(f"{variable} is {value[:40]!r}", why, f"{variable}={values[0]}")
     return value
@@ -88,8 +86,8 @@ def judge(env: Mapping[str, str]) -> None:
     try:
         thresholds.configured(env)
     except ValueError as error:  # the server would run without a guard
-        text = f"{thresholds.VARIABLE} has no meaning"
-        raise UsageError(text, str(error), f"{thresholds.VARIABLE}=3, or 0 for no guard") from error
+        fix = f"{thresholds.VARIABLE}=3, or 0 for no guard"
+        raise UsageError(f"{thresholds.VARIABLE} has no meaning", str(error), fix) from error
     limits.read(env)
     _seconds(env)
     for prefix in ("", "SPARKFORGE_"):
@@ -98,13 +96,13 @@ def judge(env: Mapping[str, str]) -> None:
     access.chosen_hosts((), env)
     if address := env.get(access.BIND):
         access.require_key(address, "any")
-    if (stack := env.get(STACK)) and stack not in (table := pins.load()).stacks:
-        why, fix = f"pins.toml has {', '.join(table.stacks)}", f"{STACK}={table.default}"
-        raise UsageError(f"{STACK} is {stack[:40]!r}", why, fix)
-    if (profile := env.get(SERVE_PROFILE)) and profile not in (known := profiles.load(stack=stack or "")):
-        raise UsageError(
-            f"{SERVE_PROFILE} is {profile[:40]!r}", f"choose from {', '.join(known)}", f"{SERVE_PROFILE}=safe"
-        )
+    stack, table = env.get(STACK) or "", pins.load()
+    if stack and stack not in table.stacks:
+        fix = f"{STACK}={table.default}"
+        raise UsageError(f"{STACK} is {stack[:40]!r}", f"pins.toml has {', '.join(table.stacks)}", fix)
+    if (profile := env.get(SERVE_PROFILE)) and profile not in (known := profiles.load(stack=stack)):
+        why, fix = f"choose from {', '.join(known)}", f"{SERVE_PROFILE}=safe"
+        raise UsageError(f"{SERVE_PROFILE} is {profile[:40]!r}", why, fix)
 
 
 def _seconds(env: Mapping[str, str]) -> float:
@@ -119,15 +117,13 @@ def _seconds(env: Mapping[str, str]) -> float:
 def read(env: Mapping[str, str]) -> Settings:
     """Read the SPARKFORGE_ variables. Raises UsageError for an invalid value, in general or on a CPU."""
     judge(env)
-    profile = _one_of(env, "SPARKFORGE_PROFILE")
+    profile, stack = _one_of(env, "SPARKFORGE_PROFILE"), env.get(STACK) or ""
     serve_profile, model = DEFAULTS[profile]
-    model = env.get("SPARKFORGE_MODEL") or model
-    stack, serve_profile = env.get(STACK) or "", env.get(SERVE_PROFILE) or serve_profile
-    known = profiles.load(stack=stack)  # an unknown profile is refused where its flags are read
-    if profile == "embedded" and serve_profile in known and known[serve_profile].device != "embedded":
+    serve_profile, model = env.get(SERVE_PROFILE) or serve_profile, env.get("SPARKFORGE_MODEL") or model
+    known = profiles.load(stack=stack)
+    if profile == "embedded" and known[serve_profile].device != "embedded":
         own = ", ".join(name for name, settings in known.items() if settings.device == "embedded")
-        why = f"without a GPU this stack has {own}"
-        fix = f"{SERVE_PROFILE}=embedded"
+        why, fix = f"without a GPU this stack has {own}", f"{SERVE_PROFILE}=embedded"
         raise UsageError(f"the serve profile {serve_profile} needs a GPU", why, fix)
     return Settings(
         profile=profile,
@@ -191,9 +187,8 @@ def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
 
 def require_gpus(count: str) -> None:
     """Raise UsageError if `count` (TP) is more than nvidia-smi lists; later checks report a missing GPU."""
-    wanted = int(count or 1)
     with suppress(ProbeError):
-        if 1 < wanted > (present := len(gpus.query("name", env=os.environ))):
+        if 1 < (wanted := int(count or 1)) > (present := len(gpus.query("name", env=os.environ))):
             why = f"it is the number of GPUs that share the model, and nvidia-smi lists {present}"
             raise UsageError(f"TP={wanted} is too many", why, f"TP={present} ./inv up")
 
@@ -207,8 +202,8 @@ def with_context(environment: Mapping[str, str], context: str, flags: Sequence[s
     if not context:
         return dict(environment)
     if not _is_count(context):
-        failure, fix = f"--context {context[:40]!r} is not a length", "./inv up --context 8192"
-        raise UsageError(failure, "it takes tokens, above 0", fix)
+        fix = "./inv up --context 8192"
+        raise UsageError(f"--context {context[:40]!r} is not a length", "it takes tokens, above 0", fix)
     if (value := flag_value(flags, CONTEXT)) is not None:
         failure = f"--context {context} and {CONTEXT} {value}"
         raise UsageError(failure, "they set the same length", "without --context")
@@ -239,16 +234,16 @@ def secrets(env: Mapping[str, str]) -> dict[str, str]:
     Raises StorageError for a secret that cannot be read, or that was named and is missing, and for an API key's file
     without a key: a server must not start without its intended key. An empty token counts as none.
     """
-    key, path = access.configured_key(env)
-    variables = access.variables(key, str(path)) if key else {}
+    key, key_file = access.configured_key(env)
+    variables = access.variables(key, str(key_file)) if key else {}
     path = Path(env.get(HF_TOKEN_FILE) or HF_TOKEN)
     try:
         if path.read_text(encoding="utf-8").strip():
             variables["HF_TOKEN_PATH"] = str(path)
     except (OSError, ValueError) as error:
-        if isinstance(error, FileNotFoundError) and not env.get(HF_TOKEN_FILE):
-            return variables
-        why = f"{getattr(error, 'strerror', None) or error} (running as uid {os.getuid()})"
-        fix = f"chmod a+r {path}   # on the host: the secret's file"
-        raise StorageError(f"cannot read the Hugging Face token in {path}", why, fix, code="storage.access") from error
+        if env.get(HF_TOKEN_FILE) or not isinstance(error, FileNotFoundError):
+            failure = f"cannot read the Hugging Face token in {path}"
+            why = f"{getattr(error, 'strerror', None) or error} (running as uid {os.getuid()})"
+            fix = f"chmod a+r {path}   # on the host: the secret's file"
+            raise StorageError(failure, why, fix, code="storage.access") from error
     return variables

@@ -78,8 +78,9 @@ class InEnvironment(Device):
     def choose_profile(self, plan: StartPlan) -> ServeProfile:
         """Return the plan's serve profile or the default. Raises an error if this machine cannot serve with it."""
 
+    @staticmethod
     @abstractmethod
-    def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
+    def from_variables(variables: Mapping[str, str]) -> tuple[str, ...]:
         """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError."""
 
     @abstractmethod
@@ -211,14 +212,6 @@ def write_tiny(python: Path) -> Path:
     return directory
 
 
-def vllm_arguments(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs: there is none here."""
-    if env.get("TP", "") not in ("", "1"):
-        why = "it is the number of GPUs that share the model, and the embedded device serves without one"
-        raise UsageError(f"TP={env['TP'][:40]} has no meaning here", why, "TP=1   # or --device docker")
-    return settings.arguments({**env, "TP": ""})
-
-
 # Below site-packages: what vLLM's CPU build preloads.
 PRELOADED = ("vllm/libs/libtcmalloc*.so*", "torch/lib/libgomp*.so*")
 
@@ -236,7 +229,13 @@ class Embedded(InEnvironment):
             raise UsageError(failure, missing, "./inv up --profile embedded")
         return profile
 
-    from_variables = staticmethod(vllm_arguments)
+    @staticmethod
+    def from_variables(variables: Mapping[str, str]) -> tuple[str, ...]:
+        """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs: there is none here."""
+        if variables.get("TP", "") not in ("", "1"):
+            why = "it is the number of GPUs that share the model, and the embedded device serves without one"
+            raise UsageError(f"TP={variables['TP'][:40]} has no meaning here", why, "TP=1   # or --device docker")
+        return settings.arguments({**variables, "TP": ""})
 
     def variables(self) -> dict[str, str]:
         """Return the variables that preload libraries and set the engine's threads, which leave one core free.
@@ -304,10 +303,12 @@ class Gpu(InEnvironment):
             raise UsageError(f"--profile {plan.profile} cannot be served here", why, "without --profile")
         return profile
 
-    def from_variables(self, variables: Mapping[str, str]) -> tuple[str, ...]:
+    @staticmethod
+    def from_variables(variables: Mapping[str, str]) -> tuple[str, ...]:
         """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError, also for more GPUs than there are."""
+        arguments = settings.arguments(variables)
         settings.require_gpus(variables.get("TP", ""))
-        return settings.arguments(variables)
+        return arguments
 
     def prepare(self) -> None:
         """Make environment and tiny model, and the modules of FlashInfer that this GPU's experts need."""

@@ -67,7 +67,7 @@ def test_the_containers_variables_become_arguments_after_the_profiles():
 def test_more_gpus_than_the_machine_has_are_refused(fake_nvidia_smi, monkeypatch, tp, refused):
     monkeypatch.setenv("TP", tp)
     fake_nvidia_smi("one\ntwo")
-    for device in (lambda: container.variables(StartPlan("docker")), lambda: Gpu.from_variables(None, {"TP": tp})):
+    for device in (lambda: container.variables(StartPlan("docker")), lambda: Gpu.from_variables({"TP": tp})):
         with pytest.raises(UsageError, match="TP=8 is too many") if refused else nullcontext():
             device()
 
