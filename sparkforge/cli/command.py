@@ -165,8 +165,7 @@ def _close_state(function: str) -> None:
 def whole_command(fix: str, function: Callable[..., Any], values: Mapping[str, Any]) -> str:
     """Return an error's `fix` as a complete command (see `core.errors`), from the called command.
 
-    `values` maps the parameters of the called command's `function` to values. Long or unprintable values are left out.
-    For an option that the command does not have, the fix is the command's help.
+    `values` maps the parameters of the called command's `function` to values. Long or unprintable ones are left out.
     """
     from sparkforge.cli import namespace  # it imports this module
 
@@ -227,11 +226,7 @@ def nobody_reads() -> bool:
 
 
 def caller_path(text: str) -> str:
-    """Return an absolute path for one on the command line: relative ones start in the caller's folder.
-
-    `./inv` changes to the checkout, and passes the caller's folder in INV_CWD. An empty text stays empty. Raises
-    UsageError for the home of a user who does not exist.
-    """
+    """Return an absolute path for one on the command line, from the caller's folder (INV_CWD); empty stays empty."""
     return str(Path(os.environ.get("INV_CWD") or Path.cwd()) / paths.typed(text)) if text else ""
 
 

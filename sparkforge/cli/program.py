@@ -153,9 +153,8 @@ def _parse(arguments: list[str]) -> list[ParserContext]:
         context = error.context
         command = namespace[context.name] if context and context.name else None
         missing = [argument.name for argument in context.missing_positional_args] if context else []
-        if not isinstance(command, CommandTask) or missing != [command.may_be_left_out]:
-            raise
-        if "positional arguments" not in str(error):
+        is_left_out = isinstance(command, CommandTask) and missing == [command.may_be_left_out]
+        if not is_left_out or "positional arguments" not in str(error):
             raise
         return list(Parser(contexts=namespace.to_contexts()).parse_argv([*arguments, ""]))
 
@@ -176,10 +175,7 @@ def _require_options(context: ParserContext, arguments: list[str], contexts: dic
 
 
 def _with_two_dashes(arguments: Iterable[str], contexts: Mapping[str, ParserContext]) -> list[str]:
-    """Return the arguments with `-isl` written as `--isl`, as the gpt-oss competition's programs take their options.
-
-    A word that begins with a short flag of its command, such as -f, stays as it is.
-    """
+    """Return the arguments with `-isl` as `--isl`, as in the gpt-oss competition; words that begin like -f stay."""
     changed, short = list[str](), set[str]()
     for argument in arguments:
         if argument in contexts:
@@ -233,12 +229,9 @@ def usage_error(error: ParseError, contexts: dict[str, ParserContext], arguments
 
 def _nearest(word: str, names: Iterable[str], otherwise: str, prefix: str) -> tuple[str, str]:
     """Return why a word is refused and what to run instead: the nearest name, if one is near."""
-    matches = difflib.get_close_matches(word, sorted(names), n=1, cutoff=0.5)
-    return (
-        (f"the nearest is {matches[0]}", f"{prefix}{matches[0]}")
-        if matches
-        else ("nothing has a similar name", otherwise)
-    )
+    if matches := difflib.get_close_matches(word, sorted(names), n=1, cutoff=0.5):
+        return f"the nearest is {matches[0]}", f"{prefix}{matches[0]}"
+    return "nothing has a similar name", otherwise
 
 
 def overview() -> str:
@@ -247,10 +240,7 @@ def overview() -> str:
 
 
 def listing(group: str = "") -> str:
-    """Return all commands by job; or those of one group or collection, such as `bench`, one a line.
-
-    Raises UsageError for a group that does not exist.
-    """
+    """Return all commands by job, or those of one group or collection, such as `bench`. Raises UsageError."""
     if group:
         inner = [name for name in _names() if f"{name}.".startswith(f"{group}.")]
         names = expanded(GROUPS[group]) if group in GROUPS else inner
@@ -261,10 +251,8 @@ def listing(group: str = "") -> str:
     width = max(len(name) for commands in GROUPS.values() for name in commands)
     lines = []
     for title, commands in GROUPS.items():
-        rows = []
-        for name in commands:
-            folded = [entry.rpartition(".")[2] for entry in expanded((name,))] if name.endswith("*") else []
-            rows.append((name, ", ".join(folded) or _summary(name)))
+        folded = {name: ", ".join(entry.rpartition(".")[2] for entry in expanded((name,))) for name in commands}
+        rows = [(name, folded[name] if name.endswith("*") else _summary(name)) for name in commands]
         lines += [f"{title}:", _table(rows, width)]
     return "\n".join([*lines, "./inv --list bench lists bench.*; ./inv COMMAND --help shows options"]) + "\n"
 
@@ -298,23 +286,23 @@ def command_help(context: ParserContext, name: str) -> str:
     command = namespace[context.name]
     positional = [argument for argument in context.args.values() if argument.positional]
     optional, rest = (command.may_be_left_out, command.rest_text) if isinstance(command, CommandTask) else ("", "")
-    places = "".join(
-        f" [{argument.names[0].upper()}]" if argument.name == optional else f" {argument.names[0].upper()}"
-        for argument in positional
-    )
-    rows = [(argument.names[0].upper(), argument.help or "") for argument in positional]
+    rows, places = [], ""
+    for argument in positional:
+        word = argument.names[0].upper()
+        places += f" [{word}]" if argument.name == optional else f" {word}"
+        rows.append((word, argument.help or ""))
     for argument in dict.fromkeys(context.args.values()):
         if argument in positional:
             continue
         flags = [f"--{argument.names[0]}", *(f"-{nickname}" for nickname in argument.nicknames)]
         value = " VALUE" if argument.takes_value else ""
-        default = f" (default: {argument.default})" if argument.takes_value and argument.default else ""
         text = argument.help or ""
         if DEFAULT_STACK in text:
             from sparkforge import pins  # 100 ms, which the list of commands need not pay
 
             text = text.replace(DEFAULT_STACK, pins.load().default)
-        rows.append((", ".join(flags) + value, text + default))
+        text += f" (default: {argument.default})" if argument.takes_value and argument.default else ""
+        rows.append((", ".join(flags) + value, text))
     rows.append(("--help, -h", "print this"))
     if rest:
         rows.append(("-- WORDS", rest))

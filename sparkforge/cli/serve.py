@@ -69,18 +69,18 @@ def planned(options: ServeOptions) -> StartPlan:
     address = access.listen_address(options.host, key_file)
     variables = settings.with_context(os.environ, options.context, options.vllm_flags)
     choice = choose(options.device)
-    flags = passable(options.vllm_flags, relative_to=None if choice.device in CONTAINERS else caller_path("."))
+    in_container = choice.device in CONTAINERS
+    flags = passable(options.vllm_flags, relative_to=None if in_container else caller_path("."))
     if names := listed(os.environ.get("SPARKFORGE_SERVED_NAMES", "")):  # set for each model of a fleet
         flags = (*flags, NAMES, *names)
     if not getattr(options, "fleet", ""):  # in a fleet, each model has a device of its own
         say(f"device: {choice.device}, because {choice.why}")
-    if options.python and choice.device in CONTAINERS:
-        raise UsageError(
-            "--python has no meaning here", "a container has its own", "without --python   # or with --device gpu"
-        )
+    if options.python and in_container:
+        fix = "without --python   # or with --device gpu"
+        raise UsageError("--python has no meaning here", "a container has its own", fix)
     return StartPlan(
         choice.device,
-        python=caller_path(options.python) if options.python else "",
+        python=caller_path(options.python),
         model=model,
         profile=options.profile,
         stack=options.stack,
@@ -94,11 +94,7 @@ def planned(options: ServeOptions) -> StartPlan:
 
 
 def chosen(options: UpOptions, recipe: Recipe) -> UpOptions:
-    """Return the options with the recipe's model and flags.
-
-    Raises UsageError if the options name a model too. Raises RefusalError, which names the nearest recipe, for a recipe
-    of other stacks, or of a model that does not fit this machine.
-    """
+    """Return the options with the recipe's model and flags. Raises UsageError, and as `profiles.require_recipe`."""
     from sparkforge.image.devices import stack_of
     from sparkforge.serve import profiles
     from sparkforge.serve.devices.choose import choose
@@ -109,8 +105,7 @@ def chosen(options: UpOptions, recipe: Recipe) -> UpOptions:
     device = choose(options.device).device
     context = whole_number("--context", options.context) if options.context else 0
     profiles.require_recipe(options.recipe, recipe, stack_of(device, options.stack), device, context)
-    flags = (*recipe.arguments(), *options.vllm_flags)
-    return replace(options, model=recipe.repository, vllm_flags=flags)
+    return replace(options, model=recipe.repository, vllm_flags=(*recipe.arguments(), *options.vllm_flags))
 
 
 @dataclass(frozen=True)
@@ -184,14 +179,15 @@ def started_fleet(options: UpOptions) -> Server:
     from sparkforge.image.devices import EMBEDDED
     from sparkforge.serve.fleet import keeper
 
-    others = {name: value for name, value in vars(UpOptions()).items() if name not in OF_A_FLEET}
-    if named := [name for name, default in others.items() if getattr(options, name) != default]:
-        words = {"recipe": "a recipe", "vllm_flags": "flags after --"}
-        options_shown = ", ".join(words.get(name, f"--{name.replace('_', '-')}") for name in named)
-        failure, fix = (
-            f"--fleet cannot be combined with {options_shown}",
-            "--help   # write it in fleet.toml, without the option",
-        )
+    words = {"recipe": "a recipe", "vllm_flags": "flags after --"}
+    named = [
+        words.get(name, f"--{name.replace('_', '-')}")
+        for name, default in vars(UpOptions()).items()
+        if name not in OF_A_FLEET and getattr(options, name) != default
+    ]
+    if named:
+        failure = f"--fleet cannot be combined with {', '.join(named)}"
+        fix = "--help   # write it in fleet.toml, without the option"
         raise UsageError(failure, "each model of a fleet has its own", fix)
     places = [Path(caller_path(options.fleet)), *([] if "/" in options.fleet else [paths.state() / options.fleet])]
     file = next(filter(Path.is_file, places), places[0])
@@ -223,13 +219,12 @@ def status(_ctx: Context, json_: bool = False) -> None:
     calls, and the server's last error. `watch ./inv status` repeats it.
     """
     from sparkforge.serve import record, status
-    from sparkforge.serve.status import report_of_none
 
     try:
         server = record.running()
     except ServerError:
         if json_:
-            echo_json(report_of_none().model_dump(mode="json"))
+            echo_json(status.report_of_none().model_dump(mode="json"))
         raise
     status.show_status(server, as_json=json_)
 
@@ -258,8 +253,7 @@ def chat(_ctx: Context, message: str, system: str = "", max_tokens: str = "") ->
     from sparkforge.serve import record
 
     require_message(message, "chat")
-    limit = whole_number("--max-tokens", max_tokens) if max_tokens else None
-    talk(record.running(), message, system, limit)
+    talk(record.running(), message, system, whole_number("--max-tokens", max_tokens) if max_tokens else None)
 
 
 @task(
@@ -296,7 +290,7 @@ def run(_ctx: Context, model: str, message: str, device: str = "auto", profile: 
     elif not set(api_names(name)) & set(api_names(server.model_id)):
         failure, why = f"{name} is not served", f"{server.model_id} is, at {server.url}"
         raise ServerError(failure, why, f"./inv down && ./inv run {model}", code="server.running")
-    talk(server, message, "", None)
+    talk(server, message)
 
 
 def require_message(message: str, command: str) -> None:
@@ -306,7 +300,7 @@ def require_message(message: str, command: str) -> None:
         raise UsageError(f"./inv {command} has no option {message[:40]}", why, fix)
 
 
-def talk(server: Server, message: str, system: str, limit: int | None) -> None:
+def talk(server: Server, message: str, system: str = "", limit: int | None = None) -> None:
     """Print the answer to `message`, or to the text on stdin; start a conversation if there is neither."""
     from sparkforge.serve import conversation
 
@@ -362,7 +356,7 @@ def max_up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT
     from sparkforge.serve.record import StartPlan
 
     with record.remembered():
-        folder = str(paths.typed(settings.checkpoint(model, caller_path(model))).absolute()) if model else ""
+        folder = settings.checkpoint(model, caller_path(model))
         length = {settings.CONTEXT_VARIABLE: str(whole_number("--context", context))}
         plan = StartPlan("max", folder, profile=device, port=whole_number("--port", port), variables=length)
         server = start(MaxServer(plan))
@@ -370,19 +364,19 @@ def max_up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT
 
 
 SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
-# The service's settings are read once, when its unit is written.
-DECIDED_NOW = {"device": "as for up; `auto` is decided now, not at boot", "profile": "docker: a serve profile"}
 
 
 @task(
     example="./inv service.install --device docker --profile safe --now",
+    options=ServeOptions,
     system=SYSTEM,
     user="with --system: the account that runs it; default: the owner of the checkout",
     now="start it too",
     show="print the unit and the file it would be written to, and change nothing",
     rest="vllm_flags",
-    options=ServeOptions,
-    **DECIDED_NOW,
+    # The service's settings are read once, when its unit is written.
+    device="as for up; `auto` is decided now, not at boot",
+    profile="docker: a serve profile",
 )
 def service_install(
     _ctx: Context, options: ServeOptions, system: bool = False, user: str = "", now: bool = False, show: bool = False
@@ -395,7 +389,6 @@ def service_install(
     from sparkforge.models import local
     from sparkforge.serve import service
     from sparkforge.serve.devices.choose import device_for
-    from sparkforge.serve.service import ServiceUnit
 
     service.version()  # raises ServerError without systemd
     named = options.model or os.environ.get("MODEL", "")
@@ -407,19 +400,13 @@ def service_install(
     device_for(plan, build_image)  # which checks the plan
     stack_of(plan.device, plan.stack)
     stated = {
-        "device": plan.device,
-        "model": plan.model,
-        "profile": plan.profile,
-        "port": str(plan.port),
-        "host": plan.host,
+        **{name: getattr(plan, name) for name in ("device", "model", "profile", "port", "host", "stack", "python")},
         "context": options.context,
-        "api-key-file": plan.key_file or "",
+        "api-key-file": plan.key_file,
         "allow-hosts": ",".join(plan.hosts),
-        "stack": plan.stack,
-        "python": plan.python,
     }
     arguments = tuple(f"--{name}={value}" for name, value in stated.items() if value)
-    wanted = ServiceUnit(
+    wanted = service.ServiceUnit(
         arguments=(*arguments, *(("--", *plan.flags) if plan.flags else ())),
         container=plan.device in CONTAINERS,
         places=tuple(dict.fromkeys([paths.state(), *([Path(plan.model)] if plan.model else [])])),

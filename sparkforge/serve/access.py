@@ -146,10 +146,7 @@ def variables(key: str, key_file: str) -> dict[str, str]:
 
 
 def listen_address(host: str, key_file: str | None) -> str:
-    """Return the IP address that `host` names; empty means loopback. Raises UsageError.
-
-    `key_file` is that of the API key: an address that other machines reach needs one.
-    """
+    """Return the IP address that `host` names; empty is loopback. Raises UsageError for an open one without a key."""
     try:
         ip = ipaddress.ip_address({"": LOOPBACK[1], "localhost": LOOPBACK[1]}.get(host, host))
     except ValueError:
@@ -171,10 +168,7 @@ def refuse_key_argument(arguments: Iterable[str]) -> None:
 
 
 def require_key(address: str, key: str) -> None:
-    """Raise UsageError if other machines could use the server without a key, or if `address` is invalid.
-
-    `address` is the one on which the server is published; `key` is its API key or the key's file, empty for none.
-    """
+    """Raise UsageError if other machines could use a server at `address` without its `key` or the key's file."""
     try:
         is_loopback = address == "localhost" or ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError as error:
@@ -187,11 +181,8 @@ def require_key(address: str, key: str) -> None:
 
 
 def has_host_network(interfaces: Path = Path("/sys/class/net")) -> bool:
-    """Tell whether this process sees the machine's own network cards: outside a container, or with --network host.
-
-    Only interfaces of hardware have a `device` there; those of a bridge network do not (Linux, ABI sysfs-class-net).
-    """
-    return any(interfaces.glob("*/device"))
+    """Tell whether this process sees the machine's own network cards: outside a container, or with --network host."""
+    return any(interfaces.glob("*/device"))  # a bridge network's have none (Linux, ABI sysfs-class-net)
 
 
 def refuse_inherited_key(environment: Mapping[str, str]) -> None:
@@ -203,10 +194,7 @@ def refuse_inherited_key(environment: Mapping[str, str]) -> None:
 
 
 def key_path(option: str | None) -> Path | None:
-    """Return the file that --api-key-file names; None without the option. Raises UsageError for an empty name.
-
-    `--api-key-file "$FILE"` with FILE unset must not start a server without a key.
-    """
+    """Return the file that --api-key-file names; None without the option. Raises UsageError for an empty name."""
     if option == "":
         why = "an empty name would start a server without a key"
         raise UsageError("--api-key-file names no file", why, KEY_FIX)
@@ -214,10 +202,9 @@ def key_path(option: str | None) -> Path | None:
 
 
 def read_key(path: Path, *, private: bool = True) -> str:
-    """Return the API key in a file: one line of printable ASCII.
+    """Return the API key in a file: one line of printable ASCII. Raises StorageError for anything but a usable key.
 
-    `private` refuses a file that other users can read or change; a container's secret has to be readable for the
-    container's user. Raises StorageError for anything but a usable key.
+    `private` refuses a file that other users can read or change; a container's secret has to be readable for its user.
     """
     make = f"(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})"
     try:
@@ -251,15 +238,11 @@ def read_key(path: Path, *, private: bool = True) -> str:
 
 
 def configured_key(environment: Mapping[str, str]) -> tuple[str, Path]:
-    """Return the key of a container's secret, empty if it has none, and its file.
-
-    Without SPARKFORGE_API_KEY_FILE it is Compose's secret, which may be missing; Compose mounts /dev/null where no
-    file is named. Raises StorageError as `read_key` does.
-    """
+    """Return the key of a container's secret, empty if it has none, and its file. Raises what `read_key` raises."""
     named = environment.get(KEY_FILE)
     path = Path(named or SECRET)
     with suppress(OSError):  # read_key raises with the reason
-        if stat.S_ISCHR(path.stat().st_mode):
+        if stat.S_ISCHR(path.stat().st_mode):  # Compose mounts /dev/null where no file is named
             return "", path
     if not named and not path.exists():
         return "", path

@@ -80,10 +80,7 @@ class ServerCommand:
         return HEADLESS in self.arguments
 
     def address(self) -> tuple[str, int]:
-        """Return the host and the port on which it listens. Raises UsageError for an invalid port.
-
-        An abbreviated flag, which vLLM would accept and `flag_value` does not see, is refused too.
-        """
+        """Return the host and the port on which it listens. Raises UsageError, also for an abbreviated flag."""
         for word in self.arguments:
             flag, name = meant(word, (HOST, PORT)), word.partition("=")[0]
             if flag and name != flag:
@@ -98,10 +95,7 @@ class ServerCommand:
 
 
 def api_names(model_id: str) -> tuple[str, ...]:
-    """Return the model's names in the API, `model_id` first: with and without the owner of a hub's repository.
-
-    Guides use openai/gpt-oss-120b and gpt-oss-120b, however the model was started.
-    """
+    """Return the model's names in the API, `model_id` first: with and without the owner, as guides use both."""
     owner, _, name = model_id.rpartition("/")
     if owner:
         return model_id, name

@@ -22,10 +22,9 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from sparkforge.core import memory, paths
 from sparkforge.core.console import echo, say, show_error
@@ -69,10 +68,11 @@ def main(arguments: Sequence[str]) -> int:
                 (options.run / name).unlink(missing_ok=True)
         server = plan(options, request)
         host, port = server.address()
+        key = server.environment.get(access.KEY, "")
         if options.bind:
-            access.require_key(options.bind, server.environment.get(access.KEY, ""))
+            access.require_key(options.bind, key)
         if access.has_host_network():
-            access.require_key(host, server.environment.get(access.KEY, ""))
+            access.require_key(host, key)
         if request.only_validate:
             return int(validate(options, server)["exit_code"])
         if not os.environ.get(CLUSTER):  # for a cluster, serve/cluster/keep.py does this
@@ -83,9 +83,8 @@ def main(arguments: Sequence[str]) -> int:
             admit(options, server)
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound
         ready = {"host": reachable, "port": 0 if server.headless else port, "validated": options.mode}
-        key = access.digest(server.environment.get(access.KEY, ""))
         (options.run / HELD_FILE).unlink(missing_ok=True)
-        _write(options.run / READY, {**ready, "key": key}, mode=0o600)
+        _write(options.run / READY, {**ready, "key": access.digest(key)}, mode=0o600)
     except SparkforgeError as error:
         show_error(error)
         return error.exit_code
@@ -99,13 +98,12 @@ def become(server: ServerCommand) -> NoReturn:
     if options := os.environ.get(CLUSTER):
         command = (sys.executable, "-P", str(WATCH), *json.loads(options), "--", *command)
     else:
-        restarts.begin([socket.gethostname(), *server.command(sys.executable)])
+        restarts.begin([socket.gethostname(), *command])
     command = supervised(command, record.end_path(), server.model)
     os.execvpe(command[0], command, server.environment)  # noqa: S606 - this process becomes the server
 
 
-@dataclass(frozen=True)
-class ContainerArguments:
+class ContainerArguments(NamedTuple):
     """The parsed arguments after the image's name: a model (empty: none named), and vLLM's arguments."""
 
     model: str = ""
@@ -114,10 +112,7 @@ class ContainerArguments:
 
 
 def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
-    """Read the container's arguments, in the forms of this module's docstring.
-
-    Raises UsageError for two models, and for a word after a flag that may be the model, so that no other is served.
-    """
+    """Read the container's arguments. Raises UsageError for two models, and for one that may be a flag's value."""
     remaining = list(arguments)
     only_validate = remaining[:1] == ["validate"]
     for start in (["vllm", "serve"], ["serve"], ["validate"], ["python", *API_SERVER], ["python3", *API_SERVER]):
@@ -144,11 +139,7 @@ def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
 
 
 def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
-    """Return the server that the settings and the request describe; the request's arguments come last and win.
-
-    Writes the tiny model if it is requested. Raises what `profiles.named`, `settings.secrets`, `local.find` and
-    `write_tiny` raise, and UsageError for an API key among the arguments.
-    """
+    """Return the server that the settings and the request describe, and write the tiny model if it is requested."""
     arguments = (*options.arguments, *request.arguments)
     access.refuse_key_argument(arguments)
     hosts = access.named_hosts(os.environ.get(access.HOSTS, ""))
@@ -210,18 +201,20 @@ def admit(options: Settings, server: ServerCommand) -> None:
     _write(options.run / textfile.NAME, textfile.text(document, options.mode))
     if document["verdict"] == ValidationVerdict.SERVE:
         return
+    failed = _refusing(document)
+    why = "; ".join(f"{finding['check']}: {finding['evidence']}" for finding in failed[:3])
+    why += f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
     if options.mode == settings.WARN:
-        say(f"WARNING: {_summary(document)}; SPARKFORGE_VALIDATE=warn lets the server start all the same")
+        say(f"WARNING: {why}; SPARKFORGE_VALIDATE=warn lets the server start all the same")
         return
     with suppress(OSError, StorageError):  # there may be no lasting folder
         write_json(paths.state() / REFUSED, {"document": document})
-    fix = next((finding["fix"] for finding in _refusing(document)), "docker compose logs vllm")
-    why, fix = _summary(document), with_remark(fix, f"then {start_again()}")
+    fix = with_remark(failed[0]["fix"] if failed else "docker compose logs vllm", f"then {start_again()}")
     raise RefusalError("the validator refuses to serve", why, fix, code="validation.failed")
 
 
 def _held(options: Settings, line: str) -> None:
-    """Say that this container waits after a refusal, in its log and to the health check. Raises StorageError."""
+    """Say in the log and to the health check that this container waits. Raises StorageError."""
     say(line)
     _write(options.run / HELD_FILE, line.encode())
 
@@ -237,9 +230,8 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
         why = f"did not end within {options.seconds:g} s" if code is None else ending(code)
     except ProbeError as error:
         code, why = None, str(error)
-    document: dict[str, Any]
     try:
-        document = json.loads(report.read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
         if document["exit_code"] == code:
             return document
         why = f"{why}, its report says {document['exit_code']}"
@@ -247,8 +239,8 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
         why = f"{why} and left no report ({type(error).__name__})"
     say(f"FAIL validator  the validator {why}")
     fix = "nvidia-smi   # if that hangs too, reboot; longer: SPARKFORGE_VALIDATE_SECONDS=1200"
-    doc = "docs/concepts/validation.md"
-    finding = Finding("validator", Status.FAIL, True, f"the validator {why}", fix, f"{doc}#in-the-image")
+    doc = "docs/concepts/validation.md#in-the-image"
+    finding = Finding("validator", Status.FAIL, True, f"the validator {why}", fix, doc)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     refusal = ValidationReport(options.profile, ValidationVerdict.REFUSE, (finding,), {}, {}, now, "this machine")
     document = as_document(refusal)
@@ -257,10 +249,7 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
 
 
 def start_again() -> str:
-    """Return the command that restarts this container by its id, and in a comment the one that recreates it.
-
-    `core.paths` adds `-f` files to the second; it does not know a user's own files that do not set its variables.
-    """
+    """Return the command that restarts this container by its id, and in a comment the one that recreates it."""
     compose = "docker compose up -d"
     if not (identifier := restarts.container_id()):
         return compose
@@ -268,17 +257,10 @@ def start_again() -> str:
     return f"docker start {identifier}   # after a change of Compose's settings: {compose}{own}"
 
 
-def _summary(document: Mapping[str, Any]) -> str:
-    worst = _refusing(document)
-    summary = "; ".join(f"{finding['check']}: {finding['evidence']}" for finding in worst[:3])
-    return summary + (f"; and {len(worst) - 3} more" if len(worst) > 3 else "")
-
-
 def _refusing(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    failed = [finding for finding in document["findings"] if finding["status"] == Status.FAIL]
-    return failed or [
-        finding for finding in document["findings"] if finding["status"] == Status.SKIPPED and finding["required"]
-    ]
+    findings = document["findings"]
+    failed = [finding for finding in findings if finding["status"] == Status.FAIL]
+    return failed or [row for row in findings if row["status"] == Status.SKIPPED and row["required"]]
 
 
 def _write(path: Path, value: Mapping[str, Any] | bytes, *, mode: int = 0o644) -> None:

@@ -24,10 +24,7 @@ class Answer(Record):
 
 
 def compare(endpoint: Endpoint) -> float:
-    """Return the mean difference of a server's log probabilities from the recorded ones.
-
-    Raises ServerError for other tokens, a larger difference than LIMIT, or no answer.
-    """
+    """Return the mean difference of log probabilities from the recorded ones. Raises ServerError above LIMIT."""
     differences: list[float] = []
     for answer in (Answer.model_validate(row) for row in read_json(ANSWERS)["answers"]):
         tokens = [*answer.prompt, *answer.tokens]

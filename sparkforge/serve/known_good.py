@@ -68,11 +68,7 @@ def intent_path() -> Path:
 
 
 def read() -> list[KnownGood]:
-    """Return the recorded starts, newest first.
-
-    Raises StorageError for a record that cannot be read, or that others may have written, because it decides what is
-    run.
-    """
+    """Return the recorded starts, newest first. Raises StorageError for a record that others may have written."""
     path = paths.state() / NAME
     try:
         record.require_ours(path, path.lstat())
@@ -172,10 +168,7 @@ def _failed(failure: str, why: str, fix: str = LIST) -> ServerError:
 
 
 def _choose(starts: list[KnownGood], number: int, running: Server | None) -> KnownGood:
-    """Return the start to go back to: number `number`, that of an interrupted rollback, or the previous one.
-
-    The previous one is the newest, unless that runs and no newer image has been built.
-    """
+    """Return start `number`, that of an interrupted rollback, or the newest that does not run. Raises ServerError."""
     if not starts:
         raise _failed("there is no known good start", "./inv up records one that proved itself", "./inv up")
     if number:

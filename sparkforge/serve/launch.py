@@ -36,10 +36,9 @@ CANCEL_SECONDS = 100.0  # for a start to end in order: Compose gives a container
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch: a command with the environment added to ours, the plan that it serves, and its model's folder.
+    """A command with the environment added to ours, the plan that it serves, and its model's folder and family.
 
-    `calls` are those of `proof.CALLS` that test a server other than vLLM. `family` is the model's, by default that of
-    the default models.
+    `calls` are those of `proof.CALLS` that test a server other than vLLM.
     """
 
     command: tuple[str, ...]
@@ -113,10 +112,7 @@ def check_port(port: int, host: str, command: str = "./inv up") -> None:
 
 
 def start(launch: Launch, progress: Callable[[str], None]) -> Server:
-    """Start a server, wait for its first answers, and return its record. To be called inside `starting`.
-
-    Raises ServerError; whenever it raises, nothing is left running.
-    """
+    """Start a server; return its record after its first answers. Raises ServerError; then nothing is left running."""
     with ExitStack() as stack:
         check_free(launch.plan.port, launch.plan.address)
         with interrupt.held():  # no server may run unrecorded
@@ -150,10 +146,7 @@ def begin(launch: Launch) -> Server:
 def proved(
     server: Server, seconds: float, key: str, stack: str, calls: tuple[str, ...] = (), family: str = ""
 ) -> Server:
-    """Run the start-up test of `proof.prove`, with the stack's patches, within `seconds`; record and return the server.
-
-    Raises ServerError.
-    """
+    """Run the start-up test with the stack's patches; record and return the tested server. Raises ServerError."""
     queues = [] if calls else series.queues(pins.load(), stack)
     patches = [patch.name for _, queue in queues for patch in queue.patches]
     began = time.monotonic()
@@ -164,10 +157,7 @@ def proved(
 
 
 def down() -> Server | None:
-    """End a start or a rollback that is under way, or waits after a refusal, then do what `stop` does.
-
-    Raises what `stop` raises, and StorageError if another command holds the lock that long.
-    """
+    """End a start or a rollback that is under way, or waits after a refusal, then `stop`. Raises also StorageError."""
     lock = paths.state() / LOCK
     if not lock.exists():  # nothing was ever started here
         return stop()
@@ -190,10 +180,9 @@ def down() -> Server | None:
 
 
 def stop() -> Server | None:
-    """End the running server with all its children, and what killed servers left; return the server's record.
+    """End the running server with its children, and what killed servers left; return the server's record, if any.
 
-    Returns None if there were only unrecorded processes or containers. Raises ServerError if there was
-    nothing to end.
+    Raises ServerError if there was nothing to end.
     """
     recorded = record.read()
     removed = not (recorded and recorded.alive) and _remove_models()

@@ -127,19 +127,13 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class Judge:
-    """Compares one body with the bounds; `check` raises LimitError for the first that it exceeds.
-
-    It raises RequestError for text with a lone surrogate.
-    """
+    """Compares one body with the bounds; `check` raises LimitError, and RequestError for text with a lone surrogate."""
 
     limits: Mapping[str, int]
     _values: Counter[str] = field(default_factory=Counter)
 
     def check(self, body: bytes) -> int:
-        """Check the limits of a request's body; return how many answers it wants.
-
-        A body that is not a JSON object passes: vLLM refuses it.
-        """
+        """Check a request's body; return how many answers it wants. vLLM refuses what is not a JSON object."""
         try:
             request = json.loads(body)
         except RecursionError:
@@ -419,10 +413,7 @@ class Limiter:
         self._running.update(counted.values())
 
     async def _read(self, headers: Iterable[tuple[bytes, bytes]], receive: Receive) -> tuple[int, Receive] | None:
-        """Return the number of wanted answers and a `receive` that yields the checked body; None if the client left.
-
-        Raises RequestError.
-        """
+        """Return the number of wanted answers and a `receive` of the checked body; None if the client left."""
         most, body, more = self._limits["body-bytes"] or sys.maxsize, bytearray(), True
         length = dict(headers).get(b"content-length", b"0")[:18]
         size = int(length) if length.isdigit() else 0

@@ -55,10 +55,7 @@ def read(log: Path) -> str:
 
 
 def explain(text: str) -> list[str]:
-    """Return the lines of a log that explain a failure, without prefixes: first the decisive one and its causes.
-
-    If the log reports no fault, these are its last lines without warnings.
-    """
+    """Return the lines of a log that explain a failure, without prefixes; without a fault, its last lines."""
     event = events.read_text(f"{text}\n")
     if decisive := event.decisive:
         message = [line.strip() for line in decisive.after if line[:1].isspace()]  # pydantic's cause is in its 2nd line

@@ -35,10 +35,7 @@ Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
 
 
 class ServeProfile(Record):
-    """vLLM's settings for one kind of use; `extends` names the profile or base whose settings it inherits.
-
-    A base with `family` also has the flags of the model's family.
-    """
+    """vLLM's settings for one use; `extends` names a profile or base. With `family` it has the flags of the family."""
 
     about: str = ""
     extends: str = ""

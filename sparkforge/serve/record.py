@@ -95,10 +95,7 @@ class Server:
 
     @property
     def key(self) -> str:
-        """The API key that its clients must send; empty if it has none.
-
-        Raises StorageError for a file that the server was not started with, or that `access.read_key` refuses.
-        """
+        """The API key of its clients, empty for none. Raises StorageError for a file that it was not started with."""
         if not self.key_file:
             return ""
         own = ""
@@ -156,10 +153,7 @@ def write(server: Server) -> None:
 
 
 def read(path: Path | None = None) -> Server | None:
-    """Return the recorded server, dead or alive; None if there is none or the record is unreadable.
-
-    `path` is the record of another state folder. Raises StorageError for a record that others may have written.
-    """
+    """Return the recorded server, dead or alive, or None. Raises StorageError if others may have written the record."""
     path = path or record_path()
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -10,7 +10,7 @@ import os
 import pwd
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,7 +35,6 @@ CODE = "server.service"
 MACHINE = Path("/")  # the folder above SYSTEM_UNITS, BOOTED and LINGERING
 SYSTEM_UNITS = "etc/systemd/system"
 BOOTED = "run/systemd/system"  # sd_booted(3)
-BY_HAND = "./inv up   # by hand; or let Docker start it: docs/guide/docker.md, Restarts"
 LINGERING = "var/lib/systemd/linger"  # a file for each user whose manager logind keeps
 SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
 
@@ -44,8 +43,8 @@ SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
 class ServiceUnit:
     """A unit to write: the arguments of `./inv up`, and its owner.
 
-    `user` is the account of a system unit, empty for a user's own. `version` is systemd's. `environment` has variables
-    of the unit, and `places` has folders that must be mounted before it starts.
+    `user` is the account of a system unit, empty for a user's own. `version` is systemd's. `places` are folders that
+    must be mounted before it starts.
     """
 
     arguments: tuple[str, ...] = ()
@@ -63,18 +62,16 @@ class ServiceUnit:
             "docker" if self.container else "embedded",
             "growing" if self.version >= GROWING_SINCE else "constant",
         }
-        inv = quoted(str(self.root / "inv"))
+        inv, variables = quoted(str(self.root / "inv")), sorted(self.environment.items())
         values = {
-            "places": command(map(str, (self.root, *self.places))),
+            "places": " ".join(quoted(str(place)) for place in (self.root, *self.places)),
             "folder": plain(str(self.root)),
             "inv": inv,
             "inv_in_shell": inv.replace("$", "$$"),
             "arguments": "".join(f" {quoted(word)}" for word in self.arguments),
             "user": self.user,
             "lasting": " ".join(str(family.exit_code) for family in LASTING),
-            "environment": "\n".join(
-                f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(self.environment.items())
-            ),
+            "environment": "\n".join(f"Environment={quoted(f'{name}={value}')}" for name, value in variables),
         }
         template = (paths.ROOT / TEMPLATE).read_text(encoding="utf-8")
         rows = [line.split("|", 1) for line in template.splitlines() if not line.startswith("#")]
@@ -126,16 +123,16 @@ def version() -> int:
     if not shutil.which("systemctl") or not booted.is_dir():
         missing = "there is no systemctl" if not shutil.which("systemctl") else f"there is no {booted}"
         why = f"{missing}: systemd does not run this machine, or this is a container"
-        raise ServerError("there is no systemd to start a server at boot", why, BY_HAND, code=CODE)
+        fix = "./inv up   # by hand; or let Docker start it: docs/guide/docker.md, Restarts"
+        raise ServerError("there is no systemd to start a server at boot", why, fix, code=CODE)
     match = re.match(r"systemd (\d+)", run_unchecked(["systemctl", "--version"], seconds=SECONDS).stdout)
     return int(match[1]) if match else 0
 
 
 def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show: bool = False) -> None:
-    """Write the unit and have it started at boot; with `now`, start it too.
+    """Write the unit and have it started at boot; with `now`, start it too; with `show`, only print it.
 
-    `account` runs a system unit; empty: the owner of the checkout. With `show` the unit is only printed.
-    Raises ServerError, StorageError or UsageError.
+    `account` runs a system unit; empty: the owner of the checkout. Raises ServerError, StorageError or UsageError.
     """
     manager, number, user = Manager(system), version(), ""
     if account and not system:
@@ -171,11 +168,10 @@ def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show:
     say(f"{'unchanged' if former == text else 'wrote'} {manager.file}")
     pauses = "growing pauses, 5 s to 5 min" if number >= GROWING_SINCE else "pauses of 30 s (systemd before 254)"
     say(f"systemd {number} starts it at boot and after a crash, with {pauses}; six ends in two hours stop it")
-    if not system and not (MACHINE / LINGERING / getpass.getuser()).exists():
+    if not system and not (MACHINE / LINGERING / (name := getpass.getuser())).exists():
         say(
-            f"NOTE: it starts when {getpass.getuser()} logs in and ends with the last session, whose shared memory "
-            f"logind deletes (RemoveIPC). To start it at boot and keep it: "
-            f"sudo loginctl enable-linger {getpass.getuser()}"
+            f"NOTE: it starts when {name} logs in and ends with the last session, whose shared memory logind deletes "
+            f"(RemoveIPC). To start it at boot and keep it: sudo loginctl enable-linger {name}"
         )
     if now:
         manager.control("reset-failed", NAME, check=False)
@@ -211,10 +207,9 @@ def _require_ours(manager: Manager) -> str | None:
         text = manager.file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = str(error)
-    root = root_of(text)
+    root, fix = root_of(text), f"{manager.systemctl} disable --now {NAME}; {manager.sudo}rm {manager.file}"
     if root == str(paths.ROOT):
         return text
-    fix = f"{manager.systemctl} disable --now {NAME}; {manager.sudo}rm {manager.file}"
     if root:
         why, fix = f"{root} wrote it", f"{manager.sudo}{root}/inv service.remove{manager.option}"
     raise StorageError(f"{manager.file} is not this checkout's", why, fix, code="storage.access")
@@ -252,11 +247,6 @@ def root_of(text: str) -> str:
     return start.removeprefix(begin) if written else ""
 
 
-def command(arguments: Iterable[str]) -> str:
-    """Return words as systemd reads them from one line."""
-    return " ".join(quoted(word) for word in arguments)
-
-
 def quoted(word: str) -> str:
     """Return a word quoted for a unit (systemd.syntax(7)). Raises UsageError for control characters, invalid UTF-8."""
     return '"' + plain(word + " ")[:-1].replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -266,7 +256,6 @@ def plain(text: str) -> str:
     """Return a value that systemd reads unquoted to the line's end, as of WorkingDirectory=. Raises UsageError."""
     if text.endswith("\\") or any(ord(letter) < 32 or "\ud800" <= letter <= "\udfff" for letter in text):
         why = "a unit's line holds UTF-8 without control characters and does not end with a backslash"
-        raise UsageError(
-            f"{text!r} cannot be in a unit", why, "again   # first move the checkout, the model or the state folder"
-        )
+        fix = "again   # first move the checkout, the model or the state folder"
+        raise UsageError(f"{text!r} cannot be in a unit", why, fix)
     return text.replace("%", "%%")

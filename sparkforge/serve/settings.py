@@ -74,10 +74,7 @@ def _one_of(env: Mapping[str, str], variable: str) -> str:
 
 
 def judge(env: Mapping[str, str]) -> None:
-    """Raise UsageError for the first variable whose value is invalid on every device.
-
-    A start calls this before an environment, an image or a model is made, and a container before its validation.
-    """
+    """Raise UsageError for the first variable whose value is invalid on every device, before anything is made."""
     for name in CHOICES:
         _one_of(env, name)
     for name, (form, what, example) in FORMS.items():
@@ -160,10 +157,7 @@ def vllm_args(env: Mapping[str, str]) -> list[str]:
 
 
 def with_variables(plan: StartPlan, env: Mapping[str, str]) -> StartPlan:
-    """Return the plan with the variables of model, name and flags applied, which containers read themselves.
-
-    Raises UsageError for a flag that may not be passed, InputError for a model that is not on this machine.
-    """
+    """Return the plan with the variables of model, name and flags applied. Raises UsageError or InputError."""
     folder = env.get("INV_CWD") or str(Path.cwd())  # the caller's
     named = env.get("SPARKFORGE_MODEL") or TINY
     model = plan.model or ("" if named == TINY else checkpoint(named, str(Path(folder) / paths.typed(named))))
@@ -218,11 +212,7 @@ def family(model: str) -> str:
 
 
 def checkpoint(model: str, folder: str) -> str:
-    """Return the folder of the checkpoint that a user named: `folder` if it is one, or that of a repository.
-
-    An empty `model` stays empty, and a path stays a path. Raises InputError for a repository that is not on this
-    machine, StorageError for one that cannot be read.
-    """
+    """Return a checkpoint's folder: `folder` or that of a repository. Raises InputError or StorageError."""
     if not model or Path(folder).is_dir() or not local.REPOSITORY.fullmatch(model):
         return folder
     return str(local.find(model, os.environ))

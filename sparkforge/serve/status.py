@@ -220,10 +220,7 @@ def _report(served: ServerStatus | None, resident: int | None, last: LastError |
 
 
 def gpus() -> list[GpuStatus]:
-    """Return the GPUs that nvidia-smi lists; none if it is absent, fails or hangs.
-
-    On a DGX Spark nvidia-smi reports no memory figures (NVIDIA's known issues; not checked on a device).
-    """
+    """Return the GPUs that nvidia-smi lists; none if it fails or hangs. A DGX Spark is said to report no memory."""
     try:
         rows = query("name", "memory.total", "memory.used", "utilization.gpu", units=False)
     except ProbeError:

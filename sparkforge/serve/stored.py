@@ -51,14 +51,11 @@ def find_all(env: Mapping[str, str]) -> list[StoredModel]:
                 if (folder / "config.json").is_file() or folder.name.endswith(PARTIAL):
                     folders.setdefault(folder.absolute(), folder.name)
     for place in local.hub_caches(env):
-        with suppress(OSError):
-            for folder in place.glob("models--*--*"):
-                if folder.is_dir():
-                    folders.setdefault(folder.absolute(), folder.name.removeprefix("models--").replace("--", "/", 1))
+        for folder in place.glob("models--*--*/"):
+            folders.setdefault(folder.absolute(), folder.name.removeprefix("models--").replace("--", "/", 1))
     server = record.read()
     server = server if server and server.alive else None
-    programs = _programs()
-    models = []
+    models, programs = [], _programs()
     for folder, name in folders.items():
         with suppress(OSError):
             used_by = _users(folder, name, server, programs)
@@ -68,10 +65,7 @@ def find_all(env: Mapping[str, str]) -> list[StoredModel]:
 
 
 def find(name: str, env: Mapping[str, str]) -> StoredModel:
-    """Return the checkpoint of a name, with or without its owner, or in a folder.
-
-    Raises InputError with the nearest names for an unknown one, UsageError for one that exists twice.
-    """
+    """Return the checkpoint of a name or folder. Raises InputError for none, UsageError for several."""
     models = find_all(env)
     exact = [model for model in models if name == model.name or Path(name).absolute() == model.folder]
     matching = exact or [model for model in models if set(api_names(name)) & set(api_names(model.name))]
@@ -79,9 +73,8 @@ def find(name: str, env: Mapping[str, str]) -> StoredModel:
         return matching[0]
     if matching:
         folders = " and ".join(str(model.folder) for model in matching)
-        raise UsageError(
-            f"{name} is here more than once", folders, "./inv list   # name the folder of the one that you mean"
-        )
+        fix = "./inv list   # name the folder of the one that you mean"
+        raise UsageError(f"{name} is here more than once", folders, fix)
     pullable = next((word for word in api_names(name) if local.REPOSITORY.fullmatch(word)), "")
     nearest = difflib.get_close_matches(name, [model.name for model in models], cutoff=0.5)
     why = f"the nearest: {', '.join(nearest)}" if nearest else "nothing here has a similar name"
@@ -104,21 +97,16 @@ def show(env: Mapping[str, str], *, as_json: bool) -> None:
 
 
 def remove(name: str, env: Mapping[str, str], *, yes: bool) -> None:
-    """Remove a checkpoint, after a question; it is renamed first, so that a half-removed one is never found.
-
-    Raises StorageError for one that is in use, and the errors of `find`.
-    """
+    """Remove a checkpoint, after a question. Raises StorageError for one that is in use, and the errors of `find`."""
     model = find(name, env)
-    folder, fix = model.folder, f"./inv down && ./inv rm {name}"
+    folder, fix, size = model.folder, f"./inv down && ./inv rm {name}", f"{model.bytes / 1e9:.2f} GB"
     target = folder.name.removeprefix(".").removesuffix(PARTIAL)  # a fetch into it has the same lock
     lock = f".locks/{folder.name}.lock" if "/" in model.name else f".{target}.lock"
     with locked(folder.parent / lock, f"remove {model.name}"):
         if model.used_by:
             raise StorageError(f"{model.name} is in use", ", ".join(model.used_by), fix, code="storage.busy")
-        size = f"{model.bytes / 1e9:.2f} GB"
-        if not yes and not confirmed(
-            f"remove {folder}, {size}?", f"{model.name} is not removed", f"./inv rm {name} --yes"
-        ):
+        kept = f"{model.name} is not removed"
+        if not yes and not confirmed(f"remove {folder}, {size}?", kept, f"./inv rm {name} --yes"):
             say("nothing was removed")
             return
         for left in folder.parent.glob(f".*{REMOVED}"):  # by a removal that was killed
@@ -126,7 +114,7 @@ def remove(name: str, env: Mapping[str, str], *, yes: bool) -> None:
         if folder.is_symlink():
             folder.unlink()
         else:
-            renamed = folder.with_name(f".{folder.name}.{os.getpid()}{REMOVED}")
+            renamed = folder.with_name(f".{folder.name}.{os.getpid()}{REMOVED}")  # a half-removed one is never found
             folder.rename(renamed)
             fsync_directory(folder.parent)
             if users := _users(folder, model.name, None, _programs()):  # started meanwhile

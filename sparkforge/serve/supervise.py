@@ -130,11 +130,7 @@ class MemoryWatch:
         return numbers(self._counter).get("oom_kill", 0)
 
     def killed(self) -> str:
-        """Return where the kernel killed a process for memory; empty if it did not.
-
-        Kills count in the server's cgroup since the watch began; without a counter there, on the machine in the last
-        seconds.
-        """
+        """Return where the kernel killed a process for memory, by the cgroup's or the machine's counter; or nothing."""
         if not (kills := self._kills() - self._before):
             return ""
         limited = any(numbers(group / kind.limits[0]).get("", UNLIMITED) < UNLIMITED for group, kind in self._groups)
@@ -144,10 +140,9 @@ class MemoryWatch:
 def supervised(
     command: Sequence[str], end: Path | None = None, weights: str = "", *, trial: bool = False
 ) -> tuple[str, ...]:
-    """Return the command that runs `command` under this program.
+    """Return the command that runs `command` under this program, which records the end in the file `end`.
 
-    `end` is the file to record the end in, `weights` the folder whose files are dropped from the page cache. A
-    `trial` ends with the process that starts it, even if that is killed.
+    The files in `weights` are dropped from the page cache. A `trial` ends with the process that starts it.
     """
     options = (*(("--end", str(end)) if end else ()), *(("--weights", weights) if weights else ()))
     options += ("--parent", str(os.getpid())) if trial else ()
@@ -192,10 +187,7 @@ def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str =
 
 
 class _Keeper:
-    """Ends the server for memory: SIGTERM, then SIGKILL of its process group after a moment, or at once.
-
-    `trouble` is the first reason, `period` the number of seconds until the next sample.
-    """
+    """Ends the server for memory: SIGTERM, then SIGKILL of its process group after a moment, or at once."""
 
     def __init__(self, server: int, watch: MemoryWatch | None) -> None:
         self._server, self._watch = server, watch

@@ -45,10 +45,7 @@ ImageBuilder = Callable[[str, Steps], None]
 
 
 class Container(Device):
-    """The vllm service of our Compose files; `build(stack, steps)` makes a missing image.
-
-    The constructor raises UsageError or InputError if the plan or a SPARKFORGE_* variable is wrong.
-    """
+    """The vllm service of our Compose files; `build(stack, steps)` makes a missing image."""
 
     compose_files: tuple[str, ...] = ()  # further files of the checkout, read after docker-compose.yml
     service: Service
@@ -173,10 +170,7 @@ class Container(Device):
 
 
 def variables(plan: StartPlan) -> dict[str, str]:
-    """Return the variables that the Compose files read; for an empty field of the plan they use their default.
-
-    Raises UsageError or InputError for what is wrong in the plan or in the environment.
-    """
+    """Return the variables that the Compose files read for a plan. Raises UsageError or InputError."""
     stack = stack_of(plan.device, plan.stack)
     # Without --stack, `.env` may name one: that is for Compose to read.
     chosen = stack if plan.stack or plan.device != DOCKER else ""
@@ -228,10 +222,7 @@ def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
 
 
 def _log_begin(client: docker.DockerClient, container: str) -> float:
-    """Return the time (seconds since the epoch) at which the log of a container's last start begins; 0 if unknown.
-
-    A container that was stopped and is started again has the lines of its earlier runs.
-    """
+    """Return when the log of a container's last start begins, in Unix time; 0 if unknown. It has earlier runs, too."""
     state = engine.state(client, container)
     if state and not state.restarts:  # if Docker started it again already, the earlier lines say why
         with suppress(ValueError):

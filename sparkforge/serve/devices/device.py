@@ -17,9 +17,7 @@ UNPROVED = "this start is not recorded as known good: its validation could not r
 
 
 class Device(ABC):
-    """Runs the server of one plan.
-
-    The constructor checks the plan and the variables, before minutes are spent on an environment or an image.
+    """Runs the server of one plan. The constructor checks the plan and the variables, before minutes are spent.
 
     `start` below calls `prepare`, `validate` and `start`; a cluster's node calls the same methods one by one.
     """
@@ -44,10 +42,7 @@ class Device(ABC):
         """Start, record, test and return the server. Raises ServerError or RefusalError; then nothing runs."""
 
     def try_tiny(self, serve: Callable[[Callable[[str], None]], Server], end: Callable[[], object]) -> None:
-        """Serve the tiny model with `serve`, compare its first answers with the recorded ones, and `end` it.
-
-        Raises what `serve` and `first_answers.compare` raise; nothing is left running.
-        """
+        """Serve the tiny model with `serve`, compare its first answers, and `end` it. Raises what these raise."""
         with self.steps.step("first answers", "the tiny model; --no-tiny-first leaves it out") as tell:
             server = serve(tell)
             try:
@@ -91,10 +86,7 @@ class Device(ABC):
 
 
 def start(device: Device) -> Server:
-    """Prepare environment or image and model, validate, start the server, and return it after its start-up test.
-
-    Raises the device's errors; nothing is left running then.
-    """
+    """Prepare, validate and start; return the tested server. Raises the device's errors, and then nothing runs."""
     with launch.starting():
         launch.check_free(device.plan.port, device.plan.address, device.command)
         return run(device)

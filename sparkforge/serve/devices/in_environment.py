@@ -199,10 +199,7 @@ def prepare_environment(steps: Steps, env: Environment | None = None) -> Environ
 
 
 def write_tiny(python: Path) -> Path:
-    """Write the tiny checkpoint unless it is there and intact, and return its folder. Raises InputError.
-
-    Runs in the environment of `python`, which holds the Harmony vocabulary.
-    """
+    """Write the tiny checkpoint, with `python`, unless it is there and intact; return its folder. Raises InputError."""
     directory = paths.shared() / "models" / TINY_ID
     process = run_unchecked([python, "-m", "sparkforge.models.tiny", directory], cwd=paths.ROOT)
     if process.returncode:
@@ -272,10 +269,7 @@ def preloaded(python: Path) -> dict[str, str]:
 
 
 class Gpu(InEnvironment):
-    """vLLM on one NVIDIA GPU; capabilities.toml has its kernels and profile by compute capability.
-
-    The constructor raises RefusalError for a GPU that cannot serve, and what `InEnvironment` raises.
-    """
+    """vLLM on one NVIDIA GPU; capabilities.toml has its profile. Raises RefusalError for one that cannot serve."""
 
     name = GPU
 

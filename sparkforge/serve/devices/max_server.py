@@ -50,9 +50,8 @@ def variables() -> dict[str, str]:
 class MaxServer(Device):
     """MAX's server, detached; `plan.profile` is cpu or gpu, MAX_MODEL_LEN the longest sequence in tokens.
 
-    Without a model it serves the tiny one. It is recorded as the checkout's server, so that `status`, `chat`, `logs`
-    and `down` work as for vLLM. MAX has no API key, so it binds the loopback address. The constructor raises UsageError
-    or InputError.
+    Without a model it serves the tiny one. It is recorded as the checkout's server. MAX has no API key, so it binds the
+    loopback address. The constructor raises UsageError or InputError.
     """
 
     command, step_count = "./inv max.up", 3

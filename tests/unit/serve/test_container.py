@@ -11,7 +11,7 @@ from expected import refused
 from sparkforge.core import errors, paths
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import signing
-from sparkforge.serve import first_answers, launch, proof, record, restarts, status
+from sparkforge.serve import first_answers, launch, record, restarts, status
 from sparkforge.serve.devices import container as docker_device
 from sparkforge.serve.devices.device import run
 from sparkforge.serve.record import StartPlan
@@ -171,13 +171,14 @@ def test_a_container_that_vanishes_takes_too_long_or_gives_no_token_is_stopped(
     assert what in fails(errors.ServerError, docker_command).what
 
 
-def test_ctrl_c_while_waiting_stops_the_container(checkout, fake_engine, docker_command, monkeypatch):
-    def interrupted(*_args):
+def test_ctrl_c_while_waiting_stops_the_container(checkout, fake_engine, docker_command):
+    def interrupted(_text):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(proof, "prove", interrupted)
+    device = docker_device.Container(StartPlan("docker-cpu"), pytest.fail)
+    device.prepare()
     with pytest.raises(KeyboardInterrupt):
-        up()
+        device.serve(interrupted)
     assert called(docker_command, " down"), "Ctrl-C removes the container"
     assert record.read() is None
 

@@ -123,13 +123,13 @@ def test_refused_empty_and_cut_answers_are_reported(talk, served):
     assert terminal.end(again=signal.SIGTERM) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(("options", "stdin"), [(("hello",), "not read"), ((), "hello")])
-def test_a_message_is_an_argument_or_stdin(served, monkeypatch, capsys, options, stdin):
+@pytest.mark.parametrize(
+    ("options", "stdin", "said"),
+    [(["hello"], "not read", "hmanswer 1\n"), ([], "hello", "hmanswer 1\n"), ([], " \n", "it is empty")],
+)
+def test_a_message_is_an_argument_or_stdin(served, monkeypatch, capsys, options, stdin, said):
     monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-    assert program.main(["chat", *options]) == 0
-    assert capsys.readouterr() == ("hmanswer 1\n", "")
-    assert messages(served.asked[0]) == [("user", "hello")]
-    assert served.asked[0]["max_tokens"] == 64
-    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
-    assert program.main(["chat"]) == UsageError.exit_code
-    assert "it is empty" in capsys.readouterr().err
+    assert program.main(["chat", *options]) == (0 if stdin.strip() else UsageError.exit_code)
+    assert said in "".join(capsys.readouterr())
+    asked = [(messages(body), body["max_tokens"]) for body in served.asked]
+    assert asked == ([([("user", "hello")], 64)] if stdin.strip() else [])

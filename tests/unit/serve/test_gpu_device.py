@@ -12,14 +12,17 @@ from programs import write_program
 
 from sparkforge.compile.flashinfer import build
 from sparkforge.core.errors import RefusalError, UsageError
+from sparkforge.core.memory import cpus
 from sparkforge.image.devices import CONTAINERS, EMBEDDED
 from sparkforge.models import recipes
 from sparkforge.plan import capabilities
-from sparkforge.serve import entrypoint, settings
+from sparkforge.serve import entrypoint, profiles, settings
 from sparkforge.serve.devices import choose, in_environment
 from sparkforge.serve.devices.in_environment import Gpu
 from sparkforge.serve.record import StartPlan
-from validate.facts import gpu, machine
+from validate.checks.arguments import missing_on_cpu
+from validate.facts import gpu
+from validate.facts.machine import cpu_flags
 from validate.facts.target import Options, Target
 
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 580.159.04, 81559, 4, Disabled"
@@ -188,21 +191,20 @@ PROCESSORS = {
 
 
 @pytest.mark.parametrize(("architecture", "flags", "fp8"), PROCESSORS.values(), ids=PROCESSORS)
-def test_a_profile_that_needs_more_than_the_processor_has_is_refused(monkeypatch, tmp_path, architecture, flags, fp8):
-    (tmp_path / "proc").mkdir()
-    name = "flags" if architecture == "x86_64" else "Features"
-    (tmp_path / "proc" / "cpuinfo").write_text(f"processor\t: 0\n{name}\t\t: {flags}\n")
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    monkeypatch.setattr(platform, "machine", lambda: architecture)
-    in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded"))
+def test_only_a_processor_with_avx512_serves_an_fp8_cache(architecture, flags, fp8):
+    for profile, served in (("embedded", True), ("embedded-kv8", fp8)):
+        arguments = profiles.named(profile).arguments()
+        assert bool(missing_on_cpu(arguments, architecture, flags.split())) == (not served)
+
+
+def test_a_profile_that_needs_more_than_the_processor_has_is_refused():
+    missing = missing_on_cpu(("--kv-cache-dtype=fp8",), platform.machine(), cpu_flags(Target(Options(), "")))
     refusal = pytest.raises(UsageError, match=r"--profile embedded-kv8 cannot be served.*AVX-512 or AMX")
-    with nullcontext() if fp8 else refusal:
+    with refusal if missing else nullcontext():
         in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded-kv8"))
 
 
 def test_the_engine_leaves_a_core_to_everything_else(monkeypatch):
-    for cores, given, threads in ((1, "", "1"), (2, "", "1"), (20, "", "19"), (20, "4", "4")):
-        monkeypatch.setattr(in_environment, "cpus", lambda _root, cores=cores: cores)
+    for given, threads in (("", str(max(1, cpus(Path("/")) - 1))), ("4", "4")):
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-        described = in_environment.Embedded(StartPlan(EMBEDDED, profile="embedded"))
-        assert described.variables()["OMP_NUM_THREADS"] == threads
+        assert in_environment.Embedded(StartPlan(EMBEDDED)).variables()["OMP_NUM_THREADS"] == threads

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 from servers import recorded
 
+from sparkforge import environments, pins
 from sparkforge.core import errors, paths
 from sparkforge.core.process import started_at
+from sparkforge.environments import Environment
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import known_good, record
 from sparkforge.serve.devices import choose, device, in_environment
@@ -18,12 +20,11 @@ from sparkforge.serve.record import StartPlan
 
 PLAN = StartPlan(EMBEDDED, stack="embedded", profile="embedded", key_file=None)
 START = KnownGood(1.0, PLAN, "tiny-gpt-oss", revision="abc", environment="0" * 64)
-INPUTS = {"lock": "1"}
+INPUTS = environments.inputs(Environment(EMBEDDED), pins.load())
 
 
-@pytest.fixture(autouse=True)
-def state(monkeypatch):
-    monkeypatch.setattr(known_good.environments, "inputs", lambda *_args: INPUTS)
+@pytest.fixture
+def state():
     return paths.state()
 
 

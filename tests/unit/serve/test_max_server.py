@@ -1,11 +1,13 @@
 """Command lines for Modular's MAX."""
 
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import replace
 
 import misbehaving
 import pytest
+from programs import write_program
 
 from sparkforge.cli import program
 from sparkforge.core.errors import ServerError
@@ -30,8 +32,8 @@ def up(checkpoint, free_port, monkeypatch):
 
     def up(behaviour="good"):
         port = free_port()
-        program = (sys.executable, misbehaving.__file__, str(port), behaviour, '["", {}]')
-        monkeypatch.setattr(max_server, "server_command", lambda *_: program)
+        command = shlex.join([sys.executable, misbehaving.__file__, str(port), behaviour, '["", {}]'])
+        write_program(max_server.MAX.path / "bin/max", f"exec {command}")
         return start(max_server.MaxServer(replace(PLAN, model=str(checkpoint), port=port)))
 
     state().mkdir(exist_ok=True)

@@ -6,16 +6,15 @@ from contextlib import nullcontext
 
 import pytest
 from programs import write_program
-from servers import recorded
 
 from sparkforge.cli import program
+from sparkforge.cli.serve import UpOptions, planned
 from sparkforge.core.errors import UsageError
 from sparkforge.core.vllm_flags import flag_value, passable
 from sparkforge.image import devices
 from sparkforge.serve import access, entrypoint, launch, profiles, settings
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.serve.devices import container
-from sparkforge.serve.devices import device as devices_start
 from sparkforge.serve.devices.in_environment import Gpu
 from sparkforge.serve.record import StartPlan
 
@@ -183,20 +182,19 @@ def compose(fake_engine, docker_command):
     return compose
 
 
-def test_up_passes_options_and_flags_to_compose(started, key_file, monkeypatch):
+def test_up_passes_options_and_flags_to_compose(key_file, monkeypatch, tmp_path):
     """The command's option overrides MAX_MODEL_LEN of the environment."""
-    environments = []
-    monkeypatch.setattr(devices_start, "run", lambda device: environments.append(device.env) or recorded())
+    monkeypatch.setenv("INV_CWD", str(tmp_path))
     monkeypatch.setenv("MAX_MODEL_LEN", "999")
-    up = ["up", "--device", devices.DOCKER_CPU]
-    options = ["--host", "192.168.1.20", "--api-key-file", "key", "--context", "512"]
-    assert program.main([*up, *options, "--", "--chat-template=./b", "--seed", "d e"]) == 0
-    env = environments[-1]
+    options = {"host": "192.168.1.20", "api_key_file": "key", "context": "512"}
+    flags = ("--chat-template=./b", "--seed", "d e")
+    plan = planned(UpOptions(device=devices.DOCKER_CPU, vllm_flags=flags, **options))
+    env = container.variables(plan)
     assert (env["SPARKFORGE_BIND"], env["MAX_MODEL_LEN"]) == ("192.168.1.20", "512")
     assert env["VLLM_ARGS"] == "--chat-template=./b --seed 'd e'"  # a path in the container is not changed
     assert env[access.HOSTS].endswith(",192.168.1.20:8000")
-    program.main(up)
-    assert not {"SPARKFORGE_BIND", "VLLM_ARGS", access.HOSTS} & environments[-1].keys()
+    own = container.variables(planned(UpOptions(device=devices.DOCKER_CPU)))
+    assert not {"SPARKFORGE_BIND", "VLLM_ARGS", access.HOSTS} & own.keys()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 from waiting import wait_for
 
 from sparkforge.core.errors import ServerError
-from sparkforge.serve import supervise
 from sparkforge.serve.supervise import run, supervised
 
 # A fake vLLM: prints its process id, then runs the given code.
@@ -162,9 +161,8 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-def test_a_supervised_server_leaves_no_weights_in_the_cache_and_the_rest_stays(checkpoint, monkeypatch):
+def test_a_supervised_server_leaves_no_weights_in_the_cache_and_the_rest_stays(checkpoint):
     (checkpoint / "gone.safetensors").symlink_to("/nowhere")
-    monkeypatch.setattr(supervise, "CACHE_SECONDS", 0.05)
     weights, former = checkpoint / "model-00001.safetensors", signal.pthread_sigmask(signal.SIG_BLOCK, [])
     child = os.fork()
     if not child:  # the child becomes a supervisor, whose server runs for 20 seconds
