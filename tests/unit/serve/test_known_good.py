@@ -9,7 +9,7 @@ import pytest
 from servers import recorded
 
 from sparkforge import environments, pins
-from sparkforge.core import errors, paths
+from sparkforge.core import errors, manifest, paths
 from sparkforge.core.process import started_at
 from sparkforge.environments import Environment
 from sparkforge.image.devices import EMBEDDED
@@ -150,8 +150,10 @@ def test_a_start_that_does_not_prove_itself_leaves_the_record(state):
     assert [start.plan.port for start in known_good.read()] == [1]
 
 
-def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, key_file, state):
-    monkeypatch.setattr(in_environment.environments, "stamp", lambda _environment: INPUTS)
+def test_a_rollback_of_the_embedded_device_is_the_same_start(key_file, state):
+    manifest.once(
+        Environment(EMBEDDED).path, environments.STAGE, INPUTS, lambda path: path.mkdir() or manifest.Made({})
+    )
     plan = StartPlan(EMBEDDED, port=8001, host="::1", key_file=str(key_file), variables={"MAX_MODEL_LEN": "64"})
     first = in_environment.Embedded(plan)
     first.remember(replace(server_of(8001, 1.0), host="::1"))

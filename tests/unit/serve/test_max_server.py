@@ -9,9 +9,10 @@ import misbehaving
 import pytest
 from programs import write_program
 
+from sparkforge import environments, pins
 from sparkforge.cli import program
+from sparkforge.core import manifest
 from sparkforge.core.errors import ServerError
-from sparkforge.core.paths import state
 from sparkforge.serve import launch, proof, record, status
 from sparkforge.serve.devices import max_server
 from sparkforge.serve.devices.device import start
@@ -27,8 +28,10 @@ def checkpoint(tmp_path):
 
 
 @pytest.fixture
-def up(checkpoint, free_port, monkeypatch):
+def up(checkpoint, free_port):
     """Return a function that starts MAX's device, with a small server instead of MAX that behaves as requested."""
+    inputs = environments.inputs(max_server.MAX, pins.load())
+    manifest.once(max_server.MAX.path, environments.STAGE, inputs, lambda path: path.mkdir() or manifest.Made({}))
 
     def up(behaviour="good"):
         port = free_port()
@@ -36,8 +39,6 @@ def up(checkpoint, free_port, monkeypatch):
         write_program(max_server.MAX.path / "bin/max", f"exec {command}")
         return start(max_server.MaxServer(replace(PLAN, model=str(checkpoint), port=port)))
 
-    state().mkdir(exist_ok=True)
-    monkeypatch.setattr(max_server, "prepare_environment", lambda *_: max_server.MAX)
     yield up
     with suppress(ServerError):
         launch.stop()

@@ -125,21 +125,25 @@ def test_canaries_are_sent_for_the_patches_that_a_stack_has_and_told_in_order(en
     assert set(proof.prove(endpoint, 60.0)) == set(proof.CALLS) - set(FAULTS)
 
 
-def test_every_call_that_failed_is_named_in_the_same_order(monkeypatch):
+def test_every_call_that_failed_is_named_in_the_same_order(endpoint):
     """The calls run in parallel and may be answered in any order."""
-    everyone = threading.Barrier(len(proof.CALLS))
-    broken = {"a chat": "role", "a tool call": "content"}
+    broken, together = (
+        [proof.CALLS[name] for name in ("a chat", "a streamed chat", "a tool call")],
+        threading.Barrier(3),
+    )
 
-    def fault_of(name, *_):
-        everyone.wait(timeout=60)
-        if name == "a streamed chat":
-            raise proof.unanswered(name, "the server answered 500")
-        return broken.get(name, "")
+    def change(send, path, body, *rest):
+        if body not in [{"model": "m", "temperature": 0, **call.body} for call in broken]:
+            return send(path, body, *rest)
+        together.wait(timeout=60)
+        if "stream" in body:
+            raise reply_error(500, "out of memory")
+        return EMPTY
 
-    monkeypatch.setattr(proof, "fault_of", fault_of)
     with pytest.raises(ServerError) as caught:
-        proof.prove(NOWHERE, 60.0, patches=PATCHES)
-    assert caught.value.why == "the request for a chat: role; failed, too: a streamed chat, a tool call"
+        proof.prove(altered(endpoint, change), 60.0, patches=PATCHES)
+    failed = "the request for a chat: role None, 0 of 4 tokens; failed, too: a streamed chat, a tool call"
+    assert caught.value.why == failed
 
 
 MIXED = "a long prompt beside an answer"
