@@ -129,12 +129,9 @@ def loopback_hosts(port: int) -> list[str]:
 
 
 def served_hosts(host: str, port: int, named: Sequence[str]) -> list[str]:
-    """Return the Host headers of clients of a server that listens on the address `host`.
-
-    On all addresses of this machine and with no host named, any name is accepted: such a server has a key, which a
-    foreign web page does not know.
-    """
+    """Return the Host headers of clients of a server that listens on the address `host`."""
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared with, not bound
+        # Such a server has a key, which a foreign web page does not know.
         return loopback_hosts(port) if named else ["*"]
     literal = f"[{host}]" if ":" in host else host
     return [*loopback_hosts(port), *([] if literal in LOOPBACK else [f"{literal}:{port}"])]
@@ -161,10 +158,8 @@ def listen_address(host: str, key_file: str | None) -> str:
 def refuse_key_argument(arguments: Iterable[str]) -> None:
     """Raise UsageError for a key among vLLM's arguments: everybody can read those with `ps`."""
     if any(meant(word, ("--api-key",)) or word.replace("_", "-").startswith("--api-key") for word in arguments):
-        why = "arguments can be read by every user of the machine"
-        raise UsageError(
-            "--api-key may not be an argument", why, f"{KEY_FILE}=key   # first put the key into that file"
-        )
+        why, fix = "arguments can be read by every user of the machine", "key   # first put the key into that file"
+        raise UsageError("--api-key may not be an argument", why, f"{KEY_FILE}={fix}")
 
 
 def require_key(address: str, key: str) -> None:
@@ -188,9 +183,8 @@ def has_host_network(interfaces: Path = Path("/sys/class/net")) -> bool:
 def refuse_inherited_key(environment: Mapping[str, str]) -> None:
     """Raise UsageError for a key in the environment of `./inv up`: its clients would not know it."""
     if environment.get(KEY):
-        raise UsageError(
-            f"{KEY} is set", "the key of a server comes from a file", f"unset {KEY}   # --api-key-file names the file"
-        )
+        fix = f"unset {KEY}   # --api-key-file names the file"
+        raise UsageError(f"{KEY} is set", "the key of a server comes from a file", fix)
 
 
 def key_path(option: str | None) -> Path | None:

@@ -1,8 +1,4 @@
-"""`./inv chat`: one answer to a message, or a conversation, in which the model sees what was said before.
-
-Lines are read with Python's own readline: it edits them, recalls earlier ones, takes a pasted text of several lines as
-one message, and is installed with Python, so that nothing more has to be locked.
-"""
+"""`./inv chat`: one answer to a message, or a conversation, in which the model sees what was said before."""
 
 import sys
 from collections.abc import Iterator
@@ -22,16 +18,14 @@ class Conversation:
     """The messages between a user and a served model, and the next answer."""
 
     def __init__(self, server: Server, system: str, max_tokens: int) -> None:
-        self.server, self.system, self.max_tokens = server, system, max_tokens
+        self.system, self.max_tokens, self._endpoint = system, max_tokens, server.endpoint
         self.messages: list[dict[str, str]] = []  # without the system prompt
-        self._endpoint = server.endpoint
         self._content, self._finish_reason = "", ""
 
     def ask(self, text: str) -> None:
-        """Print the answer to `text` as it comes, and remember both.
+        """Print the answer to `text` as it comes, and remember both, unless the answer has reasoning only.
 
-        An answer with reasoning only is forgotten with its question. After a ServerError both are forgotten; after a
-        KeyboardInterrupt the received part of the answer is remembered.
+        After a ServerError both are forgotten; after a KeyboardInterrupt the received part of the answer is remembered.
         """
         question = {"role": "user", "content": text.encode("utf-8", "replace").decode()}
         self._content, self._finish_reason = "", ""

@@ -4,6 +4,7 @@ import re
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from sparkforge.core import events
@@ -42,16 +43,16 @@ def refusal(problem: str, text: str, *, why: str, fix: str, then: str = "") -> R
         elif line[:5] in {"FAIL ", "WARN ", "skip "}:
             mark = line[:4]
     first = fixes.get("FAIL") or fixes.get("skip") or next(iter(fixes.values()), "")
-    next_command = with_remark(first, f"then {then}") if first and then else first or fix
-    return RefusalError(problem, "\n        ".join(checks) or why, next_command, code="validation.failed")
+    if first:
+        fix = with_remark(first, f"then {then}") if then else first
+    return RefusalError(problem, "\n        ".join(checks) or why, fix, code="validation.failed")
 
 
 def read(log: Path) -> str:
     """Return a log's text; empty if it cannot be read."""
-    try:
+    with suppress(OSError):
         return log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def explain(text: str) -> list[str]:

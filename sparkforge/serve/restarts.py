@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from pydantic import ValidationError
-
 from sparkforge.core import paths
 from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import ServerError, StorageError
@@ -50,19 +48,17 @@ def read(identity: Sequence[str], now: float) -> Starts:
     """Return this container's recorded starts without old failures; a start without a recorded end counts as failed."""
     try:
         known = Starts.model_validate(read_json(paths.state() / NAME))
-    except (OSError, ValueError, ValidationError):
+    except (OSError, ValueError):
         known = Starts(identity=())
     if known.identity != tuple(identity):  # another container or another configuration: somebody changed something
         return Starts(identity=tuple(identity))
     failures = known.failures
     if known.began:
-        lost = record.End(
-            0, asked=False, time=now, why="it was killed with its container, or the machine lost its power"
-        )
-        end = record.last_end(known.began) or lost
+        why = "it was killed with its container, or the machine lost its power"
+        end = record.last_end(known.began) or record.End(0, asked=False, time=now, why=why)
         why = end.why or f"it ended by itself with exit code {end.code}"
         failures = () if end.asked else (*failures, ServerFailure(ended=end.time, why=why))
-    return Starts(identity=tuple(identity), failures=recent(failures, now))
+    return Starts(identity=known.identity, failures=recent(failures, now))
 
 
 def recent(failures: Sequence[ServerFailure], now: float) -> tuple[ServerFailure, ...]:
@@ -92,18 +88,17 @@ def admit(identity: Sequence[str], run: Path) -> None:
     _write(starts)
     if not starts.failures:
         return
-    last = starts.failures[-1]
     try:
         if len(starts.failures) >= MAX_FAILURES:
-            why = summary(starts.failures)
             restart_command = f"docker restart {name}" if (name := container_id()) else "docker compose restart vllm"
             fix = f"./inv doctor   # when the cause is gone: {restart_command}"
-            hold(run, ServerError(TOO_OFTEN, why, fix, code="server.restarts"))
+            hold(run, ServerError(TOO_OFTEN, summary(starts.failures), fix, code="server.restarts"))
         pause = pause_seconds(starts.failures, time.time())
-        say(f"the last server failed ({last.why}); the next one starts in {pause:.0f} s")
+        say(f"the last server failed ({starts.failures[-1].why}); the next one starts in {pause:.0f} s")
         time.sleep(pause)
     except SystemExit:
-        forget()
+        with suppress(OSError):
+            (paths.state() / NAME).unlink(missing_ok=True)
         raise
 
 
@@ -125,12 +120,6 @@ def container_id() -> str:
 def begin(identity: Sequence[str]) -> None:
     """Remember that a server starts now."""
     _write(read(identity, time.time()).model_copy(update={"began": time.time()}))
-
-
-def forget() -> None:
-    """Forget every failure."""
-    with suppress(OSError):
-        (paths.state() / NAME).unlink(missing_ok=True)
 
 
 def _write(starts: Starts) -> None:

@@ -3,8 +3,7 @@
 vLLM's API server ends with code 0 when its engine process has died, and a killed API server leaves the engine and
 its workers behind. This process is the server's parent and the reaper of all that descends from it: it passes signals
 on, ends what the server leaves, and writes down how the server ended. If it is killed itself, the server gets SIGTERM.
-It also watches the memory (`MemoryWatch`): before none is left, it ends the server and says why. The bounds are in
-`sparkforge/plan/thresholds.toml`. For programs other than servers use earlyoom.
+Before no memory is left (`MemoryWatch`), it ends the server and says why.
 
 It runs as a file, with the server's interpreter or another one, so it imports only the standard library, psutil, and
 modules of ours that need no more.
@@ -19,9 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import psutil
 
@@ -64,8 +62,7 @@ FIX = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The end of a server: this process's exit code, whether a signal asked for it, and why if it was for memory."""
 
     code: int
@@ -73,8 +70,7 @@ class Outcome:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Trouble:
+class Trouble(NamedTuple):
     """Why a server must end; `now`: there is no time for SIGTERM."""
 
     why: str
@@ -84,9 +80,9 @@ class Trouble:
 class MemoryWatch:
     """The memory limits of a server: the machine and, with `around`, the cgroups of this process.
 
-    It samples MemAvailable, which falls with CUDA's allocations on a GB10, and every memory cgroup with a limit
-    (version 1 or 2), which does not count those allocations (docs/concepts/memory-guard.md). `root` is where /proc and
-    the cgroup mounts are looked up. Raises OSError where there is no /proc/meminfo.
+    It samples MemAvailable, which falls with CUDA's allocations on a GB10, and every memory cgroup with a limit, which
+    does not count those (docs/concepts/memory-guard.md). `root` has /proc and the cgroup mounts. Raises
+    OSError where there is no /proc/meminfo.
     """
 
     def __init__(self, limits: Thresholds, root: Path = Path("/"), *, around: bool = False) -> None:
@@ -122,9 +118,9 @@ class MemoryWatch:
         if available < self.limits.kill_below(total):
             return Trouble(f"{remaining}, and it falls", now=True)
         self._low[place] = self._low[place] + 1 if available < end else 0
-        return (
-            Trouble(f"{remaining}, under {in_gib(end)}", now=False) if self._low[place] >= self.limits.looks else None
-        )
+        if self._low[place] < self.limits.looks:
+            return None
+        return Trouble(f"{remaining}, under {in_gib(end)}", now=False)
 
     def _kills(self) -> int:
         return numbers(self._counter).get("oom_kill", 0)
@@ -229,15 +225,14 @@ def main(arguments: Sequence[str]) -> int:
         print(f"WARNING: no memory guard: {error}", flush=True)
     outcome = run(options.command, watch, options.weights)
     if outcome.why:
-        other = memory.largest_process()
-        other = f"; now the largest is {other}" if other else ""
+        largest = memory.largest_process()
+        other = f"; now the largest is {largest}" if largest else ""
         print(MESSAGE.format(why=outcome.why, other=other, fix=paths.where_it_runs(FIX)), flush=True)
     elif not outcome.asked:
         print(f"the server ended by itself; exit code {outcome.code}", flush=True)
     if options.end:
-        end = {"pid": os.getpid(), "code": outcome.code, "asked": outcome.asked, "time": time.time()}
         with suppress(OSError):
-            write_json(options.end, {**end, "why": outcome.why})
+            write_json(options.end, {"pid": os.getpid(), "time": time.time(), **outcome._asdict()})
     return outcome.code
 
 
@@ -261,12 +256,9 @@ def _reap(server: int) -> int | None:
     """Reap every child that has ended; return the server's code, -N for signal N."""
     code = None
     with suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            if pid == server:
-                code = os.waitstatus_to_exitcode(status)
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == server:
+                code = os.waitstatus_to_exitcode(ended[1])
     return code
 
 
@@ -285,17 +277,6 @@ def _end_the_rest() -> None:
         psutil.wait_procs(descendants, timeout=GRACE_SECONDS)
 
 
-def drop(folder: str) -> None:
-    """Drop a folder's weights from the page cache, except pages that are mapped or not written yet."""
-    for file in Path(folder).glob("*.safetensors"):
-        with suppress(OSError):
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
-
-
 def tend(folder: str, mask: Iterable[int]) -> NoReturn:
     """Drop a folder's weights from the page cache while a start can read them; then end this process.
 
@@ -308,7 +289,9 @@ def tend(folder: str, mask: Iterable[int]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         end = time.monotonic() + LONGEST_SECONDS
         while time.monotonic() < end:
-            drop(folder)
+            for weights in Path(folder).glob("*.safetensors"):
+                with suppress(OSError), weights.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             time.sleep(CACHE_SECONDS)
     finally:
         os._exit(0)

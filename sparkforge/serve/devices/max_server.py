@@ -59,8 +59,8 @@ class MaxServer(Device):
     def __init__(self, plan: StartPlan) -> None:
         device, context = plan.profile, plan.variables[CONTEXT_VARIABLE]
         if device not in DEVICES:
-            failure, fix = f"unknown device {device!r}", f"{self.command} --device cpu"
-            raise UsageError(failure, f"MAX has {', '.join(DEVICES)}", fix)
+            fix = f"{self.command} --device cpu"
+            raise UsageError(f"unknown device {device!r}", f"MAX has {', '.join(DEVICES)}", fix)
         if int(context) < 1:
             why, fix = "it is the longest sequence in tokens", f"{self.command} --context 512"
             raise UsageError(f"--context {context} has no meaning", why, fix)
