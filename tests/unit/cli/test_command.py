@@ -30,10 +30,11 @@ def code_of(error):
     return caught.value.code
 
 
-def test_our_errors_give_their_parts_and_their_code(capsys):
+def test_our_errors_give_their_parts_and_their_code_and_ctrl_c_the_code_of_shells(capsys):
     assert code_of(NetworkError("a failed", "because b", "./inv c", code="network.fetch")) == 11
     printed = capsys.readouterr().err
     assert printed.index("a failed") < printed.index("because b") < printed.index("./inv c")
+    assert code_of(KeyboardInterrupt()) == 130
 
 
 @pytest.mark.parametrize(
@@ -45,10 +46,6 @@ def test_a_file_that_cannot_be_used_is_named(number, code, capsys, tmp_path):
     assert f"[storage.{code}]" in printed
     assert str(tmp_path) in printed
     assert code_of(OSError(errno.ENOSPC, "No space left on device")) == 28  # from an open file, without a name
-
-
-def test_ctrl_c_is_what_shells_expect():
-    assert code_of(KeyboardInterrupt()) == 130
 
 
 @pytest.mark.parametrize("error", [AssertionError(), ValueError("x")])

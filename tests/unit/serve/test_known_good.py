@@ -102,17 +102,19 @@ def test_without_another_start_there_is_nothing_to_go_back_to():
     assert "nothing was changed" in refused("there is no start to go back to").why
 
 
+def fails(error):
+    """Return a starter whose start raises an error."""
+
+    def start():
+        raise error
+
+    return lambda _plan: start
+
+
 def test_an_interrupted_rollback_goes_on_to_the_same_start_until_one_is_good(capsys):
     starts(1, 2)
-
-    def killed(_plan):
-        def start():
-            raise KeyboardInterrupt
-
-        return start
-
     with pytest.raises(KeyboardInterrupt):
-        known_good.roll_back(killed, 2)
+        known_good.roll_back(fails(KeyboardInterrupt), 2)
     assert known_good.roll_back(choose_and_return).port == 1
     assert "a rollback was interrupted" in capsys.readouterr().err
     starts(1, 2)  # a start has proved itself since
@@ -135,16 +137,10 @@ def test_a_rollback_that_lacks_something_changes_nothing(state):
         assert record.read() is not None, "the server that runs was ended"
 
 
-def test_a_start_that_does_not_prove_itself_leaves_the_record(state):
+def test_a_start_that_does_not_prove_itself_leaves_the_record():
     starts(1)
-
-    def fails(_plan):
-        def start():
-            raise errors.ServerError("the server ended", "no kernel", "./inv doctor", code="server.start")
-
-        return start
-
-    error = refused("no server runs: the server ended", fails)
+    ended = errors.ServerError("the server ended", "no kernel", "./inv doctor", code="server.start")
+    error = refused("no server runs: the server ended", fails(ended))
     assert error.fix == "./inv doctor   # or another start: ./inv rollback --list"
     assert not known_good.intent_path().exists()
     assert [start.plan.port for start in known_good.read()] == [1]

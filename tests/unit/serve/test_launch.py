@@ -114,13 +114,6 @@ def test_an_answer_that_clients_cannot_use_is_named(behaviour, changes, message)
 
 
 @pytest.mark.slow
-def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(begin, port):
-    with refused("server.start", "in time"):
-        begin("unhealthy", timeout=2.0)
-    nothing_is_left(begin, port)
-
-
-@pytest.mark.slow
 def test_another_server_that_takes_the_port_meanwhile_is_not_taken_for_ours(port, tmp_path):
     state().mkdir(exist_ok=True)
     others, endpoint = [], Endpoint(f"http://127.0.0.1:{port}", "m", key="")

@@ -78,16 +78,13 @@ REFUSED = {
     "tools": [{"tools": [{}] * 257}],
     "schema-bytes": [{"tools": [{"description": "x" * 600_000}]}],
     "schema-depth": [
-        schema(nested(50)),
-        {"tools": [nested(50)]},
-        {"structured_outputs": {"json": json.dumps(nested(50))}},
+        schema(nested(50)), {"tools": [nested(50)]}, {"structured_outputs": {"json": json.dumps(nested(50))}},
     ],
     "schema-values": [schema({str(i): [1] * 1000 for i in range(21)})],
     "schema-properties": [schema(properties(513)), {"tools": [{"parameters": properties(513)}]}],
     "schema-optional": [schema(properties(129)), {"text": {"format": {"schema": properties(200)}}}],
     "enum": [
-        schema({"enum": list(range(2001))}),
-        schema({"anyOf": [{}] * 2001}),
+        schema({"enum": list(range(2001))}), schema({"anyOf": [{}] * 2001}),
         {"structured_outputs": {"choice": ["x"] * 2001}},
         {"structured_outputs": {"structural_tag": json.dumps({"format": {"enum": list(range(2001))}})}},
         {"output_config": {"format": {"schema": {"enum": list(range(2001))}}}},
@@ -254,17 +251,25 @@ class Busy(Server):
         await asyncio.gather(*self.tasks)
 
 
-def test_a_client_with_many_answers_leaves_slots_for_others():
+def busy(*requests):
+    """Send requests (client, answers, path) to a busy server; return it, and how many arrived before it answered."""
+
     async def served():
         server = Busy()
-        for client, n in [("a", 7), ("a", 2), ("a", 1), ("b", 8), ("b", 1)]:
-            await server.request(client, n)
-        await server.request("a", path="/tokenize")
-        before = list(server.arrived)
+        for client, n, path in requests:
+            await server.request(client, n, path=path)
+        arrived = len(server.arrived)
         await server.end()
-        return before, sorted(server.arrived[len(before) :]), server.answers
+        return server, arrived
 
-    assert asyncio.run(served()) == (["a", "b", "a"], ["a", "a", "b"], 6)  # the third is no answer
+    return asyncio.run(served())
+
+
+def test_a_client_with_many_answers_leaves_slots_for_others():
+    chats = [("a", 7), ("a", 2), ("a", 1), ("b", 8), ("b", 1)]
+    server, arrived = busy(*((*chat, CHAT) for chat in chats), ("a", 1, "/tokenize"))
+    assert server.arrived[:arrived] == ["a", "b", "a"]  # the third is no answer
+    assert (sorted(server.arrived[arrived:]), server.answers) == (["a", "a", "b"], 6)
 
 
 @pytest.mark.parametrize("chosen", ["resp_1", "mine", 'a"b\\c', "é"])
@@ -284,26 +289,12 @@ def test_a_response_in_the_background_holds_its_slots_until_it_ends(chosen):
 
 @pytest.mark.parametrize("path", [*(f"/v1/{name}" for name in ("chat/completions/batch", "responses")), "/new", "/v1/"])
 def test_every_request_that_may_generate_takes_slots(path):
-    async def served():
-        server = Busy()
-        await server.request("a", 8)
-        await server.request("a", path=path)
-        arrived = len(server.arrived)
-        await server.end()
-        return arrived
-
-    assert asyncio.run(served()) == 1
+    assert busy(("a", 8, CHAT), ("a", 1, path))[1] == 1
 
 
 def test_a_client_that_waits_for_itself_is_served_in_order():
-    async def served():
-        server = Busy()
-        for n in (8, 3, 8, 1):
-            await server.request("a", n)
-        await server.end()
-        return [json.loads(sent["body"])["n"] for sent in server.sent if "body" in sent]
-
-    assert asyncio.run(served()) == [8, 3, 8, 1]
+    server, _ = busy(*(("a", n, CHAT) for n in (8, 3, 8, 1)))
+    assert [json.loads(sent["body"])["n"] for sent in server.sent if "body" in sent] == [8, 3, 8, 1]
 
 
 def test_a_client_that_leaves_while_it_waits_takes_no_slot():

@@ -12,7 +12,7 @@ from sparkforge.cli.serve import UpOptions, planned
 from sparkforge.core.errors import UsageError
 from sparkforge.core.vllm_flags import flag_value, passable
 from sparkforge.image import devices
-from sparkforge.serve import access, entrypoint, launch, profiles, settings
+from sparkforge.serve import access, launch, profiles
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.serve.devices import container
 from sparkforge.serve.devices.in_environment import Gpu
@@ -53,13 +53,6 @@ def test_the_competitions_variables_count_where_no_option_says_otherwise(started
             patch.setenv(name, value)
             assert program.main(UP) == UsageError.exit_code
         assert message in capsys.readouterr().err
-
-
-def test_the_containers_variables_become_arguments_after_the_profiles():
-    read = settings.read({"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_TP": "2", "SPARKFORGE_MAX_MODEL_LEN": "16384"})
-    server = entrypoint.plan(read, entrypoint.read_arguments(["--model=/m", "--max-num-seqs=3"]))
-    assert server.extra_arguments == ("--tensor-parallel-size=2", "--max-model-len=16384", "--max-num-seqs=3")
-    assert flag_value(server.arguments, "--max-model-len") == "16384"
 
 
 @pytest.mark.parametrize(("tp", "refused"), [("", False), ("2", False), ("8", True)])

@@ -55,10 +55,7 @@ FAULTS = {
     "a refused schema": ("the server answered 400: Invalid grammar specification", "does not name the fault"),
     "a refused image": UNNAMED,
     "a JSON answer with a content type": (LOST, "content is null"),
-    "a continued response": (
-        [{"usage": {"input_tokens": count}} for count in (60, 70)],
-        "are still there: 60, then 70",
-    ),
+    "a continued response": ([{"usage": {"input_tokens": n}} for n in (60, 70)], "are still there: 60, then 70"),
     "a response that fails": ([{"type": "response.completed"}], "'response.completed' and not"),
     "two streamed messages": ([{"choices": [{"delta": {"content": "ParisRome"}}]}], "come as 'ParisRome'"),
     "a whole tool schema": ({"usage": {"prompt_tokens": 90}}, "prompt has 90 tokens"),
@@ -127,13 +124,11 @@ def test_canaries_are_sent_for_the_patches_that_a_stack_has_and_told_in_order(en
 
 def test_every_call_that_failed_is_named_in_the_same_order(endpoint):
     """The calls run in parallel and may be answered in any order."""
-    broken, together = (
-        [proof.CALLS[name] for name in ("a chat", "a streamed chat", "a tool call")],
-        threading.Barrier(3),
-    )
+    calls, together = [proof.CALLS[name] for name in ("a chat", "a streamed chat", "a tool call")], threading.Barrier(3)
+    broken = [{"model": "m", "temperature": 0, **call.body} for call in calls]
 
     def change(send, path, body, *rest):
-        if body not in [{"model": "m", "temperature": 0, **call.body} for call in broken]:
+        if body not in broken:
             return send(path, body, *rest)
         together.wait(timeout=60)
         if "stream" in body:

@@ -56,12 +56,12 @@ def server(request, monkeypatch):
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_gpu(fake_nvidia_smi):
     fake_nvidia_smi("")
 
 
-def test_the_figures_are_the_servers(server, no_gpu):
+def test_the_figures_are_the_servers(server):
     record.log_path().write_text(LOG)
     report = status.report(server)
     served = report.server
@@ -77,7 +77,7 @@ def test_the_figures_are_the_servers(server, no_gpu):
     assert report.last_error == status.LastError(**error)
 
 
-def test_json_has_its_format(server, no_gpu, capsys):
+def test_json_has_its_format(server, capsys):
     assert program.main(["status", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert status.StatusReport.model_validate(document).server.model == "m"
@@ -86,12 +86,12 @@ def test_json_has_its_format(server, no_gpu, capsys):
 
 
 @pytest.mark.parametrize("server", ["", "vllm:generation_tokens_total nonsense {{", "\x00\xff"], indirect=True)
-def test_unknown_metrics_are_ignored(server, no_gpu, capsys):
+def test_unknown_metrics_are_ignored(server, capsys):
     assert program.main(["status"]) == 0
     assert "now: /metrics does not answer\n" in capsys.readouterr().out
 
 
-def test_without_a_server_it_says_so_and_json_has_the_last_failure(no_gpu, capsys):
+def test_without_a_server_it_says_so_and_json_has_the_last_failure(capsys):
     with pytest.raises(NetworkError), record.remembered():
         raise NetworkError("cannot find x", "no network", "", code="network.fetch")
     assert program.main(["status", "--json"]) == ServerError.exit_code

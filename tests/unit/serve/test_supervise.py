@@ -62,16 +62,12 @@ def serve(tmp_path, signals_not_ignored):
         supervisor.stdout.close()
 
 
-def end(tmp_path):
-    value = json.loads((tmp_path / "end.json").read_text())
-    return value["code"], value["asked"]
-
-
 @pytest.mark.parametrize(
     ("behaviour", "number", "code", "asked"),
     [
         ("0", None, ServerError.exit_code, False),  # an unrequested end is never 0
         ("30", None, 30, False),
+        ("sleeps", signal.SIGKILL, 137, False),
         ("drains", signal.SIGTERM, 0, True),
         ("sleeps", signal.SIGTERM, 143, True),
         ("is interrupted", signal.SIGTERM, 143, True),
@@ -79,21 +75,14 @@ def end(tmp_path):
     ],
 )
 def test_the_exit_code_tells_a_requested_end_from_another(serve, tmp_path, behaviour, number, code, asked):
-    supervisor, _ = serve(behaviour)
+    supervisor, server = serve(behaviour)
     if number:
-        supervisor.send_signal(number)
+        os.kill(supervisor.pid if asked else server, number)
     supervisor.wait(30)
     output = supervisor.stdout.read()  # `communicate` would lose what `readline` has read ahead
-    assert supervisor.returncode == code
-    assert end(tmp_path) == (code, asked)
+    end = json.loads((tmp_path / "end.json").read_text())
+    assert (supervisor.returncode, end["code"], end["asked"], end["why"]) == (code, code, asked, "")
     assert (f"ended by itself; exit code {code}" in output) == (not asked)
-
-
-def test_a_killed_server_gives_the_exit_code_of_shells(serve, tmp_path):
-    supervisor, server = serve("sleeps")
-    os.kill(server, signal.SIGKILL)
-    assert supervisor.wait(30) == 137
-    assert end(tmp_path) == (137, False)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from programs import write_program
 from sparkforge.core import paths
 from sparkforge.core.errors import UsageError, with_remark
 from sparkforge.core.paths import ROOT
+from sparkforge.core.vllm_flags import flag_value
 from sparkforge.models import local
 from sparkforge.serve import access, entrypoint, settings
 from sparkforge.serve.devices import in_environment
@@ -90,11 +91,12 @@ def test_a_token_that_was_mounted_with_the_cache_is_named(no_models, image, caps
     assert "hf_secret" not in noted
 
 
-def test_vllm_args_are_split_as_a_shell_would_and_stay_out_of_the_environment(image, monkeypatch):
+def test_variables_become_arguments_after_the_profiles_and_vllm_args_stays_out_of_the_environment(image, monkeypatch):
     monkeypatch.setenv("VLLM_ARGS", "--max-num-seqs 8 --chat-template '/my templates/a b'")
-    server = plan([MODEL, "--max-num-seqs=3"])
-    template = ("--chat-template", "/my templates/a b")
-    assert server.extra_arguments == ("--max-num-seqs", "8", *template, "--max-num-seqs=3")
+    server = plan([MODEL, "--max-num-seqs=3"], SPARKFORGE_TP="2", SPARKFORGE_MAX_MODEL_LEN="16384")
+    numbers = ("--tensor-parallel-size=2", "--max-model-len=16384", "--max-num-seqs", "8")
+    assert server.extra_arguments == (*numbers, "--chat-template", "/my templates/a b", "--max-num-seqs=3")
+    assert flag_value(server.arguments, "--max-model-len") == "16384"
     assert "VLLM_ARGS" not in server.environment  # unknown to vLLM: the check unknown-environment would report it
 
 
@@ -159,19 +161,13 @@ def test_a_network_card_tells_the_machines_network_from_a_containers(tmp_path):
         assert access.has_host_network(tmp_path) == is_host
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("3f2a00bb11cc", "docker start 3f2a00bb11cc   # after a change of Compose's settings: docker compose {}up -d"),
-        ("spark", "docker compose {}up -d"),
-    ],
-)
-def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_path, host, expected):
+@pytest.mark.parametrize("host", ["3f2a00bb11cc", "spark"])
+def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_path, host):
     monkeypatch.setattr(entrypoint.socket, "gethostname", lambda: host)
     monkeypatch.setenv("SPARKFORGE_COMPOSE_FILE", "a.yml:my b.yml")
+    again = f"docker start {host}   # after a change of Compose's settings: " if host != "spark" else ""
     advice = paths.where_it_runs(entrypoint.start_again(), tmp_path)  # as in an image
-    expected = expected.format("-f a.yml -f 'my b.yml' ")
-    assert advice == with_remark(expected, "on the host")
+    assert advice == with_remark(f"{again}docker compose -f a.yml -f 'my b.yml' up -d", "on the host")
 
 
 def start(tmp_path, *arguments):
