@@ -194,20 +194,17 @@ def _words(function: Callable[..., Any], values: Mapping[str, Any], kept: str = 
     """Return a command's parameters as words of a shell, without options that have their default, except `kept`."""
     words, rest = list[str](), list[str]()
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
-        value = values.get(parameter.name, parameter.default)
+        value, flag = values.get(parameter.name, parameter.default), _flag(parameter.name)
+        text, is_default = str(value), value == parameter.default and parameter.name != kept
         if isinstance(value, Sequence) and not isinstance(value, str):
             rest = ["--", *map(str, value)] if value else []
         elif parameter.default is inspect.Parameter.empty:
-            words += [str(value)] if value else []
+            words += [text] if value else []
         elif isinstance(value, bool):
-            words += [_flag(parameter.name)] if value and value != parameter.default else []
-            words += [_flag(parameter.name).replace("--", "--no-", 1)] if parameter.default and not value else []
-        elif (
-            (value != parameter.default or parameter.name == kept)
-            and str(value).isprintable()
-            and len(str(value)) < LONGEST_WORD
-        ):
-            words += [_flag(parameter.name), str(value)]
+            if value != parameter.default:
+                words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif not is_default and text.isprintable() and len(text) < LONGEST_WORD:
+            words += [flag, text]
     return [shlex.quote(word) for word in (*words, *rest)]
 
 

@@ -32,7 +32,6 @@ NUMBERS = {"TP": "--tensor-parallel-size", CONTEXT_VARIABLE: CONTEXT}  # variabl
 # The validator's profile → serve profile and model by default.
 DEFAULTS = {"spark": ("safe", f"/models/{FAMILY.served}"), "embedded": ("embedded", TINY)}
 STACK, SERVE_PROFILE = "SPARKFORGE_STACK", "SPARKFORGE_SERVE_PROFILE"
-VALIDATE_SECONDS = "SPARKFORGE_VALIDATE_SECONDS"
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 CHOICES = {name: tuple(map(str, values)) for name, values in _TABLES["choices"].items()}  # the default first
 FORMS: dict[str, list[str]] = _TABLES["forms"]  # variable → the form of its value, the form in words, and an example
@@ -86,7 +85,6 @@ def judge(env: Mapping[str, str]) -> None:
         fix = f"{thresholds.VARIABLE}=3, or 0 for no guard"
         raise UsageError(f"{thresholds.VARIABLE} has no meaning", str(error), fix) from error
     limits.read(env)
-    _seconds(env)
     for prefix in ("", "SPARKFORGE_"):
         arguments(env, prefix)
     vllm_args(env)
@@ -100,15 +98,6 @@ def judge(env: Mapping[str, str]) -> None:
     if (profile := env.get(SERVE_PROFILE)) and profile not in (known := profiles.load(stack=stack)):
         why, fix = f"choose from {', '.join(known)}", f"{SERVE_PROFILE}=safe"
         raise UsageError(f"{SERVE_PROFILE} is {profile[:40]!r}", why, fix)
-
-
-def _seconds(env: Mapping[str, str]) -> float:
-    text = env.get(VALIDATE_SECONDS) or f"{SECONDS:g}"
-    with suppress(ValueError):
-        if 0 < (seconds := float(text)) < 86400:
-            return seconds
-    why = "it must be a number of seconds above 0 and below 86400"
-    raise UsageError(f"{VALIDATE_SECONDS} is {text[:40]!r}", why, f"{VALIDATE_SECONDS}={SECONDS:g}")
 
 
 def read(env: Mapping[str, str]) -> Settings:
@@ -127,7 +116,7 @@ def read(env: Mapping[str, str]) -> Settings:
         stack=stack,
         serve_profile=serve_profile,
         mode=validation_mode(env),
-        seconds=_seconds(env),
+        seconds=float(env.get("SPARKFORGE_VALIDATE_SECONDS") or SECONDS),
         run=Path(env.get("SPARKFORGE_RUN") or RUN),
         model=model,
         model_id=env.get("SPARKFORGE_MODEL_ID") or served_id(model),

@@ -120,7 +120,7 @@ def test_a_start_without_a_container_takes_the_same_variables(monkeypatch, tmp_p
         *(("SPARKFORGE_LIMITS", text) for text in ("sequences", "sequences=-1", "sequence=1", "n=²")),
         *(("VLLM_ARGS", text) for text in ("'", "--model x/y", "--model=x/y")),
         *(("TP", text) for text in ("0", "x", "1.5", "9" * 5000, "\u0663")),
-        ("MAX_MODEL_LEN", "-1"), ("SPARKFORGE_VALIDATE_SECONDS", "foo"), ("SPARKFORGE_VALIDATE_SECONDS", "inf"),
+        ("MAX_MODEL_LEN", "-1"), *(("SPARKFORGE_VALIDATE_SECONDS", value) for value in ("0", "0.0", "86400", "inf")),
         *(("SPARKFORGE_GUARD_GIB", value) for value in ("3g", "-1", "nan")),
     ],
 )  # fmt: skip
