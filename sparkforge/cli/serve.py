@@ -14,7 +14,7 @@ from invoke.context import Context
 from sparkforge.cli.build import OFFLINE, build_image
 from sparkforge.cli.command import caller_path, listed, option, task, whole_number
 from sparkforge.core import paths
-from sparkforge.core.console import echo_json, say
+from sparkforge.core.console import echo, echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.serve.hold import hold_start, tell_systemd
 
@@ -332,7 +332,10 @@ def rollback(
         return partial(run, device_for(plan, lambda *_: None))
 
     if list:
-        known_good.show_list()
+        for number, start in enumerate(starts := known_good.read(), 1):
+            echo(f"{number}  {start.title}")
+        if not starts:
+            say("no start is known to be good yet: ./inv up records one that proved itself")
     elif server := known_good.roll_back(starter, whole_number("--to", to) if to else 0, dry_run=dry_run):
         status.show_ready(server)
 

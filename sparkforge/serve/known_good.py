@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from sparkforge import environments, pins
 from sparkforge.core import paths
-from sparkforge.core.console import echo, say
+from sparkforge.core.console import say
 from sparkforge.core.errors import EngineError, ProcessError, ServerError, SparkforgeError, StorageError, with_remark
 from sparkforge.core.files import read_json, write_json
 from sparkforge.core.git import checkout_git
@@ -105,14 +105,6 @@ def hashed(inputs: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(dict(inputs), sort_keys=True).encode()).hexdigest()
 
 
-def show_list() -> None:
-    """Print the known good starts, newest first."""
-    for number, start in enumerate(starts := read(), 1):
-        echo(f"{number}  {start.title}")
-    if not starts:
-        say("no start is known to be good yet: ./inv up records one that proved itself")
-
-
 def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Server | None:
     """Go back to start `number`, else to the one before the running one; with `dry_run` only print the changes.
 
@@ -168,7 +160,7 @@ def _failed(failure: str, why: str, fix: str = LIST) -> ServerError:
 
 
 def _choose(starts: list[KnownGood], number: int, running: Server | None) -> KnownGood:
-    """Return start `number`, that of an interrupted rollback, or the newest that does not run. Raises ServerError."""
+    """Return start `number`, that of an interrupted rollback, the newest, or the one before if the newest runs."""
     if not starts:
         raise _failed("there is no known good start", "./inv up records one that proved itself", "./inv up")
     if number:

@@ -44,6 +44,7 @@ class InEnvironment(Device):
     name: ClassVar[str]  # of the device
     validator: str  # the validator's profile
     default_profile: str  # the serve profile where none is named
+    built: dict[str, str] = {}  # noqa: RUF012 - variables with which a server finds FlashInfer's compiled modules
 
     def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
         plan = settings.with_variables(plan, os.environ)
@@ -83,9 +84,9 @@ class InEnvironment(Device):
     def from_variables(variables: Mapping[str, str]) -> tuple[str, ...]:
         """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError."""
 
-    @abstractmethod
     def variables(self) -> dict[str, str]:
         """Return the variables that this device adds to the profile's."""
+        return self.built
 
     @property
     def environment(self) -> Environment:
@@ -274,7 +275,6 @@ class Gpu(InEnvironment):
     name = GPU
 
     def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
-        self.built: dict[str, str] = {}  # variables with which a server finds FlashInfer's compiled modules
         share = flag_value(plan.flags, SHARE) or str(1 - capabilities.IN_USE)
         try:
             self.gpu, self.capability = capabilities.find(os.environ, float(share))
@@ -318,10 +318,6 @@ class Gpu(InEnvironment):
             file, changed = build_kernels(request)
             self.built = dict(line.split("=", 1) for line in file.read_text(encoding="utf-8").splitlines())
             tell(f"{file.parent}, {'compiled' if changed else 'unchanged'}")
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables with which FlashInfer finds the compiled modules."""
-        return self.built
 
     def start(self) -> Server:
         """Start vLLM; with `tiny_first` the tiny model must first give its recorded answers with the same flags."""
