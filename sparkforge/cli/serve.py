@@ -52,10 +52,7 @@ class ServeOptions:
 
 
 def planned(options: ServeOptions) -> StartPlan:
-    """Return the plan for a command's options and the environment; print which device serves, and why.
-
-    MODEL, PORT and MAX_MODEL_LEN are used if the option is not given. Raises UsageError, InputError or StorageError.
-    """
+    """Return the plan of a command's options, MODEL, PORT and MAX_MODEL_LEN; print which device serves, and why."""
     from sparkforge.core.vllm_flags import NAMES, passable
     from sparkforge.image.devices import CONTAINERS
     from sparkforge.serve import access, settings

@@ -46,10 +46,7 @@ def until_admitted(
 
 
 def hold_start(start: Callable[[], T]) -> T:
-    """Call `start` until no validator refuses, and report each pause to systemd.
-
-    Raises what `start` raises, and StorageError if another start of this checkout waits.
-    """
+    """Call `start` until no validator refuses; tell systemd of pauses. Raises StorageError if another start waits."""
 
     def wait(line: str) -> None:
         say(line)

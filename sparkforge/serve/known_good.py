@@ -37,10 +37,7 @@ Starter = Callable[[StartPlan], Callable[[], Server]]
 
 @dataclass(frozen=True)
 class KnownGood:
-    """A start that passed its test at `time`, in Unix time, while the checkout was at the commit `revision`.
-
-    `name` and `digests` are those of a container's image; an embedded start has the hash of its `environment`.
-    """
+    """A start that passed its test at `time`, in Unix time; with its image's name and digests or environment's hash."""
 
     time: float
     plan: StartPlan

@@ -185,10 +185,7 @@ def with_quantization(
 
 
 def require_recipe(name: str, recipe: Recipe, stack: str, device: str, context: int = 0) -> None:
-    """Raise UsageError for a recipe of other stacks, RefusalError for one that does not fit this machine's memory.
-
-    Both name the nearest recipe that can be served. `context` is --max-model-len, 0 for the profile's.
-    """
+    """Raise UsageError for a recipe of other stacks, RefusalError if it does not fit; `context` 0 is the profile's."""
     if stack not in recipe.stacks:
         fix = recipes.advice(recipes.weights(recipe).weight_bytes(), lambda other: stack in other.stacks)
         why = f"it is for {', '.join(recipe.stacks)}"

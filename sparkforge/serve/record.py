@@ -187,9 +187,8 @@ def running() -> Server:
 def leftovers(state: Path | None = None) -> list[int]:
     """Return the processes of servers of this checkout that the running server, if there is one, does not own.
 
-    A killed server leaves its engine and its workers, and a killed `./inv up` a server that nobody recorded. They are
-    recognised by MARK, which every process of a server inherits. `state` is another state folder. The models of a
-    fleet have folders of their own.
+    A killed server leaves its engine and workers, and a killed `./inv up` a server that nobody recorded; all have MARK
+    in their environment. `state` is another state folder. The models of a fleet have folders of their own.
     """
     server = read(state / record_path().name if state else None)
     own_pids = list[int]()

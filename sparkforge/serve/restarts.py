@@ -80,10 +80,7 @@ def pause_seconds(failures: Sequence[ServerFailure], now: float) -> float:
 
 
 def admit(identity: Sequence[str], run: Path) -> None:
-    """Wait as long as this start must; after too many failures hold the container and never return.
-
-    A signal that ends the entrypoint meanwhile comes from a person, so the failures are forgotten.
-    """
+    """Wait as long as this start must; after too many failures hold the container until a person ends it."""
     starts = read(identity, time.time())
     _write(starts)
     if not starts.failures:
@@ -96,7 +93,7 @@ def admit(identity: Sequence[str], run: Path) -> None:
         pause = pause_seconds(starts.failures, time.time())
         say(f"the last server failed ({starts.failures[-1].why}); the next one starts in {pause:.0f} s")
         time.sleep(pause)
-    except SystemExit:
+    except SystemExit:  # a signal while it waits comes from a person, so the failures are forgotten
         with suppress(OSError):
             (paths.state() / NAME).unlink(missing_ok=True)
         raise

@@ -156,10 +156,7 @@ def with_variables(plan: StartPlan, env: Mapping[str, str]) -> StartPlan:
 
 
 def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
-    """Return vLLM's arguments for the competition's variables TP and MAX_MODEL_LEN, whose names follow `prefix`.
-
-    An empty or missing variable leaves the serve profile's value. Raises UsageError if one is not a number.
-    """
+    """Return vLLM's arguments for TP and MAX_MODEL_LEN, whose names follow `prefix`. Raises UsageError."""
     numbers = {name: env.get(f"{prefix}{name}", "") for name in NUMBERS}
     for name, text in numbers.items():
         if text and not _is_count(text):
@@ -208,10 +205,9 @@ def checkpoint(model: str, folder: str) -> str:
 
 
 def secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that hand file secrets to the server.
+    """Return the variables that hand file secrets to the server; an empty token counts as none.
 
-    Raises StorageError for a secret that cannot be read, or that was named and is missing, and for an API key's file
-    without a key: a server must not start without its intended key. An empty token counts as none.
+    Raises StorageError for a secret that cannot be read or was named and is missing, and for a file without an API key.
     """
     key, key_file = access.configured_key(env)
     variables = access.variables(key, str(key_file)) if key else {}

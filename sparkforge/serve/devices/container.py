@@ -105,10 +105,7 @@ class Container(Device):
         return "the container validates itself"
 
     def start(self) -> Server:
-        """Start the container. If that raises, the container is stopped; Ctrl-C also removes it.
-
-        On a GPU the tiny model must first give its recorded answers in the same container, if the plan wants that.
-        """
+        """Start the container, after the tiny model's first answers if the plan wants them. An error stops it."""
         own, own_env = self.service, self.env
         if self.plan.tiny_first and own.gpus and own.environment.get(MODEL) != settings.TINY:
             self.env = {**own_env, MODEL: settings.TINY, f"{MODEL}_ID": ""}

@@ -236,10 +236,8 @@ class Embedded(InEnvironment):
         return settings.arguments({**variables, "TP": ""})
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that preload libraries and set the engine's threads, which leave one core free.
-
-        Threads that wait for one that has lost its core make a step of the model take seconds.
-        """
+        """Return the variables that preload libraries and set the engine's threads."""
+        # One core stays free: threads that wait for one that has lost its core make a step take seconds.
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus(Path("/")) - 1))
         return {**preloaded(self.python), "OMP_NUM_THREADS": threads}
 
