@@ -474,111 +474,96 @@ REQUESTS = {
     "a stop string": _json_request(_stop, stop=['"city']),
     "a tool call": _tool_request(lambda response: tool_call_fault(_message(response))),
 }
-# Patches of vLLM's queues, and what fails without them.
+# Canary → the patch of vLLM's queues without which it fails.
+PATCHES = {
+    "a stop string in a tool call": "0006-leave-stop-strings-out-of-harmony-text.patch",
+    "a JSON answer with a content type": "0004-read-final-json-as-content-type.patch",
+    "a JSON response": "0004-read-final-json-as-content-type.patch",
+    "a malformed header": "0005-recover-malformed-harmony-headers.patch",
+    "a forbidden call": "0007-give-forbidden-harmony-calls-as-content.patch",
+    "a forbidden call in a response": "0007-give-forbidden-harmony-calls-as-content.patch",
+    "a refused schema": "0008-name-the-fault-of-a-structural-tag.patch",
+    "a refused image": "0009-refuse-harmony-content-that-is-not-text.patch",
+    "limited white space": "0010-limit-white-space-in-harmony-json.patch",
+    "an unknown response": "0011-bound-the-store-of-responses.patch",
+    "a continued response": "0012-take-instructions-and-tools-of-the-continuing-request.patch",
+    "a response that fails": "0014-end-responses-that-fail.patch",
+    "two streamed messages": "0015-separate-streamed-harmony-messages.patch",
+    "a whole tool schema": "0016-render-whole-tool-schemas.patch",
+    "a call beside a schema": "0017-leave-calls-free-beside-a-format.patch",
+    "a removed field": "0018-name-what-is-wrong-with-a-request.patch",
+    "a bounded pattern": "0030-compile-grammars-apart.patch",
+    "log probabilities of the content": "0019-give-the-content-its-tokens.patch",
+    "an output of parts": "0020-take-what-agents-send-to-responses.patch",
+    "a server tool": "0021-read-anthropic-requests-for-harmony.patch",
+}
 CANARIES = {
-    "0006-leave-stop-strings-out-of-harmony-text.patch": {
-        "a stop string in a tool call": _tool_request(_cut_call, stop=['"city'])
-    },
-    "0004-read-final-json-as-content-type.patch": {
-        "a JSON answer with a content type": _json_request(_json, logit_bias=_biased(FINAL, JSON, END)),
-        "a JSON response": _response_request(
-            _json_response,
-            logit_bias=_biased(FINAL, JSON, END),
-            text={"format": {"type": "json_schema", "name": "place", "strict": True, "schema": PLACE}},
-        ),
-    },
-    "0005-recover-malformed-harmony-headers.patch": {
-        "a malformed header": _text_request(_city, f"<|end|><|channel|>final<|message|>{CITIES[0]}")
-    },
-    "0007-give-forbidden-harmony-calls-as-content.patch": {
-        "a forbidden call": _text_request(_city, CALL_AS_TEXT, tools=[TOOL], tool_choice="none"),
-        "a forbidden call in a response": _response_request(
-            _messages_only,
-            tools=[{"type": "function", **TOOL["function"]}],
-            tool_choice="none",
-            logit_bias=WRITE,
-            structured_outputs={"structural_tag": json.dumps(_tag(CALL_AS_TEXT))},
-        ),
-    },
-    "0008-name-the-fault-of-a-structural-tag.patch": {
-        "a refused schema": _refused_chat("nonsense", response_format=_format(NONSENSE))
-    },
-    "0009-refuse-harmony-content-that-is-not-text.patch": {
-        "a refused image": _refused_chat("text only", messages=[{"role": "user", "content": [IMAGE]}])
-    },
-    "0010-limit-white-space-in-harmony-json.patch": {
-        "limited white space": _json_request(_white_space, SPACE_TOKENS, logit_bias=_biased(FINAL, BRACE, SPACES))
-    },
-    "0011-bound-the-store-of-responses.patch": {
-        "an unknown response": replace(
-            _response_request(_unknown_response, 1, previous_response_id="resp_0"), refused=HTTPStatus.NOT_FOUND
-        )
-    },
-    "0012-take-instructions-and-tools-of-the-continuing-request.patch": {
-        "a continued response": replace(
-            _response_request(_continued, 1, instructions="Be brief. " * 20),
-            continued={"input": "Go on.", "instructions": None},
-        )
-    },
-    "0014-end-responses-that-fail.patch": {
-        "a response that fails": _response_request(
-            _failed_response,
-            1,
-            background=True,
-            stream=True,
-            text={"format": {"type": "json_schema", "name": "x", "schema": NONSENSE}},
-        )
-    },
-    "0015-separate-streamed-harmony-messages.patch": {
-        "two streamed messages": _text_request(
-            _streamed_messages, "<|end|><|start|>assistant<|channel|>final<|message|>".join(CITIES), stream=True
-        )
-    },
-    "0016-render-whole-tool-schemas.patch": {
-        "a whole tool schema": _chat_request(_whole_schema, 1, tools=[REFERRING_TOOL])
-    },
-    "0017-leave-calls-free-beside-a-format.patch": {
-        "a call beside a schema": _tool_request(
-            lambda response: tool_call_fault(_message(response), begun=True),
-            CALL_TOKENS,
-            tools=[TOOL],
-            tool_choice="auto",
-            response_format=PLACE_FORMAT,
-        )
-    },
-    "0018-name-what-is-wrong-with-a-request.patch": {
-        "a removed field": _refused_chat("guided_json", guided_json=PLACE)
-    },
-    "0030-compile-grammars-apart.patch": {
-        "a bounded pattern": _chat_request(
-            _chat, 1, response_format=_format({"type": "string", "pattern": "^[a-z]{0,300}$"})
-        )
-    },
-    "0019-give-the-content-its-tokens.patch": {
-        "log probabilities of the content": _json_request(_content_logprobs, logprobs=True)
-    },
-    "0020-take-what-agents-send-to-responses.patch": {
-        "an output of parts": _response_request(
-            lambda response: _unless("output" in response, "it is no response"), 1, input=OUTPUT_OF_PARTS
-        )
-    },
-    "0021-read-anthropic-requests-for-harmony.patch": {
-        "a server tool": ProofRequest(
-            "/v1/messages/count_tokens",
-            {"messages": ASK, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            _names("'web_search'"),
-            refused=HTTPStatus.BAD_REQUEST,
-        )
-    },
+    "a stop string in a tool call": _tool_request(_cut_call, stop=['"city']),
+    "a JSON answer with a content type": _json_request(_json, logit_bias=_biased(FINAL, JSON, END)),
+    "a JSON response": _response_request(
+        _json_response,
+        logit_bias=_biased(FINAL, JSON, END),
+        text={"format": {"type": "json_schema", "name": "place", "strict": True, "schema": PLACE}},
+    ),
+    "a malformed header": _text_request(_city, f"<|end|><|channel|>final<|message|>{CITIES[0]}"),
+    "a forbidden call": _text_request(_city, CALL_AS_TEXT, tools=[TOOL], tool_choice="none"),
+    "a forbidden call in a response": _response_request(
+        _messages_only,
+        tools=[{"type": "function", **TOOL["function"]}],
+        tool_choice="none",
+        logit_bias=WRITE,
+        structured_outputs={"structural_tag": json.dumps(_tag(CALL_AS_TEXT))},
+    ),
+    "a refused schema": _refused_chat("nonsense", response_format=_format(NONSENSE)),
+    "a refused image": _refused_chat("text only", messages=[{"role": "user", "content": [IMAGE]}]),
+    "limited white space": _json_request(_white_space, SPACE_TOKENS, logit_bias=_biased(FINAL, BRACE, SPACES)),
+    "an unknown response": replace(
+        _response_request(_unknown_response, 1, previous_response_id="resp_0"), refused=HTTPStatus.NOT_FOUND
+    ),
+    "a continued response": replace(
+        _response_request(_continued, 1, instructions="Be brief. " * 20),
+        continued={"input": "Go on.", "instructions": None},
+    ),
+    "a response that fails": _response_request(
+        _failed_response,
+        1,
+        background=True,
+        stream=True,
+        text={"format": {"type": "json_schema", "name": "x", "schema": NONSENSE}},
+    ),
+    "two streamed messages": _text_request(
+        _streamed_messages, "<|end|><|start|>assistant<|channel|>final<|message|>".join(CITIES), stream=True
+    ),
+    "a whole tool schema": _chat_request(_whole_schema, 1, tools=[REFERRING_TOOL]),
+    "a call beside a schema": _tool_request(
+        lambda response: tool_call_fault(_message(response), begun=True),
+        CALL_TOKENS,
+        tools=[TOOL],
+        tool_choice="auto",
+        response_format=PLACE_FORMAT,
+    ),
+    "a removed field": _refused_chat("guided_json", guided_json=PLACE),
+    "a bounded pattern": _chat_request(
+        _chat, 1, response_format=_format({"type": "string", "pattern": "^[a-z]{0,300}$"})
+    ),
+    "log probabilities of the content": _json_request(_content_logprobs, logprobs=True),
+    "an output of parts": _response_request(
+        lambda response: _unless("output" in response, "it is no response"), 1, input=OUTPUT_OF_PARTS
+    ),
+    "a server tool": ProofRequest(
+        "/v1/messages/count_tokens",
+        {"messages": ASK, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        _names("'web_search'"),
+        refused=HTTPStatus.BAD_REQUEST,
+    ),
 }
 CALLS: Mapping[str, ProofRequest] = {
     **REQUESTS,
-    **{name: replace(call, patch=patch) for patch, calls in CANARIES.items() for name, call in calls.items()},
+    **{name: replace(call, patch=PATCHES[name]) for name, call in CANARIES.items()},
 }
 STORE_LIMIT = Limit(STORE, f"previous_response_id is off, {STORE}=1 turns it on")
-LOST_LIMIT = Limit(re.escape(LOST), "content is lost, vLLM #41902", "0004-read-final-json-as-content-type.patch")
+LOST_LIMIT = Limit(re.escape(LOST), "content is lost, vLLM #41902", PATCHES["a JSON answer with a content type"])
 LONG_LIMIT = Limit("maximum context length|maximum model length|max_model_len", "--max-model-len leaves no room for it")
-CUT_PATCH = "0006-leave-stop-strings-out-of-harmony-text.patch"
 # A wrong path or model is refused with another message.
 LOST_RESPONSE_LIMIT = Limit(
     r"Response with id '\S+' not found",
@@ -589,7 +574,9 @@ LOST_RESPONSE_LIMIT = Limit(
 _LIMITS: Mapping[str, Sequence[Limit]] = {
     "a JSON answer": [LOST_LIMIT],
     "a long prompt beside an answer": [LONG_LIMIT, LOST_LIMIT],
-    "a stop string": [Limit("does not end before", "it stays in the answer, vLLM #52599", CUT_PATCH)],
+    "a stop string": [
+        Limit("does not end before", "it stays in the answer, vLLM #52599", PATCHES["a stop string in a tool call"])
+    ],
     "an unknown response": [STORE_LIMIT],
     "a continued response": [STORE_LIMIT, LOST_RESPONSE_LIMIT],
     "a response that fails": [STORE_LIMIT],
