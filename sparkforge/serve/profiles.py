@@ -109,16 +109,16 @@ class ServeProfiles(Record):
 
         def changed(name: str, profile: ServeProfile) -> ServeProfile:
             flags = profile.flags | (family.flags() if profile.family else {})
-            environment = dict(profile.environment)
+            flags = {flag: value for flag, value in flags.items() if flag not in family.without}
+            environment = {key: value for key, value in profile.environment.items() if key not in family.without}
             if why := family.experts and family.experts.ours.get(name):
                 environment[FAMILIES_VARIABLE] = Reason(value="on", why=why)
-            left = [{key: row[key] for key in row if key not in family.without} for row in (flags, environment)]
-            return profile.model_copy(update=dict(zip(("flags", "environment"), left, strict=True)))
+            return profile.model_copy(update={"flags": flags, "environment": environment})
 
-        profiles, bases = (
-            {key: changed(key, row) for key, row in table.items()} for table in (self.profiles, self.bases)
+        rows = {"profiles": self.profiles, "bases": self.bases}
+        return self.model_copy(
+            update={kind: {name: changed(name, row) for name, row in table.items()} for kind, table in rows.items()}
         )
-        return self.model_copy(update={"profiles": profiles, "bases": bases})
 
     def resolve(self, name: str, below: tuple[str, ...] = ()) -> ServeProfile:
         """Return a profile with its inherited settings. Raises ValueError for an unknown or circular `extends`."""

@@ -373,16 +373,17 @@ def _iso(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
 
 
+READY = """model: {model_id}   log: ./inv logs -f   stop: ./inv down
+
+curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+{key}  -d '{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'"""
+
+
 def show_ready(server: Server) -> None:
     """Print the model's URL and an example request."""
     echo(f"{server.url}/v1")
     key = f'  -H "Authorization: Bearer $(cat {shlex.quote(server.key_file)})" \\\n' if server.key_file else ""
-    say(
-        f"model: {server.model_id}   log: ./inv logs -f   stop: ./inv down\n\n"
-        f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-        f'{key}  -d \'{{"model": "{server.model_id}", "messages": [{{"role": "user", "content": "Hello"}}], '
-        '"max_tokens": 32}\''
-    )
+    say(READY.format(url=server.url, model_id=server.model_id, key=key))
 
 
 def stay(server: Server) -> None:

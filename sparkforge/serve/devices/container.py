@@ -219,7 +219,7 @@ def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
 
 
 def _log_begin(client: docker.DockerClient, container: str) -> float:
-    """Return when the log of a container's last start begins, in Unix time; 0 if unknown. It has earlier runs, too."""
+    """Return when the log of a container's last start begins, in Unix time; 0 if unknown. Earlier runs are in it."""
     state = engine.state(client, container)
     if state and not state.restarts:  # if Docker started it again already, the earlier lines say why
         with suppress(ValueError):
