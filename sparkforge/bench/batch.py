@@ -4,17 +4,18 @@
 `complete`. A result is used again only for the same configurations, server version and client.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from sparkforge.bench import load, samples, schema
 from sparkforge.bench.baselines import Baselines, compare_with_competition, compute_ratios
-from sparkforge.bench.context import describe_server, facts
+from sparkforge.bench.context import describe_server, facts, read_table
 from sparkforge.bench.load import CLIENT
 from sparkforge.bench.report import PER_GPU
 from sparkforge.bench.samples import FinishedLoad
@@ -22,7 +23,7 @@ from sparkforge.bench.schema import Config, Gate, Result, ResultCheck
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, safe, say
 from sparkforge.core.errors import InputError, SparkforgeError
-from sparkforge.core.files import read_json, write_atomic, write_json
+from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.openai import Endpoint
 
 PLAN = "batch.json"
@@ -40,14 +41,12 @@ class Bench:
 
     def measure(self, config: Config, progress: Callable[[str], None]) -> Result:
         """Run one configuration and return its result, also if the server fails."""
-        start, completed = time.monotonic(), 0
-
-        def advance(count: int) -> None:
-            nonlocal completed
-            completed += count
-            progress(f"{completed} of {config.num_prompts}")
-
+        start, completed = time.monotonic(), itertools.count(1)
         finished: FinishedLoad | None = None
+
+        def advance() -> None:
+            progress(f"{next(completed)} of {config.num_prompts}")
+
         try:
             finished = load.run(self.endpoint, config, self.text, self.seconds, advance)
             checks = samples.check_load(finished, config)
@@ -91,7 +90,7 @@ def folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
         # Not glob, which treats an unreadable folder as empty, so that a second batch would begin.
         names = [path.name for path in output.iterdir()] if output.is_dir() else []
         for batch in (output / name for name in sorted(names, reverse=True) if name.startswith(stem)):
-            saved = _read_plan(batch)
+            saved = read_table(batch / PLAN)
             if saved.get("plan") == wanted and not saved.get("complete"):
                 say(f"continuing {batch.name}")
                 return batch
@@ -102,32 +101,27 @@ def folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
     return batch
 
 
-def run(bench: Bench, configs: Sequence[Config], batch: Path) -> list[Result]:
-    """Measure missing and failed configurations of `batch`; return all results. A failure does not stop the others."""
-    steps, results = Steps(len(configs)), list[Result]()
-    for config in configs:
-        path = batch / f"{config.name}.json"
-        saved = None
-        with suppress(InputError):
-            saved = schema.read(path) if path.exists() else None
-        if saved and not saved.passed:
-            saved = None
-        results.append(measure(bench, config, path, steps, saved=saved))
-        write_atomic(batch / "summary.txt", safe(summary(results, len(configs))))
+def run(bench: Bench, files: Mapping[Path, Config], *, is_batch: bool) -> list[Result]:
+    """Measure each configuration into its file; return all results. A failure does not stop the others.
+
+    A batch keeps the passed results of an earlier run, and has a summary.
+    """
+    steps, results = Steps(len(files)), list[Result]()
+    for path, config in files.items():
+        with suppress(FailedStepError), steps.step(f"CONC={config.conc}", f"{config.num_prompts} requests") as update:
+            result = None
+            with suppress(InputError):
+                result = schema.read(path) if is_batch else None
+            if result is None or not result.passed:
+                result = bench.measure(config, update)
+                schema.write(path, result)
+            results.append(result)
+            update(line(result))
+            if not result.passed:
+                raise FailedStepError
+        if is_batch:
+            write_atomic(path.with_name("summary.txt"), safe(summary(results, len(files))))
     return results
-
-
-def measure(bench: Bench, config: Config, path: Path, steps: Steps, *, saved: Result | None = None) -> Result:
-    """Measure one configuration into `path` as a step on the console, or take the result `saved` of an earlier run."""
-    result = saved
-    with suppress(FailedStepError), steps.step(f"CONC={config.conc}", f"{config.num_prompts} requests") as update:
-        if result is None:
-            result = bench.measure(config, update)
-            schema.write(path, result)
-        update(line(result))
-        if not result.passed:
-            raise FailedStepError
-    return cast("Result", result)
 
 
 class FailedStepError(Exception):
@@ -136,15 +130,7 @@ class FailedStepError(Exception):
 
 def finish(batch: Path) -> None:
     """Mark a batch as complete, so that the next run begins a new one."""
-    write_json(batch / PLAN, {**_read_plan(batch), "complete": True})
-
-
-def _read_plan(batch: Path) -> dict[str, Any]:
-    try:
-        value = read_json(batch / PLAN)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    write_json(batch / PLAN, {**read_table(batch / PLAN), "complete": True})
 
 
 def line(result: Result) -> str:

@@ -25,7 +25,7 @@ from sparkforge.core.openai import Endpoint
 
 CLIENT = Client(name="sparkforge", version=__version__)
 MARGIN = 16  # pieces beyond twice the requested tokens, before a stream counts as endless
-Progress = Callable[[int], None]
+Progress = Callable[[], None]
 
 
 class StreamError(Exception):
@@ -41,7 +41,7 @@ class Prompt:
 
 
 def run(endpoint: Endpoint, config: Config, text: str, seconds: float, progress: Progress) -> FinishedLoad:
-    """Warm up, then measure unless every warm-up request failed; `progress` gets the number of finished requests.
+    """Warm up, then measure unless every warm-up request failed; `progress` is called for each finished request.
 
     `seconds` is the time limit of the warm-up and of the load. Raises ServerError.
     """
@@ -75,7 +75,7 @@ def send(
     prompts: Sequence[Prompt],
     concurrency: int,
     seconds: float,
-    progress: Progress = lambda _count: None,
+    progress: Progress = lambda: None,
 ) -> FinishedLoad:
     """Send all prompts, `concurrency` at a time, within `seconds`; a failed request is a sample with an error."""
     return asyncio.run(_send(endpoint, prompts, concurrency, seconds, progress))
@@ -102,7 +102,7 @@ async def _send(
             async with slots:
                 sample.start = time.perf_counter() - start
                 await _answer(http, endpoint.model, prompt, sample)
-                progress(1)
+                progress()
 
         tasks = [asyncio.create_task(answer(*pair)) for pair in zip(prompts, samples, strict=True)]
         _, late = await asyncio.wait(tasks, timeout=seconds)

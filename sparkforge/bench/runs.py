@@ -102,19 +102,15 @@ def measure(flags: Mapping[str, Any], judge: Callable[[Gate], None] = gate.requi
         verdict = _gate(prepared)
         judge(verdict)
         bench = Bench(prepared.endpoint, limit, prepared.baselines, verdict, prepared.passage.text)
-        if prepared.settings.is_batch:
-            plan = batch.plan(bench, configs)
-            folder = batch.folder(prepared.output, plan, fresh=bool(flags.get("fresh")))
-            files = [folder / f"{config.name}.json" for config in configs]
-            outcome = RunOutcome(batch.run(bench, configs, folder), files)
-            if all(result.passed for result in outcome.results):
-                batch.finish(folder)
-        else:
-            path = prepared.output / name
-            result = batch.measure(bench, configs[0], path, Steps(1))
-            outcome = RunOutcome([result], [path])
+        files, is_batch = {prepared.output / name: configs[0]}, prepared.settings.is_batch
+        if is_batch:
+            folder = batch.folder(prepared.output, batch.plan(bench, configs), fresh=bool(flags.get("fresh")))
+            files = {folder / f"{config.name}.json": config for config in configs}
+        outcome = RunOutcome(batch.run(bench, files, is_batch=is_batch), list(files))
+        if is_batch and all(result.passed for result in outcome.results):
+            batch.finish(folder)
     report.print_results(outcome.results)
-    echo(str(outcome.files[0].parent if prepared.settings.is_batch else outcome.files[0]))
+    echo(str(outcome.files[0].parent if is_batch else outcome.files[0]))
     return outcome
 
 

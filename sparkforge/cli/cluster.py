@@ -12,7 +12,7 @@ from invoke.exceptions import Exit
 from sparkforge.cli.command import caller_path, listed, task, whole_number
 from sparkforge.core import paths
 from sparkforge.core.console import echo, echo_json
-from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.core.errors import ServerError
 
 if TYPE_CHECKING:
     from sparkforge.serve.cluster.config import ClusterConfig
@@ -34,9 +34,6 @@ def cluster_discover(_ctx: Context, nodes: str = "", device: str = "docker", fol
     """
     from sparkforge.serve.cluster import config, discover
 
-    if device not in ("docker", "docker-cpu", "embedded"):
-        why, fix = "choose from docker, docker-cpu and embedded", "./inv cluster.discover --device docker"
-        raise UsageError(f"--device {device!r} is not known", why, fix)
     proposed = discover.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
     echo(config.text(proposed), end="")
 
@@ -72,13 +69,13 @@ def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
     parts again, as often as a single machine's server, unless --no-restart is given. Not verified with GPUs or a DGX
     Spark.
     """
-    from sparkforge.serve.cluster import keep, start
+    from sparkforge.serve.cluster import start
 
     cluster = _read(config)
-    keep.refuse_second()
+    start.refuse_second()
     answer = start.up(cluster)
     if restart:
-        keep.begin(cluster)
+        start.begin_keeper(cluster)
     echo(f"{answer['url']}/v1")
 
 
@@ -88,9 +85,9 @@ def cluster_status(_ctx: Context, config: str = "", json_: bool = False) -> None
 
     Exit code 0 means that all parts run; 24 that one does not, or does not answer.
     """
-    from sparkforge.serve.cluster import keep, start
+    from sparkforge.serve.cluster import start
 
-    states, restarts = start.status(_read(config)), keep.state()
+    states, restarts = start.status(_read(config)), start.keeper_state()
     if json_:
         echo_json({"nodes": states, "restarts": restarts})
     else:
@@ -114,10 +111,10 @@ def cluster_down(_ctx: Context, config: str = "") -> None:
 
     It ends whatever server each node's checkout runs, also one that ./inv up started there.
     """
-    from sparkforge.serve.cluster import keep, start
+    from sparkforge.serve.cluster import start
 
     cluster = _read(config)
-    keep.end()
+    start.end_keeper()
     start.down(cluster)
 
 

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
             access.require_key(host, key)
         if request.only_validate:
             return int(validate(options, server)["exit_code"])
-        if not os.environ.get(CLUSTER):  # for a cluster, serve/cluster/keep.py does this
+        if not os.environ.get(CLUSTER):  # for a cluster, serve/cluster/start.py does this
             restarts.admit([socket.gethostname(), *server.command(sys.executable)], options.run)
         if options.refused == settings.HOLD:
             hold.until_admitted(lambda: admit(options, server), lambda line: _held(options, line))

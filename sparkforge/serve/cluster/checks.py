@@ -90,17 +90,14 @@ def evaluate_all(cluster: ClusterFacts) -> list[Finding]:
     """Judge every check."""
     reason = f"the device {cluster.config.device} has none"
     skips = not cluster.config.has_gpus
-    findings = [
-        skipped(check, reason) if skips and check.needs == GPUS else evaluate(check, cluster) for check in CHECKS
-    ]
+    findings = [skipped(check, reason) if skips and check.needs else evaluate(check, cluster) for check in CHECKS]
     return [replace(f, required=False, fix="") if f.status is Status.SKIPPED else f for f in findings]
 
 
 @CHECKS.add(fix="ssh NODE true   # then ssh-copy-id NODE")
 def _nodes(cluster: ClusterFacts) -> CheckResult:
     """Every node answers over ssh without a prompt."""
-    silent = {name: error for name, error in cluster.errors.items() if name not in cluster.facts}
-    if silent:
+    if silent := cluster.errors:
         first = next(iter(silent.values()))
         return failed("; ".join(f"{name}: {error.why}" for name, error in silent.items()), first.fix)
     return judged(len(cluster.facts) == len(cluster.config.nodes), f"{len(cluster.facts)} nodes answer")
@@ -293,8 +290,9 @@ def _split(cluster: ClusterFacts) -> CheckResult:
 def look(config: ClusterConfig) -> ClusterFacts:
     """Return the facts of all nodes, and of the network between them."""
     image = f"sparkforge/vllm:{config.stack}" if config.in_containers else ""
+    ports = {config.head.name: (config.port, config.master_port, config.watch_port)}
     answers = remote.on_all(
-        config.nodes, lambda node: remote.ask(node, ports=config.ports(node), model=config.model, image=image)
+        config.nodes, lambda node: remote.ask(node, ports=ports.get(node.name, ()), model=config.model, image=image)
     )
     rows = profiles.load_options(stack=config.stack)
     name = config.profile or settings.DEFAULTS["spark" if config.has_gpus else "embedded"][0]
@@ -312,40 +310,33 @@ def look(config: ClusterConfig) -> ClusterFacts:
 
 
 def _reaches(config: ClusterConfig, known: Mapping[str, NodeFacts]) -> dict[tuple[str, str], Reach | SparkforgeError]:
-    """Try the connections, both ways between the head and each worker, and on every other subnet of two nodes."""
-    head, nodes = config.head, {node.name: node for node in config.nodes}
+    """Try the connections, both ways between the head and each worker, and on every other subnet of two nodes.
+
+    One after the other, as they may need the same port.
+    """
+    head, nodes, chosen = config.head, {node.name: node for node in config.nodes}, (CHOSEN_PORT,)
     ways: list[tuple[ClusterNode, ClusterNode, str, str, tuple[int, ...]]] = []
     for worker in config.workers:
         ways.append((worker, head, worker.address, head.address, (config.master_port, config.watch_port)))
-        ways.append((head, worker, head.address, worker.address, (CHOSEN_PORT,)))
+        ways.append((head, worker, head.address, worker.address, chosen))
     control = {node.address for node in config.nodes}
-    for first, own, second, other in discover.pairs(config, known):
-        if not {own, other} <= control:
-            ways.append((nodes[first], nodes[second], own, other, (CHOSEN_PORT,)))
-    ways = [way for way in ways if way[0].name in known and way[1].name in known]
-
-    def receive(node: ClusterNode) -> dict[tuple[str, str], Reach | SparkforgeError]:
-        """Try the connections to a node one after the other, as they may need the same port."""
-        answers: dict[tuple[str, str], Reach | SparkforgeError] = {}
-        for sender, receiver, own, other, ports in ways:
-            if receiver == node:
-                mtu = max((e.mtu for e in known[sender.name].interfaces or () if own in e.hosts), default=1500)
-                try:
-                    answer: Reach | SparkforgeError = remote.reach(sender, receiver, ports, mtu, (own, other))
-                except SparkforgeError as error:
-                    answer = error
-                answers[f"{sender.name} {own}", f"{receiver.name} {other}"] = answer
-        return answers
-
-    return {
-        way: answer for answers in remote.on_every(config.nodes, receive).values() for way, answer in answers.items()
-    }
+    pairs = [pair for pair in discover.pairs(known) if not {pair[1], pair[3]} <= control]
+    ways += [(nodes[first], nodes[second], own, other, chosen) for first, own, second, other in pairs]
+    reaches: dict[tuple[str, str], Reach | SparkforgeError] = {}
+    for sender, receiver, own, other, ports in ways:
+        if {sender.name, receiver.name} <= known.keys():
+            mtu = max((e.mtu for e in known[sender.name].interfaces or () if own in e.hosts), default=1500)
+            try:
+                reach: Reach | SparkforgeError = remote.reach(sender, receiver, ports, mtu, (own, other))
+            except SparkforgeError as error:
+                reach = error
+            reaches[f"{sender.name} {own}", f"{receiver.name} {other}"] = reach
+    return reaches
 
 
 def require_fine(findings: Sequence[Finding]) -> None:
     """Raise RefusalError, with the first finding's fix, if a check failed."""
-    refusing = [finding for finding in findings if finding.status is Status.FAIL]
-    if refusing:
+    if refusing := [finding for finding in findings if finding.status is Status.FAIL]:
         names = ", ".join(finding.check for finding in refusing)
         why = f"{refusing[0].check}: {one_line(refusing[0].evidence)}"
         raise RefusalError(f"the cluster is refused by {names}", why, refusing[0].fix, code="validation.cluster")

@@ -28,9 +28,8 @@ Destination = Annotated[
 Folder = Annotated[str, StringConstraints(pattern=r"^(/[^\x00-\x1f\x7f]*)?$", max_length=4096)]
 # Part of a command line, where a leading dash would make it an option.
 Argument = Annotated[str, StringConstraints(pattern=r"^([^-\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*)?$", max_length=4096)]
-Flag = Annotated[
-    str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$", max_length=65536)
-]  # a value may be JSON
+# A value may be JSON.
+Flag = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$", max_length=65536)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
@@ -89,16 +88,12 @@ class ClusterConfig(Record):
         (), description="vLLM's own flags, which override the profile's"
     )
     tensor: int = Field(2, ge=1, description="machines that share each layer")
-    pipeline: int = Field(
-        1, ge=1, description="machines that share the layers; tensor x pipeline is the number of nodes"
-    )
+    pipeline: int = Field(1, ge=1, description="machines that share the layers; tensor x pipeline: number of nodes")
     expert: bool = Field(False, description="whole experts on each machine instead of a part of each")
     key_file: Folder = Field("", description="the API key's file, the same path on every node")
     port: Port = Field(8000, description="of the API, on the head")
     master_port: Port = Field(29500, description="torch.distributed's, on the head")
-    watch_port: Port = Field(
-        29501, description="on the head: the port over which nodes notice that another node has ended"
-    )
+    watch_port: Port = Field(29501, description="on the head: the port by which nodes notice that another one ended")
     nodes: tuple[ClusterNode, ...] = Field(min_length=2)
 
     @model_validator(mode="after")
@@ -119,10 +114,7 @@ class ClusterConfig(Record):
             ),
             (own, f"flags: {own} is set from `tensor`, `pipeline` and the nodes"),
             (len({self.port, self.master_port, self.watch_port}) < 3, "port, master_port and watch_port must differ"),
-            (
-                sum(not node.ssh for node in self.nodes) > 1,
-                "two nodes have no ssh; only this machine's entry may lack it",
-            ),
+            (sum(not n.ssh for n in self.nodes) > 1, "two nodes have no ssh; only this machine's entry may lack it"),
         ):
             if wrong:
                 raise ValueError(why)
@@ -177,10 +169,6 @@ class ClusterConfig(Record):
         }
         experts = ("--enable-expert-parallel",) if self.expert else ()
         return (*(f"{name}={value}" for name, value in flags.items()), *experts, *((HEADLESS,) if rank else ()))
-
-    def ports(self, node: ClusterNode) -> tuple[int, ...]:
-        """Return the ports on which a node listens."""
-        return (self.port, self.master_port, self.watch_port) if node == self.head else ()
 
 
 def read(path: Path) -> ClusterConfig:

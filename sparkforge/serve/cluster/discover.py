@@ -60,14 +60,11 @@ def propose(
 
     Raises RefusalError if two of them share no network that can carry a model.
     """
-    fast = {name: shared(facts, name) for name in facts}
-    common = set.intersection(*(set(networks) for networks in fast.values()))
+    fast = {name: _networks(node) for name, node in facts.items()}
+    common = set.intersection(*map(set, fast.values()))
     if not common:
-        apart = [
-            f"{first} and {second}"
-            for first, second in itertools.combinations(facts, 2)
-            if not set(fast[first]) & set(fast[second])
-        ]
+        two = itertools.combinations(facts, 2)
+        apart = [f"{first} and {second}" for first, second in two if not fast[first].keys() & fast[second].keys()]
         raise RefusalError(
             f"{len(facts)} nodes share no network that can carry a model",
             f"their wired interfaces that are up have no common subnet: {', '.join(apart[:4]) or 'all nodes together'}",
@@ -82,18 +79,9 @@ def propose(
         )
         for name, networks in fast.items()
     ]  # fmt: skip
-    return ClusterConfig.model_validate({"schema": 1, "device": device, **split(len(nodes)), "nodes": nodes})
-
-
-def split(nodes: int) -> dict[str, int]:
-    """Return tensor parallelism for powers of two, which divide a model's heads; otherwise pipeline parallelism."""
-    return {"tensor": nodes, "pipeline": 1} if nodes & (nodes - 1) == 0 else {"tensor": 1, "pipeline": nodes}
-
-
-def shared(facts: Mapping[str, NodeFacts], name: str) -> dict[IPv4Network, NetworkInterface]:
-    """Return the subnets that a node's fast interfaces share with other nodes, each with its interface."""
-    others = {network for other in facts if other != name for network in _networks(facts[other])}
-    return {network: interface for network, interface in _networks(facts[name]).items() if network in others}
+    # Powers of two divide a model's heads.
+    split = {"tensor": len(nodes)} if len(nodes).bit_count() == 1 else {"tensor": 1, "pipeline": len(nodes)}
+    return ClusterConfig.model_validate({"schema": 1, "device": device, **split, "nodes": nodes})
 
 
 def _networks(node: NodeFacts) -> dict[IPv4Network, NetworkInterface]:
@@ -153,14 +141,10 @@ def link_commands(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
         yield "EOF\nsudo chmod 600 /etc/netplan/40-cx7.yaml && sudo netplan apply && sudo sysctl --system"
 
 
-def pairs(config: ClusterConfig, facts: Mapping[str, NodeFacts]) -> Sequence[tuple[str, str, str, str]]:
-    """Return (node, its address, other node, its address) for every subnet that two nodes share."""
-    shared_pairs = []
-    for first, second in itertools.combinations([node.name for node in config.nodes if node.name in facts], 2):
+def pairs(facts: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (node, its address, other node, its address) for every subnet that two nodes share."""
+    for first, second in itertools.combinations(facts, 2):
         own, other = _networks(facts[first]), _networks(facts[second])
-        shared_pairs += [
-            (first, _host(own[network], network), second, _host(other[network], network))
-            for network in own
-            if network in other
-        ]
-    return shared_pairs
+        for network in own:
+            if network in other:
+                yield first, _host(own[network], network), second, _host(other[network], network)

@@ -15,16 +15,16 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from sparkforge.core import interrupt, paths
-from sparkforge.core.console import Steps, echo, show_error
+from sparkforge.core.console import echo, show_error
 from sparkforge.core.docker import docker, docker_logged
 from sparkforge.core.errors import EngineError, InputError, RefusalError, ServerError, SparkforgeError, on
 from sparkforge.core.files import DocumentError, read_json, write_atomic
@@ -32,7 +32,6 @@ from sparkforge.core.tables import Record, parse_record
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine
 from sparkforge.image.compose import SERVICE
-from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import access, entrypoint, launch, logs, record
 from sparkforge.serve.cluster import watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
@@ -47,7 +46,7 @@ LINES = 400
 class NodeRequest(Record):
     """The head's request to the node called `name`. `token` is the secret of this start."""
 
-    action: str
+    action: Literal["validate", "begin", "start", "status", "logs", "down"]
     name: str
     config: ClusterConfig
     token: str = ""
@@ -102,20 +101,26 @@ def lost() -> Mapping[str, str] | None:
     return None
 
 
+def _plan(config: ClusterConfig, node: ClusterNode) -> StartPlan:
+    is_head = node == config.head
+    port = (f"--port={config.port}",) if is_head and config.in_containers else ()
+    return StartPlan(
+        config.device,
+        model=config.model,
+        profile=config.profile,
+        stack=config.stack,
+        port=config.port,
+        key_file=(config.key_file or None) if is_head else None,  # a worker answers no client
+        flags=(*config.engine_flags(node), *port, *config.flags),
+    )
+
+
 class EmbeddedNode(Embedded):
     """A node's part on the embedded device, which ends with the other nodes' parts."""
 
     def __init__(self, config: ClusterConfig, node: ClusterNode, token: str = "") -> None:
         self.config, self.node, self.token = config, node, token
-        plan = StartPlan(
-            EMBEDDED,
-            model=config.model,
-            profile=config.profile,
-            port=config.port,
-            key_file=(node == config.head and config.key_file) or None,
-            flags=(*config.engine_flags(node), *config.flags),
-        )
-        super().__init__(plan, Path(node.python) if node.python else None)
+        super().__init__(_plan(config, node), Path(node.python) if node.python else None)
 
     def launch(self) -> Launch:
         """Return the start of this node's part of the model."""
@@ -150,7 +155,7 @@ class EmbeddedNode(Embedded):
 
 
 def answer(request: NodeRequest) -> dict[str, Any]:
-    """Run the requested action. Raises the errors of the part, and InputError for an unknown action."""
+    """Run the requested action. Raises the errors of the part."""
     config = request.config
     part: type[EmbeddedNode | ContainerNode] = ContainerNode if config.in_containers else EmbeddedNode
     match request.action:
@@ -167,17 +172,14 @@ def answer(request: NodeRequest) -> dict[str, Any]:
                     device.begin()
                     return {"state": "running"}
                 server = device.start()
-            carried = transport(device.log()).description if config.has_gpus else ""
-            facts = {"url": server.url, "model": server.model_id, "proof": server.proof}
-            return {**facts, **({"transport": carried} if carried else {})}
+            carried = {"transport": transport(device.log())[1]} if config.has_gpus else {}
+            return {"url": server.url, "model": server.model_id, "proof": server.proof, **carried}
         case "status":
             return part.state()
         case "logs":
             return {"lines": part.log().splitlines()[-request.lines :]}
-        case "down":
+        case _:  # down
             return {"state": part.stop()}
-    why, fix = f"there is no action {request.action[:40]!r}", "git pull   # on every node: the same Sparkforge"
-    raise InputError("the request is malformed", why, fix)
 
 
 def main() -> int:
@@ -199,57 +201,25 @@ def main() -> int:
 
 
 PYTHON = "/opt/venv/bin/python"  # of the image
-# Prints the container's RDMA devices and limits, as the user that will run vLLM.
-RDMA_PROBE = (
-    "import json,os,resource as r; d='/dev/infiniband'; "
-    "n=sorted(os.listdir(d)) if os.path.isdir(d) else []; "
-    "print(json.dumps({'devices': n, 'open': [i for i in n if os.access(d+'/'+i, os.R_OK|os.W_OK)], "
-    "'memlock': r.getrlimit(r.RLIMIT_MEMLOCK)[0]}))"
-)
-UNLIMITED = -1
+# Prints what the container lacks for RDMA, as the user that will run vLLM.
+RDMA_PROBE = """\
+import glob, os, resource
+devices, (locked, _) = glob.glob("/dev/infiniband/uverbs*"), resource.getrlimit(resource.RLIMIT_MEMLOCK)
+if not devices:
+    print("there is no /dev/infiniband/uverbs*, so NCCL would use TCP")
+elif not any(os.access(device, os.R_OK | os.W_OK) for device in devices):
+    print("its user may not open /dev/infiniband/uverbs*")
+if locked != resource.RLIM_INFINITY:
+    print(f"it may lock {locked} bytes of memory only")
+"""
 KEPT_LOG = "logs/cluster.container.log"  # of a container that is removed, in SPARKFORGE_STATE
-ENDED_STATES = ("exited", "dead")
-
-
-class ContainerRdma(Record):
-    """A container's access to RDMA, as RDMA_PROBE prints it: files in /dev/infiniband, and bytes that it may lock."""
-
-    devices: tuple[str, ...]
-    open: tuple[str, ...]
-    memlock: int
-
-    def problems(self) -> Iterator[str]:
-        """Yield the problems."""
-        if not any(name.startswith("uverbs") for name in self.devices):
-            yield "there is no /dev/infiniband/uverbs*, so NCCL would use TCP"
-        elif not any(name.startswith("uverbs") for name in self.open):
-            yield "its user may not open /dev/infiniband/uverbs*"
-        if self.memlock != UNLIMITED:
-            yield f"it may lock {self.memlock} bytes of memory only"
-
-
-def _refuse_build(stack: str, _steps: Steps) -> None:
-    raise EngineError(
-        "a node builds no image", f"{stack} is missing", "./inv cluster.sync --image", code="engine.image"
-    )
 
 
 class ContainerNode(Container):
     """A node's part in a container; Compose reads this node's role, model, flags and watched nodes."""
 
     def __init__(self, config: ClusterConfig, node: ClusterNode, token: str = "") -> None:
-        is_head = node == config.head
-        port = (f"--port={config.port}",) if is_head else ()
-        plan = StartPlan(
-            config.device,
-            model=config.model,
-            profile=config.profile,
-            stack=config.stack,
-            port=config.port,
-            key_file=(config.key_file or None) if is_head else None,  # a worker answers no client
-            flags=(*config.engine_flags(node), *port, *config.flags),
-        )
-        super().__init__(plan, _refuse_build)
+        super().__init__(_plan(config, node), lambda *_: None)  # `prepare`, which builds images, does nothing
         self.config, self.node = config, node
         watching = json.dumps(config.watch_options(node))
         self.env |= {**node.variables, entrypoint.CLUSTER: watching, watch.TOKEN: token}
@@ -266,9 +236,7 @@ class ContainerNode(Container):
             look = docker_compose.compose(
                 *once, "--entrypoint", PYTHON, SERVICE, "-c", RDMA_PROBE, more=self.compose_files
             )
-            origin = f"the answer of the container of {self.node.name}"
-            inside = parse_record(docker(look, env=self.env), origin, ContainerRdma)
-            if problems := "; ".join(inside.problems()):
+            if problems := "; ".join(docker(look, env=self.env).splitlines())[:300]:
                 fix = "ls -l /dev/infiniband on the node; docker-compose.cluster.yml mounts it with unlimited memlock"
                 failure = f"the container of {self.node.name} has no RDMA"
                 raise RefusalError(failure, problems, fix, code="validation.cluster")
@@ -301,11 +269,12 @@ class ContainerNode(Container):
         if self.service.key_file:
             access.read_key(Path(self.service.key_file), private=False)
         server = self.serve(lambda _: None)
-        if self.config.has_gpus and (carried := transport(self.log())).tcp:
+        tcp, carried = transport(self.log()) if self.config.has_gpus else (0, "")
+        if tcp:
             keep_log()
             launch.stop()  # not `down`, which would end this process, the holder of the start's lock
             fix = "./inv cluster.check; ./inv cluster.logs shows why"
-            raise ServerError("NCCL took TCP in place of RDMA", carried.description, fix, code="server.cluster")
+            raise ServerError("NCCL took TCP in place of RDMA", carried, fix, code="server.cluster")
         return server
 
     @classmethod
@@ -315,7 +284,6 @@ class ContainerNode(Container):
         stopped = super().stop()  # removes the record's container
         if not identity():
             return stopped
-        keep_log()
         docker_compose.down({})
         record.begun_path().unlink(missing_ok=True)
         record.forget()
@@ -337,7 +305,7 @@ class ContainerNode(Container):
         if state.status == "running":
             milestone = "" if state.health == "healthy" else logs.milestone(last_log())
             return {"state": "running", "container": container[:12], "milestone": milestone or state.health}
-        if state.status not in ENDED_STATES:  # such as created, paused or restarting
+        if state.status not in ("exited", "dead"):  # such as created, paused or restarting
             return {"state": state.status, "why": f"the container is {state.status}"}
         ended = re.findall(r"^✗ (node \S+) ended this node's part.*\n\s*why:\s*(.*)$", last_log(), re.MULTILINE)
         why = ": ".join(ended[-1]) if ended else f"the container ended with code {state.exit_code}"
@@ -364,27 +332,13 @@ CHANNEL = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Transport:
-    """The channels between nodes in NCCL's log: how many use RDMA devices, and how many use TCP."""
-
-    rdma: int
-    devices: tuple[int, ...]
-    tcp: int
-
-    @property
-    def description(self) -> str:
-        """One line for people."""
-        if self.tcp:
-            return f"TCP carries {self.tcp} of {self.tcp + self.rdma} channels"
-        return f"RDMA carries all {self.rdma} channels, over {len(self.devices)} devices" if self.rdma else "not known"
-
-
-def transport(log: str) -> Transport:
-    """Read NCCL's channels between nodes from a log; those within a node are not counted."""
-    channels = [(match["kind"], int(match["device"])) for match in CHANNEL.finditer(log)]
-    rdma = [device for kind, device in channels if kind.startswith("IB")]
-    return Transport(len(rdma), tuple(sorted(set(rdma))), len(channels) - len(rdma))
+def transport(log: str) -> tuple[int, str]:
+    """Return how many channels between nodes use TCP by NCCL's log, and a sentence about all of them."""
+    channels = [(match["kind"], match["device"]) for match in CHANNEL.finditer(log)]
+    devices = [device for kind, device in channels if kind.startswith("IB")]
+    if tcp := len(channels) - len(devices):
+        return tcp, f"TCP carries {tcp} of {len(channels)} channels"
+    return 0, f"RDMA carries all {len(devices)} channels, over {len(set(devices))} devices" if devices else "not known"
 
 
 if __name__ == "__main__":

@@ -184,16 +184,8 @@ def reach(
 
     `addresses` are the sender's and the receiver's. Raises what `ask_probe` raises.
     """
-    options: dict[str, dict[str, Any]] = {
-        receiver.name: {"mode": "listen", "duration": LISTEN_SECONDS / 2},
-        sender.name: {"mode": "reach", "source": addresses[0], "mtu": mtu},
-    }
-
-    def put(node: ClusterNode) -> Reach:
-        more = {**options[node.name], "address": addresses[1], "ports": list(ports)}
-        return ask_probe(node, shape=Reach, seconds=2 * LISTEN_SECONDS, **more)
-
-    answer = on_all([receiver, sender], put)[sender.name]
-    if isinstance(answer, SparkforgeError):
-        raise answer
-    return answer
+    where: dict[str, Any] = {"address": addresses[1], "ports": list(ports)}
+    with ThreadPoolExecutor(1) as pool:
+        seconds, duration = 2 * LISTEN_SECONDS, LISTEN_SECONDS / 2
+        pool.submit(lambda: ask_probe(receiver, "listen", Reach, seconds=seconds, duration=duration, **where))
+        return ask_probe(sender, "reach", Reach, seconds=seconds, source=addresses[0], mtu=mtu, **where)

@@ -9,17 +9,13 @@ It runs as a file below the supervisor (sparkforge/serve/supervise.py) and impor
 """
 
 import argparse
+import asyncio
 import json
 import os
-import selectors
 import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,126 +36,81 @@ MESSAGE = """✗ node {node} ended this node's part of the server [server.cluste
   next: ./inv cluster.logs, then ./inv cluster.up"""
 
 
-@dataclass
-class Peer:
-    """A connection to another node: its name after its hello, the begun line, and the time of the last data."""
-
-    link: socket.socket
-    name: str = ""
-    rest: bytes = b""
-    heard: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Which node ended the server, and why."""
-
-    node: str
-    why: str
-
-
 class NodeWatch:
-    """Connections to the other nodes: the head has one to each worker, a worker one to the head."""
+    """Connections to the other nodes: the head has one to each worker, a worker one to the head.
+
+    `loss` becomes the name of the first node that ends the server, and why.
+    """
 
     def __init__(self, settings: argparse.Namespace, token: str) -> None:
         self._settings, self._token = settings, token
-        self._selector = selectors.DefaultSelector()
-        self._peers: list[Peer] = []
-        self._expected = set(settings.peers)
-        self._begun = self._beaten = time.monotonic()
-        self._listener: socket.socket | None = None
-        if settings.listen:
-            self._listener = socket.create_server((settings.address, settings.port))
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ)
+        self._missing = set(settings.peers)
+        self._writers: list[asyncio.StreamWriter] = []
+        self.loss: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
-    def turn(self) -> Loss | None:
-        """Receive for a moment, send a line if it is due, and return the loss of a node if there is one."""
-        now = time.monotonic()
-        if not self._settings.listen and not self._peers:
-            with suppress(OSError):  # the head may not listen yet
-                link = socket.create_connection((self._settings.address, self._settings.port), timeout=TURN_SECONDS)
-                self._add(Peer(link, name=self._settings.peers[0]))
-                self._send({"hello": self._settings.node, "token": self._token})
-        if loss := self._receive(TURN_SECONDS):
-            return loss
-        if now - self._beaten > BEAT_SECONDS:
-            self._beaten = now
-            self._send({})
-        for peer in [peer for peer in self._peers if now - peer.heard > SILENT_SECONDS]:
-            if peer.name:
-                return Loss(peer.name, f"it sent nothing for {SILENT_SECONDS:g} s")
-            self._drop(peer)  # a connection that sent no token
-        missing = self._expected if self._settings.listen else () if self._peers else self._settings.peers
-        if missing and now - self._begun > self._settings.join:
-            return Loss(", ".join(sorted(missing)), f"it did not connect within {self._settings.join:g} s")
-        return None
-
-    def tell(self, node: str, why: str) -> None:
-        """Tell the other nodes, also those that have just connected, that the server ends and because of which node."""
-        for _ in ("connection", "hello"):
-            self._receive(0)
-        self._send({"node": node, "end": why})
-        for peer in self._peers:
-            with suppress(OSError):
-                peer.link.shutdown(socket.SHUT_WR)
-
-    def _receive(self, seconds: float) -> Loss | None:
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                with suppress(OSError):
-                    self._add(Peer(self._listener.accept()[0]))
-            elif loss := self._read(key.data):
-                return loss
-        return None
-
-    def _add(self, peer: Peer) -> None:
-        peer.link.setblocking(False)
-        self._peers.append(peer)
-        self._selector.register(peer.link, selectors.EVENT_READ, peer)
-
-    def _drop(self, peer: Peer) -> None:
-        self._selector.unregister(peer.link)
-        peer.link.close()
-        self._peers.remove(peer)
-
-    def _read(self, peer: Peer) -> Loss | None:
-        """Read a peer's message. A connection without the token is dropped and changes nothing."""
+    async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = "") -> None:
+        """Read a node's lines until its connection ends. Without the token it is closed, and changes nothing."""
+        why = "its connection broke"
         try:
-            data = peer.link.recv(LONGEST_LINE)
-        except BlockingIOError:
-            return None
+            while line := await asyncio.wait_for(reader.readline(), SILENT_SECONDS):
+                message = _message(line)
+                if not name:
+                    if message.get("token") != self._token or message.get("hello") not in self._missing:
+                        break
+                    name = str(message["hello"])
+                    self._missing.discard(name)
+                    self._writers.append(writer)
+                    print(f"node {name} joined", flush=True)
+                if "end" in message:
+                    self._lose(str(message.get("node") or name), str(message["end"]))
+        except TimeoutError:
+            why = f"it sent nothing for {SILENT_SECONDS:g} s"
+        except ValueError:  # of readline
+            why = "it sent a line that is too long"
         except OSError as error:
-            data, reason = b"", f"its connection broke: {error.strerror}"
-        else:
-            reason = "its connection broke"
-        if not data:
-            self._drop(peer)
-            return Loss(peer.name, reason) if peer.name else None
-        peer.heard = time.monotonic()
-        *lines, peer.rest = (peer.rest + data).split(b"\n")
-        for line in lines:
-            message = _message(line)
-            if not peer.name:
-                if message.get("token") != self._token or message.get("hello") not in self._expected:
-                    self._drop(peer)
-                    return None
-                peer.name = str(message["hello"])
-                self._expected.discard(peer.name)
-                print(f"node {peer.name} joined", flush=True)
-            if "end" in message:
-                return Loss(str(message.get("node") or peer.name), str(message["end"]))
-        if len(peer.rest) > LONGEST_LINE:
-            self._drop(peer)
-            return Loss(peer.name, "it sent a line that is too long") if peer.name else None
-        return None
+            why = f"its connection broke: {error.strerror}"
+        writer.close()
+        if name:
+            self._lose(name, why)
+
+    async def connect(self) -> None:
+        """On a worker, connect to the head once it listens, and read its lines."""
+        settings = self._settings
+        while self._missing and not settings.listen:
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection(settings.address, settings.port, limit=LONGEST_LINE)
+                self._missing.clear()
+                self._writers.append(writer)
+                self._send({"hello": settings.node, "token": self._token})
+                await self.hear(reader, writer, settings.peers[0])
+            await asyncio.sleep(TURN_SECONDS)
+
+    async def beat(self) -> None:
+        """Send lines that say that this node lives."""
+        while True:
+            self._send({})
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def require_all(self) -> None:
+        """Count nodes that have not connected as lost."""
+        if self._missing:
+            self._lose(", ".join(sorted(self._missing)), f"it did not connect within {self._settings.join:g} s")
+
+    async def tell(self, node: str, why: str) -> None:
+        """Tell the other nodes that the server ends and because of which node."""
+        await asyncio.sleep(TURN_SECONDS)  # to read the hello of a node that has just connected
+        self._send({"node": node, "end": why})
+        for writer in self._writers:
+            with suppress(OSError):
+                writer.write_eof()
+
+    def _lose(self, node: str, why: str) -> None:
+        if not self.loss.done():
+            self.loss.set_result((node, why))
 
     def _send(self, message: dict[str, Any]) -> None:
-        for peer in self._peers:
-            if self._settings.listen and not peer.name:
-                continue
-            with suppress(OSError):  # a broken connection is noticed when it is read
-                peer.link.send(json.dumps(message).encode() + b"\n")
+        for writer in self._writers:
+            writer.write(json.dumps(message).encode() + b"\n")  # `hear` notices a broken connection
 
 
 def _message(line: bytes) -> dict[str, Any]:
@@ -170,49 +121,54 @@ def _message(line: bytes) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def run(settings: argparse.Namespace, token: str) -> int:
+async def run(settings: argparse.Namespace, token: str) -> int:
     """Run the command to its end, or until another node ends it; return the exit code."""
-    watch = NodeWatch(settings, token)
-    stopped, short = list[int](), list[int]()
-    supervisor = os.getppid()
-    signal.signal(signal.SIGURG, lambda received, _frame: short.append(received))
+    loop, supervisor, watch = asyncio.get_running_loop(), os.getppid(), NodeWatch(settings, token)
+    stopped: asyncio.Future[int] = loop.create_future()
+    short = asyncio.Event()
+
+    def stop(number: int) -> None:
+        if not stopped.done():
+            stopped.set_result(number)
+
+    loop.add_signal_handler(signal.SIGURG, short.set)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _frame: stopped.append(received))
+        loop.add_signal_handler(number, stop, number)
+    if settings.listen:
+        await asyncio.start_server(watch.hear, settings.address, settings.port, limit=LONGEST_LINE)
     environment = {name: value for name, value in os.environ.items() if name != TOKEN}
-    child = subprocess.Popen(settings.command, env=environment)
-    passed_on, loss = False, None
-    while child.poll() is None:
-        if stopped and not passed_on:
-            passed_on = True
-            why = STOPPED if os.getppid() == supervisor else ORPHANED
-            watch.tell(settings.node, MEMORY if short else why)
-            child.send_signal(stopped[0])
-        if loss := loss or (None if passed_on else watch.turn()):
-            break
-        if passed_on:
-            time.sleep(TURN_SECONDS)
-    if loss:
-        watch.tell(loss.node, loss.why)
-        print(MESSAGE.format(node=loss.node, why=loss.why), flush=True)
-        if settings.end:
-            temporary = settings.end.with_name(f".{settings.end.name}.{os.getpid()}.tmp")
-            with suppress(OSError):
-                temporary.write_text(json.dumps({"node": loss.node, "why": loss.why}), encoding="utf-8")
-                temporary.replace(settings.end)
-        child.terminate()
-        try:
-            child.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        return ENDED
-    code = child.returncode
-    if not passed_on:
+    child = await asyncio.create_subprocess_exec(*settings.command, env=environment)
+    loop.call_later(settings.join, watch.require_all)
+    ended = asyncio.create_task(child.wait())
+    background = asyncio.gather(watch.beat(), watch.connect())
+    await asyncio.wait((ended, stopped, watch.loss, background), return_when=asyncio.FIRST_COMPLETED)
+    if stopped.done():
+        why = STOPPED if os.getppid() == supervisor else ORPHANED
+        await watch.tell(settings.node, MEMORY if short.is_set() else why)
+        with suppress(ProcessLookupError):
+            child.send_signal(stopped.result())
+        code = await ended
+        return code if code >= 0 else 128 - code
+    if ended.done():
+        code = ended.result()
         why = f"its server ended with code {code}" if code >= 0 else f"signal {-code} ended its server"
-        watch.tell(settings.node, why)
+        await watch.tell(settings.node, why)
         print(f"the server of node {settings.node} ended with code {code}; the other nodes end too", flush=True)
         return code if code > 0 else ENDED
-    return code if code >= 0 else 128 - code
+    node, why = watch.loss.result()
+    await watch.tell(node, why)
+    print(MESSAGE.format(node=node, why=why), flush=True)
+    if settings.end:
+        temporary = settings.end.with_name(f".{settings.end.name}.{os.getpid()}.tmp")
+        with suppress(OSError):
+            temporary.write_text(json.dumps({"node": node, "why": why}), encoding="utf-8")
+            temporary.replace(settings.end)
+    with suppress(ProcessLookupError):
+        child.terminate()
+        await asyncio.wait((ended,), timeout=GRACE_SECONDS)
+        child.kill()
+    await ended
+    return ENDED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -241,4 +197,4 @@ def watched(command: Sequence[str], arguments: Sequence[str], end: Path) -> tupl
 
 
 if __name__ == "__main__":
-    sys.exit(run(parser().parse_args(), os.environ.get(TOKEN, "")))
+    sys.exit(asyncio.run(run(parser().parse_args(), os.environ.get(TOKEN, ""))))

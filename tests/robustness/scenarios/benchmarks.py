@@ -65,7 +65,7 @@ def _act(work):
         if b'"complete": true' in (_place(work) / batch.PLAN).read_bytes():
             return
         folder = batch.folder(work / "out", PLAN, fresh=False)
-    batch.run(BENCH, CONFIGS, folder)
+    batch.run(BENCH, {folder / f"{config.name}.json": config for config in CONFIGS}, is_batch=True)
     with _alone(work):
         batch.finish(folder)
 

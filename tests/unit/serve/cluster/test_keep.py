@@ -14,7 +14,7 @@ from waiting import wait_for
 from sparkforge.core import paths
 from sparkforge.core.errors import NetworkError, ServerError
 from sparkforge.serve import record, restarts
-from sparkforge.serve.cluster import keep, node, start, watch
+from sparkforge.serve.cluster import node, start, watch
 
 RUNS, STOPPED = {"state": "running"}, {"state": "stopped"}
 DIED = {"state": "ended", "why": "node spark2: signal 9 ended its server", "asked": False}
@@ -55,7 +55,7 @@ def stage(healthy, monkeypatch):
 
 
 def note():
-    return json.loads((paths.state() / keep.NOTE).read_text())
+    return json.loads((paths.state() / start.NOTE).read_text())
 
 
 AGAIN, SECOND_PAUSE = ["down", "up"], restarts.FIRST_SECONDS * restarts.FACTOR
@@ -82,27 +82,27 @@ def test_an_unrequested_end_restarts_all_nodes_after_a_pause(stage, answers, fai
     stage.answers.update(answers)
     stage.failing = failing
     failures = len(failing) + 1
-    keep.keep(stage.config)
+    start.keep(stage.config)
     assert stage.actions == actions
     if why:
-        pauses = [seconds for seconds in stage.pauses if seconds != keep.LOOK_SECONDS]
+        pauses = [seconds for seconds in stage.pauses if seconds != start.LOOK_SECONDS]
         assert pauses[-1] == pytest.approx(pause, abs=0.5)
         assert note() == {"state": "watching", "why": f"started again after: {why}", "failures": failures}
 
 
 def test_after_three_recent_failures_the_keeper_gives_up_with_a_message(stage):
-    assert keep.state()["state"] == "off"
+    assert start.keeper_state()["state"] == "off"
     stage.answers["spark"] = [DIED]
     argument = stage.config.model_dump_json(by_alias=True)
-    assert keep.main(argument) == ServerError.exit_code
+    assert start.main(argument) == ServerError.exit_code
     assert stage.actions == AGAIN * (restarts.MAX_FAILURES - 1)
-    assert keep.state()["state"] == "gave up"
-    assert "3 times within 60 min" in keep.state()["why"]
-    assert keep.state()["why"].endswith(DIED["why"])
-    keep.refuse_second()  # does not raise, because no keeper runs
-    assert keep.state()["state"] == "off"
-    keep._note("watching", "spark", ())
-    assert keep.state()["state"] == "off"  # nobody holds the lock
+    assert start.keeper_state()["state"] == "gave up"
+    assert "3 times within 60 min" in start.keeper_state()["why"]
+    assert start.keeper_state()["why"].endswith(DIED["why"])
+    start.refuse_second()  # does not raise, because no keeper runs
+    assert start.keeper_state()["state"] == "off"
+    start._note("watching", "spark", ())
+    assert start.keeper_state()["state"] == "off"  # nobody holds the lock
 
 
 @pytest.mark.slow
@@ -114,15 +114,15 @@ def test_it_is_started_and_ended_with_what_it_asks(stage, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     nodes = [node.model_copy(update={"ssh": f"n{number}"}) for number, node in enumerate(stage.config.nodes)]
-    pid = keep.begin(stage.config.model_copy(update={"nodes": tuple(nodes)}))
-    assert keep.running() == pid
+    pid = start.begin_keeper(stage.config.model_copy(update={"nodes": tuple(nodes)}))
+    assert start.keeper_pid() == pid
     with pytest.raises(ServerError, match="keeps a cluster"):
-        keep.refuse_second()
+        start.refuse_second()
     wait_for(lambda: (tmp_path / "asked").exists() and (tmp_path / "asked").read_text())
     began = time.monotonic()
-    keep.end()
+    start.end_keeper()
     assert time.monotonic() - began < 20  # it does not wait for the query's timeout
-    assert keep.running() is None
+    assert start.keeper_pid() is None
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "asked").read_text()), 0)
 
