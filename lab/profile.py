@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lab import trace
 from lab.trace import Breakdown
-from sparkforge.bench import baselines, batch, context, load, settings
+from sparkforge.bench import baselines, context, load, runs, settings
 from sparkforge.bench.options import OPTIONS
 from sparkforge.bench.report import format_figure
 from sparkforge.bench.schema import Config, ServedModel
@@ -53,7 +53,7 @@ class TraceProfile(Record):
 
 def run(flags: Mapping[str, str]) -> None:
     """Profile a server or read the trace `trace`; print and write it. Raises UsageError, ServerError, InputError."""
-    stamp, output = f"{datetime.now(UTC):%Y%m%d_%H%M%S}", batch.output_folder(flags.get("output", ""))
+    stamp, output = f"{datetime.now(UTC):%Y%m%d_%H%M%S}", runs.output_folder(flags.get("output", ""))
     if flags.get("trace"):
         path, folder = Path(flags["trace"]), output / f"profile_{stamp}"
         profile = TraceProfile(trace=path.name, breakdown=trace.read(path), traces={path.name: sha256_file(path)})

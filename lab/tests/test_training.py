@@ -20,7 +20,7 @@ from openai_harmony import (
 from lab.training import corpus, dialogues, export, faults, texts, train
 from lab.training.model import GptOss, through_mxfp4
 from spark_mxfp4.mxfp4 import dequantize
-from sparkforge.bench import canary
+from sparkforge.bench import gate
 from sparkforge.models import tiny
 from sparkforge.models.harmony import VOCAB_SIZE
 from sparkforge.models.tiny import Sizes
@@ -59,7 +59,7 @@ def system(**fields):
 
 
 def test_dialogues_and_tools_have_harmonys_form(encoding):
-    asked = canary.ASK[0]["content"]
+    asked = gate.ASK[0]["content"]
     prompt = system(calls="") + dialogues.USER.format(asked) + dialogues.ASSISTANT
     assert encoding.encode(prompt, allowed_special="all") == harmony(encoding, asked)
     asked, tool = proof.ASK[0]["content"], proof.TOOL["function"]

@@ -1,20 +1,27 @@
-"""The accuracy gate: nothing is timed before it passes."""
+"""The accuracy gate: a text's score and canaries; nothing is timed before it passes.
+
+Canaries are single requests, each with a check, whose answers show a broken gpt-oss before the figures do. A wrong
+kernel that still serves shows first in the first token of an answer (vLLM issue 37030: it must be `<|channel|>`), then
+in null content, then in tool calls that are not JSON.
+"""
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sparkforge import pins
-from sparkforge.bench import accuracy, canary
+from sparkforge.bench import accuracy
 from sparkforge.bench import text as texts
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, matches
 from sparkforge.bench.schema import Gate, ResultCheck, finite
 from sparkforge.core.console import say
-from sparkforge.core.errors import BenchmarkError, UsageError
+from sparkforge.core.errors import BenchmarkError, ServerError, UsageError
 from sparkforge.core.files import read_text
 from sparkforge.core.openai import Endpoint, last_part
+from sparkforge.serve import proof
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
     score = accuracy.score(endpoint, text.text)
     # No canaries for a server that cannot score, because each request could last until the timeout.
     asked = next((row.ask for row in baselines.canaries if matches(row.model, endpoint.model)), [])
-    canaries = [] if score.faults else canary.run(endpoint, asked)
+    canaries = [] if score.faults else ask_canaries(endpoint, asked)
     checks = [*check_score(score, threshold, text.text), *canaries]
     return Gate(
         passed=all(check.ok for check in checks),
@@ -128,3 +135,55 @@ def threshold_row(model: str, gate: Gate, size: int, date: str) -> str:
         f'nats = {nats:.2f}, tokens = {gate.tokens}, size = {size}, within = 0.03, why = "a round figure" }}\n'
         f'source = "measured: ./inv bench.acc --text {gate.text} --record"\ndate = "{date}"\n'
     )
+
+
+TOKENS = 512  # enough for a short answer after low-effort reasoning
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+HARMONY = "<|start|>user<|message|>What is the capital of France?<|end|><|start|>assistant"  # openai/harmony's format
+
+
+def ask_canaries(endpoint: Endpoint, names: Sequence[str]) -> list[ResultCheck]:
+    """Ask every canary of `names` and return a check for each."""
+    checks = []
+    for name in names:
+        try:
+            fault = CANARIES[name](endpoint)
+        except ServerError as error:
+            fault = f"{error.what}: {error.why}"
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            fault = f"the answer does not have the API's form ({error!r})"
+        checks.append(ResultCheck(name=f"canary: {name}", ok=not fault, told=fault or "correct"))
+    return checks
+
+
+def answers(endpoint: Endpoint) -> str:
+    """A chat answer has the API's form and counts at least one token."""
+    response = endpoint.chat(ASK, max_tokens=16, temperature=0)
+    counted = response["usage"]["completion_tokens"]
+    role = response["choices"][0]["message"]["role"]
+    return "" if role == "assistant" and 1 <= counted <= 16 else f"role {role!r}, {counted} of 16 tokens"
+
+
+def first_token(endpoint: Endpoint) -> str:
+    """The first token after a Harmony prompt opens a channel."""
+    response = endpoint.complete(HARMONY, max_tokens=1, temperature=0, skip_special_tokens=False)
+    text = response["choices"][0]["text"]
+    return "" if text == "<|channel|>" else f"the first token is {text!r}, not '<|channel|>'"
+
+
+def content(endpoint: Endpoint) -> str:
+    """A chat answer has content with at least one letter."""
+    choice = endpoint.chat(ASK, max_tokens=TOKENS, temperature=0)["choices"][0]
+    text = choice["message"]["content"]
+    if text is None or not text.strip():
+        return f"content is {text!r} (finish_reason {choice.get('finish_reason')!r})"
+    return "" if any(letter.isalpha() for letter in text) else f"content is {text[:60]!r}: no word in it"
+
+
+def tool_call(endpoint: Endpoint) -> str:
+    """A chat answer calls the offered tool with arguments that are a JSON object with a city."""
+    response = endpoint.chat(proof.ASK, tools=[proof.TOOL], max_tokens=TOKENS, temperature=0)
+    return proof.tool_call_fault(response["choices"][0]["message"])
+
+
+CANARIES = {question.__name__: question for question in (answers, first_token, content, tool_call)}

@@ -114,7 +114,7 @@ def qualify(
     """
     from sparkforge.image.devices import EMBEDDED, GPU
     from sparkforge.qualify import report
-    from sparkforge.qualify.parts import SHAPES, Qualification
+    from sparkforge.qualify.report import SHAPES, Qualification
     from sparkforge.serve import launch
     from sparkforge.serve.devices.choose import has_driver
     from sparkforge.serve.devices.in_environment import Embedded, Gpu

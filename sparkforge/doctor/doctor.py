@@ -1,15 +1,28 @@
-"""`./inv doctor`: what is wrong, the first cause first, and the next command. Reads much, changes nothing."""
+"""`./inv doctor`: what is wrong, the first cause first, and the next command. Reads much, changes nothing.
 
+`--bundle` writes a support archive: what a helper needs, without names, addresses and secrets. Everything in it has
+gone through `sparkforge.core.redact.for_support`; only the beginning and the end of a long log are kept. The same
+evidence gives the same bytes: members in order, times and owners zero.
+"""
+
+import gzip
+import io
+import json
+import platform
 import re
 import shlex
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sparkforge import __version__
 from sparkforge.core import events, paths
 from sparkforge.core.console import console, echo, echo_json, say, without_passwords
-from sparkforge.core.errors import RefusalError, SparkforgeError, UsageError
+from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, UsageError, on
 from sparkforge.core.events import Event, Line
+from sparkforge.core.files import atomic_file
+from sparkforge.core.git import checkout_commit
 from sparkforge.core.redact import for_support
 from sparkforge.core.tables import Record
 from sparkforge.doctor import evidence as evidences
@@ -33,6 +46,21 @@ LONGEST = 400  # characters of a text that comes from a file
 # For problems that facts show: how to read the logs of this checkout.
 LOGS = {"log": "./inv logs"}
 CHECK = "validation-check"  # a signature's id, too: logs and reports show the same problem
+TOP = "sparkforge-support"
+MAX_TOTAL = 16 << 20  # bytes of logs, before compression
+UNIT_LOGS = 20  # the newest logs of compilers; a kernel build leaves hundreds
+ABOUT = """A support archive of Sparkforge.
+
+doctor.json       what `./inv doctor` found, and what it read
+facts.json        versions, the machine, and the other facts that signatures use
+reports/          the validator's reports
+manifests/        inputs and outputs of each build stage, with hashes
+logs/             the beginning and the end of each log
+docker/           the container as `docker inspect` shows it, cut; values of unknown variables left out
+
+Tokens, keys, user and host names, homes, addresses and hardware ids were taken out by rules. Rules miss
+things: look through it before you send it.
+"""
 
 
 class Place(Record):
@@ -88,9 +116,7 @@ def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
         elif all(problem.severity is Severity.HARMLESS for problem in problems):
             echo("none of this is a fault: the server runs with it")
     if archive:
-        from sparkforge.doctor import support  # noqa: PLC0415 - only for an archive
-
-        support.write(archive, document(problems, evidence), evidence)
+        write_archive(archive, document(problems, evidence), evidence)
     worst = [problem for problem in problems if problem.severity is not Severity.HARMLESS]
     if worst:
         count = f"{len(worst)} problems were found; first" if len(worst) > 1 else "one problem was found"
@@ -294,3 +320,72 @@ def _causes(problem: Problem, problems: Sequence[Problem]) -> tuple[str, ...]:
 def _short(value: Any) -> str:
     """Return a text of a file as one line that cannot disturb a terminal, without a URL's password."""
     return without_passwords(one_line(str("" if value is None else value)))[:LONGEST]
+
+
+def write_archive(path: Path, document: Mapping[str, Any], evidence: Evidence) -> None:
+    """Write the archive in one step and list its content. Raises StorageError."""
+    files = dict(sorted(members(document, evidence).items()))
+    try:
+        with (
+            atomic_file(path, mode=0o600) as file,
+            gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for name, data in files.items():
+                member = tarfile.TarInfo(f"{TOP}/{name}")
+                member.size, member.mode = len(data), 0o644
+                archive.addfile(member, io.BytesIO(data))
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}", error.strerror or str(error), on("ls -ld", path.parent), code="storage.access"
+        ) from error
+    say(f"{path} ({evidences.size(path.stat().st_size)}) holds:")
+    for name, data in files.items():
+        say(f"  {name} · {evidences.size(len(data))}")
+    say(f"tokens, names, homes and addresses were taken out; look before you send it: tar -xOf {path} | less")
+
+
+def members(document: Mapping[str, Any], evidence: Evidence) -> dict[str, bytes]:
+    """Return the archive's files by name, redacted."""
+    commit = checkout_commit(paths.ROOT)
+    versions = {
+        "sparkforge": __version__,
+        "python": platform.python_version(),
+        **({"commit": commit} if commit else {}),
+    }
+    other_facts = {name: value for name, value in evidence.facts.items() if name not in evidence.machine}
+    files = {
+        "README.txt": ABOUT.encode(),
+        "doctor.json": _json(document),
+        "facts.json": _json({"versions": versions, "machine": evidence.machine, "found": other_facts}),
+    }
+    for folder, table in (("reports", evidence.reports), ("manifests", evidence.documents)):
+        for name, value in table.items():
+            files[f"{folder}/{_name(name)}"] = _json(value)
+    if evidence.inspected:
+        files["docker/inspect.json"] = _json(evidence.inspected)
+    units = sorted(
+        (log for log in evidence.logs if log.kind == evidences.UNIT), key=lambda log: log.written, reverse=True
+    )
+    free = MAX_TOTAL
+    for log in evidence.logs:
+        if log in units[UNIT_LOGS:]:
+            continue
+        data = for_support(log.excerpt().decode("utf-8", "replace")).encode()
+        if 0 < len(data) <= free:
+            free -= len(data)
+            files[f"logs/{_name(log.name)}"] = data
+    return files
+
+
+def _json(value: Any) -> bytes:
+    # Through JSON first: tuples become lists, which the redaction walks.
+    plain = json.loads(json.dumps(value, default=str))
+    return json.dumps(for_support(plain), indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+def _name(source: str) -> str:
+    """Return a file's name for a source, redacted; of CONTAINER:PATH only the path's last part."""
+    container, colon, path = source.partition(":")
+    source = f"{container}_{PurePosixPath(path).name}" if colon else source
+    return re.sub(r"[^\w.-]+", "_", for_support(source)).strip("_.") or "unnamed"

@@ -1,26 +1,302 @@
-"""`./inv qualify`: runs every part, continues a killed run, and writes one report."""
+"""`./inv qualify`: runs every part, continues a killed run, and writes one report.
+
+A part returns outcomes, and names the measurements that could not run.
+"""
 
 import hashlib
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+import psutil
 from pydantic import Field
 
 from sparkforge import __version__
-from sparkforge.bench import context
+from sparkforge.bench import context, runs
 from sparkforge.bench.report import make_table, write_page
-from sparkforge.core import gpus
+from sparkforge.core import gpus, paths
 from sparkforge.core.console import echo, say
+from sparkforge.core.errors import RefusalError, ServerError, SparkforgeError
 from sparkforge.core.files import read_json, write_json
+from sparkforge.core.memory import GIB
 from sparkforge.core.process import ProbeError
 from sparkforge.core.redact import for_support
 from sparkforge.core.tables import Record
-from sparkforge.image.devices import GPU
+from sparkforge.core.vllm_flags import SHARE
+from sparkforge.image.devices import EMBEDDED, GPU
+from sparkforge.plan import devices, speed, thresholds
 from sparkforge.qualify import ledger
 from sparkforge.qualify.ledger import Claim, Verdict
-from sparkforge.qualify.parts import COULD_NOT_RUN, DIFFERS, HELD, PARTS, Outcome, Qualification, run
+from sparkforge.serve import first_answers, launch, record
+from sparkforge.serve.devices.in_environment import InEnvironment
+from sparkforge.serve.record import Server
+from validate.checks import serving
+from validate.checks.finding import FactMissing, Status, View
+from validate.facts.fact import load_sheet
+
+HELD: Literal["held"] = "held"
+DIFFERS: Literal["differs"] = "differs"
+COULD_NOT_RUN: Verdict = "could not run"
+PASSED: dict[Status, Verdict] = {Status.PASS: HELD, Status.SKIPPED: COULD_NOT_RUN}  # other checks differ
+CONCURRENCIES = (1, 4, 16)
+SHAPES = {GPU: (1024, 256), EMBEDDED: (64, 16)}  # tokens in and out of a request of the load; a CPU is slow
+WORKING_GIB = 16.0  # for the tiny server's processes, and for the memory that the test takes
+LEAST_SHARE = 0.1  # share of the GPU's memory with which the tiny server starts
+OVERSHOOT_GIB = 4.0  # this far below the bound the test stops, so that a failed guard does not freeze the machine
+GUARD_SECONDS = 120.0  # to take the memory; taking 16 GiB takes seconds
+END_SECONDS = 15.0  # for a server that was told to end
+# Takes CUDA memory in pieces, and prints when MemAvailable is below the bound.
+HOG = """
+import sys, time
+import torch
+bound, floor, held, told = float(sys.argv[1]), float(sys.argv[2]), [], False
+while True:
+    lines = dict(line.split(":") for line in open("/proc/meminfo"))
+    available = int(lines["MemAvailable"].split()[0]) / 2**20
+    if available < bound and not told:
+        print(time.time(), flush=True)
+        told = True
+    if available < floor or (told and available > bound + 2):  # the guard did not act, or the server has ended
+        break
+    held.append(torch.ones(1 << 28, dtype=torch.uint8, device="cuda"))
+    torch.cuda.synchronize()
+    time.sleep(0.05)
+"""
+
+
+class Outcome(Record):
+    """The result of one measurement or check: verdict, sentence, figure if there is one, and model."""
+
+    verdict: Verdict
+    evidence: str
+    figure: float | None = None
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class Qualification:
+    """The parts' inputs: the tiny model's device, the user's model's device if any, and a load's tokens in and out."""
+
+    tiny: InEnvironment
+    model: InEnvironment | None
+    folder: Path
+    shape: tuple[int, int]
+
+
+Outcomes = dict[str, Outcome]
+
+
+def machine(qualification: Qualification) -> Outcomes:
+    """Run the validator for the tiny model: every check is an outcome, and some facts are figures."""
+    report = paths.state() / "validation.json"
+    report.unlink(missing_ok=True)
+    with suppress(RefusalError):  # the report says which checks failed
+        qualification.tiny.validate()
+    findings, facts = read_json(report)["findings"], load_sheet(report)
+    outcomes = {
+        row["check"]: Outcome(verdict=PASSED.get(Status(row["status"]), DIFFERS), evidence=row["evidence"])
+        for row in findings
+    }
+
+    def add(name: str, unit: str, value: float | None) -> None:
+        if value is not None:
+            outcomes[name] = Outcome(verdict=HELD, evidence=f"{value:,.6g} {unit}".strip(), figure=value)
+
+    add("memory-gib", "GiB", psutil.virtual_memory().total / GIB)
+    add("cores", "", float(os.cpu_count() or 0))
+    for name, fact, key in (
+        ("sm-clock-highest-mhz", "gpu.state", "clocks.max.sm"),
+        ("sm-clock-loaded-mhz", "numerics.loaded", "clocks.sm"),
+        ("power-loaded-watts", "numerics.loaded", "power.draw"),
+    ):
+        state = facts[fact].value if fact in facts else None
+        if isinstance(state, Mapping):
+            add(name, "W" if key == "power.draw" else "MHz", gpus.number(str(state.get(key, ""))))
+    return outcomes
+
+
+def kernels(qualification: Qualification) -> Outcomes:
+    """Compile and audit FlashInfer's modules, or use those that `prepare` has made."""
+    capability = getattr(qualification.tiny, "capability", None)
+    if capability is None or not capability.flashinfer:
+        why = "the experts of this device are not FlashInfer's, so none of its modules is compiled"
+        return {"kernels": Outcome(verdict=COULD_NOT_RUN, evidence=why)}
+    # `prepare` raises for a failed compilation or audit, so this part is reached with both done.
+    seconds = qualification.tiny.steps.seconds.get("kernels", 0.0)
+    evidence = f"compiled, or unchanged, and audited for {capability.architecture} in {seconds:.0f} s"
+    return {"kernels": Outcome(verdict=HELD, evidence=evidence, figure=seconds)}
+
+
+@contextmanager
+def _serving(device: InEnvironment, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Start the server of `device` with additional environment variables, and stop it at the end."""
+    with launch.starting():
+        started = device.launch()
+        started = replace(started, environment={**started.environment, **(environment or {})})
+        server = launch.start(started, lambda _line: None)
+        try:
+            yield server
+        finally:
+            with suppress(ServerError):  # it may have ended
+                launch.stop()
+
+
+def tiny(qualification: Qualification) -> Outcomes:
+    """Serve the tiny model; its first answers must be the recorded ones."""
+    with _serving(qualification.tiny) as server:
+        difference = first_answers.compare(server.endpoint)
+    evidence = (
+        f"the recorded tokens, log probabilities {difference:.3f} from float32; {len(server.proof)} kinds of request "
+        f"answered in {server.proof_seconds:.1f} s"
+    )
+    return {"first-answers": Outcome(verdict=HELD, evidence=evidence, figure=difference)}
+
+
+def guard(qualification: Qualification) -> Outcomes:
+    """Take CUDA memory beside the tiny server until its guard ends it, with a bound well above the usual one."""
+    device, machine_memory = qualification.tiny, psutil.virtual_memory()
+    why = "there is no CUDA memory here; lab/memory_guard.py tests the guard with a server's own memory"
+    if device.name == GPU:
+        why = "the GPU has its own memory, so CUDA allocations take none of the memory that the guard watches"
+        with suppress(ProbeError):  # nvidia-smi does not know a GB10's memory
+            if gpus.number(gpus.query("memory.total", units=False, env=os.environ)[0]["memory.total"]) is None:
+                why = ""
+    bound = thresholds.load().end_share * machine_memory.total / GIB  # a higher bound has no effect
+    share = (machine_memory.available / GIB - bound - WORKING_GIB) * GIB / machine_memory.total
+    if not why and share < LEAST_SHARE:
+        why = f"{machine_memory.available / GIB:.0f} GiB are free, too little for a server and this test"
+    if why:
+        return {"memory-guard": Outcome(verdict=COULD_NOT_RUN, evidence=why)}
+    flags = (*device.plan.flags, SHARE, f"{share:.2f}")
+    smaller = type(device)(replace(device.plan, flags=flags))
+    with _serving(smaller, {thresholds.VARIABLE: f"{bound:.2f}"}) as server:
+        command = [str(device.python), "-c", HOG, f"{bound:.2f}", f"{bound - OVERSHOOT_GIB:.2f}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hog:
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    hog.wait(GUARD_SECONDS)
+                deadline = time.monotonic() + END_SECONDS
+                while server.alive and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                end = record.ended(server)
+            finally:
+                hog.kill()
+            low = (hog.stdout.read() if hog.stdout else "").split()
+    if end is None or not end.why:
+        why = f"MemAvailable fell below {bound:.1f} GiB and no guard acted" if low else "MemAvailable did not fall"
+        return {"memory-guard": Outcome(verdict=DIFFERS, evidence=why)}
+    seconds = max(0.0, end.time - float(low[0])) if low else None
+    return {"memory-guard": Outcome(verdict=HELD, evidence=end.why, figure=seconds)}
+
+
+def model(qualification: Qualification) -> Outcomes:
+    """Start the user's model, gate it, and load it; its speed is compared with the plan's ceiling."""
+    names = ("model-start", "gate", *(f"speed-{count}" for count in CONCURRENCIES), "power")
+    device = qualification.model
+    if device is None:
+        why = "no model was named: ./inv qualify --model FOLDER"
+        return {name: Outcome(verdict=COULD_NOT_RUN, evidence=why) for name in names}
+    outcomes: Outcomes = {}
+    device.validate()
+    view = View(load_sheet(paths.state() / "validation.json"))
+    started = time.monotonic()
+    with _serving(device) as server:
+        seconds, served = time.monotonic() - started, device.model_id
+        outcomes["model-start"] = Outcome(
+            verdict=HELD, evidence=f"proved after {seconds:.0f} s", figure=seconds, model=served
+        )
+        tokens_in, tokens_out = qualification.shape
+        flags = {
+            "url": server.url,
+            "model": served,
+            "isl": str(tokens_in),
+            "osl": str(tokens_out),
+            "conc": ",".join(map(str, CONCURRENCIES)),
+            "output": str(qualification.folder / "bench"),
+        }
+        with sample_power() as watts:
+            try:
+                results = runs.measure(flags).results
+            except SparkforgeError as error:
+                outcomes["gate"] = Outcome(verdict=DIFFERS, evidence=f"{error.what}: {error.why}", model=served)
+                return outcomes
+    first = results[0].gate
+    outcomes["gate"] = Outcome(verdict=HELD, evidence=f"{first.text} by {first.source}", model=served)
+    for result in results:
+        if result.speed:
+            outcomes[f"speed-{result.config.conc}"] = against_plan(view, result.speed)
+    if watts:
+        mean = sum(watts) / len(watts)
+        evidence = f"{mean:.0f} W on average under these loads, {max(watts):.0f} at most"
+        outcomes["power"] = Outcome(verdict=HELD, evidence=evidence, figure=mean)
+    return {name: outcome.model_copy(update={"model": served}) for name, outcome in outcomes.items()}
+
+
+def against_plan(view: View, measured: speed.Measured) -> Outcome:
+    """Compare the decode speed with what the plan computes for this GPU."""
+    told = f"{1000 / measured.tpot_ms:.1f} tok/s each" if measured.tpot_ms else "no token but the first"
+    try:
+        device = None if view.is_none("gpu.name") else devices.by_gpu(view.text("gpu.name"))
+        if device is None or device.bytes_a_second is None:
+            return Outcome(verdict=COULD_NOT_RUN, evidence=f"{told}; no memory bandwidth is known for this device")
+        architecture = serving.architecture(view)
+        comparisons = list(speed.compare(architecture, device, measured, serving.load(view, architecture)))
+    except FactMissing as error:
+        return Outcome(verdict=COULD_NOT_RUN, evidence=f"{told}; {error}")
+    verdict = DIFFERS if any(comparison.causes for comparison in comparisons) else HELD
+    evidence = "; ".join(comparison.told for comparison in comparisons)
+    return Outcome(verdict=verdict, evidence=evidence or told, figure=comparisons[0].measured if comparisons else None)
+
+
+@contextmanager
+def sample_power(period: float = 1.0) -> Iterator[list[float]]:
+    """Yield a list that grows by the GPU's power in watts every `period` seconds; it stays empty without a figure."""
+    ended, watts = threading.Event(), list[float]()
+
+    def sample() -> None:
+        """Query nvidia-smi until the load has ended or nvidia-smi gives no figure."""
+        while not ended.wait(period):
+            try:
+                power = gpus.number(gpus.query("power.draw", units=False, env=os.environ)[0]["power.draw"])
+            except ProbeError:
+                return
+            if power is None:
+                return
+            watts.append(power)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield watts
+    finally:
+        ended.set()
+        thread.join()
+
+
+PARTS: dict[str, Callable[[Qualification], Outcomes]] = {
+    "machine": machine,
+    "kernels": kernels,
+    "tiny": tiny,
+    "guard": guard,
+    "model": model,
+}
+
+
+def run_part(name: str, qualification: Qualification) -> Outcomes:
+    """Run a part. An error becomes an outcome with the part's name, so the next parts still run."""
+    try:
+        return PARTS[name](qualification)
+    except SparkforgeError as error:
+        say(f"✗ {name}: {error.what}: {error.why}")
+        names = {"tiny": "first-answers", "guard": "memory-guard", "model": "model-start"}
+        return {names.get(name, name): Outcome(verdict=DIFFERS, evidence=f"{error.what}: {error.why}")}
+
 
 CAPABILITY = "12.1"  # of a GB10: reports of other GPUs settle nothing
 
@@ -106,7 +382,7 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
         steps = qualification.tiny.steps
         steps.total = max(steps.total, len(steps.seconds) + 1)
         with steps.step(f"qualify {name}") as tell:
-            outcomes = run(name, qualification)
+            outcomes = run_part(name, qualification)
             tell(f"{sum(outcome.verdict == HELD for outcome in outcomes.values())} of {len(outcomes)} held")
         finished[name] = PartResult(outcomes=outcomes, seconds=steps.seconds[f"qualify {name}"])
         kept = {

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from robustness.scenario import Scenario, write
-from sparkforge.bench import batch, schema
+from sparkforge.bench import runs, schema
 from sparkforge.bench.schema import Result
 
 SPREAD = {"mean": 1.0, "median": 1.0, "p99": 2.0}
@@ -41,7 +41,7 @@ BENCH = SimpleNamespace(measure=_measure)
 
 def _prepare(work):
     write(work / "out/mine.json", "{}")
-    folder = batch.folder(work / "out", PLAN, fresh=True)
+    folder = runs.batch_folder(work / "out", PLAN, fresh=True)
     folder.rename(_place(work))
 
 
@@ -62,12 +62,12 @@ def _alone(work):
 
 def _act(work):
     with _alone(work):
-        if b'"complete": true' in (_place(work) / batch.PLAN).read_bytes():
+        if b'"complete": true' in (_place(work) / runs.PLAN).read_bytes():
             return
-        folder = batch.folder(work / "out", PLAN, fresh=False)
-    batch.run(BENCH, {folder / f"{config.name}.json": config for config in CONFIGS}, is_batch=True)
+        folder = runs.batch_folder(work / "out", PLAN, fresh=False)
+    runs.run_all(BENCH, {folder / f"{config.name}.json": config for config in CONFIGS}, is_batch=True)
     with _alone(work):
-        batch.finish(folder)
+        runs.finish(folder)
 
 
 def _judge(work):
@@ -75,7 +75,7 @@ def _judge(work):
     folder = _place(work)
     for path in folder.glob("result_*.json"):
         assert schema.read(path).passed
-    if json.loads((folder / batch.PLAN).read_bytes())["complete"]:
+    if json.loads((folder / runs.PLAN).read_bytes())["complete"]:
         assert len(list(folder.glob("result_*.json"))) == len(CONFIGS)
 
 

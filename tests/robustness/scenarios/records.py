@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from robustness.scenario import Scenario, write
 from sparkforge.core.errors import ServerError, SparkforgeError, StorageError
-from sparkforge.doctor import evidence, support
+from sparkforge.doctor import doctor, evidence
 from sparkforge.serve import record
 from sparkforge.serve.record import Server
 
@@ -69,7 +69,7 @@ def _act_support(work):
         pass
     if log.broken:
         raise StorageError("the log cannot be read", log.broken, "ls -l", code="storage.access")
-    support.write(work / "out/support.tar.gz", {"problems": []}, evidence.Evidence(logs=[log]))
+    doctor.write_archive(work / "out/support.tar.gz", {"problems": []}, evidence.Evidence(logs=[log]))
 
 
 def _judge_support(work):

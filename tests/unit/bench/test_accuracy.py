@@ -7,7 +7,7 @@ import tomllib
 import pytest
 from expected import refused
 
-from sparkforge.bench import accuracy, canary, gate
+from sparkforge.bench import accuracy, gate
 from sparkforge.bench.accuracy import Score
 from sparkforge.bench.baselines import AccuracyThreshold, Reference
 from sparkforge.bench.gate import Passage, passage
@@ -108,8 +108,8 @@ BROKEN = {
 
 @pytest.mark.parametrize(("fault", "name", "changes"), [(fault, *row) for fault, row in BROKEN.items()])
 def test_a_canary_says_what_is_wrong(stub, endpoint, fault, name, changes):
-    assert [check.told for check in canary.run(endpoint, list(canary.CANARIES))] == ["correct"] * 4
+    assert [check.told for check in gate.ask_canaries(endpoint, list(gate.CANARIES))] == ["correct"] * 4
     vars(stub).update(changes)
-    check = canary.run(endpoint, [name])[0]
+    check = gate.ask_canaries(endpoint, [name])[0]
     assert not check.ok
     assert fault in check.told

@@ -5,7 +5,7 @@ import json
 import pytest
 from expected import refused
 
-from sparkforge.bench import batch, compare, runs, schema
+from sparkforge.bench import compare, runs, schema
 from sparkforge.core.errors import UsageError
 
 
@@ -17,7 +17,7 @@ def flags(stub, tmp_path):
 
 
 def batches(flags):
-    return sorted(batch.output_folder(flags["output"]).glob("batch_*"))
+    return sorted(runs.output_folder(flags["output"]).glob("batch_*"))
 
 
 def test_a_failed_configuration_does_not_stop_the_others(stub, flags):
@@ -49,8 +49,8 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags):
 
 
 def unfinished(bench, config, flags, **changes):
-    wanted = {**batch.plan(bench, [config]), **changes}
-    return batch.folder(batch.output_folder(flags["output"]), wanted, fresh=False)
+    wanted = {**runs.batch_plan(bench, [config]), **changes}
+    return runs.batch_folder(runs.output_folder(flags["output"]), wanted, fresh=False)
 
 
 def test_only_an_identical_batch_is_continued(bench, config, flags):
@@ -58,7 +58,7 @@ def test_only_an_identical_batch_is_continued(bench, config, flags):
     assert unfinished(bench, config, flags) == first
     assert unfinished(bench, config, flags, server_version="another") != first
     assert unfinished(bench, config.model_copy(update={"seed": 9}), flags) != first
-    batch.finish(first)
+    runs.finish(first)
     assert unfinished(bench, config, flags) != first
 
 

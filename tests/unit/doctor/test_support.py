@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from expected import refused
 
-from sparkforge.doctor import doctor, evidence, support
+from sparkforge.doctor import doctor, evidence
 from validate.facts.fact import Fact
 
 # Secrets that must not leak, each in a log, a report, a manifest, an environment, a command line or a file's name. The
@@ -88,7 +88,7 @@ def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(t
     collected = evidence.Evidence(facts={"b": 1, "a": 2}, documents={"z": {}, "y": {"k": 1}}, machine={"m": 1})
     places = [tmp_path / "one.tar.gz", tmp_path / "two.tar.gz"]
     for location in places:
-        support.write(location, {"problems": []}, collected)
+        doctor.write_archive(location, {"problems": []}, collected)
     assert places[0].read_bytes() == places[1].read_bytes()
     assert places[0].read_bytes()[4:8] == bytes(4)  # gzip's own time
     with tarfile.open(places[0]) as archive:
@@ -128,17 +128,17 @@ def test_many_logs_are_bounded(monkeypatch):
 
     units = [log(f"unit{number}.log", evidence.UNIT, number) for number in range(100)]
     collected = evidence.Evidence(logs=[log("server.log", evidence.EMBEDDED, 0), *units])
-    names = {name for name in support.members({}, collected) if name.startswith("logs/")}
-    assert len(names) == support.UNIT_LOGS + 1
+    names = {name for name in doctor.members({}, collected) if name.startswith("logs/")}
+    assert len(names) == doctor.UNIT_LOGS + 1
     assert {"logs/unit99.log", "logs/server.log"} <= names
-    monkeypatch.setattr(support, "MAX_TOTAL", 12_000)
-    assert len([name for name in support.members({}, collected) if name.startswith("logs/")]) == 2
+    monkeypatch.setattr(doctor, "MAX_TOTAL", 12_000)
+    assert len([name for name in doctor.members({}, collected) if name.startswith("logs/")]) == 2
 
 
 def test_names_in_the_archive_stay_in_its_folders():
     refused = {"c0ffee:/var/cache/sparkforge/state/refused.json": {}}
     collected = evidence.Evidence(reports=refused, documents={"../../etc/passwd": {}, "/": {}, "x\0y": {}})
-    names = support.members({}, collected)
+    names = doctor.members({}, collected)
     assert "reports/c0ffee_refused.json" in names
     assert not [name for name in names if ".." in Path(name).parts or Path(name).is_absolute()]
 
@@ -146,5 +146,5 @@ def test_names_in_the_archive_stay_in_its_folders():
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with refused("storage.access", r"support\.tar\.gz") as caught:
-        support.write(tmp_path / "file" / "support.tar.gz", {}, evidence.Evidence())
+        doctor.write_archive(tmp_path / "file" / "support.tar.gz", {}, evidence.Evidence())
     assert caught.value.why == "File exists"

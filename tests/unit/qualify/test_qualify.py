@@ -14,9 +14,9 @@ from sparkforge.core import paths
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import InputError, RefusalError, ServerError
 from sparkforge.plan.speed import Measured
-from sparkforge.qualify import ledger, parts, report
+from sparkforge.qualify import ledger, report
 from sparkforge.qualify.ledger import Claim
-from sparkforge.qualify.parts import Outcome, Qualification
+from sparkforge.qualify.report import Outcome, Qualification
 from sparkforge.serve.record import StartPlan
 from validate.checks.finding import View
 from validate.facts.fact import Fact, load_sheet
@@ -163,17 +163,17 @@ def test_reports_that_settle_nothing_are_refused(qualify, gpu, files, tmp_path):
 def test_a_speed_is_compared_with_the_plan_of_the_gpu():
     sheet = load_sheet(SHEET)
     measured = Measured(1024, 256, 1, 800.0, 20.0)
-    outcome = parts.against_plan(View(sheet), measured)
+    outcome = report.against_plan(View(sheet), measured)
     assert outcome.figure == pytest.approx(50)
     assert "of the computed ceiling" in outcome.evidence
     unknown = View({**sheet, "gpu.name": Fact("NVIDIA A100", "a test")})
-    assert parts.against_plan(unknown, measured).verdict == "could not run"
+    assert report.against_plan(unknown, measured).verdict == "could not run"
 
 
 @pytest.mark.parametrize("power", ["40.5", "[N/A]"])
 def test_power_is_sampled_until_a_load_ends_or_there_is_no_figure(gpu, power):
     gpu(GB10, power)
-    with parts.sample_power(0.001) as watts:
+    with report.sample_power(0.001) as watts:
         deadline = time.monotonic() + (20.0 if power == "40.5" else 0.1)
         while not watts and time.monotonic() < deadline:
             time.sleep(0.001)
