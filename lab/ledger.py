@@ -21,8 +21,7 @@ from sparkforge.core.program import exit_code
 from sparkforge.core.tables import first_fault
 from sparkforge.qualify import ledger
 from sparkforge.qualify.ledger import Claim, Ledger, SparkAnswer
-from sparkforge.qualify.report import COULD_NOT_RUN, DIFFERS, HELD
-from sparkforge.qualify.report import CAPABILITY, Report
+from sparkforge.qualify.report import CAPABILITY, COULD_NOT_RUN, DIFFERS, HELD, Report
 
 PAGE = ROOT / "docs" / "hardware.md"
 NONE_RUN = "**Nothing in this ledger was verified on a real DGX Spark.** We had no Spark."

@@ -86,10 +86,8 @@ class Signature(Record):
     kind: Kind
     severity: Severity
     line: re.Pattern[str] | None = None
-    exception: re.Pattern[str] | None = None
     xid: tuple[int, ...] = ()
     cuda: tuple[int, ...] = ()
-    code: tuple[int, ...] = ()
     signal: tuple[int, ...] = ()
     unless: re.Pattern[str] | None = None
     also: re.Pattern[str] | None = None
@@ -114,16 +112,14 @@ class Signature(Record):
     @property
     def reads_logs(self) -> bool:
         """Whether it has a condition for the lines of a log."""
-        return bool(self.line or self.exception or self.xid or self.cuda or self.code or self.signal)
+        return bool(self.line or self.xid or self.cuda or self.signal)
 
     def match(self, line: Line) -> dict[str, str] | None:
         """Return the named groups of a line that shows this; None if the line is about something else."""
         if not self._reads(line) or (self.block and "next" not in line.parts):
             return None
-        numbers = ((self.xid, line.xid), (self.cuda, line.cuda), (self.code, line.code), (self.signal, line.signal))
+        numbers = ((self.xid, line.xid), (self.cuda, line.cuda), (self.signal, line.signal))
         if any(wanted and number not in wanted for wanted, number in numbers):
-            return None
-        if self.exception and not self.exception.search(line.exception):
             return None
         match = self.line.search(line.text) if self.line else None
         if (self.line and match is None) or (self.unless and self.unless.search(line.text)):

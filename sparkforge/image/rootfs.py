@@ -44,7 +44,6 @@ from sparkforge.image.devices import CUDA, machine_of
 from sparkforge.patching import series
 from sparkforge.pins import StackImage, locks
 from sparkforge.pins.verify import ImageChanges, load_patched, patched_packages
-from sparkforge.plan import families
 from sparkforge.sources import bundle
 
 SIGNING_KEY = Path("/run/secrets/signing-key")  # a secret of the build; the kernel pack stays unsigned without it
@@ -174,13 +173,9 @@ def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
 
 
 def cuts(device: str) -> dict[str, list[str]]:
-    """Return the paths below site-packages, by name, that deploy/trim.toml leaves out of the device's image.
-
-    Paths that a family of models needs stay (families.toml, `untrimmed`).
-    """
+    """Return the paths below site-packages, by name, that deploy/trim.toml leaves out of the device's image."""
     entries: dict[str, dict[str, Any]] = read_toml(TRIMMING).get(device, {})
-    needed = {name for family in families.load().values() for name in family.untrimmed}
-    return {name: row["paths"] for name, row in entries.items() if name not in needed}
+    return {name: row["paths"] for name, row in entries.items()}
 
 
 def trim(packages: Path, cuts: Mapping[str, Sequence[str]]) -> dict[str, int]:

@@ -125,7 +125,7 @@ class Family(Record):
 
     `served` is the default model. `sinks`: whether attention has sinks. `attention_backends` are those that vLLM may
     select on 12.x; empty: no claim. `tiny` names the tiny checkpoint that tests the family without hardware, empty for
-    none. `untrimmed` are the entries of deploy/trim.toml that the family needs in an image.
+    none.
     """
 
     about: str
@@ -139,7 +139,6 @@ class Family(Record):
     without: tuple[str, ...] = ()
     served: str = ""
     tiny: str = ""
-    untrimmed: tuple[str, ...] = ()
     sizes: Sizes
     parts: tuple[PartRow, ...]
 

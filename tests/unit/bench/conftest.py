@@ -31,6 +31,7 @@ class Stub:
         self.asked, self.bodies, self.generated = Counter(), [], 0
         self.streams, self.hold_from = 0, 10**9  # streams from this number on wait until released
         self.at_load = None  # called once, at the first streamed answer
+        self.acts = {}  # path → function that is called with the body of a successful POST there
         self.gone = threading.Event()
         self.lock = threading.Lock()
         self.posted, self.post_answers, self.board_answer = [], [], b""
@@ -80,6 +81,7 @@ class Handler(Quiet):
             return
         if status == 200:
             stub.posted.append(body)
+            stub.acts.get(self.path, lambda _body: None)(body)
         if stub.board_answer:
             self.reply(status, stub.board_answer)
         else:

@@ -1,6 +1,8 @@
 """A bake-off of serve profiles against a stub: ranking, interrupts, and other commands meanwhile."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ from expected import refused
 
 from sparkforge.bench import bakeoff
 from sparkforge.core import paths
-from sparkforge.core.errors import EngineError, InputError, ServerError, StorageError, UsageError
+from sparkforge.core.errors import InputError, ServerError, StorageError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
 from sparkforge.image.compose import Service
@@ -30,8 +32,9 @@ FLAGS["text"] = "persuasion-24"
 
 
 @pytest.fixture(autouse=True)
-def fake_compose(monkeypatch):
-    """A fake Compose, which takes the stack, the model and the length from the variables."""
+def fake_compose(monkeypatch, fake_engine):
+    """A fake Compose, which takes stack, model and length from the variables, and a container with a log."""
+    fake_engine.log = "RuntimeError: in the container"
 
     def resolve(env):
         stack = env.get("SPARKFORGE_STACK") or "spark"
@@ -40,7 +43,6 @@ def fake_compose(monkeypatch):
         return Service("sparkforge:1", stack, "127.0.0.1", 8000, 1, environment, "")
 
     monkeypatch.setattr(bakeoff.docker_compose, "resolve", resolve)
-    monkeypatch.setattr(bakeoff.container, "last_log", lambda: "RuntimeError: in the container")
 
 
 def served(process, stub, **more):
@@ -51,7 +53,7 @@ def served(process, stub, **more):
 @pytest.fixture
 def starter(stub, free_port):
     """Start fake servers: a sleeping process, recorded at the stub's address; `acts` maps profiles to behaviour."""
-    fake = SimpleNamespace(acts={}, started=[], processes=[], request=StartPlan("docker", port=free_port()))
+    fake = SimpleNamespace(acts={}, more={}, started=[], processes=[], request=StartPlan("docker", port=free_port()))
 
     def start(request):
         assert request.trial
@@ -59,7 +61,7 @@ def starter(stub, free_port):
         fake.acts.get(request.profile, lambda: None)()
         process = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)
         fake.processes.append(process)
-        server = served(process, stub, profile=request.profile)
+        server = served(process, stub, profile=request.profile, **fake.more)
         record.write(server)
         return server
 
@@ -160,9 +162,10 @@ def test_a_trial_that_died_under_the_load_leaves_no_record(starter, stub):
     assert list(standings()) == ["safe"]
 
 
-def test_a_trial_that_cannot_be_ended_does_not_hide_why(starter, monkeypatch, capsys):
-    monkeypatch.setattr(bakeoff.runs, "measure", fails(KeyboardInterrupt()))
-    monkeypatch.setattr(bakeoff.launch, "stop", fails(EngineError("no engine", "no answer", "x", code="engine.down")))
+def test_a_trial_that_cannot_be_ended_does_not_hide_why(starter, stub, monkeypatch, capsys):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
+    stub.at_load = lambda: os.kill(os.getpid(), signal.SIGINT)
+    starter.more = {"container": "c0ffee"}
     with pytest.raises(KeyboardInterrupt):
         bake(starter, "safe")
     assert "./inv down ends the trial's server" in capsys.readouterr().err

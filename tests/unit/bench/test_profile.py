@@ -17,7 +17,6 @@ from expected import refused
 
 from lab import profile, trace
 from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import started_at
 from sparkforge.serve import command_line, record
 from sparkforge.serve.record import Server
@@ -125,22 +124,17 @@ def test_each_pattern_matches_its_examples_first():
 
 
 @pytest.fixture
-def own(stub, monkeypatch):
+def own(stub):
     """The stub, recorded as this checkout's server; stopping its profiler writes the recorded trace."""
     port = int(stub.url.rpartition(":")[2])
     record.write(Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", port, "", "honest-model", "embedded", ""))
-    send, prefixes = Endpoint.send, []
 
-    def write_at_stop(endpoint, path, body, *rest):
-        answer = send(endpoint, path, body, *rest)
-        if path == profile.START:
-            prefixes.append(body["profile_prefix"])
-        if path == profile.STOP and answer.is_success:
-            command_line.traces_folder().mkdir(exist_ok=True)
-            shutil.copy(RECORDED, command_line.traces_folder() / f"{prefixes[-1]}_rank0.1.pt.trace.json.gz")
-        return answer
+    def write(_body):
+        command_line.traces_folder().mkdir(exist_ok=True)
+        prefix = [body["profile_prefix"] for path, body, _ in stub.bodies if path == profile.START][-1]
+        shutil.copy(RECORDED, command_line.traces_folder() / f"{prefix}_rank0.1.pt.trace.json.gz")
 
-    monkeypatch.setattr(Endpoint, "send", write_at_stop)
+    stub.acts[profile.STOP] = write
     return {"port": str(port), "isl": "16", "osl": "4", "conc": "2"}
 
 

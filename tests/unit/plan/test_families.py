@@ -6,7 +6,6 @@ import pytest
 
 from sparkforge.cli import program
 from sparkforge.core.errors import InputError
-from sparkforge.image import rootfs
 from sparkforge.models import recipes
 from sparkforge.plan import families
 from sparkforge.plan.architecture import parse
@@ -99,14 +98,6 @@ def test_a_row_names_serve_profiles_with_our_experts():
     named = {name for experts in rows for name in experts.ours}
     assert named <= {name for name, row in profiles.load().items() if "--quantization=spark-mxfp4" in row.arguments()}
     assert profiles.named("embedded-kv8", family="qwen3-moe").variables()["SPARK_MXFP4_FAMILIES"] == "on"
-
-
-def test_what_a_family_needs_is_not_trimmed(monkeypatch):
-    name, row = next(iter(families.load().items()))
-    assert "tilelang" in rootfs.cuts("cuda")
-    changed = {name: row.model_copy(update={"untrimmed": ("tilelang",)})}
-    monkeypatch.setattr(families, "load", lambda: changed)
-    assert "tilelang" not in rootfs.cuts("cuda")
 
 
 def test_a_formula_is_arithmetic_and_nothing_else():

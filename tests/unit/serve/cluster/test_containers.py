@@ -4,12 +4,11 @@ import json
 import shlex
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 from servers import recorded
 
-from sparkforge.core.errors import RefusalError, ServerError, StorageError
+from sparkforge.core.errors import EngineError, RefusalError, ServerError, StorageError
 from sparkforge.core.process import started_at
 from sparkforge.image import compose
 from sparkforge.serve import entrypoint, record
@@ -111,19 +110,18 @@ def test_without_gpus_no_rdma_is_asked_for_and_the_file_without_devices_comes_la
 
 
 @pytest.mark.parametrize("content", ["a-key-of-the-clients", "", None])
-def test_the_heads_start_proves_itself_with_the_key_that_compose_resolves(
-    config, docker_command, monkeypatch, tmp_path, content
-):
-    file, started = tmp_path / "key", []
+def test_the_heads_start_proves_itself_with_the_key_that_compose_resolves(config, docker_command, tmp_path, content):
+    file = tmp_path / "key"
     if content is not None:
         file.write_text(content)
     service = {"image": "x", "environment": {compose.STACK: "spark"}}
     project = {"services": {"vllm": service}, "secrets": {"api_key": {"file": str(file)}}}
     docker_command.answers("config --format json", out=json.dumps(project))
-    monkeypatch.setattr(node.ContainerNode, "serve", lambda self, _tell: started.append(self.service.key_file))
-    with nullcontext() if content else pytest.raises(StorageError):
-        node.ContainerNode(config.model_copy(update={"device": "docker-cpu", "profile": ""}), config.head).start()
-    assert started == ([str(file)] if content else [])
+    head = node.ContainerNode(config.model_copy(update={"device": "docker-cpu", "profile": ""}), config.head)
+    with pytest.raises(EngineError if content else StorageError):  # there is no engine
+        head.start()
+    assert head.service.key_file == str(file)
+    assert any(" up " in call for call in docker_command.calls) == bool(content)
 
 
 def test_a_container_without_rdma_is_refused_and_not_validated(asked, docker_command, tmp_path):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import write_program
 
 from sparkforge.core.errors import SparkforgeError
 from sparkforge.serve.cluster import node, probe, remote, start
@@ -38,13 +39,8 @@ def root(tmp_path, monkeypatch):
     (tmp_path / "sys/devices/virtual/net/wlP9s9/wireless").mkdir()
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemFree: 7 kB\nMemAvailable: 50 kB\n")
-
-    def program(*argv):
-        if argv[0] == "ip":
-            return json.dumps(ADDRESSES)
-        raise FileNotFoundError(2, "No such file or directory", argv[0])
-
-    monkeypatch.setattr(probe, "program", program)
+    write_program(tmp_path / "bin/ip", f"echo '{json.dumps(ADDRESSES)}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     return tmp_path
 
 

@@ -1,12 +1,22 @@
 """cluster.sync's image and model between a head here and a worker behind stand-ins for ssh, Docker and rsync."""
 
+import json
 import os
-from unittest.mock import Mock
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from programs import write_program
 
-from sparkforge.core.errors import InputError, IntegrityError, NetworkError, ProcessError, StorageError, UsageError
+from sparkforge.core.errors import (
+    EngineError,
+    InputError,
+    IntegrityError,
+    NetworkError,
+    ProcessError,
+    StorageError,
+    UsageError,
+)
+from sparkforge.image import signing
 from sparkforge.serve.cluster import sync
 from sparkforge.serve.cluster.config import ClusterConfig
 
@@ -70,12 +80,11 @@ def test_an_image_goes_over_the_links_address_and_only_once(cluster, tmp_path):
 
 def test_an_image_that_trust_toml_does_not_take_is_not_sent(cluster, monkeypatch, tmp_path):
     (tmp_path / "head/image").write_text("sha256:aaaa")
-    monkeypatch.setattr(sync.trust, "is_demanding", lambda: True)
-    refusal = IntegrityError("it is refused", "it has no signature", "", code="integrity.signature")
-    monkeypatch.setattr(sync.trust, "print_trust", Mock(side_effect=refusal))
-    with pytest.raises(IntegrityError, match="no signature"):
+    public = json.dumps(signing.public_text(Ed25519PrivateKey.generate()))
+    (tmp_path / "trust.toml").write_text(f'schema = 1\nimages.demand = ["signature"]\nkeys.lab.public = {public}\n')
+    monkeypatch.setattr(sync.trust, "FILE", tmp_path / "trust.toml")
+    with pytest.raises(EngineError):  # the signature is looked for, in an engine that does not run
         sync.send_image(cluster)
-    sync.trust.print_trust.assert_called_once_with(cluster.stack, "sha256:aaaa")
     assert not (tmp_path / "worker/image").exists()
 
 
