@@ -14,14 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparkforge.bench import baselines, gate, load, report, samples, schema, settings
+from sparkforge.bench import baselines, gate, load, report, schema, settings
 from sparkforge.bench import text as texts
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, compare_with_competition, compute_ratios
 from sparkforge.bench.context import describe_server, facts, read_table
 from sparkforge.bench.gate import Passage
-from sparkforge.bench.load import CLIENT
+from sparkforge.bench.load import CLIENT, FinishedLoad
 from sparkforge.bench.report import PER_GPU
-from sparkforge.bench.samples import FinishedLoad
 from sparkforge.bench.schema import Config, Gate, Result, ResultCheck
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.core import paths
@@ -53,10 +52,10 @@ class Bench:
 
         try:
             finished = load.run(self.endpoint, config, self.text, self.seconds, advance)
-            checks = samples.check_load(finished, config)
+            checks = load.check_load(finished, config)
         except SparkforgeError as error:
             checks = [ResultCheck(name="the load ran to its end", ok=False, told=f"{error.what}: {error.why}")]
-        figures = samples.compute_metrics(finished, config) if finished else None
+        figures = load.compute_metrics(finished, config) if finished else None
         valid = figures if all(check.ok for check in checks) else None
         competition = compare_with_competition(valid, self.baselines.competition_figure(*config.key)) if valid else {}
         return Result(

@@ -59,13 +59,19 @@ def fetch(source: str) -> Path:
     `source` is HUB or a file: the archive or its member. Raises InputError, IntegrityError, NetworkError.
     """
     name, pin = next(iter(pins.load().texts.items()))
-    if source == HUB:
-        data = _download(pin)
-    else:
-        fix = f"{FETCH} {HUB}   # or a file: {pin.archive} or {Path(pin.member).name}"
-        data = _read(Path(source), max(int(file.size) for file in pin.pinned_files.values()), fix)
-    write_atomic(path(name), _unpacked(data, source, pin))
-    say(f"{path(name)}: sha256 {pin.pinned_files[pin.member].sha256}, from {source}")
+    archive, member = pin.pinned_files[pin.archive], pin.pinned_files[pin.member]
+    fix = f"{FETCH} {HUB}   # or a file: {pin.archive} or {Path(pin.member).name}"
+    data = _download(pin) if source == HUB else _read(Path(source), max(int(archive.size), int(member.size)), fix)
+    sha256, text = hashlib.sha256(data).hexdigest(), data
+    if sha256 == archive.sha256:
+        with zipfile.ZipFile(io.BytesIO(data)).open(pin.member) as file:
+            text = file.read()
+    if hashlib.sha256(text).hexdigest() != member.sha256:
+        wanted = f"wanted {member.sha256} ({pin.member}) or {archive.sha256}"
+        why = f"it has {len(data)} bytes with sha256 {sha256}; {wanted}; nothing was kept"
+        raise IntegrityError(f"{source} is not the pinned text", why, fix, code="integrity.hash")
+    write_atomic(path(name), text)
+    say(f"{path(name)}: sha256 {member.sha256}, from {source}")
     return path(name)
 
 
@@ -92,23 +98,3 @@ def _download(pin: TextPin) -> bytes:
         fix = f"again   # check the network and HF_ENDPOINT; or {copy}"
         raise NetworkError(f"cannot fetch {pin.archive}", without_passwords(why), fix, code="network.fetch")
     return response.content
-
-
-def _unpacked(data: bytes, origin: str, pin: TextPin) -> bytes:
-    archive, member = pin.pinned_files[pin.archive], pin.pinned_files[pin.member]
-    sha256 = hashlib.sha256(data).hexdigest()
-    if sha256 == member.sha256:
-        return data
-    why = f"it has {len(data)} bytes with sha256 {sha256}; wanted {member.sha256} ({pin.member}) or {archive.sha256}"
-    if sha256 == archive.sha256:
-        try:
-            with zipfile.ZipFile(io.BytesIO(data)).open(pin.member) as file:
-                unpacked = file.read(int(member.size) + 1)
-        except (KeyError, zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError) as error:
-            why = f"{pin.member} cannot be unpacked from it: {error}"
-        else:
-            if hashlib.sha256(unpacked).hexdigest() == member.sha256:
-                return unpacked
-            why = f"its {pin.member} has another sha256 than the pin, {member.sha256}"
-    fix = f"{FETCH} {HUB}   # or a file: {pin.archive} or {Path(pin.member).name}"
-    raise IntegrityError(f"{origin} is not the pinned text", f"{why}; nothing was kept", fix, code="integrity.hash")

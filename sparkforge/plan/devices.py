@@ -142,12 +142,9 @@ def by_gpu(name: str) -> Device | None:
 def this_machine(gpu: str) -> Device:
     """Return this machine, measured. `gpu` is nvidia-smi's name of its GPU, empty if it has none.
 
-    Raises UsageError for a GPU that the table does not have, or if not even the memory can be read.
+    Raises UsageError for a GPU that the table does not have.
     """
-    try:
-        total, free = psutil.virtual_memory().total, memory.measure().available
-    except OSError as error:
-        raise UsageError("this machine's memory is not known", str(error), "./inv plan --device spark") from error
+    total, free = psutil.virtual_memory().total, memory.measure().available
     return describe(gpu, total, free, None if gpu else copy_speed())
 
 

@@ -338,10 +338,6 @@ class Report(Record):
     rows: tuple[RowResult, ...]
     seconds: dict[str, float]
 
-    def count(self, verdict: Verdict) -> int:
-        """The number of claims with this verdict."""
-        return sum(row.verdict == verdict for row in self.rows)
-
 
 def judge(claim: Claim, outcomes: Mapping[str, Outcome], capability: str) -> RowResult:
     """Judge a claim by the outcomes; figures are compared only on a GPU of a Spark's capability."""
@@ -431,8 +427,9 @@ def qualify(qualification: Qualification, *, again: bool = False) -> Report:
 
 def print_report(report: Report) -> None:
     """Print the rows, and how many held."""
-    width = max((len(row.id) for row in report.rows), default=0)
+    width = max(len(row.id) for row in report.rows)
     for row in report.rows:
         echo(f"{row.verdict:<13} {row.id:<{width}}  {row.evidence}")
-    counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (HELD, DIFFERS, COULD_NOT_RUN))
+    verdicts = [row.verdict for row in report.rows]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in (HELD, DIFFERS, COULD_NOT_RUN))
     say(f"of {len(report.rows)} claims that `./inv qualify` tests: {counts}")

@@ -12,8 +12,8 @@ from loopback import Quiet, serving
 from sparkforge import pins
 from sparkforge.bench import baselines, gate
 from sparkforge.bench.gate import Passage
+from sparkforge.bench.load import FinishedLoad, Sample, check_load, compute_metrics
 from sparkforge.bench.runs import Bench
-from sparkforge.bench.samples import FinishedLoad, Sample, check_load, compute_metrics
 from sparkforge.bench.schema import Config, Result
 from sparkforge.core.openai import Endpoint
 

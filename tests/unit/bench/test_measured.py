@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkforge.bench import samples, schema
-from sparkforge.bench.samples import FinishedLoad, Sample
+from sparkforge.bench import load, schema
+from sparkforge.bench.load import FinishedLoad, Sample
 from sparkforge.core import paths
 from sparkforge.core.errors import RefusalError
 from sparkforge.models import recipes
@@ -114,8 +114,8 @@ def sample(**changes):
 
 
 def test_figures_follow_vllms_definitions(config):
-    load = FinishedLoad([sample(), sample(ttft=0.3, latency=1.2)], 2.0)
-    figures = samples.compute_metrics(load, config.model_copy(update={"tp": 2}))
+    finished = FinishedLoad([sample(), sample(ttft=0.3, latency=1.2)], 2.0)
+    figures = load.compute_metrics(finished, config.model_copy(update={"tp": 2}))
     assert figures.tpot_ms.median == pytest.approx(100)  # (1.4 - 0.5) / 9
     assert figures.interactivity == pytest.approx(10)
     assert (figures.ttft_ms.median, figures.ttft_ms.p99) == pytest.approx((400, 498))  # numpy's percentile
@@ -123,11 +123,11 @@ def test_figures_follow_vllms_definitions(config):
     assert figures.output_throughput == pytest.approx(10)
     assert figures.total_token_throughput == pytest.approx(34)
     assert figures.tput_per_gpu == pytest.approx(17)
-    impossible = samples.check_load(FinishedLoad([sample(latency=9.0)], 1.0), config)
+    impossible = load.check_load(FinishedLoad([sample(latency=9.0)], 1.0), config)
     assert not next(check for check in impossible if check.name == "times are possible").ok
 
 
 def test_nothing_is_divided_by_nothing(config):
-    for load in (FinishedLoad([], 0.0), FinishedLoad([sample(error="x")], 1.0), FinishedLoad([sample()], 0.0)):
-        assert samples.compute_metrics(load, config) is None
-        assert not all(check.ok for check in samples.check_load(load, config))
+    for finished in (FinishedLoad([], 0.0), FinishedLoad([sample(error="x")], 1.0), FinishedLoad([sample()], 0.0)):
+        assert load.compute_metrics(finished, config) is None
+        assert not all(check.ok for check in load.check_load(finished, config))

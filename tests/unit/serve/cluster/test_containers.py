@@ -69,7 +69,7 @@ def variables(docker_command):
     return dict(line.partition("=")[::2] for line in lines if "=" in line)
 
 
-def test_a_worker_is_validated_in_its_container_and_then_started(asked, absent, docker_command):
+def test_a_worker_is_validated_in_its_container_and_then_started(asked, absent, config, docker_command):
     absent()
     assert asked("spark2", "validate") == {"verdict": "serve"}
     assert asked("spark2", "begin") == {"state": "running"}
@@ -84,6 +84,8 @@ def test_a_worker_is_validated_in_its_container_and_then_started(asked, absent, 
         "--tensor-parallel-size=2", "--pipeline-parallel-size=1", "--distributed-executor-backend=mp", "--nnodes=2",
         "--node-rank=1", "--master-addr=192.168.177.11", "--master-port=29500", "--headless", "--max-num-seqs=8",
     ]  # fmt: skip
+    assert "--headless" not in config.engine_flags(config.head)
+    assert "--enable-expert-parallel" in config.model_copy(update={"expert": True}).engine_flags(config.head)
     assert passed["NCCL_IB_HCA"] == "=rocep1s0f1,roceP2p1s0f1"
     assert passed["GLOO_SOCKET_IFNAME"] == "enp1s0f1np1"
     assert passed["SPARKFORGE_SERVE_PROFILE"] == "safe"

@@ -1,9 +1,6 @@
 """A node's facts from a file tree like a Spark's /sys, and malformed answers."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from programs import write_program
@@ -70,13 +67,6 @@ def test_the_fingerprint_sees_names_sizes_and_both_ends(tmp_path):
     weights.rename(tmp_path / "other.safetensors")
     assert prints[0] == prints.pop()
     assert len({*prints, probe.fingerprint(tmp_path)}) == 4
-
-
-def test_the_probe_runs_alone_from_stdin(tmp_path):
-    argv = [sys.executable, "-I", "-", '{"mode": "facts"}']
-    with Path(probe.__file__).open() as source:
-        result = subprocess.run(argv, stdin=source, capture_output=True, cwd=tmp_path, check=True)
-    assert NodeFacts.model_validate_json(result.stdout).hostname
 
 
 ASKING = {
