@@ -14,7 +14,7 @@ import cluster_nodes as namespaces
 import pytest
 from waiting import wait_for
 
-from sparkforge.serve.cluster import config, watch
+from sparkforge.serve.cluster import config, node, watch
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs(*namespaces.PROGRAMS, "iptables")]
 
@@ -90,14 +90,15 @@ def test_other_weights_on_one_node_refuse_the_start(nodes, random_model, tmp_pat
 
 def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_path):
     """Stand-ins replace vLLM, which test_cluster_serve.py tests; this test is about the link."""
-    forever, ends = [sys.executable, "-c", "import signal; signal.pause()"], [tmp_path / "a.json", tmp_path / "b.json"]
+    forever, logs = [sys.executable, "-c", "import signal; signal.pause()"], [tmp_path / "a.log", tmp_path / "b.log"]
     with ExitStack() as stack:
         parts = []
         for index, (name, other) in enumerate((("head", "worker"), ("worker", "head"))):
             options = watch.options(name, namespaces.HEAD, 29601, (other,), listen=not index)
-            command = nodes.inside(index, *watch.watched(forever, options, ends[index]))
+            command = nodes.inside(index, *watch.watched(forever, options))
             environment = {**os.environ, watch.TOKEN: "token-of-this-start"}
-            parts.append(stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)))
+            log = stack.enter_context(logs[index].open("w"))
+            parts.append(stack.enter_context(subprocess.Popen(command, env=environment, stdout=log)))
             stack.callback(parts[-1].kill)
         established = nodes.inside(0, "ss", "--no-header", "--tcp", "state", "established", "sport", "=", ":29601")
         wait_for(lambda: subprocess.run(established, capture_output=True, check=True).stdout)
@@ -106,8 +107,8 @@ def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_pat
         began = time.monotonic()
         assert [part.wait(30) for part in parts] == [24, 24]
         assert time.monotonic() - began < 30
-    assert [json.loads(end.read_text())["node"] for end in ends] == ["worker", "head"]
-    assert {json.loads(end.read_text())["why"] for end in ends} == {"it sent nothing for 10 s"}
+    why = "it sent nothing for 10 s"
+    assert [node.loss(log.read_text()) for log in logs] == [("worker", why), ("head", why)]
 
 
 def test_a_link_that_is_down_ends_with_the_node_that_is_not_reached(nodes):

@@ -21,6 +21,7 @@ from sparkforge.core.process import session_members, started_at, with_variable
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
 from sparkforge.serve import command_line, record
+from sparkforge.serve.cluster import node
 from sparkforge.serve.devices import in_environment
 from sparkforge.serve.record import StartPlan
 
@@ -147,9 +148,9 @@ def test_a_killed_head_ends_the_worker_by_its_name_and_down_leaves_no_process(up
         for pid in reversed(victims):  # children first, because the kernel signals them when a parent ends
             os.kill(pid, number)
     wait_for(lambda: not left(nodes, "b"), END_SECONDS)
-    end = json.loads((nodes.work / "b/cluster.end.json").read_text())
-    assert end["node"] == "head"
-    assert end["why"].startswith("its connection broke")
+    ended_by, why = node.loss((nodes.work / "b/logs/server.log").read_text())
+    assert ended_by == "head"
+    assert why.startswith("its connection broke")
     assert nodes.inv("cluster.down", "--config", str(file), seconds=300).returncode == 0
     assert [left(nodes, name) for name in "ab"] == [[], []]
     code, shown = nodes.status(file)

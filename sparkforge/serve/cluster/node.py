@@ -15,7 +15,6 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from sparkforge.core import interrupt, paths
 from sparkforge.core.console import echo, show_error
 from sparkforge.core.docker import docker, docker_logged
 from sparkforge.core.errors import EngineError, InputError, RefusalError, ServerError, SparkforgeError, on
-from sparkforge.core.files import DocumentError, read_json, write_atomic
+from sparkforge.core.files import DocumentError, write_atomic
 from sparkforge.core.tables import Record, parse_record
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine
@@ -87,18 +86,10 @@ STATE = "state"
 ANSWER_KEYS = {"validate": "verdict", "begin": STATE, "start": "url", "status": STATE, "logs": "lines", "down": STATE}
 
 
-def end_path() -> Path:
-    """Return the path of the record of which other node ended this node's server, and why."""
-    return paths.state() / watch.END
-
-
-def lost() -> Mapping[str, str] | None:
-    """Return that record; None if no other node ended this one's server."""
-    with suppress(OSError, ValueError):
-        note = read_json(end_path())
-        if isinstance(note, dict) and {"node", "why"} <= note.keys():
-            return {"node": str(note["node"]), "why": str(note["why"])}
-    return None
+def loss(log: str) -> tuple[str, str] | None:
+    """Return which other node ended a node's part by its log, and why; None if none did."""
+    losses = re.findall(r"^✗ node (.+) ended this node's part.*\n\s*why:\s*(.*)$", log, re.MULTILINE)
+    return losses[-1] if losses else None
 
 
 def _plan(config: ClusterConfig, node: ClusterNode) -> StartPlan:
@@ -125,32 +116,31 @@ class EmbeddedNode(Embedded):
     def launch(self) -> Launch:
         """Return the start of this node's part of the model."""
         launch = super().launch()
-        command = watch.watched(launch.command, self.config.watch_options(self.node), end_path())
+        command = watch.watched(launch.command, self.config.watch_options(self.node))
         variables = {**launch.environment, **self.node.variables, watch.TOKEN: self.token}
         return replace(launch, command=command, environment=variables)
 
     def begin(self) -> None:
         """Start a worker and return at once."""
-        end_path().unlink(missing_ok=True)
         launch.begin(self.launch())
 
     def start(self) -> Server:
         """Start the head's part. Raises a ServerError that names the node that ended it, if one did."""
-        end_path().unlink(missing_ok=True)
+        earlier = self.log()  # stays if the start fails before it begins a log
         try:
             return super().start()
         except ServerError:
-            if loss := lost():
-                failure, fix = f"node {loss['node']} ended the start", "./inv cluster.logs"
-                raise ServerError(failure, loss["why"], fix, code="server.cluster") from None
-            raise
+            if not (lost := loss(self.log().removeprefix(earlier))):
+                raise
+            failure, fix = f"node {lost[0]} ended the start", "./inv cluster.logs"
+            raise ServerError(failure, lost[1], fix, code="server.cluster") from None
 
     @classmethod
     def state(cls) -> dict[str, Any]:
         """Return the part's state, and which other node ended it."""
         state = super().state()
-        if state["state"] == "ended" and (loss := lost()):
-            state |= {"why": f"node {loss['node']}: {loss['why']}", "asked": loss["why"] == watch.STOPPED}
+        if state["state"] == "ended" and (lost := loss(cls.log())):
+            state |= {"why": f"node {lost[0]}: {lost[1]}", "asked": lost[1] == watch.STOPPED}
         return state
 
 
@@ -307,9 +297,9 @@ class ContainerNode(Container):
             return {"state": "running", "container": container[:12], "milestone": milestone or state.health}
         if state.status not in ("exited", "dead"):  # such as created, paused or restarting
             return {"state": state.status, "why": f"the container is {state.status}"}
-        ended = re.findall(r"^✗ (node \S+) ended this node's part.*\n\s*why:\s*(.*)$", last_log(), re.MULTILINE)
-        why = ": ".join(ended[-1]) if ended else f"the container ended with code {state.exit_code}"
-        asked = why.endswith(watch.STOPPED) if ended else state.exit_code in record.CLEAN_EXITS
+        lost = loss(last_log())
+        why = f"node {lost[0]}: {lost[1]}" if lost else f"the container ended with code {state.exit_code}"
+        asked = lost[1] == watch.STOPPED if lost else state.exit_code in record.CLEAN_EXITS
         return {"state": "ended", "why": why, "asked": asked, "left": 0}
 
 

@@ -3,7 +3,7 @@
 vLLM watches the workers of its own machine only: without this, a head that has lost a worker keeps its port open and
 answers nobody, and a worker whose head is gone waits for ever. The nodes hold a connection to the head on the control
 network and send a line a second. If a node's connection breaks, its lines stop, or it reports that its server has
-ended, all other nodes end their parts, and write the node's name into their log and the file `--end`.
+ended, all other nodes end their parts, and write the node's name into their log.
 
 It runs as a file below the supervisor (sparkforge/serve/supervise.py) and imports the standard library alone.
 """
@@ -16,7 +16,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 BEAT_SECONDS = 1.0
@@ -29,8 +28,7 @@ TOKEN = "SPARKFORGE_CLUSTER_TOKEN"  # noqa: S105 - a variable's name
 MEMORY = "its memory guard ended it"  # serve/supervise.py sends SIGURG first, which other programs ignore
 ORPHANED = "its supervisor was killed"  # the kernel then sends SIGTERM, by PR_SET_PDEATHSIG in serve/supervise.py
 STOPPED = "it was stopped"  # by a signal: on request, or because the machine shuts down in order
-END = "cluster.end.json"  # in SPARKFORGE_STATE: which other node ended this one's part
-# Read by people, and by the doctor.
+# Read by people, the doctor, and the status of a node's part.
 MESSAGE = """✗ node {node} ended this node's part of the server [server.cluster]
   why:  {why}
   next: ./inv cluster.logs, then ./inv cluster.up"""
@@ -158,11 +156,6 @@ async def run(settings: argparse.Namespace, token: str) -> int:
     node, why = watch.loss.result()
     await watch.tell(node, why)
     print(MESSAGE.format(node=node, why=why), flush=True)
-    if settings.end:
-        temporary = settings.end.with_name(f".{settings.end.name}.{os.getpid()}.tmp")
-        with suppress(OSError):
-            temporary.write_text(json.dumps({"node": node, "why": why}), encoding="utf-8")
-            temporary.replace(settings.end)
     with suppress(ProcessLookupError):
         child.terminate()
         await asyncio.wait((ended,), timeout=GRACE_SECONDS)
@@ -180,7 +173,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--listen", action="store_true", help="this is the head")
     result.add_argument("--peers", required=True, type=lambda text: text.split(","), help="the nodes to hear from")
     result.add_argument("--join", type=float, default=600.0, help="seconds in which they must connect")
-    result.add_argument("--end", type=Path, help="JSON file to write when another node ended the server")
     result.add_argument("command", nargs="+")
     return result
 
@@ -191,9 +183,9 @@ def options(node: str, address: str, port: int, peers: Sequence[str], *, listen:
     return (*named, *(("--listen",) if listen else ()))
 
 
-def watched(command: Sequence[str], arguments: Sequence[str], end: Path) -> tuple[str, ...]:
+def watched(command: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the command that runs `command` under this program. Its environment needs TOKEN."""
-    return (sys.executable, "-P", __file__, *arguments, "--end", str(end), "--", *command)
+    return (sys.executable, "-P", __file__, *arguments, "--", *command)
 
 
 if __name__ == "__main__":

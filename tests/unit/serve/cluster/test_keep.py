@@ -131,15 +131,16 @@ def test_a_node_distinguishes_requested_ends_from_failures(healthy):
     over = subprocess.Popen([sys.executable, "-c", ""])
     over.wait()
     record.write(recorded(pid=over.pid))
+    record.log_path().parent.mkdir(exist_ok=True)
     config = healthy.config.model_copy(update={"device": "embedded"})
     request = node.NodeRequest(action="status", name="spark", config=config)
     assert node.answer(request)["asked"] is False
     for why, asked in ((watch.STOPPED, True), (watch.ORPHANED, False), ("its connection broke", False)):
-        node.end_path().write_text(json.dumps({"node": "spark2", "why": why}))
+        record.log_path().write_text(watch.MESSAGE.format(node="spark2", why=why))
         assert node.answer(request) | {"left": 0} == {
             "state": "ended", "why": f"node spark2: {why}", "asked": asked, "left": 0,
         }  # fmt: skip
-    node.end_path().write_text("{")
+    record.log_path().unlink()
     for asked in (True, False):
         end = {"pid": over.pid, "code": 0, "asked": asked, "time": time.time()}
         record.end_path().write_text(json.dumps(end))

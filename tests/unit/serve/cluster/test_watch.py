@@ -13,7 +13,7 @@ import pytest
 from waiting import wait_for
 
 from sparkforge.serve import supervise
-from sparkforge.serve.cluster import watch
+from sparkforge.serve.cluster import node, watch
 
 SECRET = "token-of-this-start"
 FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -23,11 +23,11 @@ FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
 def start(tmp_path, free_port):
     running, port = [], free_port()
 
-    def start(node, peers, command=FOREVER, token=SECRET, listen=False, join="20", under=list):
-        folder = tmp_path / node
+    def start(name, peers, command=FOREVER, token=SECRET, listen=False, join="20", under=list):
+        folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        options = watch.options(node, "127.0.0.1", port, peers, listen=listen)
-        argv = list(watch.watched(command, options, folder / "end.json"))
+        options = watch.options(name, "127.0.0.1", port, peers, listen=listen)
+        argv = list(watch.watched(command, options))
         argv[argv.index("--") : argv.index("--")] = ["--join", join]
         with (folder / "log").open("w") as log:
             environment = {**os.environ, watch.TOKEN: token}
@@ -57,7 +57,7 @@ def joined(head):
 
 
 def end(process):
-    return json.loads((process.folder / "end.json").read_text())
+    return node.loss((process.folder / "log").read_text())
 
 
 def child(process):
@@ -73,9 +73,7 @@ def test_a_killed_server_ends_the_other_nodes_by_name(both, dying, living, ended
     os.kill(child(both[dying]), signal.SIGKILL)
     assert both[living].wait(15) == 24
     name = both[dying].folder.name
-    assert end(both[living])["node"] == name
-    assert end(both[living])["why"] == "signal 9 ended its server"
-    assert f"node {name} ended this node's part" in (both[living].folder / "log").read_text()
+    assert end(both[living]) == (name, "signal 9 ended its server")
     assert ended(server, 1)
     assert both[dying].wait(15) == 24
 
@@ -85,7 +83,7 @@ def test_a_killed_watch_counts_as_a_lost_node(both):
     os.kill(child(worker), signal.SIGKILL)  # nothing reaps it in this test
     worker.kill()
     assert head.wait(15) == 24
-    assert end(head)["node"] == "worker"
+    assert end(head)[0] == "worker"
 
 
 @pytest.mark.parametrize(("guard", "why"), [(False, "it was stopped"), (True, "its memory guard ended it")])
@@ -96,8 +94,8 @@ def test_a_stop_ends_the_others_and_says_whether_it_was_the_memory_guards(both, 
     head.send_signal(signal.SIGTERM)
     assert head.wait(15) == 128 + signal.SIGTERM
     assert worker.wait(15) == 24
-    assert end(worker)["why"] == why
-    assert not (head.folder / "end.json").exists()
+    assert end(worker) == ("head", why)
+    assert end(head) is None
 
 
 def test_an_end_by_a_killed_supervisor_is_not_a_requested_end(start):
@@ -106,14 +104,14 @@ def test_an_end_by_a_killed_supervisor_is_not_a_requested_end(start):
     wait_for(lambda: joined(head) == {"worker"})
     head.kill()
     assert worker.wait(15) == 24
-    assert end(worker) | {"time": 0} == {"node": "head", "why": "its supervisor was killed", "time": 0}
+    assert end(worker) == ("head", "its supervisor was killed")
 
 
 @pytest.mark.slow
 def test_a_node_that_does_not_come_ends_the_others(start):
     head = start("head", ["worker", "third"], listen=True, join="1")
     assert head.wait(15) == 24
-    assert end(head)["node"] == "third, worker"
+    assert end(head) == ("third, worker", "it did not connect within 1 s")
 
 
 STRANGERS = [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 20000, b"[" * 4000 + b"\n"]
