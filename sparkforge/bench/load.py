@@ -28,6 +28,9 @@ from sparkforge.core.errors import ServerError
 from sparkforge.core.files import parse_json
 from sparkforge.core.openai import Endpoint
 
+CLIENT = Client(name="sparkforge", version=__version__)
+MARGIN = 16  # pieces beyond twice the requested tokens, before a stream counts as endless
+Progress = Callable[[], None]
 PROMPT_SLACK = 0.05  # text prompts are tokenized again, and a template or a first token may be added
 MOST_TOKENS_A_PIECE = 16  # speculative decoding sends several at once; above this, itl is meaningless
 
@@ -155,11 +158,6 @@ def check_load(load: FinishedLoad, config: Config) -> list[ResultCheck]:
     return checks
 
 
-CLIENT = Client(name="sparkforge", version=__version__)
-MARGIN = 16  # pieces beyond twice the requested tokens, before a stream counts as endless
-Progress = Callable[[], None]
-
-
 class StreamError(Exception):
     """A stream is not a complete answer; the message has the reason in a few words."""
 
@@ -203,14 +201,34 @@ def draw_prompts(endpoint: Endpoint, config: Config, text: str, count: int, seed
 
 
 def send(
-    endpoint: Endpoint,
-    prompts: Sequence[Prompt],
-    concurrency: int,
-    seconds: float,
-    progress: Progress = lambda: None,
+    endpoint: Endpoint, prompts: Sequence[Prompt], concurrency: int, seconds: float, progress: Progress = lambda: None
 ) -> FinishedLoad:
     """Send all prompts, `concurrency` at a time, within `seconds`; a failed request is a sample with an error."""
-    return asyncio.run(_send(endpoint, prompts, concurrency, seconds, progress))
+    late = f"not answered within {seconds:.0f} s"
+    samples = [Sample(wanted_tokens=prompt.output_tokens, error=late) for prompt in prompts]
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    pending, start = zip(prompts, samples, strict=True), time.perf_counter()
+
+    async def send_all() -> None:
+        async with httpx.AsyncClient(**endpoint.options, limits=limits) as client:
+
+            async def work() -> None:
+                """Send one request after the other."""
+                for prompt, sample in pending:
+                    sample.start = time.perf_counter() - start
+                    sample.error = await _answer(client, endpoint.model, prompt, sample)
+                    progress()
+
+            done, late = await asyncio.wait([asyncio.create_task(work()) for _ in range(concurrency)], timeout=seconds)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for task in done:
+            task.result()  # raises unexpected errors of `_answer`, such as a missing package
+
+    asyncio.run(send_all())
+    ends = [sample.start + sample.latency for sample in samples if not sample.error]
+    return FinishedLoad(samples, max(ends, default=time.perf_counter() - start))
 
 
 def require_answers(load: FinishedLoad) -> FinishedLoad:
@@ -221,36 +239,8 @@ def require_answers(load: FinishedLoad) -> FinishedLoad:
     return load
 
 
-async def _send(
-    endpoint: Endpoint, prompts: Sequence[Prompt], concurrency: int, seconds: float, progress: Progress
-) -> FinishedLoad:
-    slots, samples = asyncio.Semaphore(concurrency), [Sample(wanted_tokens=prompt.output_tokens) for prompt in prompts]
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    start = time.perf_counter()
-    async with httpx.AsyncClient(**endpoint.options, limits=limits) as http:
-
-        async def answer(prompt: Prompt, sample: Sample) -> None:
-            """Wait for a free slot, then send; the sample's start is the time after the wait, in seconds."""
-            async with slots:
-                sample.start = time.perf_counter() - start
-                await _answer(http, endpoint.model, prompt, sample)
-                progress()
-
-        tasks = [asyncio.create_task(answer(*pair)) for pair in zip(prompts, samples, strict=True)]
-        _, late = await asyncio.wait(tasks, timeout=seconds)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task, sample in zip(tasks, samples, strict=True):
-        if task in late:
-            sample.error = f"not answered within {seconds:.0f} s"
-        else:
-            task.result()  # raises unexpected errors of `_answer`, such as a missing package
-    ends = [sample.start + sample.latency for sample in samples if not sample.error]
-    return FinishedLoad(samples, max(ends, default=time.perf_counter() - start))
-
-
-async def _answer(http: httpx.AsyncClient, model: str, prompt: Prompt, sample: Sample) -> None:
+async def _answer(client: httpx.AsyncClient, model: str, prompt: Prompt, sample: Sample) -> str:
+    """Send a prompt and read its answer into `sample`; return why it is no complete answer, empty if it is one."""
     body = {
         "model": model,
         "prompt": prompt.content,
@@ -262,14 +252,15 @@ async def _answer(http: httpx.AsyncClient, model: str, prompt: Prompt, sample: S
     }
     start = time.perf_counter()
     try:
-        async with http.stream("POST", "/v1/completions", json=body) as response:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
             await _read_stream(response, start, prompt, sample)
     except StreamError as error:
-        sample.error = str(error)
+        return str(error)
     except httpx.TimeoutException:
-        sample.error = "silence for too long"
+        return "silence for too long"
     except (httpx.HTTPError, httpx.StreamError) as error:
-        sample.error = f"the stream broke off ({type(error).__name__})"
+        return f"the stream broke off ({type(error).__name__})"
+    return ""
 
 
 async def _read_stream(response: httpx.Response, start: float, prompt: Prompt, sample: Sample) -> None:

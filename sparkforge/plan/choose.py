@@ -101,11 +101,6 @@ def dense_formats(device: Device, profiles: Mapping[str, ServerOptions]) -> list
     return list(dict.fromkeys([*COMPARED, *(profiles[name].dense for name in candidates(device, profiles))]))
 
 
-def recommended(verdicts: Sequence[ProfileFit]) -> ProfileFit | None:
-    """Return the first profile that fits; the most cautious of `verdicts` is the first."""
-    return next((verdict for verdict in verdicts if not verdict.against), None)
-
-
 def _verdict(name: str, profile: ServerOptions, model: Architecture, device: Device, asked: Workload) -> ProfileFit:
     load, longest = profile.load(asked), profile.longest(model.longest)
     share = profile.number(SHARE, DEFAULT_UTILIZATION)

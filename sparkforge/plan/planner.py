@@ -149,7 +149,8 @@ def make_plan(
     nodes = parse_whole(request.nodes, "--nodes", 2, cluster.MOST_NODES) if request.nodes else 0
     model = subject.model
     verdicts = choose.verdicts(model, device, load, profiles)
-    recommended = choose.recommended(verdicts)
+    # The most cautious one comes first.
+    recommended = next((verdict for verdict in verdicts if not verdict.against), None)
     nearest = recommended or min(verdicts, key=lambda verdict: len(verdict.against), default=None)
     if recommended:  # otherwise a step has vLLM's default size, and as many sequences as requested
         load = profiles[recommended.name].load(load)

@@ -53,7 +53,7 @@ def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str
         last = why.splitlines()[-1]
         raise NetworkError(f"{node.name} cannot be reached by ssh", last, f"ssh {node.ssh} true", code="network.node")
     by_hand = shlex.join(command_line(node, argv[:3]))
-    raise ProcessError(f"{argv[0]} failed on {node.name}", why, f"{by_hand}", code="process.failed")
+    raise ProcessError(f"{argv[0]} failed on {node.name}", why, by_hand, code="process.failed")
 
 
 def document(

@@ -102,14 +102,10 @@ def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
     return [*command, "-o", f"HostKeyAlias={host}", "-o", f"HostName={node.address}"], node.ssh
 
 
-def install_command(node: ClusterNode) -> str:
-    """Return the command that installs the newest rsync of a node's distribution on the node."""
-    return f"ssh -t {node.ssh} {shlex.quote(INSTALL)}" if node.ssh else INSTALL
-
-
 def sending_error(error: ProcessError, head: ClusterNode, node: ClusterNode) -> SparkforgeError:
     """Return the error that messages of rsync, ssh or docker describe; their last lines rarely say it."""
-    on_both = f"{install_command(head)} && {install_command(node)} && {RESUME}"
+    commands = (f"ssh -t {n.ssh} {shlex.quote(INSTALL)}" if n.ssh else INSTALL for n in (head, node))
+    on_both = " && ".join((*commands, RESUME))
     meanings: tuple[tuple[str, type[SparkforgeError], str, str, str], ...] = (
         ("No space left on device|Disk quota exceeded", StorageError, f"the disk of {node.name} is full",
          f"free some there, then {RESUME}", "storage.full"),
