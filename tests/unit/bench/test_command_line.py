@@ -40,21 +40,6 @@ def test_a_misspelt_option_is_named_as_it_was_written(word, capsys):
     assert f"has no option {'-' if len(word) > 2 else ''}{word}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shape", [(), ("-isl", "1024", "-osl", "1024", "--tp", "1")])
-def test_acc_runs_the_gate_alone(out, stub, shape):
-    """The gate also runs with the shape of a load, as in the competition's command line."""
-    assert inv.main(["bench.acc", *shape, "--output", str(out)]) == 0
-    assert stub.streams == 0
-    assert json.loads((out / "accuracy.json").read_text())["sanity_only"]
-
-
-def test_gpt_oss_without_its_text_is_an_input_error_with_the_next_command(out, stub, monkeypatch, capsys):
-    stub.model = "gpt-oss-120b"
-    monkeypatch.setenv("MODEL", "openai/gpt-oss-120b")
-    assert inv.main(["bench.acc", "--output", str(out)]) == 10
-    assert "next: ./inv bench.acc --fetch-text hub" in capsys.readouterr().err
-
-
 # The container's program
 
 
@@ -75,13 +60,18 @@ def test_the_containers_program_runs_gate_and_load(out, stub, monkeypatch):
 
 @pytest.mark.parametrize(
     ("line", "code"),
-    [(["acc"], 0), (["submit", "Team", "-isl", "16", "-osl", "4", "-conc", "1", *SMALL], 0), (["fly"], 2),
-     (["acc", "--fetch-text", "/nonexistent"], 10)],
-)  # fmt: skip
+    [
+        (["acc", "-isl", "1024", "-osl", "1024", "--tp", "1"], 0),
+        (["submit", "Team", "-isl", "16", "-osl", "4", "-conc", "1", *SMALL], 0),
+        (["fly"], 2),
+        (["acc", "--fetch-text", "/nonexistent"], 10),
+    ],
+)
 def test_the_containers_program_ends_with_the_errors_code(out, stub, monkeypatch, line, code):
     monkeypatch.setenv("BENCH_URL", stub.url)
     output = [] if line[0] == "fly" else ["--output", str(out)]
     assert program.main([*line, *output]) == code
+    assert (stub.streams > 0) == (line[0] == "submit")  # the gate takes the shape of a load, as the competition's
 
 
 def test_the_image_holds_what_the_program_imports():
