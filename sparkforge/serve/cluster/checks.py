@@ -43,7 +43,7 @@ CHOSEN_PORT = 47_113
 # A Spark's cable takes tens of microseconds, a switch a few more, WiFi milliseconds. Every layer waits for two
 # all-reduces: 1 ms each would be 72 ms a token of gpt-oss-120b. Our own bound.
 ROUND_TRIP_SECONDS = 1e-3
-# Marlin takes a multiple of these columns of an LM head; half of gpt-oss's is none (eugr/spark-vllm-docker issue 136).
+# Marlin needs a multiple of these columns of an LM head. Half of gpt-oss's is not (eugr/spark-vllm-docker issue 136).
 MARLIN_TILE = 128
 
 

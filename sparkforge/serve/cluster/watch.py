@@ -132,14 +132,18 @@ async def run(settings: argparse.Namespace, token: str) -> int:
     loop.add_signal_handler(signal.SIGURG, short.set)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
+    tasks = [loop.create_task(work) for work in (watch.beat(), watch.connect())]
+
+    def welcome(*streams: Any) -> None:  # as a coroutine, asyncio would log that it is cancelled at the end
+        tasks.append(loop.create_task(watch.hear(*streams)))
+
     if settings.listen:
-        await asyncio.start_server(watch.hear, settings.address, settings.port, limit=LONGEST_LINE)
+        await asyncio.start_server(welcome, settings.address, settings.port, limit=LONGEST_LINE)
     environment = {name: value for name, value in os.environ.items() if name != TOKEN}
     child = await asyncio.create_subprocess_exec(*settings.command, env=environment)
     loop.call_later(settings.join, watch.require_all)
     ended = asyncio.create_task(child.wait())
-    background = asyncio.gather(watch.beat(), watch.connect())
-    await asyncio.wait((ended, stopped, watch.loss, background), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((ended, stopped, watch.loss), return_when=asyncio.FIRST_COMPLETED)
     if stopped.done():
         why = STOPPED if os.getppid() == supervisor else ORPHANED
         await watch.tell(settings.node, MEMORY if short.is_set() else why)

@@ -41,6 +41,7 @@ def start(tmp_path, free_port):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # also its command, which survives a killed watch
         process.wait()
+        assert "Traceback" not in (process.folder / "log").read_text()
 
 
 @pytest.fixture
