@@ -71,33 +71,31 @@ def propose(
             f"again   # first connect the cable, and give both halves of the port addresses ({GUIDE})",
             code="validation.cluster",
         )
-    network = min(common, key=lambda network: _order(fast[next(iter(facts))][network]))
-    nodes = [
-        ClusterNode(
-            name=name, ssh=destinations[name], folder=folder, address=_host(networks[network], network),
-            interface=networks[network].name, hcas=tuple(_hcas(facts[name])),
-        )
-        for name, networks in fast.items()
-    ]  # fmt: skip
+    network = min(common, key=lambda network: _order(fast[next(iter(facts))][network][0]))
+    nodes = []
+    for name, networks in fast.items():
+        interface, address = networks[network]
+        own = {"address": address, "interface": interface.name, "hcas": tuple(_hcas(facts[name]))}
+        nodes.append({"name": name, "ssh": destinations[name], "folder": folder, **own})
     # Powers of two divide a model's heads.
     split = {"tensor": len(nodes)} if len(nodes).bit_count() == 1 else {"tensor": 1, "pipeline": len(nodes)}
     return ClusterConfig.model_validate({"schema": 1, "device": device, **split, "nodes": nodes})
 
 
-def _networks(node: NodeFacts) -> dict[IPv4Network, NetworkInterface]:
-    """Return the subnets of a node's ConnectX interfaces that are up; of all wired ones if it has no ConnectX."""
+def _networks(node: NodeFacts) -> dict[IPv4Network, tuple[NetworkInterface, str]]:
+    """Return the subnets of a node's ConnectX interfaces that are up; of all wired ones if it has no ConnectX.
+
+    Each with the interface and the node's address there.
+    """
     wired = [entry for entry in node.interfaces or () if not entry.wireless and not entry.bridge]
     usable = [entry for entry in wired if entry.up and entry.carrier]
     fast = [entry for entry in usable if entry.port] if any(entry.port for entry in wired) else usable
-    return {network: entry for entry in sorted(fast, key=_order, reverse=True) for network in entry.networks}
+    entries = sorted(fast, key=_order, reverse=True)
+    return {net: (entry, host) for entry in entries for net, host in zip(entry.networks, entry.hosts, strict=True)}
 
 
 def _order(interface: NetworkInterface) -> tuple[str, str]:
     return interface.pci, interface.name
-
-
-def _host(interface: NetworkInterface, network: IPv4Network) -> str:
-    return interface.hosts[interface.networks.index(network)]
 
 
 def _hcas(facts: NodeFacts) -> Iterator[str]:
@@ -144,7 +142,7 @@ def link_commands(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
 def pairs(facts: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str, str, str]]:
     """Yield (node, its address, other node, its address) for every subnet that two nodes share."""
     for first, second in itertools.combinations(facts, 2):
-        own, other = _networks(facts[first]), _networks(facts[second])
-        for network in own:
+        other = _networks(facts[second])
+        for network, (_, address) in _networks(facts[first]).items():
             if network in other:
-                yield first, _host(own[network], network), second, _host(other[network], network)
+                yield first, address, second, other[network][1]
