@@ -17,7 +17,7 @@ import pytest
 from expected import refused
 
 from sparkforge.bench import bakeoff
-from sparkforge.core import paths
+from sparkforge.core import interrupt, paths
 from sparkforge.core.errors import InputError, ServerError, StorageError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
@@ -164,9 +164,9 @@ def test_a_trial_that_died_under_the_load_leaves_no_record(starter, stub):
 
 def test_a_trial_that_cannot_be_ended_does_not_hide_why(starter, stub, monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
-    stub.at_load = lambda: os.kill(os.getpid(), signal.SIGINT)
+    stub.at_load = lambda: os.kill(os.getpid(), signal.SIGTERM)
     starter.more = {"container": "c0ffee"}
-    with pytest.raises(KeyboardInterrupt):
+    with interrupt.caught(), pytest.raises(KeyboardInterrupt):
         bake(starter, "safe")
     assert "./inv down ends the trial's server" in capsys.readouterr().err
 
