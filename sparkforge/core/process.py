@@ -10,7 +10,6 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +35,45 @@ def run(
     stdin: str | None = None,
     fix: str = "",
     seconds: float | None = None,
-    check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` to its end and return it with stdout and stderr as text.
+    """Run `command` as `run_unchecked` does; raise ProcessError, with its last lines, if its exit code is not 0."""
+    result = run_unchecked(command, cwd=cwd, env=env, stdin=stdin, fix=fix, seconds=seconds)
+    if result.returncode:
+        tail = "\n".join((result.stdout + result.stderr).strip().splitlines()[-TAIL_LINES:]) or "it printed nothing"
+        failure, fix = f"{Path(command[0]).name} ended with code {result.returncode}", fix or _by_hand(command)
+        raise ProcessError(failure, tail, fix, code="process.failed")
+    return result
+
+
+def run_unchecked(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdin: str | None = None,
+    fix: str = "",
+    seconds: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end, whatever its exit code is, and return it with stdout and stderr as text.
 
     `env` is added to this process's environment; None removes a variable. Raises ProcessError, with `fix` as the next
-    step, if it cannot be started or runs longer than `seconds`; with `check` also, with its last lines, if its exit
-    code is not 0. If we are interrupted or time is up, the program and all its descendants are ended.
+    step, if it cannot be started or runs longer than `seconds`. If we are interrupted or time is up, the program and
+    all its descendants are ended.
     """
     variables = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
-    pipe, name = subprocess.PIPE, Path(command[0]).name
+    pipe = subprocess.PIPE
     options = {"stdin": None if stdin is None else pipe, "stdout": pipe, "stderr": pipe, "errors": "replace"}
-    by_hand = fix or f"{shlex.join(map(str, command))}   # by hand"
     with _running(command, fix, cwd=cwd, env=variables, text=True, **options) as process:
         try:
             out, err = process.communicate(stdin, timeout=seconds)
         except subprocess.TimeoutExpired as error:
-            failure = f"{name} did not end within {seconds:g} s"
-            raise ProcessError(failure, "it was stopped", by_hand, code="process.failed") from error
-    if check and process.returncode:
-        tail = "\n".join((out + err).strip().splitlines()[-TAIL_LINES:]) or "it printed nothing"
-        raise ProcessError(f"{name} ended with code {process.returncode}", tail, by_hand, code="process.failed")
+            failure, fix = f"{Path(command[0]).name} did not end within {seconds:g} s", fix or _by_hand(command)
+            raise ProcessError(failure, "it was stopped", fix, code="process.failed") from error
     return subprocess.CompletedProcess([str(word) for word in command], process.returncode, out, err)
 
 
-run_unchecked = partial(run, check=False)
+def _by_hand(command: Sequence[str | Path]) -> str:
+    return f"{shlex.join(map(str, command))}   # by hand"
 
 
 @contextmanager
