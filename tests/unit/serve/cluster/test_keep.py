@@ -13,6 +13,7 @@ from waiting import wait_for
 
 from sparkforge.core import paths
 from sparkforge.core.errors import NetworkError, ServerError
+from sparkforge.core.files import locked
 from sparkforge.serve import record, restarts
 from sparkforge.serve.cluster import node, start, watch
 
@@ -125,6 +126,12 @@ def test_it_is_started_and_ended_with_what_it_asks(stage, tmp_path, monkeypatch)
     assert start.keeper_pid() is None
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "asked").read_text()), 0)
+
+
+@pytest.mark.slow
+def test_a_keeper_that_cannot_take_its_lock_is_an_error(healthy):
+    with locked(paths.state() / start.LOCK, "do something else"), pytest.raises(ServerError, match="did not start"):
+        start.begin_keeper(healthy.config)
 
 
 def test_a_node_distinguishes_requested_ends_from_failures(healthy):

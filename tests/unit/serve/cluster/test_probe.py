@@ -5,7 +5,7 @@ import json
 import pytest
 from programs import write_program
 
-from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.errors import ServerError, SparkforgeError
 from sparkforge.serve.cluster import node, probe, remote, start
 from sparkforge.serve.cluster.remote import NodeFacts
 
@@ -67,6 +67,13 @@ def test_the_fingerprint_sees_names_sizes_and_both_ends(tmp_path):
     weights.rename(tmp_path / "other.safetensors")
     assert prints[0] == prints.pop()
     assert len({*prints, probe.fingerprint(tmp_path)}) == 4
+
+
+def test_an_error_of_a_node_is_raised_with_the_nodes_name(answering):
+    error = {"what": "it does not start", "why": "no memory", "fix": "./inv down", "code": "server.start"}
+    config = answering(json.dumps({"error": error}))
+    with pytest.raises(ServerError, match="spark: it does not start · no memory"):
+        start.ask(config, config.head, "status")
 
 
 ASKING = {
