@@ -2,6 +2,7 @@
 
 import json
 import random
+import socket
 import threading
 import time
 from collections import Counter
@@ -150,6 +151,8 @@ class Handler(Quiet):
             act, stub.at_load = stub.at_load, None
         if act:
             act()
+        if stub.lie == "hangs up":
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def event(self, value):
         return self.write(f"data: {json.dumps(value)}\n\n")

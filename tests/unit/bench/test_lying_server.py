@@ -11,7 +11,8 @@ from sparkforge.core.errors import ServerError
 LIES = {
     "no tokens": "HTTP 200 without a token", "only pings": "not answered within 1 s",
     "truncated": "the stream ended without [DONE]", "silent": "silence for too long", "endless": "more than",
-    "an error in the stream": "engine died", "no JSON": "a stream event is not JSON", "no usage": "no usage counts",
+    "hangs up": "the stream broke off", "an error in the stream": "engine died",
+    "no JSON": "a stream event is not JSON", "no usage": "no usage counts",
 }  # fmt: skip
 
 
