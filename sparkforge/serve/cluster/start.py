@@ -246,7 +246,7 @@ def main(argument: str) -> int:
             keep(config)
     except KeyboardInterrupt:
         return 0
-    except ServerError as error:
+    except SparkforgeError as error:
         show_error(error)
         if error.code == "server.restarts":
             _note("gave up", error.why, ())

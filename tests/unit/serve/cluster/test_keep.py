@@ -132,6 +132,8 @@ def test_it_is_started_and_ended_with_what_it_asks(stage, tmp_path, monkeypatch)
 def test_a_keeper_that_cannot_take_its_lock_is_an_error(healthy):
     with locked(paths.state() / start.LOCK, "do something else"), pytest.raises(ServerError, match="did not start"):
         start.begin_keeper(healthy.config)
+    wait_for(lambda: "[storage." in (log := (paths.state() / start.LOG).read_text()) or "Traceback" in log)
+    assert "Traceback" not in (paths.state() / start.LOG).read_text()
 
 
 def test_a_node_distinguishes_requested_ends_from_failures(healthy):
