@@ -26,6 +26,16 @@ def require(program):
     return path
 
 
+def write_files(folder, files):
+    """Write {path: text, bytes, or None for no file} under `folder`, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        if content is not None:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
 def write_program(path, script):
     """Write an executable shell script, or another program if it begins with `#!`; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)

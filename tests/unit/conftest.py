@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from loopback import Quiet, serving
 from programs import require, write_program
+from programs import write_files as write
 
 from lab.patches.lock import write_patched
 from sparkforge.core import paths
@@ -45,16 +46,6 @@ Last-Update: 2026-11-21
 Drop-when: contains pkg/a.py nothing of the kind
 ---
 """
-
-
-def write(directory, files):
-    """Write {path: text, bytes, or None for no file} under `directory`, and return it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for path, content in files.items():
-        if content is not None:
-            (directory / path).parent.mkdir(parents=True, exist_ok=True)
-            (directory / path).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return directory
 
 
 def snapshot(directory):

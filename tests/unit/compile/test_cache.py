@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from expected import refused
+from programs import write_files
 
 from sparkforge.compile import cache
 from sparkforge.core.errors import UsageError
@@ -69,8 +70,7 @@ def test_a_link_to_the_outside_is_refused_at_every_level(cached, tmp_path, level
 
 
 def test_a_link_inside_a_module_is_removed_and_not_followed(cached, tmp_path):
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious/file").write_text("kept")
+    write_files(tmp_path, {"precious/file": "kept"})
     (cached.folders["page"] / "link").symlink_to(tmp_path / "precious")
     assert clean(names=["page"]) == ["page"]
     assert (tmp_path / "precious/file").read_text() == "kept"

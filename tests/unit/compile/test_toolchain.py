@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from expected import refused
-from programs import write_program
+from programs import write_files, write_program
 
 from sparkforge.compile import toolchain
 from sparkforge.core import manifest
@@ -25,11 +25,7 @@ HEADER = "#if defined(__GNUC__)\n\n#if __GNUC__ > {newest}\n\n#error -- unsuppor
 
 def recorded_cuda(home, version="13.0.88", newest=15):
     """A CUDA_HOME whose nvcc prints recorded output, and whose other parts are empty files."""
-    for part in toolchain.PARTS:
-        (home / part).parent.mkdir(parents=True, exist_ok=True)
-        (home / part).touch()
-    (home / "include/crt").mkdir()
-    (home / "include/crt/host_config.h").write_text(HEADER.format(newest=newest))
+    write_files(home, {**dict.fromkeys(toolchain.PARTS, ""), "include/crt/host_config.h": HEADER.format(newest=newest)})
     text = VERSION.format(short=version.rpartition(".")[0], version=version)
     dry = f"echo '#$ _HERE_={home}/bin' >&2; echo '#$ TOP={home}/bin/..' >&2"
     write_program(home / "bin/nvcc", f"case $1 in --version) echo '{text}';; --dryrun) {dry};; esac")
@@ -40,18 +36,15 @@ def wheels_like(folder, machine):
     home = folder / toolchain.HOME
     recorded_cuda(home)
     write_program(folder / "bin/ninja", "")
-    for program in ("bin/ninja", f"{toolchain.HOME}/bin/ptxas", f"{toolchain.HOME}/nvvm/bin/cicc"):
-        (folder / program).write_text(f"a program for {machine}")
-    (home / "include/cuda_runtime.h").write_text(f"of the wheel for {machine}")
+    programs = ("bin/ninja", f"{toolchain.HOME}/bin/ptxas", f"{toolchain.HOME}/nvvm/bin/cicc")
+    write_files(folder, dict.fromkeys(programs, f"a program for {machine}"))
     shutil.rmtree(home / "lib64")
-    (home / "lib").mkdir()
-    for name in ("libcudart.so.13", "libnvrtc.so.13", "libcublasLt.so.13", "libnvrtc-builtins.alt.so.13.0"):
-        (home / "lib" / name).touch()
+    libraries = ("libcudart.so.13", "libnvrtc.so.13", "libcublasLt.so.13", "libnvrtc-builtins.alt.so.13.0")
+    write_files(home / "lib", dict.fromkeys(libraries, ""))
     declared = "".join(f"int {name}(int);\n" for name in ("cuInit", "cuMemAlloc_v2"))
     text = f"#define cuMemAlloc cuMemAlloc_v2\n{declared}typedef int (*cuCallback)(int);\n"
-    (home / "include/cuda.h").write_text(text)
-    (folder / "nvidia_cuda_nvcc-13.0.88.dist-info").mkdir()
-    (folder / "nvidia_cuda_nvcc-13.0.88.dist-info/RECORD").write_text("bin/nvcc,sha256=0,1\n")
+    write_files(home / "include", {"cuda.h": text, "cuda_runtime.h": f"of the wheel for {machine}"})
+    write_files(folder, {"nvidia_cuda_nvcc-13.0.88.dist-info/RECORD": "bin/nvcc,sha256=0,1\n"})
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import write_program
+from programs import write_files, write_program
 
 from sparkforge.core import bootstrap
 from sparkforge.core.errors import ProcessError
@@ -25,10 +25,8 @@ def checkout(tmp_path):
     for name in ("inv", "sparkforge/__init__.py", *(f"sparkforge/core/{file}" for file in core)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    for name, text in (("locks/tools.txt", "# nothing to install\n"), ("sparkforge/cli/__main__.py", FAKE_COMMANDS)):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(text)
-    return tmp_path
+    made = {"locks/tools.txt": "# nothing to install\n", "sparkforge/cli/__main__.py": FAKE_COMMANDS}
+    return write_files(tmp_path, made)
 
 
 def inv(checkout, *args, **env):

@@ -8,6 +8,7 @@ import pytest
 from expected import refused
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import write_files
 
 from sparkforge.core import files
 from sparkforge.core.errors import IntegrityError
@@ -107,9 +108,7 @@ def test_the_digest_is_over_unquoted_lines_in_order():
 
 def test_without_strictness_only_lines_that_cannot_be_compared_are_left_out(tmp_path):
     info = tmp_path / "p-1.dist-info"
-    info.mkdir()
-    (info / "RECORD").write_text(f"a.py,{HASH},0\nb.py,,\n../../../share/man/p.1,{HASH},0\n")
-    (tmp_path / "a.py").write_text("")
+    write_files(info, {"RECORD": f"a.py,{HASH},0\nb.py,,\n../../../share/man/p.1,{HASH},0\n", "../a.py": ""})
     with pytest.raises(IntegrityError, match="not a sha256"):
         Installed.read(info)
     installed = Installed.read(info, strict=False)

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from expected import refused
+from programs import write_files
 
 from sparkforge.core import git as runner
 
@@ -20,10 +21,8 @@ def plain(folder, *arguments):
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """The user's repository, named in the environment as in git's hooks."""
-    folder = tmp_path / "mine"
-    folder.mkdir()
+    folder = write_files(tmp_path / "mine", {"a": "mine"})
     plain(folder, "init", "-q")
-    (folder / "a").write_text("mine")
     plain(folder, "add", "a")
     plain(folder, "commit", "-q", "-m", "mine")
     for name, value in {"DIR": ".git", "INDEX_FILE": ".git/index", "WORK_TREE": ""}.items():
@@ -50,19 +49,13 @@ def test_a_tag_does_not_replace_the_commit(mine):
 
 
 def test_no_configuration_attribute_or_ignore_file_of_the_user_counts(tmp_path, monkeypatch):
-    home = tmp_path / "home"
-    (home / ".config/git").mkdir(parents=True)
-    (home / ".gitconfig").write_text('[filter "evil"]\n\tsmudge = sed s/good/evil/\n[core]\n\tautocrlf = true\n')
-    (home / ".config/git/attributes").write_text("* filter=evil eol=crlf\n")
-    (home / ".config/git/ignore").write_text("*.c\n")
-    monkeypatch.setenv("HOME", str(home))
+    evil = '[filter "evil"]\n\tsmudge = sed s/good/evil/\n[core]\n\tautocrlf = true\n'
+    files = {".gitconfig": evil, ".config/git/attributes": "* filter=evil eol=crlf\n", ".config/git/ignore": "*.c\n"}
+    monkeypatch.setenv("HOME", str(write_files(tmp_path / "home", files)))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     for name, value in {"COUNT": "1", "KEY_0": "core.autocrlf", "VALUE_0": "true"}.items():
         monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
-    folder = tmp_path / "r"
-    folder.mkdir()
-    (folder / "a.c").write_bytes(b"good\n")
-    (folder / ".gitattributes").write_bytes(b"*.c filter=evil\n")
+    folder = write_files(tmp_path / "r", {"a.c": "good\n", ".gitattributes": "*.c filter=evil\n"})
     for arguments in (("init", "-q"), ("add", "--all"), (*WHO, "commit", "-q", "-m", "a"), ("rm", "-q", "-r", ".")):
         runner.git(folder, *arguments)
     runner.git(folder, "reset", "-q", "--hard")

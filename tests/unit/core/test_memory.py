@@ -1,7 +1,9 @@
 import os
 import re
+from functools import partial
 
 import pytest
+from programs import write_files
 
 from sparkforge.core import memory
 from sparkforge.core.memory import Machine
@@ -13,14 +15,8 @@ GB = 10**9
 def host(tmp_path):
     """A fake root with /proc and cgroup mounts as files; returns a function that writes {path: text} into it."""
 
-    def write(files):
-        for path, text in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text)
-        return tmp_path
-
-    write({"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 20000000 kB\n", "proc/self/mountinfo": ""})
-    return write
+    meminfo = "MemTotal: 99 kB\nMemAvailable: 20000000 kB\n"
+    return partial(write_files, write_files(tmp_path, {"proc/meminfo": meminfo, "proc/self/mountinfo": ""}))
 
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

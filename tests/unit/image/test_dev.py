@@ -8,7 +8,7 @@ from pathlib import Path
 
 import advice
 import pytest
-from programs import write_program
+from programs import write_files, write_program
 
 import tasks
 from sparkforge.compile import cache
@@ -26,13 +26,8 @@ VLLM = dev.CHECKOUTS[0]
 @pytest.fixture
 def folders(tmp_path):
     sources, packages = tmp_path / "src", tmp_path / "site-packages"
-    (sources / "vllm/vllm").mkdir(parents=True)
-    (sources / "vllm/csrc").mkdir()
-    (sources / "vllm/vllm/__init__.py").write_text("here = 'checkout'\n")
-    (sources / "vllm/csrc/a.cu").write_text("one")
-    (packages / "vllm").mkdir(parents=True)
-    (packages / "vllm/__init__.py").write_text("here = 'installed'\n")
-    (packages / "vllm/_C.abi3.so").write_bytes(b"code")
+    write_files(sources / "vllm", {"vllm/__init__.py": "here = 'checkout'\n", "csrc/a.cu": "one"})
+    write_files(packages / "vllm", {"__init__.py": "here = 'installed'\n", "_C.abi3.so": "code"})
     return sources, packages
 
 
@@ -83,9 +78,8 @@ def test_built_files_are_linked_and_deleted_links_stay_away(folders):
     checkout = sources / "vllm"
     ignored = "/vllm/_version.py\nvllm/third_party/kernels/*\n*.so\n"
     (checkout / ".gitignore").write_text(ignored)
-    for path in ("_version.py", "deleted.py", "third_party/kernels/a.py", "third_party/kernels/deep/b.py"):
-        (packages / "vllm" / path).parent.mkdir(parents=True, exist_ok=True)
-        (packages / "vllm" / path).write_text(path)
+    built = ("_version.py", "deleted.py", "third_party/kernels/a.py", "third_party/kernels/deep/b.py")
+    write_files(packages / "vllm", {path: path for path in built})
     linked = dev.link_natives(VLLM, packages, sources)
     assert linked == ["_C.abi3.so", "_version.py", "third_party/kernels/a.py", "third_party/kernels/deep"]
     assert not (checkout / "vllm/deleted.py").exists()
@@ -97,14 +91,11 @@ def test_built_files_are_linked_and_deleted_links_stay_away(folders):
 def test_flashinfer_compiles_the_checkouts_own_sources(tmp_path):
     sources, packages = tmp_path / "src", tmp_path / "site-packages"
     checkout, flashinfer = sources / "flashinfer", dev.named("flashinfer")
-    for path in ("flashinfer/__init__.py", "csrc/a.cu"):
-        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / path).write_text("own")
+    ignored = "flashinfer/_build_meta.py\nflashinfer/data/\n"
+    write_files(checkout, {"flashinfer/__init__.py": "own", "csrc/a.cu": "own", ".gitignore": ignored})
     (checkout / "3rdparty/cutlass").mkdir(parents=True)  # a submodule that was not fetched
-    (checkout / ".gitignore").write_text("flashinfer/_build_meta.py\nflashinfer/data/\n")
-    for path in ("__init__.py", "_build_meta.py", "data/csrc/a.cu", "data/cutlass/c.h"):
-        (packages / "flashinfer" / path).parent.mkdir(parents=True, exist_ok=True)
-        (packages / "flashinfer" / path).write_text("installed")
+    installed = ("__init__.py", "_build_meta.py", "data/csrc/a.cu", "data/cutlass/c.h")
+    write_files(packages / "flashinfer", dict.fromkeys(installed, "installed"))
     dev.link_natives(flashinfer, packages, sources)
     read = {path: (checkout / "flashinfer" / path).read_text() for path in ("data/csrc/a.cu", "data/cutlass/c.h")}
     assert read == {"data/csrc/a.cu": "own", "data/cutlass/c.h": "installed"}
@@ -148,8 +139,7 @@ def asked(monkeypatch):
     requests = []
 
     def make(folder):
-        (folder / "vllm").mkdir(parents=True)
-        (folder / "vllm/_C.abi3.so").write_bytes(b"new code")
+        write_files(folder, {"vllm/_C.abi3.so": "new code"})
         return Made({"vllm/_C.abi3.so": "0" * 64})
 
     def build_extensions(request):
@@ -196,9 +186,7 @@ def test_compiling_single_units_does_not_accept_changes(folders, tree, asked, ca
 
 
 def test_flashinfer_is_compiled_into_the_cache_that_servers_read(folders, tree, asked, tmp_path, monkeypatch):
-    checkout = folders[0] / "flashinfer"
-    (checkout / "flashinfer").mkdir(parents=True)
-    (checkout / "flashinfer/__init__.py").touch()
+    checkout = write_files(folders[0] / "flashinfer", {"flashinfer/__init__.py": ""})
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "volume"))
     dev.build("flashinfer", "spark", dev.BuildOptions(set_name="gpt-oss"), tree=tree, sources=folders[0])
     (output,) = asked

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import write_program
+from programs import write_files, write_program
 
 from lab import debian
 from sparkforge import pins
@@ -172,10 +172,7 @@ def described(context, revision=""):
     ],
 )  # fmt: skip
 def test_a_plain_build_knows_its_commit_from_git_in_the_context(tmp_path, files, expected):
-    (tmp_path / "pins.toml").write_text("a")
-    for name, text in files.items():
-        (tmp_path / ".git" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / ".git" / name).write_text(text)
+    write_files(tmp_path, {"pins.toml": "a", **{f".git/{name}": text for name, text in files.items()}})
     source = described(tmp_path)
     assert (source["revision"], source["from"]) == expected
     argument = described(tmp_path, "abc-changed")
@@ -184,11 +181,8 @@ def test_a_plain_build_knows_its_commit_from_git_in_the_context(tmp_path, files,
 
 
 def test_the_digest_of_the_context_follows_every_file_and_not_git(tmp_path):
-    (tmp_path / "folder with space").mkdir()
-    (tmp_path / "folder with space/a").write_text("a")
-    first = described(tmp_path)["tree"]
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git/HEAD").write_text(COMMIT)
+    first = described(write_files(tmp_path, {"folder with space/a": "a"}))["tree"]
+    write_files(tmp_path, {".git/HEAD": COMMIT})
     assert described(tmp_path)["tree"] == first
     (tmp_path / "folder with space/a").write_text("b")
     assert described(tmp_path)["tree"] != first

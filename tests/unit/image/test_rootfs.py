@@ -9,6 +9,7 @@ from importlib.metadata import distributions
 
 import pytest
 from expected import refused
+from programs import write_files
 
 from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import sha256_file
@@ -18,15 +19,12 @@ from sparkforge.image.rootfs import Tree
 
 def put(packages, name, files):
     """Write a package with its RECORD, as an installer does."""
-    info = packages / f"{name}-1.0.dist-info"
-    info.mkdir(parents=True)
     lines = []
     for path, data in files.items():
-        (packages / path).parent.mkdir(parents=True, exist_ok=True)
-        (packages / path).write_bytes(data)
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
         lines.append(f"{path},sha256={digest},{len(data)}")
-    (info / "RECORD").write_text("\n".join([*lines, f"{name}-1.0.dist-info/RECORD,,"]) + "\n")
+    record = f"{name}-1.0.dist-info/RECORD"
+    write_files(packages, {**files, record: "\n".join([*lines, f"{record},,"]) + "\n"})
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from expected import refused
 from oci_layout import Writer, layer
+from programs import write_files
 
 from sparkforge import pins
 from sparkforge.cli import build as commands
@@ -36,12 +37,8 @@ MANIFEST = {
 
 @pytest.fixture
 def debian(tmp_path):
-    root = tmp_path / "root"
-    (root / "var/lib/dpkg").mkdir(parents=True)
-    (root / "var/lib/dpkg/status").write_text(STATUS)
-    (root / "usr/share/doc/libc6").mkdir(parents=True)
-    (root / "usr/share/doc/libc6/copyright").write_text("Format: x\n\nLicense: LGPL-2.1\n\nLicense: GPL-2\n")
-    return root
+    licence = "Format: x\n\nLicense: LGPL-2.1\n\nLicense: GPL-2\n"
+    return write_files(tmp_path / "root", {"var/lib/dpkg/status": STATUS, "usr/share/doc/libc6/copyright": licence})
 
 
 def component(document, name):
@@ -258,10 +255,7 @@ WITHOUT = ("loguru-0.7.3", "model_hosting_container_standards-0.1.16", "opentele
 def packages(tmp_path):
     for name in (*WITHOUT, "other-1.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
-    with_text = tmp_path / "torch-2.13.0.dist-info/licenses"
-    with_text.mkdir(parents=True)
-    (with_text / "LICENSE").write_text("theirs")
-    return tmp_path
+    return write_files(tmp_path, {"torch-2.13.0.dist-info/licenses/LICENSE": "theirs"})
 
 
 def test_each_distribution_without_a_text_gets_upstreams(packages):
@@ -285,12 +279,9 @@ def test_a_text_that_is_not_the_pinned_one_stops_the_build(packages, tmp_path):
 
 def test_the_report_names_every_component_and_has_each_text_once(packages, tmp_path):
     (packages / "torch-2.13.0.dist-info/licenses/AUTHORS").write_text("them")
-    docs, common = tmp_path / "usr/share/doc", tmp_path / "usr/share/common-licenses"
-    (docs / "libc6").mkdir(parents=True)
-    (docs / "libc6/copyright").write_text("see /usr/share/common-licenses/GPL-2.")
-    (docs / "libc-bin").symlink_to("libc6")
-    common.mkdir()
-    (common / "GPL-2").write_text("the GPL")
+    licence = "see /usr/share/common-licenses/GPL-2."
+    write_files(tmp_path / "usr/share", {"doc/libc6/copyright": licence, "common-licenses/GPL-2": "the GPL"})
+    (tmp_path / "usr/share/doc/libc-bin").symlink_to("libc6")
     licences.add(packages)
     (packages / "other-1.0.dist-info/LICENSE").write_text("theirs")
 

@@ -9,6 +9,7 @@ import pytest
 from expected import refused
 from invoke.exceptions import Exit
 from oci_layout import Writer, ours
+from programs import write_files
 
 from sparkforge.cli import build as commands
 from sparkforge.image import build, vulnerabilities
@@ -96,8 +97,7 @@ def test_a_reason_in_vex_toml_prevents_the_refusal(check, capsys):
 
 
 def test_a_database_may_be_a_record_or_a_folder_and_the_command_reads_an_images_bill(tmp_path, capsys):
-    (tmp_path / "PyPI").mkdir()
-    (tmp_path / "PyPI/x.json").write_text(json.dumps(record(("introduced", "0"), name="torch")))
+    write_files(tmp_path, {"PyPI/x.json": json.dumps(record(("introduced", "0"), name="torch"))})
     for place in (tmp_path / "PyPI", tmp_path / "PyPI/x.json"):
         with refused("validation.vulnerable", "torch 2.13.0"):
             vulnerabilities.check(BILL, place)

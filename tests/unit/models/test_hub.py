@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import write_files
 from waiting import wait_for
 
 from sparkforge.core import errors
@@ -250,11 +251,8 @@ def contents(folder):
 
 @pytest.mark.parametrize("note", [None, "{", "[]", '{"files": 1}'])
 def test_a_folder_that_is_not_ours_is_left_as_it_is_until_told(server, target, note):
-    target.mkdir(parents=True)
-    (target / "config.json").write_text("my own fine-tune")
-    (target / f".{SHARDS[0]}.0123456789ab.part").write_text("mine too")
-    if note is not None:
-        (target / "sparkforge-model.json").write_text(note)
+    part = f".{SHARDS[0]}.0123456789ab.part"
+    write_files(target, {"config.json": "my own fine-tune", part: "mine too", "sparkforge-model.json": note})
     before = contents(target)
     with pytest.raises(errors.StorageError, match="--replace"):
         hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
@@ -323,11 +321,8 @@ def test_a_link_to_a_folder_stays_a_link(server, target, tmp_path):
 
 @pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "gpt-oss-20b", "openai/gpt-oss-120b"])
 def test_a_mirror_with_the_tiny_model_under_a_known_name_is_refused(tmp_path, target, name):
-    tiny = tmp_path / "tiny"
-    tiny.mkdir()
-    for file, data in hub_server.checkpoint().items():
-        if "/" not in file:
-            (tiny / file).write_bytes(data)
+    files = {file: data for file, data in hub_server.checkpoint().items() if "/" not in file}
+    tiny = write_files(tmp_path / "tiny", files)
     (tiny / "config.json").write_text(json.dumps(models.load()["tiny-gpt-oss"].config))
     with pytest.raises(errors.InputError, match=f"this checkpoint is not {name}"):
         hub.fetch_checkpoint(Mirror(tiny, name, ""), target)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from programs import write_files
 
 from sparkforge import pins
 from sparkforge.cli import program
@@ -91,11 +92,9 @@ GOOD = recipes.weights(KNOWN["qwen3-0.6b"]).weight_bytes()
     ],
 )
 def test_a_wrong_model_is_refused_before_its_weights_are_fetched(tmp_path, config, total, message):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(config))
     index = {"metadata": {"total_size": total}, "weight_map": {"a": "model.safetensors"}}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = {"config.json": json.dumps(config), "model.safetensors.index.json": json.dumps(index)}
+    source = write_files(tmp_path / "source", files)
     (source / "model.safetensors").write_bytes(b"weights")
     target = tmp_path / "target"
     with pytest.raises(InputError, check=lambda e: message in f"{e.what} {e.why}" and "nearest recipe" in e.fix):

@@ -18,6 +18,7 @@ from openai_harmony import (
     load_harmony_encoding,
 )
 from openai_harmony import HarmonyEncodingName as Encoding
+from programs import write_files
 from transformers import AutoTokenizer
 
 from sparkforge.core import manifest
@@ -93,8 +94,7 @@ def test_a_broken_directory_is_written_anew(small, tmp_path, harm):
 
 @pytest.mark.parametrize("manifest_text", [None, "[]"])
 def test_a_directory_without_our_manifest_is_never_overwritten(small, tmp_path, manifest_text):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "thesis.txt").write_text("mine")
+    write_files(tmp_path, {"model/thesis.txt": "mine"})
     if manifest_text:
         manifest.beside(tmp_path / "model").write_text(manifest_text)
     with pytest.raises(UsageError, match="will not overwrite"):

@@ -16,6 +16,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from expected import refused
 from invoke.exceptions import Exit
+from programs import write_files
 
 from sparkforge import pins
 from sparkforge.cli import maintain
@@ -39,10 +40,8 @@ def picks(kit):
 
 @pytest.fixture
 def world(tmp_path, monkeypatch, kit, picks):
-    for path in ("pins.toml", "locks/tools.txt", "locks/embedded.txt", "patches/up-1/series"):
-        (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / path).write_text(path)
-    monkeypatch.setattr(paths, "ROOT", tmp_path / "root")
+    checkout = ("pins.toml", "locks/tools.txt", "locks/embedded.txt", "patches/up-1/series")
+    monkeypatch.setattr(paths, "ROOT", write_files(tmp_path / "root", {path: path for path in checkout}))
     sdist = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": kit.asks}))
     torch = {"kind": "wheel", "package": "torch", "version": "1+cpu", "index": "http://127.0.0.1:9"}
     torch = kit.component({TORCH: kit.seed(TORCH, b"torch")}, **torch)
@@ -61,8 +60,7 @@ def bring_dep():
     pin = pins.load().stacks["spark"].git["dep"]
 
     def clone(temporary):
-        (temporary / "src").mkdir(parents=True)
-        (temporary / "src/dep.h").write_text("dep\n")
+        write_files(temporary, {"src/dep.h": "dep\n"})
         listing = {"src/dep.h": bundle.BundleMember.of("", b"dep\n").sha256}
         archive.write_listing(trees.repository_folder("dep", pin), listing)
         return manifest.Made({"listing": archive.tree_sha256(listing)})
@@ -76,9 +74,8 @@ def index(folder):
 
 
 def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
-    file, pack = tmp_path / "b.tar", paths.state() / "packs/oci-layout"
-    pack.parent.mkdir(parents=True)
-    pack.write_text("{}")
+    file = tmp_path / "b.tar"
+    write_files(paths.state() / "packs", {"oci-layout": "{}"})
     _, is_new = bundle.make(file, stack="spark")
     bundle.unpack(file, tmp_path / "out")
     members = index(tmp_path / "out")["members"]
@@ -274,9 +271,7 @@ def test_the_hash_of_the_whole_bundle_is_checked_or_its_lack_is_told(tmp_path, w
 
 
 def test_a_folder_with_anything_else_is_never_replaced(tmp_path, world, kit):
-    folder = tmp_path / "s"
-    folder.mkdir()
-    (folder / "thesis").write_text("years of work")
+    folder = write_files(tmp_path / "s", {"thesis": "years of work"})
     (tmp_path / "junk.tar").write_text("junk")
     bundle.make(tmp_path / "b.tar", stack="spark")
     for file, message in (("junk.tar", "it exists"), ("b.tar", "it exists"), ("c.tar", "there is no such file")):

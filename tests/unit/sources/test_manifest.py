@@ -2,6 +2,7 @@ import errno
 import json
 
 import pytest
+from programs import write_files
 
 from sparkforge.core import manifest
 from sparkforge.core.manifest import Made
@@ -10,9 +11,7 @@ from sparkforge.core.manifest import Made
 def writer(text, calls):
     def make(temporary):
         calls.append(text)
-        temporary.mkdir()
-        (temporary / "a").write_text(text)
-        (temporary / "b").write_text(text)
+        write_files(temporary, {"a": text, "b": text})
         return Made({"a": text}, {"tool": "1"}, {"fact": [1]})
 
     return make

@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 from expected import refused
+from programs import write_files
 
 from sparkforge.core import manifest, paths
 from sparkforge.core.errors import UsageError
@@ -41,8 +42,7 @@ def folder(tmp_path, monkeypatch):
     for name in (offline.VARIABLE, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
         monkeypatch.setenv(name, "")
     (tmp_path / "bundle/files").mkdir(parents=True)
-    (tmp_path / "bundle/index.json").write_text("{}")
-    return tmp_path / "bundle"
+    return write_files(tmp_path / "bundle", {"index.json": "{}"})
 
 
 def test_offline_takes_files_from_the_bundle_checks_them_and_asks_no_network(folder, kit):
@@ -52,8 +52,7 @@ def test_offline_takes_files_from_the_bundle_checks_them_and_asks_no_network(fol
     offline.use(folder)
     with refused("network.fetch", "the bundle has no such file"):
         fetch.fetch("up", "f.whl", sha256)
-    (folder / "files" / sha256).mkdir()
-    (folder / "files" / sha256 / "f.whl").write_bytes(b"dat4")
+    write_files(folder / "files" / sha256, {"f.whl": "dat4"})
     with refused("integrity.hash", "the bundle has"):
         fetch.fetch("up", "f.whl", sha256)
     assert not fetch.cached("f.whl", sha256).exists()

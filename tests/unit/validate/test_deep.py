@@ -4,6 +4,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from programs import write_files
 
 from validate import Options, ValidationVerdict, run
 from validate.checks.finding import Status
@@ -24,11 +25,8 @@ current_platform = FakePlatform
 @pytest.fixture
 def packages(tmp_path):
     """A folder with a fake torch for CUDA 13.0 and a fake vllm that only knows its platform."""
-    (tmp_path / "vllm" / "platforms").mkdir(parents=True)
-    (tmp_path / "torch.py").write_text("class version:\n    cuda = '13.0'\n")
-    (tmp_path / "vllm" / "__init__.py").write_text("")
-    (tmp_path / "vllm" / "platforms" / "__init__.py").write_text(PLATFORM)
-    return tmp_path
+    files = {"torch.py": "class version:\n    cuda = '13.0'\n", "vllm/__init__.py": ""}
+    return write_files(tmp_path, {**files, "vllm/platforms/__init__.py": PLATFORM})
 
 
 def gathered(target, packages, environment, **more):
@@ -66,8 +64,7 @@ COUNTED = "from pathlib import Path\nPath(__file__).with_name('imports').open('a
 
 @pytest.mark.parametrize(("ends", "imports"), [("", 1), ("import os; os._exit(9)", 3), ("import os; os.abort()", 3)])
 def test_vllm_is_imported_once_unless_the_import_ends_the_process(target, packages, environment, ends, imports):
-    (packages / "vllm" / "engine").mkdir()
-    (packages / "vllm" / "engine" / "arg_utils.py").write_text(COUNTED + ends)
+    write_files(packages, {"vllm/engine/arg_utils.py": COUNTED + ends})
     asked = target(model=packages, environ=environment(PYTHONPATH=str(packages)))
     facts, seconds = child.gather(asked, child.DEEP, child.DEEP)
     assert facts["deep.torch_cuda"].value == "13.0"

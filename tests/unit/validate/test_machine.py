@@ -1,8 +1,10 @@
 """Facts about the machine: ports, limits, directories, arguments."""
 
 import socket
+from functools import partial
 
 import pytest
+from programs import write_files
 
 from validate.facts import machine
 from validate.facts.fact import take
@@ -45,13 +47,8 @@ def test_settings_of_the_environment_are_facts(target, name, variable, values):
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    def write(files):
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(f"{text.rstrip()}\n")
-
     monkeypatch.setattr(machine, "ROOT", tmp_path)
-    return write
+    return partial(write_files, tmp_path)
 
 
 def test_the_room_below_a_groups_limit_is_a_fact(target, root):

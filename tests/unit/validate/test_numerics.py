@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from programs import write_files
 
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
@@ -146,14 +147,12 @@ def test_without_a_compiled_module_the_spark_warns_and_computes_nothing(site, in
 )
 def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, environment, tmp_path, folder):
     install(site, "flashinfer-python", "0.7.0.post1")
-    (site / "flashinfer").mkdir()
-    (site / "flashinfer" / "__init__.py").write_text("")
+    write_files(site, {"flashinfer/__init__.py": ""})
     options = Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path)))
     filtered = replace(options, environ={**options.environ, "FLASHINFER_MOE_SM120_DTYPES": "fp8xfp4"})
     for asked, name in ((options, "fused_moe_120"), (filtered, "fused_moe_120_fp8xfp4")):
         assert not_run(Target(asked, "spark"))  # FlashInfer would ask for another module
-        (tmp_path / folder / name).mkdir(parents=True)
-        (tmp_path / folder / name / f"{name}.so").write_bytes(b"")
+        write_files(tmp_path / folder / name, {f"{name}.so": ""})
         assert not not_run(Target(asked, "spark"))
 
 

@@ -11,6 +11,7 @@ import py_compile
 import shutil
 
 import pytest
+from programs import write_files
 
 from lab.patches.lock import write_patched
 from sparkforge.core.errors import IntegrityError
@@ -242,9 +243,7 @@ def test_removed_and_compiled_files_are_in_the_images_manifest(patched_site, jud
 
 def test_modules_compiled_ahead_of_time_may_be_added(patched_site, patched_wheel):
     installed = Installed.read(info_of(patched_site))
-    added = patched_site / "vllm/data/aot/fused_moe/fused_moe.so"
-    added.parent.mkdir(parents=True)
-    added.write_bytes(b"code")
+    write_files(patched_site, {"vllm/data/aot/fused_moe/fused_moe.so": "code"})
     assert installed.differences() == ["vllm/data/aot/fused_moe/fused_moe.so: was added"]
     assert installed.differences(added=["vllm/data/aot"]) == []
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 
 import pytest
-from programs import compile_library, write_program
+from programs import compile_library, write_files, write_program
 
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
@@ -68,10 +68,8 @@ def test_of_the_systems_libraries_the_newest_version_is_asked(target, site, tmp_
 
 
 def test_unknown_variables_by_vllms_own_list(target, site):
-    (site / "vllm").mkdir()
-    (site / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')\n")
-    known = "environment_variables: dict = {'VLLM_PORT': 1, 'MAX_JOBS': 2}"
-    (site / "vllm" / "envs.py").write_text(f"import nothing_there\n{known}\n")
+    known = "import nothing_there\nenvironment_variables: dict = {'VLLM_PORT': 1, 'MAX_JOBS': 2}\n"
+    write_files(site / "vllm", {"__init__.py": "raise SystemExit('vllm was imported')\n", "envs.py": known})
     env = {"VLLM_PORT": "1", "VLLM_ATTENTION_BACKEND": "x", "MAX_JOBS": "2", "HOME": "/h", "PATH": "/usr/bin:/bin",
            "VLLM_ARGS": "-"}  # fmt: skip
     validated = target(python=site.parent / "python", environ=env)
@@ -82,9 +80,7 @@ def test_unknown_variables_by_vllms_own_list(target, site):
 def test_flashinfer_cache(target, site, install, tmp_path, arch, directory):
     install(site, "flashinfer_python", "0.7.0.post1")
     cache = tmp_path / ".cache/flashinfer/0.7.0.post1" / directory / "cached_ops"
-    for file in ("fused_moe_120/fused_moe_120.so", "half_made/x.o"):
-        (cache / file).parent.mkdir(parents=True)
-        (cache / file).touch()
+    write_files(cache, {"fused_moe_120/fused_moe_120.so": "", "half_made/x.o": ""})
     env = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": arch or "", "PATH": "/usr/bin:/bin"}
     validated = target(python=site.parent / "python", environ={name: value for name, value in env.items() if value})
     assert fact("flashinfer.cached_modules", validated).value == ["fused_moe_120"]
@@ -96,8 +92,7 @@ def built(site, install, tmp_path):
     install(site, "flashinfer_python", "0.7.0.post1")
     name = "fused_moe_120_fp8xfp4"
     library = tmp_path / f".cache/flashinfer/0.7.0.post1/121a/cached_ops/{name}/{name}.so"
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"a library")
+    write_files(library.parent, {library.name: "a library"})
     server = {"FLASHINFER_MOE_SM120_DTYPES": "fp8xfp4", "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
     outputs = {str(library.relative_to(tmp_path)): hashlib.sha256(b"a library").hexdigest()}
     manifest = {"outputs": outputs, "facts": {"server": server}}

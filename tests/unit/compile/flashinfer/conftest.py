@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from programs import write_program
+from programs import write_files, write_program
 
 from sparkforge.audit.report import AuditReport
 from sparkforge.compile.flashinfer import build, sets
@@ -52,17 +52,12 @@ def site(tmp_path, monkeypatch):
     """A site-packages with the small FlashInfer, its interpreter, and an order to build its one module."""
     packages = tmp_path / "lib/site-packages"
     jit = packages / "flashinfer/jit"
-    jit.mkdir(parents=True)
-    for package in (jit.parent, jit):
-        (package / "__init__.py").write_text("raise RuntimeError('no GPU')\n")
-    (jit / "small.py").write_text(GENERATOR)
-    (jit / "one.h").write_text("inline int one() { return 1; }\n")
-    (jit / "one.cpp").write_text('#include "one.h"\nint first() { return one(); }\n')
-    (jit / "two.cpp").write_text("int second() { return 2; }\n")
+    one, two = '#include "one.h"\nint first() { return one(); }\n', "int second() { return 2; }\n"
+    files = {"small.py": GENERATOR, "one.h": "inline int one() { return 1; }\n", "one.cpp": one, "two.cpp": two}
+    write_files(jit, {**files, **dict.fromkeys(("__init__.py", "../__init__.py"), "raise RuntimeError('no GPU')\n")})
     for name, version in (("flashinfer_python", "0.7.0.post1"), ("torch", "2.13.0"), ("apache_tvm_ffi", "0.1.11")):
-        folder = packages / f"{name}-{version}.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        write_files(packages, {f"{name}-{version}.dist-info/METADATA": text})
     python = write_program(tmp_path / "bin/python", f'PYTHONPATH={packages} exec {sys.executable} -S "$@"')
     programs = {name: Path(shutil.which(name)) for name in ("c++", "ninja", "env")}
     versions = {"nvcc": "0", "c++": "0", "glibc": "2.36"}
