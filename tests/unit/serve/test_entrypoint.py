@@ -310,6 +310,8 @@ def test_a_key_file_without_a_key_stops_the_start_and_an_empty_token_does_not(co
     code, out, server = container.decides(SPARKFORGE_API_KEY_FILE=str(tmp_path / "file"))
     assert (code, server, "it is empty" in out) == (28, None, True)
     assert "HF_TOKEN_PATH" not in container.serves(SPARKFORGE_HF_TOKEN_FILE=str(tmp_path / "file"))[1]
+    code, out, server = container.decides(SPARKFORGE_HF_TOKEN_FILE=str(tmp_path / "none"))
+    assert (code, server, "cannot read the Hugging Face token" in out) == (28, None, True)
 
 
 @pytest.mark.parametrize(
