@@ -201,7 +201,9 @@ def admit(options: Settings, server: ServerCommand) -> None:
     _write(options.run / textfile.NAME, textfile.text(document, options.mode))
     if document["verdict"] == ValidationVerdict.SERVE:
         return
-    failed = _refusing(document)
+    findings = document["findings"]
+    failed = [finding for finding in findings if finding["status"] == Status.FAIL]
+    failed = failed or [row for row in findings if row["status"] == Status.SKIPPED and row["required"]]
     why = "; ".join(f"{finding['check']}: {finding['evidence']}" for finding in failed[:3])
     why += f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
     if options.mode == settings.WARN:
@@ -255,12 +257,6 @@ def start_again() -> str:
         return compose
     own = "" if os.environ.get(paths.COMPOSE_FILES) else ", followed by your own -f files"
     return f"docker start {identifier}   # after a change of Compose's settings: {compose}{own}"
-
-
-def _refusing(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    findings = document["findings"]
-    failed = [finding for finding in findings if finding["status"] == Status.FAIL]
-    return failed or [row for row in findings if row["status"] == Status.SKIPPED and row["required"]]
 
 
 def _write(path: Path, value: Mapping[str, Any] | bytes, *, mode: int = 0o644) -> None:

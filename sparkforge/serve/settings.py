@@ -59,12 +59,8 @@ class Settings:
     bind: str = ""
 
 
-def validation_mode(env: Mapping[str, str]) -> str:
-    """Return whether a failed validation keeps the server from starting: STRICT, WARN or OFF. Raises UsageError."""
-    return _one_of(env, "SPARKFORGE_VALIDATE")
-
-
-def _one_of(env: Mapping[str, str], variable: str) -> str:
+def one_of(env: Mapping[str, str], variable: str) -> str:
+    """Return the value of a variable of CHOICES, by default its first one. Raises UsageError for another one."""
     values = CHOICES[variable]
     if (value := env.get(variable) or values[0]) not in values:
         why = f"it must be {' or '.join(values)}"
@@ -75,7 +71,7 @@ def _one_of(env: Mapping[str, str], variable: str) -> str:
 def judge(env: Mapping[str, str]) -> None:
     """Raise UsageError for the first variable whose value is invalid on every device, before anything is made."""
     for name in CHOICES:
-        _one_of(env, name)
+        one_of(env, name)
     for name, (form, what, example) in FORMS.items():
         if (value := env.get(name)) and not re.fullmatch(form, value):
             raise UsageError(f"{name} is {value[:40]!r}", f"it must be {what}", f"{name}={example}")
@@ -103,7 +99,7 @@ def judge(env: Mapping[str, str]) -> None:
 def read(env: Mapping[str, str]) -> Settings:
     """Read the SPARKFORGE_ variables. Raises UsageError for an invalid value, in general or on a CPU."""
     judge(env)
-    profile, stack = _one_of(env, "SPARKFORGE_PROFILE"), env.get(STACK) or ""
+    profile, stack = one_of(env, "SPARKFORGE_PROFILE"), env.get(STACK) or ""
     serve_profile, model = DEFAULTS[profile]
     serve_profile, model = env.get(SERVE_PROFILE) or serve_profile, env.get("SPARKFORGE_MODEL") or model
     known = profiles.load(stack=stack)
@@ -115,14 +111,14 @@ def read(env: Mapping[str, str]) -> Settings:
         profile=profile,
         stack=stack,
         serve_profile=serve_profile,
-        mode=validation_mode(env),
+        mode=one_of(env, "SPARKFORGE_VALIDATE"),
         seconds=float(env.get("SPARKFORGE_VALIDATE_SECONDS") or SECONDS),
         run=Path(env.get("SPARKFORGE_RUN") or RUN),
         model=model,
         model_id=env.get("SPARKFORGE_MODEL_ID") or served_id(model),
         traces=env.get(command_line.PROFILER) or "",
         arguments=(*arguments(env, "SPARKFORGE_"), *vllm_args(env)),
-        refused=_one_of(env, "SPARKFORGE_REFUSED"),
+        refused=one_of(env, "SPARKFORGE_REFUSED"),
         bind=env.get(access.BIND) or "",
     )
 

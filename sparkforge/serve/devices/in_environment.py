@@ -58,7 +58,7 @@ class InEnvironment(Device):
             model = paths.typed(plan.model).absolute()
             served_name(model)
         access.refuse_inherited_key(os.environ)
-        self.validation_mode = settings.validation_mode(os.environ)
+        self.validation_mode = settings.one_of(os.environ, "SPARKFORGE_VALIDATE")
         self.own_flags = plan.flags
         path = access.key_path(plan.key_file)
         super().__init__(
