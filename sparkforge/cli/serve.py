@@ -302,7 +302,8 @@ def talk(server: Server, message: str, system: str = "", limit: int | None = Non
     from sparkforge.serve import conversation
 
     if text := message or conversation.message_on_stdin():
-        conversation.answer_once(server, text, conversation.ONCE_TOKENS if limit is None else limit, system)
+        limit = conversation.ONCE_TOKENS if limit is None else limit
+        conversation.Conversation(server, system, limit).ask(text)
     else:
         conversation.converse(server, system, conversation.TOKENS if limit is None else limit)
 

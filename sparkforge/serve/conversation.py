@@ -57,11 +57,6 @@ class Conversation:
                 yield piece.text
 
 
-def answer_once(server: Server, message: str, max_tokens: int = ONCE_TOKENS, system: str = "") -> None:
-    """Print one answer. Raises ServerError."""
-    Conversation(server, system, max_tokens).ask(message)
-
-
 def message_on_stdin() -> str:
     """Return the message from a pipe or a file; empty if stdin is a terminal. Raises UsageError."""
     if sys.stdin is None or sys.stdin.isatty():

@@ -92,7 +92,7 @@ def test_our_commands_send_it(served, capsys):
     assert server == served.server
     assert server.key == served.key
     status.show_status(server)
-    conversation.answer_once(server, CUE, 4)
+    conversation.Conversation(server, "", 4).ask(CUE)
     assert "healthy · API key required · embedded" in capsys.readouterr().out
     assert settings.endpoint(BenchSettings({}, {})).model == served.model
 

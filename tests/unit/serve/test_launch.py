@@ -59,7 +59,7 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
     assert notices
     assert logs.milestone(logs.read(record.log_path())) == "loading the model"
     status.show_status(server)
-    conversation.answer_once(server, "hello", 8)
+    conversation.Conversation(server, "", 8).ask("hello")
     out = capsys.readouterr().out
     assert "· healthy ·" in out
     assert "hm Hello\n" in out
@@ -221,7 +221,7 @@ def test_a_record_of_a_dead_process_or_broken_json_is_no_server(begin):
 )
 def test_a_stream_that_breaks_off_or_of_another_shape_is_an_error_after_what_came(capsys, behaviour, message):
     with misbehaving.answering(behaviour) as port, refused("server.reply", message):
-        conversation.answer_once(recorded(port), "hello", 8)
+        conversation.Conversation(recorded(port), "", 8).ask("hello")
     assert "Hello" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ def test_the_answer_the_state_and_the_readiness_are_printed_without_escapes(caps
     events = [json.dumps({"choices": [{"delta": {"content": char}}]}) for char in f" {EVIL} World"]
     with misbehaving.answering("\n\ndata: ".join(events)) as port:
         served = recorded(port, model_id=f"name{EVIL}")
-        conversation.answer_once(served, "hello", 10)
+        conversation.Conversation(served, "", 10).ask("hello")
         out = capsys.readouterr().out
         assert out == "hm Hello \nü World\n"
         status.show_status(served)
