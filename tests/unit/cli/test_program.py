@@ -132,8 +132,8 @@ def test_only_docker_builds_an_image_for_another_platform(capsys, options, failu
     [
         (
             {"TP": "0"},
-            ("up", "--device", "embedded", "--port", "8001"),
-            "TP=1 ./inv up --device embedded --port 8001   # or --device docker",
+            ("up", "--device", "embedded", "--profiler", "--no-tiny-first", "--port", "8001"),
+            "TP=1 ./inv up --device embedded --port 8001 --profiler --no-tiny-first   # or --device docker",
         ),
         ({"BUILD_JOBS": "no"}, ("build.kernels",), "env -u BUILD_JOBS ./inv build.kernels   # or --jobs 4"),
         ({}, ("build.kernels", "--jobs", "no", "--arch", "12.1a"), "./inv build.kernels --arch 12.1a --jobs auto"),
@@ -146,6 +146,11 @@ def test_an_advised_change_is_printed_as_the_whole_command(monkeypatch, capsys, 
         monkeypatch.setenv(name, value)
     assert program.main(arguments) != 0
     assert capsys.readouterr().err.splitlines()[-1] == f"  next: {fix}"
+
+
+def test_only_a_command_that_needs_the_state_folder_refuses_an_unusable_one(inv, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_STATE", "/dev/null/none")
+    assert [inv(name).returncode for name in ("models", "logs")] == [0, 28]
 
 
 def test_two_words_are_the_command_with_a_dot(inv):
