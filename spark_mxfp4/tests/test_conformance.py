@@ -11,34 +11,35 @@ from spark_mxfp4.kernel import FunctionKernel, MoeKernel
 CASES = {case.name: case for case in conformance.CASES}
 
 
-def test_our_kernel_passes_every_case():
-    results = conformance.check(registry.load("torch"))
-    assert [result.case for result in results] == list(conformance.CASES + conformance.OTHER_ACTIVATIONS)
+OTHERS = conformance.OTHER_ACTIVATIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("torch", OTHERS), ("own_kernels:Padded", ()), ("own_kernels:LaidOut", ())]
+)
+def test_right_kernels_pass_every_case_also_with_padding_and_their_own_layout(name, others):
+    results = conformance.check(registry.load(name))
+    assert [result.case for result in results] == [*conformance.CASES, *others]
     assert all(result.difference < 0.006 for result in results)
-
-
-@pytest.mark.parametrize("kernel", ["Padded", "LaidOut"])
-def test_padding_and_own_layouts_pass(kernel):
-    conformance.check(registry.load(f"own_kernels:{kernel}"))
 
 
 def changed(weights, **parts):
     return weights._replace(down=weights.down._replace(**parts))
 
 
-def one_row_unwritten(x, weights, ids, shares, expert_map=None):
+def one_row_unwritten(x, *rest):
     output = torch.empty_like(x)
-    output[: len(x) - 1] = moe(x, weights, ids, shares, expert_map)[: len(x) - 1]
+    output[:-1] = moe(x, *rest)[:-1]
     return output
 
 
-def inputs_changed(x, weights, ids, shares, expert_map=None):
-    output = moe(x, weights, ids, shares, expert_map)
+def inputs_changed(x, *rest):
+    output = moe(x, *rest)
     x.zero_()
     return output
 
 
-def device_waits_for_ever(*_):
+def fails(*_):
     raise RuntimeError("no kernel image")
 
 
@@ -53,7 +54,7 @@ MISTAKES = {
     "unwritten": ("a batch", one_row_unwritten, "differs by nan"),
     "in place": ("a batch", inputs_changed, "it changed its inputs"),
     "dtype": ("a batch", lambda *a: moe(*a).float(), "returned torch.float32"),
-    "failure": ("a batch", device_waits_for_ever, "it raised RuntimeError: no kernel image"),
+    "failure": ("a batch", fails, "it raised RuntimeError: no kernel image"),
 }
 
 
@@ -62,11 +63,8 @@ def test_a_mistake_is_named(mistake):
     case, function, message = MISTAKES[mistake]
     result = conformance.run_case(FunctionKernel("wrong", function), CASES[case])
     assert message in result.problem
-
-
-def test_a_wrong_kernel_is_refused_with_the_case():
-    with pytest.raises(ValueError, match=r"kernel 'wrong' must not serve · case 'one token': it differs by"):
-        conformance.check(FunctionKernel("wrong", lambda x, *_: x.clone()))
+    with pytest.raises(ValueError, match=r"kernel 'wrong' must not serve · case '[\w ]+': "):
+        conformance.check(FunctionKernel("wrong", function))
 
 
 class Restoring(MoeKernel):

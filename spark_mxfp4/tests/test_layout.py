@@ -22,6 +22,10 @@ def projection(experts, rows, columns):
     )
 
 
+def same(first, second):
+    return all(map(torch.equal, first, second))
+
+
 @pytest.mark.needs("c++")
 def test_the_compiler_lays_out_arguments_and_shapes_as_python_does(tmp_path):
     structures = (
@@ -51,14 +55,9 @@ def test_every_byte_comes_back(rows, columns, paired):
     packed = pack_projection(stored, paired=paired)
     assert packed.weight.shape[3] == CHUNK_BYTES
     assert packed.scales is None
-    back = unpack_projection(packed, rows, columns, paired=paired)
-    assert all(torch.equal(a, b) for a, b in zip(back, stored, strict=True))
-
-
-def test_a_layer_comes_back():
-    stored = ExpertWeights(projection(2, 192, 160), projection(2, 160, 96))
-    back = unpack(pack(stored), 160, 96)
-    assert all(torch.equal(a, b) for p, q in zip(back, stored, strict=True) for a, b in zip(p, q, strict=True))
+    assert same(unpack_projection(packed, rows, columns, paired=paired), stored)
+    layer = ExpertWeights(projection(2, 192, 160), projection(2, 160, 96))
+    assert all(map(same, unpack(pack(layer), 160, 96), layer))
 
 
 def test_scales_that_do_not_fit_and_dense_weights_are_refused():

@@ -70,15 +70,11 @@ def test_another_activation_reaches_the_kernel_traced_or_not(arguments):
     torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), wanted)
 
 
-def test_the_operator_takes_dense_weights(arguments):
-    x, _, ids, shares = arguments
+def test_dense_weights_are_taken_and_a_kernel_that_returns_its_input_is_copied(arguments):
+    x, weights, ids, shares = arguments
     dense = ExpertWeights(*(Projection(torch.randn(EXPERTS, n, k)) for n, k in ((64, 64), (64, 32))))
     got = operator.moe_operator(x, *dense.gate_up, *dense.down, ids, shares, None, [*GPT_OSS], "torch")
     assert torch.equal(got, moe(x, dense, ids, shares))
-
-
-def test_a_kernel_that_returns_its_input_is_copied(arguments):
-    x, weights, ids, shares = arguments
     got = operator.moe_operator(x, *weights.gate_up, *weights.down, ids, shares, None, [*GPT_OSS], "own_kernels:plain")
     assert torch.equal(got, x)
     assert got.data_ptr() != x.data_ptr()

@@ -31,38 +31,24 @@ def attention() -> Model:
     )
     number = TensorType(DType.uint32, [1], DEVICE)
     types = (
-        TensorType(DType.float32, ["tokens", HEADS, DIM], DEVICE),
-        TensorType(DType.float32, [HEADS], DEVICE),
+        TensorType(DType.float32, ["tokens", HEADS, DIM], DEVICE), TensorType(DType.float32, [HEADS], DEVICE),
         TensorType(DType.uint32, ["offsets"], DEVICE),
-        BufferType(DType.float32, [PAGES, 2, 1, PAGE, HEADS, DIM], DEVICE),
-        TensorType(DType.int64, [1], DEVICE),
+        BufferType(DType.float32, [PAGES, 2, 1, PAGE, HEADS, DIM], DEVICE), TensorType(DType.int64, [1], DEVICE),
         TensorType(DType.uint32, ["batch"], DEVICE),
-        TensorType(DType.uint32, ["batch", "pages"], DEVICE),
-        number,
-        number,
-        TensorType(DType.int64, [4], DEVICE),
-    )
+        TensorType(DType.uint32, ["batch", "pages"], DEVICE), number, number, TensorType(DType.int64, [4], DEVICE),
+    )  # fmt: skip
     with Graph("sinks", input_types=types) as graph:
         q, sinks, offsets, blocks, stride, cached, table, longest_prompt, longest_cache, dispatch = graph.inputs
         cache = PagedCacheValues(
-            kv_blocks=blocks.buffer,
-            page_stride=stride.tensor,
-            cache_lengths=cached.tensor,
-            lookup_table=table.tensor,
-            max_prompt_length=longest_prompt.tensor,
-            max_cache_length=longest_cache.tensor,
+            kv_blocks=blocks.buffer, page_stride=stride.tensor, cache_lengths=cached.tensor, lookup_table=table.tensor,
+            max_prompt_length=longest_prompt.tensor, max_cache_length=longest_cache.tensor,
             attention_dispatch_metadata=dispatch.tensor,
-        )
+        )  # fmt: skip
         result = flash_attention_ragged(
-            parameters,
-            input=q.tensor,
-            input_row_offsets=offsets.tensor,
-            kv_collection=cache,
-            layer_idx=ops.constant(0, DType.uint32, device=DEVICE),
-            mask_variant=MHAMaskVariant.CAUSAL_MASK,
-            scale=1.0,
+            parameters, input=q.tensor, input_row_offsets=offsets.tensor, kv_collection=cache,
+            layer_idx=ops.constant(0, DType.uint32, device=DEVICE), mask_variant=MHAMaskVariant.CAUSAL_MASK, scale=1.0,
             sink_weights=sinks.tensor,
-        )
+        )  # fmt: skip
         graph.output(result)
     return InferenceSession(devices=[CPU()]).load(graph)
 
@@ -71,18 +57,12 @@ def counted(model: Model, keys: int) -> float:
     """Return how often the sink is counted by a query that sees `keys` keys."""
     blocks = np.zeros((PAGES, 2, 1, PAGE, HEADS, DIM), np.float32)
     blocks[:, 1] = 1
+    numbers = [np.array([number], np.uint32) for number in (keys - 1, 1, keys)]
     inputs = (
-        np.zeros((1, HEADS, DIM), np.float32),
-        np.full(HEADS, SINK, np.float32),
-        np.array([0, 1], np.uint32),
-        blocks,
-        np.array([blocks[0].size], np.int64),
-        np.array([keys - 1], np.uint32),
-        np.arange(PAGES, dtype=np.uint32)[None],
-        np.array([1], np.uint32),
-        np.array([keys], np.uint32),
+        np.zeros((1, HEADS, DIM), np.float32), np.full(HEADS, SINK, np.float32), np.array([0, 1], np.uint32), blocks,
+        np.array([blocks[0].size], np.int64), numbers[0], np.arange(PAGES, dtype=np.uint32)[None], *numbers[1:],
         np.array([1, 1, 1, keys], np.int64),
-    )
+    )  # fmt: skip
     (result,) = model.execute(*(Buffer.from_numpy(array) for array in inputs))
     value = float(result.to_numpy()[0, 0, 0])
     return (keys / value - keys) / math.exp(SINK)
