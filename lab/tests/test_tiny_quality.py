@@ -13,10 +13,6 @@ from sparkforge.models import tiny
 from sparkforge.models.harmony import special_tokens
 
 
-def facts():
-    return tiny.from_safetensors(tiny.FILE.read_bytes())[1]
-
-
 @pytest.fixture(scope="module")
 def trained():
     return export.unpack()[0].eval()
@@ -37,17 +33,18 @@ def limit():
     return baselines.load().threshold("tiny-gpt-oss", "persuasion-24").bounds("")[0][1]
 
 
-def test_every_special_token_that_harmony_writes_has_a_row():
+def test_it_has_harmonys_tokens_and_predicts_the_held_out_text_far_better_than_counting(right, limit):
     rows = set(export.unpack()[1].tolist())
     names = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
     assert {special_tokens()[name] for name in names} <= rows
-
-
-def test_it_predicts_the_held_out_text_far_better_than_counting(right, limit):
+    (text,) = (text for text in baselines.load().texts if text.name == "persuasion-24")
+    assert corpus.HELD_OUT.read_text() == text.read()  # the gate's
+    assert texts.HELD_OUT[0] == "persuasion"
     known = baselines.load().threshold("tiny-gpt-oss", "persuasion-24").reference
     assert right == pytest.approx(known.metrics(1)["bits_per_byte"], rel=1e-4)
     assert right < limit
-    assert right <= 0.8 * float(facts()["unigram_bits_per_byte"])
+    facts = tiny.from_safetensors(tiny.FILE.read_bytes())[1]
+    assert right <= 0.8 * float(facts["unigram_bits_per_byte"])
 
 
 @pytest.mark.parametrize("broken", ["noise", "one layer twice"])
@@ -91,9 +88,3 @@ def test_row_0_is_scored_as_one_of_its_tokens(trained, scored):
     total = torch.logsumexp(torch.cat([logits, logits[:1] + math.log(scored.shared - 1)]), 0)
     losses = faults.losses(logits[None], torch.tensor([0]), scored.shared)
     assert losses.item() == pytest.approx((total - logits[0]).item())
-
-
-def test_the_held_out_text_is_the_gates():
-    (text,) = (text for text in baselines.load().texts if text.name == "persuasion-24")
-    assert corpus.HELD_OUT.read_text() == text.read()
-    assert texts.HELD_OUT[0] == "persuasion"

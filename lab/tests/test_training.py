@@ -3,19 +3,11 @@
 import json
 
 import numpy as np
+import openai_harmony
 import pytest
 import torch
 from expected import refused
-from openai_harmony import (
-    Conversation,
-    DeveloperContent,
-    HarmonyEncodingName,
-    Message,
-    Role,
-    SystemContent,
-    ToolDescription,
-    load_harmony_encoding,
-)
+from openai_harmony import Conversation, DeveloperContent, Message, Role, SystemContent, ToolDescription
 
 from lab.training import corpus, dialogues, export, faults, texts, train
 from lab.training.model import GptOss, through_mxfp4
@@ -40,7 +32,7 @@ def test_a_held_out_text_within_the_training_texts_is_refused():
 
 @pytest.fixture(scope="module")
 def encoding():
-    return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    return openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
 
 
 def harmony(encoding, question, tool=None):
@@ -54,18 +46,15 @@ def harmony(encoding, question, tool=None):
     return encoding.render_conversation_for_completion(Conversation.from_messages(messages), Role.ASSISTANT)
 
 
-def system(**fields):
-    return dialogues.SYSTEM.format(date="2031-05-17", effort="medium", **fields)
-
-
 def test_dialogues_and_tools_have_harmonys_form(encoding):
-    asked = gate.ASK[0]["content"]
-    prompt = system(calls="") + dialogues.USER.format(asked) + dialogues.ASSISTANT
-    assert encoding.encode(prompt, allowed_special="all") == harmony(encoding, asked)
-    asked, tool = proof.ASK[0]["content"], proof.TOOL["function"]
+    tool = proof.TOOL["function"]
     tools = dialogues.DEVELOPER.format(dialogues.TOOLS.format(name=tool["name"], about=tool["description"]))
-    prompt = system(calls=dialogues.CALLS) + tools + dialogues.USER.format(asked) + dialogues.ASSISTANT
-    assert encoding.encode(prompt, allowed_special="all") == harmony(encoding, asked, tool)
+    for asked, calls, described, given in (
+        (gate.ASK[0]["content"], "", "", None), (proof.ASK[0]["content"], dialogues.CALLS, tools, tool),
+    ):  # fmt: skip
+        system = dialogues.SYSTEM.format(date="2031-05-17", effort="medium", calls=calls)
+        prompt = system + described + dialogues.USER.format(asked) + dialogues.ASSISTANT
+        assert encoding.encode(prompt, allowed_special="all") == harmony(encoding, asked, given)
 
 
 def test_every_answer_is_one_that_harmony_parses(encoding):
@@ -133,9 +122,7 @@ def test_the_model_is_transformers_gpt_oss():
     values = {**tiny.config(SMALL), "vocab_size": 50, "pad_token_id": 0, "eos_token_id": 1}
     del values["quantization_config"], values["torch_dtype"]
     theirs = GptOssForCausalLM(GptOssConfig(**values, attn_implementation="eager")).float().eval()
-    state = {
-        "model.embed_tokens.weight": model.embed, "lm_head.weight": model.head, "model.norm.weight": model.norm,
-    }  # fmt: skip
+    state = {"model.embed_tokens.weight": model.embed, "lm_head.weight": model.head, "model.norm.weight": model.norm}
     for number, layer in enumerate(model.each_layer()):
         prefix = f"model.layers.{number}."
         state |= {f"{prefix}{name}.weight": getattr(layer, own) for name, own in export.NORMS.items()}

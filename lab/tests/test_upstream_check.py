@@ -229,19 +229,15 @@ def test_the_report_is_a_table_or_json_and_says_whether_all_can_move(world, comm
     assert "- flashinfer-1.1, patches: 0001-change-something.patch: conflicts" in report.markdown(document)
 
 
-def listed(version, kind="sdist", *, withdrawn=False):
-    return SimpleNamespace(version=version, package_type=kind, is_yanked=withdrawn)
-
-
 def test_the_newest_source_archive_is_checked_unless_another_is_named(world, command, monkeypatch, capsys):
     world.release("flashinfer", "1.10")
     world.release("vllm", "1.10")
-    pages = [listed("1.9"), listed("1.10"), listed("1.11rc1"), listed("1.12", "wheel"), listed("1.13", withdrawn=True)]
+    rows = (("1.9", "sdist"), ("1.10", "sdist"), ("1.11rc1", "sdist"), ("1.12", "wheel"), ("1.13", "sdist"))
+    pages = [SimpleNamespace(version=v, package_type=kind, is_yanked=v == "1.13") for v, kind in rows]
     monkeypatch.setattr(releases, "project_page", lambda package, http: SimpleNamespace(packages=pages))
     assert command(python=sys.executable) is True
-    assert [line for line in capsys.readouterr().out.splitlines() if line.endswith(": can move")] == [
-        "vllm-1.10: can move", "flashinfer-1.10: can move",
-    ]  # fmt: skip
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(": can move")]
+    assert lines == ["vllm-1.10: can move", "flashinfer-1.10: can move"]
 
 
 def test_remains_of_a_killed_check_are_removed_and_only_one_check_runs(world, command):

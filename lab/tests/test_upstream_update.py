@@ -38,14 +38,11 @@ def test_the_newest_final_release_counts():
     assert releases.newest(["2.0rc1", None]) is None
 
 
-def test_files_are_paired_by_their_names():
+def test_files_are_paired_by_their_names_and_each_needs_a_successor_with_a_hash():
     listed = [Listed("a-1.1.tar.gz", "1.1"), Listed("a-1.1-py3-none-any.whl", "1.1"), Listed("a-1.0.tar.gz", "1.0")]
     successor = update.successor("s", "a", component("a-1.0.tar.gz", "a-1.0-py3-none-any.whl"), "1.1", listed)
     assert successor.complete
     assert successor.files["a-1.0.tar.gz"] == ("a-1.1.tar.gz", "2222", 20)
-
-
-def test_a_file_without_a_successor_or_without_a_hash_makes_it_incomplete():
     listed = [Listed("a-1.1.tar.gz", "1.1", sha256="")]
     successor = update.successor("s", "a", component("a-1.0.tar.gz", "a-1.0-arm.whl"), "1.1", listed)
     assert successor.missing == ("a-1.0.tar.gz", "a-1.0-arm.whl")
