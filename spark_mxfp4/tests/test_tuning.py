@@ -44,8 +44,7 @@ def test_plans_are_the_fastest_measured(first_row_tiles, second, plans):
 def test_parts_are_whole_steps_and_cover_all_columns(chunks, parts, step):
     each = hopper.part_of(chunks, parts, step)
     number = -(-chunks // each)
-    assert each % step == 0
-    assert number <= parts
+    assert (each % step, number <= parts) == (0, True)
     assert (number - 1) * each < chunks <= number * each
 
 

@@ -57,9 +57,8 @@ def run(project):
     class Run:
         def __call__(self, *arguments, options=()):
             command = ["docker", "run", "--rm", *map(str, options), IMAGE, *arguments]
-            result = subprocess.run(
-                command, cwd=ROOT, env=project.engine.environment, capture_output=True, text=True, check=False
-            )
+            env = project.engine.environment
+            result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
             return result.returncode, result.stdout + result.stderr
 
         def start(self, *arguments, options=()):
@@ -98,9 +97,8 @@ def require_served_with_the_key_alone(url, model, key):
             assert httpx.get(f"{url}{path}", headers=headers, trust_env=False).status_code == 401, path
     with pytest.raises(ServerError):
         list(Endpoint(url, model, key="").stream_chat([{"role": "user", "content": "Hello"}], 4))
-    assert "".join(
-        delta.text for delta in Endpoint(url, model, key=secret).stream_chat([{"role": "user", "content": "Hello"}], 12)
-    ).strip()
+    hello = [{"role": "user", "content": "Hello"}]
+    assert "".join(delta.text for delta in Endpoint(url, model, key=secret).stream_chat(hello, 12)).strip()
 
 
 def require_unprivileged(project, container, key):
@@ -115,7 +113,6 @@ def require_unprivileged(project, container, key):
     assert secret not in json.dumps(project.engine.inspect(container)) + docker("logs", container, both=True) + commands
 
 
-@pytest.mark.timeout(3600)  # many starts of vLLM
 def test_figures_of_the_short_line_that_serves_from_the_users_cache(
     project, run, cache, free_port, figures, first_token
 ):
@@ -131,10 +128,9 @@ def test_figures_of_the_short_line_that_serves_from_the_users_cache(
             project.engine.docker("stop", "--time", "60", name)
         port = free_port()
         options = ("--gpus", "all", "-p", f"127.0.0.1:{port}:8000", "-v", f"{cache}:{MOUNTED}", "--shm-size", "1g")
+        words = ("vllm", "serve", MODEL, "--quantization", "mxfp4", "--max-model-len", "8192")
         with figures.measured("docker run to the first token"):
-            name = run.start(
-                *("vllm", "serve", MODEL, "--quantization", "mxfp4", "--max-model-len", "8192"), options=options
-            )
+            name = run.start(*words, options=options)
             assert first_token(port, MODEL, require_running)
     models = project.engine.docker("exec", name, "python", "-c", ASK_MODELS)
     names = {(model["id"], model["max_model_len"]) for model in json.loads(models)["data"]}
@@ -223,7 +219,7 @@ def strangers_cache(cache, tmp_path):
     return folder
 
 
-def test_a_cache_of_another_user_is_told_by_owner_and_works_as_that_user(run, strangers_cache):
+def test_a_cache_of_another_user_is_refused_with_its_owner_and_works_as_that_user(run, strangers_cache):
     mount = ("-v", f"{strangers_cache}:{MOUNTED}:ro")
     code, out = run("vllm", "serve", MODEL, options=mount)
     assert code == 28, out
@@ -234,13 +230,10 @@ def test_a_cache_of_another_user_is_told_by_owner_and_works_as_that_user(run, st
     assert (code, "ok   model-files" in out) == (0, True), out
 
 
-def test_a_snapshot_without_its_cache_is_told(run, cache):
+def test_a_snapshot_without_its_cache_and_a_missing_model_are_reported_with_the_mount(run, cache):
     snapshot = cache / "hub/models--openai--gpt-oss-120b/snapshots" / COMMIT
     code, out = run("serve", "/models/mine", options=("-v", f"{snapshot}:/models/mine:ro"))
     assert (code, "is a link to ../../blobs/" in out, "mount the whole cache" in out) == (28, True, True), out
-
-
-def test_a_missing_model_is_reported_with_the_mount(run):
     code, out = run("openai/gpt-oss-20b", "--max-model-len", "8192")
     assert (code, f"docker run -v ~/.cache/huggingface:{MOUNTED}:ro" in out) == (10, True), out
 
@@ -260,10 +253,8 @@ def test_other_programs_run_without_a_validation(run, arguments, printed):
 
 @pytest.mark.parametrize("network", ["bridge", "host"])
 def test_a_container_knows_whose_network_it_has(run, network):
-    code, out = run(
-        *("python", "-c", "from sparkforge.serve import access; print(access.has_host_network())"),
-        options=("--network", network),
-    )
+    program = "from sparkforge.serve import access; print(access.has_host_network())"
+    code, out = run("python", "-c", program, options=("--network", network))
     assert (code, out.strip()) == (0, str(network == "host" and access.has_host_network()))
 
 

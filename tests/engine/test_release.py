@@ -408,7 +408,6 @@ def test_a_rollback_whose_start_fails_leaves_record_and_tag(release):
     assert release.running() == []
 
 
-@pytest.mark.timeout(3600)  # many starts of vLLM
 def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, tmp_path_factory, free_port):
     """Both images are of the embedded stack and run vLLM; each has its own settings and compiled code."""
     folder = tmp_path_factory.mktemp("real")
