@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import subprocess
-import tarfile
 import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -76,17 +75,6 @@ def _texts(*texts):
     return lambda _scratch: [text.encode() for text in texts]
 
 
-def _files(*names):
-    return lambda _scratch: [_short((ROOT / name).read_bytes()) for name in names]
-
-
-def _short(data, longest=6000):
-    if len(data) <= longest:
-        return data
-    cut = data.rfind(b"\n\n", 0, longest)
-    return data[: cut + 1] if cut > 0 else data[: data.rfind(b"\n", 0, longest) + 1]
-
-
 def _pins_without_git(_scratch):
     """Return pins.toml without its longest tables, which no other table needs."""
     tables = (ROOT / "pins.toml").read_bytes().split(b"\n\n")
@@ -120,13 +108,6 @@ def _read_series(data, scratch):
     Queue.load(write(folder / "series", data).parent)
 
 
-def _tree(scratch):
-    manifest.remove(scratch / "tree")
-    for path, text in patching.BEFORE.items():
-        write(scratch / "tree" / path, text)
-    return scratch / "tree"
-
-
 def _read_upstream_wheel(data, scratch):
     """Patch a wheel that was tampered with; the result must be a wheel that can be unpacked."""
     source = write(scratch / patching.NAME, data)
@@ -149,7 +130,10 @@ def _read_oracle(data, scratch):
         hunks.refuse_folders("0001-x.patch", ours)
     except UnicodeDecodeError:
         return
-    root = _tree(scratch)
+    root = scratch / "tree"
+    manifest.remove(root)
+    for path, text in patching.BEFORE.items():
+        write(root / path, text)
     result = subprocess.run(
         ["git", "-c", "core.autocrlf=false", "apply", "-p1", "--whitespace=nowarn", "-"],  # noqa: S607
         cwd=root, input=data, capture_output=True, check=False, timeout=60,
@@ -165,28 +149,21 @@ def _read_oracle(data, scratch):
 
 
 def _raw_tar(files):
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as out:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            out.addfile(info, io.BytesIO(content))
-    return data.getvalue()
+    return gzip.decompress(archives.tar("", files))
 
 
 SMALL = {"a.py": b"x = 1\n", "d/b.py": b"y\n" * 200, "d/é" * 60: b"", "e": b"\0" * 700}
 
 
-def _zip(method):
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", method) as out:
-        for name, content in SMALL.items():
-            out.writestr(name, content)
-    return data.getvalue()
-
-
 def _zips(_scratch):
-    return [_zip(method) for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)]
+    samples = []
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w", method) as out:
+            for name, content in SMALL.items():
+                out.writestr(name, content)
+        samples.append(data.getvalue())
+    return samples
 
 
 def _unpack(name):
@@ -605,7 +582,7 @@ ROWS = [
     Parser("result", lambda _: [benchmarks.result(1).model_dump_json(indent=1).encode()],
            _loaded(schema.read, "out/result.json"), cost=3.0),
     Parser("trace", _traces, _loaded(trace.read, "trace.json"), cost=2.0),
-    Parser("recipe", _files("sparkforge/recipes/gpt-oss-120b.toml"),
+    Parser("recipe", _texts((ROOT / "sparkforge/recipes/gpt-oss-120b.toml").read_text(encoding="utf-8")),
            _loaded(models.read.__wrapped__, "recipe.toml"), cost=4.0),  # without its cache
     Parser("server-record", _texts(json.dumps(SERVER)),
            _read_state("server.json", lambda state: record.read(state / "server.json"))),
