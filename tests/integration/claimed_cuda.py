@@ -68,11 +68,6 @@ def answer(kv_cache_dtype, backend, *, sliding):
         return f"refused: {error}"
 
 
-print(
-    json.dumps(
-        [
-            {name: answer(kv, backend, sliding=sliding) for name, sliding in (("FULL", False), ("SLIDING", True))}
-            for kv, backend in request["questions"]
-        ]
-    )
-)
+layers = (("FULL", False), ("SLIDING", True))
+answers = [{name: answer(*question, sliding=sliding) for name, sliding in layers} for question in request["questions"]]
+print(json.dumps(answers))

@@ -78,8 +78,9 @@ def vllm_cache(tmp_path_factory):
     `./inv up` has its own folder, as for a user.
     """
     base = tmp_path_factory.getbasetemp()
-    with pytest.MonkeyPatch.context() as patch:  # the parent folder of the workers' folders is shared
-        patch.setenv("VLLM_CACHE_ROOT", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "vllm"))
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # the workers share the parent folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(base / "vllm"))
         yield
 
 
@@ -183,23 +184,23 @@ def scripted_server(request, tmp_path_factory, free_port, forking):
     plan = StartPlan(
         EMBEDDED, model_id=model, port=free_port(), key_file=str(work / "key"), hosts=("spark.example",), profiled=True
     )
-    settings = {"SPARKFORGE_STATE": str(work / "state"), "ROUTES_FILE": str(work / "routes.json")}
-    settings |= {"VLLM_RESPONSES_API_STORE_MAX_ENTRIES": str(STORED_RESPONSES)}
-    settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("SPARKFORGE_TEST_TREE"))))
+    settings = {
+        "SPARKFORGE_STATE": str(work / "state"), "ROUTES_FILE": str(work / "routes.json"),
+        "VLLM_RESPONSES_API_STORE_MAX_ENTRIES": str(STORED_RESPONSES),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("SPARKFORGE_TEST_TREE")))),
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
-        described = in_environment.Embedded(
-            plan, Path(sys.executable), tiny.write_tiny(work / "model", weights)
-        ).launch()
+        folder = tiny.write_tiny(work / "model", weights)
+        described = in_environment.Embedded(plan, Path(sys.executable), folder).launch()
         command = (*described.command, "--middleware", "list_routes.ListRoutes")
         server = launch.begin(forking(dataclasses.replace(described, command=command)))
     try:
         serving = Endpoint(server.url, model, key=KEY).wait_until_serving(time.monotonic() + 600, lambda: server.alive)
         assert serving, Path(server.log).read_text(errors="replace")[-3000:]
-        yield SimpleNamespace(
-            url=server.url, model=model, key=KEY, server=server, work=work, stored_responses=STORED_RESPONSES
-        )
+        facts = {"url": server.url, "model": model, "key": KEY, "server": server, "work": work}
+        yield SimpleNamespace(**facts, stored_responses=STORED_RESPONSES)
     finally:
         members = session_members(server.pid)
         with pytest.MonkeyPatch.context() as patch:

@@ -87,14 +87,16 @@ def test_a_foreign_host_is_refused_also_with_the_key(served):
         assert served.api.get("/v1/models", headers={"Host": host, **key}).status_code == 200
 
 
-def test_our_commands_send_it(served, capsys):
+def test_our_commands_send_the_key_which_is_in_no_argument_record_or_log(served, capsys):
     server = record.running()
-    assert server == served.server
-    assert server.key == served.key
+    assert (server, server.key) == (served.server, served.key)
     status.show_status(server)
     conversation.Conversation(server, "", 4).ask(CUE)
     assert "healthy · API key required · embedded" in capsys.readouterr().out
     assert settings.endpoint(BenchSettings({}, {})).model == served.model
+    assert served.key not in " ".join(psutil.Process(served.server.pid).cmdline())
+    for file in ("server.json", "logs/server.log"):
+        assert served.key not in (served.work / "state" / file).read_text(errors="replace")
 
 
 def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):
@@ -107,14 +109,5 @@ def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):
     parts = {group.name: group for group in saved.breakdown.groups}
     assert all(parts[name].ms > 0 for name in ("experts", "attention", "dense", "sampling", "waiting"))
     calls = {row.name: row.calls for row in saved.breakdown.operators}
-    assert (
-        calls["vllm::unified_attention_with_output"]
-        >= 6 * json.loads((Path(served.server.model) / "config.json").read_text())["num_hidden_layers"]
-    )
-
-
-def test_the_key_is_in_no_argument_record_or_log(served):
-    state = served.work / "state"
-    assert served.key not in " ".join(psutil.Process(served.server.pid).cmdline())
-    for file in (state / "server.json", state / "logs" / "server.log"):
-        assert served.key not in file.read_text(errors="replace")
+    layers = json.loads((Path(served.server.model) / "config.json").read_text())["num_hidden_layers"]
+    assert calls["vllm::unified_attention_with_output"] >= 6 * layers

@@ -93,10 +93,8 @@ def test_trap_stubs(build, tools):
 
 def test_software_conversion_is_found_by_the_units_name(build, tools):
     flags = "-DWITH_CONVERSION", "-Dcvt_fp32_to_fp4=quantise"
-    assert rules_of(audit_files([build("nvfp4_quantise.o", MISLABELLED, *flags)], tools=lambda: tools)) == {
-        "software-fp4": 1
-    }
-    assert not rules_of(audit_files([build("nvfp4_quantise.o", NATIVE, *flags)], tools=lambda: tools))
+    for code, rules in ((MISLABELLED, {"software-fp4": 1}), (NATIVE, {})):
+        assert rules_of(audit_files([build("nvfp4_quantise.o", code, *flags)], tools=lambda: tools)) == rules
 
 
 @pytest.mark.parametrize("name", ["one.cubin", "one.o", "one.so"])
@@ -128,9 +126,7 @@ def test_code_that_nvdisasm_cannot_read_is_reported_for_its_file(build, tools):
     data[at : at + cubins.WIDTH] = b"\xff" * cubins.WIDTH
     bad.write_bytes(data)
     report = audit_files([good, bad], tools=lambda: tools)
-    assert [(violation.rule, Path(violation.file).name) for violation in report.violations] == [
-        ("damaged", "bad.cubin")
-    ]
+    assert [(found.rule, Path(found.file).name) for found in report.violations] == [("damaged", "bad.cubin")]
     assert [(Path(row.file).name, row.fp4) for row in report.coverage] == [("good.cubin", 2)]
 
 
@@ -171,15 +167,14 @@ def test_shapes_count_what_nvdisasm_prints(build, tools, code):
     for kernel in kernels:
         full = Counter(name for _, name in cubins.LINE.findall(parts[kernel.kernel]))
         ours = cubins.named(kernel, decoder.known)
-        assert {m: n for m, n in ours.items() if watched.search(m)} == {
-            m: n for m, n in full.items() if watched.search(m)
-        }
+        assert only(ours, watched) == only(full, watched)
         assert base_names(ours) == base_names(full)
         assert kernel.instructions == full.total()
 
 
+def only(counts, watched):
+    return {name: number for name, number in counts.items() if watched.search(name)}
+
+
 def base_names(counts):
-    findings = Counter()
-    for name, number in counts.items():
-        findings[name.partition(".")[0]] += number
-    return findings
+    return Counter(name.partition(".")[0] for name in Counter(counts).elements())

@@ -1,8 +1,7 @@
 """The FlashInfer queue of each stack on its real sdist: default and filtered builds.
 
-The submissions' own tests (test_submissions.py) have the names of filters and the number of jobs.
-
 No GPU and no CUDA compiler is needed: FlashInfer generates the units, and host tools check its C++ as far as possible.
+The submissions' own tests (test_submissions.py) test the names of filters and the number of jobs.
 """
 
 import hashlib
@@ -115,20 +114,14 @@ def hashes(tree):
     return {str(file.relative_to(tree)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def test_applies_without_fuzz_and_changes_nothing_else(pristine, patched, queue):
+def test_the_queue_changes_nothing_else_and_the_patched_wheel_has_the_same_files(component, pristine, patched, queue):
     before = hashes(pristine)
     assert {path for path, digest in hashes(patched).items() if before.get(path) != digest} == set(queue.paths)
-
-
-def test_the_patched_wheel_has_the_same_files_with_csrc_elsewhere(component, patched, queue):
     wheel = wheels.patched_wheel(component, TargetMachine("aarch64"))
     with zipfile.ZipFile(wheel.path) as archive:
         for path in queue.paths:
             installed = f"flashinfer/data/{path}" if path.startswith(("csrc/", "include/")) else path
             assert archive.read(installed) == (patched / path).read_bytes()
-
-
-# ---- the filter: what is generated
 
 
 def instances(units):
@@ -161,15 +154,9 @@ def test_filtered_build_holds_what_gpt_oss_needs_and_no_more(specs):
     }
 
 
-# ---- the filter: what is compiled and dispatched
-
-
-def defines(flags):
-    return [flag for flag in flags if flag.startswith("-DFLASHINFER_MOE_")]
-
-
 def instantiated(tree, path, flags, scratch):
     """Return a unit's explicit instantiations after the preprocessor, with only the filter's header included."""
+    flags = [flag for flag in flags if flag.startswith("-DFLASHINFER_MOE_")]
     lines = (tree / path).read_text().splitlines()
     source = scratch / "unit.cpp"
     source.write_text("\n".join(x for x in lines if not x.startswith("#include") or "moe_dtype_filter.h" in x))
@@ -187,13 +174,13 @@ def test_only_wanted_runners_are_instantiated(pristine, patched, specs, tmp_path
     upstream = instantiated(pristine, path, [], tmp_path)
     assert instantiated(patched, path, [], tmp_path) == upstream
     assert len(upstream) == count
-    left = instantiated(patched, path, defines(specs.patched["fp8xfp4"]["flags"]), tmp_path)
-    assert [runner.partition("<")[2] for runner in left] == [
-        "__nv_fp8_e4m3, Fp4Type, half>", "__nv_fp8_e4m3, Fp4Type, __nv_bfloat16>"
-    ]  # fmt: skip
+    left = instantiated(patched, path, specs.patched["fp8xfp4"]["flags"], tmp_path)
+    kinds = [f"__nv_fp8_e4m3, Fp4Type, {output}>" for output in ("half", "__nv_bfloat16")]
+    assert [runner.partition("<")[2] for runner in left] == kinds
 
 
 def dispatched(tree, flags, held, scratch):
+    flags = [flag for flag in flags if flag.startswith("-DFLASHINFER_MOE_")]
     binding = (tree / MOE / "flashinfer_cutlass_fused_moe_binding.cu").read_text()
     begin, end = binding.index("template <typename Runner>\nstruct MoeRunnerTypes;"), binding.index("class DtypeUtils")
     probes = "".join(
@@ -214,14 +201,11 @@ def dispatched(tree, flags, held, scratch):
 @pytest.mark.parametrize("dtypes", ["fp8xfp4", TWO, ""])
 def test_calling_a_filtered_kernel_gives_a_clear_error(patched, specs, tmp_path, dtypes):
     held = set(dtypes.split(",")) if dtypes else NAMES
-    answers = dispatched(patched, defines(specs.patched[dtypes]["flags"]), held, tmp_path)
+    answers = dispatched(patched, specs.patched[dtypes]["flags"], held, tmp_path)
     assert {name for name, answer in answers.items() if answer == "built"} == held
     for name in NAMES - held:
         assert answers[name].startswith(f"This fused MoE was built without {name} (activation x weight), since ")
         assert "FLASHINFER_MOE_SM120_DTYPES does not name it." in answers[name]
-
-
-# ---- MXFP4 x MXFP4 by CUTLASS
 
 
 @pytest.fixture(scope="module")
@@ -236,13 +220,10 @@ KERNEL = re.compile(r"mxfp4GemmKernelLauncherSm120<(.+?)>\(")
 
 
 def test_nvfp4_is_built_as_before(dense):
-    def without_the_shared_source(spec):
-        assert spec["units"].pop("/csrc/fp4_gemm_cutlass_sm120.cu")
-        return spec
-
-    ours = without_the_shared_source(dense.patched["fp4"])
-    assert ours == without_the_shared_source(dense.pristine["fp4"])
-    assert len(ours["units"]) == 16
+    for spec in (dense.patched["fp4"], dense.pristine["fp4"]):
+        assert spec["units"].pop("/csrc/fp4_gemm_cutlass_sm120.cu")  # also has MXFP4
+    assert dense.patched["fp4"] == dense.pristine["fp4"]
+    assert len(dense.patched["fp4"]["units"]) == 16
     assert dense.pristine["mxfp4"] is None  # the next release may have it
 
 
@@ -292,8 +273,7 @@ int main() {
     include = [f"-I{tmp_path}", f"-I{patched / 'include'}"]
     run(["c++", "-std=c++17", *include, tmp_path / "tactics.cpp", "-o", program])
     *reached, default = run([program]).stdout.splitlines()
-    built = [KERNEL.findall(text) for text in dense.patched["mxfp4"]["units"].values() if text]
-    built = [kernel for kernels in built for kernel in kernels]
+    built = KERNEL.findall("\n".join(filter(None, dense.patched["mxfp4"]["units"].values())))
     assert len(reached) == len(set(reached)) == 14
     assert sorted(built) == sorted(f"{dtype}, {kernel}" for dtype in ("__nv_bfloat16", "half") for kernel in reached)
     assert default == "128, 128, 256, false, false, false"

@@ -24,7 +24,7 @@ from sparkforge.sources import fetch
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]  # another release
 
 STACK = pins.load().stacks["ngc-25.12"]
-QUEUE = ROOT / "patches" / "vllm-0.13.0"
+QUEUE = Queue.load(ROOT / "patches" / "vllm-0.13.0")
 PLATFORM = "vllm/platforms/interface.py"
 MXFP4 = "vllm/model_executor/layers/quantization/mxfp4.py"
 WEIGHTS = "vllm/model_executor/model_loader/weight_utils.py"
@@ -32,28 +32,23 @@ DECORATORS = "vllm/compilation/decorators.py"
 
 
 @pytest.fixture(scope="module")
-def queue():
-    return Queue.load(QUEUE)
-
-
-@pytest.fixture(scope="module")
-def pristine(queue, tmp_path_factory):
+def pristine(tmp_path_factory):
     """The files that the queue changes, from the sdist, whose hash is checked."""
     component = STACK.components["vllm"]
     sdist = fetch.fetch_pinned(component, *component.files)
     tree = tmp_path_factory.mktemp("pristine")
     with tarfile.open(sdist) as tar:
-        for path in queue.paths:
+        for path in QUEUE.paths:
             (tree / path).parent.mkdir(parents=True, exist_ok=True)
             (tree / path).write_bytes(tar.extractfile(f"vllm-0.13.0/{path}").read())
     return tree
 
 
 @pytest.fixture(scope="module")
-def patched(pristine, queue, tmp_path_factory):
+def patched(pristine, tmp_path_factory):
     tree = tmp_path_factory.mktemp("patched") / "tree"
     shutil.copytree(pristine, tree)
-    queue.apply_to(tree)
+    QUEUE.apply_to(tree)
     return tree
 
 
@@ -75,9 +70,6 @@ def cut(tree, path, *names, inside=None):
 def execute(code, names):
     exec(compile(ast.fix_missing_locations(code), "<cut>", "exec"), names)  # noqa: S102  upstream's own functions
     return names
-
-
-# ---- the patches
 
 
 class Capability(NamedTuple):
@@ -152,16 +144,10 @@ def device_of_second_node(tree, *, distributed):
     """
     seen = []
 
-    class Loader:
-        def copy_files_to_device(self):
-            return SimpleNamespace(key_to_rank_lidx={}, close=lambda: None)
-
-        def close(self):
-            pass
-
     def loader(group, device, files, **_):
         seen.append(device)
-        return Loader()
+        copied = SimpleNamespace(key_to_rank_lidx={}, close=lambda: None)
+        return SimpleNamespace(copy_files_to_device=lambda: copied, close=lambda: None)
 
     rank = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     world = SimpleNamespace(is_initialized=lambda: distributed, group=SimpleNamespace(WORLD=rank))

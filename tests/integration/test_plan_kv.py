@@ -29,8 +29,7 @@ for dtype, length, batched in json.loads(sys.argv[1]):
     config = Some(
         model_config=Some(max_model_len=length), max_in_flight_tokens=2 * batched,
         parallel_config=Some(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        scheduler_config=Some(max_num_batched_tokens=batched),
-        cache_config=Some(num_gpu_blocks_override=None),
+        scheduler_config=Some(max_num_batched_tokens=batched), cache_config=Some(num_gpu_blocks_override=None),
     )
     groups = utils._get_kv_cache_groups_uniform_page_size(specs)
     needed = [(g.kv_cache_spec.max_memory_usage_bytes(config), g.kv_cache_spec.page_size_bytes) for g in groups]
@@ -60,6 +59,7 @@ def answers(vllm_trees, vllm_process):
 @pytest.mark.parametrize("case", CASES)
 def test_a_request_takes_what_vllm_reserves_for_it(answers, case):
     dtype, length, batched = case
+    assert answers.steps == [STEPS_UNDER_WAY] * 2
     kv = "bf16" if dtype == "bfloat16" else "fp8"
     block, reserved, groups, other_pages = answers.requests[case]
     assert (groups, other_pages) == ([18, 18], 0)  # one group of full layers, one of sliding layers, equal page sizes
@@ -148,10 +148,6 @@ def test_a_request_of_another_family_takes_what_vllm_reserves_for_it(vllm_trees,
     assert vllm_process(vllm_trees.patched).answer(FAMILIES, json.dumps(asked)) == sizes
 
 
-def test_two_steps_are_under_way(answers):
-    assert answers.steps == [STEPS_UNDER_WAY] * 2
-
-
 SIZES = """
 import json, sys
 import torch
@@ -161,19 +157,16 @@ with torch.device("meta"):
     models = [AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)) for config in json.loads(sys.argv[1])]
 print(json.dumps([sum(parameter.numel() for parameter in model.parameters()) for model in models]))
 """
-COUNTED = {
-    "glm-4.7-flash-nvfp4": "glm4_moe_lite",
-    "qwen3.6-35b-a3b-fp8": "qwen3_5_moe_text",
-    "deepseek-v4-flash": "deepseek_v4",
-}
+COUNTED = {"glm-4.7-flash-nvfp4": "glm4_moe_lite", "qwen3.6-35b-a3b-fp8": "qwen3_5_moe_text",
+           "deepseek-v4-flash": "deepseek_v4"}  # fmt: skip
 
 
 def test_weights_are_those_of_transformers_classes(vllm_trees, vllm_process):
     configs = []
     for name, kind in COUNTED.items():
         config = models.load()[name].config
-        configs.append({**config, **config.get("text_config", {}), "model_type": kind})
-        configs[-1] = {k: v for k, v in configs[-1].items() if k not in ("quantization_config", "text_config")}
+        merged = {**config, **config.get("text_config", {}), "model_type": kind}
+        configs.append({k: v for k, v in merged.items() if k not in ("quantization_config", "text_config")})
     parts = [parse(models.load()[name].config, name).parts() for name in COUNTED]
     # In transformers a router's bias is a buffer, not a parameter.
     counted = [sum(part.count + part.plain * (part.role != "router") for part in model) for model in parts]

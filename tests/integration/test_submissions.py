@@ -64,10 +64,8 @@ class Package:
     def _with_patches(self, count):
         if count not in self.results:
             read = upstream.reader(upstream.release(TABLE, self.component), self.queue.paths)
-            files = replace(self.queue, patches=self.queue.patches[:count]).apply(
-                {path: read(path) for path in self.queue.paths}
-            )
-            self.write(files)
+            queue = replace(self.queue, patches=self.queue.patches[:count])
+            self.write(queue.apply({path: read(path) for path in self.queue.paths}))
             tested = [self._submission(patch) for patch in self.queue.patches[max(0, count - 1) : count + 1]]
             scratch = self.scratch / str(count)
             self.results[count] = outcomes(self.process, self.folder, [*filter(None, tested)], scratch)
