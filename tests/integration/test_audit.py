@@ -162,7 +162,7 @@ def test_shapes_count_what_nvdisasm_prints(build, tools, code):
     decoder.learn(samples)
     listing = run([tools.nvdisasm, "-c", path]).stdout
     parts = {part.split(maxsplit=1)[0]: part for part in listing.split("//--------------------- .text.")[1:]}
-    watched = re.compile(load().cubins.watched)
+    watched = re.compile(load().sass.watched)
     assert len(kernels) == len(parts) == 3 + len(mixed)
     for kernel in kernels:
         full = Counter(name for _, name in cubins.LINE.findall(parts[kernel.kernel]))
