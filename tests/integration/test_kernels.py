@@ -63,10 +63,6 @@ def inv(site, *more):
     return subprocess.run(command(site, *more), cwd=ROOT, env=site.env, capture_output=True, text=True, check=False)
 
 
-def manifest(site):
-    return json.loads((site.output / "kernels-trial.env.manifest.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def killed(site):
     """A build that is killed with SIGKILL as soon as its first object exists."""
@@ -92,7 +88,7 @@ def built(killed):
 
 @pytest.mark.nightly
 def test_after_a_kill_the_next_run_finishes_the_job(built):
-    document = manifest(built)
+    document = json.loads((built.output / "kernels-trial.env.manifest.json").read_text())
     (library,) = document["outputs"]
     assert library == f".cache/flashinfer/{TABLE.flashinfer}/121a/cached_ops/{SMALL.name}/{SMALL.name}.so"
     assert document["facts"]["units"] == 3

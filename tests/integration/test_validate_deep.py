@@ -74,16 +74,6 @@ class ClaimedGB10(CpuPlatform):
 
 
 @pytest.fixture(scope="module")
-def model(random_model):
-    return random_model
-
-
-@pytest.fixture(scope="module")
-def trees(vllm_trees):
-    return vars(vllm_trees)
-
-
-@pytest.fixture(scope="module")
 def gb10_facts(gb10_sheet):
     """Return a function: a stack → the facts of a Spark's recorded sheet."""
     return lambda stack: {name: Fact(**entry) for name, entry in json.loads(gb10_sheet(stack))["facts"].items()}
@@ -162,9 +152,9 @@ def deep_facts(gather_in_forks):
     return deep_facts
 
 
-def test_on_a_cpu_the_facts_are_those_of_a_cpu(model, trees):
+def test_on_a_cpu_the_facts_are_those_of_a_cpu(random_model, vllm_trees):
     # Set explicitly, because by default the plugin claims the checkpoint only on a CPU without AMX.
-    facts, _ = gather_facts(target(model, trees["upstream"], args=("--quantization", "spark-mxfp4")), DEEP)
+    facts, _ = gather_facts(target(random_model, vllm_trees.upstream, args=("--quantization", "spark-mxfp4")), DEEP)
     assert facts["deep.platform"].value == "CpuPlatform"
     assert facts["deep.quantization"].value == "spark-mxfp4"
     assert facts["deep.attention_backend"].value == ["CPU_ATTN"]
@@ -181,8 +171,8 @@ def test_on_a_cpu_the_facts_are_those_of_a_cpu(model, trees):
         ("patched", ("--moe-backend", "marlin"), "MARLIN"),
     ],
 )
-def test_moe_backend_on_a_claimed_gb10(deep_facts, model, release, claim, tree, args, backend):
-    facts = deep_facts(model, vars(release)[tree], claim, args=args)
+def test_moe_backend_on_a_claimed_gb10(deep_facts, random_model, release, claim, tree, args, backend):
+    facts = deep_facts(random_model, vars(release)[tree], claim, args=args)
     assert facts["deep.capability"].value == "12.1"
     assert facts["deep.moe_backend"].error is None
     assert facts["deep.moe_backend"].value == backend
@@ -207,13 +197,15 @@ def test_the_backend_of_another_familys_experts_is_the_one_of_its_row(
 
 
 @pytest.mark.parametrize("more", [(), FLAGS], ids=["its profile", "beside safe"])
-def test_our_plugin_may_serve_on_a_claimed_gb10(deep_facts, gather_in_forks, model, release, claim, gb10_facts, more):
+def test_our_plugin_may_serve_on_a_claimed_gb10(
+    deep_facts, gather_in_forks, random_model, release, claim, gb10_facts, more
+):
     """A Spark's sheet with the answers of this vLLM, and a layer computed by our plugin's kernel in this run."""
     args, tree = ("--quantization", "spark-mxfp4", *more), release.patched
-    answers = deep_facts(model, tree, claim, args=args)
+    answers = deep_facts(random_model, tree, claim, args=args)
     assert answers["deep.capability"].value == "12.1"
     assert answers["deep.quantization"].value == "spark-mxfp4", answers["deep.quantization"].error
-    computed = gather_in_forks(NUMERICS, target(model, tree, claim, args=args), (tree, claim))
+    computed = gather_in_forks(NUMERICS, target(random_model, tree, claim, args=args), (tree, claim))
     assert computed["numerics.kernel"].value == "spark_mxfp4 torch"  # this torch has no CUDA
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.quantization", "deep.capability")}
     sheet = gb10_facts(release.stack)
@@ -225,9 +217,9 @@ def test_our_plugin_may_serve_on_a_claimed_gb10(deep_facts, gather_in_forks, mod
     assert rehearse("spark", {**sheet, **chosen, **wrong}, "test").verdict is ValidationVerdict.REFUSE
 
 
-def test_each_part_of_two_layers_is_right_by_the_cpus_backends(gather_in_forks, model, trees):
-    path = (trees["patched"],)
-    facts = gather_in_forks(LAYERS, target(model, *path, args=("--quantization", "spark-mxfp4")), path)
+def test_each_part_of_two_layers_is_right_by_the_cpus_backends(gather_in_forks, random_model, vllm_trees):
+    path = (vllm_trees.patched,)
+    facts = gather_in_forks(LAYERS, target(random_model, *path, args=("--quantization", "spark-mxfp4")), path)
     assert set(facts["layers.differences"].value) == {
         *(f"{part} {layer}" for part in ("qkv_proj", "o_proj", "router", "experts") for layer in (0, 1)),
         *(f"attention {kind} {step}" for kind in ("sliding", "full") for step in ("prefill", "decode")),
@@ -248,38 +240,30 @@ def large(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("args", "kernel"),
-    [
-        ((), "bf16"),
-        (("--quantization-config.linear", "fp8_per_channel"), "CutlassFP8ScaledMMLinearKernel"),
-        (("--quantization-config.linear", "fp8_per_block"), "CutlassFp8BlockScaledMMKernel"),
-        (("--quantization-config.linear", "mxfp8"), "FlashInferCutlassMxfp8LinearKernel"),
-        (("--quantization-config.linear", "mxfp4"), "FlashInferMxFp4LinearKernel"),
-        (("--quantization-config.linear", "mxfp4", "--linear-backend", "marlin"), "MarlinMxFp4LinearKernel"),
-    ],
-)
-def test_dense_kernels_on_a_claimed_gb10(deep_facts, large, release, claim, args, kernel):
-    facts = deep_facts(large, release.upstream, claim, args=args)
-    assert facts["deep.dense_kernels"].error is None
-    assert facts["deep.dense_kernels"].value == {"qkv_proj": kernel, "o_proj": kernel, "lm_head": "bf16"}
+LINEAR, HEAD = "--quantization-config.linear", "--quantization-config.lm_head"
+FP8, MXFP8, MARLIN = "CutlassFP8ScaledMMLinearKernel", "FlashInferCutlassMxfp8LinearKernel", "MarlinMxFp4LinearKernel"
+TWO = ("--tensor-parallel-size", "2")  # of the LM head's 201,088 rows, each device has 100,544
 
 
 @pytest.mark.parametrize(
-    ("args", "kernel"),
+    ("tree", "args", "linear", "head"),
     [
-        (("fp8_per_channel",), "CutlassFP8ScaledMMLinearKernel"),
-        (("mxfp8",), "FlashInferCutlassMxfp8LinearKernel"),
-        (("mxfp8", "--tensor-parallel-size", "2"), "FlashInferCutlassMxfp8LinearKernel"),
-        (("mxfp4", "--linear-backend", "marlin", "--tensor-parallel-size", "2"), "MarlinMxFp4LinearKernel"),
+        ("upstream", (), "bf16", "bf16"),
+        ("upstream", (LINEAR, "fp8_per_channel"), FP8, "bf16"),
+        ("upstream", (LINEAR, "fp8_per_block"), "CutlassFp8BlockScaledMMKernel", "bf16"),
+        ("upstream", (LINEAR, "mxfp8"), MXFP8, "bf16"),
+        ("upstream", (LINEAR, "mxfp4"), "FlashInferMxFp4LinearKernel", "bf16"),
+        ("upstream", (LINEAR, "mxfp4", "--linear-backend", "marlin"), MARLIN, "bf16"),
+        ("patched", (HEAD, "fp8_per_channel"), "bf16", FP8),  # patch 0013
+        ("patched", (HEAD, "mxfp8"), "bf16", MXFP8),
+        ("patched", (HEAD, "mxfp8", *TWO), "bf16", MXFP8),
+        ("patched", (HEAD, "mxfp4", "--linear-backend", "marlin", *TWO), "bf16", MARLIN),
     ],
 )
-def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(deep_facts, large, release, claim, args, kernel):
-    """The head has 201,088 rows, or 100,544 on each of two devices."""
-    head = ("--quantization-config.lm_head", *args)
-    facts = deep_facts(large, release.patched, claim, args=head)
+def test_dense_kernels_on_a_claimed_gb10(deep_facts, large, release, claim, tree, args, linear, head):
+    facts = deep_facts(large, vars(release)[tree], claim, args=args)
     assert facts["deep.dense_kernels"].error is None
-    assert facts["deep.dense_kernels"].value == {"qkv_proj": "bf16", "o_proj": "bf16", "lm_head": kernel}
+    assert facts["deep.dense_kernels"].value == {"qkv_proj": linear, "o_proj": linear, "lm_head": head}
 
 
 @pytest.mark.parametrize(
@@ -291,10 +275,10 @@ def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(deep_facts, large, release,
     ],
 )  # fmt: skip
 def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
-    deep_facts, model, next_trees, claim, gb10_facts, tree, verdict, evidence
+    deep_facts, random_model, next_trees, claim, gb10_facts, tree, verdict, evidence
 ):
     """The sheet of spark-next has this vLLM's answers in place of the recorded ones."""
-    answers = deep_facts(model, vars(next_trees)[tree], claim)
+    answers = deep_facts(random_model, vars(next_trees)[tree], claim)
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.capability")}
     sheet = gb10_facts("spark-next")
     report = rehearse("spark", {**sheet, **chosen}, "test")
@@ -349,7 +333,7 @@ def cutlass_fused_moe(*, input, token_selected_experts, token_final_scales, fc1_
 
 
 @pytest.fixture(scope="module")
-def computed(gather_in_forks, model, trees, claim, tmp_path_factory):
+def computed(gather_in_forks, random_model, vllm_trees, claim, tmp_path_factory):
     """Return a function: changes of a FlashInfer that computes on the CPU → the facts of numerics."""
     folder = tmp_path_factory.mktemp("computing")
 
@@ -360,21 +344,18 @@ def computed(gather_in_forks, model, trees, claim, tmp_path_factory):
             path.write_text(change(text))
             for compiled in path.parent.glob("__pycache__/*"):
                 compiled.unlink()  # the next text may have the same size and second
-        path = (folder, trees["patched"], claim)
-        return gather_in_forks(NUMERICS, target(model, *path), path)
+        path = (folder, vllm_trees.patched, claim)
+        return gather_in_forks(NUMERICS, target(random_model, *path), path)
 
     return computed
 
 
-def test_numerics_go_through_vllms_own_experts_on_a_claimed_gb10(computed):
+def test_numerics_go_through_vllms_own_experts_and_notice_gate_and_up_in_the_wrong_order(computed):
     facts = computed()
     assert (facts["numerics.kernel"].value, facts["numerics.tolerance"].value) == (FP4, 0.1), facts
     assert facts["numerics.difference"].error is None
     assert 0.005 < facts["numerics.difference"].value < 0.06
     assert evaluate(CHECKS["numerics"], View(facts)).status is Status.PASS
-
-
-def test_numerics_notice_gate_and_up_in_the_wrong_order(computed):
     facts = computed(lambda text: text.replace("up, gate = (first", "gate, up = (first"))
     assert facts["numerics.difference"].value > 0.5, facts
     assert evaluate(CHECKS["numerics"], View(facts)).status is Status.FAIL
